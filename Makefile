@@ -1,0 +1,43 @@
+# `make train` and `make test` are all that a fresh machine needs; both set up .venv first.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: train test test-slow test-lowest lint format bench clean
+
+train: $(INSTALLED)  ## train on the built-in digits, learn the weight decays, write runs/digits
+	$(BIN)/marglik train --config digits
+
+test: $(INSTALLED)  ## the default test suite
+	$(BIN)/python -m pytest -q
+
+test-slow: $(INSTALLED)  ## the tests that take minutes
+	$(BIN)/python -m pytest -q -m slow
+
+lint: $(INSTALLED)  ## ruff and the type checker
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/basedpyright
+
+format: $(INSTALLED)  ## what lint would ask for
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(INSTALLED)  ## the curvature pass against a training step and laplace-torch, this machine
+	$(BIN)/python -m experiments.bench_curvature
+
+test-lowest:  ## the test suite with the oldest dependencies that pyproject.toml allows
+	$(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/python -m pip install --quiet uv
+	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest/bin/python --resolution lowest-direct -e '.[dev]'
+	.venv-lowest/bin/python -m pytest -q
+
+# uv installs torch in seconds where pip takes minutes, and reads the same pyproject.toml.
+$(INSTALLED): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv .venv-lowest runs

@@ -1,0 +1,153 @@
+"""The curvature block of one parameter tensor: B ⊗ A, B alone, or a diagonal."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from kfac_backend.eigen import eigenvalues, eigh
+
+__all__ = ["EigenBlock", "KroneckerBlock"]
+
+
+@dataclass(frozen=True)
+class KroneckerBlock:
+    """Block-diagonal over G groups of B_g ⊗ A_g, for a tensor flattened as PyTorch flattens it.
+
+    One group is the common case; grouped convolutions have more; a diagonal block is P groups of
+    size one. Without A the block is B itself (a bias, a scalar).
+    """
+
+    name: str
+    """The parameter's name, for errors."""
+    B: Tensor
+    """Gradient factor, a sum over the data: (d_out, d_out) or (G, d_out, d_out)."""
+    A: Tensor | None = None
+    """Input factor, a mean over the data: (d_in, d_in) or (G, d_in, d_in)."""
+    num_terms: int = 0
+    """How many terms A is the mean of: N·R for expand, N for reduce."""
+
+    def __post_init__(self) -> None:
+        A_shape = None if self.A is None else self.A.shape
+        square = self.B.dim() in (2, 3) and self.B.shape[-1] == self.B.shape[-2]
+        if A_shape is not None:
+            same_groups = A_shape[:-2] == self.B.shape[:-2]
+            square = square and same_groups and A_shape[-1] == A_shape[-2]
+        if not square:
+            raise ValueError(
+                f"Factors of '{self.name}' have shapes B {tuple(self.B.shape)} and A "
+                f"{None if A_shape is None else tuple(A_shape)}; expected square matrices, with "
+                "the same leading number of groups if there are groups."
+            )
+
+    @property
+    def numel(self) -> int:
+        """P, the number of parameters of the block."""
+        return self.B.shape[:-1].numel() * (1 if self.A is None else self.A.shape[-1])
+
+    def to_dense(self) -> Tensor:
+        """The block as a (P, P) matrix."""
+        B = self.B.reshape(-1, *self.B.shape[-2:])
+        if self.A is None:
+            return torch.block_diag(*B)
+        A = self.A.reshape(-1, *self.A.shape[-2:])
+        return torch.block_diag(*(torch.kron(b, a) for b, a in zip(B, A, strict=True)))
+
+    def matvec(self, v: Tensor) -> Tensor:
+        """(B ⊗ A) v for vectors v (..., P)."""
+        V = self._as_matrices(v)
+        V = self.B @ V if self.A is None else self.B @ V @ self.A.mT
+        return V.reshape(v.shape)
+
+    def scale(self, factor: float) -> "KroneckerBlock":
+        """The block times a factor ≥ 0."""
+        return replace(self, B=self.B * factor)
+
+    def add(self, other: "KroneckerBlock") -> "KroneckerBlock":
+        """The block of the union of both data sets: B is summed, A averaged over all terms."""
+        if self.B.shape != other.B.shape or (self.A is None) != (other.A is None):
+            raise ValueError(
+                f"The blocks of '{self.name}' and '{other.name}' differ in shape; only factors of "
+                "the same model can be added."
+            )
+        A, terms = self.A, self.num_terms + other.num_terms
+        if A is not None and other.A is not None and terms:
+            A = A * (self.num_terms / terms) + other.A * (other.num_terms / terms)
+        return replace(self, B=self.B + other.B, A=A, num_terms=terms)
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None):
+        """The block on another device or in another dtype."""
+        A = None if self.A is None else self.A.to(device, dtype)
+        return replace(self, B=self.B.to(device, dtype), A=A)
+
+    @cached_property
+    def _eigenvalues(self) -> tuple[Tensor, int]:
+        values, clipped = eigenvalues(self.B, f"{self.name}, B")
+        if self.A is not None:
+            of_A, clipped_A = eigenvalues(self.A, f"{self.name}, A")
+            values, clipped = values[..., :, None] * of_A[..., None, :], clipped + clipped_A
+        return values.flatten(), clipped
+
+    def eigenvalues(self) -> Tensor:
+        """All P eigenvalues β_i α_j ≥ 0 of the block, in float64; computed once, without vectors."""
+        return self._eigenvalues[0]
+
+    def num_clipped(self) -> int:
+        """How many eigenvalues of the factors rounding made negative (they count as 0)."""
+        return self._eigenvalues[1]
+
+    def decompose(self) -> "EigenBlock":
+        """Eigenvalues and eigenvectors of the factors."""
+        of_B = eigh(self.B, f"{self.name}, B")
+        of_A = None if self.A is None else eigh(self.A, f"{self.name}, A")
+        return EigenBlock(
+            of_B.values,
+            of_B.vectors,
+            None if of_A is None else of_A.values,
+            None if of_A is None else of_A.vectors,
+        )
+
+    def _as_matrices(self, v: Tensor) -> Tensor:
+        """(..., P) as (..., d_out, d_in), with G before d_out if there are groups."""
+        columns = 1 if self.A is None else self.A.shape[-1]
+        return v.reshape(*v.shape[:-1], *self.B.shape[:-1], columns)
+
+
+@dataclass(frozen=True)
+class EigenBlock:
+    """A block by the eigenvalues and -vectors of its factors: Q_B diag(β) Q_Bᵀ ⊗ Q_A diag(α) Q_Aᵀ."""
+
+    beta: Tensor
+    """(d_out) or (G, d_out)."""
+    Q_B: Tensor
+    """(d_out, d_out) or (G, d_out, d_out)."""
+    alpha: Tensor | None = None
+    """(d_in) or (G, d_in)."""
+    Q_A: Tensor | None = None
+    """(d_in, d_in) or (G, d_in, d_in)."""
+
+    def spectrum(self, delta: Tensor | float = 0.0, damping: bool = False) -> Tensor:
+        """Eigenvalues of the block + δI: βα + δ; with damping (β + √δ)(α + √δ). (..., d_out, d_in).
+
+        Differentiable in δ and in the eigenvalues.
+        """
+        if self.alpha is None:
+            return (self.beta + delta)[..., None]
+        if damping:
+            root = torch.as_tensor(delta, device=self.beta.device).sqrt()
+            return (self.beta + root)[..., :, None] * (self.alpha + root)[..., None, :]
+        return self.beta[..., :, None] * self.alpha[..., None, :] + delta
+
+    def power_matvec(self, v: Tensor, spectrum: Tensor, exponent: float) -> Tensor:
+        """Q diag(spectrum ** exponent) Qᵀ v for vectors v (..., P), with Q = Q_B ⊗ Q_A."""
+        V = v.reshape(*v.shape[:-1], *spectrum.shape)
+        V = self.Q_B.mT @ V if self.Q_A is None else self.Q_B.mT @ V @ self.Q_A
+        V = V * spectrum.pow(exponent)
+        V = self.Q_B @ V if self.Q_A is None else self.Q_B @ V @ self.Q_A.mT
+        return V.reshape(v.shape)
+
+    def diagonal(self, spectrum: Tensor, exponent: float = 1.0) -> Tensor:
+        """The diagonal (P,) of Q diag(spectrum ** exponent) Qᵀ."""
+        d = self.Q_B.square() @ spectrum.pow(exponent)
+        return (d if self.Q_A is None else d @ self.Q_A.square().mT).flatten()

@@ -1,0 +1,47 @@
+"""The exact GGN diagonal of parameters without a rule, by one backward pass per example."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfac_backend.coverage import call_with
+from kfac_backend.loss_hessian import backward_vectors
+from kfac_backend.options import Fisher, Likelihood
+
+__all__ = ["ggn_diagonal"]
+
+
+def ggn_diagonal(
+    model: nn.Module,
+    names: Sequence[str],
+    x: Any,
+    y: Tensor,
+    likelihood: Likelihood,
+    fisher: Fisher,
+    mc_samples: int,
+    generator: torch.Generator | None,
+) -> dict[str, Tensor]:
+    """Σ_n Σ_v (∂ v_nᵀf_n / ∂θ_i)² of each named parameter, in its shape.
+
+    Right for any layer that does not mix examples, and slow: N·V backward passes a batch.
+    """
+    by_name = dict(model.named_parameters())
+    parameters = {name: by_name[name].detach().requires_grad_() for name in names}
+    diagonal = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    with torch.enable_grad():
+        f = call_with(model, parameters, x)
+    if not f.requires_grad:
+        return diagonal
+    for vector in backward_vectors(f, y, likelihood, fisher, mc_samples, generator):
+        for n in range(len(f)):
+            only = torch.zeros_like(vector)
+            only[n] = vector[n]
+            grads = torch.autograd.grad(
+                f, list(parameters.values()), only, retain_graph=True, allow_unused=True
+            )
+            for total, g in zip(diagonal.values(), grads, strict=True):
+                if g is not None:
+                    total += g.square()
+    return diagonal

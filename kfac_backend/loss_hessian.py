@@ -1,0 +1,176 @@
+"""The loss, and square roots S of its Hessian, S Sᵀ = Λ = ∇²_f ℓ, column by column.
+
+Outputs f are (N, C), or (N, ..., C) where an example has several loss terms, one for each position
+in ``...``. The loss is ℓ = −log p(y|f) up to constants (nats): cross-entropy with logits;
+½‖y − f‖², the Gaussian with unit noise; binary cross-entropy with logits, summed over C.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from kfac_backend.options import Fisher, Likelihood
+
+__all__ = ["backward_vectors", "check_targets", "loss_hessian_root", "loss_sum"]
+
+
+def loss_sum(f: Tensor, y: Tensor, likelihood: Likelihood) -> Tensor:
+    """Σ ℓ over all examples and loss terms, a scalar (nats)."""
+    if likelihood == "classification":
+        return F.cross_entropy(f.flatten(0, -2), y.flatten().long(), reduction="sum")
+    if likelihood == "regression":
+        return 0.5 * F.mse_loss(f, y.to(f), reduction="sum")
+    return F.binary_cross_entropy_with_logits(f, y.to(f), reduction="sum")
+
+
+def backward_vectors(
+    f: Float[Tensor, "N *terms C"],
+    y: Tensor,
+    likelihood: Likelihood,
+    fisher: Fisher = "exact",
+    mc_samples: int = 1,
+    generator: torch.Generator | None = None,
+) -> Iterator[Float[Tensor, "N *terms C"]]:
+    """The vectors v to propagate back, such that Σ_v v vᵀ is Λ or its estimate, per loss term.
+
+    - exact: the columns of a root of Λ. With several loss terms an example they come one term at a
+      time, since gradients of different terms must not be mixed in one product.
+    - mc: ``mc_samples`` gradients of ℓ at labels drawn from p(y|f), over √mc_samples. Unbiased;
+      terms are drawn independently, so that mixing them has expectation zero.
+    - empirical: the gradient of ℓ at the label, one term at a time.
+    """
+    f = f.detach()
+    if fisher == "mc":
+        for _ in range(mc_samples):
+            yield _sampled_gradient(f, likelihood, generator) / mc_samples**0.5
+    elif fisher == "empirical":
+        yield from _one_term_at_a_time(_label_gradient(f, y, likelihood))
+    else:
+        for column in loss_hessian_root(f, likelihood):
+            yield from _one_term_at_a_time(column)
+
+
+def loss_hessian_root(
+    f: Float[Tensor, "*terms C"], likelihood: Likelihood
+) -> Iterator[Float[Tensor, "*terms C"]]:
+    """Columns s of S with Σ s sᵀ = Λ = ∇²_f ℓ: C − 1 for the categorical, else C."""
+    if likelihood == "classification":
+        yield from _categorical_root(f)
+        return
+    if likelihood == "regression":
+        scale = torch.ones_like(f)
+    else:
+        scale = (torch.sigmoid(f) * torch.sigmoid(-f)).sqrt()
+    for c in range(f.shape[-1]):
+        column = torch.zeros_like(f)
+        column[..., c] = scale[..., c]
+        yield column
+
+
+def _categorical_root(f: Float[Tensor, "*terms C"]) -> Iterator[Float[Tensor, "*terms C"]]:
+    """The C − 1 columns of the Cholesky factor of diag(p) − ppᵀ, with p in descending order.
+
+    With t_j = Σ_{k≥j} p_k: S_jj = √(p_j t_{j+1} / t_j), S_ij = −p_i √(p_j / (t_j t_{j+1})) for i > j.
+    Descending order keeps the t_j from cancelling: each is summed from its smallest terms up.
+    """
+    p, order = torch.softmax(f, dim=-1).sort(dim=-1, descending=True)
+    t = p.flip(-1).cumsum(-1).flip(-1)
+    tiny = torch.finfo(p.dtype).tiny
+    for j in range(p.shape[-1] - 1):
+        p_j, t_j, t_next = p[..., j], t[..., j], t[..., j + 1]
+        column = torch.zeros_like(p)
+        column[..., j] = (p_j * (t_next / t_j.clamp(min=tiny))).sqrt()
+        ratio = p[..., j + 1 :] / t_next.clamp(min=tiny)[..., None]
+        column[..., j + 1 :] = -ratio * column[..., j : j + 1]
+        yield torch.zeros_like(p).scatter(-1, order, column)
+
+
+def _sampled_gradient(
+    f: Tensor, likelihood: Likelihood, generator: torch.Generator | None
+) -> Tensor:
+    """∇_f ℓ(ŷ, f) at a label ŷ drawn from p(y|f), per loss term; in the shape of f."""
+    if likelihood == "classification":
+        p = torch.softmax(f, dim=-1)
+        label = torch.multinomial(p.flatten(0, -2), 1, generator=generator)
+        return p - F.one_hot(label.view(f.shape[:-1]), f.shape[-1]).to(f)
+    if likelihood == "regression":
+        return torch.randn(f.shape, generator=generator, dtype=f.dtype, device=f.device)
+    p = torch.sigmoid(f)
+    return p - torch.bernoulli(p, generator=generator)
+
+
+def _label_gradient(f: Tensor, y: Tensor, likelihood: Likelihood) -> Tensor:
+    """∇_f ℓ(y, f) at the label; in the shape of f."""
+    if likelihood == "classification":
+        return torch.softmax(f, dim=-1) - F.one_hot(y.long(), f.shape[-1]).to(f)
+    if likelihood == "regression":
+        return f - y.to(f)
+    return torch.sigmoid(f) - y.to(f)
+
+
+def _one_term_at_a_time(vector: Float[Tensor, "N *terms C"]) -> Iterator[Tensor]:
+    """The vector itself if each example has one loss term, else one copy per term, zero elsewhere."""
+    if vector.dim() == 2:
+        yield vector
+        return
+    terms = vector.flatten(1, -2)  # (N, T, C)
+    for t in range(terms.shape[1]):
+        only = torch.zeros_like(terms)
+        only[:, t] = terms[:, t]
+        yield only.view_as(vector)
+
+
+def check_targets(f: Tensor, y: object, likelihood: Likelihood) -> None:
+    """Raise an error that says what is wrong unless the targets y fit the outputs f.
+
+    Raises:
+        TypeError: outputs or targets of a wrong type or dtype.
+        ValueError: a wrong shape, a label out of range, targets that are not finite.
+    """
+    if not isinstance(f, Tensor) or not isinstance(y, Tensor):
+        raise TypeError(
+            f"The model returned {type(f).__name__} and the data {type(y).__name__} as targets; "
+            "both must be tensors. Wrap a model that returns an object so that it returns logits."
+        )
+    if f.dim() < 2:
+        raise ValueError(f"The model's output has shape {tuple(f.shape)}; expected (N, ..., C).")
+    if likelihood == "classification":
+        _check_labels(f, y)
+        return
+    if y.shape != f.shape:
+        raise ValueError(
+            f"Targets have shape {tuple(y.shape)}, the model's output {tuple(f.shape)}; "
+            f"likelihood {likelihood!r} needs the same shape."
+        )
+    if not torch.isfinite(y).all():
+        raise ValueError("The targets contain NaN or infinity; clean the data.")
+    if likelihood == "bernoulli" and not ((y >= 0) & (y <= 1)).all():
+        raise ValueError("likelihood 'bernoulli' needs targets in [0, 1].")
+
+
+def _check_labels(f: Tensor, y: Tensor) -> None:
+    C = f.shape[-1]
+    if C < 2:
+        raise ValueError(
+            "likelihood 'classification' needs at least two outputs, the model has one; "
+            "for one logit use likelihood='bernoulli'."
+        )
+    if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+        raise TypeError(
+            f"Class labels have dtype {y.dtype}; likelihood 'classification' needs integers, "
+            "for example y.long(). Use 'regression' or 'bernoulli' for other targets."
+        )
+    if y.shape != f.shape[:-1]:
+        raise ValueError(
+            f"Class labels have shape {tuple(y.shape)}, but the model's output "
+            f"{tuple(f.shape)} asks for {tuple(f.shape[:-1])}."
+        )
+    wrong = y[(y < 0) | (y >= C)]
+    if len(wrong):
+        raise ValueError(
+            f"Label {wrong[0].item()} is out of range: the model has {C} outputs, labels must be "
+            f"0 to {C - 1}. Relabel the data, or change the number of the model's outputs."
+        )
