@@ -4,7 +4,7 @@ No parameter requires a gradient meanwhile, so no weight gradient is ever comput
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ class Capture:
         self._handles: list[RemovableHandle] = []
         self._sources: list[Tensor] = []
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Capture":
         for tracked in self._coverage.layers:
             hook = self._forward_hook(tracked)
             self._handles.append(tracked.layer.register_forward_hook(hook, with_kwargs=True))

@@ -1,11 +1,9 @@
 """The Kronecker-factored GGN of a whole model: one block per parameter tensor."""
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kfac_backend.block import KroneckerBlock
+from kfac_backend.files import atomic_path
 from kfac_backend.options import Fisher, KfacApprox, Likelihood
 
 __all__ = ["KroneckerFactors"]
@@ -45,7 +44,7 @@ class KroneckerFactors:
     def __len__(self) -> int:
         return len(self.blocks)
 
-    def __add__(self, other: Self) -> Self:
+    def __add__(self, other: "KroneckerFactors") -> "KroneckerFactors":
         """The factors of the union of both data sets, exactly."""
         self._check_same_kind(other)
         return replace(
@@ -56,7 +55,7 @@ class KroneckerFactors:
             loss=self.loss + other.loss,
         )
 
-    def __mul__(self, factor: float) -> Self:
+    def __mul__(self, factor: float) -> "KroneckerFactors":
         """The curvature times a factor ≥ 0; the loss and the counts stay."""
         if not 0.0 <= float(factor) < float("inf"):
             raise ValueError(f"Factors can be multiplied by a finite number ≥ 0, not by {factor}.")
@@ -67,7 +66,7 @@ class KroneckerFactors:
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> Self:
+    ) -> "KroneckerFactors":
         """The factors on another device or in another dtype."""
         moved = {name: block.to(device, dtype) for name, block in self.blocks.items()}
         return replace(self, blocks=moved)
@@ -121,7 +120,6 @@ class KroneckerFactors:
 
     def save(self, path: str | Path) -> None:
         """Write the factors as safetensors with a JSON header, atomically."""
-        path = Path(path)
         tensors: dict[str, Tensor] = {}
         for name, block in self.blocks.items():
             # Copies, as a weight and its bias may share B, which safetensors refuses.
@@ -143,15 +141,11 @@ class KroneckerFactors:
                 for n, b in self.blocks.items()
             ],
         }
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
+        with atomic_path(path) as temporary:
             save_file(tensors, temporary, metadata={"header": json.dumps(header)})
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
 
     @classmethod
-    def load(cls, path: str | Path, device: torch.device | str = "cpu") -> Self:
+    def load(cls, path: str | Path, device: torch.device | str = "cpu") -> "KroneckerFactors":
         """Read what `save` wrote.
 
         Raises:
@@ -193,7 +187,7 @@ class KroneckerFactors:
             header["fisher"],
         )
 
-    def _check_same_kind(self, other: Self) -> None:
+    def _check_same_kind(self, other: "KroneckerFactors") -> None:
         for field in ("likelihood", "kfac_approx", "fisher", "num_outputs"):
             mine, theirs = getattr(self, field), getattr(other, field)
             if mine != theirs:

@@ -19,7 +19,7 @@ from kfac_backend.factors import CurvaturePass
 from kfac_backend.kronecker import KroneckerFactors
 from kfac_backend.options import Fisher, KfacApprox, Unsupported
 
-__all__ = ["EigenKron", "FactorKron", "KfacEF", "KfacGGN"]
+__all__ = ["EigenKron", "FactorKron", "KfacEF", "KfacGGN", "check_alignment"]
 
 
 class FactorKron(Kron):
@@ -240,7 +240,7 @@ class _KfacInterface(CurvatureInterface):
         curvature.reset()
         curvature.add(x, y)
         factors = curvature.factors()
-        self._check_alignment(model, factors)
+        check_alignment(model, factors)
         kron = FactorKron.from_factors(factors, self.params[0].dtype)
         for F in kron.kfacs:
             if len(F) == 2:
@@ -263,17 +263,6 @@ class _KfacInterface(CurvatureInterface):
                 generator=self.generator,
             )
         return self._passes[key]
-
-    @staticmethod
-    def _check_alignment(model: nn.Module, factors: KroneckerFactors) -> None:
-        """laplace-torch zips entries with parameters in silence, so they must be the same."""
-        trainable = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
-        if {name: block.numel for name, block in factors.blocks.items()} != trainable:
-            missing = [name for name in trainable if name not in factors.blocks]
-            raise ValueError(
-                "laplace-torch needs a block for every trainable parameter, but these have none: "
-                f"{', '.join(missing)}. Freeze them with requires_grad_(False) before Laplace(...)."
-            )
 
 
 class KfacGGN(_KfacInterface, GGNInterface):
@@ -326,3 +315,19 @@ class KfacEF(_KfacInterface, EFInterface):
         """Loss and diagonal (P,) of the empirical Fisher of one batch."""
         loss, H = super().diag(x, y, **kwargs)
         return loss, self.factor * H
+
+
+def check_alignment(model: nn.Module, factors: KroneckerFactors) -> None:
+    """Raise a ValueError unless there is one block per trainable parameter, in the same order.
+
+    laplace-torch pairs blocks and parameters by position, in silence.
+    """
+    trainable = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    blocks = {name: block.numel for name, block in factors.blocks.items()}
+    if list(blocks.items()) != list(trainable.items()):
+        differ = [name for name in trainable if blocks.get(name) != trainable[name]]
+        raise ValueError(
+            "laplace-torch needs a block for every trainable parameter, but these have none: "
+            f"{', '.join(differ) or list(blocks)}. Freeze them with requires_grad_(False) before "
+            "the Laplace approximation is made."
+        )

@@ -123,7 +123,7 @@ def _one_term_at_a_time(vector: Float[Tensor, "N *terms C"]) -> Iterator[Tensor]
         yield only.view_as(vector)
 
 
-def check_targets(f: Tensor, y: object, likelihood: Likelihood) -> None:
+def check_targets(f: object, y: object, likelihood: Likelihood) -> None:
     """Raise an error that says what is wrong unless the targets y fit the outputs f.
 
     Raises:

@@ -14,6 +14,7 @@ Source: Eschenhagen et al. 2023, arXiv:2311.00636, as restated in the project's 
 
 import copy
 import itertools
+from collections import Counter
 
 import torch
 from torch import Tensor, nn
@@ -205,10 +206,16 @@ def kfac_factors(
     Returns:
         {parameter name: (B (G, d_out, d_out), A (G, d_in, d_in))} of the trainable ones. For a
         bias G = 1, B is over all output channels, and A is the (1, 1) of a constant input one.
+
+    Raises:
+        ValueError: for a layer called more or less than once, and for tied parameters.
     """
     if approx not in ("expand", "reduce"):
         raise ValueError(f"approx={approx!r} is neither 'expand' nor 'reduce'.")
     model, x = _float64(model, x)
+    owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    if any(count > 1 for count in owners.values()):
+        raise ValueError("Two modules share one parameter; the K-FAC oracle knows no tied weights.")
     with torch.no_grad():
         f = [_loss_terms(model(x[n : n + 1])) for n in range(len(x))]
     hessians = [[loss_hessian(f_nt, likelihood) for f_nt in f_n] for f_n in f]
@@ -294,6 +301,7 @@ def bayesian_linear_regression_log_evidence(
 
 def _float64(model: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
     """Float64 copies of the model and of its inputs; integer inputs (tokens) stay integers."""
+    x = x.detach().clone()  # an in-place first layer must not reach the caller's tensor
     return copy.deepcopy(model).double(), x.double() if x.is_floating_point() else x
 
 

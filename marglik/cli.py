@@ -1,0 +1,88 @@
+"""The command `marglik`: options are the constructors' own arguments, read by jsonargparse."""
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ActionConfigFile, ArgumentParser
+
+__all__ = ["main"]
+
+TRACEBACK_VARIABLE = "MARGLIK_TRACEBACK"
+"""Set to 1 to see the traceback of an error that otherwise ends in one line."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status: 0, 2 for bad input, 130 when interrupted."""
+    parser = _parser()
+    config = parser.parse_args(arguments)
+    try:
+        return _train(parser, config)
+    except KeyboardInterrupt:
+        print("\nmarglik: interrupted; the log so far is in the output folder.", file=sys.stderr)
+        return 130
+    except (ValueError, TypeError, NotImplementedError, OSError, FloatingPointError) as error:
+        if os.environ.get(TRACEBACK_VARIABLE) == "1":
+            raise
+        print(f"marglik: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def preset_names() -> list[str]:
+    """The names that --config takes besides paths."""
+    return sorted(Path(p.name).stem for p in files("marglik.presets").iterdir() if ".yaml" in p.name)
+
+
+class _PresetOrFile(ActionConfigFile):
+    """--config: a YAML file, or the name of a preset that the package ships."""
+
+    def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
+        if values in preset_names():
+            values = str(files("marglik.presets") / f"{values}.yaml")
+        elif not Path(values).is_file():
+            parser.error(
+                f"--config {values}: no such file, nor a preset ({', '.join(preset_names())})."
+            )
+        super().__call__(parser, cfg, values, option_string)
+
+
+def _parser() -> ArgumentParser:
+    from marglik.experiment import train
+
+    parser = ArgumentParser(
+        prog="marglik",
+        version=version("marglik"),
+        description="Learn a weight decay per layer while the network trains.",
+    )
+    commands = parser.add_subcommands()
+    train_parser = ArgumentParser(description="Train a network and its weight decays together.")
+    train_parser.add_argument(
+        "--config",
+        action=_PresetOrFile,
+        help=f"A YAML file of options, or a preset: {', '.join(preset_names())}.",
+    )
+    train_parser.add_function_arguments(train)
+    commands.add_subcommand("train", train_parser, help="train on images, learn the weight decays")
+    return parser
+
+
+def _train(parser: ArgumentParser, config: Any) -> int:
+    import torch
+
+    from marglik.experiment import train
+    from marglik.summary import print_summary
+
+    # Before the model is made, whose initial parameters are random.
+    torch.manual_seed(config.train.run.seed)
+    arguments = parser.instantiate_classes(config).train
+    arguments.pop("config", None)
+    print_summary(train(**arguments.as_dict()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

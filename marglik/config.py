@@ -1,0 +1,104 @@
+"""Options of a training run; each becomes an option of the command line, with this help."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kfac_backend.options import Fisher, KfacApprox
+from marglik.hyperparameters import UpdateMethod
+from marglik.training import Schedule
+
+__all__ = ["CurvatureConfig", "PriorConfig", "RunConfig"]
+
+
+@dataclass(frozen=True)
+class CurvatureConfig:
+    """The curvature pass.
+
+    Args:
+        kfac_approx: expand treats positions that share a weight as examples; reduce sums over them
+            first, which is faster, and exact where the network does so too.
+        fisher: exact is the GGN; mc estimates it by labels drawn from the model; empirical uses the
+            data's labels.
+        mc_samples: labels per example for fisher=mc.
+        batch_size: examples per batch of the pass; that of training if null.
+        augment: whether the pass sees augmented images when training does, as in the paper.
+    """
+
+    kfac_approx: KfacApprox = "expand"
+    fisher: Fisher = "exact"
+    mc_samples: int = 1
+    batch_size: int | None = None
+    augment: bool = True
+
+
+@dataclass(frozen=True)
+class PriorConfig:
+    """The prior, in units of weight decay, and how it is learned.
+
+    Args:
+        weight_decay: where all groups start; prior precision = weight decay * N / temperature.
+        structure: layerwise (one per parameter tensor), scalar (one for all), kind (weights, biases,
+            scalars), stage (one per top-level child of the model), or rules as a mapping of group
+            names to patterns, such as {convolutions: "stage*.weight", rest: "*"}.
+        every: epochs between updates.
+        burn_in: no update before the end of this epoch.
+        steps: hyperparameter steps per update.
+        method: adam climbs the evidence's gradient; mackay iterates its fixed point.
+        lr: Adam's step size on the logarithm of the precision.
+        temperature: T, the likelihood is raised to 1/T.
+    """
+
+    weight_decay: float = 5e-4
+    structure: Literal["layerwise", "scalar", "kind", "stage"] | dict[str, str] = "layerwise"
+    every: int = 5
+    burn_in: int = 0
+    steps: int = 100
+    method: UpdateMethod = "adam"
+    lr: float = 0.1
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("weight_decay", "lr", "temperature"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"prior.{name} must be positive, not {getattr(self, name)}.")
+
+    def schedule(self, epochs: int) -> Schedule:
+        """When updates happen in a run of so many epochs."""
+        return Schedule(epochs, self.every, self.burn_in, self.steps)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """How long to train, on what device, and where the results go.
+
+    Args:
+        epochs: passes over the training images.
+        batch_size: images per step.
+        augment: whether training crops (after padding by 4) and flips images at random.
+        baseline: whether to train a second time with the initial weight decay kept fixed.
+        seed: of initialisation, shuffling, augmentation and sampling.
+        output: folder of the run's log, results and plot; runs/NAME OF THE DATA if null.
+        overwrite: whether a run that is already in that folder may be replaced.
+        tensorboard: whether to write TensorBoard files as well.
+        accelerator: cpu, cuda, mps; auto takes the fastest there is.
+        precision: Lightning's name of the training precision, such as 32-true or bf16-mixed; the
+            curvature pass is always in the parameters' own.
+        progress: whether to show progress bars.
+    """
+
+    epochs: int = 30
+    batch_size: int = 128
+    augment: bool = False
+    baseline: bool = False
+    seed: int = 0
+    output: str | None = None
+    overwrite: bool = False
+    tensorboard: bool = False
+    accelerator: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    precision: Literal["32-true", "64-true", "bf16-mixed", "16-mixed"] = "32-true"
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"run.{name} must be at least 1, not {getattr(self, name)}.")

@@ -1,0 +1,270 @@
+"""One training run from data to results: what `marglik train` does."""
+
+import time
+from copy import deepcopy
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from kfac_backend.coverage import find_coverage
+from kfac_backend.files import atomic_path
+from kfac_backend.laplace_interface import KfacEF, KfacGGN
+from marglik.config import CurvatureConfig, PriorConfig, RunConfig
+from marglik.data import ImageBatches, ImageData, ImageSplits
+from marglik.evaluation import (
+    PredictiveConfig,
+    classification_metrics,
+    laplace_predictive,
+    map_predictive,
+)
+from marglik.hyperparameters import Hyperparameters
+from marglik.laplace import KronLaplace
+from marglik.modes import eval_mode
+from marglik.optimizers import OptimizerConfig, build_optimizer
+from marglik.prior import PriorGroups, weight_decay_to_precision
+from marglik.report import plot_run, save_figure
+from marglik.run_log import RunLog, environment, write_json
+from marglik.training import OnlineResult, OnlineTraining
+
+__all__ = ["train"]
+
+
+def train(
+    model: nn.Module,
+    data: ImageData,
+    optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008
+    prior: PriorConfig = PriorConfig(),  # noqa: B008
+    curvature: CurvatureConfig = CurvatureConfig(),  # noqa: B008
+    predictive: PredictiveConfig = PredictiveConfig(),  # noqa: B008
+    run: RunConfig = RunConfig(),  # noqa: B008
+) -> dict[str, Any]:
+    """Train a classifier of images and its weight decays; returns what `results.json` holds.
+
+    Args:
+        model: the network, any importable class; its outputs are logits.
+        data: the images.
+        optimizer: the network's optimiser.
+        prior: the prior and its updates.
+        curvature: the curvature pass.
+        predictive: the Laplace predictive of the final evaluation.
+        run: everything else.
+
+    Raises:
+        ValueError: options, data or model that do not fit together; before any training.
+        NotImplementedError: a layer without a K-FAC rule; before any training.
+        FileExistsError: the output folder holds a run already.
+        FloatingPointError: training diverged.
+    """
+    start = time.perf_counter()
+    fabric = Fabric(accelerator=run.accelerator, devices=1, precision=run.precision)
+    splits = data.load()
+    model = fabric.to_device(model)
+    if run.precision == "64-true":
+        model.double()
+    _check_model(model, splits)
+    folder = Path(run.output or f"runs/{splits.name.lower().replace(' ', '_')}")
+    initial_model = deepcopy(model) if run.baseline else None
+    setup = _Setup(splits, optimizer, prior, curvature, predictive, run, fabric)
+
+    with RunLog(folder, tensorboard=run.tensorboard, overwrite=run.overwrite) as log:
+        learned, metrics = setup.train_and_evaluate(model, "learned", prior.burn_in, log)
+    if initial_model is not None:
+        never = run.epochs + 1
+        _, baseline_metrics = setup.train_and_evaluate(initial_model, "initial", never, None)
+        metrics |= baseline_metrics
+
+    num_data = learned.laplace.n_data
+    updates = [record for record in learned.records if record["kind"] == "update"]
+    results = {
+        "data": splits.name,
+        "num_data": num_data,
+        "metrics": metrics,
+        "evidence": {
+            "first": updates[0]["evidence_before"] if updates else learned.evidence,
+            "best": learned.evidence,
+            "epoch": learned.epoch,
+        },
+        "weight_decay": _weight_decay_table(model, learned, prior, num_data),
+        "config": {
+            "optimizer": asdict(optimizer),
+            "prior": asdict(prior),
+            "curvature": asdict(curvature),
+            "predictive": asdict(predictive),
+            "run": asdict(run),
+        },
+        "seconds": time.perf_counter() - start,
+        **environment(fabric.device),
+    }
+    write_json(folder / "results.json", results)
+    with atomic_path(folder / "model.safetensors") as temporary:
+        save_file({n: t.contiguous() for n, t in model.state_dict().items()}, temporary)
+    figure = plot_run(
+        learned.records, prior.weight_decay, num_data, f"{type(model).__name__} on {splits.name}"
+    )
+    save_figure(figure, folder / "evidence.png")
+    return results | {"output": str(folder)}
+
+
+class _Setup:
+    """What the learned run and its baseline share."""
+
+    def __init__(
+        self,
+        splits: ImageSplits,
+        optimizer: OptimizerConfig,
+        prior: PriorConfig,
+        curvature: CurvatureConfig,
+        predictive: PredictiveConfig,
+        run: RunConfig,
+        fabric: Fabric,
+    ) -> None:
+        self.splits = splits
+        self.optimizer = optimizer
+        self.prior = prior
+        self.curvature = curvature
+        self.predictive = predictive
+        self.run = run
+        self.fabric = fabric
+
+    def train_and_evaluate(
+        self, model: nn.Module, label: str, burn_in: int, log: RunLog | None
+    ) -> tuple[OnlineResult, dict[str, dict[str, float]]]:
+        """Train a network; its result, and metrics by "label, MAP" and "label, Laplace"."""
+        run = self.run
+        torch.manual_seed(run.seed)
+        batches = self._batches("train", run.batch_size, training=True)
+        curvature_batches = batches
+        if self.curvature.batch_size is not None or (run.augment and not self.curvature.augment):
+            curvature_batches = self._batches(
+                "train",
+                self.curvature.batch_size or run.batch_size,
+                training=self.curvature.augment,
+            )
+        num_data = batches.num_examples
+        groups = PriorGroups.from_model(model, self.prior.structure)
+        hyperparameters = Hyperparameters(
+            groups,
+            weight_decay_to_precision(self.prior.weight_decay, num_data, self.prior.temperature),
+            method=self.prior.method,
+            lr=self.prior.lr,
+        )
+        optimizer, scheduler = build_optimizer(model, self.optimizer, run.epochs * len(batches))
+
+        def make_laplace(prior_precision: Tensor, sigma_noise: Tensor) -> KronLaplace:
+            return self._laplace(model, prior_precision)
+
+        schedule = self.prior.schedule(run.epochs)
+        if burn_in != schedule.burn_in:
+            schedule = type(schedule)(run.epochs, burn_in=burn_in)
+        result = OnlineTraining(
+            model,
+            optimizer,
+            batches,
+            "classification",
+            hyperparameters,
+            make_laplace,
+            schedule,
+            temperature=self.prior.temperature,
+            scheduler=scheduler,
+            curvature_loader=curvature_batches,
+            fabric=self.fabric,
+            on_record=log.write if log else None,
+            progress=run.progress,
+        ).run()
+        return result, self._evaluate(model, result.laplace, label)
+
+    def _laplace(self, model: nn.Module, prior_precision: Tensor) -> KronLaplace:
+        settings = self.curvature
+        empirical = settings.fisher == "empirical"
+        stochastic = {"stochastic": settings.fisher == "mc", "num_samples": settings.mc_samples}
+        return KronLaplace(
+            model,
+            "classification",
+            prior_precision=prior_precision,
+            temperature=self.prior.temperature,
+            backend=KfacEF if empirical else KfacGGN,
+            backend_kwargs={} if empirical else stochastic,
+            kfac_approx=settings.kfac_approx,
+        )
+
+    def _evaluate(
+        self, model: nn.Module, laplace: KronLaplace, label: str
+    ) -> dict[str, dict[str, float]]:
+        generator = torch.Generator(self.fabric.device).manual_seed(self.run.seed)
+        predictives = {
+            f"{label}, MAP": map_predictive(model),
+            f"{label}, Laplace": laplace_predictive(laplace, self.predictive, generator),
+        }
+        batch_size = self.predictive.batch_size
+        return {
+            name: {
+                f"{split}/{key}": value
+                for split in ("validation", "test")
+                if getattr(self.splits, split) is not None
+                for key, value in classification_metrics(
+                    predict,
+                    self._batches(split, batch_size, training=False),
+                    len(self.splits.classes),
+                    self.run.progress,
+                ).items()
+            }
+            for name, predict in predictives.items()
+        }
+
+    def _batches(self, split: str, batch_size: int, *, training: bool) -> ImageBatches:
+        return ImageBatches(
+            getattr(self.splits, split),
+            self.splits.mean,
+            self.splits.std,
+            batch_size,
+            shuffle=training,
+            augment="crop_flip" if training and self.run.augment else "none",
+            device=self.fabric.device,
+            seed=self.run.seed,
+        )
+
+
+def _check_model(model: nn.Module, splits: ImageSplits) -> None:
+    """Fail early: layers without a rule, images that the model cannot take, a wrong class count."""
+    find_coverage(model.eval())
+    parameter = next(model.parameters())
+    images = splits.train.images[:2].to(parameter.device, parameter.dtype)
+    shape = tuple(images.shape[1:])
+    try:
+        with torch.no_grad(), eval_mode(model):
+            outputs = model(images / 255)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{type(model).__name__} cannot take images of shape {shape}: {error}. Set the model's "
+            "options to fit the data."
+        ) from error
+    if outputs.shape != (len(images), len(splits.classes)):
+        raise ValueError(
+            f"{type(model).__name__} returns shape {tuple(outputs.shape)} for {len(images)} images, "
+            f"but {splits.name} has {len(splits.classes)} classes; set --model.num_classes "
+            f"{len(splits.classes)}."
+        )
+
+
+def _weight_decay_table(
+    model: nn.Module, learned: OnlineResult, prior: PriorConfig, num_data: int
+) -> dict[str, dict[str, float]]:
+    """Parameter name -> its learned weight decay, effective and all parameters."""
+    laplace: KronLaplace = learned.laplace
+    gamma = laplace.effective_parameters()
+    trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    delta = laplace.prior_precision.expand(len(trainable))
+    return {
+        name: {
+            "initial": prior.weight_decay,
+            "learned": delta[i].item() * prior.temperature / num_data,
+            "effective_parameters": gamma[i].item(),
+            "parameters": p.numel(),
+        }
+        for i, (name, p) in enumerate(trainable.items())
+    }

@@ -1,0 +1,121 @@
+"""The hyperparameters, log δ per group and log σ, and the two ways to climb the evidence."""
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from marglik.prior import PriorGroups
+
+__all__ = ["Hyperparameters", "Laplace", "UpdateMethod"]
+
+UpdateMethod = Literal["adam", "mackay"]
+
+# MacKay's fixed point has no finite value for a group that is zero, or that the data ignores. These
+# bounds are far outside of any precision that a trained network has.
+SMALLEST_PRECISION, LARGEST_PRECISION = 1e-6, 1e10
+
+
+class Laplace(Protocol):
+    """What the update needs of a fitted Laplace approximation, laplace-torch's or ours."""
+
+    def log_marginal_likelihood(
+        self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None
+    ) -> Tensor:
+        """The evidence (nats), differentiable in the arguments."""
+        ...
+
+
+class Hyperparameters:
+    """log δ and log σ, in float64, with Adam's state kept from update to update.
+
+    Args:
+        groups: which tensor belongs to which group.
+        prior_precision: first δ, one number or one per group; includes N.
+        sigma_noise: first σ.
+        learn_sigma_noise: whether σ is learned (regression).
+        method: "adam", gradient steps on the logarithms; "mackay", the fixed point
+            δ = γ / ‖θ‖², σ² = 2·loss / (number of targets − Σγ), of MacKay 1992, section 4.
+        lr: Adam's step size.
+        device: where the values live.
+    """
+
+    def __init__(
+        self,
+        groups: PriorGroups,
+        prior_precision: float | Sequence[float] | Tensor,
+        *,
+        sigma_noise: float = 1.0,
+        learn_sigma_noise: bool = False,
+        method: UpdateMethod = "adam",
+        lr: float = 0.1,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if not sigma_noise > 0:
+            raise ValueError(f"sigma_noise must be positive, not {sigma_noise}.")
+        if not lr > 0:
+            raise ValueError(f"The hyperparameters' learning rate must be positive, not {lr}.")
+        if method not in ("adam", "mackay"):
+            raise ValueError(f"method {method!r} is not supported; choose 'adam' or 'mackay'.")
+        if method == "mackay" and groups.diagonal:
+            raise ValueError("method 'mackay' needs groups of tensors, not structure 'diagonal'.")
+        self.groups = groups
+        self.method = method
+        self.learn_sigma_noise = learn_sigma_noise
+        self._log_delta = groups.initial(prior_precision).log().to(device).requires_grad_()
+        self._log_sigma = torch.tensor(sigma_noise, dtype=torch.float64, device=device).log()
+        self._log_sigma.requires_grad_(learn_sigma_noise)
+        learned = [self._log_delta] + [self._log_sigma] * learn_sigma_noise
+        self._adam = torch.optim.Adam(learned, lr=lr)
+
+    @property
+    def prior_precision(self) -> Tensor:
+        """δ per group, (G,), detached."""
+        return self._log_delta.detach().exp()
+
+    @property
+    def sigma_noise(self) -> Tensor:
+        """σ, a scalar, detached."""
+        return self._log_sigma.detach().exp()
+
+    def set(self, prior_precision: Tensor, sigma_noise: Tensor) -> None:
+        """Go back to these values."""
+        with torch.no_grad():
+            self._log_delta.copy_(prior_precision.log())
+            self._log_sigma.copy_(sigma_noise.log())
+
+    def update(self, laplace: Laplace, steps: int) -> list[float]:
+        """Climb the evidence of a fitted network; returns it (nats) before each step and at the end."""
+        evidences = []
+        for _ in range(steps):
+            if self.method == "adam":
+                self._adam.zero_grad()
+                evidence = self._evidence(laplace)
+                (-evidence).backward()
+                self._adam.step()
+            else:
+                evidence = self._evidence(laplace)
+                self._fixed_point_step(laplace)
+            evidences.append(evidence.item())
+        with torch.no_grad():
+            evidences.append(self._evidence(laplace).item())
+        return evidences
+
+    def _evidence(self, laplace: Laplace) -> Tensor:
+        delta = self.groups.for_laplace(self._log_delta.exp())
+        sigma = self._log_sigma.exp() if self.learn_sigma_noise else None
+        return laplace.log_marginal_likelihood(delta, sigma)
+
+    @torch.no_grad()
+    def _fixed_point_step(self, laplace: Laplace) -> None:
+        terms = laplace.evidence_terms  # pyright: ignore[reportAttributeAccessIssue]
+        gamma = laplace.effective_parameters()  # pyright: ignore[reportAttributeAccessIssue]
+        norms = self.groups.sum_over_tensors(terms.squared_norms)
+        tiny = torch.finfo(norms.dtype).tiny
+        delta = self.groups.sum_over_tensors(gamma) / norms.clamp(min=tiny)
+        self._log_delta.copy_(delta.clamp(SMALLEST_PRECISION, LARGEST_PRECISION).log())
+        if self.learn_sigma_noise:
+            temperature = laplace.temperature  # pyright: ignore[reportAttributeAccessIssue]
+            free = (terms.num_targets / temperature - gamma.sum()).clamp(min=1e-3)
+            self._log_sigma.copy_((2 * terms.loss / temperature / free).log() / 2)

@@ -1,0 +1,241 @@
+"""`KronLaplace`: laplace-torch's interface on our fit, with the evidence from cached eigenvalues."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from laplace import KronLaplace as LaplaceTorchKronLaplace
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
+
+from kfac_backend.factors import kronecker_factors
+from kfac_backend.kronecker import KroneckerFactors
+from kfac_backend.laplace_interface import EigenKron, FactorKron, KfacGGN, check_alignment
+from kfac_backend.options import KfacApprox
+from marglik import evidence
+from marglik.evidence import EvidenceTerms
+from marglik.modes import eval_mode
+
+__all__ = ["KronLaplace"]
+
+
+class KronLaplace(LaplaceTorchKronLaplace):
+    """Laplace approximation with Kronecker factors, for all weights of a network.
+
+    A drop-in for laplace-torch's class of that name. What differs:
+
+    - `fit` counts the examples it sees instead of asking ``len(loader.dataset)``, and leaves the
+      model in the mode it was in; predictions run in eval mode and restore the mode, too.
+    - The evidence uses eigenvalues in float64, computed once; eigenvectors wait until a predictive
+      asks for them.
+    - With a temperature T the whole log-likelihood is divided by T, regression's normaliser included
+      (laplace-torch leaves the normaliser as it is).
+
+    Args:
+        model: the network at its MAP parameters; frozen parameters have no posterior.
+        likelihood: "classification" or "regression".
+        sigma_noise: σ of regression.
+        prior_precision: δ, a scalar or one per trainable tensor; includes N, see `marglik.prior`.
+        prior_mean: μ of the prior.
+        temperature: T of the likelihood.
+        enable_backprop: whether predictives can be differentiated with respect to inputs.
+        dict_key_x: the input's key in batches that are mappings.
+        dict_key_y: the targets' key in batches that are mappings.
+        backend: `KfacGGN` or `KfacEF`.
+        damping: add √δ to both factors' eigenvalues instead of δ to their products.
+        backend_kwargs: keywords of the backend, for example ``{"stochastic": True}``.
+        asdl_fisher_kwargs: what laplace-torch forwards to ``backend.kron``.
+        kfac_approx: "expand" or "reduce"; the backend's own default if None.
+    """
+
+    # laplace-torch finds classes by this key among all subclasses: ours must not shadow its own.
+    _key = ("all", "marglik_kron")
+
+    factors: KroneckerFactors | None = None
+    """The fitted curvature, None before `fit`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str,
+        sigma_noise: float | Tensor = 1.0,
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float = 1.0,
+        enable_backprop: bool = False,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        backend: type = KfacGGN,
+        damping: bool = False,
+        backend_kwargs: dict[str, Any] | None = None,
+        asdl_fisher_kwargs: dict[str, Any] | None = None,
+        *,
+        kfac_approx: KfacApprox | None = None,
+    ) -> None:
+        if likelihood not in ("classification", "regression"):
+            raise ValueError(
+                f"likelihood {likelihood!r} is not supported by KronLaplace; choose "
+                "'classification' or 'regression'."
+            )
+        if not hasattr(backend, "fisher"):
+            raise TypeError(
+                f"backend {backend.__name__} is not one of kfac_backend's; pass KfacGGN or KfacEF, "
+                "or use laplace.Laplace with other backends."
+            )
+        kwargs = dict(backend_kwargs or {})
+        if kfac_approx is not None:
+            kwargs["kfac_approx"] = kfac_approx
+        self._eigen: EigenKron | None = None
+        super().__init__(
+            model,
+            likelihood,
+            sigma_noise,
+            prior_precision,
+            prior_mean,
+            temperature,
+            enable_backprop,
+            dict_key_x,
+            dict_key_y,
+            backend,
+            damping,
+            kwargs,
+            asdl_fisher_kwargs,
+        )
+
+    def fit(
+        self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool = False
+    ) -> None:
+        """Compute the curvature at the model's present parameters.
+
+        Args:
+            train_loader: any iterable of batches (x, y), or of mappings.
+            override: False adds the data to what was fitted before.
+            progress_bar: whether to show a bar over the batches.
+        """
+        settings = self._asdl_fisher_kwargs
+        with eval_mode(self.model):
+            factors = kronecker_factors(
+                self.model,
+                train_loader,
+                self.likelihood,  # pyright: ignore[reportArgumentType]
+                kfac_approx=settings.get("kfac_approx", self.backend.kfac_approx),
+                fisher=self.backend.fisher,
+                mc_samples=settings.get("mc_samples", getattr(self.backend, "num_samples", 1)),
+                unsupported=self.backend.unsupported,
+                generator=self.backend.generator,
+                progress=progress_bar,
+                dict_key_y=self.dict_key_y,
+            )
+        check_alignment(self.model, factors)
+        if not override and self.factors is not None:
+            factors = self.factors + factors
+        self.mean = parameters_to_vector(self.params)
+        if not self.enable_backprop:
+            self.mean = self.mean.detach()
+        self._set_factors(factors)
+
+    def _set_factors(self, factors: KroneckerFactors) -> None:
+        self.factors = factors
+        self.loss = factors.loss
+        self.n_data = factors.num_data
+        self.n_outputs = factors.num_outputs
+        self.model.output_size = factors.num_outputs  # pyright: ignore  # laplace-torch reads it
+        self.H_facs = FactorKron.from_factors(factors, self._dtype)
+        self._eigen = None
+        self._terms: EvidenceTerms | None = None
+
+    def _init_H(self) -> None:
+        """Nothing to allocate: the factors come whole from the pass."""
+
+    @property
+    def H(self) -> EigenKron:
+        """The curvature with eigenvectors, computed when first asked for."""
+        if self.factors is None:
+            raise AttributeError("The Laplace approximation is not fitted; call fit() first.")
+        if self._eigen is None:
+            self._eigen = FactorKron.from_factors(self.factors, self._dtype).decompose(self.damping)
+        return self._eigen
+
+    @property
+    def evidence_terms(self) -> EvidenceTerms:
+        """What the evidence needs, eigenvalues included, computed when first asked for."""
+        if self.factors is None:
+            raise AttributeError("The Laplace approximation is not fitted; call fit() first.")
+        if self._terms is None:
+            self._terms = EvidenceTerms.from_factors(
+                self.factors, self.mean.detach(), self.prior_mean.detach()
+            )
+        return self._terms
+
+    def log_marginal_likelihood(
+        self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None
+    ) -> Tensor:
+        """The Laplace evidence (nats), float64, differentiable in what is passed.
+
+        Args:
+            prior_precision: sets δ first, a scalar or one per trainable tensor.
+            sigma_noise: sets σ first.
+        """
+        terms = self.evidence_terms
+        if prior_precision is not None:
+            self.prior_precision = prior_precision
+        if sigma_noise is not None:
+            self.sigma_noise = sigma_noise
+        delta = self.prior_precision if prior_precision is None else prior_precision
+        sigma = self.sigma_noise if sigma_noise is None else sigma_noise
+        if self.damping:
+            return super().log_marginal_likelihood()
+        return evidence.log_marginal_likelihood(terms, delta, sigma, self.temperature)
+
+    @property
+    def log_likelihood(self) -> Tensor:
+        """log p(D|θ*) / T (nats)."""
+        return evidence.log_likelihood(self.evidence_terms, self.sigma_noise, self.temperature)
+
+    @property
+    def log_det_posterior_precision(self) -> Tensor:
+        """log det of the posterior precision, from eigenvalues alone unless damped."""
+        if self.factors is None or self.damping:
+            return super().log_det_posterior_precision
+        scaled = self._H_factor.double()
+        delta = self.prior_precision.double().expand(self.n_layers)
+        return torch.stack(
+            [
+                (values * scaled + d).log().sum()
+                for values, d in zip(self.evidence_terms.eigenvalues, delta, strict=True)
+            ]
+        ).sum()
+
+    def effective_parameters(self) -> Tensor:
+        """γ per trainable tensor: how many of its directions the data determines."""
+        return evidence.effective_parameters(
+            self.evidence_terms, self.prior_precision, self.sigma_noise, self.temperature
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The posterior predictive, in eval mode; arguments as in laplace-torch."""
+        with eval_mode(self.model):
+            return super().__call__(*args, **kwargs)
+
+    def functional_samples(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Samples of the network's outputs, in eval mode; arguments as in laplace-torch."""
+        with eval_mode(self.model):
+            return super().functional_samples(*args, **kwargs)
+
+    def predictive_samples(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Samples of the predictive, in eval mode; arguments as in laplace-torch."""
+        with eval_mode(self.model):
+            return super().predictive_samples(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """laplace-torch's state, with our factors under "H"."""
+        if self.factors is None:
+            raise AttributeError("The Laplace approximation is not fitted; call fit() first.")
+        return super().state_dict() | {"H": self.factors}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        check_alignment(self.model, state_dict["H"])
+        for name in ("mean", "prior_mean", "prior_precision", "sigma_noise", "temperature"):
+            setattr(self, name, state_dict[name])
+        self._set_factors(state_dict["H"])

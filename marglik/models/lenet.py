@@ -1,0 +1,58 @@
+"""LeNet: two convolutions and three linear layers."""
+
+from torch import Tensor, nn
+from torch.nn.functional import max_pool2d, relu
+
+__all__ = ["LeNet"]
+
+
+class LeNet(nn.Module):
+    """Logits of LeNet-5 with ReLU and maximum pooling.
+
+    A small network for small images: it trains in seconds on a CPU. Unlike in the original, both
+    5×5 convolutions are padded to keep the resolution, so that 8×8 digits work as well as 28×28
+    and 32×32 images.
+
+    Source: LeCun, Bottou, Bengio & Haffner 1998, "Gradient-Based Learning Applied to Document
+    Recognition".
+
+    Args:
+        num_classes: C, the number of classes.
+        in_channels: channels of the images: 1 for greyscale, 3 for colour.
+        image_size: height and width of the images in pixels, at least 4.
+
+    Raises:
+        ValueError: if ``image_size`` is below 4, or another argument below 1.
+    """
+
+    def __init__(self, num_classes: int = 10, in_channels: int = 1, image_size: int = 28) -> None:
+        super().__init__()
+        if image_size < 4:
+            raise ValueError(
+                f"image_size={image_size}: LeNet halves the resolution twice and needs at least 4 "
+                "pixels a side; enlarge the images or use an MLP."
+            )
+        for argument, value in {"num_classes": num_classes, "in_channels": in_channels}.items():
+            if value < 1:
+                raise ValueError(f"{argument}={value}: must be at least 1.")
+        self.in_channels = in_channels
+        self.image_size = image_size
+        pooled = image_size // 2 // 2  # each pooling drops an odd last row and column
+        self.conv1 = nn.Conv2d(in_channels, 6, 5, padding=2)
+        self.conv2 = nn.Conv2d(6, 16, 5, padding=2)
+        self.fc1 = nn.Linear(16 * pooled * pooled, 120)
+        self.fc2 = nn.Linear(120, 84)
+        self.fc3 = nn.Linear(84, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits (N, C) of images (N, in_channels, image_size, image_size)."""
+        expected = (self.in_channels, self.image_size, self.image_size)
+        if tuple(x.shape[1:]) != expected:
+            raise ValueError(
+                f"LeNet got images of shape {tuple(x.shape[1:])} and was built for {expected}; "
+                "set in_channels and image_size to those of the data."
+            )
+        x = max_pool2d(relu(self.conv1(x)), 2)  # (N, 6, image_size/2, image_size/2)
+        x = max_pool2d(relu(self.conv2(x)), 2)  # (N, 16, image_size/4, image_size/4)
+        x = relu(self.fc1(x.flatten(1)))
+        return self.fc3(relu(self.fc2(x)))

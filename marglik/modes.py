@@ -1,0 +1,20 @@
+"""Eval mode for a while, and then every module back in the mode it was in."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+__all__ = ["eval_mode"]
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model in eval mode, and restore each submodule's own mode afterwards."""
+    training = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in training:
+            module.training = mode

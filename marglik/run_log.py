@@ -1,0 +1,104 @@
+"""The record of a run: a folder with a line of JSON per epoch and update, TensorBoard on request."""
+
+import json
+import platform
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from kfac_backend.files import atomic_path
+
+__all__ = ["RunLog", "environment", "read_log", "write_json"]
+
+LOG_NAME = "log.jsonl"
+
+
+class RunLog:
+    """Writes records as they come; a line is on disk before the next epoch starts.
+
+    Args:
+        folder: the run's folder; made if it is not there.
+        tensorboard: whether scalars go to TensorBoard files in the folder, too.
+        overwrite: whether a log that is already there may be replaced.
+
+    Raises:
+        FileExistsError: the folder holds a log, and ``overwrite`` is off.
+    """
+
+    def __init__(self, folder: Path, *, tensorboard: bool = False, overwrite: bool = False) -> None:
+        path = folder / LOG_NAME
+        if path.exists() and not overwrite:
+            raise FileExistsError(
+                f"{folder} already holds a run; pass --overwrite true, or another --output."
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w", encoding="utf-8")
+        self._tensorboard = _tensorboard_logger(folder) if tensorboard else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.finalize("success" if error is None else "failed")
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record."""
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        if self._tensorboard is not None:
+            scalars = {name: value for name, value in _scalars(record) if name != "epoch"}
+            self._tensorboard.log_metrics(scalars, step=record["epoch"])
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """The records of a run, in their order."""
+    with (folder / LOG_NAME).open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON file atomically."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions and device, for results that others compare."""
+    packages = ("marglik", "torch", "torchvision", "laplace-torch", "lightning")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return {
+        "device": f"{device.type} ({name})",
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "versions": {package: version(package) for package in packages},
+    }
+
+
+def _scalars(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    for key, value in record.items():
+        if isinstance(value, dict):
+            yield from _scalars(value, f"{prefix}{key}/")
+        elif isinstance(value, (int, float)):
+            yield prefix + key, value
+
+
+def _tensorboard_logger(folder: Path) -> Any:
+    try:
+        from lightning.fabric.loggers import TensorBoardLogger
+
+        return TensorBoardLogger(root_dir=folder, name="tensorboard", version="")
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            "--tensorboard needs the package tensorboard: pip install 'marglik[tensorboard]'."
+        ) from error

@@ -1,0 +1,114 @@
+"""The paper's propositions: where each mode is exact, and that the other mode is not."""
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from kfac_backend import kronecker_factors
+from tests import oracles
+
+OTHER = {"expand": "reduce", "reduce": "expand"}
+
+
+class ScaledSum(nn.Module):
+    """c Σ_r x_r over all axes between batch and features."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.c = c
+
+    def forward(self, x):
+        return self.c * x.flatten(1, -2).sum(1)
+
+
+class ChannelsLast(nn.Module):
+    """(N, C, H, W) as (N, H, W, C)."""
+
+    def forward(self, x):
+        return x.permute(0, 2, 3, 1)
+
+
+def linear_layers(depth, bias):
+    return [nn.Linear(4, 4, bias=bias) for _ in range(depth)] + [nn.Linear(4, 2, bias=bias)]
+
+
+SINGLE, DEEP = 0, 2
+CASES = {
+    # name: (mode that is exact, network, input shape)
+    "single layer, expand setting": ("expand", lambda: linear_layers(SINGLE, False), (5, 3, 4)),
+    "deep, expand setting": ("expand", lambda: linear_layers(DEEP, False), (5, 3, 4)),
+    "two shared axes, expand setting": ("expand", lambda: linear_layers(DEEP, False), (5, 3, 2, 4)),
+    "single layer, sum": ("reduce", lambda: [*linear_layers(SINGLE, True), ScaledSum(1.0)], (5, 3, 4)),
+    "deep, mean": ("reduce", lambda: [*linear_layers(DEEP, True), ScaledSum(1 / 3)], (5, 3, 4)),
+    "deep, scaled sum": ("reduce", lambda: [*linear_layers(DEEP, True), ScaledSum(-2.5)], (5, 3, 4)),
+    "two shared axes, sum": ("reduce", lambda: [*linear_layers(DEEP, True), ScaledSum(0.7)], (5, 3, 2, 4)),
+    "convolution, average pooling": (
+        "reduce",
+        lambda: [nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)],
+        (5, 3, 6, 5),
+    ),
+    "circular convolutions, average pooling": (
+        "reduce",
+        lambda: [
+            nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"),
+            nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular", groups=2),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+        ],
+        (5, 3, 4, 5),
+    ),
+    "pointwise convolutions, an output per pixel": (
+        "expand",
+        lambda: [nn.Conv2d(3, 4, 1, bias=False), nn.Conv2d(4, 2, 1, bias=False), ChannelsLast()],
+        (5, 3, 3, 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_mode_is_exact_in_its_setting_and_the_other_is_not(case):
+    exact_mode, layers, shape = CASES[case]
+    torch.manual_seed(0)
+    model = nn.Sequential(*layers()).double()
+    x = torch.randn(shape, dtype=torch.float64)
+    y = torch.zeros_like(model(x))
+    ggn = oracles.dense_ggn_blocks(model, x, "regression")
+
+    exact = kronecker_factors(model, [(x, y)], "regression", kfac_approx=exact_mode)
+    for name, block in ggn.items():
+        assert_close(exact.to_dense(name), block, rtol=1e-10, atol=1e-12)
+
+    other = kronecker_factors(model, [(x, y)], "regression", kfac_approx=OTHER[exact_mode])
+    shares_weights = {
+        name: max(exact.blocks[name].num_terms, other.blocks[name].num_terms) > len(x)
+        for name in ggn
+        if name.endswith("weight")
+    }
+    assert any(shares_weights.values())
+    for name, shared in shares_weights.items():
+        difference = (other.to_dense(name) - ggn[name]).norm() / ggn[name].norm()
+        # A layer with a single position, as after the pooling, is the same in both modes.
+        assert difference > 0.1 if shared else difference < 1e-10
+
+
+@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
+def test_single_example_with_cross_entropy_is_exact(kfac_approx):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    x = torch.randn(2, 4, dtype=torch.float64)
+
+    def relative_error(x):
+        y = torch.zeros(len(x), dtype=torch.long)
+        factors = kronecker_factors(model, [(x, y)], "classification", kfac_approx=kfac_approx)
+        ggn = oracles.dense_ggn_blocks(model, x, "classification")
+        return {
+            name: float((factors.to_dense(name) - block).norm() / block.norm())
+            for name, block in ggn.items()
+        }
+
+    assert max(relative_error(x[:1]).values()) < 1e-12
+    # Negative control: with two examples only the biases' blocks are exact.
+    errors = relative_error(x)
+    assert min(errors["0.weight"], errors["2.weight"]) > 0.1
+    assert max(errors["0.bias"], errors["2.bias"]) < 1e-12

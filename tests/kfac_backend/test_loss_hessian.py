@@ -1,0 +1,90 @@
+"""Roots of the loss Hessian, Monte Carlo and label gradients, and what is said of wrong targets."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from kfac_backend.loss_hessian import backward_vectors, check_targets, loss_hessian_root, loss_sum
+from tests import oracles
+
+LIKELIHOODS = ["classification", "regression", "bernoulli"]
+
+
+def outer(vectors):
+    """Σ_v v_n v_nᵀ of vectors (N, C), as (N, C, C)."""
+    return sum(v[:, :, None] * v[:, None, :] for v in vectors)
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@settings(max_examples=20, deadline=None)
+@given(C=st.integers(2, 7), scale=st.sampled_from([0.0, 1.0, 30.0]), seed=st.integers(0, 99))
+def test_root_squares_to_the_hessian(likelihood, C, scale, seed):
+    f = scale * torch.randn(3, C, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    expected = torch.stack([oracles.loss_hessian(f_n, likelihood) for f_n in f])
+    assert_close(outer(loss_hessian_root(f, likelihood)), expected, rtol=1e-10, atol=1e-14)
+
+
+def test_categorical_root_has_one_column_less_than_classes():
+    assert len(list(loss_hessian_root(torch.randn(2, 5), "classification"))) == 4
+
+
+def test_categorical_root_is_finite_where_one_class_takes_all():
+    f = torch.tensor([[1000.0, 0.0, -1000.0], [0.0, 0.0, 0.0]])
+    columns = list(loss_hessian_root(f, "classification"))
+    assert all(torch.isfinite(column).all() for column in columns)
+    assert_close(outer(columns)[0], torch.zeros(3, 3))
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_monte_carlo_converges_to_the_hessian(likelihood):
+    f = torch.randn(1, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected = oracles.loss_hessian(f[0], likelihood)
+
+    def error(samples, seed):
+        generator = torch.Generator().manual_seed(seed)
+        vectors = backward_vectors(f, f, likelihood, "mc", samples, generator)
+        return float((outer(vectors)[0] - expected).norm() / expected.norm())
+
+    assert error(20_000, seed=0) < 0.05
+    # Negative control: a handful of samples is not enough.
+    assert max(error(4, seed) for seed in range(5)) > 0.1
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_label_gradient_is_the_gradient_of_the_loss(likelihood):
+    f = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    y = torch.tensor([0, 2, 1, 1]) if likelihood == "classification" else torch.rand(4, 3)
+    (expected,) = torch.autograd.grad(loss_sum(f, y, likelihood), f)
+    (vector,) = backward_vectors(f, y, likelihood, "empirical")
+    assert_close(vector, expected)
+
+
+def test_loss_terms_of_one_example_are_never_mixed():
+    f = torch.randn(2, 3, 4, dtype=torch.float64)
+    vectors = list(backward_vectors(f, f, "regression", "exact"))
+    assert len(vectors) == 3 * 4
+    assert all((v.abs().sum(-1) > 0).sum(1).tolist() == [1, 1] for v in vectors)
+
+
+@pytest.mark.parametrize(
+    ("f", "y", "likelihood", "error", "message"),
+    [
+        (torch.zeros(2, 3), torch.tensor([0, 3]), "classification", ValueError, "Label 3 is out"),
+        (torch.zeros(2, 3), torch.tensor([-100, 0]), "classification", ValueError, "Label -100"),
+        (torch.zeros(2, 3), torch.tensor([0.0, 1.0]), "classification", TypeError, "y.long()"),
+        (torch.zeros(2, 3), torch.tensor([[0], [1]]), "classification", ValueError, "(2, 1)"),
+        (torch.zeros(2, 1), torch.tensor([0, 0]), "classification", ValueError, "bernoulli"),
+        (torch.zeros(2, 1), torch.zeros(2), "regression", ValueError, "same shape"),
+        (torch.zeros(1, 1), torch.tensor([[torch.nan]]), "regression", ValueError, "NaN"),
+        (torch.zeros(1, 1), torch.tensor([[2.0]]), "bernoulli", ValueError, "[0, 1]"),
+        (torch.zeros(3), torch.zeros(3), "regression", ValueError, "(N, ..., C)"),
+        ({"logits": 1}, torch.zeros(3), "regression", TypeError, "dict"),
+    ],
+)
+def test_wrong_targets_are_named(f, y, likelihood, error, message):
+    with pytest.raises(error) as raised:
+        check_targets(f, y, likelihood)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
