@@ -90,7 +90,7 @@ class KroneckerBlock:
         return values.flatten(), clipped
 
     def eigenvalues(self) -> Tensor:
-        """All P eigenvalues β_i α_j ≥ 0 of the block, in float64; computed once, without vectors."""
+        """All P eigenvalues β_i α_j ≥ 0, in float64; computed once, without vectors."""
         return self._eigenvalues[0]
 
     def num_clipped(self) -> int:
@@ -116,7 +116,7 @@ class KroneckerBlock:
 
 @dataclass(frozen=True)
 class EigenBlock:
-    """A block by the eigenvalues and -vectors of its factors: Q_B diag(β) Q_Bᵀ ⊗ Q_A diag(α) Q_Aᵀ."""
+    """A block by eigenvalues and -vectors: Q_B diag(β) Q_Bᵀ ⊗ Q_A diag(α) Q_Aᵀ."""
 
     beta: Tensor
     """(d_out) or (G, d_out)."""

@@ -93,9 +93,7 @@ def find_coverage(model: nn.Module, unsupported: Unsupported = "error") -> Cover
     return Coverage(layers, diagonal, [name for name in trainable if name in covered])
 
 
-def verify_coverage(
-    model: nn.Module, coverage: Coverage, x: Any, kfac_approx: KfacApprox
-) -> None:
+def verify_coverage(model: nn.Module, coverage: Coverage, x: Any, kfac_approx: KfacApprox) -> None:
     """Prove with one forward pass that the hooks see every use of every tracked parameter.
 
     Each tracked layer's output is cut off from the graph. Whatever then still depends on a tracked
@@ -230,9 +228,7 @@ def _check_reference(tracked: TrackedLayer, a: Tensor, output: Tensor) -> None:
         )
 
 
-def _used_outside(
-    parameters: dict[str, Tensor], value: Tensor, where: str
-) -> NotImplementedError:
+def _used_outside(parameters: dict[str, Tensor], value: Tensor, where: str) -> NotImplementedError:
     grads = torch.autograd.grad(value.sum(), list(parameters.values()), allow_unused=True)
     names = ", ".join(
         f"'{name}'" for name, g in zip(parameters, grads, strict=True) if g is not None

@@ -86,7 +86,7 @@ class KroneckerFactors:
         return sum(block.num_clipped() for block in self.blocks.values())
 
     def log_det(self, prior_precision: float | Tensor) -> Tensor:
-        """log det(GGN + P₀), in float64, differentiable in the prior precision.
+        """Log det(GGN + P₀), in float64, differentiable in the prior precision.
 
         Args:
             prior_precision: δ > 0, a scalar or one per block (len(self),).

@@ -47,7 +47,7 @@ class FactorKron(Kron):
         ]
 
     def __add__(self, other: Kron) -> "FactorKron":
-        """The sum with another Kron of this model, or with the zeros that laplace-torch starts from."""
+        """The sum with another Kron of this model, or with laplace-torch's initial zeros."""
         if not isinstance(other, Kron):
             raise ValueError(f"Can only add Kron to Kron, not {type(other).__name__}.")
         if not isinstance(other, FactorKron):
@@ -66,7 +66,7 @@ class FactorKron(Kron):
     __radd__ = __add__
 
     def __mul__(self, scalar: float | Tensor) -> "FactorKron":
-        """The curvature times a scalar, spread evenly over a block's factors as in laplace-torch."""
+        """The curvature times a scalar, spread evenly over a block's factors."""
         return FactorKron(super().__mul__(scalar).kfacs, self.names)  # pyright: ignore
 
     __rmul__ = __mul__
@@ -91,7 +91,7 @@ class FactorKron(Kron):
         return torch.cat(parts)
 
     def logdet(self) -> Tensor:
-        """log det of the curvature without a prior; −∞ where it is singular."""
+        """Log det of the curvature without a prior; −∞ where it is singular."""
         return torch.stack([b.eigenvalues().log().sum() for b in self.blocks]).sum()
 
     def to_matrix(self) -> Tensor:
@@ -115,8 +115,8 @@ class EigenKron(KronDecomposed):
     def blocks(self) -> list[EigenBlock]:
         """The blocks, without δ."""
         return [
-            EigenBlock(l[0], Q[0], *((l[1], Q[1]) if len(l) == 2 else ()))
-            for l, Q in zip(self.eigenvalues, self.eigenvectors, strict=True)
+            EigenBlock(values[0], Q[0], *((values[1], Q[1]) if len(values) == 2 else ()))
+            for values, Q in zip(self.eigenvalues, self.eigenvectors, strict=True)
         ]
 
     def __add__(self, deltas: Tensor) -> "EigenKron":
@@ -225,7 +225,7 @@ class _KfacInterface(CurvatureInterface):
             y: targets.
             N: number of examples in all batches together.
             kfac_approx: instead of the constructor's.
-            mc_samples: instead of the constructor's ``num_samples``, where the backend is stochastic.
+            mc_samples: instead of the constructor's ``num_samples``, if stochastic.
         """
         model: nn.Module = self.model
         if self.last_layer:
@@ -282,7 +282,7 @@ class KfacGGN(_KfacInterface, GGNInterface):
 class KfacEF(_KfacInterface, EFInterface):
     """The empirical Fisher by K-FAC, expand or reduce, for laplace-torch 0.3.
 
-    Gradients are those of −log p(y|f) with unit noise for "regression" too, ``f − y``; laplace-torch's
+    Gradients are those of −log p(y|f), with unit noise for "regression": ``f − y``. laplace-torch's
     own full and diagonal empirical Fisher are twice that, as they halve the outer product of
     gradients of the whole squared error.
     """
@@ -292,9 +292,7 @@ class KfacEF(_KfacInterface, EFInterface):
         """Always empirical."""
         return "empirical"
 
-    def gradients(
-        self, x: Tensor | MutableMapping[str, Any], y: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def gradients(self, x: Tensor | MutableMapping[str, Any], y: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients (M, P) of each example's ``lossfunc``, and the batch's sum of it."""
         if not self.last_layer and isinstance(x, Tensor):
             return super().gradients(x, y)

@@ -73,7 +73,7 @@ def loss_hessian_root(
 def _categorical_root(f: Float[Tensor, "*terms C"]) -> Iterator[Float[Tensor, "*terms C"]]:
     """The C − 1 columns of the Cholesky factor of diag(p) − ppᵀ, with p in descending order.
 
-    With t_j = Σ_{k≥j} p_k: S_jj = √(p_j t_{j+1} / t_j), S_ij = −p_i √(p_j / (t_j t_{j+1})) for i > j.
+    With t_j = Σ_{k≥j} p_k: S_jj = √(p_j t_{j+1} / t_j), and S_ij = −p_i / t_{j+1} · S_jj for i > j.
     Descending order keeps the t_j from cancelling: each is summed from its smallest terms up.
     """
     p, order = torch.softmax(f, dim=-1).sort(dim=-1, descending=True)
@@ -112,7 +112,7 @@ def _label_gradient(f: Tensor, y: Tensor, likelihood: Likelihood) -> Tensor:
 
 
 def _one_term_at_a_time(vector: Float[Tensor, "N *terms C"]) -> Iterator[Tensor]:
-    """The vector itself if each example has one loss term, else one copy per term, zero elsewhere."""
+    """The vector itself for one loss term per example, else a copy per term, zero elsewhere."""
     if vector.dim() == 2:
         yield vector
         return

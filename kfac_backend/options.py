@@ -11,7 +11,7 @@ Unsupported = Literal["error", "freeze", "diagonal"]
 
 
 def check_option(name: str, value: object, options: object) -> None:
-    """Raise a ValueError that lists ``options`` (a Literal type) unless ``value`` is one of them."""
+    """Raise a ValueError that lists ``options`` (a Literal) unless ``value`` is one of them."""
     supported = get_args(options)
     if value not in supported:
         raise ValueError(

@@ -34,13 +34,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def preset_names() -> list[str]:
     """The names that --config takes besides paths."""
-    return sorted(Path(p.name).stem for p in files("marglik.presets").iterdir() if ".yaml" in p.name)
+    return sorted(
+        Path(p.name).stem for p in files("marglik.presets").iterdir() if ".yaml" in p.name
+    )
 
 
 class _PresetOrFile(ActionConfigFile):
     """--config: a YAML file, or the name of a preset that the package ships."""
 
-    def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
+    def __call__(
+        self, parser: Any, cfg: Any, values: Any, option_string: str | None = None
+    ) -> None:
         if values in preset_names():
             values = str(files("marglik.presets") / f"{values}.yaml")
         elif not Path(values).is_file():

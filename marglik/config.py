@@ -37,9 +37,9 @@ class PriorConfig:
 
     Args:
         weight_decay: where all groups start; prior precision = weight decay * N / temperature.
-        structure: layerwise (one per parameter tensor), scalar (one for all), kind (weights, biases,
-            scalars), stage (one per top-level child of the model), or rules as a mapping of group
-            names to patterns, such as {convolutions: "stage*.weight", rest: "*"}.
+        structure: layerwise (one per parameter tensor), scalar (one for all), kind (weights,
+            biases, scalars), stage (one per top-level child of the model), or rules as a mapping
+            of group names to patterns, such as {convolutions: "stage*.weight", rest: "*"}.
         every: epochs between updates.
         burn_in: no update before the end of this epoch.
         steps: hyperparameter steps per update.

@@ -3,7 +3,6 @@
 import warnings
 from typing import Any, cast
 
-import torch
 from laplace import Laplace
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
@@ -49,10 +48,9 @@ def marglik_training(
 ) -> tuple[Any, nn.Module, list[float], list[float]]:
     """Train a network and its hyperparameters together; arguments and returns as in laplace-torch.
 
-    What differs: the data that was seen is counted (``drop_last``, samplers); one temperature T holds
-    in loss, evidence and posterior (laplace-torch divides the prior by T in the loss, and multiplies
-    the initial precision by it); ``losses`` are means of the objective at the temperature; the
-    model's frozen parameters stay out.
+    What differs: the data that was seen is counted (``drop_last``, samplers); one temperature T
+    holds in loss, evidence and posterior (laplace-torch divides the prior by T in the loss, and
+    multiplies the initial precision by it); ``losses`` are means of `OnlineTraining`'s objective.
 
     Args:
         model: the network; returns logits, or means in regression.
@@ -117,9 +115,7 @@ def marglik_training(
         }
         if ours and hessian_structure == "kron":
             return KronLaplace(model, likelihood, kfac_approx=kfac_approx, **arguments)
-        return Laplace(
-            model, likelihood, "all", hessian_structure, **arguments
-        )
+        return Laplace(model, likelihood, "all", hessian_structure, **arguments)
 
     groups = PriorGroups.from_model(model, cast(PriorStructure, structures[prior_structure]))
     hyperparameters = Hyperparameters(

@@ -30,7 +30,7 @@ class PredictiveConfig:
     Args:
         method: linearized: softmax averaged over sampled linearised networks, one Jacobian-vector
             product each; for any size of network. probit, bridge: closed forms of the same
-            linearisation, from all Jacobians; for small networks. nn: sampled networks, not linearised.
+            linearisation, from all Jacobians; for small networks. nn: sampled networks themselves.
         samples: posterior samples of the methods that sample.
         batch_size: test examples at a time; probit and bridge hold batch size x outputs x
             parameters numbers.
@@ -47,7 +47,7 @@ class PredictiveConfig:
 
 
 def map_predictive(model: nn.Module) -> Predictive:
-    """x -> class probabilities of the network at its parameters."""
+    """X -> class probabilities of the network at its parameters."""
 
     @torch.no_grad()
     def predict(x: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def map_predictive(model: nn.Module) -> Predictive:
 def laplace_predictive(
     laplace: KronLaplace, config: PredictiveConfig, generator: torch.Generator | None = None
 ) -> Predictive:
-    """x -> class probabilities under the posterior; samples are drawn once, here.
+    """X -> class probabilities under the posterior; samples are drawn once, here.
 
     Source of the linearised predictive: Immer, Korzepa & Bauer 2021 (arXiv:2008.08400).
     """

@@ -1,7 +1,7 @@
 """The Laplace approximation of the log marginal likelihood, from the curvature's eigenvalues.
 
-log p(D) ≈ log p(D|θ*)/T − ½ θ*ᵀ P₀ θ* − ½ (log det(H/(σ²T) + P₀) − log det P₀), in nats, a sum over the
-data. Source: Immer et al. 2021 (arXiv:2104.04975), equation 6, with the likelihood raised to 1/T.
+log p(D) ≈ log p(D|θ*)/T − ½ θ*ᵀ P₀ θ* − ½ (log det(H/(σ²T) + P₀) − log det P₀), in nats, a sum
+over the data. Source: Immer et al. 2021 (arXiv:2104.04975), equation 6, with the likelihood raised to 1/T.
 """
 
 import math
@@ -34,7 +34,7 @@ class EvidenceTerms:
     def from_factors(
         cls, factors: KroneckerFactors, mean: Tensor, prior_mean: Tensor | float = 0.0
     ) -> "EvidenceTerms":
-        """From the factors at the parameters ``mean`` (P,), flattened in the order of the blocks."""
+        """From the factors at the parameters ``mean`` (P,), in the order of the blocks."""
         sizes = [block.numel for block in factors.blocks.values()]
         parts = (mean - prior_mean).double().split(sizes)
         return cls(
@@ -49,7 +49,7 @@ class EvidenceTerms:
 def log_likelihood(
     terms: EvidenceTerms, sigma_noise: Tensor | float = 1.0, temperature: Tensor | float = 1.0
 ) -> Tensor:
-    """log p(D|θ*) / T (nats), for regression with the Gaussian's normaliser, raised to 1/T as well."""
+    """Log p(D|θ*) / T (nats), with the Gaussian's normaliser for regression, tempered too."""
     sigma = _float64(sigma_noise, terms)
     value = -terms.loss / sigma.square()
     if terms.likelihood == "regression":

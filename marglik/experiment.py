@@ -245,8 +245,8 @@ def _check_model(model: nn.Module, splits: ImageSplits) -> None:
         ) from error
     if outputs.shape != (len(images), len(splits.classes)):
         raise ValueError(
-            f"{type(model).__name__} returns shape {tuple(outputs.shape)} for {len(images)} images, "
-            f"but {splits.name} has {len(splits.classes)} classes; set --model.num_classes "
+            f"{type(model).__name__} returns shape {tuple(outputs.shape)} for {len(images)} "
+            f"images, but {splits.name} has {len(splits.classes)} classes; set --model.num_classes "
             f"{len(splits.classes)}."
         )
 

@@ -86,7 +86,7 @@ class Hyperparameters:
             self._log_sigma.copy_(sigma_noise.log())
 
     def update(self, laplace: Laplace, steps: int) -> list[float]:
-        """Climb the evidence of a fitted network; returns it (nats) before each step and at the end."""
+        """Climb a fitted network's evidence; returns it (nats) before each step, and at last."""
         evidences = []
         for _ in range(steps):
             if self.method == "adam":

@@ -1,4 +1,4 @@
-"""`KronLaplace`: laplace-torch's interface on our fit, with the evidence from cached eigenvalues."""
+"""`KronLaplace`: laplace-torch's interface on our fit, the evidence from cached eigenvalues."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -28,8 +28,8 @@ class KronLaplace(LaplaceTorchKronLaplace):
       model in the mode it was in; predictions run in eval mode and restore the mode, too.
     - The evidence uses eigenvalues in float64, computed once; eigenvectors wait until a predictive
       asks for them.
-    - With a temperature T the whole log-likelihood is divided by T, regression's normaliser included
-      (laplace-torch leaves the normaliser as it is).
+    - With a temperature T the whole log-likelihood is divided by T, regression's normaliser
+      included (laplace-torch leaves the normaliser as it is).
 
     Args:
         model: the network at its MAP parameters; frozen parameters have no posterior.
@@ -189,12 +189,12 @@ class KronLaplace(LaplaceTorchKronLaplace):
 
     @property
     def log_likelihood(self) -> Tensor:
-        """log p(D|θ*) / T (nats)."""
+        """Log p(D|θ*) / T (nats)."""
         return evidence.log_likelihood(self.evidence_terms, self.sigma_noise, self.temperature)
 
     @property
     def log_det_posterior_precision(self) -> Tensor:
-        """log det of the posterior precision, from eigenvalues alone unless damped."""
+        """Log det of the posterior precision, from eigenvalues alone unless damped."""
         if self.factors is None or self.damping:
             return super().log_det_posterior_precision
         scaled = self._H_factor.double()

@@ -16,8 +16,9 @@ __all__ = ["OptimizerConfig", "build_optimizer"]
 class OptimizerConfig:
     """The network's optimiser; its learning rate falls by a cosine, a little every step.
 
-    There is no weight decay here: the prior's gradient is part of the loss, for SGD and AdamW alike.
-    (AdamW's decoupled decay would not lead to the maximum of the log joint that Laplace needs.)
+    There is no weight decay here: the prior's gradient is part of the loss, for SGD and AdamW
+    alike. (AdamW's decoupled decay would not lead to the maximum of the log joint, which is what
+    the Laplace approximation needs.)
 
     Args:
         name: SGD or AdamW.
@@ -47,13 +48,15 @@ class OptimizerConfig:
         if not 0 <= self.momentum < 1:
             raise ValueError(f"optimizer.momentum must be in [0, 1), not {self.momentum}.")
         if self.nesterov and self.name == "sgd" and self.momentum == 0:
-            raise ValueError("optimizer.nesterov needs momentum > 0; pass --optimizer.nesterov false.")
+            raise ValueError(
+                "optimizer.nesterov needs momentum > 0; pass --optimizer.nesterov false."
+            )
 
 
 def build_optimizer(
     model: nn.Module, config: OptimizerConfig, num_steps: int
 ) -> tuple[torch.optim.Optimizer, CosineAnnealingLR]:
-    """The optimiser of a model's trainable parameters, and its schedule over ``num_steps`` steps."""
+    """The optimiser of a model's trainable parameters, and its schedule over the steps."""
     scalars, others = [], []
     for p in model.parameters():
         if p.requires_grad:

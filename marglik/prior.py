@@ -50,7 +50,7 @@ def parameter_kind(parameter: Tensor) -> str:
 class PriorGroups:
     """Which parameter tensor belongs to which group.
 
-    Values of groups are (G,) tensors; for the structure "diagonal" each of the P entries is a group.
+    Values of groups are (G,) tensors; for the structure "diagonal" each of the P entries is one.
     """
 
     names: tuple[str, ...]

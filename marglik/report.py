@@ -35,12 +35,19 @@ def plot_run(
     figure.suptitle(title)
     _plot_weight_decays(left, updates, initial_weight_decay)
     right.plot(
-        [r["epoch"] for r in epochs], [-r["loss"] for r in epochs], color="tab:gray", lw=1,
+        [r["epoch"] for r in epochs],
+        [-r["loss"] for r in epochs],
+        color="tab:gray",
+        lw=1,
         label="training log-likelihood",
     )
     right.plot(
-        [r["epoch"] for r in updates], [r["evidence"] / num_data for r in updates],
-        "o-", color="tab:blue", ms=4, label="log marginal likelihood",
+        [r["epoch"] for r in updates],
+        [r["evidence"] / num_data for r in updates],
+        "o-",
+        color="tab:blue",
+        ms=4,
+        label="log marginal likelihood",
     )
     right.set(xlabel="epoch", ylabel="nats per example", title="Evidence")
     right.legend(loc="lower right")

@@ -1,4 +1,4 @@
-"""The record of a run: a folder with a line of JSON per epoch and update, TensorBoard on request."""
+"""The record of a run: a line of JSON per epoch and update, TensorBoard on request."""
 
 import json
 import platform

@@ -17,7 +17,7 @@ def print_summary(results: dict[str, Any]) -> None:
     )
     _print_weight_decays(results["weight_decay"])
     _print_metrics(results["metrics"])
-    print(f"\nWritten to {results['output']}: results.json, log.jsonl, evidence.png, model.safetensors")
+    print(f"\nIn {results['output']}: evidence.png, results.json, log.jsonl, model.safetensors")
 
 
 def _print_weight_decays(layers: dict[str, dict[str, float]]) -> None:

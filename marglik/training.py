@@ -183,9 +183,7 @@ class OnlineTraining:
         precision = (1 / self.hyperparameters.sigma_noise.square()).item()
         totals = torch.zeros(3, dtype=torch.float64, device=device)  # loss, penalty, correct
         examples = terms = 0
-        bar = tqdm(
-            self.train_loader, desc=f"Epoch {epoch}", leave=False, disable=not self.progress
-        )
+        bar = tqdm(self.train_loader, desc=f"Epoch {epoch}", leave=False, disable=not self.progress)
         for batch in bar:
             x, y = split_batch(self.fabric.to_device(batch), self.dict_key_y)
             self.optimizer.zero_grad()
@@ -208,8 +206,8 @@ class OnlineTraining:
         loss, prior, correct = (totals / examples).tolist()
         if not torch.isfinite(totals).all():
             raise FloatingPointError(
-                f"The training loss is not finite in epoch {epoch}. Likely causes: NaN in the data, "
-                "or too large a learning rate; try a tenth of it."
+                f"The training loss is not finite in epoch {epoch}. Likely causes: NaN in the "
+                "data, or too large a learning rate; try a tenth of it."
             )
         record: Record = {
             "kind": "epoch",

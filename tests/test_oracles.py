@@ -9,14 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from tests.oracles import (
+from tests.evidence_oracles import (
     bayesian_linear_regression_log_evidence,
+    laplace_log_evidence,
+)
+from tests.oracles import (
     dense_ggn,
     dense_ggn_blocks,
     empirical_fisher_blocks,
     kfac_blocks,
     kfac_factors,
-    laplace_log_evidence,
     layer_jacobians,
     loss_hessian,
     positions,

@@ -8,7 +8,7 @@ __all__ = ["LinearRule"]
 
 
 class LinearRule(WeightSharingRule):
-    """nn.Linear: input (N, ..., d_in), output (N, ..., d_out); R is the product of the axes between."""
+    """nn.Linear: input (N, ..., d_in), output (N, ..., d_out); R is the product of the dots."""
 
     layer_type = nn.Linear
 

@@ -21,7 +21,7 @@ class Rule(ABC):
     """
 
     layer_type: type[nn.Module]
-    """The layer that `reference` computes; subclasses of it are covered if they compute the same."""
+    """The layer that `reference` computes; subclasses are covered if they compute the same."""
 
     parameter_names: frozenset[str]
     """The local names of the parameters that the rule knows."""
@@ -51,7 +51,12 @@ class Rule(ABC):
 
     @abstractmethod
     def gradient_grams(
-        self, layer: Any, a: Tensor | None, b: Tensor, kfac_approx: KfacApprox, names: Collection[str]
+        self,
+        layer: Any,
+        a: Tensor | None,
+        b: Tensor,
+        kfac_approx: KfacApprox,
+        names: Collection[str],
     ) -> dict[str, Tensor]:
         """Per parameter: one backward vector's part (G, d_out, d_out) of the gradient factor.
 
@@ -93,7 +98,12 @@ class WeightSharingRule(Rule):
         return {"weight": input_gram(self.inputs(layer, a), kfac_approx)}
 
     def gradient_grams(
-        self, layer: Any, a: Tensor | None, b: Tensor, kfac_approx: KfacApprox, names: Collection[str]
+        self,
+        layer: Any,
+        a: Tensor | None,
+        b: Tensor,
+        kfac_approx: KfacApprox,
+        names: Collection[str],
     ) -> dict[str, Tensor]:
         """B per group for the weight, B over all outputs for the bias."""
         rows = self.output_gradients(layer, b)  # (N, R, d_out)

@@ -21,7 +21,9 @@ def outer(vectors):
 @settings(max_examples=20, deadline=None)
 @given(C=st.integers(2, 7), scale=st.sampled_from([0.0, 1.0, 30.0]), seed=st.integers(0, 99))
 def test_root_squares_to_the_hessian(likelihood, C, scale, seed):
-    f = scale * torch.randn(3, C, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    f = scale * torch.randn(
+        3, C, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
     expected = torch.stack([oracles.loss_hessian(f_n, likelihood) for f_n in f])
     assert_close(outer(loss_hessian_root(f, likelihood)), expected, rtol=1e-10, atol=1e-14)
 

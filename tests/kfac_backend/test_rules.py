@@ -147,7 +147,8 @@ def test_in_place_activations_change_nothing():
         torch.manual_seed(0)
         return nn.Sequential(
             nn.Conv2d(2, 3, 3), nn.ReLU(inplace), Scale(), nn.ReLU(inplace), nn.Conv2d(3, 3, 2),
-            Bias(), nn.ReLU(inplace), nn.Flatten(), nn.Linear(12, 4), nn.ReLU(inplace), nn.Linear(4, 3),
+            Bias(), nn.ReLU(inplace), nn.Flatten(), nn.Linear(12, 4), nn.ReLU(inplace),
+            nn.Linear(4, 3),
         ).double()  # fmt: skip
 
     x = torch.randn(3, 2, 5, 5, dtype=torch.float64)

@@ -1,0 +1,188 @@
+"""A wrong number is worse than an error: each way out of the hooks' sight has a named one."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from kfac_backend import kronecker_factors
+
+X, Y = torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
+
+
+def factors(model, x=X, y=Y, **options):
+    return kronecker_factors(model, [(x, y)], "classification", **options)
+
+
+class Lambda(nn.Module):
+    """A function of named children."""
+
+    def __init__(self, function, **children):
+        super().__init__()
+        for name, child in children.items():
+            setattr(self, name, child)
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+class ScaledLinear(nn.Linear):
+    def forward(self, input):
+        return F.linear(input, self.weight / self.weight.norm(), self.bias)
+
+
+class WithExtra(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 2)
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, input):
+        return super().forward(input) * self.gain
+
+
+def shared_weight():
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.weight = first.weight
+    return nn.Sequential(first, second, nn.Linear(3, 2))
+
+
+NOT_IMPLEMENTED = {
+    "LSTM": (Lambda(lambda m, x: m.rnn(x)[0], rnn=nn.LSTM(3, 2)), "layer 'rnn' \\(LSTM\\)"),
+    "bare parameter": (
+        Lambda(lambda m, x: m.fc(x + m.b), fc=nn.Linear(3, 2), b=nn.Parameter(torch.ones(3))),
+        "'b'",
+    ),
+    "BatchNorm in eval mode": (
+        nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).eval(),
+        "BatchNorm1d",
+    ),
+    "extra parameter in a subclass": (WithExtra(), "'gain'"),
+    "layer applied twice": (
+        Lambda(lambda m, x: m.out(m.fc(m.fc(x))), fc=nn.Linear(3, 3), out=nn.Linear(3, 2)),
+        "'fc'.*more than once",
+    ),
+    "shared tensor": (shared_weight(), "same tensor"),
+    "functional use of a weight": (
+        Lambda(lambda m, x: m.out(m.fc(x) @ m.fc.weight), fc=nn.Linear(3, 3), out=nn.Linear(3, 2)),
+        "'fc.weight' reached the input of layer 'out'",
+    ),
+    "functional use behind the last layer": (
+        Lambda(lambda m, x: m.fc(x) * m.fc.weight.sum(), fc=nn.Linear(3, 2)),
+        "'fc.weight' reached the model's output",
+    ),
+    "layer never called, weight used": (
+        Lambda(lambda m, x: F.linear(x, m.fc.weight), fc=nn.Linear(3, 2, bias=False)),
+        "'fc.weight' reached",
+    ),
+    "subclass that computes something else": (
+        nn.Sequential(ScaledLinear(3, 2)),
+        "overrides forward",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOT_IMPLEMENTED)
+def test_what_hooks_cannot_see_is_a_named_error(case):
+    model, message = NOT_IMPLEMENTED[case]
+    with pytest.raises(NotImplementedError, match=message) as raised:
+        factors(model)
+    assert "requires_grad_(False)" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_error_lists_the_supported_layers():
+    with pytest.raises(NotImplementedError, match="Supported: Linear, Conv2d, Bias, Scale"):
+        factors(nn.Sequential(nn.PReLU(), nn.Linear(3, 2)))
+
+
+def test_positions_folded_into_the_batch_axis():
+    model = Lambda(lambda m, x: m.fc(x.flatten(0, 1)).view(4, 3, 2).mean(1), fc=nn.Linear(3, 2))
+    x = torch.randn(4, 3, 3)
+    with pytest.raises(NotImplementedError, match="12 rows in a batch of 4"):
+        factors(model, x, kfac_approx="reduce")
+    # Expand counts positions as examples, so that folding them changes nothing.
+    unfolded = Lambda(lambda m, x: m.fc(x).mean(1), fc=model.fc)
+    torch.testing.assert_close(
+        factors(model, x).to_dense("fc.weight"), factors(unfolded, x).to_dense("fc.weight")
+    )
+
+
+VALUE_ERRORS = {
+    "no trainable parameter": (nn.Linear(3, 2).requires_grad_(False), "no trainable parameter"),
+    "no parameter at all": (nn.ReLU(), "no trainable parameter"),
+    "BatchNorm in train mode": (
+        nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)),
+        "model.eval\\(\\)",
+    ),
+    "0-dimensional parameter": (
+        Lambda(lambda m, x: m.fc(x) * m.s, fc=nn.Linear(3, 2), s=nn.Parameter(torch.tensor(1.0))),
+        "'s' is 0-dimensional",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", VALUE_ERRORS)
+def test_models_without_a_defined_curvature(case):
+    model, message = VALUE_ERRORS[case]
+    with pytest.raises(ValueError, match=message):
+        factors(model)
+
+
+def test_nothing_but_unsupported_layers_left():
+    with (
+        pytest.warns(UserWarning),
+        pytest.raises(ValueError, match="No trainable parameter of the"),
+    ):
+        factors(nn.LayerNorm(3), unsupported="freeze")
+
+
+@pytest.mark.parametrize("option", ["kfac_approx", "fisher", "unsupported"])
+def test_unknown_options_list_the_known_ones(option):
+    with pytest.raises(ValueError, match=f"{option}='nonsense' is not supported; choose one of '"):
+        factors(nn.Linear(3, 2), **{option: "nonsense"})
+
+
+def test_unknown_likelihood_and_samples():
+    with pytest.raises(ValueError, match="likelihood='poisson'"):
+        kronecker_factors(nn.Linear(3, 2), [(X, Y)], "poisson")
+    with pytest.raises(ValueError, match="mc_samples must be at least 1, not 0"):
+        factors(nn.Linear(3, 2), mc_samples=0)
+
+
+def test_bad_data():
+    model = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match="The data is empty"):
+        kronecker_factors(model, [], "classification")
+    with pytest.raises(TypeError, match="'fc' got an input of dtype torch.uint8.*x.float"):
+        factors(Lambda(lambda m, x: m.fc(x), fc=model), (X * 9).byte())
+    with pytest.raises(ValueError, match="inputs contain NaN"):
+        factors(model, X.clone().index_fill_(0, torch.tensor([1]), torch.nan))
+    with pytest.raises(ValueError, match="Label 2 is out of range"):
+        factors(model, y=torch.tensor([0, 1, 2, 0]))
+    with pytest.raises(TypeError, match="expected \\(x, y\\)"):
+        kronecker_factors(model, [X[0]], "classification")
+
+
+def test_nan_in_weights_and_overflow_are_told_apart():
+    model = nn.Sequential(nn.Linear(3, 2))
+    with torch.no_grad():
+        model[0].weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="Parameter '0.weight' contains NaN"):
+        factors(model)
+    overflow = Lambda(lambda m, x: m.fc(x) * 1e38 * 1e38, fc=nn.Linear(3, 2))
+    with pytest.raises(ValueError, match="activations overflow"):
+        factors(overflow)
+
+
+def test_model_that_returns_an_object():
+    model = Lambda(lambda m, x: {"logits": m.fc(x)}, fc=nn.Linear(3, 2))
+    with pytest.raises(TypeError, match="returned dict.*returns logits"):
+        factors(model)
+
+
+def test_hooks_are_removed_after_an_error():
+    model = nn.Sequential(nn.Linear(3, 2))
+    with pytest.raises(ValueError, match="out of range"):
+        factors(model, y=torch.tensor([0, 1, 5, 0]))
+    assert not model[0]._forward_hooks

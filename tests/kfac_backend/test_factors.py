@@ -1,0 +1,256 @@
+"""The pass over the data: batches, Fisher kinds, frozen parts, parameters without a rule."""
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset
+
+from kfac_backend import kronecker_factors
+from kfac_backend.layers import Bias, Scale
+from tests import oracles
+
+MODES = ["expand", "reduce"]
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), Bias(), nn.Tanh(), nn.Conv2d(4, 4, 2, groups=2, bias=False),
+        Scale(), nn.Flatten(), nn.Linear(36, 3),
+    ).double()  # fmt: skip
+
+
+def data(n=7, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 2, 4, 4, dtype=torch.float64, generator=generator)
+    return x, torch.randint(3, (n,), generator=generator)
+
+
+def assert_same(first, second, **tolerances):
+    assert list(first.blocks) == list(second.blocks)
+    for name in first.blocks:
+        assert_close(first.to_dense(name), second.to_dense(name), **tolerances)
+
+
+@pytest.mark.parametrize("kfac_approx", MODES)
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_batches_of_any_size_give_what_one_batch_gives(kfac_approx, fisher):
+    model, (x, y) = network(), data()
+    options = {"kfac_approx": kfac_approx, "fisher": fisher}
+    whole = kronecker_factors(model, [(x, y)], "classification", **options)
+    parts = zip(x.split([1, 4, 2]), y.split([1, 4, 2]), strict=True)
+    in_parts = kronecker_factors(model, parts, "classification", **options)
+    assert_same(in_parts, whole)
+    assert in_parts.num_data == whole.num_data == 7
+    assert in_parts.loss == pytest.approx(whole.loss)
+    # Negative control: other data, other factors.
+    less = kronecker_factors(model, [(x[:6], y[:6])], "classification", **options)
+    assert (less.blocks["0.weight"].A - whole.blocks["0.weight"].A).abs().max() > 1e-3
+
+
+def test_images_of_different_sizes_weigh_by_their_positions():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten()).double()
+    small, large = torch.randn(2, 2, 3, 3).double(), torch.randn(3, 2, 5, 4).double()
+    batches = [(small, torch.tensor([0, 1])), (large, torch.tensor([0, 1, 2]))]
+    A = kronecker_factors(model, batches, "classification").blocks["0.weight"].A
+    patches = [nn.functional.unfold(x, 2).mT.flatten(0, 1) for x, _ in batches]
+    rows = torch.cat(patches)  # all positions of both batches
+    assert_close(A, rows.mT @ rows / len(rows))
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression", "bernoulli"])
+def test_empirical_fisher_of_scalars_and_biases_is_the_outer_product(likelihood):
+    model, (x, y) = network(), data()
+    if likelihood != "classification":
+        y = torch.rand(7, 3, dtype=torch.float64)
+    expected = oracles.empirical_fisher_blocks(model, x, y, likelihood)
+    factors = kronecker_factors(
+        model, [(x, y)], likelihood, kfac_approx="reduce", fisher="empirical"
+    )
+    for name in ("0.bias", "1.bias", "4.scale", "6.bias"):
+        assert_close(factors.to_dense(name), expected[name])
+    # With one example K-FAC of the last layer is the outer product as well.
+    one = kronecker_factors(model, [(x[:1], y[:1])], likelihood, fisher="empirical")
+    expected = oracles.empirical_fisher_blocks(model, x[:1], y[:1], likelihood)
+    assert_close(one.to_dense("6.weight"), expected["6.weight"])
+
+
+@pytest.mark.parametrize("kfac_approx", MODES)
+def test_monte_carlo_fisher_converges_to_the_exact_one(kfac_approx):
+    model, (x, y) = network(), data(3)
+    exact = kronecker_factors(model, [(x, y)], "classification", kfac_approx=kfac_approx)
+
+    def error(samples):
+        mc = kronecker_factors(
+            model, [(x, y)], "classification", kfac_approx=kfac_approx, fisher="mc",
+            mc_samples=samples, generator=torch.Generator().manual_seed(0),
+        )  # fmt: skip
+        differences = [
+            (mc.blocks[n].B - exact.blocks[n].B).norm() / exact.blocks[n].B.norm()
+            for n in exact.blocks
+        ]
+        assert_close(mc.blocks["0.weight"].A, exact.blocks["0.weight"].A)
+        return max(differences)
+
+    assert error(1500) < 0.1 < error(2)
+
+
+def test_loss_and_counts():
+    model, (x, y) = network(), data()
+    factors = kronecker_factors(model, [(x, y)], "classification")
+    assert factors.loss == pytest.approx(
+        float(nn.functional.cross_entropy(model(x), y, reduction="sum"))
+    )
+    assert (factors.num_data, factors.num_outputs, factors.num_loss_terms) == (7, 3, 7)
+
+
+def test_frozen_parameters_have_no_block_and_others_do_not_change():
+    model, (x, y) = network(), data()
+    whole = kronecker_factors(model, [(x, y)], "classification")
+    frozen = ["0.weight", "3.weight", "4.scale"]
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    part = kronecker_factors(model, [(x, y)], "classification")
+    assert list(part.blocks) == [name for name in whole.blocks if name not in frozen]
+    for name in part.blocks:
+        assert_close(part.to_dense(name), whole.to_dense(name))
+
+
+def test_the_model_is_left_as_it_was():
+    model, (x, y) = network(), data()
+    model.train()
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    kronecker_factors(model, [(x, y)], "classification")
+    assert model.training
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+    for name, p in model.state_dict().items():
+        assert_close(p, before[name], rtol=0, atol=0)
+
+
+def test_no_weight_gradient_is_computed():
+    """Only the first tracked output is asked for: no node may hand out a weight's gradient."""
+    model, (x, y) = network(), data()
+    for p in model.parameters():
+        p.register_hook(lambda g: pytest.fail("a weight gradient was computed"))
+    kronecker_factors(model, [(x, y)], "classification")
+
+
+def test_works_under_no_grad():
+    model, (x, y) = network(), data()
+    expected = kronecker_factors(model, [(x, y)], "classification")
+    with torch.no_grad():
+        assert_same(kronecker_factors(model, [(x, y)], "classification"), expected)
+
+
+def test_subclasses_that_compute_the_same_are_covered():
+    class Logged(nn.Linear):
+        def forward(self, input):
+            return super().forward(input) * 1.0
+
+    torch.manual_seed(0)
+    plain, sub = nn.Linear(3, 2).double(), Logged(3, 2).double()
+    sub.load_state_dict(plain.state_dict())
+    x, y = torch.randn(4, 3).double(), torch.tensor([0, 1, 1, 0])
+    first = kronecker_factors(nn.Sequential(plain), [(x, y)], "classification")
+    assert_same(kronecker_factors(nn.Sequential(sub), [(x, y)], "classification"), first)
+
+
+def test_mappings_and_any_iterable():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2).double()
+
+        def forward(self, batch):
+            return self.layer(batch["features"])
+
+    torch.manual_seed(0)
+    model = Named()
+    x, y = torch.randn(4, 3).double(), torch.tensor([0, 1, 1, 0])
+    mapping = {"features": x, "target": y}
+    expected = kronecker_factors(nn.Sequential(model.layer), [(x, y)], "classification")
+    factors = kronecker_factors(model, iter([mapping]), "classification", dict_key_y="target")
+    assert_close(factors.to_dense("layer.weight"), expected.to_dense("0.weight"))
+    loader = DataLoader(TensorDataset(x, y), batch_size=3)
+    assert_same(kronecker_factors(nn.Sequential(model.layer), loader, "classification"), expected)
+    with pytest.raises(KeyError, match="dict_key_y"):
+        kronecker_factors(model, [mapping], "classification")
+
+
+class WithAffineNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.norm(self.first(x))))
+
+
+def test_unsupported_freeze_leaves_out_with_a_warning():
+    torch.manual_seed(0)
+    model = WithAffineNorm().double()
+    x, y = torch.randn(4, 3).double(), torch.tensor([0, 1, 2, 0])
+    with pytest.warns(UserWarning, match="norm.weight, norm.bias"):
+        factors = kronecker_factors(model, [(x, y)], "classification", unsupported="freeze")
+    assert list(factors.blocks) == ["first.weight", "first.bias", "last.weight", "last.bias"]
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_unsupported_diagonal_is_the_exact_diagonal(fisher):
+    torch.manual_seed(0)
+    model = WithAffineNorm().double()
+    x, y = torch.randn(4, 3).double(), torch.tensor([0, 1, 2, 0])
+    batches = [(x[:1], y[:1]), (x[1:], y[1:])]
+    factors = kronecker_factors(
+        model, batches, "classification", unsupported="diagonal", fisher=fisher
+    )
+    if fisher == "exact":
+        expected = oracles.dense_ggn_blocks(model, x, "classification")
+    else:
+        expected = oracles.empirical_fisher_blocks(model, x, y, "classification")
+    for name in ("norm.weight", "norm.bias"):
+        assert_close(factors.to_dense(name), torch.diag(expected[name].diagonal()))
+    plain = kronecker_factors(WithAffineNormFrozen(model), batches, "classification", fisher=fisher)
+    assert_close(factors.to_dense("first.weight"), plain.to_dense("model.first.weight"))
+
+
+class WithAffineNormFrozen(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        model.norm.requires_grad_(False)
+
+    def forward(self, x):
+        return self.model(x)
+
+
+def test_layers_that_take_no_part_have_a_zero_block():
+    model = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(3, 2)})
+    model.forward = lambda x: model["used"](x)
+    with pytest.warns(UserWarning, match="'unused' \\(Linear\\)"):
+        factors = kronecker_factors(
+            model, [(torch.randn(2, 3), torch.tensor([0, 1]))], "classification"
+        )
+    assert factors.blocks["unused.weight"].numel == 6
+    assert not factors.blocks["unused.weight"].eigenvalues().any()
+    assert factors.blocks["used.weight"].eigenvalues().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_factors_are_float32_at_least(dtype):
+    model, (x, y) = network().to(dtype), data()
+    factors = kronecker_factors(model, [(x.to(dtype), y)], "classification")
+    expected = torch.float64 if dtype == torch.float64 else torch.float32
+    for block in factors.blocks.values():
+        assert block.B.dtype == expected
+        assert block.A is None or block.A.dtype == expected
+
+
+def test_autocast_does_not_lower_the_gram_matrices():
+    model, (x, y) = network().float(), data()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        factors = kronecker_factors(model, [(x.float(), y)], "classification")
+    assert all(block.B.dtype == torch.float32 for block in factors.blocks.values())

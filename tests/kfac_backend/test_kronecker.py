@@ -1,0 +1,199 @@
+"""Blocks and factors: algebra against dense matrices, eigenvalues, files."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import gradcheck
+from torch.testing import assert_close
+
+from kfac_backend import KroneckerBlock, KroneckerFactors, kronecker_factors
+
+
+def gram(*shape, seed=0):
+    rows = torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return rows.mT @ rows
+
+
+BLOCKS = {
+    "B and A": KroneckerBlock("w", gram(9, 3), gram(9, 4), 9),
+    "groups": KroneckerBlock("w", gram(2, 9, 3), gram(2, 9, 4, seed=1), 9),
+    "B alone": KroneckerBlock("b", gram(9, 3)),
+    "diagonal": KroneckerBlock("d", gram(5, 1, 1)),
+    "singular": KroneckerBlock("w", gram(2, 3), gram(1, 4), 9),
+}
+
+
+@pytest.mark.parametrize("case", BLOCKS)
+def test_block_is_its_dense_matrix(case):
+    block = BLOCKS[case]
+    dense = block.to_dense()
+    P = block.numel
+    assert dense.shape == (P, P)
+    v = torch.randn(2, P, dtype=torch.float64)
+    assert_close(block.matvec(v), v @ dense.T)
+    assert_close(
+        block.eigenvalues().sort().values,
+        torch.linalg.eigvalsh(dense).clamp(min=0),
+        atol=1e-10,
+        rtol=1e-10,
+    )
+    eigen, delta = block.decompose(), torch.tensor(0.7, dtype=torch.float64)
+    spectrum = eigen.spectrum(delta)
+    regular = dense + 0.7 * torch.eye(P, dtype=torch.float64)
+    assert_close(eigen.power_matvec(v, spectrum, 1.0), v @ regular)
+    assert_close(eigen.power_matvec(v, spectrum, -1.0), torch.linalg.solve(regular, v.T).T)
+    root = eigen.power_matvec(eigen.power_matvec(v, spectrum, -0.5), spectrum, -0.5)
+    assert_close(root, torch.linalg.solve(regular, v.T).T)
+    assert_close(eigen.diagonal(spectrum, -1.0), torch.linalg.inv(regular).diagonal())
+
+
+def test_order_of_the_kronecker_product_is_that_of_a_flattened_weight():
+    block = BLOCKS["B and A"]
+    W = torch.randn(3, 4, dtype=torch.float64)
+    assert_close(block.matvec(W.flatten()), (block.B @ W @ block.A).flatten())
+    assert (block.to_dense() - torch.kron(block.A, block.B)).abs().max() > 0.1
+
+
+def test_damping_adds_roots_to_the_factors():
+    block, delta = BLOCKS["B and A"], torch.tensor(0.3, dtype=torch.float64)
+    damped = block.decompose().spectrum(delta, damping=True).flatten().sort().values
+    root = delta.sqrt() * torch.eye(4, dtype=torch.float64)
+    dense = torch.kron(block.B + root[:3, :3], block.A + root)
+    assert_close(damped, torch.linalg.eigvalsh(dense))
+
+
+@pytest.mark.parametrize(
+    ("B", "A"),
+    [((3, 4), None), ((3,), None), ((3, 3), (2, 4, 4)), ((2, 3, 3), (4, 4)), ((3, 3), (4, 5))],
+)
+def test_factors_that_do_not_fit_are_named(B, A):
+    with pytest.raises(ValueError, match="Factors of 'w' have shapes"):
+        KroneckerBlock("w", torch.zeros(B), None if A is None else torch.zeros(A))
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 2, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(16, 3)
+    ).double()
+
+
+def factors_of(model, n=5, seed=0, **options):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 2, 3, 3, dtype=torch.float64, generator=generator)
+    y = torch.randint(3, (n,), generator=generator)
+    return kronecker_factors(model, [(x, y)], "classification", **options)
+
+
+def dense(factors):
+    return torch.block_diag(*(factors.to_dense(name) for name in factors.blocks))
+
+
+def test_log_det_matvec_and_quadratic(model):
+    factors = factors_of(model)
+    deltas = torch.tensor([0.5, 2.0, 1.0, 3.0], dtype=torch.float64)
+    sizes = [block.numel for block in factors.blocks.values()]
+    H = dense(factors)
+    expected = torch.linalg.slogdet(H + torch.diag(deltas.repeat_interleave(torch.tensor(sizes))))
+    assert_close(factors.log_det(deltas), expected.logabsdet)
+    assert_close(
+        factors.log_det(2.0), torch.linalg.slogdet(H + 2 * torch.eye(len(H)).double()).logabsdet
+    )
+    assert gradcheck(factors.log_det, deltas.requires_grad_())
+    v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    flat = torch.cat([t.flatten() for t in v.values()])
+    assert_close(torch.cat([t.flatten() for t in factors.matvec(v).values()]), H @ flat)
+    assert_close(factors.quadratic(v), flat @ H @ flat)
+
+
+@pytest.mark.parametrize("delta", [torch.ones(3), torch.ones(4, 1), 0.0, -1.0])
+def test_log_det_names_a_wrong_prior_precision(model, delta):
+    with pytest.raises(ValueError, match="prior_precision"):
+        factors_of(model).log_det(delta)
+
+
+def test_sum_and_product(model):
+    first, second = factors_of(model, 5, 0), factors_of(model, 2, 1)
+    together = first + second
+    assert (together.num_data, together.loss) == (7, first.loss + second.loss)
+    for name in ("0.weight", "3.weight"):
+        weighted = (5 * first.blocks[name].A + 2 * second.blocks[name].A) / 7
+        assert_close(together.blocks[name].A, weighted)
+        assert_close(together.blocks[name].B, first.blocks[name].B + second.blocks[name].B)
+    assert_close(dense(first * 2.5), 2.5 * dense(first))
+    assert_close(dense(0 * first), 0 * dense(first))
+    with pytest.raises(ValueError, match="not by -1"):
+        first * -1.0
+    with pytest.raises(ValueError, match="kfac_approx 'expand' and 'reduce'"):
+        first + factors_of(model, kfac_approx="reduce")
+    other = factors_of(nn.Sequential(*model[:1], *model[2:]))
+    with pytest.raises(ValueError, match="different parameters"):
+        first + other
+
+
+def test_to_changes_the_dtype(model):
+    assert all(
+        b.B.dtype == torch.float32
+        for b in factors_of(model).to(dtype=torch.float32).blocks.values()
+    )
+
+
+def test_saved_factors_load_equal(model, tmp_path):
+    factors = factors_of(model, kfac_approx="reduce", fisher="empirical")
+    path = tmp_path / "factors.safetensors"
+    factors.save(path)
+    loaded = KroneckerFactors.load(path)
+    assert_close(dense(loaded), dense(factors), rtol=0, atol=0)
+    for field in (
+        "num_data",
+        "num_outputs",
+        "num_loss_terms",
+        "loss",
+        "likelihood",
+        "kfac_approx",
+        "fisher",
+    ):
+        assert getattr(loaded, field) == getattr(factors, field)
+    assert_close(dense(loaded + loaded), dense(factors + factors))
+    assert [p.name for p in tmp_path.iterdir()] == ["factors.safetensors"]
+    header = json.loads(path.read_bytes()[8 : 8 + int.from_bytes(path.read_bytes()[:8], "little")])
+    assert json.loads(header["__metadata__"]["header"])["version"] == 1
+
+
+def test_files_that_are_none(model, tmp_path):
+    path = tmp_path / "factors.safetensors"
+    with pytest.raises(FileNotFoundError, match="No file of Kronecker factors"):
+        KroneckerFactors.load(path)
+    factors_of(model).save(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="not a whole file"):
+        KroneckerFactors.load(path)
+    from safetensors.torch import save_file
+
+    save_file({"x": torch.zeros(1)}, path)
+    with pytest.raises(ValueError, match="holds no Kronecker factors"):
+        KroneckerFactors.load(path)
+    newer = {"format": "kfac_backend.KroneckerFactors", "version": 99}
+    save_file({"x": torch.zeros(1)}, path, metadata={"header": json.dumps(newer)})
+    with pytest.raises(ValueError, match="format version 99"):
+        KroneckerFactors.load(path)
+
+
+def test_a_failed_save_leaves_the_old_file(model, tmp_path, monkeypatch):
+    path = tmp_path / "factors.safetensors"
+    factors_of(model).save(path)
+    before = path.read_bytes()
+
+    def broken(tensors, filename, metadata):
+        filename.write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr("kfac_backend.kronecker.save_file", broken)
+    with pytest.raises(OSError, match="disk full"):
+        factors_of(model, seed=3).save(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,252 @@
+"""The backends inside laplace-torch: every structure, likelihood and predictive."""
+
+import pytest
+import torch
+from laplace import Laplace
+from laplace.curvature import CurvlinopsEF, CurvlinopsGGN
+from laplace.utils import Kron
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from kfac_backend import kronecker_factors
+from kfac_backend.laplace_interface import EigenKron, FactorKron, KfacEF, KfacGGN
+from kfac_backend.layers import Bias, Scale
+from tests import oracles
+
+MODES = ["expand", "reduce"]
+LIKELIHOODS = ["classification", "regression"]
+pytestmark = pytest.mark.filterwarnings("ignore:By default `link_approx`")
+
+
+def network(groups=1):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(),
+        nn.Conv2d(4, 4, 2, groups=groups, bias=False), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3),
+    ).double()  # fmt: skip
+
+
+def with_scalars():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        Bias(), nn.Conv2d(2, 4, 3), Scale(), nn.Tanh(), nn.Flatten(), nn.Linear(16, 3)
+    ).double()
+
+
+def loader(likelihood, n=11, batch_size=4):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 2, 4, 4, dtype=torch.float64, generator=generator)
+    labels = torch.randint(3, (n,), generator=generator)
+    targets = torch.randn(n, 3, dtype=torch.float64, generator=generator)
+    return DataLoader(
+        TensorDataset(x, labels if likelihood == "classification" else targets), batch_size
+    )
+
+
+@pytest.mark.parametrize("kfac_approx", MODES)
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@pytest.mark.parametrize("backend", [KfacGGN, KfacEF])
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+@pytest.mark.parametrize("subset", ["all", "last_layer"])
+def test_fits_tunes_and_predicts(subset, structure, backend, likelihood, kfac_approx):
+    data = loader(likelihood)
+    la = Laplace(
+        network(), likelihood, subset, structure, backend=backend, prior_precision=30.0,
+        backend_kwargs={"kfac_approx": kfac_approx},
+    )  # fmt: skip
+    la.fit(data)
+    before = la.log_marginal_likelihood()
+    la.optimize_prior_precision(n_steps=20, init_prior_prec=30.0)
+    assert la.log_marginal_likelihood() > before
+    x = data.dataset.tensors[0][:5]
+    for pred_type, link in [("glm", "probit"), ("glm", "mc"), ("glm", "bridge"), ("nn", "mc")]:
+        prediction = la(x, pred_type=pred_type, link_approx=link, n_samples=10)
+        if likelihood == "classification":
+            assert_close(prediction.sum(-1), torch.ones(5).double(), atol=1e-6, rtol=0)
+        else:
+            mean, variance = prediction
+            assert mean.shape == (5, 3)
+            assert (torch.as_tensor(variance).diagonal(dim1=-2, dim2=-1) >= 0).all()
+
+
+@pytest.mark.parametrize("kfac_approx", MODES)
+@pytest.mark.parametrize(
+    ("backend", "peer", "likelihood"),
+    [
+        (KfacGGN, CurvlinopsGGN, "classification"),
+        (KfacGGN, CurvlinopsGGN, "regression"),
+        (KfacEF, CurvlinopsEF, "classification"),
+    ],
+)
+def test_factors_equal_those_of_curvlinops(backend, peer, likelihood, kfac_approx):
+    data = loader(likelihood)
+    ours = Laplace(
+        network(), likelihood, "all", backend=backend, backend_kwargs={"kfac_approx": kfac_approx}
+    )
+    theirs = Laplace(
+        network(), likelihood, "all", backend=peer, asdl_fisher_kwargs={"kfac_approx": kfac_approx}
+    )
+    ours.fit(data)
+    theirs.fit(data)
+    assert_close(ours.H_facs.to_matrix(), theirs.H_facs.to_matrix())
+    assert_close(ours.log_marginal_likelihood(), theirs.log_marginal_likelihood())
+    x = data.dataset.tensors[0][:5]
+    assert_close(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@pytest.mark.parametrize("structure", ["diag", "full"])
+def test_empirical_fisher_is_that_of_the_log_likelihood(structure, likelihood):
+    model, data = network(), loader(likelihood)
+    la = Laplace(model, likelihood, "all", structure, backend=KfacEF)
+    la.fit(data)
+    blocks = oracles.empirical_fisher_blocks(model, *data.dataset.tensors, likelihood)
+    diagonal = torch.cat([block.diagonal() for block in blocks.values()])
+    assert_close(la.H if structure == "diag" else la.H.diagonal(), diagonal)
+
+
+def test_last_layer_empirical_fisher_has_the_gradients_of_the_last_layer():
+    model, data = network(), loader("classification")
+    la = Laplace(model, "classification", "last_layer", "full", backend=KfacEF)
+    la.fit(data)
+    blocks = oracles.empirical_fisher_blocks(model, *data.dataset.tensors, "classification")
+    expected = torch.cat([blocks["6.weight"].diagonal(), blocks["6.bias"].diagonal()])
+    assert_close(la.H.diagonal(), expected)
+
+
+def test_keywords_that_laplace_torch_forwards():
+    data = loader("classification")
+    by_kron = Laplace(
+        network(),
+        "classification",
+        "all",
+        backend=KfacGGN,
+        asdl_fisher_kwargs={"kfac_approx": "reduce"},
+    )
+    by_backend = Laplace(
+        network(),
+        "classification",
+        "all",
+        backend=KfacGGN,
+        backend_kwargs={"kfac_approx": "reduce"},
+    )
+    expand = Laplace(network(), "classification", "all", backend=KfacGGN)
+    for la in (by_kron, by_backend, expand):
+        la.fit(data)
+    assert_close(by_kron.H_facs.to_matrix(), by_backend.H_facs.to_matrix())
+    assert (expand.H_facs.to_matrix() - by_kron.H_facs.to_matrix()).abs().max() > 1e-3
+
+    stochastic = {"stochastic": True, "generator": torch.Generator().manual_seed(0)}
+    sampled = Laplace(
+        network(), "classification", "all", backend=KfacGGN, backend_kwargs=stochastic,
+        asdl_fisher_kwargs={"mc_samples": 500},
+    )  # fmt: skip
+    sampled.fit(data)
+    B, exact = (la.H_facs.kfacs[-1][0] for la in (sampled, expand))
+    assert 0 < (B - exact).norm() / exact.norm() < 0.15
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+@pytest.mark.parametrize("backend", [KfacGGN, KfacEF])
+def test_batches_that_are_mappings(backend, structure):
+    class Rows(Dataset):
+        x, y = loader("classification").dataset.tensors
+
+        def __len__(self):
+            return len(self.x)
+
+        def __getitem__(self, i):
+            return {"pixels": self.x[i], "labels": self.y[i]}
+
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = network()
+
+        def forward(self, batch):
+            return self.net(batch["pixels"])
+
+    la = Laplace(Named(), "classification", "all", structure, backend=backend, dict_key_x="pixels")
+    la.fit(DataLoader(Rows(), 4))
+    plain = Laplace(network(), "classification", "all", structure, backend=backend)
+    plain.fit(loader("classification"))
+    assert_close(la.log_marginal_likelihood(), plain.log_marginal_likelihood())
+
+
+def test_grouped_convolutions_are_block_diagonal():
+    model, data = network(groups=2), loader("classification")
+    la = Laplace(model, "classification", "all", backend=KfacGGN)
+    la.fit(data)
+    x = data.dataset.tensors[0]
+    expected = torch.block_diag(*oracles.kfac_blocks(model, x, "classification", "expand").values())
+    assert_close(la.H_facs.to_matrix(), expected)
+    dense = expected + torch.eye(len(expected)).double()
+    assert_close(la.log_det_posterior_precision, torch.linalg.slogdet(dense).logabsdet)
+    Js, _ = la.backend.jacobians(x[:2])
+    covariance = torch.einsum("ncp,pq,nkq->nck", Js, torch.linalg.inv(dense), Js)
+    assert_close(la.functional_variance(Js), covariance)
+    assert_close(la.H_facs.diag(), expected.diagonal())
+    assert_close(la.H.diag(), expected.diagonal())
+    assert_close(la.H.to_matrix(), expected)
+    assert la.sample(3).shape == (3, len(expected))
+
+
+def test_scalars_and_frozen_parameters():
+    model, data = with_scalars(), loader("classification")
+    model[1].weight.requires_grad_(False)
+    la = Laplace(model, "classification", "all", backend=KfacGGN)
+    la.fit(data)
+    x = data.dataset.tensors[0]
+    ggn = oracles.dense_ggn_blocks(model, x, "classification")
+    assert_close(la.H_facs.to_matrix()[0, 0], ggn["0.bias"].squeeze())
+    assert len(la.H_facs) == 5
+    assert torch.isfinite(la(x[:2])).all()
+
+
+def test_override_false_adds_the_data():
+    first, second = loader("classification"), loader("classification", n=6)
+    la = Laplace(network(), "classification", "all", backend=KfacGGN)
+    la.fit(first)
+    la.fit(second, override=False)
+    union = kronecker_factors(network(), [*first, *second], "classification")
+    expected = torch.block_diag(*(union.to_dense(name) for name in union.blocks))
+    assert_close(la.H_facs.to_matrix(), expected)
+
+
+def test_damping_survives_prior_and_temperature():
+    la = Laplace(
+        network(), "classification", "all", backend=KfacGGN, damping=True, prior_precision=0.5,
+        temperature=2.0,
+    )  # fmt: skip
+    la.fit(loader("classification"))
+    expected = 0.0
+    for F in la.H_facs.kfacs:
+        values = [torch.linalg.eigvalsh(factor) * 0.5 ** (1 / len(F)) for factor in F]
+        if len(F) == 1:
+            expected += (values[0] + 0.5).log().sum()
+        else:
+            root = 0.5**0.5
+            expected += torch.outer(values[0] + root, values[1] + root).log().sum()
+    assert_close(la.log_det_posterior_precision, expected)
+
+
+def test_only_the_same_curvature_can_be_added():
+    data = loader("classification")
+    la = Laplace(network(), "classification", "all", backend=KfacGGN)
+    la.fit(data)
+    assert isinstance(la.H_facs, FactorKron) and isinstance(la.H, EigenKron)
+    foreign = Kron([[torch.ones_like(F) for F in Fs] for Fs in la.H_facs.kfacs])
+    with pytest.raises(ValueError, match="same backend"):
+        foreign + la.H_facs
+    with pytest.raises(ValueError, match="Can only add Kron"):
+        la.H_facs + 1.0
+
+
+def test_parameters_without_a_block_are_named():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(32, 4), nn.LayerNorm(4), nn.Linear(4, 3)).double()
+    la = Laplace(
+        model, "classification", "all", backend=KfacGGN, backend_kwargs={"unsupported": "freeze"}
+    )
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="2.weight, 2.bias"):
+        la.fit(loader("classification"))
