@@ -513,6 +513,13 @@ def test_empty_class_folder_is_named(tmp_path, kind):
         ImageFolder(path).load()
 
 
+def test_split_without_class_folders_is_named(tmp_path):
+    path = write_folder(tmp_path / "pets", without(image_files(), "train/"))
+    (path / "train").mkdir()
+    with pytest.raises(ValueError, match="train/ holds no class folders"):
+        ImageFolder(path).load()
+
+
 def test_missing_path_says_what_is_expected(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere' does not exist.*train/CLASS/"):
         ImageFolder(tmp_path / "nowhere").load()

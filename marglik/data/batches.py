@@ -1,0 +1,153 @@
+"""Batches of images: shuffled, augmented and normalised on the device."""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Bool, Int64, UInt8
+from torch import Tensor
+from torch.nn.functional import pad
+
+from marglik.data.image_sets import ImageSet, check_normalisation
+
+__all__ = ["ImageBatches", "crop_and_flip"]
+
+Augmentation = Literal["none", "crop_flip"]
+
+PADDING = 4
+"""Pixels that the random crop adds at each side: the customary number for 32×32 images."""
+
+
+class ImageBatches:
+    """Loader of batches: x float32 (B, C, H, W), normalised, and y int64 (B,).
+
+    The uint8 images live on the device, and each batch is cut out, augmented and normalised there
+    without a loop over images; no worker processes are needed.
+
+    All random numbers come from ``generator``, a generator of its own on the CPU, so that a seed
+    gives the same batches on every device. Each iteration draws its permutation and distortions
+    at the start, however far it is followed; two iterations differ, and the same seed gives the
+    same sequence of iterations. ``generator.get_state()`` and ``set_state()`` save and resume it.
+
+    Args:
+        images: the images.
+        mean: mean per channel in 0..255.
+        std: standard deviation per channel in 0..255.
+        batch_size: B; the last batch may be smaller.
+        shuffle: whether each iteration takes the images in a new order.
+        augment: "crop_flip" for random crops of the image padded by 4 zero pixels, and random
+            horizontal flips, new in each iteration; "none" for the images as they are.
+        device: where the batches are made.
+        seed: of shuffling and augmentation.
+        drop_last: whether to leave out a last batch smaller than ``batch_size``.
+        channels_last: whether x is laid out in memory as (B, H, W, C), which is faster for
+            convolutions on most devices.
+
+    Raises:
+        ValueError: if there are no images or no full batch where only full ones count, if
+            ``batch_size`` is below 1, ``augment`` unknown, or mean and std do not fit.
+    """
+
+    def __init__(
+        self,
+        images: ImageSet,
+        mean: Sequence[float],
+        std: Sequence[float],
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        augment: Augmentation = "none",
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        drop_last: bool = False,
+        channels_last: bool = False,
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: must be at least 1.")
+        if not len(images):
+            raise ValueError("The image set is empty, so there are no batches; load some images.")
+        if drop_last and len(images) < batch_size:
+            raise ValueError(
+                f"drop_last=True with {len(images)} images and batch_size={batch_size} leaves no "
+                "batch; lower batch_size, or pass drop_last=False."
+            )
+        if augment not in get_args(Augmentation):
+            raise ValueError(
+                f"augment={augment!r} is unknown; choose one of {get_args(Augmentation)}."
+            )
+        check_normalisation(tuple(mean), tuple(std), images.images.shape[1])
+        self.dataset = images.to(device)
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.augment: Augmentation = augment
+        self.drop_last = drop_last
+        self.generator = torch.Generator().manual_seed(seed)
+        self._mean = torch.tensor(mean, dtype=torch.float32, device=device)[:, None, None]
+        self._std = torch.tensor(std, dtype=torch.float32, device=device)[:, None, None]
+        self._memory_format = torch.channels_last if channels_last else torch.contiguous_format
+
+    @property
+    def num_examples(self) -> int:
+        """Number of images that one iteration yields; without those that drop_last leaves out."""
+        return min(len(self) * self.batch_size, len(self.dataset))
+
+    def __len__(self) -> int:
+        """Number of batches of one iteration."""
+        full, rest = divmod(len(self.dataset), self.batch_size)
+        return full + (rest > 0 and not self.drop_last)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        # Drawn here and not in the generator function, which would wait for the first batch.
+        n, device = len(self.dataset), self.dataset.images.device
+        order = torch.randperm(n, generator=self.generator) if self.shuffle else torch.arange(n)
+        distortions = self._draw_distortions(n) if self.augment == "crop_flip" else ()
+        return self._batches(order.to(device), tuple(d.to(device) for d in distortions))
+
+    def _draw_distortions(self, n: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Uniform offsets top and left in 0..8, and flips with probability one half; each (n,)."""
+        top, left = torch.randint(2 * PADDING + 1, (2, n), generator=self.generator)
+        flip = torch.randint(2, (n,), generator=self.generator).bool()
+        return top, left, flip
+
+    def _batches(
+        self, order: Tensor, distortions: tuple[Tensor, ...]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        for start in range(0, self.num_examples, self.batch_size):
+            batch = slice(start, min(start + self.batch_size, self.num_examples))
+            images = self.dataset.images[order[batch]]  # (B, C, H, W)
+            if distortions:
+                top, left, flip = (d[batch] for d in distortions)
+                images = crop_and_flip(images, top, left, flip, PADDING)
+            x = images.to(torch.float32, memory_format=self._memory_format)
+            yield x.sub_(self._mean).div_(self._std), self.dataset.labels[order[batch]]
+
+
+def crop_and_flip(
+    images: UInt8[Tensor, "B C H W"],
+    top: Int64[Tensor, " B"],
+    left: Int64[Tensor, " B"],
+    flip: Bool[Tensor, " B"],
+    padding: int = 4,
+) -> UInt8[Tensor, "B C H W"]:
+    """Return windows of the zero-padded images, mirrored left to right where ``flip`` says so.
+
+    Image b is row ``top[b]`` to ``top[b] + H``, column ``left[b]`` to ``left[b] + W`` of the image
+    with ``padding`` zeros at each side: torchvision's RandomCrop, then RandomHorizontalFlip, with
+    given random numbers. Offsets equal to ``padding`` give the image itself.
+
+    Args:
+        images: the images, not normalised: the padding is black.
+        top: first rows, in 0..2 padding.
+        left: first columns, in 0..2 padding.
+        flip: whether to mirror.
+        padding: zeros at each side.
+    """
+    _, channels, height, width = images.shape
+    rows = top[:, None] + torch.arange(height, device=images.device)  # (B, H)
+    columns = torch.arange(width, device=images.device).expand(len(images), width)
+    columns = left[:, None] + torch.where(flip[:, None], width - 1 - columns, columns)  # (B, W)
+    padded = pad(images, (padding,) * 4)  # (B, C, H + 2 padding, W + 2 padding)
+    # One gather over flat pixels is five times faster than indexing rows and columns (CPU).
+    pixels = rows[:, :, None] * padded.shape[3] + columns[:, None, :]  # (B, H, W)
+    pixels = pixels.flatten(1)[:, None].expand(-1, channels, -1)  # (B, C, H W)
+    return padded.flatten(2).gather(2, pixels).unflatten(2, (height, width))

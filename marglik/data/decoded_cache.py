@@ -1,0 +1,104 @@
+"""Cache of decoded images: one safetensors file per folder or archive, in the user's cache."""
+
+import hashlib
+import json
+import os
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from marglik.data.image_files import SPLITS
+from marglik.data.image_sets import ImageSet
+
+__all__ = ["Decoded", "cache_file", "read_cache", "write_cache"]
+
+FORMAT_VERSION = 1  # raise it whenever the same files would be decoded to something else
+
+Decoded = tuple[ImageSet, ImageSet, tuple[str, ...]]
+"""Training images, test images, class names."""
+
+
+def cache_file(source: Path) -> Path:
+    """Return where the decoded images of a folder or archive belong.
+
+    The name is the SHA-256 of the resolved path, the sizes and the modification times (of the
+    archive, or of every file in the folder) and the format version, so that a changed source never
+    meets an old cache. The folder is ``$XDG_CACHE_HOME/marglik``, or ``~/.cache/marglik``; it can
+    be deleted at any time.
+    """
+    resolved = source.resolve()
+    if resolved.is_dir():
+        state: list = sorted(
+            [Path(parent, name).relative_to(resolved).as_posix(), *_size_and_time(parent, name)]
+            for parent, _, names in os.walk(resolved, followlinks=True)
+            for name in names
+        )
+    else:
+        state = list(_size_and_time(resolved))
+    key = json.dumps([str(resolved), state, FORMAT_VERSION]).encode()
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base, "marglik", f"{hashlib.sha256(key).hexdigest()}.safetensors")
+
+
+def read_cache(file: Path) -> Decoded | None:
+    """Return the cached images, or None where there are none or they are damaged (with a warning).
+
+    Nothing is unpickled.
+    """
+    if not file.exists():
+        return None
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            classes = json.loads((tensors.metadata() or {})["classes"])
+            train, test = (
+                ImageSet(tensors.get_tensor(f"{s}_images"), tensors.get_tensor(f"{s}_labels"))
+                for s in SPLITS
+            )
+        top = int(torch.cat([train.labels, test.labels]).max())
+        if top >= len(classes):
+            raise ValueError(f"label {top} with {len(classes)} classes")
+    except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
+        warnings.warn(
+            f"The cache '{file}' is damaged ({str(error).partition(chr(10))[0]}); the images are "
+            "decoded again.",
+            stacklevel=2,
+        )
+        return None
+    return train, test, tuple(classes)
+
+
+def write_cache(file: Path, decoded: Decoded) -> None:
+    """Write the cache in one step, so that no process ever reads half of it.
+
+    A cache that cannot be written, on a read-only or full disk, costs time and nothing else: a
+    warning says so.
+    """
+    train, test, classes = decoded
+    tensors = {}
+    for split, images in zip(SPLITS, (train, test), strict=True):
+        tensors[f"{split}_images"] = images.images
+        tensors[f"{split}_labels"] = images.labels
+    temporary = None
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
+        os.close(handle)
+        save_file(tensors, temporary, metadata={"classes": json.dumps(classes)})
+        os.replace(temporary, file)
+    except (OSError, SafetensorError) as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        warnings.warn(
+            f"The decoded images could not be cached ({error}); they will be decoded again next "
+            "time. Set XDG_CACHE_HOME to a folder with room, or pass cache=False.",
+            stacklevel=2,
+        )
+
+
+def _size_and_time(*path: str | Path) -> tuple[int, int]:
+    stat = Path(*path).stat()
+    return stat.st_size, stat.st_mtime_ns

@@ -1,0 +1,243 @@
+"""Image files of a folder or a tar archive, found and checked before any of them is decoded."""
+
+import os
+import tarfile
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from lzma import LZMAError
+from pathlib import Path, PurePosixPath
+
+__all__ = ["SPLITS", "ImageFile", "Layout", "open_layout"]
+
+SPLITS = ("train", "test")
+
+SUFFIXES = frozenset(
+    {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm"}
+)
+
+# What tarfile raises on archives that are damaged or end too early, by kind of compression.
+BROKEN_ARCHIVE = (tarfile.TarError, EOFError, OSError, zlib.error, LZMAError, KeyError)
+
+Read = Callable[[], bytes]
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    """One image file: which one of which split it is, and how to get at its bytes.
+
+    Args:
+        split: "train" or "test".
+        index: position in its split, which is sorted by path.
+        label: index of its class.
+        path: path inside the folder or archive, for messages.
+        read: returns the file's bytes.
+    """
+
+    split: str
+    index: int
+    label: int
+    path: PurePosixPath
+    read: Read
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All image files of a folder or archive.
+
+    Args:
+        classes: sorted class names.
+        files: in the order in which they are quickest to read.
+    """
+
+    classes: tuple[str, ...]
+    files: list[ImageFile]
+
+    def count(self, split: str) -> int:
+        """Return the number of images of a split."""
+        return sum(file.split == split for file in self.files)
+
+
+@contextmanager
+def open_layout(path: Path) -> Iterator[Layout]:
+    """Yield the layout of a folder or tar archive, whose files can be read inside the context.
+
+    Raises:
+        FileNotFoundError: if there is nothing at ``path``.
+        ValueError: if it is neither folder nor tar archive, if the archive is damaged, or if it
+            does not contain ``train/CLASS/IMAGE`` and ``test/CLASS/IMAGE`` with the same classes.
+    """
+    if path.is_dir():
+        yield _layout(path, *_folder_contents(path))
+        return
+    if not path.exists():
+        raise FileNotFoundError(
+            f"'{path}' does not exist. Give the path of a folder with train/CLASS/ and test/CLASS/ "
+            "in it, or of a .tar, .tar.gz or .tgz archive of one."
+        )
+    try:
+        archive = tarfile.open(path, "r:*")
+    except BROKEN_ARCHIVE as error:
+        raise ValueError(
+            f"'{path}' is neither a folder nor a readable tar archive ({_first_line(error)}). "
+            "Fetch it again if it should be an archive; unpack archives of another kind."
+        ) from error
+    with archive:
+        members = _members(path, archive)
+        entries = {
+            PurePosixPath(member.name): partial(_read_member, path, archive, member)
+            for member in members
+            if member.isfile() or member.islnk() or member.issym()
+        }
+        directories = {PurePosixPath(member.name) for member in members if member.isdir()}
+        yield _layout(path, entries, directories)
+
+
+def _members(path: Path, archive: tarfile.TarFile) -> list[tarfile.TarInfo]:
+    """All members, in the archive's order."""
+    try:
+        members = archive.getmembers()
+        # To tarfile an archive looks complete if it was cut between two members, or if a later
+        # header is damaged. A whole one has a block of zeros after the last member.
+        if members and archive.fileobj is not None and not members[-1].issparse():
+            last = members[-1]
+            size = last.size if last.isreg() else 0
+            archive.fileobj.seek(last.offset_data + -(-size // 512) * 512)
+            if archive.fileobj.read(512) != bytes(512):
+                raise EOFError(f"no end mark after '{last.name}'")
+    except BROKEN_ARCHIVE as error:
+        raise _broken(path, error) from error
+    return members
+
+
+def _read_member(path: Path, archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    try:
+        stream = archive.extractfile(member)  # follows links inside the archive
+        return b"" if stream is None else stream.read()
+    except BROKEN_ARCHIVE as error:
+        raise _broken(path, error) from error
+
+
+def _broken(path: Path, error: BaseException) -> ValueError:
+    return ValueError(
+        f"The archive '{path}' is damaged or was not transferred completely "
+        f"({_first_line(error)}). Fetch it again."
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+def _folder_contents(folder: Path) -> tuple[dict[PurePosixPath, Read], set[PurePosixPath]]:
+    """Files and directories by their paths relative to the folder."""
+    entries: dict[PurePosixPath, Read] = {}
+    directories: set[PurePosixPath] = set()
+    # followlinks, because data sets are often folders of links.
+    for parent, subfolders, names in os.walk(folder, followlinks=True):
+        relative = PurePosixPath(Path(parent).relative_to(folder).as_posix())
+        directories.update(relative / name for name in subfolders)
+        entries.update({relative / name: Path(parent, name).read_bytes for name in names})
+    return entries, directories
+
+
+def _layout(
+    source: Path, entries: dict[PurePosixPath, Read], directories: set[PurePosixPath]
+) -> Layout:
+    """Sort files into splits and classes, and check that nothing is missing."""
+    entries = {path: read for path, read in entries.items() if not _is_hidden(path)}
+    directories = {path for path in directories if not _is_hidden(path)}
+    root = _root(source, entries.keys() | directories)
+    images = _images(source, root, list(entries))
+    split_at, class_at = len(root.parts), len(root.parts) + 1
+    filled = {s: {path.parts[class_at] for path in images[s]} for s in SPLITS}
+    empty = {s: {d.name for d in directories if d.parent == root / s} - filled[s] for s in SPLITS}
+    _check_classes(source, filled, empty)
+    classes = tuple(sorted(filled["train"]))
+    label = {name: k for k, name in enumerate(classes)}
+    # Sorted, so that a folder and an archive of the same files give the same order.
+    position = {path: i for split in SPLITS for i, path in enumerate(sorted(images[split]))}
+    files = [
+        ImageFile(path.parts[split_at], i, label[path.parts[class_at]], path, entries[path])
+        for path in entries
+        if (i := position.get(path)) is not None
+    ]
+    return Layout(classes, files)
+
+
+def _images(
+    source: Path, root: PurePosixPath, paths: list[PurePosixPath]
+) -> dict[str, list[PurePosixPath]]:
+    """The image files of each split; a warning names what else lies there."""
+    images: dict[str, list[PurePosixPath]] = {}
+    others = []
+    for split in SPLITS:
+        folder = (root / split).parts
+        inside = [path for path in paths if path.parts[: len(folder)] == folder]
+        images[split] = [path for path in inside if path.suffix.lower() in SUFFIXES]
+        others += [path for path in inside if path.suffix.lower() not in SUFFIXES]
+        for path in images[split]:
+            if len(path.parts) == len(folder) + 1:
+                raise ValueError(
+                    f"'{source}': image '{path}' lies in no class folder. Move it to "
+                    f"'{root / split}/CLASS/{path.name}', or remove it."
+                )
+    if others:
+        warnings.warn(
+            f"'{source}': {len(others)} file(s) that are no images are left out, first "
+            f"'{min(others)}'. Images end with {', '.join(sorted(SUFFIXES))}.",
+            stacklevel=2,
+        )
+    return images
+
+
+def _is_hidden(path: PurePosixPath) -> bool:
+    """Whether it is no part of the data, but of a desktop (.DS_Store, __MACOSX/, ._0001.jpg)."""
+    return any(part.startswith((".", "__MACOSX")) for part in path.parts)
+
+
+def _root(source: Path, paths: set[PurePosixPath]) -> PurePosixPath:
+    """The folder that holds train/ and test/: the top, or one folder below it."""
+    found: dict[PurePosixPath, set[str]] = {}
+    for path in paths:
+        for depth, part in enumerate(path.parts[:2]):
+            if part in SPLITS:
+                found.setdefault(PurePosixPath(*path.parts[:depth]), set()).add(part)
+    top = PurePosixPath()
+    roots = [top] if top in found else sorted(found)  # a class may be called "test", too
+    lacking = [f"{split}/" for split in SPLITS if not any(split in found[r] for r in roots)]
+    if lacking or len(roots) > 1:
+        problem = f"lacks {' and '.join(lacking)}" if lacking else "has several train/ or test/"
+        there = ", ".join(sorted({path.parts[0] for path in paths})[:5]) or "nothing"
+        raise ValueError(
+            f"'{source}' {problem} (it holds {there}). Arrange the images as train/CLASS/IMAGE and "
+            "test/CLASS/IMAGE, with at most one folder above."
+        )
+    return roots[0]
+
+
+def _check_classes(source: Path, filled: dict[str, set[str]], empty: dict[str, set[str]]) -> None:
+    """Raise a ValueError unless both splits have the same class folders, none of them empty."""
+    for split in SPLITS:
+        if empty[split]:
+            raise ValueError(
+                f"'{source}': class folder '{split}/{min(empty[split])}' holds no images "
+                f"({len(empty[split])} such folders). Add images, or remove the class from both "
+                "train/ and test/."
+            )
+        if not filled[split]:
+            raise ValueError(
+                f"'{source}': {split}/ holds no class folders. Arrange the images as "
+                f"{split}/CLASS/IMAGE."
+            )
+    differing = filled["train"] ^ filled["test"]
+    if differing:
+        name = min(differing)
+        where, lacking = ("train", "test") if name in filled["train"] else ("test", "train")
+        raise ValueError(
+            f"'{source}': class '{name}' is in {where}/ but not in {lacking}/ "
+            f"({len(differing)} such classes). Both need the same class folders."
+        )

@@ -1,0 +1,139 @@
+"""Stratified subsets, the validation split, and the pixel statistics."""
+
+import torch
+from torch import Tensor
+
+from marglik.data.image_sets import ImageSet
+
+__all__ = [
+    "check_fraction",
+    "check_seed",
+    "pixel_statistics",
+    "split_off",
+    "split_off_validation",
+    "subset",
+]
+
+
+def check_fraction(argument: str, value: float, *, zero: bool = True) -> None:
+    """Raise a ValueError unless the fraction lies in [0, 1), or in (0, 1) if zero is False."""
+    if not (0 <= value < 1 if zero else 0 < value < 1):
+        allowed = "in [0, 1), 0 for none" if zero else "between 0 and 1, both excluded"
+        raise ValueError(f"{argument}={value}: must be a fraction {allowed}.")
+
+
+def check_seed(seed: int) -> None:
+    """Raise a ValueError unless scikit-learn takes the seed."""
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed}: must lie in 0..{2**32 - 1}.")
+
+
+def subset(
+    images: ImageSet, size: int | None, classes: tuple[str, ...], seed: int, argument: str
+) -> ImageSet:
+    """Return ``size`` images with the class shares of all; all images if ``size`` is None.
+
+    Args:
+        images: the images to choose from; the chosen ones keep their order.
+        size: number of images.
+        classes: class names.
+        seed: same seed, same images.
+        argument: what the user calls ``size``, for messages.
+
+    Raises:
+        ValueError: if ``size`` is below the number of classes or above the number of images, or so
+            small that a rare class would get no image.
+    """
+    if size is None:
+        return images
+    if size > len(images):
+        raise ValueError(
+            f"{argument}={size}: there are only {len(images)} images; lower it, or leave it out "
+            "for all images."
+        )
+    if size < len(classes):
+        raise ValueError(
+            f"{argument}={size}: there are {len(classes)} classes, and each needs an image; "
+            f"raise it to at least {len(classes)}."
+        )
+    if size == len(images):
+        return images
+    chosen, _ = split_off(images, size, classes, seed, f"{argument}={size}")
+    for label, name in enumerate(classes):
+        if not (chosen.labels == label).any():
+            raise ValueError(
+                f"{argument}={size}: class {name!r} is so rare that its share is no image at all; "
+                f"raise {argument}."
+            )
+    return chosen
+
+
+def split_off_validation(
+    train: ImageSet, fraction: float, classes: tuple[str, ...], seed: int
+) -> tuple[ImageSet, ImageSet | None]:
+    """Return the remaining training images, and the validation images or None if fraction is 0.
+
+    Both have the class shares of ``train``, and no image in common.
+
+    Raises:
+        ValueError: if either part would be smaller than the number of classes, or a class would be
+            left without a training image.
+    """
+    if fraction == 0:
+        return train, None
+    size = round(fraction * len(train))
+    if not len(classes) <= size <= len(train) - len(classes):
+        raise ValueError(
+            f"validation={fraction}: {len(train)} training images would be divided into "
+            f"{len(train) - size} and {size}; both parts need an image of each of "
+            f"{len(classes)} classes. Choose another fraction, or take more images."
+        )
+    validation, rest = split_off(train, size, classes, seed, f"validation={fraction}")
+    for label, name in enumerate(classes):
+        if not (rest.labels == label).any():
+            raise ValueError(
+                f"validation={fraction}: class {name!r} is so rare that no training image of it "
+                "would be left; choose a smaller fraction."
+            )
+    return rest, validation
+
+
+def split_off(
+    images: ImageSet, size: int, classes: tuple[str, ...], seed: int, cause: str
+) -> tuple[ImageSet, ImageSet]:
+    """Return ``size`` stratified random images, and the others; both keep their order."""
+    # Here, because importing scikit-learn takes a second that not everyone needs.
+    from sklearn.model_selection import train_test_split
+
+    counts = images.labels.bincount(minlength=len(classes))
+    if counts.min() < 2:
+        rare = int(counts.argmin())
+        raise ValueError(
+            f"{cause}: class {classes[rare]!r} has {counts[rare]} image(s), and a stratified split "
+            "needs two; add images of it, remove the class, or leave the split out."
+        )
+    chosen, rest = train_test_split(
+        torch.arange(len(images)).numpy(),
+        train_size=size,
+        stratify=images.labels.numpy(),
+        random_state=seed,
+    )
+    chosen, rest = (torch.from_numpy(part).sort().values for part in (chosen, rest))
+    return images.select(chosen), images.select(rest)
+
+
+def pixel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and standard deviation of uint8 images (N, C, H, W) per channel, in 0..255.
+
+    Computed from the 256-bin histogram in float64, so that nothing of the images' size is
+    allocated in floating point. The standard deviation is the population's (divided by N H W).
+    """
+    values = torch.arange(256, dtype=torch.float64)
+    mean, std = [], []
+    for channel in range(images.shape[1]):
+        pixels = images[:, channel].flatten()
+        share = pixels.bincount(minlength=256).double() / pixels.numel()
+        m = (share * values).sum()
+        mean.append(m.item())
+        std.append((share * (values - m).square()).sum().sqrt().item())
+    return tuple(mean), tuple(std)
