@@ -74,7 +74,8 @@ def kronecker_factors(
         unsupported=unsupported,
         generator=generator,
     )
-    for batch in tqdm(data, desc="Curvature", unit="batch", leave=False, disable=not progress):
+    hidden = None if progress else True  # None: shown on a terminal only
+    for batch in tqdm(data, desc="Curvature", unit="batch", leave=False, disable=hidden):
         curvature.add(*split_batch(batch, dict_key_y))
     return curvature.factors()
 

@@ -3,11 +3,11 @@
 laplace-torch holds the curvature as a `Kron`, a list of factors [B, A] or [B] in the order of the
 trainable parameters, adds batches, and decomposes the sum. `FactorKron` and `EigenKron` below are
 such objects with our blocks inside, so that grouped convolutions fit, the eigendecomposition falls
-back instead of leaving the process, and damping survives a sum.
+back instead of leaving the process, damping survives a sum, and the noise has its whole gradient.
 """
 
-from collections.abc import MutableMapping
-from typing import Any
+from collections.abc import Iterable, MutableMapping
+from typing import Any, cast
 
 import torch
 from laplace.curvature import CurvatureInterface, EFInterface, GGNInterface
@@ -19,7 +19,7 @@ from kfac_backend.factors import CurvaturePass
 from kfac_backend.kronecker import KroneckerFactors
 from kfac_backend.options import Fisher, KfacApprox, Unsupported
 
-__all__ = ["EigenKron", "FactorKron", "KfacEF", "KfacGGN", "check_alignment"]
+__all__ = ["EigenKron", "FactorKron", "KfacEF", "KfacGGN", "KfacInterface", "check_alignment"]
 
 
 class FactorKron(Kron):
@@ -41,9 +41,10 @@ class FactorKron(Kron):
     @property
     def blocks(self) -> list[KroneckerBlock]:
         """The factors as blocks."""
+        kfacs = cast(list[list[Tensor]], self.kfacs)
         return [
             KroneckerBlock(name, F[0], F[1] if len(F) == 2 else None)
-            for name, F in zip(self.names, self.kfacs, strict=True)
+            for name, F in zip(self.names, kfacs, strict=True)
         ]
 
     def __add__(self, other: Kron) -> "FactorKron":
@@ -67,7 +68,7 @@ class FactorKron(Kron):
 
     def __mul__(self, scalar: float | Tensor) -> "FactorKron":
         """The curvature times a scalar, spread evenly over a block's factors."""
-        return FactorKron(super().__mul__(scalar).kfacs, self.names)  # pyright: ignore
+        return FactorKron(_times(scalar, cast(list[list[Tensor]], self.kfacs)), self.names)
 
     __rmul__ = __mul__
 
@@ -114,9 +115,10 @@ class EigenKron(KronDecomposed):
     @property
     def blocks(self) -> list[EigenBlock]:
         """The blocks, without δ."""
+        pairs = zip(self.eigenvalues, self.eigenvectors, strict=True)
         return [
             EigenBlock(values[0], Q[0], *((values[1], Q[1]) if len(values) == 2 else ()))
-            for values, Q in zip(self.eigenvalues, self.eigenvectors, strict=True)
+            for values, Q in cast(Iterable[tuple[list[Tensor], list[Tensor]]], pairs)
         ]
 
     def __add__(self, deltas: Tensor) -> "EigenKron":
@@ -128,7 +130,7 @@ class EigenKron(KronDecomposed):
 
     def __mul__(self, scalar: Tensor | float) -> "EigenKron":
         """The blocks times a scalar; δ stays."""
-        values = super().__mul__(scalar).eigenvalues
+        values: Any = _times(scalar, cast(list[list[Tensor]], self.eigenvalues))
         return EigenKron(self.eigenvectors, values, self.deltas, self.damping)
 
     __rmul__ = __mul__
@@ -165,7 +167,15 @@ class EigenKron(KronDecomposed):
         return torch.block_diag(*blocks)
 
 
-class _KfacInterface(CurvatureInterface):
+def _times(scalar: Tensor | float, factors: list[list[Tensor]]) -> list[list[Tensor]]:
+    """Each block times a scalar, spread evenly over its factors, differentiable in the scalar.
+
+    (laplace-torch takes the scalar out of the graph: its noise misses a part of its gradient.)
+    """
+    return [[F * scalar ** (1 / len(Fs)) for F in Fs] for Fs in factors]
+
+
+class KfacInterface(CurvatureInterface):
     """`kron` on top of `CurvaturePass`; what laplace-torch's interfaces have is inherited.
 
     Args:
@@ -208,7 +218,7 @@ class _KfacInterface(CurvatureInterface):
         """The Fisher kind of `kron`."""
         raise NotImplementedError
 
-    def kron(
+    def kron(  # pyright: ignore[reportIncompatibleMethodOverride]  # names the keywords
         self,
         x: Tensor | MutableMapping[str, Any],
         y: Tensor,
@@ -265,7 +275,7 @@ class _KfacInterface(CurvatureInterface):
         return self._passes[key]
 
 
-class KfacGGN(_KfacInterface, GGNInterface):
+class KfacGGN(KfacInterface, GGNInterface):  # pyright: ignore[reportIncompatibleMethodOverride]
     """The GGN by K-FAC, expand or reduce, for laplace-torch 0.3.
 
     Use it as ``Laplace(model, "classification", hessian_structure="kron", backend=KfacGGN,
@@ -279,7 +289,7 @@ class KfacGGN(_KfacInterface, GGNInterface):
         return "mc" if self.stochastic else "exact"
 
 
-class KfacEF(_KfacInterface, EFInterface):
+class KfacEF(KfacInterface, EFInterface):  # pyright: ignore[reportIncompatibleMethodOverride]
     """The empirical Fisher by K-FAC, expand or reduce, for laplace-torch 0.3.
 
     Gradients are those of −log p(y|f), with unit noise for "regression": ``f − y``. laplace-torch's

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -14,7 +15,8 @@ def full_float32() -> Iterator[None]:
     if not torch.cuda.is_available():
         yield
         return
-    backends = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
+    cudnn: Any = torch.backends.cudnn  # its stubs lack the precision of single operators
+    backends = (torch.backends.cuda.matmul, cudnn.conv)
     before = [backend.fp32_precision for backend in backends]
     try:
         for backend in backends:

@@ -1,14 +1,16 @@
 """The command `marglik`: options are the constructors' own arguments, read by jsonargparse."""
 
 import os
+import re
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ActionConfigFile, ArgumentParser
+from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, DefaultHelpFormatter
 
 __all__ = ["main"]
 
@@ -18,18 +20,26 @@ TRACEBACK_VARIABLE = "MARGLIK_TRACEBACK"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status: 0, 2 for bad input, 130 when interrupted."""
-    parser = _parser()
-    config = parser.parse_args(arguments)
+    # Importing torchvision makes torch complain of itself.
+    warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=FutureWarning)
     try:
-        return _train(parser, config)
+        parser = _parser()
+        return _train(parser, parser.parse_args(arguments))
     except KeyboardInterrupt:
         print("\nmarglik: interrupted; the log so far is in the output folder.", file=sys.stderr)
         return 130
+    except ArgumentError as error:
+        _print_error(f"{error} See marglik train --help.")
+        return 2
     except (ValueError, TypeError, NotImplementedError, OSError, FloatingPointError) as error:
         if os.environ.get(TRACEBACK_VARIABLE) == "1":
             raise
-        print(f"marglik: error: {' '.join(str(error).split())}", file=sys.stderr)
+        _print_error(str(error))
         return 2
+
+
+def _print_error(message: str) -> None:
+    print(f"marglik: error: {' '.join(message.split())}", file=sys.stderr)
 
 
 def preset_names() -> list[str]:
@@ -48,10 +58,18 @@ class _PresetOrFile(ActionConfigFile):
         if values in preset_names():
             values = str(files("marglik.presets") / f"{values}.yaml")
         elif not Path(values).is_file():
-            parser.error(
+            raise FileNotFoundError(
                 f"--config {values}: no such file, nor a preset ({', '.join(preset_names())})."
             )
         super().__call__(parser, cfg, values, option_string)
+
+
+class _HelpFormatter(DefaultHelpFormatter):
+    """Leaves out the hundreds of subclasses that torch.nn.Module has."""
+
+    def _get_help_string(self, action: Any) -> str:
+        text = super()._get_help_string(action)
+        return re.sub(r", known subclasses: torch\.nn\.Module.*\)", ")", text)
 
 
 def _parser() -> ArgumentParser:
@@ -61,9 +79,13 @@ def _parser() -> ArgumentParser:
         prog="marglik",
         version=version("marglik"),
         description="Learn a weight decay per layer while the network trains.",
+        exit_on_error=False,
+        formatter_class=_HelpFormatter,  # of the subcommands as well
     )
     commands = parser.add_subcommands()
-    train_parser = ArgumentParser(description="Train a network and its weight decays together.")
+    train_parser = ArgumentParser(
+        description="Train a network and its weight decays together.", exit_on_error=False
+    )
     train_parser.add_argument(
         "--config",
         action=_PresetOrFile,
@@ -82,7 +104,7 @@ def _train(parser: ArgumentParser, config: Any) -> int:
 
     # Before the model is made, whose initial parameters are random.
     torch.manual_seed(config.train.run.seed)
-    arguments = parser.instantiate_classes(config).train
+    arguments: Any = parser.instantiate(config)["train"]
     arguments.pop("config", None)
     print_summary(train(**arguments.as_dict()))
     return 0

@@ -74,8 +74,7 @@ def laplace_predictive(
     def predict(x: Tensor) -> Tensor:
         with eval_mode(laplace.model):
             outputs = _outputs(laplace.model, names, samples, x, linearized)
-            total = sum(torch.softmax(f, dim=-1) for f in outputs)
-            return total / len(samples)  # pyright: ignore[reportOperatorIssue]
+            return torch.stack([torch.softmax(f, dim=-1) for f in outputs]).mean(0)
 
     return predict
 
@@ -97,8 +96,8 @@ def _outputs(
 
     for sample in samples:
         if linearized:
-            f, change = torch.func.jvp(outputs, (parameters,), (unflatten(sample - mean),))
-            yield f + change
+            f_and_change = torch.func.jvp(outputs, (parameters,), (unflatten(sample - mean),))
+            yield f_and_change[0] + f_and_change[1]
         else:
             yield outputs(unflatten(sample))
 
@@ -110,7 +109,8 @@ def classification_metrics(
     nll, accuracy = MeanMetric(), MulticlassAccuracy(num_classes, average="micro")
     ece = MulticlassCalibrationError(num_classes, n_bins=15)
     metrics: dict[str, Metric] = {"cls/NLL": nll, "cls/accuracy": accuracy, "cal/ECE": ece}
-    for batch in tqdm(batches, desc="Evaluation", leave=False, disable=not progress):
+    hidden = None if progress else True  # None: shown on a terminal only
+    for batch in tqdm(batches, desc="Evaluation", leave=False, disable=hidden):
         x, y = _pair(batch)
         # Rounding above 1 would make torchmetrics take probabilities for logits.
         p = predict(x).cpu().clamp(max=1.0)

@@ -1,7 +1,7 @@
 """The Laplace approximation of the log marginal likelihood, from the curvature's eigenvalues.
 
 log p(D) ≈ log p(D|θ*)/T − ½ θ*ᵀ P₀ θ* − ½ (log det(H/(σ²T) + P₀) − log det P₀), in nats, a sum
-over the data. Source: Immer et al. 2021 (arXiv:2104.04975), equation 6, with the likelihood raised to 1/T.
+over the data. Source: Immer et al. 2021 (arXiv:2104.04975); the likelihood is tempered here.
 """
 
 import math
@@ -108,7 +108,7 @@ def effective_parameters(
 ) -> Tensor:
     """γ_b = Σ_i λ_i / (λ_i + δ_b): how many directions of each block the data determines, (B,).
 
-    Source: MacKay 1992, "Bayesian interpolation", section 4.
+    Source: MacKay 1992, "Bayesian interpolation".
     """
     delta = _per_block(terms, prior_precision)
     factor = 1 / (_float64(sigma_noise, terms).square() * _float64(temperature, terms))

@@ -43,10 +43,13 @@ def train(
     predictive: PredictiveConfig = PredictiveConfig(),  # noqa: B008
     run: RunConfig = RunConfig(),  # noqa: B008
 ) -> dict[str, Any]:
-    """Train a classifier of images and its weight decays; returns what `results.json` holds.
+    """Train a classifier of images and its weight decays together.
+
+    Returns what `results.json` holds, and the folder under "output".
 
     Args:
-        model: the network, any importable class; its outputs are logits.
+        model: the network, whose outputs are logits; any importable class, such as
+            marglik.models.WideResNetFixup, marglik.models.LeNet, marglik.models.MLP.
         data: the images.
         optimizer: the network's optimiser.
         prior: the prior and its updates.
@@ -258,7 +261,7 @@ def _weight_decay_table(
     laplace: KronLaplace = learned.laplace
     gamma = laplace.effective_parameters()
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    delta = laplace.prior_precision.expand(len(trainable))
+    delta = laplace.deltas.expand(len(trainable))
     return {
         name: {
             "initial": prior.weight_decay,

@@ -36,7 +36,8 @@ class Hyperparameters:
         sigma_noise: first σ.
         learn_sigma_noise: whether σ is learned (regression).
         method: "adam", gradient steps on the logarithms; "mackay", the fixed point
-            δ = γ / ‖θ‖², σ² = 2·loss / (number of targets − Σγ), of MacKay 1992, section 4.
+            δ = γ / ‖θ‖², σ² = 2·loss / (number of targets − Σγ), of MacKay 1992, "Bayesian
+            interpolation".
         lr: Adam's step size.
         device: where the values live.
     """

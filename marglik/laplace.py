@@ -1,7 +1,7 @@
 """`KronLaplace`: laplace-torch's interface on our fit, the evidence from cached eigenvalues."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from laplace import KronLaplace as LaplaceTorchKronLaplace
@@ -10,7 +10,13 @@ from torch.nn.utils import parameters_to_vector
 
 from kfac_backend.factors import kronecker_factors
 from kfac_backend.kronecker import KroneckerFactors
-from kfac_backend.laplace_interface import EigenKron, FactorKron, KfacGGN, check_alignment
+from kfac_backend.laplace_interface import (
+    EigenKron,
+    FactorKron,
+    KfacGGN,
+    KfacInterface,
+    check_alignment,
+)
 from kfac_backend.options import KfacApprox
 from marglik import evidence
 from marglik.evidence import EvidenceTerms
@@ -112,17 +118,17 @@ class KronLaplace(LaplaceTorchKronLaplace):
             override: False adds the data to what was fitted before.
             progress_bar: whether to show a bar over the batches.
         """
-        settings = self._asdl_fisher_kwargs
+        settings, backend = self._asdl_fisher_kwargs, cast(KfacInterface, self.backend)
         with eval_mode(self.model):
             factors = kronecker_factors(
                 self.model,
                 train_loader,
                 self.likelihood,  # pyright: ignore[reportArgumentType]
-                kfac_approx=settings.get("kfac_approx", self.backend.kfac_approx),
-                fisher=self.backend.fisher,
-                mc_samples=settings.get("mc_samples", getattr(self.backend, "num_samples", 1)),
-                unsupported=self.backend.unsupported,
-                generator=self.backend.generator,
+                kfac_approx=settings.get("kfac_approx", backend.kfac_approx),
+                fisher=backend.fisher,
+                mc_samples=settings.get("mc_samples", getattr(backend, "num_samples", 1)),
+                unsupported=backend.unsupported,
+                generator=backend.generator,
                 progress=progress_bar,
                 dict_key_y=self.dict_key_y,
             )
@@ -148,7 +154,12 @@ class KronLaplace(LaplaceTorchKronLaplace):
         """Nothing to allocate: the factors come whole from the pass."""
 
     @property
-    def H(self) -> EigenKron:
+    def deltas(self) -> Tensor:
+        """The prior precision, (1,) or one per trainable tensor."""
+        return cast(Tensor, self.prior_precision)
+
+    @property
+    def H(self) -> EigenKron:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The curvature with eigenvectors, computed when first asked for."""
         if self.factors is None:
             raise AttributeError("The Laplace approximation is not fitted; call fit() first.")
@@ -162,9 +173,8 @@ class KronLaplace(LaplaceTorchKronLaplace):
         if self.factors is None:
             raise AttributeError("The Laplace approximation is not fitted; call fit() first.")
         if self._terms is None:
-            self._terms = EvidenceTerms.from_factors(
-                self.factors, self.mean.detach(), self.prior_mean.detach()
-            )
+            mean, prior_mean = (cast(Tensor, m).detach() for m in (self.mean, self.prior_mean))
+            self._terms = EvidenceTerms.from_factors(self.factors, mean, prior_mean)
         return self._terms
 
     def log_marginal_likelihood(
@@ -178,10 +188,10 @@ class KronLaplace(LaplaceTorchKronLaplace):
         """
         terms = self.evidence_terms
         if prior_precision is not None:
-            self.prior_precision = prior_precision
+            self.prior_precision = prior_precision  # pyright: ignore[reportAttributeAccessIssue]
         if sigma_noise is not None:
             self.sigma_noise = sigma_noise
-        delta = self.prior_precision if prior_precision is None else prior_precision
+        delta = self.deltas if prior_precision is None else prior_precision
         sigma = self.sigma_noise if sigma_noise is None else sigma_noise
         if self.damping:
             return super().log_marginal_likelihood()
@@ -198,7 +208,7 @@ class KronLaplace(LaplaceTorchKronLaplace):
         if self.factors is None or self.damping:
             return super().log_det_posterior_precision
         scaled = self._H_factor.double()
-        delta = self.prior_precision.double().expand(self.n_layers)
+        delta = self.deltas.double().expand(self.n_layers)
         return torch.stack(
             [
                 (values * scaled + d).log().sum()
@@ -209,7 +219,7 @@ class KronLaplace(LaplaceTorchKronLaplace):
     def effective_parameters(self) -> Tensor:
         """γ per trainable tensor: how many of its directions the data determines."""
         return evidence.effective_parameters(
-            self.evidence_terms, self.prior_precision, self.sigma_noise, self.temperature
+            self.evidence_terms, self.deltas, self.sigma_noise, self.temperature
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

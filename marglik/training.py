@@ -1,7 +1,8 @@
 """The online loop: network steps, and every few epochs an update of the prior by the evidence.
 
-Source: Immer et al. 2021 (arXiv:2104.04975), algorithm 1. The loss of a batch of M examples is
-1/M Σ ℓ/σ² + ½ Σ_g (T δ_g/N) ‖θ_g‖², −T/N times the tempered log joint up to a constant.
+Source: Immer et al. 2021 (arXiv:2104.04975), algorithm 1. The objective on a batch of M examples is
+1/M Σ ℓ/σ² + ½ Σ_g (T δ_g/N) ‖θ_g‖², −T/N times the tempered log joint up to a constant. Gradient
+steps are taken on σ² times it, so that learning rates do not depend on regression's noise.
 """
 
 import time
@@ -140,6 +141,7 @@ class OnlineTraining:
         self.dict_key_y = dict_key_y
         self.on_record = on_record
         self.progress = progress
+        self._hidden = None if progress else True  # None: bars are shown on a terminal only
         self.num_data = count_examples(self.curvature_loader)
         if self.num_data == 0:
             raise ValueError("The data is empty: the loader yields no batch.")
@@ -155,7 +157,7 @@ class OnlineTraining:
             FloatingPointError: the loss or the evidence is not finite.
         """
         epochs = range(1, self.schedule.epochs + 1)
-        bar = tqdm(epochs, desc="Training", unit="epoch", disable=not self.progress)
+        bar = tqdm(epochs, desc="Training", unit="epoch", disable=self._hidden)
         for epoch in bar:
             record = self._train_epoch(epoch)
             shown = {"loss": f"{record['loss']:.3f}"}
@@ -180,10 +182,10 @@ class OnlineTraining:
             wd.to(device, dtype)
             for wd in self.hyperparameters.groups.for_parameters(self.weight_decays())
         ]
-        precision = (1 / self.hyperparameters.sigma_noise.square()).item()
+        variance = self.hyperparameters.sigma_noise.square().item()
         totals = torch.zeros(3, dtype=torch.float64, device=device)  # loss, penalty, correct
         examples = terms = 0
-        bar = tqdm(self.train_loader, desc=f"Epoch {epoch}", leave=False, disable=not self.progress)
+        bar = tqdm(self.train_loader, desc=f"Epoch {epoch}", leave=False, disable=self._hidden)
         for batch in bar:
             x, y = split_batch(self.fabric.to_device(batch), self.dict_key_y)
             self.optimizer.zero_grad()
@@ -191,7 +193,7 @@ class OnlineTraining:
             check_targets(f, y, self.likelihood)
             data_loss = loss_sum(f, y, self.likelihood)
             prior_loss = penalty(parameters, decays)
-            self.fabric.backward(precision * data_loss / len(f) + prior_loss)
+            self.fabric.backward(data_loss / len(f) + variance * prior_loss)
             self.optimizer.step()
             if self.scheduler is not None:
                 self.scheduler.step()
@@ -213,7 +215,7 @@ class OnlineTraining:
             "kind": "epoch",
             "epoch": epoch,
             "loss": loss,
-            "objective": precision * loss + prior,
+            "objective": loss / variance + prior,
             "lr": self.optimizer.param_groups[0]["lr"],
             "seconds": time.perf_counter() - start,
         }

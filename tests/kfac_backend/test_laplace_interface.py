@@ -23,7 +23,8 @@ def network(groups=1):
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(),
-        nn.Conv2d(4, 4, 2, groups=groups, bias=False), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3),
+        nn.Conv2d(4, 4, 2, groups=groups, bias=False), nn.Tanh(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3),
     ).double()  # fmt: skip
 
 
@@ -250,3 +251,11 @@ def test_parameters_without_a_block_are_named():
     )
     with pytest.warns(UserWarning), pytest.raises(ValueError, match="2.weight, 2.bias"):
         la.fit(loader("classification"))
+
+
+def test_noise_has_its_whole_gradient():
+    la = Laplace(network(), "regression", "all", backend=KfacGGN)
+    la.fit(loader("regression"))
+    sigma = torch.tensor(0.6, dtype=torch.float64, requires_grad=True)
+    delta = torch.linspace(0.5, 2.0, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(la.log_marginal_likelihood, (delta, sigma))

@@ -1,0 +1,126 @@
+"""`marglik_training` beside laplace-torch's function of that name, on the same network and data."""
+
+import pytest
+import torch
+from laplace import marglik_training as laplace_torch_training
+from laplace.curvature import CurvlinopsGGN
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset
+
+from kfac_backend.laplace_interface import KfacGGN
+from marglik import KronLaplace, marglik_training
+
+
+def loader(likelihood, n=30, **options):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 4, dtype=torch.float64, generator=generator)
+    y = x[:, :3].argmax(-1) if likelihood == "classification" else x[:, :1].sin()
+    return DataLoader(TensorDataset(x, y), 10, **options)
+
+
+def network(outputs):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, outputs)).double()
+
+
+OPTIONS = {
+    "n_epochs": 6, "n_hypersteps": 5, "marglik_frequency": 2, "n_epochs_burnin": 3,
+    "prior_prec_init": 0.5, "optimizer_kwargs": {"lr": 1e-2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("prior_structure", ["layerwise", "scalar"])
+def test_same_numbers_in_classification(prior_structure):
+    options = OPTIONS | {"prior_structure": prior_structure}
+    ours = marglik_training(network(3), loader("classification"), "classification", **options)
+    theirs = laplace_torch_training(
+        network(3), loader("classification"), "classification", backend=KfacGGN, **options
+    )
+    assert len(ours) == len(theirs) == 4
+    assert_close(torch.tensor(ours[2]), torch.tensor(theirs[2]), rtol=1e-6, atol=0)
+    assert_close(torch.tensor(ours[3]), torch.tensor(theirs[3]), rtol=1e-6, atol=0)
+    assert isinstance(ours[0], KronLaplace)
+    x = next(iter(loader("classification")))[0]
+    assert_close(ours[1](x), theirs[1](x), rtol=1e-5, atol=1e-7)
+    # laplace-torch keeps the precision of before the last hyperparameter step.
+    assert_close(ours[0](x), theirs[0](x), rtol=0.02, atol=0)
+
+
+def test_same_evidences_in_regression():
+    """Adam does not see that laplace-torch's loss is twice ours (one output)."""
+    options = OPTIONS | {"sigma_noise_init": 0.7}
+    ours = marglik_training(network(1), loader("regression"), "regression", **options)
+    theirs = laplace_torch_training(
+        network(1), loader("regression"), "regression", backend=KfacGGN, **options
+    )
+    assert_close(torch.tensor(ours[2]), torch.tensor(theirs[2]), rtol=1e-4, atol=0)
+    # laplace-torch keeps the noise of before the last hyperparameter step.
+    assert ours[0].sigma_noise == pytest.approx(float(theirs[0].sigma_noise), rel=0.1)
+
+
+def test_reduce_is_another_curvature():
+    class Pooled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last = nn.Linear(2, 6).double(), nn.Linear(6, 3).double()
+
+        def forward(self, x):
+            return self.last(torch.tanh(self.first(x.unflatten(1, (2, 2)))).mean(1))
+
+    margliks = {
+        kfac_approx: marglik_training(
+            Pooled(), loader("classification"), kfac_approx=kfac_approx, **OPTIONS
+        )[2]
+        for kfac_approx in ("expand", "reduce")
+    }
+    assert abs(margliks["expand"][0] - margliks["reduce"][0]) > 1e-3
+
+
+@pytest.mark.parametrize("hessian_structure", ["diag", "full"])
+@pytest.mark.parametrize("prior_structure", ["layerwise", "diag"])
+def test_other_structures(hessian_structure, prior_structure):
+    la, _, margliks, losses = marglik_training(
+        network(3), loader("classification"), hessian_structure=hessian_structure,
+        prior_structure=prior_structure, **OPTIONS,
+    )  # fmt: skip
+    assert margliks[-1] < margliks[0]
+    assert losses[-1] < losses[0]
+    assert len(la.prior_precision) == (4 if prior_structure == "layerwise" else la.n_params)
+
+
+def test_other_backends_and_drop_last():
+    la, _, margliks, _ = marglik_training(
+        network(3), loader("classification"), backend=CurvlinopsGGN, **OPTIONS
+    )
+    ours = marglik_training(network(3), loader("classification"), **OPTIONS)
+    assert_close(torch.tensor(margliks), torch.tensor(ours[2]))
+    assert type(la) is not KronLaplace
+    dropped = marglik_training(network(3), loader("classification", 35, drop_last=True), **OPTIONS)
+    assert dropped[0].n_data == 30
+    assert_close(torch.tensor(dropped[2][0]), torch.tensor(ours[2][0]), rtol=0.2, atol=0)
+
+
+def test_schedulers_weight_decay_and_fixed_noise():
+    with pytest.warns(UserWarning, match="takes the place of weight_decay"):
+        la, *_ = marglik_training(
+            network(1), loader("regression"), "regression", fix_sigma_noise=True,
+            sigma_noise_init=0.3, scheduler_cls=torch.optim.lr_scheduler.CosineAnnealingLR,
+            scheduler_kwargs={"T_max": 18}, **OPTIONS | {"optimizer_kwargs": {"weight_decay": 0.1}},
+        )  # fmt: skip
+    assert la.sigma_noise == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prior_structure": "blocks"}, "choose 'layerwise', 'scalar' or 'diag'"),
+        ({"prior_structure": "diag"}, "need prior_structure 'layerwise' or 'scalar'"),
+        ({"backend": CurvlinopsGGN, "kfac_approx": "reduce"}, "needs backend KfacGGN or KfacEF"),
+        ({"prior_prec_init": 0.0}, "positive and finite"),
+    ],
+)
+def test_wrong_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        marglik_training(network(3), loader("classification"), **options)

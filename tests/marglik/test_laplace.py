@@ -1,0 +1,196 @@
+"""KronLaplace: laplace-torch's numbers, our counting, modes and cached eigenvalues."""
+
+import laplace
+import pytest
+import torch
+from torch import nn
+from torch.autograd import gradcheck
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset
+
+from kfac_backend.laplace_interface import KfacEF, KfacGGN
+from marglik import KronLaplace
+from tests import oracles
+
+pytestmark = pytest.mark.filterwarnings("ignore:By default `link_approx`")
+
+
+def network(dropout=0.0, groups=1):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.Tanh(), nn.Dropout(dropout), nn.Conv2d(4, 4, 1, groups=groups),
+        nn.Tanh(), nn.Flatten(), nn.Linear(16, 3),
+    ).double()  # fmt: skip
+
+
+def data(likelihood, n=9):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 2, 4, 4, dtype=torch.float64, generator=generator)
+    labels = torch.randint(3, (n,), generator=generator)
+    targets = torch.randn(n, 3, dtype=torch.float64, generator=generator)
+    return TensorDataset(x, labels if likelihood == "classification" else targets)
+
+
+@pytest.mark.parametrize("backend", [KfacGGN, KfacEF])
+@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_numbers_are_those_of_laplace_torch(likelihood, kfac_approx, backend):
+    dataset, model = data(likelihood), network()
+    options = {"prior_precision": torch.linspace(0.5, 3.0, 6), "backend": backend}
+    if likelihood == "regression":
+        options["sigma_noise"] = 0.4
+    ours = KronLaplace(model, likelihood, kfac_approx=kfac_approx, **options)
+    theirs = laplace.KronLaplace(
+        model, likelihood, backend_kwargs={"kfac_approx": kfac_approx}, **options
+    )
+    for la in (ours, theirs):
+        la.fit(DataLoader(dataset, 4))
+    assert_close(ours.log_marginal_likelihood(), theirs.log_marginal_likelihood())
+    assert_close(ours.log_likelihood, theirs.log_likelihood)
+    assert_close(ours.log_det_posterior_precision, theirs.log_det_posterior_precision)
+    assert_close(ours.log_det_ratio, theirs.log_det_ratio)
+    x = dataset.tensors[0][:4]
+    for link_approx in ("probit", "bridge"):
+        assert_close(ours(x, link_approx=link_approx), theirs(x, link_approx=link_approx))
+    generators = [torch.Generator().manual_seed(0) for _ in range(2)]
+    assert_close(ours.sample(5, generators[0]), theirs.sample(5, generators[1]))
+
+
+def test_functional_variance_is_brute_force():
+    dataset, model = data("classification"), network(groups=2)
+    la = KronLaplace(model, "classification", prior_precision=0.7)
+    la.fit([dataset.tensors])
+    x = dataset.tensors[0]
+    H = torch.block_diag(*oracles.kfac_blocks(model, x, "classification", "expand").values())
+    Js, _ = la.backend.jacobians(x[:3])
+    inverse = torch.linalg.inv(H + 0.7 * torch.eye(len(H)).double())
+    assert_close(la.functional_variance(Js), torch.einsum("ncp,pq,nkq->nck", Js, inverse, Js))
+
+
+def test_counts_what_it_saw():
+    dataset = data("classification", n=9)
+    la = KronLaplace(network(), "classification")
+    la.fit(DataLoader(dataset, 4, drop_last=True))
+    assert la.n_data == 8
+    seen = KronLaplace(network(), "classification")
+    seen.fit([tuple(t[:8] for t in dataset.tensors)])
+    assert_close(la.log_marginal_likelihood(), seen.log_marginal_likelihood())
+
+
+def test_modes_are_restored_and_dropout_is_off():
+    dataset, model = data("classification"), network(dropout=0.5)
+    model.train()
+    model[1].eval()
+    modes = [module.training for module in model.modules()]
+    la = KronLaplace(model, "classification")
+    x = dataset.tensors[0][:3]
+    la.fit([dataset.tensors])
+    predictions = [la(x) for _ in range(2)]
+    samples = [
+        la.predictive_samples(x, generator=torch.Generator().manual_seed(0)) for _ in range(2)
+    ]
+    assert [module.training for module in model.modules()] == modes
+    assert_close(predictions[0], predictions[1])
+    assert_close(samples[0], samples[1])
+
+
+def test_modes_are_restored_after_an_error():
+    model = network().train()
+    la = KronLaplace(model, "classification")
+    with pytest.raises(ValueError, match="The data is empty"):
+        la.fit([])
+    assert all(module.training for module in model.modules())
+
+
+def test_eigenvectors_wait_for_a_predictive(monkeypatch):
+    dataset = data("classification")
+    la = KronLaplace(network(), "classification")
+    monkeypatch.setattr(torch.linalg, "eigh", lambda *a, **k: pytest.fail("eigenvectors"))
+    la.fit([dataset.tensors])
+    la.log_marginal_likelihood()
+    la.optimize_prior_precision(n_steps=3)
+    la.effective_parameters()
+    calls = []
+    monkeypatch.setattr(torch.linalg, "eigvalsh", lambda *a, **k: calls.append(a))
+    la.log_marginal_likelihood(torch.tensor(2.0))
+    assert not calls  # cached
+    with pytest.raises(pytest.fail.Exception):
+        la(dataset.tensors[0])
+
+
+def test_evidence_gradients_pass_gradcheck():
+    la = KronLaplace(network(), "regression")
+    la.fit([data("regression").tensors])
+    delta = torch.linspace(0.5, 2.0, 6, dtype=torch.float64, requires_grad=True)
+    sigma = torch.tensor(0.6, dtype=torch.float64, requires_grad=True)
+    assert gradcheck(la.log_marginal_likelihood, (delta, sigma))
+
+
+def test_temperature_divides_the_whole_log_likelihood():
+    dataset, model = data("regression"), network()
+    at_one, at_half = (
+        KronLaplace(model, "regression", sigma_noise=0.4, temperature=T) for T in (1.0, 0.5)
+    )
+    for la in (at_one, at_half):
+        la.fit([dataset.tensors])
+    assert_close(at_half.log_likelihood, 2 * at_one.log_likelihood)
+
+
+def test_override_false_adds_data():
+    dataset = data("classification")
+    x, y = dataset.tensors
+    whole, parts = (KronLaplace(network(), "classification") for _ in range(2))
+    whole.fit([(x, y)])
+    parts.fit([(x[:4], y[:4])])
+    parts.fit([(x[4:], y[4:])], override=False)
+    assert_close(parts.log_marginal_likelihood(), whole.log_marginal_likelihood())
+    assert_close(parts(x), whole(x))
+
+
+def test_damping_uses_the_damped_determinant():
+    dataset = data("classification")
+    damped, plain = (KronLaplace(network(), "classification", damping=d) for d in (True, False))
+    theirs = laplace.KronLaplace(network(), "classification", damping=True, backend=KfacGGN)
+    for la in (damped, plain, theirs):
+        la.fit(DataLoader(dataset, 9))
+    assert_close(damped.log_marginal_likelihood().double(), theirs.log_marginal_likelihood())
+    assert damped.log_marginal_likelihood() != plain.log_marginal_likelihood()
+
+
+def test_state_dict_round_trip():
+    dataset = data("regression")
+    la = KronLaplace(network(), "regression", sigma_noise=0.3, prior_precision=2.0, temperature=0.7)
+    la.fit([dataset.tensors])
+    other = KronLaplace(network(), "regression")
+    other.load_state_dict(la.state_dict())
+    x = dataset.tensors[0]
+    assert_close(other(x), la(x))
+    assert_close(other.log_marginal_likelihood(), la.log_marginal_likelihood())
+    smaller = KronLaplace(nn.Sequential(nn.Flatten(), nn.Linear(32, 3)), "regression")
+    with pytest.raises(ValueError, match="needs a block for every trainable parameter"):
+        smaller.load_state_dict(la.state_dict())
+
+
+def test_our_class_does_not_shadow_laplace_torchs():
+    la = laplace.Laplace(network(), "classification", "all", "kron", backend=KfacGGN)
+    assert type(la) is laplace.KronLaplace
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"likelihood": "bernoulli"}, ValueError, "'bernoulli' is not supported"),
+        ({"backend": laplace.curvature.CurvlinopsGGN}, TypeError, "pass KfacGGN or KfacEF"),
+        ({"prior_precision": torch.ones(4)}, ValueError, "prior precision"),
+    ],
+)
+def test_wrong_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        KronLaplace(network(), **{"likelihood": "classification"} | arguments)
+
+
+def test_not_fitted():
+    la = KronLaplace(network(), "classification")
+    for use in (la.log_marginal_likelihood, la.state_dict, la.effective_parameters):
+        with pytest.raises(AttributeError, match="call fit\\(\\) first"):
+            use()

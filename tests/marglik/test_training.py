@@ -1,0 +1,260 @@
+"""The online loop: its objective, its schedule, what it keeps, what it refuses."""
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
+
+from marglik import Hyperparameters, KronLaplace, OnlineTraining, PriorGroups, Schedule
+from marglik.optimizers import OptimizerConfig, build_optimizer
+from marglik.training import count_examples
+
+
+def data(likelihood="classification", n=40):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 4, dtype=torch.float64, generator=generator)
+    y = x[:, :3].argmax(-1) if likelihood == "classification" else x[:, :3].sin()
+    return TensorDataset(x, y)
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def training(
+    model=None,
+    likelihood="classification",
+    loader=None,
+    schedule=None,
+    temperature=1.0,
+    lr=0.1,
+    prior_precision=1.0,
+    sigma_noise=1.0,
+    **options,
+):
+    model = model or network()
+    loader = DataLoader(data(likelihood), 10) if loader is None else loader
+
+    def make_laplace(delta, sigma):
+        return KronLaplace(
+            model, likelihood, sigma_noise=sigma, prior_precision=delta, temperature=temperature
+        )
+
+    hyper = Hyperparameters(
+        PriorGroups.from_model(model),
+        prior_precision,
+        sigma_noise=sigma_noise,
+        learn_sigma_noise=likelihood == "regression",
+    )
+    schedule = schedule or Schedule(epochs=6, every=2, steps=20)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    return OnlineTraining(
+        model, optimizer, loader, likelihood, hyper, make_laplace, schedule,
+        temperature=temperature, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_a_step_follows_the_tempered_log_joint(likelihood, temperature):
+    """The loss's gradient is −σ²·T/N times ∇(log p(D|θ)/T + log p(θ)); σ = 1 but in regression."""
+    dataset, sigma, lr = data(likelihood), 0.5 if likelihood == "regression" else 1.0, 0.01
+    x, y = dataset.tensors
+    delta = torch.tensor([0.5, 2.0, 7.0, 1.0]).double()
+    model = network()
+    parameters = list(model.parameters())
+    f = model(x)
+    if likelihood == "classification":
+        log_likelihood = torch.distributions.Categorical(logits=f).log_prob(y).sum()
+    else:
+        log_likelihood = torch.distributions.Normal(f, sigma).log_prob(y).sum()
+    log_prior = sum(
+        torch.distributions.Normal(0.0, d**-0.5).log_prob(p).sum()
+        for p, d in zip(parameters, delta, strict=True)
+    )
+    gradients = torch.autograd.grad(log_likelihood / temperature + log_prior, parameters)
+    expected = [
+        p.detach() + lr * sigma**2 * temperature / len(x) * g
+        for p, g in zip(parameters, gradients, strict=True)
+    ]
+    training(
+        model,
+        likelihood,
+        DataLoader(dataset, len(x)),
+        Schedule(epochs=1, every=5, burn_in=9),
+        temperature,
+        lr,
+        delta,
+        sigma,
+    ).run()
+    for p, after in zip(parameters, expected, strict=True):
+        assert_close(p.detach(), after)
+
+
+def test_epochs_of_updates():
+    def due(**options):
+        schedule = Schedule(epochs=12, **options)
+        return [epoch for epoch in range(1, 13) if schedule.is_due(epoch)]
+
+    assert due(every=5) == [5, 10, 12]
+    assert due(every=5, last_epoch=False) == [5, 10]
+    assert due(every=4, burn_in=8) == [8, 12]
+    assert due(every=1, burn_in=11) == [11, 12]
+    assert due(every=5, burn_in=13) == []
+
+
+def test_learns_and_records():
+    records = []
+    run = training(on_record=records.append)
+    result = run.run()
+    assert records == result.records
+    assert [(r["kind"], r["epoch"]) for r in records] == [
+        ("epoch", 1), ("epoch", 2), ("update", 2), ("epoch", 3), ("epoch", 4), ("update", 4),
+        ("epoch", 5), ("epoch", 6), ("update", 6),
+    ]  # fmt: skip
+    updates = [r for r in records if r["kind"] == "update"]
+    assert all(u["evidence"] > u["evidence_before"] for u in updates)
+    assert result.evidence == max(u["evidence"] for u in updates)
+    assert len(result.evidences) == 3 * 20
+    last = updates[-1]
+    assert len(set(last["weight_decay"].values())) == 4
+    assert last["weight_decay"]["0.weight"] == pytest.approx(
+        last["prior_precision"]["0.weight"] / 40
+    )
+    assert set(last["seconds"]) == {"pass", "eigenvalues", "steps"}
+    losses = [r["loss"] for r in records if r["kind"] == "epoch"]
+    assert losses[-1] < losses[0]
+    assert all(r["objective"] > r["loss"] for r in records if r["kind"] == "epoch")
+    assert 0 <= records[-2]["accuracy"] <= 1
+
+
+def test_best_evidence_comes_back():
+    """A last epoch that wrecks the network loses against the update before it."""
+    run = training(schedule=Schedule(epochs=2, every=1, steps=5))
+    seen = []
+
+    def wreck(record):
+        if record["kind"] == "epoch":
+            seen.append([p.detach().clone() for p in run.model.parameters()])
+        if record["kind"] == "update" and record["epoch"] == 1:
+            with torch.no_grad():
+                for p in run.model.parameters():
+                    p.add_(30 * torch.randn_like(p))
+
+    run.on_record = wreck
+    result = run.run()
+    assert result.epoch == 1
+    for p, best in zip(run.model.parameters(), seen[0], strict=True):
+        assert_close(p.detach(), best)
+    assert_close(result.laplace.mean, torch.cat([p.flatten() for p in seen[0]]))
+    delta = result.records[1]["prior_precision"].values()
+    assert_close(result.laplace.prior_precision, torch.tensor(list(delta)).double())
+    assert float(result.laplace.log_marginal_likelihood()) == pytest.approx(result.evidence)
+
+
+def test_without_any_update_the_laplace_is_fitted_at_the_end():
+    run = training(schedule=Schedule(epochs=2, every=5, burn_in=10))
+    result = run.run()
+    assert result.epoch == 2
+    assert_close(result.laplace.prior_precision, torch.ones(4).double())
+    assert float(result.laplace.log_marginal_likelihood()) == pytest.approx(result.evidence)
+
+
+def test_noise_is_learned_in_regression():
+    result = training(likelihood="regression", schedule=Schedule(20, every=5, steps=50)).run()
+    updates = [r for r in result.records if r["kind"] == "update"]
+    assert updates[-1]["sigma_noise"] < updates[0]["sigma_noise"] < 1.0
+    assert result.laplace.sigma_noise == pytest.approx(
+        max(updates, key=lambda u: u["evidence"])["sigma_noise"]
+    )
+
+
+def test_curvature_may_have_its_own_loader():
+    x, y = data().tensors
+    half = DataLoader(TensorDataset(x[:20], y[:20]), 7)
+    result = training(curvature_loader=half).run()
+    assert result.laplace.n_data == 20
+
+
+def test_frozen_parameters_stay():
+    model = network()
+    model[0].requires_grad_(False)
+    before = model[0].weight.clone()
+    result = training(model).run()
+    assert_close(model[0].weight, before)
+    assert list(result.records[-1]["weight_decay"]) == ["2.weight", "2.bias"]
+
+
+def test_number_of_examples_is_what_a_loader_yields():
+    dataset = data(n=11)
+    assert count_examples(DataLoader(dataset, 4)) == 11
+    assert count_examples(DataLoader(dataset, 4, drop_last=True)) == 8
+    assert count_examples(DataLoader(dataset, 4, sampler=SubsetRandomSampler(range(5)))) == 5
+    assert count_examples([tuple(dataset[:3]), tuple(dataset[:2])]) == 5
+    assert count_examples([{"a": torch.zeros(3, 2)}]) == 3
+
+
+def test_optimizer_has_a_tenth_of_the_rate_for_scalars_and_a_cosine():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(1, 1, bias=False))
+    optimizer, scheduler = build_optimizer(model, OptimizerConfig(lr=0.1, min_lr=1e-3), 10)
+    assert [len(g["params"]) for g in optimizer.param_groups] == [2, 1]
+    assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([0.1, 0.01])
+    assert all(g["weight_decay"] == 0 for g in optimizer.param_groups)
+    for _ in range(10):
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
+    adamw, _ = build_optimizer(model, OptimizerConfig(name="adamw"), 10)
+    assert isinstance(adamw, torch.optim.AdamW)
+    assert all(g["weight_decay"] == 0 for g in adamw.param_groups)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": 0.0}, "optimizer.lr must be positive"),
+        ({"min_lr": 1.0}, "optimizer.min_lr"),
+        ({"scalar_lr_factor": 0.0}, "scalar_lr_factor"),
+        ({"momentum": 1.0}, "optimizer.momentum"),
+        ({"momentum": 0.0}, "nesterov needs momentum"),
+    ],
+)
+def test_wrong_optimizer_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        OptimizerConfig(**options)
+
+
+@pytest.mark.parametrize("field", ["epochs", "every"])
+def test_wrong_schedules(field):
+    with pytest.raises(ValueError, match=f"{field} must be at least 1, not 0"):
+        Schedule(**{field: 0})
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="temperature must be positive, not 0"):
+        training(temperature=0.0)
+    with pytest.raises(ValueError, match="The data is empty"):
+        training(loader=DataLoader(TensorDataset(torch.zeros(0, 4), torch.zeros(0)), 2))
+    model = network()
+    with pytest.raises(ValueError, match="weight decay of its own"):
+        OnlineTraining(
+            model, torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.1), [], "classification",
+            Hyperparameters(PriorGroups.from_model(model), 1.0), lambda *_: None, Schedule(),
+        )  # fmt: skip
+
+
+def test_divergence_is_named():
+    x, y = data().tensors
+    x[3, 1] = torch.nan
+    with pytest.raises(FloatingPointError, match="not finite in epoch 1.*NaN in the data"):
+        training(loader=DataLoader(TensorDataset(x, y), 10)).run()
+
+
+def test_a_loader_that_does_not_keep_its_word():
+    class Short(DataLoader):
+        num_examples = 41
+
+    with pytest.raises(ValueError, match="saw 40 examples, but the loader promised 41"):
+        training(loader=Short(data(), 10)).run()
