@@ -30,6 +30,12 @@ class CurvatureConfig:
     batch_size: int | None = None
     augment: bool = True
 
+    def __post_init__(self) -> None:
+        for name in ("mc_samples", "batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"curvature.{name} must be at least 1, not {value}.")
+
 
 @dataclass(frozen=True)
 class PriorConfig:
@@ -61,6 +67,7 @@ class PriorConfig:
         for name in ("weight_decay", "lr", "temperature"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"prior.{name} must be positive, not {getattr(self, name)}.")
+        self.schedule(epochs=1)  # complains of what it cannot take
 
     def schedule(self, epochs: int) -> Schedule:
         """When updates happen in a run of so many epochs."""

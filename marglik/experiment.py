@@ -64,12 +64,13 @@ def train(
         FloatingPointError: training diverged.
     """
     start = time.perf_counter()
-    fabric = Fabric(accelerator=run.accelerator, devices=1, precision=run.precision)
+    fabric = _fabric(run)
     splits = data.load()
     model = fabric.to_device(model)
     if run.precision == "64-true":
         model.double()
     _check_model(model, splits)
+    PriorGroups.from_model(model, prior.structure)
     folder = Path(run.output or f"runs/{splits.name.lower().replace(' ', '_')}")
     initial_model = deepcopy(model) if run.baseline else None
     setup = _Setup(splits, optimizer, prior, curvature, predictive, run, fabric)
@@ -230,6 +231,15 @@ class _Setup:
             device=self.fabric.device,
             seed=self.run.seed,
         )
+
+
+def _fabric(run: RunConfig) -> Fabric:
+    try:
+        return Fabric(accelerator=run.accelerator, devices=1, precision=run.precision)
+    except RuntimeError as error:
+        raise ValueError(
+            f"--run.accelerator {run.accelerator} is not to be had here: {error} Pass auto or cpu."
+        ) from error
 
 
 def _check_model(model: nn.Module, splits: ImageSplits) -> None:

@@ -10,6 +10,7 @@ matplotlib.use("Agg")  # a server has no screen
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from kfac_backend.files import atomic_path
 
@@ -50,8 +51,11 @@ def plot_run(
         label="log marginal likelihood",
     )
     right.set(xlabel="epoch", ylabel="nats per example", title="Evidence")
-    right.legend(loc="lower right")
-    right.grid(alpha=0.3)
+    right.legend(loc="best")
+    for axes in (left, right):
+        axes.set_xlim(left=0)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
     return figure
 
 
@@ -68,7 +72,6 @@ def _plot_weight_decays(axes: Axes, updates: list[dict[str, Any]], initial: floa
             label=name if len(names) <= LEGEND_ENTRIES else None,
         )
     axes.set(xlabel="epoch", ylabel="weight decay", title="Learned weight decay", yscale="log")
-    axes.grid(alpha=0.3)
     if len(names) > LEGEND_ENTRIES:
         scale = plt.cm.ScalarMappable(cmap="viridis", norm=plt.Normalize(1, len(names)))
         bar = plt.colorbar(scale, ax=axes, label="parameter tensor, from input to output")

@@ -1,0 +1,105 @@
+"""What a run leaves on disk."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from marglik.report import plot_run, save_figure
+from marglik.run_log import RunLog, environment, read_log, write_json
+
+RECORDS = [
+    {"kind": "epoch", "epoch": 1, "loss": 1.5, "seconds": 0.1},
+    {
+        "kind": "update", "epoch": 1, "evidence": -160.0, "weight_decay": {"w": 1e-3, "b": 2e-3},
+        "seconds": {"pass": 0.5},
+    },
+    {"kind": "epoch", "epoch": 2, "loss": 1.2, "seconds": 0.1},
+]  # fmt: skip
+
+
+def test_a_line_per_record_at_once(tmp_path):
+    with RunLog(tmp_path / "run") as log:
+        log.write(RECORDS[0])
+        assert read_log(tmp_path / "run") == RECORDS[:1]
+        log.write(RECORDS[1])
+    assert read_log(tmp_path / "run") == RECORDS[:2]
+
+
+def test_a_run_is_not_overwritten_without_leave(tmp_path):
+    with RunLog(tmp_path) as log:
+        log.write(RECORDS[0])
+    with pytest.raises(FileExistsError, match="--overwrite true, or another"):
+        RunLog(tmp_path)
+    assert read_log(tmp_path) == RECORDS[:1]
+    with RunLog(tmp_path, overwrite=True):
+        assert read_log(tmp_path) == []
+
+
+def test_tensorboard_has_the_same_scalars(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with RunLog(tmp_path, tensorboard=True) as log:
+        for record in RECORDS:
+            log.write(record)
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [
+        (1, pytest.approx(1.5)),
+        (2, pytest.approx(1.2)),
+    ]
+    assert events.Scalars("weight_decay/b")[0].value == pytest.approx(2e-3)
+
+
+def test_tensorboard_that_is_not_installed_is_named(tmp_path, monkeypatch):
+    for module in ("tensorboard", "tensorboardX", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr(
+        "lightning.fabric.loggers.tensorboard._TENSORBOARD_AVAILABLE", False, raising=False
+    )
+    monkeypatch.setattr(
+        "lightning.fabric.loggers.tensorboard._TENSORBOARDX_AVAILABLE", False, raising=False
+    )
+    with pytest.raises(ValueError, match="pip install 'marglik\\[tensorboard\\]'"):
+        RunLog(tmp_path, tensorboard=True)
+
+
+def test_json_is_whole_or_not_there(tmp_path):
+    path = tmp_path / "results.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"a": object()})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_environment_names_versions_and_device():
+    info = environment(torch.device("cpu"))
+    assert info["device"].startswith("cpu")
+    assert torch.__version__.startswith(info["versions"]["torch"])
+
+
+def test_plot_shows_every_group_and_the_evidence(tmp_path):
+    figure = plot_run(RECORDS, 5e-4, num_data=100, title="run")
+    decays, evidence = figure.axes
+    assert {line.get_label() for line in decays.lines} == {"initial", "w", "b"}
+    line = next(line for line in decays.lines if line.get_label() == "b")
+    assert line.get_xydata().tolist() == [[0, 5e-4], [1, 2e-3]]
+    assert decays.get_yscale() == "log"
+    curve = next(ln for ln in evidence.lines if ln.get_label() == "log marginal likelihood")
+    assert curve.get_xydata().tolist() == [[1, -1.6]]
+    save_figure(figure, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_of_many_groups_has_a_colour_bar_instead_of_a_legend():
+    many = {f"layer{i}.weight": 10.0**-i for i in range(20)}
+    update = {"kind": "update", "epoch": 5, "evidence": -1.0, "weight_decay": many}
+    figure = plot_run([update], 5e-4, num_data=1)
+    assert len(figure.axes) == 3
+    assert len(figure.axes[0].get_legend().get_texts()) == 1
+
+
+def test_plot_of_a_run_without_updates():
+    figure = plot_run(RECORDS[:1], 5e-4, num_data=10)
+    assert len(figure.axes[0].lines) == 1

@@ -1,0 +1,110 @@
+"""The project's own promises: import direction, one list of dependencies, no stray hosts."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PACKAGES = ("kfac_backend", "marglik", "experiments")
+# Distribution -> the module that it is imported by, where the names differ.
+MODULES = {
+    "laplace-torch": "laplace",
+    "scikit-learn": "sklearn",
+    "pillow": "PIL",
+}
+NOT_IMPORTED = {"curvlinops-for-pytorch"}  # bounded for laplace-torch's sake
+
+
+def imports(package):
+    """(file, top-level module) of every import of a package, at any depth."""
+    for path in sorted((ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                yield from ((path, alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                yield path, node.module
+
+
+@pytest.mark.parametrize(
+    ("package", "forbidden"),
+    [("kfac_backend", ("marglik", "experiments")), ("marglik", ("experiments",))],
+)
+def test_imports_point_one_way(package, forbidden):
+    found = list(imports(package))
+    assert len(found) > 10
+    backwards = [(str(p), m) for p, m in found if m.split(".")[0] in forbidden]
+    assert not backwards
+
+
+def test_one_file_imports_laplace_in_the_backend():
+    files = {p.name for p, m in imports("kfac_backend") if m.split(".")[0] == "laplace"}
+    assert files == {"laplace_interface.py"}
+
+
+def distributions(requirements):
+    return {re.split(r"[\[<>=! ]", requirement)[0] for requirement in requirements}
+
+
+def test_dependencies_are_those_that_are_imported():
+    declared = distributions(PYPROJECT["project"]["dependencies"])
+    used = {m.split(".")[0] for package in PACKAGES for _, m in imports(package)}
+    third_party = used - set(sys.stdlib_module_names) - set(PACKAGES)
+    optional = {"tensorboard"}
+    by_module = {MODULES.get(name, name): name for name in declared}
+    assert third_party - set(by_module) - optional == set()
+    assert {by_module[m] for m in by_module if m not in third_party} == NOT_IMPORTED
+
+
+def test_every_dependency_has_a_lower_bound():
+    for requirement in PYPROJECT["project"]["dependencies"]:
+        assert ">=" in requirement, requirement
+
+
+def test_conda_environment_installs_python_pip_and_the_project():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    assert environment["name"] == PYPROJECT["project"]["name"]
+    assert environment["channels"][0] == "conda-forge"
+    python, pip, through_pip = environment["dependencies"]
+    assert python == f"python{PYPROJECT['project']['requires-python']}"
+    assert pip == "pip"
+    assert through_pip == {"pip": ["-e ."]}
+
+
+def test_files_stay_small():
+    long = [
+        str(path.relative_to(ROOT))
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        if len(path.read_text().splitlines()) > 320
+    ]
+    assert not long
+
+
+def test_presets_and_marks_of_types_are_packaged():
+    assert PYPROJECT["tool"]["setuptools"]["package-data"]["marglik"] == [
+        "py.typed",
+        "presets/*.yaml",
+    ]
+    assert (ROOT / "marglik" / "py.typed").exists() and (
+        ROOT / "kfac_backend" / "py.typed"
+    ).exists()
+    assert list((ROOT / "marglik" / "presets").glob("*.yaml"))
+
+
+def test_importing_the_package_is_quick_and_lazy():
+    code = "import sys, marglik; assert 'laplace' not in sys.modules; marglik.KronLaplace"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_readme_commands_are_targets_of_the_makefile():
+    readme, makefile = (ROOT / "README.md").read_text(), (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.M))
+    used = set(re.findall(r"make ([a-z-]+)", readme))
+    assert {"train", "test"} <= used <= targets
