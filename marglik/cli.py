@@ -23,8 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Importing torchvision makes torch complain of itself.
     warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=FutureWarning)
     try:
-        parser = _parser()
-        return _train(parser, parser.parse_args(arguments))
+        parser, train_parser = _parsers()
+        return _train(parser, train_parser, parser.parse_args(arguments))
     except KeyboardInterrupt:
         print("\nmarglik: interrupted; the log so far is in the output folder.", file=sys.stderr)
         return 130
@@ -72,7 +72,8 @@ class _HelpFormatter(DefaultHelpFormatter):
         return re.sub(r", known subclasses: torch\.nn\.Module.*\)", ")", text)
 
 
-def _parser() -> ArgumentParser:
+def _parsers() -> tuple[ArgumentParser, ArgumentParser]:
+    """The command's parser, and that of `marglik train`."""
     from marglik.experiment import train
 
     parser = ArgumentParser(
@@ -93,20 +94,25 @@ def _parser() -> ArgumentParser:
     )
     train_parser.add_function_arguments(train)
     commands.add_subcommand("train", train_parser, help="train on images, learn the weight decays")
-    return parser
+    return parser, train_parser
 
 
-def _train(parser: ArgumentParser, config: Any) -> int:
+def _train(parser: ArgumentParser, train_parser: ArgumentParser, config: Any) -> int:
     import torch
 
+    from kfac_backend.files import atomic_path
     from marglik.experiment import train
     from marglik.summary import print_summary
 
+    config.train.pop("config", None)  # its options are in the others now
+    options = train_parser.dump(config.train)
     # Before the model is made, whose initial parameters are random.
     torch.manual_seed(config.train.run.seed)
     arguments: Any = parser.instantiate(config)["train"]
-    arguments.pop("config", None)
-    print_summary(train(**arguments.as_dict()))
+    results = train(**arguments.as_dict())
+    with atomic_path(Path(results["output"]) / "config.yaml") as temporary:
+        temporary.write_text(options, encoding="utf-8")
+    print_summary(results)
     return 0
 
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 from kfac_backend.options import Fisher, KfacApprox
 from marglik.hyperparameters import UpdateMethod
-from marglik.training import Schedule
+from marglik.training import Keep, Schedule
 
 __all__ = ["CurvatureConfig", "PriorConfig", "RunConfig"]
 
@@ -52,6 +52,8 @@ class PriorConfig:
         method: adam climbs the evidence's gradient; mackay iterates its fixed point.
         lr: Adam's step size on the logarithm of the precision.
         temperature: T, the likelihood is raised to 1/T.
+        keep: best ends with the parameters of the update with the highest evidence; last with
+            those of the last update.
     """
 
     weight_decay: float = 5e-4
@@ -62,6 +64,7 @@ class PriorConfig:
     method: UpdateMethod = "adam"
     lr: float = 0.1
     temperature: float = 1.0
+    keep: Keep = "best"
 
     def __post_init__(self) -> None:
         for name in ("weight_decay", "lr", "temperature"):
@@ -71,7 +74,7 @@ class PriorConfig:
 
     def schedule(self, epochs: int) -> Schedule:
         """When updates happen in a run of so many epochs."""
-        return Schedule(epochs, self.every, self.burn_in, self.steps)
+        return Schedule(epochs, self.every, self.burn_in, self.steps, keep=self.keep)
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,8 @@ class RunConfig:
         overwrite: whether a run that is already in that folder may be replaced.
         tensorboard: whether to write TensorBoard files as well.
         accelerator: cpu, cuda, mps; auto takes the fastest there is.
-        precision: Lightning's name of the training precision, such as 32-true or bf16-mixed; the
-            curvature pass is always in the parameters' own.
+        precision: Lightning's name of the network steps' precision; parameters, curvature and
+            predictions stay in float32.
         progress: whether to show progress bars.
     """
 
@@ -102,7 +105,7 @@ class RunConfig:
     overwrite: bool = False
     tensorboard: bool = False
     accelerator: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    precision: Literal["32-true", "64-true", "bf16-mixed", "16-mixed"] = "32-true"
+    precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
     progress: bool = True
 
     def __post_init__(self) -> None:

@@ -2,7 +2,7 @@
 
 import time
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from marglik.optimizers import OptimizerConfig, build_optimizer
 from marglik.prior import PriorGroups, weight_decay_to_precision
 from marglik.report import plot_run, save_figure
 from marglik.run_log import RunLog, environment, write_json
-from marglik.training import OnlineResult, OnlineTraining
+from marglik.training import OnlineResult, OnlineTraining, Schedule
 
 __all__ = ["train"]
 
@@ -67,30 +67,30 @@ def train(
     fabric = _fabric(run)
     splits = data.load()
     model = fabric.to_device(model)
-    if run.precision == "64-true":
-        model.double()
     _check_model(model, splits)
     PriorGroups.from_model(model, prior.structure)
     folder = Path(run.output or f"runs/{splits.name.lower().replace(' ', '_')}")
     initial_model = deepcopy(model) if run.baseline else None
     setup = _Setup(splits, optimizer, prior, curvature, predictive, run, fabric)
+    schedule = prior.schedule(run.epochs)
 
     with RunLog(folder, tensorboard=run.tensorboard, overwrite=run.overwrite) as log:
-        learned, metrics = setup.train_and_evaluate(model, "learned", prior.burn_in, log)
+        learned, metrics = setup.train_and_evaluate(model, "learned", schedule, log)
     if initial_model is not None:
-        never = run.epochs + 1
-        _, baseline_metrics = setup.train_and_evaluate(initial_model, "initial", never, None)
+        never = replace(schedule, burn_in=run.epochs + 1)
+        _, baseline_metrics = setup.train_and_evaluate(initial_model, "initial", never)
         metrics |= baseline_metrics
 
     num_data = learned.laplace.n_data
     updates = [record for record in learned.records if record["kind"] == "update"]
     results = {
         "data": splits.name,
+        "model": type(model).__name__,
         "num_data": num_data,
         "metrics": metrics,
         "evidence": {
             "first": updates[0]["evidence_before"] if updates else learned.evidence,
-            "best": learned.evidence,
+            "kept": learned.evidence,
             "epoch": learned.epoch,
         },
         "weight_decay": _weight_decay_table(model, learned, prior, num_data),
@@ -114,29 +114,20 @@ def train(
     return results | {"output": str(folder)}
 
 
+@dataclass(frozen=True)
 class _Setup:
     """What the learned run and its baseline share."""
 
-    def __init__(
-        self,
-        splits: ImageSplits,
-        optimizer: OptimizerConfig,
-        prior: PriorConfig,
-        curvature: CurvatureConfig,
-        predictive: PredictiveConfig,
-        run: RunConfig,
-        fabric: Fabric,
-    ) -> None:
-        self.splits = splits
-        self.optimizer = optimizer
-        self.prior = prior
-        self.curvature = curvature
-        self.predictive = predictive
-        self.run = run
-        self.fabric = fabric
+    splits: ImageSplits
+    optimizer: OptimizerConfig
+    prior: PriorConfig
+    curvature: CurvatureConfig
+    predictive: PredictiveConfig
+    run: RunConfig
+    fabric: Fabric
 
     def train_and_evaluate(
-        self, model: nn.Module, label: str, burn_in: int, log: RunLog | None
+        self, model: nn.Module, label: str, schedule: Schedule, log: RunLog | None = None
     ) -> tuple[OnlineResult, dict[str, dict[str, float]]]:
         """Train a network; its result, and metrics by "label, MAP" and "label, Laplace"."""
         run = self.run
@@ -162,9 +153,6 @@ class _Setup:
         def make_laplace(prior_precision: Tensor, sigma_noise: Tensor) -> KronLaplace:
             return self._laplace(model, prior_precision)
 
-        schedule = self.prior.schedule(run.epochs)
-        if burn_in != schedule.burn_in:
-            schedule = type(schedule)(run.epochs, burn_in=burn_in)
         result = OnlineTraining(
             model,
             optimizer,

@@ -13,11 +13,11 @@ def print_summary(results: dict[str, Any]) -> None:
     print(f"\n{results['data']}: {num_data} training images, {results['seconds']:.0f} s")
     print(
         f"log marginal likelihood per example: {evidence['first'] / num_data:.4f} at the first "
-        f"update, {evidence['best'] / num_data:.4f} at the best (epoch {evidence['epoch']})\n"
+        f"update, {evidence['kept'] / num_data:.4f} at the kept one (epoch {evidence['epoch']})\n"
     )
     _print_weight_decays(results["weight_decay"])
     _print_metrics(results["metrics"])
-    print(f"\nIn {results['output']}: evidence.png, results.json, log.jsonl, model.safetensors")
+    print(f"\nWritten to {results['output']}, the plot as evidence.png")
 
 
 def _print_weight_decays(layers: dict[str, dict[str, float]]) -> None:

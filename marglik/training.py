@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sized
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from lightning.fabric import Fabric
@@ -23,10 +23,19 @@ from kfac_backend.options import Likelihood
 from marglik.hyperparameters import Hyperparameters, Laplace
 from marglik.prior import precision_to_weight_decay
 
-__all__ = ["Loader", "OnlineResult", "OnlineTraining", "Schedule", "count_examples", "penalty"]
+__all__ = [
+    "Keep",
+    "Loader",
+    "OnlineResult",
+    "OnlineTraining",
+    "Schedule",
+    "count_examples",
+    "penalty",
+]
 
 Loader = Iterable[Any]
 Record = dict[str, Any]
+Keep = Literal["best", "last"]
 
 
 class FittableLaplace(Laplace, Protocol):
@@ -48,6 +57,8 @@ class Schedule:
         steps: hyperparameter steps in each update.
         last_epoch: whether the last epoch ends with an update even if ``every`` does not divide it,
             so that the final weights take part in the comparison of evidences.
+        keep: "best" ends with the update of the highest evidence, its parameters put back into
+            the network; "last" with the last update.
     """
 
     epochs: int = 100
@@ -55,6 +66,7 @@ class Schedule:
     burn_in: int = 0
     steps: int = 100
     last_epoch: bool = True
+    keep: Keep = "best"
 
     def __post_init__(self) -> None:
         for name, least in (("epochs", 1), ("every", 1), ("burn_in", 0), ("steps", 0)):
@@ -74,9 +86,9 @@ class OnlineResult:
     laplace: Any
     """Fitted at the model's parameters, with the learned hyperparameters."""
     evidence: float
-    """The best evidence (nats)."""
+    """Its evidence (nats), the best of all updates unless the last is kept."""
     epoch: int
-    """The epoch of the best evidence."""
+    """The epoch of that evidence."""
     records: list[Record] = field(default_factory=list)
     """One per epoch and per update, in their order."""
     evidences: list[float] = field(default_factory=list)
@@ -242,7 +254,8 @@ class OnlineTraining:
         end = time.perf_counter()
 
         self._result.evidences += evidences[:-1]
-        if self._best_state is None or evidences[-1] > self._result.evidence:
+        better = self._best_state is None or evidences[-1] > self._result.evidence
+        if better or self.schedule.keep == "last":
             self._result.laplace = laplace
             self._result.evidence = evidences[-1]
             self._result.epoch = epoch

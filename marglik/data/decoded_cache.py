@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import tempfile
 import warnings
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from kfac_backend.files import atomic_path
 from marglik.data.image_files import SPLITS
 from marglik.data.image_sets import ImageSet
 
@@ -82,16 +82,10 @@ def write_cache(file: Path, decoded: Decoded) -> None:
     for split, images in zip(SPLITS, (train, test), strict=True):
         tensors[f"{split}_images"] = images.images
         tensors[f"{split}_labels"] = images.labels
-    temporary = None
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
-        os.close(handle)
-        save_file(tensors, temporary, metadata={"classes": json.dumps(classes)})
-        os.replace(temporary, file)
+        with atomic_path(file) as temporary:
+            save_file(tensors, temporary, metadata={"classes": json.dumps(classes)})
     except (OSError, SafetensorError) as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
         warnings.warn(
             f"The decoded images could not be cached ({error}); they will be decoded again next "
             "time. Set XDG_CACHE_HOME to a folder with room, or pass cache=False.",

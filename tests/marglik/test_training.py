@@ -130,9 +130,10 @@ def test_learns_and_records():
     assert 0 <= records[-2]["accuracy"] <= 1
 
 
-def test_best_evidence_comes_back():
-    """A last epoch that wrecks the network loses against the update before it."""
-    run = training(schedule=Schedule(epochs=2, every=1, steps=5))
+@pytest.mark.parametrize("keep", ["best", "last"])
+def test_best_evidence_comes_back(keep):
+    """A last epoch that wrecks the network loses against the update before it, unless asked for."""
+    run = training(schedule=Schedule(epochs=2, every=1, steps=5, keep=keep))
     seen = []
 
     def wreck(record):
@@ -145,11 +146,14 @@ def test_best_evidence_comes_back():
 
     run.on_record = wreck
     result = run.run()
-    assert result.epoch == 1
-    for p, best in zip(run.model.parameters(), seen[0], strict=True):
-        assert_close(p.detach(), best)
-    assert_close(result.laplace.mean, torch.cat([p.flatten() for p in seen[0]]))
-    delta = result.records[1]["prior_precision"].values()
+    evidences = [r["evidence"] for r in result.records if r["kind"] == "update"]
+    assert evidences[0] > evidences[1] + 10
+    kept = {"best": 0, "last": 1}[keep]
+    assert result.epoch == kept + 1
+    for p, expected in zip(run.model.parameters(), seen[kept], strict=True):
+        assert_close(p.detach(), expected)
+    assert_close(result.laplace.mean, torch.cat([p.flatten() for p in seen[kept]]))
+    delta = result.records[2 * kept + 1]["prior_precision"].values()
     assert_close(result.laplace.prior_precision, torch.tensor(list(delta)).double())
     assert float(result.laplace.log_marginal_likelihood()) == pytest.approx(result.evidence)
 

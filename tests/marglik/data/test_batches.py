@@ -1,0 +1,205 @@
+"""Batches against brute force: normalisation, crop and flip, order, generator."""
+
+import pytest
+import torch
+from torchvision.transforms.v2 import functional as transforms
+
+from marglik.data import ImageBatches, ImageSet, crop_and_flip
+from tests.marglik.data.image_helpers import synthetic
+
+
+def crop_and_flip_one_by_one(images, top, left, flip, padding):
+    """Oracle: pad, slice and mirror each image."""
+    _, channels, height, width = images.shape
+    results = []
+    for image, t, x, mirror in zip(images, top, left, flip, strict=True):
+        canvas = torch.zeros(channels, height + 2 * padding, width + 2 * padding).to(images)
+        canvas[:, padding : padding + height, padding : padding + width] = image
+        window = canvas[:, t : t + height, x : x + width]
+        results.append(window.flip(2) if mirror else window)
+    return torch.stack(results)
+
+
+def distortions(n, padding, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    top, left = torch.randint(2 * padding + 1, (2, n), generator=generator)
+    return top, left, torch.randint(2, (n,), generator=generator).bool()
+
+
+@pytest.mark.parametrize("shape", [(3, 32, 32), (1, 8, 8), (2, 5, 9)])
+@pytest.mark.parametrize("padding", [0, 1, 4])
+def test_crop_and_flip_equals_one_image_after_the_other(shape, padding):
+    images = torch.randint(256, (50, *shape), dtype=torch.uint8)
+    offsets = distortions(50, padding)
+    expected = crop_and_flip_one_by_one(images, *offsets, padding)
+    assert torch.equal(crop_and_flip(images, *offsets, padding), expected)
+    # Negative control: rows and columns are not exchanged.
+    if padding:
+        top, left, flip = offsets
+        assert not torch.equal(crop_and_flip(images, left, top, flip, padding), expected)
+
+
+def test_crop_and_flip_equals_torchvision():
+    images = torch.randint(256, (20, 3, 32, 32), dtype=torch.uint8)
+    top, left, flip = distortions(20, 4)
+    for image, t, x, mirror, result in zip(
+        images, top, left, flip, crop_and_flip(images, top, left, flip), strict=True
+    ):
+        expected = transforms.crop(transforms.pad(image, [4]), int(t), int(x), 32, 32)
+        expected = transforms.horizontal_flip(expected) if mirror else expected
+        assert torch.equal(result, expected)
+
+
+def test_crop_and_flip_with_central_offsets_is_the_image():
+    images = torch.randint(256, (3, 3, 8, 8), dtype=torch.uint8)
+    centre, never = torch.full((3,), 4), torch.zeros(3, dtype=torch.bool)
+    assert torch.equal(crop_and_flip(images, centre, centre, never), images)
+    assert torch.equal(crop_and_flip(images, centre, centre, ~never), images.flip(3))
+
+
+MEAN, STD = (100.0, 120.0, 140.0), (50.0, 60.0, 70.0)
+
+
+def normalised(images):
+    mean, std = (torch.tensor(v)[:, None, None] for v in (MEAN, STD))
+    return (images.float() - mean) / std
+
+
+def numbered(n, size=8):
+    """Random images, image i labelled i."""
+    pixels = torch.randint(256, (n, 3, size, size), dtype=torch.uint8)
+    return ImageSet(pixels, torch.arange(n))
+
+
+def concatenated(loader):
+    x, y = zip(*loader, strict=True)
+    return torch.cat(x), torch.cat(y)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "drop_last", "sizes"),
+    [(4, False, [4, 4, 2]), (4, True, [4, 4]), (5, True, [5, 5]), (16, False, [10])],
+)
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_batches_are_the_normalised_images(batch_size, drop_last, sizes, shuffle):
+    images = numbered(10)
+    loader = ImageBatches(images, MEAN, STD, batch_size, shuffle=shuffle, drop_last=drop_last)
+    batches = list(loader)
+    assert [len(x) for x, _ in batches] == [len(y) for _, y in batches] == sizes
+    assert len(loader) == len(sizes)
+    assert loader.num_examples == sum(sizes)
+    assert len(loader.dataset) == 10
+    x, y = concatenated(batches)
+    assert x.dtype == torch.float32 and y.dtype == torch.int64
+    torch.testing.assert_close(x, normalised(images.images[y]))
+    assert len(set(y.tolist())) == sum(sizes)
+    assert shuffle or y.tolist() == list(range(sum(sizes)))
+
+
+def test_augmentation_is_a_crop_and_flip_in_pixel_space_before_normalisation():
+    images = numbered(300)
+    loader = ImageBatches(images, MEAN, STD, 64, augment="crop_flip", seed=3)
+    same = ImageBatches(images, MEAN, STD, 64, augment="crop_flip", seed=3)
+    offsets = same._draw_distortions(300)
+    x, _ = concatenated(loader)
+    expected = crop_and_flip_one_by_one(images.images, *offsets, 4)
+    torch.testing.assert_close(x, normalised(expected))
+    # Negative controls: not the plain images, and the padding is black, not the mean pixel.
+    assert not torch.equal(x, normalised(images.images))
+    assert (x == normalised(torch.zeros(1, 3, 1, 1))).float().mean() > 0.2
+    assert (x == 0).float().mean() < 0.05
+    # All offsets and both directions occur.
+    top, left, flip = offsets
+    assert top.unique().tolist() == left.unique().tolist() == list(range(9))
+    assert 0.4 < flip.float().mean() < 0.6
+
+
+def test_iterations_differ_and_seeds_repeat_them():
+    images = numbered(60)
+
+    def loader(seed, shuffle=True, augment="crop_flip"):
+        return ImageBatches(images, MEAN, STD, 16, shuffle=shuffle, augment=augment, seed=seed)
+
+    first, same, other = loader(0), loader(0), loader(1)
+    sequences = [[concatenated(batches) for _ in range(3)] for batches in (first, same, other)]
+    for (x, y), (x_same, y_same), (_, y_other) in zip(*sequences, strict=True):
+        assert torch.equal(x, x_same) and torch.equal(y, y_same)
+        assert not torch.equal(y, y_other)
+    (x1, y1), (x2, y2), _ = sequences[0]
+    assert not torch.equal(y1, y2)
+    assert not torch.equal(x1[y1.argsort()], x2[y2.argsort()])  # the distortions differ, too
+    plain = loader(0, shuffle=False, augment="none")
+    assert torch.equal(concatenated(plain)[0], concatenated(plain)[0])
+
+
+def test_an_iteration_left_early_draws_as_much_as_a_whole_one():
+    """Otherwise a look at the first batch would change the later ones."""
+    images = numbered(60)
+    left, whole = (
+        ImageBatches(images, MEAN, STD, 16, shuffle=True, augment="crop_flip") for _ in range(2)
+    )
+    next(iter(left))
+    list(whole)
+    assert torch.equal(concatenated(left)[0], concatenated(whole)[0])
+
+
+def test_generator_state_resumes_the_sequence():
+    images = numbered(40)
+    loader = ImageBatches(images, MEAN, STD, 16, shuffle=True, augment="crop_flip")
+    list(loader)
+    state = loader.generator.get_state()
+    expected = concatenated(loader)
+    resumed = ImageBatches(images, MEAN, STD, 16, shuffle=True, augment="crop_flip", seed=9)
+    resumed.generator.set_state(state)
+    assert torch.equal(concatenated(resumed)[0], expected[0])
+
+
+def test_batches_leave_the_images_and_the_global_generator_alone():
+    images = numbered(10)
+    kept, state = images.images.clone(), torch.get_rng_state()
+    for x, _ in ImageBatches(images, MEAN, STD, 4, shuffle=True, augment="crop_flip"):
+        x.zero_()
+    assert torch.equal(images.images, kept)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("augment", ["none", "crop_flip"])
+def test_channels_last_changes_the_memory_layout_only(augment):
+    images = numbered(10)
+    usual = ImageBatches(images, MEAN, STD, 10, augment=augment)
+    other = ImageBatches(images, MEAN, STD, 10, augment=augment, channels_last=True)
+    ((x, _),), ((x_other, _),) = usual, other
+    assert torch.equal(x, x_other)
+    assert x.is_contiguous()
+    assert x_other.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"batch_size": -1}, "batch_size=-1"),
+        ({"images": synthetic([0, 0])}, "empty"),
+        ({"batch_size": 20, "drop_last": True}, "10 images and batch_size=20 leaves no batch"),
+        ({"augment": "mixup"}, "augment='mixup'.*crop_flip"),
+        ({"mean": (1.0,)}, "mean=.*3 channels"),
+        ({"std": (1.0, 0.0, 1.0)}, "std=.*not positive"),
+    ],
+)
+def test_impossible_batches_are_named(arguments, message):
+    usual = {"images": numbered(10), "mean": MEAN, "std": STD, "batch_size": 4}
+    with pytest.raises(ValueError, match=message):
+        ImageBatches(**{**usual, **arguments})
+
+
+@pytest.mark.gpu
+def test_batches_are_the_same_on_the_gpu():
+    images = numbered(60, size=32)
+    loaders = [
+        ImageBatches(images, MEAN, STD, 16, shuffle=True, augment="crop_flip", device=device)
+        for device in ("cpu", "cuda")
+    ]
+    for (x, y), (x_gpu, y_gpu) in zip(*loaders, strict=True):
+        assert x_gpu.device.type == y_gpu.device.type == "cuda"
+        torch.testing.assert_close(x, x_gpu.cpu())
+        assert torch.equal(y, y_gpu.cpu())
