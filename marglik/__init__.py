@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from marglik.hyperparameters import Hyperparameters
     from marglik.laplace import KronLaplace
     from marglik.prior import PriorGroups, precision_to_weight_decay, weight_decay_to_precision
-    from marglik.training import OnlineResult, OnlineTraining, Schedule
+    from marglik.schedule import Schedule
+    from marglik.training import OnlineResult, OnlineTraining
 
 __all__ = [
     "EvidenceTerms",
@@ -35,7 +36,7 @@ _MODULES = {
     "OnlineResult": "training",
     "OnlineTraining": "training",
     "PriorGroups": "prior",
-    "Schedule": "training",
+    "Schedule": "schedule",
     "log_marginal_likelihood": "evidence",
     "marglik_training": "drop_in",
     "precision_to_weight_decay": "prior",

@@ -5,7 +5,7 @@ from typing import Literal
 
 from kfac_backend.options import Fisher, KfacApprox
 from marglik.hyperparameters import UpdateMethod
-from marglik.training import Keep, Schedule
+from marglik.schedule import Keep, Schedule
 
 __all__ = ["CurvatureConfig", "PriorConfig", "RunConfig"]
 

@@ -14,7 +14,8 @@ from kfac_backend.options import KfacApprox, Likelihood
 from marglik.hyperparameters import Hyperparameters
 from marglik.laplace import KronLaplace
 from marglik.prior import PriorGroups, PriorStructure
-from marglik.training import OnlineTraining, Schedule
+from marglik.schedule import Schedule
+from marglik.training import OnlineTraining
 
 __all__ = ["marglik_training"]
 

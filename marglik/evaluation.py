@@ -14,8 +14,8 @@ from tqdm.auto import tqdm
 
 from kfac_backend.coverage import call_with
 from marglik.laplace import KronLaplace
+from marglik.loaders import Loader
 from marglik.modes import eval_mode
-from marglik.training import Loader
 
 __all__ = ["PredictiveConfig", "PredictiveMethod", "classification_metrics", "map_predictive"]
 

@@ -29,7 +29,8 @@ from marglik.optimizers import OptimizerConfig, build_optimizer
 from marglik.prior import PriorGroups, weight_decay_to_precision
 from marglik.report import plot_run, save_figure
 from marglik.run_log import RunLog, environment, write_json
-from marglik.training import OnlineResult, OnlineTraining, Schedule
+from marglik.schedule import Schedule
+from marglik.training import OnlineResult, OnlineTraining
 
 __all__ = ["train"]
 

@@ -10,13 +10,8 @@ from torch.nn.utils import parameters_to_vector
 
 from kfac_backend.factors import kronecker_factors
 from kfac_backend.kronecker import KroneckerFactors
-from kfac_backend.laplace_interface import (
-    EigenKron,
-    FactorKron,
-    KfacGGN,
-    KfacInterface,
-    check_alignment,
-)
+from kfac_backend.laplace_interface import KfacGGN, KfacInterface, check_alignment
+from kfac_backend.laplace_kron import EigenKron, FactorKron
 from kfac_backend.options import KfacApprox
 from marglik import evidence
 from marglik.evidence import EvidenceTerms

@@ -6,10 +6,10 @@ steps are taken on σ² times it, so that learning rates do not depend on regres
 """
 
 import time
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from lightning.fabric import Fabric
@@ -21,7 +21,9 @@ from kfac_backend.factors import split_batch
 from kfac_backend.loss_hessian import check_targets, loss_sum
 from kfac_backend.options import Likelihood
 from marglik.hyperparameters import Hyperparameters, Laplace
+from marglik.loaders import Loader, count_examples
 from marglik.prior import precision_to_weight_decay
+from marglik.schedule import Schedule
 
 __all__ = [
     "Keep",
@@ -33,9 +35,7 @@ __all__ = [
     "penalty",
 ]
 
-Loader = Iterable[Any]
 Record = dict[str, Any]
-Keep = Literal["best", "last"]
 
 
 class FittableLaplace(Laplace, Protocol):
@@ -44,39 +44,6 @@ class FittableLaplace(Laplace, Protocol):
     def fit(self, train_loader: Any, *, progress_bar: bool = False) -> None:
         """Compute the curvature at the model's present parameters."""
         ...
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """When the hyperparameters are updated.
-
-    Args:
-        epochs: passes over the training data.
-        every: epochs between updates.
-        burn_in: no update before the end of this epoch.
-        steps: hyperparameter steps in each update.
-        last_epoch: whether the last epoch ends with an update even if ``every`` does not divide it,
-            so that the final weights take part in the comparison of evidences.
-        keep: "best" ends with the update of the highest evidence, its parameters put back into
-            the network; "last" with the last update.
-    """
-
-    epochs: int = 100
-    every: int = 5
-    burn_in: int = 0
-    steps: int = 100
-    last_epoch: bool = True
-    keep: Keep = "best"
-
-    def __post_init__(self) -> None:
-        for name, least in (("epochs", 1), ("every", 1), ("burn_in", 0), ("steps", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}.")
-
-    def is_due(self, epoch: int) -> bool:
-        """Whether an update follows this epoch; epochs count from 1."""
-        regular = epoch % self.every == 0 or (self.last_epoch and epoch == self.epochs)
-        return regular and epoch >= self.burn_in
 
 
 @dataclass
@@ -313,26 +280,6 @@ def penalty(parameters: list[nn.Parameter], weight_decays: list[Tensor]) -> Tens
     """½ Σ_g wd_g ‖θ_g‖², the prior's part of the loss."""
     terms = [(wd * p.square()).sum() for p, wd in zip(parameters, weight_decays, strict=True)]
     return 0.5 * torch.stack(terms).sum()
-
-
-def count_examples(loader: Loader) -> int:
-    """How many examples one pass over a loader yields, without loading them where it tells.
-
-    ``len(loader.dataset)`` would be wrong with ``drop_last`` or a sampler of a part.
-    """
-    if hasattr(loader, "num_examples"):
-        return loader.num_examples  # pyright: ignore[reportAttributeAccessIssue]
-    sampler = getattr(loader, "sampler", None)
-    batch_size = getattr(loader, "batch_size", None)
-    if isinstance(sampler, Sized) and batch_size:
-        count = len(sampler)
-        return count - count % batch_size if getattr(loader, "drop_last", False) else count
-    return sum(len(_any_tensor(batch)) for batch in loader)
-
-
-def _any_tensor(batch: Any) -> Tensor:
-    values = batch.values() if hasattr(batch, "values") else batch
-    return next(value for value in values if isinstance(value, Tensor))
 
 
 def _fabric_of(model: nn.Module) -> Fabric:

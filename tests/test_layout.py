@@ -43,9 +43,9 @@ def test_imports_point_one_way(package, forbidden):
     assert not backwards
 
 
-def test_one_file_imports_laplace_in_the_backend():
+def test_only_the_laplace_files_import_laplace_in_the_backend():
     files = {p.name for p, m in imports("kfac_backend") if m.split(".")[0] == "laplace"}
-    assert files == {"laplace_interface.py"}
+    assert files == {"laplace_interface.py", "laplace_kron.py"}
 
 
 def distributions(requirements):
@@ -82,7 +82,7 @@ def test_files_stay_small():
         str(path.relative_to(ROOT))
         for package in PACKAGES
         for path in (ROOT / package).rglob("*.py")
-        if len(path.read_text().splitlines()) > 320
+        if len(path.read_text().splitlines()) > 300
     ]
     assert not long
 

@@ -1,0 +1,31 @@
+"""What counts as a loader, and how many examples one holds."""
+
+from collections.abc import Iterable, Sized
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["Loader", "count_examples"]
+
+Loader = Iterable[Any]
+"""Batches (x, y), or mappings, examples first; iterated once per epoch."""
+
+
+def count_examples(loader: Loader) -> int:
+    """How many examples one pass over a loader yields, without loading them where it tells.
+
+    ``len(loader.dataset)`` would be wrong with ``drop_last`` or a sampler of a part.
+    """
+    if hasattr(loader, "num_examples"):
+        return loader.num_examples  # pyright: ignore[reportAttributeAccessIssue]
+    sampler = getattr(loader, "sampler", None)
+    batch_size = getattr(loader, "batch_size", None)
+    if isinstance(sampler, Sized) and batch_size:
+        count = len(sampler)
+        return count - count % batch_size if getattr(loader, "drop_last", False) else count
+    return sum(len(_any_tensor(batch)) for batch in loader)
+
+
+def _any_tensor(batch: Any) -> Tensor:
+    values = batch.values() if hasattr(batch, "values") else batch
+    return next(value for value in values if isinstance(value, Tensor))

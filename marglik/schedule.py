@@ -1,0 +1,41 @@
+"""When the hyperparameters are updated, and which update counts in the end."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Keep", "Schedule"]
+
+Keep = Literal["best", "last"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When the hyperparameters are updated.
+
+    Args:
+        epochs: passes over the training data.
+        every: epochs between updates.
+        burn_in: no update before the end of this epoch.
+        steps: hyperparameter steps in each update.
+        last_epoch: whether the last epoch ends with an update even if ``every`` does not divide it,
+            so that the final weights take part in the comparison of evidences.
+        keep: "best" ends with the update of the highest evidence, its parameters put back into
+            the network; "last" with the last update.
+    """
+
+    epochs: int = 100
+    every: int = 5
+    burn_in: int = 0
+    steps: int = 100
+    last_epoch: bool = True
+    keep: Keep = "best"
+
+    def __post_init__(self) -> None:
+        for name, least in (("epochs", 1), ("every", 1), ("burn_in", 0), ("steps", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}.")
+
+    def is_due(self, epoch: int) -> bool:
+        """Whether an update follows this epoch; epochs count from 1."""
+        regular = epoch % self.every == 0 or (self.last_epoch and epoch == self.epochs)
+        return regular and epoch >= self.burn_in
