@@ -25,15 +25,7 @@ from marglik.loaders import Loader, count_examples
 from marglik.prior import precision_to_weight_decay
 from marglik.schedule import Schedule
 
-__all__ = [
-    "Keep",
-    "Loader",
-    "OnlineResult",
-    "OnlineTraining",
-    "Schedule",
-    "count_examples",
-    "penalty",
-]
+__all__ = ["OnlineResult", "OnlineTraining", "penalty"]
 
 Record = dict[str, Any]
 

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from laplace import Laplace
 from torch import nn
 from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset
 
 from kfac_backend import kronecker_factors
 from kfac_backend.laplace_interface import KfacGGN
 from kfac_backend.layers import Bias, Scale
-from marglik import KronLaplace
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 MODES = ["expand", "reduce"]
@@ -73,8 +74,8 @@ def test_autocast_costs_the_precision_of_bfloat16_and_no_more(device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_laplace_fits_and_predicts_on_the_device(device):
     model, (x, y) = network().to(device), data()
-    la = KronLaplace(model, "classification", backend=KfacGGN)
-    la.fit([(x, y)])
+    la = Laplace(model, "classification", "all", "kron", backend=KfacGGN)
+    la.fit(DataLoader(TensorDataset(x, y), 4))
     assert torch.isfinite(la.log_marginal_likelihood())
     assert la(x.to(device)).device.type == device
 
