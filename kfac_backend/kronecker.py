@@ -167,25 +167,23 @@ class KroneckerFactors:
                 f"{path} has format version {header['version']}, this release reads up to "
                 f"{FORMAT_VERSION}; update marglik."
             )
-        blocks = {
-            entry["name"]: KroneckerBlock(
-                entry["name"],
-                tensors[f"{entry['name']}/B"],
-                tensors[f"{entry['name']}/A"] if entry["A"] else None,
-                entry["num_terms"],
-            )
-            for entry in header["blocks"]
-        }
-        return cls(
-            blocks,
-            header["num_data"],
-            header["num_outputs"],
-            header["num_loss_terms"],
-            header["loss"],
-            header["likelihood"],
-            header["kfac_approx"],
-            header["fisher"],
-        )
+        fields = ("num_data", "num_outputs", "num_loss_terms", "loss")
+        options = ("likelihood", "kfac_approx", "fisher")
+        try:
+            blocks = {
+                entry["name"]: KroneckerBlock(
+                    entry["name"],
+                    tensors[f"{entry['name']}/B"],
+                    tensors[f"{entry['name']}/A"] if entry["A"] else None,
+                    entry["num_terms"],
+                )
+                for entry in header["blocks"]
+            }
+            return cls(blocks, **{field: header[field] for field in (*fields, *options)})
+        except KeyError as error:
+            raise ValueError(
+                f"{path} lacks {error}; it was altered. Save the factors anew."
+            ) from error
 
     def _check_same_kind(self, other: "KroneckerFactors") -> None:
         for field in ("likelihood", "kfac_approx", "fisher", "num_outputs"):

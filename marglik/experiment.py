@@ -260,7 +260,7 @@ def _weight_decay_table(
     laplace: KronLaplace = learned.laplace
     gamma = laplace.effective_parameters()
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    delta = laplace.deltas.expand(len(trainable))
+    delta = laplace.prior_precision.expand(len(trainable))
     return {
         name: {
             "initial": prior.weight_decay,

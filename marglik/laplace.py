@@ -103,6 +103,24 @@ class KronLaplace(LaplaceTorchKronLaplace):
             asdl_fisher_kwargs,
         )
 
+    @property
+    def prior_precision(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """δ > 0, (1,) or one per trainable tensor; set it to a scalar or a tensor."""
+        return self._prior_precision
+
+    @prior_precision.setter
+    def prior_precision(self, prior_precision: float | Tensor) -> None:
+        delta = torch.as_tensor(prior_precision)
+        if delta.dim() > 1 or delta.numel() not in (1, self.n_layers):
+            raise ValueError(
+                f"prior_precision has shape {tuple(delta.shape)}; expected a scalar or "
+                f"({self.n_layers},), one per trainable tensor."
+            )
+        if not (delta > 0).all():
+            raise ValueError(f"prior_precision must be positive, not {delta.min().item()}.")
+        inherited: Any = LaplaceTorchKronLaplace.prior_precision
+        inherited.fset(self, prior_precision)
+
     def fit(
         self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool = False
     ) -> None:
@@ -149,11 +167,6 @@ class KronLaplace(LaplaceTorchKronLaplace):
         """Nothing to allocate: the factors come whole from the pass."""
 
     @property
-    def deltas(self) -> Tensor:
-        """The prior precision, (1,) or one per trainable tensor."""
-        return cast(Tensor, self.prior_precision)
-
-    @property
     def H(self) -> EigenKron:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The curvature with eigenvectors, computed when first asked for."""
         if self.factors is None:
@@ -183,10 +196,10 @@ class KronLaplace(LaplaceTorchKronLaplace):
         """
         terms = self.evidence_terms
         if prior_precision is not None:
-            self.prior_precision = prior_precision  # pyright: ignore[reportAttributeAccessIssue]
+            self.prior_precision = prior_precision
         if sigma_noise is not None:
             self.sigma_noise = sigma_noise
-        delta = self.deltas if prior_precision is None else prior_precision
+        delta = self.prior_precision if prior_precision is None else prior_precision
         sigma = self.sigma_noise if sigma_noise is None else sigma_noise
         if self.damping:
             return super().log_marginal_likelihood()
@@ -203,7 +216,7 @@ class KronLaplace(LaplaceTorchKronLaplace):
         if self.factors is None or self.damping:
             return super().log_det_posterior_precision
         scaled = self._H_factor.double()
-        delta = self.deltas.double().expand(self.n_layers)
+        delta = self.prior_precision.double().expand(self.n_layers)
         return torch.stack(
             [
                 (values * scaled + d).log().sum()
@@ -214,7 +227,7 @@ class KronLaplace(LaplaceTorchKronLaplace):
     def effective_parameters(self) -> Tensor:
         """γ per trainable tensor: how many of its directions the data determines."""
         return evidence.effective_parameters(
-            self.evidence_terms, self.deltas, self.sigma_noise, self.temperature
+            self.evidence_terms, self.prior_precision, self.sigma_noise, self.temperature
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning.fabric import Fabric
@@ -20,22 +20,14 @@ from tqdm.auto import tqdm
 from kfac_backend.factors import split_batch
 from kfac_backend.loss_hessian import check_targets, loss_sum
 from kfac_backend.options import Likelihood
-from marglik.hyperparameters import Hyperparameters, Laplace
+from marglik.hyperparameters import Hyperparameters
 from marglik.loaders import Loader, count_examples
 from marglik.prior import precision_to_weight_decay
 from marglik.schedule import Schedule
 
-__all__ = ["OnlineResult", "OnlineTraining", "penalty"]
+__all__ = ["OnlineResult", "OnlineTraining"]
 
 Record = dict[str, Any]
-
-
-class FittableLaplace(Laplace, Protocol):
-    """A Laplace approximation that the loop can fit."""
-
-    def fit(self, train_loader: Any, *, progress_bar: bool = False) -> None:
-        """Compute the curvature at the model's present parameters."""
-        ...
 
 
 @dataclass
@@ -163,7 +155,7 @@ class OnlineTraining:
             f = self._forward(x)
             check_targets(f, y, self.likelihood)
             data_loss = loss_sum(f, y, self.likelihood)
-            prior_loss = penalty(parameters, decays)
+            prior_loss = _penalty(parameters, decays)
             self.fabric.backward(data_loss / len(f) + variance * prior_loss)
             self.optimizer.step()
             if self.scheduler is not None:
@@ -268,7 +260,7 @@ class OnlineTraining:
             self.on_record(record)
 
 
-def penalty(parameters: list[nn.Parameter], weight_decays: list[Tensor]) -> Tensor:
+def _penalty(parameters: list[nn.Parameter], weight_decays: list[Tensor]) -> Tensor:
     """½ Σ_g wd_g ‖θ_g‖², the prior's part of the loss."""
     terms = [(wd * p.square()).sum() for p, wd in zip(parameters, weight_decays, strict=True)]
     return 0.5 * torch.stack(terms).sum()

@@ -22,6 +22,8 @@ class Conv2dRule(WeightSharingRule):
 
     def inputs(self, layer: nn.Conv2d, a: Tensor) -> Tensor:
         """(N, C, H, W) as patches (G, N, R, d_in)."""
+        if a.dim() != 4:
+            raise ValueError(f"{layer} got shape {tuple(a.shape)}; needs a batch (N, C, H, W).")
         patches = F.unfold(
             pad_input(layer, a), layer.kernel_size, dilation=layer.dilation, stride=layer.stride
         )  # (N, C·k1·k2, R)

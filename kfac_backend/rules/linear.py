@@ -14,6 +14,8 @@ class LinearRule(WeightSharingRule):
 
     def inputs(self, layer: nn.Linear, a: Tensor) -> Tensor:
         """(N, ..., d_in) as (1, N, R, d_in)."""
+        if a.dim() < 2:
+            raise ValueError(f"{layer} got shape {tuple(a.shape)}; needs a batch (N, ..., d_in).")
         return _flatten_shared(a)[None]
 
     def output_gradients(self, layer: nn.Linear, b: Tensor) -> Tensor:

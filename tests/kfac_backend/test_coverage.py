@@ -164,6 +164,14 @@ def test_bad_data():
         kronecker_factors(model, [X[0]], "classification")
 
 
+def test_inputs_without_a_batch_axis():
+    with pytest.raises(ValueError, match="Linear.* got shape \\(3,\\); needs a batch"):
+        factors(nn.Linear(3, 2), X[0], Y[:1])
+    model = nn.Sequential(nn.Conv2d(3, 2, 1), nn.Flatten(0), nn.Linear(8, 2))
+    with pytest.raises(ValueError, match="Conv2d.* got shape \\(3, 2, 2\\); needs a batch"):
+        factors(model, torch.randn(3, 2, 2), Y[:1])
+
+
 def test_nan_in_weights_and_overflow_are_told_apart():
     model = nn.Sequential(nn.Linear(3, 2))
     with torch.no_grad():

@@ -181,6 +181,10 @@ def test_files_that_are_none(model, tmp_path):
     save_file({"x": torch.zeros(1)}, path, metadata={"header": json.dumps(newer)})
     with pytest.raises(ValueError, match="format version 99"):
         KroneckerFactors.load(path)
+    altered = newer | {"version": 1}
+    save_file({"x": torch.zeros(1)}, path, metadata={"header": json.dumps(altered)})
+    with pytest.raises(ValueError, match="lacks 'blocks'; it was altered"):
+        KroneckerFactors.load(path)
 
 
 def test_a_failed_save_leaves_the_old_file(model, tmp_path, monkeypatch):

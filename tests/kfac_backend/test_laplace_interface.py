@@ -174,6 +174,7 @@ def test_batches_that_are_mappings(backend, structure):
     plain = Laplace(network(), "classification", "all", structure, backend=backend)
     plain.fit(loader("classification"))
     assert_close(la.log_marginal_likelihood(), plain.log_marginal_likelihood())
+    assert_close(la({"pixels": Rows.x[:3]}), plain(Rows.x[:3]))
 
 
 def test_grouped_convolutions_are_block_diagonal():

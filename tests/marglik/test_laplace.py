@@ -181,7 +181,10 @@ def test_our_class_does_not_shadow_laplace_torchs():
     [
         ({"likelihood": "bernoulli"}, ValueError, "'bernoulli' is not supported"),
         ({"backend": laplace.curvature.CurvlinopsGGN}, TypeError, "pass KfacGGN or KfacEF"),
-        ({"prior_precision": torch.ones(4)}, ValueError, "prior precision"),
+        ({"prior_precision": torch.ones(4)}, ValueError, "\\(4,\\); expected a scalar or \\(6,\\)"),
+        ({"prior_precision": torch.ones(6, 1)}, ValueError, "shape \\(6, 1\\)"),
+        ({"prior_precision": -0.5}, ValueError, "must be positive, not -0.5"),
+        ({"prior_precision": torch.tensor(float("nan"))}, ValueError, "must be positive, not nan"),
     ],
 )
 def test_wrong_arguments(arguments, error, message):
