@@ -104,7 +104,7 @@ class KronLaplace(LaplaceTorchKronLaplace):
         )
 
     @property
-    def prior_precision(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def prior_precision(self) -> Tensor:
         """δ > 0, (1,) or one per trainable tensor; set it to a scalar or a tensor."""
         return self._prior_precision
 
@@ -196,7 +196,7 @@ class KronLaplace(LaplaceTorchKronLaplace):
         """
         terms = self.evidence_terms
         if prior_precision is not None:
-            self.prior_precision = prior_precision
+            self.prior_precision = prior_precision  # pyright: ignore[reportIncompatibleMethodOverride]
         if sigma_noise is not None:
             self.sigma_noise = sigma_noise
         delta = self.prior_precision if prior_precision is None else prior_precision
