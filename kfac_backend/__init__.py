@@ -1,6 +1,6 @@
 """K-FAC with expand and reduce modes, for torch models and as a backend of laplace-torch.
 
-The backend classes live in `kfac_backend.laplace_interface`, which alone imports laplace.
+The backend classes live in `kfac_backend.laplace_interface`.
 """
 
 from kfac_backend.block import EigenBlock, KroneckerBlock

@@ -72,7 +72,11 @@ class KroneckerBlock:
                 "the same model can be added."
             )
         A, terms = self.A, self.num_terms + other.num_terms
-        if A is not None and other.A is not None and terms:
+        if A is not None and not (self.num_terms > 0 and other.num_terms > 0):
+            raise ValueError(
+                f"The block of '{self.name}' needs num_terms for its mean A to be added."
+            )
+        if A is not None and other.A is not None:
             A = A * (self.num_terms / terms) + other.A * (other.num_terms / terms)
         return replace(self, B=self.B + other.B, A=A, num_terms=terms)
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from kfac_backend.coverage import Coverage, TrackedLayer, call_with, first_input
+from kfac_backend.coverage import Coverage, TrackedLayer
 
-__all__ = ["Capture"]
+__all__ = ["Capture", "call_with", "first_input"]
 
 OnInput = Callable[[TrackedLayer, Tensor], None]
 OnGradient = Callable[[TrackedLayer, Tensor | None, Tensor], None]
@@ -27,6 +27,10 @@ class Capture:
         on_input: called with (layer, input) in the forward pass.
         on_gradient: called with (layer, input or None, output gradient) in each backward pass; the
             input is there if the layer's rule needs it.
+
+    Raises:
+        NotImplementedError: in the forward pass, a layer that runs twice, or under no_grad.
+        TypeError: in the forward pass, a layer's input that is not of floating point.
     """
 
     def __init__(
@@ -38,11 +42,14 @@ class Capture:
         self._on_gradient = on_gradient
         self._handles: list[RemovableHandle] = []
         self._sources: list[Tensor] = []
+        self._seen: set[str] = set()
 
     def __enter__(self) -> "Capture":
         for tracked in self._coverage.layers:
-            hook = self._forward_hook(tracked)
-            self._handles.append(tracked.layer.register_forward_hook(hook, with_kwargs=True))
+            before, after = self._pre_hook(tracked), self._forward_hook(tracked)
+            layer = tracked.layer
+            self._handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
+            self._handles.append(layer.register_forward_hook(after, with_kwargs=True))
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -54,6 +61,7 @@ class Capture:
     def forward(self, x: Any) -> Any:
         """The model's output at x, with a graph down to the first tracked outputs."""
         self._sources.clear()
+        self._seen.clear()
         with torch.enable_grad():
             return call_with(self._model, {}, x)
 
@@ -62,7 +70,32 @@ class Capture:
         for vector in vectors:
             # Without a graph the output depends on no tracked layer: all gradients are zero.
             if f.requires_grad:
-                torch.autograd.grad(f, self._sources, vector, retain_graph=True, allow_unused=True)
+                torch.autograd.grad(
+                    f, self._sources, vector.to(f.dtype), retain_graph=True, allow_unused=True
+                )
+
+    def _pre_hook(self, tracked: TrackedLayer) -> Callable[..., None]:
+        def hook(layer: nn.Module, args: tuple, kwargs: dict) -> None:
+            a = first_input(args, kwargs)
+            if not a.is_floating_point():
+                raise TypeError(
+                    f"Layer {tracked} got an input of dtype {a.dtype}; it needs floating point. "
+                    "Convert the data, for example x.float() / 255 for images in uint8."
+                )
+            if not torch.is_grad_enabled():
+                raise NotImplementedError(
+                    f"Layer {tracked} runs without gradients (under torch.no_grad, or in a "
+                    "reentrant checkpoint). Freeze it (requires_grad_(False)), or let gradients "
+                    "through."
+                )
+            if tracked.name in self._seen:
+                raise NotImplementedError(
+                    f"Layer {tracked} runs more than once in a forward pass; tied weights are not "
+                    "supported yet. Use separate layers, or freeze it (requires_grad_(False))."
+                )
+            self._seen.add(tracked.name)
+
+        return hook
 
     def _forward_hook(self, tracked: TrackedLayer) -> Callable[..., Tensor]:
         def hook(layer: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
@@ -79,3 +112,14 @@ class Capture:
             return output
 
         return hook
+
+
+def call_with(model: nn.Module, parameters: dict[str, Tensor], x: Any) -> Any:
+    """The model's output at x with these parameters, and its other parameters as constants."""
+    constants = {name: p.detach() for name, p in model.named_parameters()}
+    return torch.func.functional_call(model, constants | parameters, (x,))
+
+
+def first_input(args: tuple, kwargs: dict) -> Tensor:
+    """A layer's input, from the arguments that a hook sees."""
+    return args[0] if args else next(iter(kwargs.values()))

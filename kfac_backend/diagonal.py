@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.coverage import call_with
+from kfac_backend.capture import call_with
 from kfac_backend.loss_hessian import backward_vectors
 from kfac_backend.options import Fisher, Likelihood
 
@@ -36,8 +36,8 @@ def ggn_diagonal(
         return diagonal
     for vector in backward_vectors(f, y, likelihood, fisher, mc_samples, generator):
         for n in range(len(f)):
-            only = torch.zeros_like(vector)
-            only[n] = vector[n]
+            only = torch.zeros_like(f)
+            only[n] = vector[n].to(f.dtype)
             grads = torch.autograd.grad(
                 f, list(parameters.values()), only, retain_graph=True, allow_unused=True
             )

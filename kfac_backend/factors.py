@@ -9,12 +9,13 @@ from tqdm.auto import tqdm
 
 from kfac_backend.block import KroneckerBlock
 from kfac_backend.capture import Capture
-from kfac_backend.coverage import TrackedLayer, find_coverage, verify_coverage
+from kfac_backend.coverage import TrackedLayer, find_coverage
 from kfac_backend.diagonal import ggn_diagonal
 from kfac_backend.kronecker import KroneckerFactors
 from kfac_backend.loss_hessian import backward_vectors, check_targets, loss_sum
 from kfac_backend.options import Fisher, KfacApprox, Likelihood, Unsupported, check_option
 from kfac_backend.precision import full_float32
+from kfac_backend.verification import verify_coverage
 
 __all__ = ["CurvaturePass", "kronecker_factors"]
 
@@ -38,11 +39,12 @@ def kronecker_factors(
     reduce where positions are summed or averaged into one output per example. Source: Eschenhagen
     et al. 2023 (arXiv:2311.00636), sections 3.2 and 3.3.
 
-    The model runs in the mode (train or eval) it is in; dropout that is on stays on.
+    The model runs in the mode (train or eval) it is in; dropout that is on stays on. The first
+    batch runs three times: twice to prove that the hooks see all, once for the curvature.
 
     Args:
         model: any model of the supported layers; parameters with ``requires_grad=False`` have no
-            block and cost nothing. The model is not changed.
+            block and cost nothing. Its parameters, their flags and its mode are not changed.
         data: batches (x, y), or mappings that the model takes whole, with targets under
             ``dict_key_y``; they are moved to the model's device. Examples come first; batches may
             differ in size.
@@ -124,13 +126,19 @@ class CurvaturePass:
         """Add one batch: a forward pass, and one backward pass per vector."""
         device = next(self._model.parameters()).device
         x, y = to_device(x, device), to_device(y, device)
+        if isinstance(y, Tensor) and y.dim() and not len(y):
+            raise ValueError("A batch has no examples; drop it, or check the loader's sampler.")
+        if isinstance(x, Tensor):
+            x = x.detach()
         if not self._verified:
-            verify_coverage(self._model, self._coverage, x, self._kfac_approx)
+            verify_coverage(self._model, self._coverage, x)
             self._verified = True
+        self._rows: dict[str, int] = {}
         with Capture(self._model, self._coverage, self._add_input, self._add_gradient) as capture:
             f = capture.forward(x)
             check_targets(f, y, self._likelihood)
             self._check_finite(f, x)
+            self._check_rows(len(f))
             capture.backward(f, self._vectors(f, y))
         if self._coverage.diagonal:
             self._add_diagonal(x, y)
@@ -172,7 +180,20 @@ class CurvaturePass:
             f, y, self._likelihood, self._fisher, self._mc_samples, self._generator
         )
 
+    def _check_rows(self, examples: int) -> None:
+        """Each example's rows must be known, where positions are summed or a layer needs it."""
+        for tracked in self._coverage.layers:
+            rows = self._rows.get(tracked.name, examples)
+            by_example = self._kfac_approx == "reduce" or tracked.rule.needs_examples
+            if rows != examples and by_example:
+                raise NotImplementedError(
+                    f"Layer {tracked} got {rows} rows in a batch of {examples} examples; "
+                    f"kfac_approx={self._kfac_approx!r} must know each example's rows. Keep the "
+                    "batch axis first and the shared axes apart: (N, ..., d)."
+                )
+
     def _add_input(self, tracked: TrackedLayer, a: Tensor) -> None:
+        self._rows[tracked.name] = len(a) if a.dim() else 0
         grams = tracked.rule.input_grams(
             tracked.layer, a, self._kfac_approx, tracked.parameters.keys()
         )

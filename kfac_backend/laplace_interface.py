@@ -85,7 +85,7 @@ class KfacInterface(CurvatureInterface):
         curvature = self._curvature_pass(
             model,
             kfac_approx or self.kfac_approx,
-            mc_samples or getattr(self, "num_samples", 1),
+            getattr(self, "num_samples", 1) if mc_samples is None else mc_samples,
         )
         curvature.reset()
         curvature.add(x, y)

@@ -28,7 +28,9 @@ class FactorKron(Kron):
 
     @classmethod
     def from_factors(cls, factors: KroneckerFactors, dtype: torch.dtype | None = None):
-        """A Kron of these factors, in the parameters' dtype if one is given."""
+        """A Kron of these factors, in the parameters' dtype if one is given, float32 at least."""
+        if dtype is not None:
+            dtype = torch.promote_types(dtype, torch.float32)
         kfacs = [
             [F.to(dtype) for F in (block.B, block.A) if F is not None]
             for block in factors.blocks.values()
@@ -49,9 +51,13 @@ class FactorKron(Kron):
         if not isinstance(other, Kron):
             raise ValueError(f"Can only add Kron to Kron, not {type(other).__name__}.")
         if not isinstance(other, FactorKron):
-            if len(other) != len(self) or any(F.any() for Fs in other.kfacs for F in Fs):
+            if len(other) == len(self) and not any(F.any() for Fs in other.kfacs for F in Fs):
+                return self
+            # What laplace-torch's load_state_dict makes of our factors.
+            shapes = [[F.shape for F in Fs] for Fs in self.kfacs]
+            if [[F.shape for F in Fs] for Fs in other.kfacs] != shapes:
                 raise ValueError("Can only add curvature from the same backend and model.")
-            return self
+            other = FactorKron(cast(list[list[Tensor]], other.kfacs), self.names)
         if self.names != other.names:
             raise ValueError("Can only add curvature of the same parameters.")
         sums = [

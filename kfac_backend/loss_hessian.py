@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kfac_backend.options import Fisher, Likelihood
+from kfac_backend.weight_sharing import at_least_float32
 
 __all__ = ["backward_vectors", "check_targets", "loss_hessian_root", "loss_sum"]
 
@@ -42,7 +43,7 @@ def backward_vectors(
       terms are drawn independently, so that mixing them has expectation zero.
     - empirical: the gradient of ℓ at the label, one term at a time.
     """
-    f = f.detach()
+    f = at_least_float32(f.detach())
     if fisher == "mc":
         for _ in range(mc_samples):
             yield _sampled_gradient(f, likelihood, generator) / mc_samples**0.5

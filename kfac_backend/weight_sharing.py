@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kfac_backend.options import KfacApprox
 
-__all__ = ["gradient_gram", "input_gram"]
+__all__ = ["at_least_float32", "gradient_gram", "input_gram"]
 
 
 def input_gram(
@@ -24,6 +24,7 @@ def input_gram(
     â_n = 1/R Σ_r a_nr, of N terms.
     """
     _, examples, positions, _ = a.shape
+    a = at_least_float32(a)
     if kfac_approx == "reduce":
         return _gram(a.mean(dim=2)), examples
     return _gram(a.flatten(1, 2)), examples * positions
@@ -36,13 +37,18 @@ def gradient_gram(
 
     Expand: Σ_n Σ_r b_nr b_nrᵀ. Reduce: Σ_n b̂_n b̂_nᵀ with the sum over positions b̂_n = Σ_r b_nr.
     """
+    b = at_least_float32(b)
     if kfac_approx == "reduce":
         return _gram(b.sum(dim=2))
     return _gram(b.flatten(1, 2))
 
 
+def at_least_float32(x: Tensor) -> Tensor:
+    """The tensor in float64 if it is, else in float32: sums of half precision lose too much."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def _gram(rows: Float[Tensor, "G M d"]) -> Float[Tensor, "G d d"]:
-    """Σ_m rows_m rows_mᵀ per group, in float32 at least, whatever autocast says."""
-    rows = rows if rows.dtype == torch.float64 else rows.float()
+    """Σ_m rows_m rows_mᵀ per group, whatever autocast says."""
     with torch.autocast(rows.device.type, enabled=False):
         return rows.mT @ rows

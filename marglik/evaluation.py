@@ -12,7 +12,7 @@ from torchmetrics.aggregation import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassCalibrationError
 from tqdm.auto import tqdm
 
-from kfac_backend.coverage import call_with
+from kfac_backend.capture import call_with
 from marglik.laplace import KronLaplace
 from marglik.loaders import Loader
 from marglik.modes import eval_mode

@@ -2,12 +2,12 @@
 
 from collections.abc import Collection
 
-import torch
 from torch import Tensor
 
 from kfac_backend.layers import Bias, Scale
 from kfac_backend.options import KfacApprox
 from kfac_backend.rules.rule import Rule
+from kfac_backend.weight_sharing import at_least_float32
 
 __all__ = ["BiasRule", "ScaleRule"]
 
@@ -39,7 +39,7 @@ class BiasRule(_ScalarRule):
         names: Collection[str],
     ) -> dict[str, Tensor]:
         """Σ_n (Σ b_n)², as (1, 1, 1)."""
-        return {"bias": _sum_of_squares(b.flatten(1).sum(1))}
+        return {"bias": _sum_of_squares(at_least_float32(b).flatten(1).sum(1))}
 
 
 class ScaleRule(_ScalarRule):
@@ -59,10 +59,10 @@ class ScaleRule(_ScalarRule):
     ) -> dict[str, Tensor]:
         """Σ_n (a_n · b_n)², as (1, 1, 1)."""
         assert a is not None
-        return {"scale": _sum_of_squares((a * b).flatten(1).sum(1))}
+        product = at_least_float32(a) * at_least_float32(b)
+        return {"scale": _sum_of_squares(product.flatten(1).sum(1))}
 
 
 def _sum_of_squares(derivatives: Tensor) -> Tensor:
-    """Σ_n d_n² as a (1, 1, 1) Gram matrix, in float32 at least."""
-    d = derivatives if derivatives.dtype == torch.float64 else derivatives.float()
-    return d.square().sum().reshape(1, 1, 1)
+    """Σ_n d_n² as a (1, 1, 1) Gram matrix."""
+    return derivatives.square().sum().reshape(1, 1, 1)

@@ -41,6 +41,27 @@ class WithExtra(nn.Linear):
         return super().forward(input) * self.gain
 
 
+def with_unit_norm(layer):
+    with torch.no_grad():
+        layer.weight /= layer.weight.norm()
+    return layer
+
+
+def with_hook(model):
+    model[0].register_forward_hook(lambda layer, args, output: 3 * output)
+    return model
+
+
+def with_patched_forward(layer):
+    layer.forward = lambda x: F.linear(x, layer.weight * 2, layer.bias)
+    return layer
+
+
+def under_no_grad(layer, x):
+    with torch.no_grad():
+        return layer(x)
+
+
 def shared_weight():
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     second.weight = first.weight
@@ -77,7 +98,44 @@ NOT_IMPLEMENTED = {
     ),
     "subclass that computes something else": (
         nn.Sequential(ScaledLinear(3, 2)),
-        "overrides forward",
+        "computes something else than its class Linear",
+    ),
+    "subclass with another derivative only": (
+        nn.Sequential(with_unit_norm(ScaledLinear(3, 2))),
+        "computes something else than its class Linear",
+    ),
+    "hook that changes the output": (
+        with_hook(nn.Sequential(nn.Linear(3, 2))),
+        "computes something else",
+    ),
+    "forward patched on the instance": (
+        with_patched_forward(nn.Linear(3, 2)),
+        "computes something else",
+    ),
+    "no batch axis": (
+        Lambda(
+            lambda m, x: m.out(torch.tanh(x[:, None] + m.pos(m.grid))).sum(1),
+            pos=nn.Linear(3, 3),
+            out=nn.Linear(3, 2),
+            grid=torch.randn(5, 3),
+        ),
+        "layer 'pos' \\(Linear\\) the rows of different examples mix",
+    ),
+    "positions first, as many as examples": (
+        Lambda(lambda m, x: m.fc(x[:, None] * torch.ones(4, 4, 1)).mean(0), fc=nn.Linear(3, 2)),
+        "the rows of different examples mix",
+    ),
+    "normalised over the batch": (
+        Lambda(
+            lambda m, x: m.out(F.batch_norm(m.fc(x), None, None, training=True)),
+            fc=nn.Linear(3, 3),
+            out=nn.Linear(3, 2),
+        ),
+        "layer 'fc' \\(Linear\\) the rows of different examples mix",
+    ),
+    "layer under no_grad": (
+        Lambda(lambda m, x: m.out(under_no_grad(m.fc, x)), fc=nn.Linear(3, 3), out=nn.Linear(3, 2)),
+        "'fc' \\(Linear\\) runs without gradients",
     ),
 }
 
@@ -89,6 +147,20 @@ def test_what_hooks_cannot_see_is_a_named_error(case):
         factors(model)
     assert "requires_grad_(False)" in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_what_looks_alike_but_is_right():
+    """One module under two names; a layer that sees one example more than the batch has rows."""
+    layer = nn.Linear(3, 2)
+    model = nn.ModuleDict({"first": layer, "again": nn.Sequential(layer)})
+    model.forward = lambda x: layer(x)
+    assert list(factors(model).blocks) == ["first.weight", "first.bias"]
+
+
+def test_a_layer_that_runs_twice_in_a_later_batch():
+    model = Lambda(lambda m, x: m.fc(x) if len(x) < 3 else m.fc(m.fc(x)), fc=nn.Linear(3, 3))
+    with pytest.raises(NotImplementedError, match="'fc'.*more than once"):
+        kronecker_factors(model, [(X[:2], Y[:2]), (X, Y)], "classification")
 
 
 def test_error_lists_the_supported_layers():
@@ -109,6 +181,12 @@ def test_positions_folded_into_the_batch_axis():
 
 
 VALUE_ERRORS = {
+    "BatchNorm without running statistics": (
+        nn.Sequential(
+            nn.BatchNorm1d(3, affine=False, track_running_stats=False), nn.Linear(3, 2)
+        ).eval(),
+        "keeps no running statistics",
+    ),
     "no trainable parameter": (nn.Linear(3, 2).requires_grad_(False), "no trainable parameter"),
     "no parameter at all": (nn.ReLU(), "no trainable parameter"),
     "BatchNorm in train mode": (
@@ -154,12 +232,14 @@ def test_bad_data():
     model = nn.Linear(3, 2)
     with pytest.raises(ValueError, match="The data is empty"):
         kronecker_factors(model, [], "classification")
-    with pytest.raises(TypeError, match="'fc' got an input of dtype torch.uint8.*x.float"):
+    with pytest.raises(TypeError, match="'fc' .Linear. got an input of dtype torch.uint8.*x.float"):
         factors(Lambda(lambda m, x: m.fc(x), fc=model), (X * 9).byte())
     with pytest.raises(ValueError, match="inputs contain NaN"):
         factors(model, X.clone().index_fill_(0, torch.tensor([1]), torch.nan))
     with pytest.raises(ValueError, match="Label 2 is out of range"):
         factors(model, y=torch.tensor([0, 1, 2, 0]))
+    with pytest.raises(ValueError, match="A batch has no examples"):
+        factors(model, X[:0], Y[:0])
     with pytest.raises(TypeError, match="expected \\(x, y\\)"):
         kronecker_factors(model, [X[0]], "classification")
 

@@ -134,6 +134,12 @@ def test_sum_and_product(model):
         first + other
 
 
+def test_means_without_a_count_cannot_be_added():
+    block = KroneckerBlock("w", torch.eye(2), torch.eye(3))
+    with pytest.raises(ValueError, match="'w' needs num_terms"):
+        block.add(block)
+
+
 def test_to_changes_the_dtype(model):
     assert all(
         b.B.dtype == torch.float32

@@ -239,11 +239,25 @@ def test_only_the_same_curvature_can_be_added():
     la = Laplace(network(), "classification", "all", backend=KfacGGN)
     la.fit(data)
     assert isinstance(la.H_facs, FactorKron) and isinstance(la.H, EigenKron)
-    foreign = Kron([[torch.ones_like(F) for F in Fs] for Fs in la.H_facs.kfacs])
+    foreign = Kron([[torch.ones(2, 2)] for _ in la.H_facs.kfacs])
     with pytest.raises(ValueError, match="same backend"):
         foreign + la.H_facs
     with pytest.raises(ValueError, match="Can only add Kron"):
         la.H_facs + 1.0
+
+
+def test_state_dict_of_laplace_torch_round_trips():
+    data, x = loader("classification"), loader("classification").dataset.tensors[0]
+    la, other, twice = (
+        Laplace(network(), "classification", "all", backend=KfacGGN) for _ in range(3)
+    )
+    la.fit(data)
+    other.load_state_dict(la.state_dict())
+    assert_close(other(x), la(x))
+    other.fit(data, override=False)
+    twice.fit(data)
+    twice.fit(data, override=False)
+    assert_close(other.H_facs.to_matrix(), twice.H_facs.to_matrix())
 
 
 def test_parameters_without_a_block_are_named():
