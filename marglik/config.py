@@ -90,7 +90,8 @@ class RunConfig:
         output: folder of the run's log, results and plot; runs/NAME OF THE DATA if null.
         overwrite: whether a run that is already in that folder may be replaced.
         tensorboard: whether to write TensorBoard files as well.
-        accelerator: cpu, cuda, mps; auto takes the fastest there is.
+        accelerator: cpu or cuda; auto takes cuda where there is one. (Apple's mps lacks float64,
+            which the evidence needs.)
         precision: Lightning's name of the network steps' precision; parameters, curvature and
             predictions stay in float32.
         progress: whether to show progress bars.
@@ -104,7 +105,7 @@ class RunConfig:
     output: str | None = None
     overwrite: bool = False
     tensorboard: bool = False
-    accelerator: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
     progress: bool = True
 

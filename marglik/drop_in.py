@@ -13,6 +13,7 @@ from kfac_backend.laplace_interface import KfacGGN
 from kfac_backend.options import KfacApprox, Likelihood
 from marglik.hyperparameters import Hyperparameters
 from marglik.laplace import KronLaplace
+from marglik.loaders import CountedLoader
 from marglik.prior import PriorGroups, PriorStructure
 from marglik.schedule import Schedule
 from marglik.training import OnlineTraining
@@ -52,6 +53,8 @@ def marglik_training(
     What differs: the data that was seen is counted (``drop_last``, samplers); one temperature T
     holds in loss, evidence and posterior (laplace-torch divides the prior by T in the loss, and
     multiplies the initial precision by it); ``losses`` are means of `OnlineTraining`'s objective.
+    With "diag", "full" or another backend the evidence is laplace-torch's own, whose Gaussian
+    normaliser is not tempered.
 
     Args:
         model: the network; returns logits, or means in regression.
@@ -91,10 +94,11 @@ def marglik_training(
         )
     if prior_structure == "diag" and hessian_structure == "kron":
         raise ValueError("Kronecker factors need prior_structure 'layerwise' or 'scalar'.")
-    ours = hasattr(backend, "fisher")
+    ours = hasattr(backend, "fisher") and hessian_structure == "kron"
     if kfac_approx != "expand" and not ours:
         raise ValueError(
-            f"kfac_approx={kfac_approx!r} needs backend KfacGGN or KfacEF, not {backend.__name__}."
+            f"kfac_approx={kfac_approx!r} needs hessian_structure 'kron' and backend KfacGGN or "
+            f"KfacEF, not {hessian_structure!r} and {backend.__name__}."
         )
     optimizer_kwargs = dict(optimizer_kwargs or {})
     if optimizer_kwargs.get("weight_decay"):
@@ -114,7 +118,7 @@ def marglik_training(
             "dict_key_y": dict_key_y,
             "backend": backend,
         }
-        if ours and hessian_structure == "kron":
+        if ours:
             return KronLaplace(model, likelihood, kfac_approx=kfac_approx, **arguments)
         return Laplace(model, likelihood, "all", hessian_structure, **arguments)
 
@@ -137,8 +141,11 @@ def marglik_training(
         Schedule(n_epochs, marglik_frequency, n_epochs_burnin, n_hypersteps, last_epoch=False),
         temperature=temperature,
         scheduler=scheduler,
+        # laplace-torch takes the length of the dataset for the number of examples that it sees.
+        curvature_loader=train_loader if ours else CountedLoader(train_loader),
         dict_key_y=dict_key_y,
         progress=progress_bar,
     ).run()
+    model.eval()  # as laplace-torch leaves it
     losses = [record["objective"] for record in result.records if record["kind"] == "epoch"]
     return result.laplace, model, [-evidence for evidence in result.evidences], losses

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from kfac_backend.coverage import find_coverage
+from kfac_backend.factors import CurvaturePass
 from kfac_backend.files import atomic_path
 from kfac_backend.laplace_interface import KfacEF, KfacGGN
 from marglik.config import CurvatureConfig, PriorConfig, RunConfig
@@ -24,7 +25,6 @@ from marglik.evaluation import (
 )
 from marglik.hyperparameters import Hyperparameters
 from marglik.laplace import KronLaplace
-from marglik.modes import eval_mode
 from marglik.optimizers import OptimizerConfig, build_optimizer
 from marglik.prior import PriorGroups, weight_decay_to_precision
 from marglik.report import plot_run, save_figure
@@ -77,11 +77,6 @@ def train(
 
     with RunLog(folder, tensorboard=run.tensorboard, overwrite=run.overwrite) as log:
         learned, metrics = setup.train_and_evaluate(model, "learned", schedule, log)
-    if initial_model is not None:
-        never = replace(schedule, burn_in=run.epochs + 1)
-        _, baseline_metrics = setup.train_and_evaluate(initial_model, "initial", never)
-        metrics |= baseline_metrics
-
     num_data = learned.laplace.n_data
     updates = [record for record in learned.records if record["kind"] == "update"]
     results = {
@@ -105,13 +100,19 @@ def train(
         "seconds": time.perf_counter() - start,
         **environment(fabric.device),
     }
-    write_json(folder / "results.json", results)
+    write_json(folder / "results.json", results)  # before the baseline, which may fail
     with atomic_path(folder / "model.safetensors") as temporary:
         save_file({n: t.contiguous() for n, t in model.state_dict().items()}, temporary)
     figure = plot_run(
         learned.records, prior.weight_decay, num_data, f"{type(model).__name__} on {splits.name}"
     )
     save_figure(figure, folder / "evidence.png")
+    if initial_model is not None:
+        never = replace(schedule, burn_in=run.epochs + 1)
+        _, baseline_metrics = setup.train_and_evaluate(initial_model, "initial", never)
+        metrics |= baseline_metrics
+        results["seconds"] = time.perf_counter() - start
+        write_json(folder / "results.json", results)
     return results | {"output": str(folder)}
 
 
@@ -223,8 +224,10 @@ class _Setup:
 
 
 def _fabric(run: RunConfig) -> Fabric:
+    available = "cuda" if torch.cuda.is_available() else "cpu"
+    accelerator = available if run.accelerator == "auto" else run.accelerator
     try:
-        return Fabric(accelerator=run.accelerator, devices=1, precision=run.precision)
+        return Fabric(accelerator=accelerator, devices=1, precision=run.precision)
     except RuntimeError as error:
         raise ValueError(
             f"--run.accelerator {run.accelerator} is not to be had here: {error} Pass auto or cpu."
@@ -232,25 +235,31 @@ def _fabric(run: RunConfig) -> Fabric:
 
 
 def _check_model(model: nn.Module, splits: ImageSplits) -> None:
-    """Fail early: layers without a rule, images that the model cannot take, a wrong class count."""
+    """Fail before training: a curvature that cannot be had, images or classes that do not fit."""
     find_coverage(model.eval())
     parameter = next(model.parameters())
-    images = splits.train.images[:2].to(parameter.device, parameter.dtype)
+    images = splits.train.images[:2].to(parameter.device, parameter.dtype) / 255
     shape = tuple(images.shape[1:])
     try:
-        with torch.no_grad(), eval_mode(model):
-            outputs = model(images / 255)
+        with torch.no_grad():
+            outputs = model(images)
     except RuntimeError as error:
         raise ValueError(
             f"{type(model).__name__} cannot take images of shape {shape}: {error}. Set the model's "
             "options to fit the data."
         ) from error
+    if not isinstance(outputs, Tensor):
+        raise ValueError(
+            f"{type(model).__name__} returns {type(outputs).__name__}; logits are needed, a tensor."
+        )
     if outputs.shape != (len(images), len(splits.classes)):
         raise ValueError(
             f"{type(model).__name__} returns shape {tuple(outputs.shape)} for {len(images)} "
             f"images, but {splits.name} has {len(splits.classes)} classes; set --model.num_classes "
             f"{len(splits.classes)}."
         )
+    CurvaturePass(model, "classification").add(images, splits.train.labels[:2])
+    model.train()
 
 
 def _weight_decay_table(

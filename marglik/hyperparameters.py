@@ -88,6 +88,11 @@ class Hyperparameters:
 
     def update(self, laplace: Laplace, steps: int) -> list[float]:
         """Climb a fitted network's evidence; returns it (nats) before each step, and at last."""
+        if self.method == "mackay" and not hasattr(laplace, "evidence_terms"):
+            raise TypeError(
+                f"method 'mackay' needs marglik.KronLaplace, not {type(laplace).__name__}; use "
+                "'adam'."
+            )
         evidences = []
         for _ in range(steps):
             if self.method == "adam":
@@ -106,7 +111,13 @@ class Hyperparameters:
     def _evidence(self, laplace: Laplace) -> Tensor:
         delta = self.groups.for_laplace(self._log_delta.exp())
         sigma = self._log_sigma.exp() if self.learn_sigma_noise else None
-        return laplace.log_marginal_likelihood(delta, sigma)
+        evidence = laplace.log_marginal_likelihood(delta, sigma)
+        if not torch.isfinite(evidence):
+            raise FloatingPointError(
+                f"The evidence is {evidence.item()}. Likely causes: diverged training, or too "
+                "large a step on the hyperparameters."
+            )
+        return evidence
 
     @torch.no_grad()
     def _fixed_point_step(self, laplace: Laplace) -> None:

@@ -1,6 +1,7 @@
 """`KronLaplace`: laplace-torch's interface on our fit, the evidence from cached eigenvalues."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -83,6 +84,14 @@ class KronLaplace(LaplaceTorchKronLaplace):
                 f"backend {backend.__name__} is not one of kfac_backend's; pass KfacGGN or KfacEF, "
                 "or use laplace.Laplace with other backends."
             )
+        if not temperature > 0:
+            raise ValueError(f"temperature must be positive, not {temperature}.")
+        unknown = set(asdl_fisher_kwargs or {}) - {"kfac_approx", "mc_samples"}
+        if unknown:
+            raise TypeError(
+                f"asdl_fisher_kwargs has {sorted(unknown)[0]!r}; kron(...) takes 'kfac_approx' and "
+                "'mc_samples'."
+            )
         kwargs = dict(backend_kwargs or {})
         if kfac_approx is not None:
             kwargs["kfac_approx"] = kfac_approx
@@ -161,7 +170,6 @@ class KronLaplace(LaplaceTorchKronLaplace):
         self.model.output_size = factors.num_outputs  # pyright: ignore  # laplace-torch reads it
         self.H_facs = FactorKron.from_factors(factors, self._dtype)
         self._eigen = None
-        self._terms: EvidenceTerms | None = None
 
     def _init_H(self) -> None:
         """Nothing to allocate: the factors come whole from the pass."""
@@ -177,13 +185,12 @@ class KronLaplace(LaplaceTorchKronLaplace):
 
     @property
     def evidence_terms(self) -> EvidenceTerms:
-        """What the evidence needs, eigenvalues included, computed when first asked for."""
+        """What the evidence needs; the eigenvalues are computed when first asked for."""
         if self.factors is None:
             raise AttributeError("The Laplace approximation is not fitted; call fit() first.")
-        if self._terms is None:
-            mean, prior_mean = (cast(Tensor, m).detach() for m in (self.mean, self.prior_mean))
-            self._terms = EvidenceTerms.from_factors(self.factors, mean, prior_mean)
-        return self._terms
+        # The eigenvalues are cached by the factors; means may have been set anew.
+        mean, prior_mean = (cast(Tensor, m).detach() for m in (self.mean, self.prior_mean))
+        return EvidenceTerms.from_factors(self.factors, mean, prior_mean)
 
     def log_marginal_likelihood(
         self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None
@@ -195,6 +202,8 @@ class KronLaplace(LaplaceTorchKronLaplace):
             sigma_noise: sets σ first.
         """
         terms = self.evidence_terms
+        if sigma_noise is not None and self.likelihood != "regression":
+            raise ValueError("sigma_noise can be set for regression only.")
         if prior_precision is not None:
             self.prior_precision = prior_precision  # pyright: ignore[reportIncompatibleMethodOverride]
         if sigma_noise is not None:
@@ -230,20 +239,37 @@ class KronLaplace(LaplaceTorchKronLaplace):
             self.evidence_terms, self.prior_precision, self.sigma_noise, self.temperature
         )
 
+    def optimize_prior_precision(self, *args: Any, **kwargs: Any) -> None:
+        """Tune δ post hoc, by evidence or validation; arguments as in laplace-torch."""
+        with self._model_kept():
+            super().optimize_prior_precision(*args, **kwargs)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The posterior predictive, in eval mode; arguments as in laplace-torch."""
-        with eval_mode(self.model):
+        with self._model_kept():
             return super().__call__(*args, **kwargs)
 
     def functional_samples(self, *args: Any, **kwargs: Any) -> Tensor:
         """Samples of the network's outputs, in eval mode; arguments as in laplace-torch."""
-        with eval_mode(self.model):
+        with self._model_kept():
             return super().functional_samples(*args, **kwargs)
 
     def predictive_samples(self, *args: Any, **kwargs: Any) -> Tensor:
         """Samples of the predictive, in eval mode; arguments as in laplace-torch."""
-        with eval_mode(self.model):
+        with self._model_kept():
             return super().predictive_samples(*args, **kwargs)
+
+    @contextmanager
+    def _model_kept(self) -> Iterator[None]:
+        """Eval mode for a while; then parameters own their data, no views of the mean."""
+        with eval_mode(self.model):
+            yield
+        if not isinstance(self.mean, Tensor):
+            return
+        storage = self.mean.untyped_storage().data_ptr()
+        for p in self.params:
+            if p.untyped_storage().data_ptr() == storage:
+                p.data = p.data.clone()
 
     def state_dict(self) -> dict[str, Any]:
         """laplace-torch's state, with our factors under "H"."""

@@ -1,11 +1,11 @@
 """What counts as a loader, and how many examples one holds."""
 
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Loader", "count_examples"]
+__all__ = ["CountedLoader", "Loader", "count_examples"]
 
 Loader = Iterable[Any]
 """Batches (x, y), or mappings, examples first; iterated once per epoch."""
@@ -23,7 +23,24 @@ def count_examples(loader: Loader) -> int:
     if isinstance(sampler, Sized) and batch_size:
         count = len(sampler)
         return count - count % batch_size if getattr(loader, "drop_last", False) else count
+    if iter(loader) is loader:
+        raise TypeError(
+            f"The data is a {type(loader).__name__}, which can be read only once; pass a "
+            "DataLoader or a list of batches."
+        )
     return sum(len(_any_tensor(batch)) for batch in loader)
+
+
+class CountedLoader:
+    """A loader whose ``dataset`` has as many examples as it yields; the batches are the same."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+        self.num_examples = count_examples(loader)
+        self.dataset = range(self.num_examples)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader)
 
 
 def _any_tensor(batch: Any) -> Tensor:

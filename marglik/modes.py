@@ -5,16 +5,23 @@ from contextlib import contextmanager
 
 from torch import nn
 
-__all__ = ["eval_mode"]
+__all__ = ["eval_mode", "kept_mode"]
 
 
 @contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model in eval mode, and restore each submodule's own mode afterwards."""
+def kept_mode(model: nn.Module) -> Iterator[None]:
+    """Restore each submodule's mode (train or eval) afterwards, whatever happens to it."""
     training = [(module, module.training) for module in model.modules()]
-    model.eval()
     try:
         yield
     finally:
         for module, mode in training:
             module.training = mode
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model in eval mode, and restore each submodule's own mode afterwards."""
+    with kept_mode(model):
+        model.eval()
+        yield

@@ -3,12 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")  # a server has no screen
-
-import matplotlib.pyplot as plt
+from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -32,7 +30,9 @@ def plot_run(
     """
     updates = [record for record in records if record["kind"] == "update"]
     epochs = [record for record in records if record["kind"] == "epoch"]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
+    # Without pyplot, whose backend and open figures belong to the user.
+    figure = Figure(figsize=(12, 4.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
     figure.suptitle(title)
     _plot_weight_decays(left, updates, initial_weight_decay)
     right.plot(
@@ -66,21 +66,21 @@ def _plot_weight_decays(axes: Axes, updates: list[dict[str, Any]], initial: floa
         axes.plot(
             [0, *(update["epoch"] for update in updates)],
             [initial, *(update["weight_decay"][name] for update in updates)],
-            color=plt.get_cmap("viridis")(position / max(len(names) - 1, 1)),
+            color=colormaps["viridis"](position / max(len(names) - 1, 1)),
             marker="." if len(updates) < 30 else None,
             lw=1.2,
             label=name if len(names) <= LEGEND_ENTRIES else None,
         )
     axes.set(xlabel="epoch", ylabel="weight decay", title="Learned weight decay", yscale="log")
     if len(names) > LEGEND_ENTRIES:
-        scale = plt.cm.ScalarMappable(cmap="viridis", norm=plt.Normalize(1, len(names)))
-        bar = plt.colorbar(scale, ax=axes, label="parameter tensor, from input to output")
+        scale = ScalarMappable(Normalize(1, len(names)), "viridis")
+        label = "parameter tensor, from input to output"
+        bar = axes.get_figure(root=True).colorbar(scale, ax=axes, label=label)  # pyright: ignore
         bar.set_ticks([1, len(names)], labels=[names[0], names[-1]], fontsize="small")
     axes.legend(fontsize="small", loc="best")
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a figure as PNG, atomically, and let go of it."""
+    """Write a figure as PNG, atomically."""
     with atomic_path(path) as temporary:
         figure.savefig(temporary, dpi=120)
-    plt.close(figure)

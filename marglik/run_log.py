@@ -15,6 +15,7 @@ from kfac_backend.files import atomic_path
 __all__ = ["RunLog", "environment", "read_log", "write_json"]
 
 LOG_NAME = "log.jsonl"
+RESULT_NAMES = ("results.json", "config.yaml", "evidence.png", "model.safetensors")
 
 
 class RunLog:
@@ -33,9 +34,11 @@ class RunLog:
         path = folder / LOG_NAME
         if path.exists() and not overwrite:
             raise FileExistsError(
-                f"{folder} already holds a run; pass --overwrite true, or another --output."
+                f"{folder} already holds a run; pass --run.overwrite true, or another --run.output."
             )
         folder.mkdir(parents=True, exist_ok=True)
+        for result in RESULT_NAMES:  # those of the run that is overwritten
+            (folder / result).unlink(missing_ok=True)
         self._file = path.open("w", encoding="utf-8")
         self._tensorboard = _tensorboard_logger(folder) if tensorboard else None
 
@@ -100,5 +103,5 @@ def _tensorboard_logger(folder: Path) -> Any:
         return TensorBoardLogger(root_dir=folder, name="tensorboard", version="")
     except ModuleNotFoundError as error:
         raise ValueError(
-            "--tensorboard needs the package tensorboard: pip install 'marglik[tensorboard]'."
+            "--run.tensorboard needs the package tensorboard: pip install 'marglik[tensorboard]'."
         ) from error

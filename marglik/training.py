@@ -3,13 +3,17 @@
 Source: Immer et al. 2021 (arXiv:2104.04975), algorithm 1. The objective on a batch of M examples is
 1/M Σ ℓ/σ² + ½ Σ_g (T δ_g/N) ‖θ_g‖², −T/N times the tempered log joint up to a constant. Gradient
 steps are taken on σ² times it, so that learning rates do not depend on regression's noise.
+
+A group that the data does not need gets an ever larger δ. SGD's step on its penalty would
+overshoot and diverge once learning rate times weight decay exceeds about 2; such a decay is limited
+to the one that takes its parameter to zero in one step, and the epoch's record names it.
 """
 
 import time
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.fabric import Fabric
@@ -19,9 +23,10 @@ from tqdm.auto import tqdm
 
 from kfac_backend.factors import split_batch
 from kfac_backend.loss_hessian import check_targets, loss_sum
-from kfac_backend.options import Likelihood
+from kfac_backend.options import Likelihood, check_option
 from marglik.hyperparameters import Hyperparameters
 from marglik.loaders import Loader, count_examples
+from marglik.modes import kept_mode
 from marglik.prior import precision_to_weight_decay
 from marglik.schedule import Schedule
 
@@ -84,6 +89,7 @@ class OnlineTraining:
         on_record: Callable[[Record], None] | None = None,
         progress: bool = False,
     ) -> None:
+        check_option("likelihood", likelihood, Literal["classification", "regression"])
         if not temperature > 0:
             raise ValueError(f"temperature must be positive, not {temperature}.")
         if any(group.get("weight_decay") for group in optimizer.param_groups):
@@ -108,6 +114,8 @@ class OnlineTraining:
         self.num_data = count_examples(self.curvature_loader)
         if self.num_data == 0:
             raise ValueError("The data is empty: the loader yields no batch.")
+        # Adam's steps do not grow with the gradient.
+        self._is_sgd = isinstance(optimizer, torch.optim.SGD)
         self._forward, self.optimizer = self.fabric.setup(model, optimizer)
         self._result = OnlineResult(None, float("-inf"), 0)
         self._best_state: dict[str, Tensor] | None = None
@@ -116,20 +124,23 @@ class OnlineTraining:
     def run(self) -> OnlineResult:
         """Train for all epochs, and put the best evidence's parameters back into the model.
 
+        The model comes back in the mode (train or eval) that it was in.
+
         Raises:
             FloatingPointError: the loss or the evidence is not finite.
         """
         epochs = range(1, self.schedule.epochs + 1)
         bar = tqdm(epochs, desc="Training", unit="epoch", disable=self._hidden)
-        for epoch in bar:
-            record = self._train_epoch(epoch)
-            shown = {"loss": f"{record['loss']:.3f}"}
-            if self.schedule.is_due(epoch):
-                self._update(epoch)
-            if self._best_state is not None:
-                shown["evidence"] = f"{self._result.evidence / self.num_data:.4f}/N"
-            bar.set_postfix(shown)
-        return self._finish()
+        with kept_mode(self.model):
+            for epoch in bar:
+                record = self._train_epoch(epoch)
+                shown = {"loss": f"{record['loss']:.3f}"}
+                if self.schedule.is_due(epoch):
+                    self._update(epoch)
+                if self._best_state is not None:
+                    shown["evidence"] = f"{self._result.evidence / self.num_data:.4f}/N"
+                bar.set_postfix(shown)
+            return self._finish()
 
     def weight_decays(self) -> Tensor:
         """The present weight decay T·δ/N per group."""
@@ -140,12 +151,9 @@ class OnlineTraining:
         start = time.perf_counter()
         self.model.train()
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        device, dtype = parameters[0].device, parameters[0].dtype
-        decays = [
-            wd.to(device, dtype)
-            for wd in self.hyperparameters.groups.for_parameters(self.weight_decays())
-        ]
+        device = parameters[0].device
         variance = self.hyperparameters.sigma_noise.square().item()
+        decays, limited = self._stable_decays(parameters, variance)
         totals = torch.zeros(3, dtype=torch.float64, device=device)  # loss, penalty, correct
         examples = terms = 0
         bar = tqdm(self.train_loader, desc=f"Epoch {epoch}", leave=False, disable=self._hidden)
@@ -184,8 +192,25 @@ class OnlineTraining:
         }
         if self.likelihood == "classification":
             record["accuracy"] = correct * examples / terms
+        if limited:
+            record["limited_weight_decay"] = limited
         self._report(record)
         return record
+
+    def _stable_decays(
+        self, parameters: list[nn.Parameter], variance: float
+    ) -> tuple[list[Tensor], list[str]]:
+        """The weight decay of each parameter, and the names of those limited to 1 / lr."""
+        decays = self.hyperparameters.groups.for_parameters(self.weight_decays())
+        rates = {p: g["lr"] for g in self.optimizer.param_groups for p in g["params"]}
+        names = {p: name for name, p in self.model.named_parameters()}
+        stable, limited = [], []
+        for p, decay in zip(parameters, decays, strict=True):
+            largest = 1 / (rates[p] * variance) if self._is_sgd and rates.get(p) else float("inf")
+            if (decay > largest).any():
+                limited.append(names[p])
+            stable.append(decay.clamp(max=largest).to(p.device, p.dtype))
+        return stable, limited
 
     def _update(self, epoch: int) -> None:
         hyper = self.hyperparameters

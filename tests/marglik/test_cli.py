@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from marglik import experiment
 from marglik.cli import main, preset_names
+from marglik.data import ImageBatches
 from marglik.models import MLP
 from marglik.run_log import read_log
 from marglik.training import OnlineTraining
@@ -66,6 +67,32 @@ def test_same_seed_same_run(run, tmp_path):
     assert main(other) == 0
     third = json.loads((tmp_path / "other" / "results.json").read_text())
     assert third["evidence"] != first["evidence"]
+
+
+def test_digits_preset_keeps_its_promise(tmp_path):
+    """What `make train` runs: at least 95 % right, evidence up, weight decays apart."""
+    assert main(["train", "--config", "digits", "--run.output", str(tmp_path / "run")]) == 0
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["metrics"]["learned, MAP"]["test/cls/accuracy"] >= 0.95
+    assert results["evidence"]["kept"] > results["evidence"]["first"]
+    learned = [row["learned"] for row in results["weight_decay"].values()]
+    assert len(set(learned)) == len(learned) == 10
+
+
+def test_a_failing_baseline_does_not_take_the_results_along(tmp_path, monkeypatch):
+    evaluate, labels = experiment._Setup._evaluate, []
+
+    def failing(self, model, laplace, label):
+        labels.append(label)
+        if label == "initial":
+            raise KeyboardInterrupt
+        return evaluate(self, model, laplace, label)
+
+    monkeypatch.setattr(experiment._Setup, "_evaluate", failing)
+    options = ["--run.baseline", "true", "--run.output", str(tmp_path / "run")]
+    assert main([*SMALL, *options]) == 130
+    assert labels == ["learned", "initial"]
+    assert (tmp_path / "run" / "results.json").exists()
 
 
 def test_table_is_printed(run, tmp_path, capsys):
@@ -190,14 +217,50 @@ def test_broken_archive(tmp_path, capsys):
 
 
 def test_layer_without_a_rule(tmp_path, capsys):
-    options = ["--model", "tests.marglik.rnn.RowLSTM"]
+    options = ["--model", "tests.marglik.networks.RowLSTM"]
     assert main([*SMALL[:3], *options, "--run.output", str(tmp_path / "run")]) == 2
     error = capsys.readouterr().err
     assert "(LSTM) has no K-FAC rule. Supported: Linear, Conv2d" in error
     assert len(error.strip().splitlines()) == 1
 
 
-def test_labels_out_of_range(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [
+        ("TwiceLinear", "'fc' (Linear) runs more than once"),
+        ("WithBatchNorm", "(BatchNorm1d) has no K-FAC rule"),
+        ("ReturnsTuple", "returns tuple; logits are needed"),
+    ],
+)
+def test_networks_without_a_curvature_are_refused_before_training(
+    network, message, tmp_path, capsys
+):
+    options = ["--model", f"tests.marglik.networks.{network}"]
+    assert main([*SMALL[:3], *options, "--run.output", str(tmp_path / "run")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_nan_in_training_is_one_line(tmp_path, capsys, monkeypatch):
+    batches = ImageBatches.__iter__
+
+    def broken(self):
+        for x, y in batches(self):
+            yield x * float("nan"), y
+
+    monkeypatch.setattr(ImageBatches, "__iter__", broken)
+    assert main([*SMALL, "--run.output", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err.strip()
+    assert "training loss is not finite in epoch 1" in error and "\n" not in error
+
+
+def test_empty_test_folder(tmp_path, capsys):
+    folder = images(tmp_path / "images", splits=("train",))
+    assert main([*SMALL, *FOLDER, str(folder)]) == 2
+    assert "test" in capsys.readouterr().err
+
+
+def test_number_of_classes_of_a_folder(tmp_path, capsys):
     """Two classes of images, a network with ten outputs."""
     folder = images(tmp_path / "images", sizes=[8] * 4)
     options = ["--model.in_features", "192", "--run.output", str(tmp_path / "run")]

@@ -102,6 +102,21 @@ def test_other_backends_and_drop_last():
     assert_close(torch.tensor(dropped[2][0]), torch.tensor(ours[2][0]), rtol=0.2, atol=0)
 
 
+@pytest.mark.parametrize("hessian_structure", ["diag", "full"])
+def test_drop_last_is_counted_with_other_structures(hessian_structure):
+    x, y = loader("classification", 35).dataset.tensors
+    options = OPTIONS | {"hessian_structure": hessian_structure}
+    dropped = marglik_training(network(3), loader("classification", 35, drop_last=True), **options)
+    seen = DataLoader(TensorDataset(x[:30], y[:30]), 10)
+    expected = marglik_training(network(3), seen, **options)
+    assert_close(torch.tensor(dropped[2]), torch.tensor(expected[2]))
+
+
+def test_model_comes_back_in_eval_mode():
+    _, model, *_ = marglik_training(network(3), loader("classification"), **OPTIONS)
+    assert not model.training
+
+
 def test_schedulers_weight_decay_and_fixed_noise():
     with pytest.warns(UserWarning, match="takes the place of weight_decay"):
         la, *_ = marglik_training(
@@ -112,12 +127,20 @@ def test_schedulers_weight_decay_and_fixed_noise():
     assert la.sigma_noise == pytest.approx(0.3)
 
 
+def test_likelihood_is_checked_before_training():
+    with pytest.raises(ValueError, match="likelihood='poisson' is not supported"):
+        marglik_training(network(3), loader("classification"), "poisson")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"prior_structure": "blocks"}, "choose 'layerwise', 'scalar' or 'diag'"),
         ({"prior_structure": "diag"}, "need prior_structure 'layerwise' or 'scalar'"),
-        ({"backend": CurvlinopsGGN, "kfac_approx": "reduce"}, "needs backend KfacGGN or KfacEF"),
+        (
+            {"backend": CurvlinopsGGN, "kfac_approx": "reduce"},
+            "needs hessian_structure 'kron' and backend KfacGGN or",
+        ),
         ({"prior_prec_init": 0.0}, "positive and finite"),
     ],
 )

@@ -69,11 +69,26 @@ def test_many_linearized_samples_approach_the_sampled_glm(fitted):
     assert (predictive(la, "linearized", 4000)(x) - exact).abs().max() < 0.05
 
 
-@pytest.mark.parametrize("method", ["probit", "bridge"])
-def test_closed_forms_are_laplace_torchs(fitted, method):
+def test_probit_by_its_formula(fitted):
     la, x = fitted
     la.model.eval()
-    assert_close(predictive(la, method)(x), la(x, pred_type="glm", link_approx=method))
+    mean, covariance = la._glm_predictive_distribution(x)
+    variance = covariance.diagonal(dim1=1, dim2=2)
+    expected = torch.softmax(mean / (1 + math.pi / 8 * variance).sqrt(), -1)
+    assert_close(predictive(la, "probit")(x), expected)
+
+
+def test_bridge_by_its_formula(fitted):
+    """Zero-sum correction, then α_k = (1 − 2/C + e^{m_k}/C² Σ_j e^{−m_j}) / v_k, normalised."""
+    la, x = fitted
+    la.model.eval()
+    for mean, S, p in zip(
+        *la._glm_predictive_distribution(x), predictive(la, "bridge")(x), strict=True
+    ):
+        m = mean - S.sum(1) * mean.sum() / S.sum()
+        v = (S - torch.outer(S.sum(1), S.sum(0)) / S.sum()).diagonal()
+        alpha = (1 - 2 / 3 + m.exp() / 9 * (-m).exp().sum()) / v
+        assert_close(p, alpha / alpha.sum())
 
 
 def test_map_predictive_is_the_softmax_in_eval_mode(fitted):

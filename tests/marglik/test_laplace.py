@@ -147,6 +147,46 @@ def test_override_false_adds_data():
     assert_close(parts(x), whole(x))
 
 
+def test_means_that_are_set_later_count():
+    la = KronLaplace(network(), "classification")
+    la.fit([data("classification").tensors])
+    before = la.log_marginal_likelihood()
+    la.prior_mean = 2.0
+    scatter = ((la.mean - 2.0).square() - la.mean.square()).sum()
+    assert_close(la.log_marginal_likelihood(), before - 0.5 * scatter)
+
+
+def test_sampled_networks_leave_mean_and_parameters_apart():
+    model, dataset = network(), data("classification")
+    la = KronLaplace(model, "classification")
+    la.fit([dataset.tensors])
+    mean = la.mean.clone()
+    la(dataset.tensors[0], pred_type="nn", link_approx="mc", n_samples=2)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1.0)
+    assert_close(la.mean, mean)
+    assert len({p.untyped_storage().data_ptr() for p in model.parameters()}) == 6
+
+
+def test_tuning_by_validation_restores_the_mode():
+    model, dataset = network().train(), data("classification")
+    la = KronLaplace(model, "classification")
+    la.fit([dataset.tensors])
+    la.optimize_prior_precision(
+        method="gridsearch", val_loader=DataLoader(dataset, 9), grid_size=3, n_steps=1
+    )
+    assert model.training
+
+
+def test_noise_of_a_classifier_is_refused_before_it_is_set():
+    la = KronLaplace(network(), "classification")
+    la.fit([data("classification").tensors])
+    with pytest.raises(ValueError, match="for regression only"):
+        la.log_marginal_likelihood(sigma_noise=torch.tensor(0.5))
+    assert la.sigma_noise == 1
+
+
 def test_damping_uses_the_damped_determinant():
     dataset = data("classification")
     damped, plain = (KronLaplace(network(), "classification", damping=d) for d in (True, False))
@@ -183,6 +223,8 @@ def test_our_class_does_not_shadow_laplace_torchs():
         ({"backend": laplace.curvature.CurvlinopsGGN}, TypeError, "pass KfacGGN or KfacEF"),
         ({"prior_precision": torch.ones(4)}, ValueError, "\\(4,\\); expected a scalar or \\(6,\\)"),
         ({"prior_precision": torch.ones(6, 1)}, ValueError, "shape \\(6, 1\\)"),
+        ({"temperature": -1.0}, ValueError, "temperature must be positive, not -1.0"),
+        ({"asdl_fisher_kwargs": {"kfac_aprox": "reduce"}}, TypeError, "has 'kfac_aprox'"),
         ({"prior_precision": -0.5}, ValueError, "must be positive, not -0.5"),
         ({"prior_precision": torch.tensor(float("nan"))}, ValueError, "must be positive, not nan"),
     ],

@@ -182,6 +182,34 @@ def test_curvature_may_have_its_own_loader():
     assert result.laplace.n_data == 20
 
 
+def test_a_decay_that_sgd_cannot_follow_is_limited_and_named():
+    """Without the limit lr · T·δ/N = 25 would multiply the parameter by −24 in each step."""
+    model = network()
+    delta = torch.tensor([1.0, 1e4, 1.0, 1.0]).double()
+    run = training(model, schedule=Schedule(epochs=3, every=9, burn_in=9), prior_precision=delta)
+    result = run.run()
+    assert [r["limited_weight_decay"] for r in result.records] == [["0.bias"]] * 3
+    assert model[0].bias.abs().max() < 0.1
+    gentle = training(schedule=Schedule(epochs=1, every=9, burn_in=9)).run()
+    assert "limited_weight_decay" not in gentle.records[0]
+
+
+@pytest.mark.parametrize("method", ["adam", "mackay"])
+def test_updates_after_every_epoch_stay_finite(method):
+    run = training(schedule=Schedule(epochs=30, every=1, steps=50))
+    run.hyperparameters = Hyperparameters(PriorGroups.from_model(run.model), 1.0, method=method)
+    result = run.run()
+    assert all(torch.isfinite(p).all() for p in run.model.parameters())
+    assert result.evidence > result.evidences[0]
+
+
+def test_the_mode_of_the_model_is_kept():
+    for mode in (True, False):
+        model = network().train(mode)
+        training(model, schedule=Schedule(epochs=1, every=1, steps=1)).run()
+        assert all(module.training == mode for module in model.modules())
+
+
 def test_frozen_parameters_stay():
     model = network()
     model[0].requires_grad_(False)
@@ -247,6 +275,17 @@ def test_refusals():
             model, torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.1), [], "classification",
             Hyperparameters(PriorGroups.from_model(model), 1.0), lambda *_: None, Schedule(),
         )  # fmt: skip
+
+
+def test_data_that_can_be_read_once():
+    with pytest.raises(TypeError, match="generator, which can be read only once"):
+        training(loader=(batch for batch in DataLoader(data(), 10)))
+
+
+def test_mackay_needs_our_laplace():
+    groups = PriorGroups.from_model(network())
+    with pytest.raises(TypeError, match="needs marglik.KronLaplace, not object"):
+        Hyperparameters(groups, 1.0, method="mackay").update(object(), 1)
 
 
 def test_divergence_is_named():

@@ -1,0 +1,47 @@
+"""Networks of 8×8 images that the backend does not cover."""
+
+from torch import Tensor, nn
+
+
+class RowLSTM(nn.Module):
+    """Reads an 8×8 image row by row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(8, 4, batch_first=True)
+        self.fc = nn.Linear(4, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 1, 8, 8) as logits (N, 10)."""
+        return self.fc(self.rnn(x[:, 0])[0][:, -1])
+
+
+class TwiceLinear(nn.Module):
+    """Applies one layer twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out = nn.Linear(64, 64), nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 1, 8, 8) as logits (N, 10)."""
+        return self.out(self.fc(self.fc(x.flatten(1))))
+
+
+class WithBatchNorm(nn.Sequential):
+    """Normalises its features."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10))
+
+
+class ReturnsTuple(nn.Module):
+    """Returns its features as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(N, 1, 8, 8) as logits (N, 10) and features (N, 64)."""
+        return self.fc(x.flatten(1)), x.flatten(1)
