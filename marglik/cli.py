@@ -5,12 +5,23 @@ import re
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import fields
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
-from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, DefaultHelpFormatter
+from docstring_parser import parse as parse_docstring
+from jsonargparse import (
+    ActionConfigFile,
+    ActionYesNo,
+    ArgumentError,
+    ArgumentParser,
+    DefaultHelpFormatter,
+)
+
+from kfac_backend.files import atomic_path
+from marglik.config import RunConfig
 
 __all__ = ["main"]
 
@@ -92,24 +103,38 @@ def _parsers() -> tuple[ArgumentParser, ArgumentParser]:
         action=_PresetOrFile,
         help=f"A YAML file of options, or a preset: {', '.join(preset_names())}.",
     )
-    train_parser.add_function_arguments(train)
+    train_parser.add_function_arguments(train, skip={"run"})
+    _add_run_options(train_parser)
     commands.add_subcommand("train", train_parser, help="train on images, learn the weight decays")
     return parser, train_parser
+
+
+def _add_run_options(parser: ArgumentParser) -> None:
+    """The fields of `RunConfig` as options of their own; truth values as --name and --no_name."""
+    group = parser.add_argument_group("the run")
+    help_of = {p.arg_name: p.description for p in parse_docstring(RunConfig.__doc__ or "").params}
+    for field in fields(RunConfig):
+        if isinstance(field.default, bool):
+            kind: dict[str, Any] = {"action": ActionYesNo(yes_prefix="", no_prefix="no_")}
+        else:
+            kind = {"type": get_type_hints(RunConfig)[field.name]}
+        description = " ".join((help_of[field.name] or "").split())
+        group.add_argument(f"--{field.name}", default=field.default, help=description, **kind)
 
 
 def _train(parser: ArgumentParser, train_parser: ArgumentParser, config: Any) -> int:
     import torch
 
-    from kfac_backend.files import atomic_path
     from marglik.experiment import train
     from marglik.summary import print_summary
 
     config.train.pop("config", None)  # its options are in the others now
     options = train_parser.dump(config.train)
     # Before the model is made, whose initial parameters are random.
-    torch.manual_seed(config.train.run.seed)
-    arguments: Any = parser.instantiate(config)["train"]
-    results = train(**arguments.as_dict())
+    torch.manual_seed(config.train.seed)
+    arguments: Any = parser.instantiate(config)["train"].as_dict()
+    run = RunConfig(**{field.name: arguments.pop(field.name) for field in fields(RunConfig)})
+    results = train(**arguments, run=run)
     with atomic_path(Path(results["output"]) / "config.yaml") as temporary:
         temporary.write_text(options, encoding="utf-8")
     print_summary(results)

@@ -112,4 +112,4 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size"):
             if getattr(self, name) < 1:
-                raise ValueError(f"run.{name} must be at least 1, not {getattr(self, name)}.")
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")

@@ -230,7 +230,7 @@ def _fabric(run: RunConfig) -> Fabric:
         return Fabric(accelerator=accelerator, devices=1, precision=run.precision)
     except RuntimeError as error:
         raise ValueError(
-            f"--run.accelerator {run.accelerator} is not to be had here: {error} Pass auto or cpu."
+            f"--accelerator {run.accelerator} is not to be had here: {error} Pass auto or cpu."
         ) from error
 
 

@@ -34,7 +34,7 @@ class RunLog:
         path = folder / LOG_NAME
         if path.exists() and not overwrite:
             raise FileExistsError(
-                f"{folder} already holds a run; pass --run.overwrite true, or another --run.output."
+                f"{folder} already holds a run; pass --overwrite, or another --output."
             )
         folder.mkdir(parents=True, exist_ok=True)
         for result in RESULT_NAMES:  # those of the run that is overwritten
@@ -103,5 +103,5 @@ def _tensorboard_logger(folder: Path) -> Any:
         return TensorBoardLogger(root_dir=folder, name="tensorboard", version="")
     except ModuleNotFoundError as error:
         raise ValueError(
-            "--run.tensorboard needs the package tensorboard: pip install 'marglik[tensorboard]'."
+            "--tensorboard needs the package tensorboard: pip install 'marglik[tensorboard]'."
         ) from error

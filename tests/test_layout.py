@@ -17,6 +17,7 @@ PACKAGES = ("kfac_backend", "marglik", "experiments")
 MODULES = {
     "laplace-torch": "laplace",
     "scikit-learn": "sklearn",
+    "docstring-parser": "docstring_parser",
     "pillow": "PIL",
 }
 NOT_IMPORTED = {"curvlinops-for-pytorch"}  # bounded for laplace-torch's sake

@@ -17,15 +17,15 @@ from marglik.training import OnlineTraining
 
 SMALL = [
     "train", "--config", "digits", "--model", "marglik.models.MLP", "--model.in_features", "64",
-    "--model.hidden", "[16]", "--run.epochs", "4", "--prior.every", "2", "--prior.burn_in", "0",
-    "--prior.steps", "20", "--run.progress", "false",
+    "--model.hidden", "[16]", "--epochs", "4", "--prior.every", "2", "--prior.burn_in", "0",
+    "--prior.steps", "20", "--no_progress",
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "digits"
-    assert main([*SMALL, "--run.output", str(folder), "--run.baseline", "true"]) == 0
+    assert main([*SMALL, "--output", str(folder), "--baseline"]) == 0
     return folder
 
 
@@ -56,14 +56,14 @@ def test_leaves_results_log_plot_and_network(run):
 
 
 def test_same_seed_same_run(run, tmp_path):
-    config = ["train", "--config", str(run / "config.yaml"), "--run.baseline", "false"]
-    assert main([*config, "--run.output", str(tmp_path / "again")]) == 0
+    config = ["train", "--config", str(run / "config.yaml"), "--no_baseline"]
+    assert main([*config, "--output", str(tmp_path / "again")]) == 0
     first, second = (
         json.loads((folder / "results.json").read_text()) for folder in (run, tmp_path / "again")
     )
     assert second["evidence"] == first["evidence"]
     assert second["metrics"]["learned, MAP"] == first["metrics"]["learned, MAP"]
-    other = [*SMALL, "--run.output", str(tmp_path / "other"), "--run.seed", "1"]
+    other = [*SMALL, "--output", str(tmp_path / "other"), "--seed", "1"]
     assert main(other) == 0
     third = json.loads((tmp_path / "other" / "results.json").read_text())
     assert third["evidence"] != first["evidence"]
@@ -71,7 +71,7 @@ def test_same_seed_same_run(run, tmp_path):
 
 def test_digits_preset_keeps_its_promise(tmp_path):
     """What `make train` runs: at least 95 % right, evidence up, weight decays apart."""
-    assert main(["train", "--config", "digits", "--run.output", str(tmp_path / "run")]) == 0
+    assert main(["train", "--config", "digits", "--output", str(tmp_path / "run")]) == 0
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["metrics"]["learned, MAP"]["test/cls/accuracy"] >= 0.95
     assert results["evidence"]["kept"] > results["evidence"]["first"]
@@ -89,7 +89,7 @@ def test_a_failing_baseline_does_not_take_the_results_along(tmp_path, monkeypatc
         return evaluate(self, model, laplace, label)
 
     monkeypatch.setattr(experiment._Setup, "_evaluate", failing)
-    options = ["--run.baseline", "true", "--run.output", str(tmp_path / "run")]
+    options = ["--baseline", "--output", str(tmp_path / "run")]
     assert main([*SMALL, *options]) == 130
     assert labels == ["learned", "initial"]
     assert (tmp_path / "run" / "results.json").exists()
@@ -104,9 +104,9 @@ def test_table_is_printed(run, tmp_path, capsys):
                 *SMALL,
                 *validation,
                 *options,
-                "--run.tensorboard",
+                "--tensorboard",
                 "true",
-                "--run.output",
+                "--output",
                 str(tmp_path),
             ]
         )
@@ -144,7 +144,7 @@ def test_every_option_is_documented(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    options = ("prior.structure", "curvature.kfac_approx", "predictive.method", "run.baseline")
+    options = ("prior.structure", "curvature.kfac_approx", "predictive.method", "baseline")
     for option in options:
         assert f"--{option}" in text
     assert "known subclasses: torch.nn.Module" not in text
@@ -170,10 +170,10 @@ FOLDER = ["--data", "marglik.data.ImageFolder", "--data.cache", "false", "--data
 WRONG = {
     "unknown option": (["--nonsense", "3"], "--nonsense"),
     "unknown value": (["--curvature.kfac_approx", "both"], "curvature.kfac_approx"),
-    "not a number": (["--run.epochs", "many"], "run.epochs"),
+    "not a number": (["--epochs", "many"], "epochs"),
     "no update ever": (["--prior.every", "0"], "every must be at least 1, not 0"),
     "no samples": (["--curvature.mc_samples", "0"], "curvature.mc_samples must be at least 1"),
-    "no epochs": (["--run.epochs", "0"], "run.epochs must be at least 1, not 0"),
+    "no epochs": (["--epochs", "0"], "epochs must be at least 1, not 0"),
     "negative weight decay": (["--prior.weight_decay", "-1"], "must be positive, not -1.0"),
     "unknown structure": (["--prior.structure", "blocks"], "prior.structure"),
     "rules that match nothing": (
@@ -186,14 +186,14 @@ WRONG = {
     "wrong number of classes": (["--model.num_classes", "7"], "set --model.num_classes 10"),
     "missing archive": ([*FOLDER, "/no/such.tar.gz"], "'/no/such.tar.gz' does not exist"),
     "validation takes all": (["--data.validation", "1.0"], "validation"),
-    "unknown device": (["--run.accelerator", "tpu"], "run.accelerator"),
+    "unknown device": (["--accelerator", "tpu"], "accelerator"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_turns_end_in_one_line(case, tmp_path, capsys):
     options, message = WRONG[case]
-    assert main([*SMALL, "--run.output", str(tmp_path / "run"), *options]) == 2
+    assert main([*SMALL, "--output", str(tmp_path / "run"), *options]) == 2
     printed = capsys.readouterr()
     lines = printed.err.strip().splitlines()
     assert len(lines) == 1, printed.err
@@ -205,7 +205,7 @@ def test_wrong_turns_end_in_one_line(case, tmp_path, capsys):
 def test_no_gpu_is_named(tmp_path, capsys):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    assert main([*SMALL, "--run.output", str(tmp_path), "--run.accelerator", "cuda"]) == 2
+    assert main([*SMALL, "--output", str(tmp_path), "--accelerator", "cuda"]) == 2
     assert "error" in capsys.readouterr().err
 
 
@@ -218,7 +218,7 @@ def test_broken_archive(tmp_path, capsys):
 
 def test_layer_without_a_rule(tmp_path, capsys):
     options = ["--model", "tests.marglik.networks.RowLSTM"]
-    assert main([*SMALL[:3], *options, "--run.output", str(tmp_path / "run")]) == 2
+    assert main([*SMALL[:3], *options, "--output", str(tmp_path / "run")]) == 2
     error = capsys.readouterr().err
     assert "(LSTM) has no K-FAC rule. Supported: Linear, Conv2d" in error
     assert len(error.strip().splitlines()) == 1
@@ -236,7 +236,7 @@ def test_networks_without_a_curvature_are_refused_before_training(
     network, message, tmp_path, capsys
 ):
     options = ["--model", f"tests.marglik.networks.{network}"]
-    assert main([*SMALL[:3], *options, "--run.output", str(tmp_path / "run")]) == 2
+    assert main([*SMALL[:3], *options, "--output", str(tmp_path / "run")]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
@@ -249,7 +249,7 @@ def test_nan_in_training_is_one_line(tmp_path, capsys, monkeypatch):
             yield x * float("nan"), y
 
     monkeypatch.setattr(ImageBatches, "__iter__", broken)
-    assert main([*SMALL, "--run.output", str(tmp_path / "run")]) == 2
+    assert main([*SMALL, "--output", str(tmp_path / "run")]) == 2
     error = capsys.readouterr().err.strip()
     assert "training loss is not finite in epoch 1" in error and "\n" not in error
 
@@ -263,13 +263,13 @@ def test_empty_test_folder(tmp_path, capsys):
 def test_number_of_classes_of_a_folder(tmp_path, capsys):
     """Two classes of images, a network with ten outputs."""
     folder = images(tmp_path / "images", sizes=[8] * 4)
-    options = ["--model.in_features", "192", "--run.output", str(tmp_path / "run")]
+    options = ["--model.in_features", "192", "--output", str(tmp_path / "run")]
     assert main([*SMALL, *FOLDER, str(folder), *options]) == 2
     assert "has 2 classes; set --model.num_classes 2" in capsys.readouterr().err
 
 
 def test_a_run_is_kept(run, capsys):
-    keep = ["--run.overwrite", "false", "--run.output", str(run)]
+    keep = ["--no_overwrite", "--output", str(run)]
     before = (run / "log.jsonl").read_text()
     assert main([*SMALL, *keep]) == 2
     assert "already holds a run" in capsys.readouterr().err
@@ -285,15 +285,15 @@ def test_interrupt_keeps_the_log(tmp_path, capsys, monkeypatch):
         return train_epoch(self, epoch)
 
     monkeypatch.setattr(OnlineTraining, "_train_epoch", interrupted)
-    assert main([*SMALL, "--run.output", str(tmp_path / "run")]) == 130
+    assert main([*SMALL, "--output", str(tmp_path / "run")]) == 130
     assert "interrupted" in capsys.readouterr().err
     assert [r["epoch"] for r in read_log(tmp_path / "run")] == [1, 2, 2]
 
 
 def test_traceback_on_request(monkeypatch):
     monkeypatch.setenv("MARGLIK_TRACEBACK", "1")
-    with pytest.raises(ValueError, match="run.epochs"):
-        main([*SMALL, "--run.epochs", "0"])
+    with pytest.raises(ValueError, match="epochs"):
+        main([*SMALL, "--epochs", "0"])
 
 
 def test_train_is_a_function_too(tmp_path):

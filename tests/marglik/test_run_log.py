@@ -30,7 +30,7 @@ def test_a_line_per_record_at_once(tmp_path):
 def test_a_run_is_not_overwritten_without_leave(tmp_path):
     with RunLog(tmp_path) as log:
         log.write(RECORDS[0])
-    with pytest.raises(FileExistsError, match="--run.overwrite true, or another --run.output"):
+    with pytest.raises(FileExistsError, match="--overwrite, or another --output"):
         RunLog(tmp_path)
     assert read_log(tmp_path) == RECORDS[:1]
     with RunLog(tmp_path, overwrite=True):
