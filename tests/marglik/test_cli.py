@@ -105,7 +105,6 @@ def test_table_is_printed(run, tmp_path, capsys):
                 *validation,
                 *options,
                 "--tensorboard",
-                "true",
                 "--output",
                 str(tmp_path),
             ]
