@@ -168,10 +168,10 @@ class OnlineTraining:
             self.optimizer.step()
             if self.scheduler is not None:
                 self.scheduler.step()
-            correct = (f.argmax(-1) == y).sum() if self.likelihood == "classification" else 0
-            totals += torch.stack(
-                [data_loss.detach(), prior_loss.detach() * len(f), torch.as_tensor(correct).to(f)]
-            ).double()
+            sums = [data_loss.detach(), prior_loss.detach() * len(f), torch.zeros_like(data_loss)]
+            if self.likelihood == "classification":
+                sums[2] = (f.argmax(-1) == y).sum()
+            totals += torch.stack([value.double() for value in sums])
             examples += len(f)
             terms += f.shape[:-1].numel()
         if not examples:
