@@ -34,7 +34,7 @@ def plot_run(
     figure = Figure(figsize=(12, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     figure.suptitle(title)
-    _plot_weight_decays(left, updates, initial_weight_decay)
+    _plot_weight_decays(figure, left, updates, initial_weight_decay)
     right.plot(
         [r["epoch"] for r in epochs],
         [-r["loss"] for r in epochs],
@@ -59,7 +59,9 @@ def plot_run(
     return figure
 
 
-def _plot_weight_decays(axes: Axes, updates: list[dict[str, Any]], initial: float) -> None:
+def _plot_weight_decays(
+    figure: Figure, axes: Axes, updates: list[dict[str, Any]], initial: float
+) -> None:
     axes.axhline(initial, color="black", ls="--", lw=1, label="initial")
     names = list(updates[0]["weight_decay"]) if updates else []
     for position, name in enumerate(names):
@@ -75,7 +77,7 @@ def _plot_weight_decays(axes: Axes, updates: list[dict[str, Any]], initial: floa
     if len(names) > LEGEND_ENTRIES:
         scale = ScalarMappable(Normalize(1, len(names)), "viridis")
         label = "parameter tensor, from input to output"
-        bar = axes.get_figure(root=True).colorbar(scale, ax=axes, label=label)  # pyright: ignore
+        bar = figure.colorbar(scale, ax=axes, label=label)
         bar.set_ticks([1, len(names)], labels=[names[0], names[-1]], fontsize="small")
     axes.legend(fontsize="small", loc="best")
 
