@@ -15,7 +15,7 @@ from kfac_backend.kronecker import KroneckerFactors
 from kfac_backend.loss_hessian import backward_vectors, check_targets, loss_sum
 from kfac_backend.options import Fisher, KfacApprox, Likelihood, Unsupported, check_option
 from kfac_backend.precision import full_float32
-from kfac_backend.verification import verify_coverage
+from kfac_backend.verification import verify_independence, verify_uses
 
 __all__ = ["CurvaturePass", "kronecker_factors"]
 
@@ -109,7 +109,7 @@ class CurvaturePass:
         self._mc_samples = mc_samples
         self._generator = generator
         self._coverage = find_coverage(model, unsupported)
-        self._verified = False
+        self._uses_verified = self._independence_verified = False
         self.reset()
 
     def reset(self) -> None:
@@ -130,9 +130,7 @@ class CurvaturePass:
             raise ValueError("A batch has no examples; drop it, or check the loader's sampler.")
         if isinstance(x, Tensor):
             x = x.detach()
-        if not self._verified:
-            verify_coverage(self._model, self._coverage, x)
-            self._verified = True
+        self._verify(x, several=isinstance(y, Tensor) and y.dim() > 0 and len(y) > 1)
         self._rows: dict[str, int] = {}
         with Capture(self._model, self._coverage, self._add_input, self._add_gradient) as capture:
             f = capture.forward(x)
@@ -179,6 +177,15 @@ class CurvaturePass:
         return backward_vectors(
             f, y, self._likelihood, self._fisher, self._mc_samples, self._generator
         )
+
+    def _verify(self, x: Any, several: bool) -> None:
+        """Once per pass; independence on the first batch that has several examples."""
+        first = not self._uses_verified
+        if not self._independence_verified and (first or several):
+            self._independence_verified = verify_independence(self._model, self._coverage, x)
+        if first:
+            verify_uses(self._model, self._coverage, x)
+            self._uses_verified = True
 
     def _check_rows(self, examples: int) -> None:
         """Each example's rows must be known, where positions are summed or a layer needs it."""

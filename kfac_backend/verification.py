@@ -14,22 +14,18 @@ from torch import Tensor, nn
 from kfac_backend.capture import Capture, call_with, first_input
 from kfac_backend.coverage import Coverage, TrackedLayer
 
-__all__ = ["verify_coverage"]
+__all__ = ["verify_independence", "verify_uses"]
 
 
-def verify_coverage(model: nn.Module, coverage: Coverage, x: Any) -> None:
-    """Prove with two forward passes, once, that curvature from the hooks is right.
+def verify_uses(model: nn.Module, coverage: Coverage, x: Any) -> None:
+    """Prove with one forward pass that each parameter acts through its layer's class alone.
+
+    Each tracked layer's output is cut off; whatever then depends on a parameter bypassed a hook.
 
     Raises:
         NotImplementedError: a tracked parameter is used outside of its layer's forward; a layer
-            computes something else than the class that its rule is for; examples are mixed.
+            computes something else than the class that its rule is for.
     """
-    _verify_independence(model, coverage, x)
-    _verify_uses(model, coverage, x)
-
-
-def _verify_uses(model: nn.Module, coverage: Coverage, x: Any) -> None:
-    """Cut each tracked layer's output off; whatever then depends on a parameter bypassed a hook."""
     tracked_names = {name for t in coverage.layers for name in t.parameters.values()}
     parameters = {
         name: p.detach().requires_grad_()
@@ -73,8 +69,15 @@ def _verify_uses(model: nn.Module, coverage: Coverage, x: Any) -> None:
         )
 
 
-def _verify_independence(model: nn.Module, coverage: Coverage, x: Any) -> None:
-    """The first example's output may reach no row of a layer that another example's reaches."""
+def verify_independence(model: nn.Module, coverage: Coverage, x: Any) -> bool:
+    """Prove with one forward pass that no row of a layer belongs to two examples.
+
+    Returns:
+        Whether that could be told: a single example mixes with none.
+
+    Raises:
+        NotImplementedError: the first example's output reaches a row that another's reaches.
+    """
     rows: dict[TrackedLayer, list[Tensor]] = {tracked: [] for tracked in coverage.layers}
 
     def record(tracked: TrackedLayer, a: Tensor | None, b: Tensor) -> None:
@@ -83,8 +86,8 @@ def _verify_independence(model: nn.Module, coverage: Coverage, x: Any) -> None:
     with Capture(model, coverage, lambda tracked, a: None, record) as capture:
         f = capture.forward(x)
         if not isinstance(f, Tensor) or f.dim() < 2 or len(f) < 2:
-            return  # a wrong output is reported with the targets; one example mixes with none
-        first = torch.randn_like(f)
+            return False  # a wrong output is reported with the targets
+        first = _noise_like(f)
         rest = first.clone()
         first[1:], rest[:1] = 0.0, 0.0
         capture.backward(f, [first, rest])
@@ -102,6 +105,7 @@ def _verify_independence(model: nn.Module, coverage: Coverage, x: Any) -> None:
                 "axis in front, or a layer behind it shares information within a batch. Put the "
                 "batch axis first (N, ..., d), or freeze it (requires_grad_(False))."
             )
+    return True
 
 
 def _computes_its_class(tracked: TrackedLayer, own: list[Tensor], a: Tensor, output: Any) -> bool:
@@ -111,7 +115,7 @@ def _computes_its_class(tracked: TrackedLayer, own: list[Tensor], a: Tensor, out
     expected = tracked.rule.reference(tracked.layer, a)
     if expected.shape != output.shape or not output.requires_grad:
         return False
-    u = torch.randn_like(output)
+    u = _noise_like(output)
     pairs = [(expected.detach(), output.detach())]
     for should, does in zip(
         torch.autograd.grad(expected, own, u),
@@ -127,6 +131,12 @@ def _computes_its_class(tracked: TrackedLayer, own: list[Tensor], a: Tensor, out
         or (should - does).norm() <= tolerance * should.norm()
         for should, does in pairs
     )
+
+
+def _noise_like(x: Tensor) -> Tensor:
+    """The same normal numbers each time: the user's random numbers are not touched."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(x.shape, generator=generator).to(x.device, x.dtype)
 
 
 def _used_outside(parameters: dict[str, Tensor], value: Tensor, where: str) -> NotImplementedError:

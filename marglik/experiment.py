@@ -11,7 +11,6 @@ from lightning.fabric import Fabric
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from kfac_backend.coverage import find_coverage
 from kfac_backend.factors import CurvaturePass
 from kfac_backend.files import atomic_path
 from kfac_backend.laplace_interface import KfacEF, KfacGGN
@@ -25,8 +24,13 @@ from marglik.evaluation import (
 )
 from marglik.hyperparameters import Hyperparameters
 from marglik.laplace import KronLaplace
+from marglik.modes import eval_mode
 from marglik.optimizers import OptimizerConfig, build_optimizer
-from marglik.prior import PriorGroups, weight_decay_to_precision
+from marglik.prior import (
+    PriorGroups,
+    precision_to_weight_decay,
+    weight_decay_to_precision,
+)
 from marglik.report import plot_run, save_figure
 from marglik.run_log import RunLog, environment, write_json
 from marglik.schedule import Schedule
@@ -68,7 +72,7 @@ def train(
     fabric = _fabric(run)
     splits = data.load()
     model = fabric.to_device(model)
-    _check_model(model, splits)
+    _check_model(model, splits, curvature)
     PriorGroups.from_model(model, prior.structure)
     folder = Path(run.output or f"runs/{splits.name.lower().replace(' ', '_')}")
     initial_model = deepcopy(model) if run.baseline else None
@@ -234,32 +238,33 @@ def _fabric(run: RunConfig) -> Fabric:
         ) from error
 
 
-def _check_model(model: nn.Module, splits: ImageSplits) -> None:
+def _check_model(model: nn.Module, splits: ImageSplits, curvature: CurvatureConfig) -> None:
     """Fail before training: a curvature that cannot be had, images or classes that do not fit."""
-    find_coverage(model.eval())
-    parameter = next(model.parameters())
+    parameter = next(model.parameters(), torch.empty(0))
     images = splits.train.images[:2].to(parameter.device, parameter.dtype) / 255
     shape = tuple(images.shape[1:])
-    try:
-        with torch.no_grad():
-            outputs = model(images)
-    except RuntimeError as error:
-        raise ValueError(
-            f"{type(model).__name__} cannot take images of shape {shape}: {error}. Set the model's "
-            "options to fit the data."
-        ) from error
-    if not isinstance(outputs, Tensor):
-        raise ValueError(
-            f"{type(model).__name__} returns {type(outputs).__name__}; logits are needed, a tensor."
-        )
-    if outputs.shape != (len(images), len(splits.classes)):
-        raise ValueError(
-            f"{type(model).__name__} returns shape {tuple(outputs.shape)} for {len(images)} "
-            f"images, but {splits.name} has {len(splits.classes)} classes; set --model.num_classes "
-            f"{len(splits.classes)}."
-        )
-    CurvaturePass(model, "classification").add(images, splits.train.labels[:2])
-    model.train()
+    with eval_mode(model):
+        curvature_pass = CurvaturePass(model, "classification", kfac_approx=curvature.kfac_approx)
+        try:
+            with torch.no_grad():
+                outputs = model(images)
+        except RuntimeError as error:
+            raise ValueError(
+                f"{type(model).__name__} cannot take images of shape {shape}: {error}. Set the "
+                "model's options to fit the data."
+            ) from error
+        if not isinstance(outputs, Tensor):
+            raise ValueError(
+                f"{type(model).__name__} returns {type(outputs).__name__}; logits are needed, a "
+                "tensor."
+            )
+        if outputs.shape != (len(images), len(splits.classes)):
+            raise ValueError(
+                f"{type(model).__name__} returns shape {tuple(outputs.shape)} for {len(images)} "
+                f"images, but {splits.name} has {len(splits.classes)} classes; set "
+                f"--model.num_classes {len(splits.classes)}."
+            )
+        curvature_pass.add(images, splits.train.labels[:2])
 
 
 def _weight_decay_table(
@@ -270,10 +275,11 @@ def _weight_decay_table(
     gamma = laplace.effective_parameters()
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
     delta = laplace.prior_precision.expand(len(trainable))
+    weight_decay = precision_to_weight_decay(delta, num_data, prior.temperature)
     return {
         name: {
             "initial": prior.weight_decay,
-            "learned": delta[i].item() * prior.temperature / num_data,
+            "learned": weight_decay[i].item(),
             "effective_parameters": gamma[i].item(),
             "parameters": p.numel(),
         }

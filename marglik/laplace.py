@@ -170,6 +170,8 @@ class KronLaplace(LaplaceTorchKronLaplace):
         self.model.output_size = factors.num_outputs  # pyright: ignore  # laplace-torch reads it
         self.H_facs = FactorKron.from_factors(factors, self._dtype)
         self._eigen = None
+        self._terms: EvidenceTerms | None = None
+        self._means: tuple[Tensor, ...] = ()
 
     def _init_H(self) -> None:
         """Nothing to allocate: the factors come whole from the pass."""
@@ -188,9 +190,13 @@ class KronLaplace(LaplaceTorchKronLaplace):
         """What the evidence needs; the eigenvalues are computed when first asked for."""
         if self.factors is None:
             raise AttributeError("The Laplace approximation is not fitted; call fit() first.")
-        # The eigenvalues are cached by the factors; means may have been set anew.
-        mean, prior_mean = (cast(Tensor, m).detach() for m in (self.mean, self.prior_mean))
-        return EvidenceTerms.from_factors(self.factors, mean, prior_mean)
+        means = (cast(Tensor, self.mean), cast(Tensor, self.prior_mean))
+        # A mean that was set anew needs new norms.
+        if self._terms is None or any(a is not b for a, b in zip(means, self._means, strict=True)):
+            mean, prior_mean = (m.detach() for m in means)
+            self._terms = EvidenceTerms.from_factors(self.factors, mean, prior_mean)
+            self._means = means
+        return self._terms
 
     def log_marginal_likelihood(
         self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None
@@ -262,14 +268,14 @@ class KronLaplace(LaplaceTorchKronLaplace):
     @contextmanager
     def _model_kept(self) -> Iterator[None]:
         """Eval mode for a while; then parameters own their data, no views of the mean."""
-        with eval_mode(self.model):
-            yield
-        if not isinstance(self.mean, Tensor):
-            return
-        storage = self.mean.untyped_storage().data_ptr()
-        for p in self.params:
-            if p.untyped_storage().data_ptr() == storage:
-                p.data = p.data.clone()
+        try:
+            with eval_mode(self.model):
+                yield
+        finally:
+            storage = cast(Tensor, self.mean).untyped_storage().data_ptr()
+            for p in self.params:
+                if p.untyped_storage().data_ptr() == storage:
+                    p.data = p.data.clone()
 
     def state_dict(self) -> dict[str, Any]:
         """laplace-torch's state, with our factors under "H"."""
@@ -278,8 +284,17 @@ class KronLaplace(LaplaceTorchKronLaplace):
         return super().state_dict() | {"H": self.factors}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore what `state_dict` returned.
+
+        Raises:
+            ValueError: the state of another model or likelihood.
+        """
         check_alignment(self.model, state_dict["H"])
+        if state_dict["likelihood"] != self.likelihood:
+            raise ValueError(
+                f"The state is of likelihood {state_dict['likelihood']!r}, this object of "
+                f"{self.likelihood!r}."
+            )
         for name in ("mean", "prior_mean", "prior_precision", "sigma_noise", "temperature"):
             setattr(self, name, state_dict[name])
         self._set_factors(state_dict["H"])

@@ -150,11 +150,25 @@ def test_what_hooks_cannot_see_is_a_named_error(case):
 
 
 def test_what_looks_alike_but_is_right():
-    """One module under two names; a layer that sees one example more than the batch has rows."""
+    """One module under two names is no tie."""
     layer = nn.Linear(3, 2)
     model = nn.ModuleDict({"first": layer, "again": nn.Sequential(layer)})
     model.forward = lambda x: layer(x)
     assert list(factors(model).blocks) == ["first.weight", "first.bias"]
+
+
+def test_examples_that_mix_after_a_first_batch_of_one():
+    model, message = NOT_IMPLEMENTED["no batch axis"]
+    factors(model, X[:1], Y[:1])  # one example mixes with none
+    with pytest.raises(NotImplementedError, match=message):
+        kronecker_factors(model, [(X[:1], Y[:1]), (X, Y)], "classification")
+
+
+def test_random_numbers_are_not_touched():
+    model = nn.Linear(3, 2)
+    state = torch.random.get_rng_state()
+    factors(model)
+    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 def test_a_layer_that_runs_twice_in_a_later_batch():

@@ -154,6 +154,7 @@ def test_means_that_are_set_later_count():
     la.prior_mean = 2.0
     scatter = ((la.mean - 2.0).square() - la.mean.square()).sum()
     assert_close(la.log_marginal_likelihood(), before - 0.5 * scatter)
+    assert la.evidence_terms is la.evidence_terms  # not computed again for each step
 
 
 def test_sampled_networks_leave_mean_and_parameters_apart():
@@ -206,6 +207,8 @@ def test_state_dict_round_trip():
     x = dataset.tensors[0]
     assert_close(other(x), la(x))
     assert_close(other.log_marginal_likelihood(), la.log_marginal_likelihood())
+    with pytest.raises(ValueError, match="likelihood 'regression', this object of 'class"):
+        KronLaplace(network(), "classification").load_state_dict(la.state_dict())
     smaller = KronLaplace(nn.Sequential(nn.Flatten(), nn.Linear(32, 3)), "regression")
     with pytest.raises(ValueError, match="needs a block for every trainable parameter"):
         smaller.load_state_dict(la.state_dict())
