@@ -40,7 +40,8 @@ def kronecker_factors(
     et al. 2023 (arXiv:2311.00636), sections 3.2 and 3.3.
 
     The model runs in the mode (train or eval) it is in; dropout that is on stays on. The first
-    batch runs three times: twice to prove that the hooks see all, once for the curvature.
+    batch runs three times: twice to prove that the hooks see all, once for the curvature. (After a
+    first batch of one example, the first that has several runs twice.)
 
     Args:
         model: any model of the supported layers; parameters with ``requires_grad=False`` have no
@@ -52,19 +53,23 @@ def kronecker_factors(
             outputs and targets (N, ..., C), noise 1. "bernoulli": C independent logits, targets in
             [0, 1].
         kfac_approx: "expand" or "reduce".
-        fisher: "exact", the GGN (C - 1 or C backward passes a batch); "mc", an unbiased estimate
-            with ``mc_samples`` backward passes; "empirical", the labels' own gradients.
+        fisher: "exact", the GGN (C - 1 or C backward passes a batch for each loss term of an
+            example); "mc", an unbiased estimate with ``mc_samples`` backward passes; "empirical",
+            the labels' own gradients (one backward pass for each loss term).
         mc_samples: labels drawn per example for fisher="mc".
         unsupported: parameters without a rule raise ("error"), are constants ("freeze"), or get the
-            exact diagonal of their block ("diagonal", slow: a backward pass per example).
+            exact diagonal of their block ("diagonal", slow: each backward pass once per example).
         generator: source of fisher="mc"'s labels, on the model's device.
         progress: whether to show a progress bar over the batches.
         dict_key_y: the targets' key in batches that are mappings.
 
     Raises:
         ValueError: no data, no trainable parameter, targets that do not fit, NaN or infinity in
-            parameters, inputs or outputs, BatchNorm in train mode, an option that is not supported.
-        TypeError: inputs that are not of floating point, outputs that are not a tensor.
+            outputs (naming the parameter or the inputs that have it, too), BatchNorm in train
+            mode, an option that is not supported.
+        TypeError: inputs that are not of floating point, outputs that are not a tensor, labels
+            that are not integers, batches that are neither (x, y) nor a mapping.
+        KeyError: a mapping without ``dict_key_y``.
         NotImplementedError: a layer without a rule, or used in a way that hooks cannot see.
     """
     curvature = CurvaturePass(

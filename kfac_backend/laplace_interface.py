@@ -26,7 +26,8 @@ class KfacInterface(CurvatureInterface):
         dict_key_x: the input's key in batches that are mappings.
         dict_key_y: the targets' key in batches that are mappings.
         kfac_approx: "expand" or "reduce".
-        unsupported: see `kronecker_factors`.
+        unsupported: "error" or "diagonal", see `kronecker_factors`; laplace-torch needs a block for
+            every trainable parameter, so freeze with requires_grad_(False) instead of "freeze".
         generator: source of Monte Carlo labels.
         kwargs: those of laplace-torch's interfaces (``stochastic``, ``num_samples``).
     """

@@ -1,4 +1,4 @@
-"""The proof, on a first batch, that the hooks of `capture` see all that the rules rely on.
+"""The proof, on a pass's first batches, that the hooks of `capture` see all that rules rely on.
 
 A wrong number is worse than an error: a layer that is used outside of its forward, that computes
 something else than its rule supposes, or that mixes examples raises here, by name.
@@ -73,24 +73,31 @@ def verify_independence(model: nn.Module, coverage: Coverage, x: Any) -> bool:
     """Prove with one forward pass that no row of a layer belongs to two examples.
 
     Returns:
-        Whether that could be told: a single example mixes with none.
+        Whether that could be told: not from a single example, nor from numbers that are not finite.
 
     Raises:
         NotImplementedError: the first example's output reaches a row that another's reaches.
     """
     rows: dict[TrackedLayer, list[Tensor]] = {tracked: [] for tracked in coverage.layers}
+    finite = True
 
     def record(tracked: TrackedLayer, a: Tensor | None, b: Tensor) -> None:
+        nonlocal finite
+        finite = finite and bool(torch.isfinite(b).all())
         rows[tracked].append((b.reshape(len(b), -1) != 0).any(1))
 
     with Capture(model, coverage, lambda tracked, a: None, record) as capture:
         f = capture.forward(x)
         if not isinstance(f, Tensor) or f.dim() < 2 or len(f) < 2:
             return False  # a wrong output is reported with the targets
+        if not torch.isfinite(f).all():
+            return False  # reported by name, after the forward pass
         first = _noise_like(f)
         rest = first.clone()
         first[1:], rest[:1] = 0.0, 0.0
         capture.backward(f, [first, rest])
+    if not finite:
+        return False  # 0 · NaN is in every row; the eigenvalues will name the layer
     for tracked, seen in rows.items():
         if len(seen) < 2:
             continue

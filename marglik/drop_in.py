@@ -101,10 +101,11 @@ def marglik_training(
             f"KfacEF, not {hessian_structure!r} and {backend.__name__}."
         )
     optimizer_kwargs = dict(optimizer_kwargs or {})
-    if optimizer_kwargs.get("weight_decay"):
-        warnings.warn("The prior takes the place of weight_decay; it is set to 0.", stacklevel=2)
-        optimizer_kwargs["weight_decay"] = 0.0
     optimizer = optimizer_cls(model.parameters(), **optimizer_kwargs)
+    if any(group.get("weight_decay") for group in optimizer.param_groups):
+        warnings.warn("The prior takes the place of weight_decay; it is set to 0.", stacklevel=2)
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.0
     scheduler = scheduler_cls(optimizer, **(scheduler_kwargs or {})) if scheduler_cls else None
     is_regression = likelihood == "regression"
 

@@ -17,7 +17,13 @@ from marglik.laplace import KronLaplace
 from marglik.loaders import Loader
 from marglik.modes import eval_mode
 
-__all__ = ["PredictiveConfig", "PredictiveMethod", "classification_metrics", "map_predictive"]
+__all__ = [
+    "PredictiveConfig",
+    "PredictiveMethod",
+    "classification_metrics",
+    "laplace_predictive",
+    "map_predictive",
+]
 
 PredictiveMethod = Literal["linearized", "probit", "bridge", "nn"]
 Predictive = Callable[[Tensor], Tensor]
@@ -47,7 +53,7 @@ class PredictiveConfig:
 
 
 def map_predictive(model: nn.Module) -> Predictive:
-    """X -> class probabilities of the network at its parameters."""
+    """A function from inputs to the network's class probabilities at its parameters."""
 
     @torch.no_grad()
     def predict(x: Tensor) -> Tensor:
@@ -60,7 +66,7 @@ def map_predictive(model: nn.Module) -> Predictive:
 def laplace_predictive(
     laplace: KronLaplace, config: PredictiveConfig, generator: torch.Generator | None = None
 ) -> Predictive:
-    """X -> class probabilities under the posterior; samples are drawn once, here.
+    """A function from inputs to class probabilities; posterior samples are drawn once, here.
 
     Source of the linearised predictive: Immer, Korzepa & Bauer 2021 (arXiv:2008.08400).
     """

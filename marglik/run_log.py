@@ -2,6 +2,7 @@
 
 import json
 import platform
+import shutil
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -15,6 +16,7 @@ from kfac_backend.files import atomic_path
 __all__ = ["RunLog", "environment", "read_log", "write_json"]
 
 LOG_NAME = "log.jsonl"
+TENSORBOARD = "tensorboard"
 RESULT_NAMES = ("results.json", "config.yaml", "evidence.png", "model.safetensors")
 
 
@@ -27,20 +29,23 @@ class RunLog:
         overwrite: whether a log that is already there may be replaced.
 
     Raises:
-        FileExistsError: the folder holds a log, and ``overwrite`` is off.
+        FileExistsError: the folder holds a log or results, and ``overwrite`` is off.
+        ValueError: TensorBoard is asked for and not installed.
     """
 
     def __init__(self, folder: Path, *, tensorboard: bool = False, overwrite: bool = False) -> None:
-        path = folder / LOG_NAME
-        if path.exists() and not overwrite:
+        old = [folder / name for name in (LOG_NAME, *RESULT_NAMES) if (folder / name).exists()]
+        if old and not overwrite:
             raise FileExistsError(
-                f"{folder} already holds a run; pass --overwrite, or another --output."
+                f"{folder} already holds a run ({old[0].name}); pass --overwrite, or another "
+                "--output."
             )
-        folder.mkdir(parents=True, exist_ok=True)
-        for result in RESULT_NAMES:  # those of the run that is overwritten
-            (folder / result).unlink(missing_ok=True)
-        self._file = path.open("w", encoding="utf-8")
         self._tensorboard = _tensorboard_logger(folder) if tensorboard else None
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in old:
+            path.unlink()
+        shutil.rmtree(folder / TENSORBOARD, ignore_errors=True)
+        self._file = (folder / LOG_NAME).open("w", encoding="utf-8")
 
     def __enter__(self) -> Self:
         return self
@@ -100,7 +105,7 @@ def _tensorboard_logger(folder: Path) -> Any:
     try:
         from lightning.fabric.loggers import TensorBoardLogger
 
-        return TensorBoardLogger(root_dir=folder, name="tensorboard", version="")
+        return TensorBoardLogger(root_dir=folder, name=TENSORBOARD, version="")
     except ModuleNotFoundError as error:
         raise ValueError(
             "--tensorboard needs the package tensorboard: pip install 'marglik[tensorboard]'."

@@ -153,7 +153,8 @@ class OnlineTraining:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         device = parameters[0].device
         variance = self.hyperparameters.sigma_noise.square().item()
-        decays, limited = self._stable_decays(parameters, variance)
+        decays = self.hyperparameters.groups.for_parameters(self.weight_decays())
+        limited: dict[str, None] = {}
         totals = torch.zeros(3, dtype=torch.float64, device=device)  # loss, penalty, correct
         examples = terms = 0
         bar = tqdm(self.train_loader, desc=f"Epoch {epoch}", leave=False, disable=self._hidden)
@@ -163,7 +164,9 @@ class OnlineTraining:
             f = self._forward(x)
             check_targets(f, y, self.likelihood)
             data_loss = loss_sum(f, y, self.likelihood)
-            prior_loss = _penalty(parameters, decays)
+            stable, names = self._stable_decays(parameters, decays, variance)
+            limited |= dict.fromkeys(names)
+            prior_loss = _penalty(parameters, stable)
             self.fabric.backward(data_loss / len(f) + variance * prior_loss)
             self.optimizer.step()
             if self.scheduler is not None:
@@ -193,22 +196,20 @@ class OnlineTraining:
         if self.likelihood == "classification":
             record["accuracy"] = correct * examples / terms
         if limited:
-            record["limited_weight_decay"] = limited
+            record["limited_weight_decay"] = list(limited)
         self._report(record)
         return record
 
     def _stable_decays(
-        self, parameters: list[nn.Parameter], variance: float
+        self, parameters: list[nn.Parameter], decays: list[Tensor], variance: float
     ) -> tuple[list[Tensor], list[str]]:
         """The weight decay of each parameter, and the names of those limited to 1 / lr."""
-        decays = self.hyperparameters.groups.for_parameters(self.weight_decays())
         rates = {p: g["lr"] for g in self.optimizer.param_groups for p in g["params"]}
-        names = {p: name for name, p in self.model.named_parameters()}
         stable, limited = [], []
         for p, decay in zip(parameters, decays, strict=True):
             largest = 1 / (rates[p] * variance) if self._is_sgd and rates.get(p) else float("inf")
             if (decay > largest).any():
-                limited.append(names[p])
+                limited += [name for name, q in self.model.named_parameters() if q is p]
             stable.append(decay.clamp(max=largest).to(p.device, p.dtype))
         return stable, limited
 

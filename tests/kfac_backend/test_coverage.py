@@ -272,6 +272,9 @@ def test_nan_in_weights_and_overflow_are_told_apart():
         model[0].weight[0, 0] = torch.nan
     with pytest.raises(ValueError, match="Parameter '0.weight' contains NaN"):
         factors(model)
+    deeper = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), model[0])
+    with pytest.raises(ValueError, match="Parameter '2.weight' contains NaN"):
+        factors(deeper)
     overflow = Lambda(lambda m, x: m.fc(x) * 1e38 * 1e38, fc=nn.Linear(3, 2))
     with pytest.raises(ValueError, match="activations overflow"):
         factors(overflow)

@@ -127,6 +127,15 @@ def test_schedulers_weight_decay_and_fixed_noise():
     assert la.sigma_noise == pytest.approx(0.3)
 
 
+def test_adamws_own_weight_decay_is_set_to_zero():
+    with pytest.warns(UserWarning, match="takes the place of weight_decay"):
+        adamw = marglik_training(
+            network(3), loader("classification"), optimizer_cls=torch.optim.AdamW, **OPTIONS
+        )
+    adam = marglik_training(network(3), loader("classification"), **OPTIONS)
+    assert_close(torch.tensor(adamw[2]), torch.tensor(adam[2]))
+
+
 def test_likelihood_is_checked_before_training():
     with pytest.raises(ValueError, match="likelihood='poisson' is not supported"):
         marglik_training(network(3), loader("classification"), "poisson")

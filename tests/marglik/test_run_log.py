@@ -60,8 +60,17 @@ def test_tensorboard_that_is_not_installed_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "lightning.fabric.loggers.tensorboard._TENSORBOARDX_AVAILABLE", False, raising=False
     )
+    (tmp_path / "results.json").write_text("{}")
     with pytest.raises(ValueError, match="pip install 'marglik\\[tensorboard\\]'"):
-        RunLog(tmp_path, tensorboard=True)
+        RunLog(tmp_path, tensorboard=True, overwrite=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["results.json"]  # nothing is lost
+
+
+def test_results_without_a_log_are_kept(tmp_path):
+    (tmp_path / "config.yaml").write_text("epochs: 3")
+    with pytest.raises(FileExistsError, match="holds a run \\(config.yaml\\)"):
+        RunLog(tmp_path)
+    assert (tmp_path / "config.yaml").exists()
 
 
 def test_json_is_whole_or_not_there(tmp_path):
