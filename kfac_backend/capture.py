@@ -101,14 +101,13 @@ class Capture:
         def hook(layer: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
             a = first_input(args, kwargs).detach()
             self._on_input(tracked, a)
-            # A copy, as an activation may overwrite the input in place before the backward.
-            kept = a.clone() if tracked.rule.needs_input else None
+            kept = a if tracked.rule.needs_input else None
             if not output.requires_grad:
                 source = output.detach().requires_grad_()
                 self._sources.append(source)
                 # In-place activations must not touch a leaf.
                 output = source.clone()
-            output.register_hook(lambda b: self._on_gradient(tracked, kept, b.detach()))
+            output.register_hook(lambda b: self._on_gradient(tracked, kept, b))
             return output
 
         return hook

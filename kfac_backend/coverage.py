@@ -18,7 +18,7 @@ class TrackedLayer:
 
     name: str
     layer: nn.Module
-    rule: Rule
+    rule: type[Rule]
     parameters: dict[str, str]
     """Local name ("weight") -> name in the model ("stage1.0.conv1.weight")."""
 

@@ -15,7 +15,9 @@ from kfac_backend.kronecker import KroneckerFactors
 from kfac_backend.loss_hessian import backward_vectors, check_targets, loss_sum
 from kfac_backend.options import Fisher, KfacApprox, Likelihood, Unsupported, check_option
 from kfac_backend.precision import full_float32
+from kfac_backend.rules import GramSums
 from kfac_backend.verification import verify_independence, verify_uses
+from kfac_backend.weight_sharing import PositionSums
 
 __all__ = ["CurvaturePass", "kronecker_factors"]
 
@@ -119,9 +121,11 @@ class CurvaturePass:
 
     def reset(self) -> None:
         """Forget the batches seen so far."""
-        self._A: dict[str, Tensor] = {}
-        self._num_terms: dict[str, int] = {}
-        self._B: dict[str, Tensor] = {}
+        self._rules = {
+            tracked: tracked.rule(tracked.layer, self._kfac_approx, tracked.parameters)
+            for tracked in self._coverage.layers
+        }
+        self._diagonal: dict[str, Tensor] = {}
         self._num_data = self._num_outputs = self._num_loss_terms = 0
         # A sum over examples, in float64 since it has many terms; moved to the host at the end.
         self._loss: Tensor = torch.zeros((), dtype=torch.float64)
@@ -137,6 +141,7 @@ class CurvaturePass:
             x = x.detach()
         self._verify(x, several=isinstance(y, Tensor) and y.dim() > 0 and len(y) > 1)
         self._rows: dict[str, int] = {}
+        self._position_sums = PositionSums()
         with Capture(self._model, self._coverage, self._add_input, self._add_gradient) as capture:
             f = capture.forward(x)
             check_targets(f, y, self._likelihood)
@@ -154,7 +159,8 @@ class CurvaturePass:
         """The factors of all batches so far: A a mean over its terms, B a sum over the data."""
         if not self._num_data:
             raise ValueError("The data is empty: the loader yielded no batch.")
-        blocks = {name: self._block(name) for name in self._coverage.names}
+        sums = self._sums()
+        blocks = {name: self._block(name, sums[name]) for name in self._coverage.names}
         return KroneckerFactors(
             blocks,
             num_data=self._num_data,
@@ -166,17 +172,24 @@ class CurvaturePass:
             fisher=self._fisher,
         )
 
-    def _block(self, name: str) -> KroneckerBlock:
-        if name not in self._B:  # its layer took no part in the forward pass
+    def _sums(self) -> dict[str, GramSums]:
+        """All parameters' sums, of layers and of diagonals."""
+        sums = {name: GramSums(d.reshape(-1, 1, 1)) for name, d in self._diagonal.items()}
+        for tracked, rule in self._rules.items():
+            for local, gram_sums in rule.gram_sums().items():
+                sums[tracked.parameters[local]] = gram_sums
+        return sums
+
+    def _block(self, name: str, sums: GramSums) -> KroneckerBlock:
+        if sums.B is None:  # its layer took no part in the forward pass
             p = self._model.get_parameter(name).detach()
             return KroneckerBlock(name, B=p.new_zeros(p.numel(), 1, 1))
-        # One group is written without the group axis.
-        B = self._B[name].clone()
-        B = B[0] if len(B) == 1 else B
-        if name not in self._A:
+        B = _without_single_group(sums.B.clone())
+        if sums.A is None:
             return KroneckerBlock(name, B)
-        A, num_terms = self._A[name] / self._num_terms[name], self._num_terms[name]
-        return KroneckerBlock(name, B, A[0] if len(A) == 1 else A, num_terms)
+        return KroneckerBlock(
+            name, B, _without_single_group(sums.A / sums.num_terms), sums.num_terms
+        )
 
     def _vectors(self, f: Tensor, y: Tensor) -> Iterable[Tensor]:
         return backward_vectors(
@@ -206,20 +219,10 @@ class CurvaturePass:
 
     def _add_input(self, tracked: TrackedLayer, a: Tensor) -> None:
         self._rows[tracked.name] = len(a) if a.dim() else 0
-        grams = tracked.rule.input_grams(
-            tracked.layer, a, self._kfac_approx, tracked.parameters.keys()
-        )
-        for local, (gram, num_terms) in grams.items():
-            name = tracked.parameters[local]
-            _accumulate(self._A, name, gram)
-            self._num_terms[name] = self._num_terms.get(name, 0) + num_terms
+        self._rules[tracked].add_input(a)
 
     def _add_gradient(self, tracked: TrackedLayer, a: Tensor | None, b: Tensor) -> None:
-        grams = tracked.rule.gradient_grams(
-            tracked.layer, a, b, self._kfac_approx, tracked.parameters.keys()
-        )
-        for local, gram in grams.items():
-            _accumulate(self._B, tracked.parameters[local], gram)
+        self._rules[tracked].add_gradient(a, b, self._position_sums)
 
     def _add_diagonal(self, x: Any, y: Tensor) -> None:
         diagonals = ggn_diagonal(
@@ -233,7 +236,7 @@ class CurvaturePass:
             self._generator,
         )
         for name, diagonal in diagonals.items():
-            _accumulate(self._B, name, diagonal.reshape(-1, 1, 1))
+            self._diagonal[name] = self._diagonal.get(name, 0) + diagonal
 
     def _check_finite(self, f: Tensor, x: Any) -> None:
         if torch.isfinite(f).all():
@@ -281,6 +284,6 @@ def to_device(value: Any, device: torch.device) -> Any:
     return value
 
 
-def _accumulate(sums: dict[str, Tensor], name: str, gram: Tensor) -> None:
-    # Out of place at first, since a rule may return one tensor for two parameters.
-    sums[name] = sums[name].add_(gram) if name in sums else gram.clone()
+def _without_single_group(factor: Tensor) -> Tensor:
+    """(G, d, d), or (d, d) for one group."""
+    return factor[0] if len(factor) == 1 else factor

@@ -1,46 +1,68 @@
 """Gram matrices over weight-sharing positions: the two modes, expand and reduce.
 
-Everywhere a layer's inputs are ``a`` (G, N, R, d_in) and the gradients with respect to its outputs
-``b`` (G, N, R, d_out): G groups (1 unless the layer is a grouped convolution), N examples, R
-positions that share the weight, features last. Source of the two modes: Eschenhagen et al. 2023
-(arXiv:2311.00636), sections 3.2 (expand) and 3.3 (reduce).
+A layer's inputs are ``a`` (G, N, R, d_in) and the gradients with respect to its outputs ``b``
+(G, N, R, d_out): G groups (1 unless the layer is a grouped convolution), N examples, R positions
+that share the weight, features last. Source of the two modes: Eschenhagen et al. 2023
+(arXiv:2311.00636), sections 3.2 (expand) and 3.3 (reduce):
+
+- expand: A is the mean over examples and positions of a_nr a_nrᵀ, B the sum of b_nr b_nrᵀ.
+- reduce: A is the mean over examples of â_n â_nᵀ, with the mean over positions â_n = 1/R Σ_r a_nr;
+  B is the sum of b̂_n b̂_nᵀ, with the sum over positions b̂_n = Σ_r b_nr.
 """
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kfac_backend.options import KfacApprox
-
-__all__ = ["at_least_float32", "gradient_gram", "input_gram"]
+__all__ = ["GramSum", "PositionSums", "at_least_float32"]
 
 
-def input_gram(
-    a: Float[Tensor, "G N R d_in"], kfac_approx: KfacApprox
-) -> tuple[Float[Tensor, "G d_in d_in"], int]:
-    """Unscaled input Gram matrix of A, and the number of terms that A is the mean of.
+class GramSum:
+    """Σ_m x_m x_mᵀ per group over all rows x_m that were added, in place: (G, d, d)."""
 
-    Expand: Σ_n Σ_r a_nr a_nrᵀ, of N·R terms. Reduce: Σ_n â_n â_nᵀ with the mean over positions
-    â_n = 1/R Σ_r a_nr, of N terms.
+    def __init__(self) -> None:
+        self._total: Tensor | None = None
+
+    def add(self, rows: Float[Tensor, "G M d"]) -> None:
+        """Add the rows' Gram matrices, in float32 at least, whatever autocast says."""
+        rows = at_least_float32(rows)
+        with torch.autocast(rows.device.type, enabled=False):
+            if self._total is None:
+                self._total = rows.mT @ rows
+            elif len(rows) == 1:
+                self._total[0].addmm_(rows[0].mT, rows[0])
+            else:
+                self._total.baddbmm_(rows.mT, rows)
+
+    def total(self) -> Float[Tensor, "G d d"] | None:
+        """The sum so far, None before the first rows."""
+        return self._total
+
+
+class PositionSums:
+    """Sums over positions, once for all layers that see the very same gradient tensor.
+
+    The gradient with respect to x + θ is also that with respect to x: a convolution and the bias
+    behind it, or the two ends of a residual branch, are handed one tensor.
     """
-    _, examples, positions, _ = a.shape
-    a = at_least_float32(a)
-    if kfac_approx == "reduce":
-        return _gram(a.mean(dim=2)), examples
-    return _gram(a.flatten(1, 2)), examples * positions
 
+    def __init__(self) -> None:
+        self._source: tuple[Tensor, int, int] | None = None
+        self._sums = torch.empty(0)
 
-def gradient_gram(
-    b: Float[Tensor, "G N R d_out"], kfac_approx: KfacApprox
-) -> Float[Tensor, "G d_out d_out"]:
-    """One backward vector's part of the gradient factor B, a sum over the examples.
+    def __call__(self, b: Float[Tensor, "N ..."], features: int) -> Float[Tensor, "N d"]:
+        """Σ over all axes of b but the first and the axis ``features``, in float32 at least."""
+        # In-place accumulation by autograd changes the version.
+        version = b._version  # pyright: ignore[reportPrivateUsage]
+        known = self._source
+        if known is None or known[0] is not b or known[1:] != (version, features):
+            self._sums = _over_positions(b, features)
+            self._source = (b, version, features)
+        return self._sums
 
-    Expand: Σ_n Σ_r b_nr b_nrᵀ. Reduce: Σ_n b̂_n b̂_nᵀ with the sum over positions b̂_n = Σ_r b_nr.
-    """
-    b = at_least_float32(b)
-    if kfac_approx == "reduce":
-        return _gram(b.sum(dim=2))
-    return _gram(b.flatten(1, 2))
+    def clear(self) -> None:
+        """Let go of the last tensor."""
+        self._source, self._sums = None, torch.empty(0)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -48,7 +70,9 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _gram(rows: Float[Tensor, "G M d"]) -> Float[Tensor, "G d d"]:
-    """Σ_m rows_m rows_mᵀ per group, whatever autocast says."""
-    with torch.autocast(rows.device.type, enabled=False):
-        return rows.mT @ rows
+def _over_positions(b: Tensor, features: int) -> Tensor:
+    features %= b.dim()
+    positions = [axis for axis in range(1, b.dim()) if axis != features]
+    if not positions:
+        return at_least_float32(b)
+    return b.sum(positions, dtype=torch.promote_types(b.dtype, torch.float32))

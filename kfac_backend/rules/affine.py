@@ -1,27 +1,40 @@
-"""Elementwise affine layers with one scalar parameter: the exact GGN entry, in either mode."""
+"""Elementwise affine layers with one scalar parameter: the exact GGN entry, in either mode.
 
-from collections.abc import Collection
+One scalar θ has the entry Σ_n Σ_v (∂ v_nᵀf_n / ∂θ)²; nothing is approximated.
+"""
+
+from typing import Any
 
 from torch import Tensor
 
 from kfac_backend.layers import Bias, Scale
-from kfac_backend.options import KfacApprox
-from kfac_backend.rules.rule import Rule
-from kfac_backend.weight_sharing import at_least_float32
+from kfac_backend.rules.rule import GramSums, Rule
+from kfac_backend.weight_sharing import PositionSums, at_least_float32
 
 __all__ = ["BiasRule", "ScaleRule"]
 
 
 class _ScalarRule(Rule):
-    """One scalar θ: its GGN entry is Σ_n Σ_v (∂ v_nᵀf_n / ∂θ)², no approximation."""
+    """Σ of squared derivatives."""
 
     needs_examples = True
 
-    def input_grams(
-        self, layer: object, a: Tensor, kfac_approx: KfacApprox, names: Collection[str]
-    ) -> dict[str, tuple[Tensor, int]]:
-        """None: the block is B alone."""
-        return {}
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._sum: Tensor | None = None
+
+    def add_input(self, a: Tensor) -> None:
+        """Nothing: the block is B alone."""
+
+    def _add_squares(self, derivatives: Tensor) -> None:
+        """Add Σ d² over the derivatives of examples and vectors."""
+        squares = derivatives.square().sum()
+        self._sum = squares if self._sum is None else self._sum.add_(squares)
+
+    def gram_sums(self) -> dict[str, GramSums]:
+        """The sum as a (1, 1, 1) Gram matrix."""
+        (name,) = self.names
+        return {name: GramSums(None if self._sum is None else self._sum.reshape(1, 1, 1))}
 
 
 class BiasRule(_ScalarRule):
@@ -30,16 +43,13 @@ class BiasRule(_ScalarRule):
     layer_type = Bias
     parameter_names = frozenset({"bias"})
 
-    def gradient_grams(
-        self,
-        layer: Bias,
-        a: Tensor | None,
-        b: Tensor,
-        kfac_approx: KfacApprox,
-        names: Collection[str],
-    ) -> dict[str, Tensor]:
-        """Σ_n (Σ b_n)², as (1, 1, 1)."""
-        return {"bias": _sum_of_squares(at_least_float32(b).flatten(1).sum(1))}
+    def add_gradient(self, a: Tensor | None, b: Tensor, sums: PositionSums) -> None:
+        """Σ_n (Σ b_n)²."""
+        if b.dim() == 1:
+            self._add_squares(at_least_float32(b))
+            return
+        # By features first, as the convolution or the linear layer in front needs it, too.
+        self._add_squares(sums(b, features=1 if b.dim() == 4 else -1).sum(1))
 
 
 class ScaleRule(_ScalarRule):
@@ -49,20 +59,9 @@ class ScaleRule(_ScalarRule):
     parameter_names = frozenset({"scale"})
     needs_input = True
 
-    def gradient_grams(
-        self,
-        layer: Scale,
-        a: Tensor | None,
-        b: Tensor,
-        kfac_approx: KfacApprox,
-        names: Collection[str],
-    ) -> dict[str, Tensor]:
-        """Σ_n (a_n · b_n)², as (1, 1, 1)."""
+    def add_gradient(self, a: Tensor | None, b: Tensor, sums: PositionSums) -> None:
+        """Σ_n (a_n · b_n)²."""
         assert a is not None
-        product = at_least_float32(a) * at_least_float32(b)
-        return {"scale": _sum_of_squares(product.flatten(1).sum(1))}
-
-
-def _sum_of_squares(derivatives: Tensor) -> Tensor:
-    """Σ_n d_n² as a (1, 1, 1) Gram matrix."""
-    return derivatives.square().sum().reshape(1, 1, 1)
+        product = at_least_float32(a) * at_least_float32(b).unflatten(0, (-1, len(a)))
+        inner = range(2, product.dim())
+        self._add_squares(product.sum(tuple(inner)) if inner else product)

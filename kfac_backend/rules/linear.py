@@ -12,17 +12,10 @@ class LinearRule(WeightSharingRule):
 
     layer_type = nn.Linear
 
-    def inputs(self, layer: nn.Linear, a: Tensor) -> Tensor:
-        """(N, ..., d_in) as (1, N, R, d_in)."""
+    def inputs(self, a: Tensor) -> Tensor:
+        """(N, ..., d_in) as (1, N, R, d_in), R = 1 without a shared axis."""
         if a.dim() < 2:
-            raise ValueError(f"{layer} got shape {tuple(a.shape)}; needs a batch (N, ..., d_in).")
-        return _flatten_shared(a)[None]
-
-    def output_gradients(self, layer: nn.Linear, b: Tensor) -> Tensor:
-        """(N, ..., d_out) as (N, R, d_out)."""
-        return _flatten_shared(b)
-
-
-def _flatten_shared(x: Tensor) -> Tensor:
-    """(N, ..., d) as (N, R, d), R = 1 without a shared axis."""
-    return x.reshape(len(x), -1, x.shape[-1])
+            raise ValueError(
+                f"{self.layer} got shape {tuple(a.shape)}; needs a batch (N, ..., d_in)."
+            )
+        return a.reshape(1, len(a), -1, a.shape[-1])

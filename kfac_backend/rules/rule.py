@@ -2,71 +2,79 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from kfac_backend.options import KfacApprox
-from kfac_backend.weight_sharing import gradient_gram, input_gram
+from kfac_backend.weight_sharing import GramSum, PositionSums
 
-__all__ = ["Rule", "WeightSharingRule"]
+__all__ = ["GramSums", "Rule", "WeightSharingRule"]
+
+
+class GramSums(NamedTuple):
+    """The sums of one parameter's block, not scaled."""
+
+    B: Tensor | None
+    """Sum over the data (G, d_out, d_out); None without any gradient."""
+    A: Tensor | None = None
+    """Sum over all terms (G, d_in, d_in); None for a parameter without an input factor."""
+    num_terms: int = 0
+    """How many terms A is the sum of."""
 
 
 class Rule(ABC):
-    """How one kind of layer turns inputs and output gradients into Gram matrices.
+    """Sums up, for one layer and one pass, what its inputs and output gradients add to its blocks.
 
     Rules know nothing of scaling, batches or Fisher kinds; `factors.py` adds all of that. A layer's
     parameters are called by their local names here ("weight", not "block.0.weight").
+
+    Args:
+        layer: the layer.
+        kfac_approx: the mode.
+        names: the trainable parameters of the layer.
     """
 
-    layer_type: type[nn.Module]
+    layer_type: ClassVar[type[nn.Module]]
     """The layer that `reference` computes; subclasses are covered if they compute the same."""
 
-    parameter_names: frozenset[str]
+    parameter_names: ClassVar[frozenset[str]]
     """The local names of the parameters that the rule knows."""
 
-    needs_input: bool = False
-    """Whether `gradient_grams` needs the layer's input, which then is kept until the backward."""
+    needs_input: ClassVar[bool] = False
+    """Whether `add_gradient` needs the layer's input, which then is kept until the backward."""
 
-    needs_examples: bool = False
+    needs_examples: ClassVar[bool] = False
     """Whether the block is made of per-example sums under expand, too."""
 
-    def reference(self, layer: Any, a: Tensor) -> Tensor:
+    def __init__(self, layer: Any, kfac_approx: KfacApprox, names: Collection[str]) -> None:
+        self.layer = layer
+        self.kfac_approx: KfacApprox = kfac_approx
+        self.names = names
+
+    @classmethod
+    def reference(cls, layer: Any, a: Tensor) -> Tensor:
         """What the layer must compute from its input for this rule to be right."""
-        return self.layer_type.forward(layer, a)
+        return cls.layer_type.forward(layer, a)
 
     @abstractmethod
-    def input_grams(
-        self, layer: Any, a: Tensor, kfac_approx: KfacApprox, names: Collection[str]
-    ) -> dict[str, tuple[Tensor, int]]:
-        """Per parameter with an input factor: Gram matrix (G, d_in, d_in), terms it is the sum of.
+    def add_input(self, a: Tensor) -> None:
+        """Add a batch's input, batch first, detached."""
+
+    @abstractmethod
+    def add_gradient(self, a: Tensor | None, b: Tensor, sums: PositionSums) -> None:
+        """Add one or more backward vectors' gradients with respect to the layer's output.
 
         Args:
-            layer: the layer.
-            a: its input, batch first, detached.
-            kfac_approx: the mode.
-            names: the trainable parameters of the layer.
+            a: the layer's input (N, ...) if `needs_input`, else None.
+            b: the gradients (V·N, ...), the output's shape for V = 1 vector.
+            sums: sums of b over positions, shared between layers.
         """
 
     @abstractmethod
-    def gradient_grams(
-        self,
-        layer: Any,
-        a: Tensor | None,
-        b: Tensor,
-        kfac_approx: KfacApprox,
-        names: Collection[str],
-    ) -> dict[str, Tensor]:
-        """Per parameter: one backward vector's part (G, d_out, d_out) of the gradient factor.
-
-        Args:
-            layer: the layer.
-            a: its input if `needs_input`, else None.
-            b: the gradient with respect to its output, in the output's shape.
-            kfac_approx: the mode.
-            names: the trainable parameters of the layer.
-        """
+    def gram_sums(self) -> dict[str, GramSums]:
+        """The sums so far, for each of the parameters ``names``."""
 
 
 class WeightSharingRule(Rule):
@@ -77,43 +85,68 @@ class WeightSharingRule(Rule):
 
     parameter_names = frozenset({"weight", "bias"})
 
+    features: ClassVar[int] = -1
+    """The axis of the layer's output that is not a position."""
+
+    def __init__(self, layer: Any, kfac_approx: KfacApprox, names: Collection[str]) -> None:
+        super().__init__(layer, kfac_approx, names)
+        self.A, self.num_terms = self.new_input_gram(), 0
+        self.B_weight = GramSum()
+        # One matrix for both, unless the weight's is split into groups.
+        self.B_bias = self.B_weight if self.groups == 1 else GramSum()
+
     @abstractmethod
-    def inputs(self, layer: Any, a: Tensor) -> Tensor:
+    def inputs(self, a: Tensor) -> Tensor:
         """The layer's input as (G, N, R, d_in)."""
 
-    @abstractmethod
-    def output_gradients(self, layer: Any, b: Tensor) -> Tensor:
-        """The gradient with respect to the layer's output as (N, R, d_out of all groups)."""
+    def mean_inputs(self, a: Tensor) -> Tensor:
+        """The means â over positions, (G, N, d_in)."""
+        return self.inputs(a).mean(2)
 
-    def groups(self, layer: Any) -> int:
+    def num_positions(self, a: Tensor) -> int:
+        """R, for an input of this shape."""
+        return self.inputs(a).shape[2]
+
+    @property
+    def groups(self) -> int:
         """G, the number of independent weight matrices."""
         return 1
 
-    def input_grams(
-        self, layer: Any, a: Tensor, kfac_approx: KfacApprox, names: Collection[str]
-    ) -> dict[str, tuple[Tensor, int]]:
-        """The Gram matrix of the weight's inputs; a bias has no input factor."""
-        if "weight" not in names:
-            return {}
-        return {"weight": input_gram(self.inputs(layer, a), kfac_approx)}
+    def new_input_gram(self) -> GramSum:
+        """What the inputs' Gram matrix is summed up in."""
+        return GramSum()
 
-    def gradient_grams(
-        self,
-        layer: Any,
-        a: Tensor | None,
-        b: Tensor,
-        kfac_approx: KfacApprox,
-        names: Collection[str],
-    ) -> dict[str, Tensor]:
+    def add_input_gram(self, a: Tensor) -> int:
+        """Add the inputs of all positions to A; returns R."""
+        rows = self.inputs(a)
+        self.A.add(rows.flatten(1, 2))
+        return rows.shape[2]
+
+    def add_input(self, a: Tensor) -> None:
+        """The Gram matrix of the weight's inputs; a bias has no input factor."""
+        if "weight" not in self.names:
+            return
+        if self.kfac_approx == "reduce":
+            self.A.add(self.mean_inputs(a))
+            self.num_terms += len(a)
+        else:
+            self.num_terms += len(a) * self.add_input_gram(a)
+
+    def add_gradient(self, a: Tensor | None, b: Tensor, sums: PositionSums) -> None:
         """B per group for the weight, B over all outputs for the bias."""
-        rows = self.output_gradients(layer, b)  # (N, R, d_out)
-        groups = self.groups(layer)
-        grams: dict[str, Tensor] = {}
-        if "bias" in names:
-            grams["bias"] = gradient_gram(rows[None], kfac_approx)
-        if "weight" in names and groups == 1 and "bias" in grams:
-            grams["weight"] = grams["bias"]
-        elif "weight" in names:
-            by_group = torch.stack(rows.chunk(groups, dim=-1))  # (G, N, R, d_out / G)
-            grams["weight"] = gradient_gram(by_group, kfac_approx)
-        return grams
+        if self.kfac_approx == "reduce":
+            rows = sums(b, self.features)
+        else:
+            rows = b.movedim(self.features, -1).flatten(0, -2)  # no copy if the features lie last
+        if self.groups == 1 or "bias" in self.names:
+            self.B_bias.add(rows[None])
+        if self.groups > 1 and "weight" in self.names:
+            self.B_weight.add(rows.unflatten(-1, (self.groups, -1)).movedim(1, 0))
+
+    def gram_sums(self) -> dict[str, GramSums]:
+        """Both blocks' sums."""
+        both = {
+            "weight": GramSums(self.B_weight.total(), self.A.total(), self.num_terms),
+            "bias": GramSums(self.B_bias.total()),
+        }
+        return {name: both[name] for name in self.names}
