@@ -22,7 +22,7 @@ from laplace.curvature import CurvlinopsGGN
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from kfac_backend.factors import CurvaturePass
+from kfac_backend.curvature_pass import CurvaturePass
 from marglik.models import WideResNetFixup
 from marglik.run_log import environment, write_json
 

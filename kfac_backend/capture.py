@@ -1,6 +1,7 @@
 """Hooks: one forward pass, then backward passes to the first tracked outputs only.
 
-No parameter requires a gradient meanwhile, so no weight gradient is ever computed.
+No parameter requires a gradient meanwhile, so no weight gradient is ever computed. Nothing is copied
+or kept: layers see inputs and gradients as they pass by.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,6 +28,10 @@ class Capture:
         on_input: called with (layer, input) in the forward pass.
         on_gradient: called with (layer, input or None, output gradient) in each backward pass; the
             input is there if the layer's rule needs it.
+        channels_last: run convolutions in that memory format; their outputs and gradients then
+            have it, too.
+        batched: propagate all vectors back at once, by torch.func.vmap. Fewer launches, V times
+            the memory of a backward pass; never faster on a CPU.
 
     Raises:
         NotImplementedError: in the forward pass, a layer that runs twice, or under no_grad.
@@ -34,12 +39,21 @@ class Capture:
     """
 
     def __init__(
-        self, model: nn.Module, coverage: Coverage, on_input: OnInput, on_gradient: OnGradient
+        self,
+        model: nn.Module,
+        coverage: Coverage,
+        on_input: OnInput,
+        on_gradient: OnGradient,
+        *,
+        channels_last: bool = False,
+        batched: bool = False,
     ) -> None:
         self._model = model
         self._coverage = coverage
         self._on_input = on_input
         self._on_gradient = on_gradient
+        self._channels_last = channels_last
+        self._batched = batched
         self._handles: list[RemovableHandle] = []
         self._sources: list[Tensor] = []
         self._seen: set[str] = set()
@@ -63,16 +77,24 @@ class Capture:
         self._sources.clear()
         self._seen.clear()
         with torch.enable_grad():
-            return call_with(self._model, {}, x)
+            return call_with(self._model, {}, x, self._channels_last)
 
     def backward(self, f: Tensor, vectors: Iterable[Tensor]) -> None:
         """Propagate each vector (in the shape of f) back from f."""
+
+        def propagate(vector: Tensor) -> Tensor:
+            torch.autograd.grad(f, self._sources, vector, retain_graph=True, allow_unused=True)
+            return vector
+
+        vectors = (vector.to(f.dtype) for vector in vectors)
+        # Without a graph the output depends on no tracked layer: all gradients are zero.
+        if not f.requires_grad:
+            return
+        if self._batched:
+            torch.func.vmap(propagate)(torch.stack(list(vectors)))
+            return
         for vector in vectors:
-            # Without a graph the output depends on no tracked layer: all gradients are zero.
-            if f.requires_grad:
-                torch.autograd.grad(
-                    f, self._sources, vector.to(f.dtype), retain_graph=True, allow_unused=True
-                )
+            propagate(vector)
 
     def _pre_hook(self, tracked: TrackedLayer) -> Callable[..., None]:
         def hook(layer: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -102,20 +124,74 @@ class Capture:
             a = first_input(args, kwargs).detach()
             self._on_input(tracked, a)
             kept = a if tracked.rule.needs_input else None
+            version = a._version  # pyright: ignore[reportPrivateUsage]
+
+            def on_gradient(b: Tensor) -> None:
+                if kept is not None and kept._version != version:  # pyright: ignore
+                    raise NotImplementedError(
+                        f"The input of layer {tracked} was modified in place after the layer had "
+                        "read it, so that it could not be trained either. Modify a copy."
+                    )
+                self._on_gradient(tracked, kept, b)
+
             if not output.requires_grad:
                 source = output.detach().requires_grad_()
                 self._sources.append(source)
                 # In-place activations must not touch a leaf.
                 output = source.clone()
-            output.register_hook(lambda b: self._on_gradient(tracked, kept, b))
+            if self._batched:
+                return _Tap.apply(output, on_gradient)
+            output.register_hook(on_gradient)
             return output
 
         return hook
 
 
-def call_with(model: nn.Module, parameters: dict[str, Tensor], x: Any) -> Any:
+class _Tap(torch.autograd.Function):
+    """The identity; its gradients are shown to a callback, all vectors of a vmap at once."""
+
+    @staticmethod
+    def forward(x: Tensor, on_gradient: Callable[[Tensor], None]) -> Tensor:
+        return x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        x, ctx.on_gradient = inputs
+        ctx.mark_dirty(x)  # no copy, and activations may go on in place
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return _Show.apply(grad_outputs[0], ctx.on_gradient), None
+
+
+class _Show(torch.autograd.Function):
+    """The identity on gradients, which calls back outside of vmap."""
+
+    @staticmethod
+    def forward(b: Tensor, on_gradient: Callable[[Tensor], None]) -> Tensor:
+        on_gradient(b)
+        return b.view_as(b)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        """Nothing: there are no second derivatives."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, b: Tensor, on_gradient: Callable) -> tuple[Tensor, int]:
+        b = b.movedim(in_dims[0], 0)  # (V, N, ...)
+        on_gradient(b.flatten(0, 1))
+        return b, 0
+
+
+def call_with(
+    model: nn.Module, parameters: dict[str, Tensor], x: Any, channels_last: bool = False
+) -> Any:
     """The model's output at x with these parameters, and its other parameters as constants."""
     constants = {name: p.detach() for name, p in model.named_parameters()}
+    if channels_last:  # a convolution's output takes its weight's memory format
+        for name, p in constants.items():
+            if p.dim() == 4:
+                constants[name] = p.contiguous(memory_format=torch.channels_last)
     return torch.func.functional_call(model, constants | parameters, (x,))
 
 

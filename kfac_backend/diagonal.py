@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kfac_backend.backward_vectors import BackwardVectors
 from kfac_backend.capture import call_with
-from kfac_backend.loss_hessian import backward_vectors
-from kfac_backend.options import Fisher, Likelihood
 
 __all__ = ["ggn_diagonal"]
 
@@ -18,10 +17,7 @@ def ggn_diagonal(
     names: Sequence[str],
     x: Any,
     y: Tensor,
-    likelihood: Likelihood,
-    fisher: Fisher,
-    mc_samples: int,
-    generator: torch.Generator | None,
+    vectors: BackwardVectors,
 ) -> dict[str, Tensor]:
     """Σ_n Σ_v (∂ v_nᵀf_n / ∂θ_i)² of each named parameter, in its shape.
 
@@ -34,7 +30,7 @@ def ggn_diagonal(
         f = call_with(model, parameters, x)
     if not f.requires_grad:
         return diagonal
-    for vector in backward_vectors(f, y, likelihood, fisher, mc_samples, generator):
+    for vector in vectors(f, y):
         for n in range(len(f)):
             only = torch.zeros_like(f)
             only[n] = vector[n].to(f.dtype)

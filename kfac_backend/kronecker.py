@@ -18,6 +18,18 @@ __all__ = ["KroneckerFactors"]
 
 FORMAT_VERSION = 1
 
+FIELDS = (
+    "num_data",
+    "num_outputs",
+    "num_loss_terms",
+    "loss",
+    "likelihood",
+    "kfac_approx",
+    "fisher",
+)
+# Files of the first release lack these.
+LATER_FIELDS = ("rank_tolerance", "trace", "trace_left_out")
+
 
 @dataclass(frozen=True)
 class KroneckerFactors:
@@ -40,6 +52,12 @@ class KroneckerFactors:
     likelihood: Likelihood
     kfac_approx: KfacApprox
     fisher: Fisher
+    rank_tolerance: float = 0.0
+    """Share of tr Λ that columns of its root, left out, were allowed to have, per loss term."""
+    trace: float = 0.0
+    """Σ tr Λ over the data, if rank_tolerance > 0."""
+    trace_left_out: float = 0.0
+    """The part of it that was left out."""
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -53,7 +71,14 @@ class KroneckerFactors:
             num_data=self.num_data + other.num_data,
             num_loss_terms=self.num_loss_terms + other.num_loss_terms,
             loss=self.loss + other.loss,
+            trace=self.trace + other.trace,
+            trace_left_out=self.trace_left_out + other.trace_left_out,
         )
+
+    @property
+    def left_out_share(self) -> float:
+        """The share of Σ tr Λ that was left out; 0 unless a rank_tolerance was asked for."""
+        return self.trace_left_out / self.trace if self.trace else 0.0
 
     def __mul__(self, factor: float) -> "KroneckerFactors":
         """The curvature times a factor ≥ 0; the loss and the counts stay."""
@@ -129,13 +154,7 @@ class KroneckerFactors:
         header = {
             "format": "kfac_backend.KroneckerFactors",
             "version": FORMAT_VERSION,
-            "kfac_approx": self.kfac_approx,
-            "fisher": self.fisher,
-            "likelihood": self.likelihood,
-            "num_data": self.num_data,
-            "num_outputs": self.num_outputs,
-            "num_loss_terms": self.num_loss_terms,
-            "loss": self.loss,
+            **{field: getattr(self, field) for field in FIELDS + LATER_FIELDS},
             "blocks": [
                 {"name": n, "num_terms": b.num_terms, "dtype": str(b.B.dtype), "A": b.A is not None}
                 for n, b in self.blocks.items()
@@ -167,8 +186,6 @@ class KroneckerFactors:
                 f"{path} has format version {header['version']}, this release reads up to "
                 f"{FORMAT_VERSION}; update marglik."
             )
-        fields = ("num_data", "num_outputs", "num_loss_terms", "loss")
-        options = ("likelihood", "kfac_approx", "fisher")
         try:
             blocks = {
                 entry["name"]: KroneckerBlock(
@@ -179,14 +196,15 @@ class KroneckerFactors:
                 )
                 for entry in header["blocks"]
             }
-            return cls(blocks, **{field: header[field] for field in (*fields, *options)})
+            later = {field: header[field] for field in LATER_FIELDS if field in header}
+            return cls(blocks, **{field: header[field] for field in FIELDS}, **later)
         except KeyError as error:
             raise ValueError(
                 f"{path} lacks {error}; it was altered. Save the factors anew."
             ) from error
 
     def _check_same_kind(self, other: "KroneckerFactors") -> None:
-        for field in ("likelihood", "kfac_approx", "fisher", "num_outputs"):
+        for field in ("likelihood", "kfac_approx", "fisher", "num_outputs", "rank_tolerance"):
             mine, theirs = getattr(self, field), getattr(other, field)
             if mine != theirs:
                 raise ValueError(f"Cannot add factors with {field} {mine!r} and {theirs!r}.")

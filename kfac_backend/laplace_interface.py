@@ -7,7 +7,7 @@ import torch
 from laplace.curvature import CurvatureInterface, EFInterface, GGNInterface
 from torch import Tensor, nn
 
-from kfac_backend.factors import CurvaturePass
+from kfac_backend.curvature_pass import CurvaturePass
 from kfac_backend.kronecker import KroneckerFactors
 from kfac_backend.laplace_kron import FactorKron
 from kfac_backend.options import Fisher, KfacApprox, Unsupported

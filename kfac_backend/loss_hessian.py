@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from kfac_backend.options import Fisher, Likelihood
-from kfac_backend.weight_sharing import at_least_float32
+from kfac_backend.options import Likelihood
 
-__all__ = ["backward_vectors", "check_targets", "loss_hessian_root", "loss_sum"]
+__all__ = ["check_targets", "loss_hessian_root", "loss_sum"]
 
 
 def loss_sum(f: Tensor, y: Tensor, likelihood: Likelihood) -> Tensor:
@@ -25,33 +24,6 @@ def loss_sum(f: Tensor, y: Tensor, likelihood: Likelihood) -> Tensor:
     if likelihood == "regression":
         return 0.5 * F.mse_loss(f, y.to(f), reduction="sum")
     return F.binary_cross_entropy_with_logits(f, y.to(f), reduction="sum")
-
-
-def backward_vectors(
-    f: Float[Tensor, "N *terms C"],
-    y: Tensor,
-    likelihood: Likelihood,
-    fisher: Fisher = "exact",
-    mc_samples: int = 1,
-    generator: torch.Generator | None = None,
-) -> Iterator[Float[Tensor, "N *terms C"]]:
-    """The vectors v to propagate back, such that Σ_v v vᵀ is Λ or its estimate, per loss term.
-
-    - exact: the columns of a root of Λ. With several loss terms an example they come one term at a
-      time, since gradients of different terms must not be mixed in one product.
-    - mc: ``mc_samples`` gradients of ℓ at labels drawn from p(y|f), over √mc_samples. Unbiased;
-      terms are drawn independently, so that mixing them has expectation zero.
-    - empirical: the gradient of ℓ at the label, one term at a time.
-    """
-    f = at_least_float32(f.detach())
-    if fisher == "mc":
-        for _ in range(mc_samples):
-            yield _sampled_gradient(f, likelihood, generator) / mc_samples**0.5
-    elif fisher == "empirical":
-        yield from _one_term_at_a_time(_label_gradient(f, y, likelihood))
-    else:
-        for column in loss_hessian_root(f, likelihood):
-            yield from _one_term_at_a_time(column)
 
 
 def loss_hessian_root(
@@ -87,41 +59,6 @@ def _categorical_root(f: Float[Tensor, "*terms C"]) -> Iterator[Float[Tensor, "*
         ratio = p[..., j + 1 :] / t_next.clamp(min=tiny)[..., None]
         column[..., j + 1 :] = -ratio * column[..., j : j + 1]
         yield torch.zeros_like(p).scatter(-1, order, column)
-
-
-def _sampled_gradient(
-    f: Tensor, likelihood: Likelihood, generator: torch.Generator | None
-) -> Tensor:
-    """∇_f ℓ(ŷ, f) at a label ŷ drawn from p(y|f), per loss term; in the shape of f."""
-    if likelihood == "classification":
-        p = torch.softmax(f, dim=-1)
-        label = torch.multinomial(p.flatten(0, -2), 1, generator=generator)
-        return p - F.one_hot(label.view(f.shape[:-1]), f.shape[-1]).to(f)
-    if likelihood == "regression":
-        return torch.randn(f.shape, generator=generator, dtype=f.dtype, device=f.device)
-    p = torch.sigmoid(f)
-    return p - torch.bernoulli(p, generator=generator)
-
-
-def _label_gradient(f: Tensor, y: Tensor, likelihood: Likelihood) -> Tensor:
-    """∇_f ℓ(y, f) at the label; in the shape of f."""
-    if likelihood == "classification":
-        return torch.softmax(f, dim=-1) - F.one_hot(y.long(), f.shape[-1]).to(f)
-    if likelihood == "regression":
-        return f - y.to(f)
-    return torch.sigmoid(f) - y.to(f)
-
-
-def _one_term_at_a_time(vector: Float[Tensor, "N *terms C"]) -> Iterator[Tensor]:
-    """The vector itself for one loss term per example, else a copy per term, zero elsewhere."""
-    if vector.dim() == 2:
-        yield vector
-        return
-    terms = vector.flatten(1, -2)  # (N, T, C)
-    for t in range(terms.shape[1]):
-        only = torch.zeros_like(terms)
-        only[:, t] = terms[:, t]
-        yield only.view_as(vector)
 
 
 def check_targets(f: object, y: object, likelihood: Likelihood) -> None:

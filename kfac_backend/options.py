@@ -2,12 +2,20 @@
 
 from typing import Literal, get_args
 
-__all__ = ["Fisher", "KfacApprox", "Likelihood", "Unsupported", "check_option"]
+__all__ = [
+    "BackwardPrecision",
+    "Fisher",
+    "KfacApprox",
+    "Likelihood",
+    "Unsupported",
+    "check_option",
+]
 
 KfacApprox = Literal["expand", "reduce"]
 Fisher = Literal["exact", "mc", "empirical"]
 Likelihood = Literal["classification", "regression", "bernoulli"]
 Unsupported = Literal["error", "freeze", "diagonal"]
+BackwardPrecision = Literal["float32", "tf32", "bf16"]
 
 
 def check_option(name: str, value: object, options: object) -> None:

@@ -69,7 +69,9 @@ def verify_uses(model: nn.Module, coverage: Coverage, x: Any) -> None:
         )
 
 
-def verify_independence(model: nn.Module, coverage: Coverage, x: Any) -> bool:
+def verify_independence(
+    model: nn.Module, coverage: Coverage, x: Any, channels_last: bool = False
+) -> bool:
     """Prove with one forward pass that no row of a layer belongs to two examples.
 
     Returns:
@@ -86,7 +88,8 @@ def verify_independence(model: nn.Module, coverage: Coverage, x: Any) -> bool:
         finite = finite and bool(torch.isfinite(b).all())
         rows[tracked].append((b.reshape(len(b), -1) != 0).any(1))
 
-    with Capture(model, coverage, lambda tracked, a: None, record) as capture:
+    capture = Capture(model, coverage, lambda tracked, a: None, record, channels_last=channels_last)
+    with capture:
         f = capture.forward(x)
         if not isinstance(f, Tensor) or f.dim() < 2 or len(f) < 2:
             return False  # a wrong output is reported with the targets

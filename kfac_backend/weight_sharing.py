@@ -24,15 +24,14 @@ class GramSum:
         self._total: Tensor | None = None
 
     def add(self, rows: Float[Tensor, "G M d"]) -> None:
-        """Add the rows' Gram matrices, in float32 at least, whatever autocast says."""
+        """Add the rows' Gram matrices, in float32 at least."""
         rows = at_least_float32(rows)
-        with torch.autocast(rows.device.type, enabled=False):
-            if self._total is None:
-                self._total = rows.mT @ rows
-            elif len(rows) == 1:
-                self._total[0].addmm_(rows[0].mT, rows[0])
-            else:
-                self._total.baddbmm_(rows.mT, rows)
+        if self._total is None:
+            self._total = rows.mT @ rows
+        elif len(rows) == 1:
+            self._total[0].addmm_(rows[0].mT, rows[0])
+        else:
+            self._total.baddbmm_(rows.mT, rows)
 
     def total(self) -> Float[Tensor, "G d d"] | None:
         """The sum so far, None before the first rows."""

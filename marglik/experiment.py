@@ -11,7 +11,7 @@ from lightning.fabric import Fabric
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from kfac_backend.factors import CurvaturePass
+from kfac_backend.curvature_pass import CurvaturePass
 from kfac_backend.files import atomic_path
 from kfac_backend.laplace_interface import KfacEF, KfacGGN
 from marglik.config import CurvatureConfig, PriorConfig, RunConfig

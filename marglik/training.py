@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
 
-from kfac_backend.factors import split_batch
+from kfac_backend.batches import split_batch
 from kfac_backend.loss_hessian import check_targets, loss_sum
 from kfac_backend.options import Likelihood, check_option
 from marglik.hyperparameters import Hyperparameters

@@ -5,6 +5,7 @@ One scalar θ has the entry Σ_n Σ_v (∂ v_nᵀf_n / ∂θ)²; nothing is appr
 
 from typing import Any
 
+from jaxtyping import Float
 from torch import Tensor
 
 from kfac_backend.layers import Bias, Scale
@@ -62,6 +63,15 @@ class ScaleRule(_ScalarRule):
     def add_gradient(self, a: Tensor | None, b: Tensor, sums: PositionSums) -> None:
         """Σ_n (a_n · b_n)²."""
         assert a is not None
-        product = at_least_float32(a) * at_least_float32(b).unflatten(0, (-1, len(a)))
-        inner = range(2, product.dim())
-        self._add_squares(product.sum(tuple(inner)) if inner else product)
+        a, b = at_least_float32(a), at_least_float32(b)
+        if not a.is_contiguous():  # channels last: bring both into the order in memory
+            a, b = a.movedim(1, -1), b.movedim(1, -1)
+        a, b = a.flatten(1), b.flatten(1).unflatten(0, (-1, len(a)))
+        self._add_squares(_inner_products(a, b))
+
+
+def _inner_products(a: Float[Tensor, "N D"], b: Float[Tensor, "V N D"]) -> Float[Tensor, "V N"]:
+    """a_n · b_vn, as the traces of small products: half the memory traffic of (a * b).sum()."""
+    parts = next(k for k in (4, 2, 1) if a.shape[-1] % k == 0)
+    a, b = a.unflatten(-1, (parts, -1)), b.unflatten(-1, (parts, -1))
+    return (a @ b.mT).diagonal(dim1=-2, dim2=-1).sum(-1)

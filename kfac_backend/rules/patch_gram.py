@@ -38,22 +38,22 @@ class PatchGram(GramSum):
 
     def add_images(self, image: Float[Tensor, "N C H W"], y: Window, x: Window) -> None:
         """Add all patches of a batch."""
-        with torch.autocast(image.device.type, enabled=False):
-            if self._total is None:
-                self._total = image.new_zeros(*self._shape, *self._shape)
-            for a, a2, gram in _row_pairs(image, y, x):
-                self._total[a, :, :, a2] += gram
+        first = self._total is None
+        if self._total is None:
+            self._total = image.new_empty(*self._shape, *self._shape)
+        for a, a2, gram in _row_pairs(image, y, x):
+            block = self._total[a, :, :, a2]
+            block.copy_(gram) if first else block.add_(gram)
 
     def total(self) -> Tensor | None:
         """The whole symmetric matrix, features in the order (C, k1, k2)."""
         if self._total is None:
             return None
         k1, k2, C = self._shape
-        total = self._total.clone()
         for a in range(k1):
             for a2 in range(a):
-                total[a, :, :, a2] = self._total[a2, :, :, a].permute(2, 3, 0, 1)
-        return total.permute(2, 0, 1, 5, 3, 4).reshape(1, C * k1 * k2, C * k1 * k2)
+                self._total[a, :, :, a2] = self._total[a2, :, :, a].permute(2, 3, 0, 1)
+        return self._total.permute(2, 0, 1, 5, 3, 4).reshape(1, C * k1 * k2, C * k1 * k2)
 
 
 def _row_pairs(
@@ -92,9 +92,7 @@ def _by_lag(
             yield a, a + lag, gram
 
 
-def _line_gram(
-    upper: Lines, lower: Lines, x: Window, same: bool
-) -> Float[Tensor, "k2 C k2 C"]:
+def _line_gram(upper: Lines, lower: Lines, x: Window, same: bool) -> Float[Tensor, "k2 C k2 C"]:
     """Σ over lines and positions of what offset b meets in one times what b' meets in the other."""
     C = upper.shape[-1]
     if x.stride == 1 and x.kernel > 1 and C >= FEWEST_CHANNELS_TO_SHIFT:

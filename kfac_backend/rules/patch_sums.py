@@ -8,9 +8,7 @@ from kfac_backend.rules.window import Window
 __all__ = ["patch_sums"]
 
 
-def patch_sums(
-    a: Float[Tensor, "N C H W"], y: Window, x: Window
-) -> Float[Tensor, "N C k1 k2"]:
+def patch_sums(a: Float[Tensor, "N C H W"], y: Window, x: Window) -> Float[Tensor, "N C k1 k2"]:
     """Σ over the kernel's positions of what each of its offsets meets.
 
     A box sum, separable: first along the axis that lies outside in memory, for all offsets of the

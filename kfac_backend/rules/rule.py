@@ -27,7 +27,7 @@ class GramSums(NamedTuple):
 class Rule(ABC):
     """Sums up, for one layer and one pass, what its inputs and output gradients add to its blocks.
 
-    Rules know nothing of scaling, batches or Fisher kinds; `factors.py` adds all of that. A layer's
+    Rules know nothing of scaling, Fisher kinds or autocast, which `curvature_pass.py` sees to. A layer's
     parameters are called by their local names here ("weight", not "block.0.weight").
 
     Args:

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from kfac_backend.loss_hessian import backward_vectors, check_targets, loss_hessian_root, loss_sum
+from kfac_backend.backward_vectors import BackwardVectors
+from kfac_backend.loss_hessian import check_targets, loss_hessian_root, loss_sum
 from tests import oracles
 
 LIKELIHOODS = ["classification", "regression", "bernoulli"]
@@ -46,7 +47,7 @@ def test_monte_carlo_converges_to_the_hessian(likelihood):
 
     def error(samples, seed):
         generator = torch.Generator().manual_seed(seed)
-        vectors = backward_vectors(f, f, likelihood, "mc", samples, generator)
+        vectors = BackwardVectors(likelihood, "mc", samples, generator)(f, f)
         return float((outer(vectors)[0] - expected).norm() / expected.norm())
 
     assert error(20_000, seed=0) < 0.05
@@ -59,13 +60,13 @@ def test_label_gradient_is_the_gradient_of_the_loss(likelihood):
     f = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     y = torch.tensor([0, 2, 1, 1]) if likelihood == "classification" else torch.rand(4, 3)
     (expected,) = torch.autograd.grad(loss_sum(f, y, likelihood), f)
-    (vector,) = backward_vectors(f, y, likelihood, "empirical")
+    (vector,) = BackwardVectors(likelihood, "empirical")(f, y)
     assert_close(vector, expected)
 
 
 def test_loss_terms_of_one_example_are_never_mixed():
     f = torch.randn(2, 3, 4, dtype=torch.float64)
-    vectors = list(backward_vectors(f, f, "regression", "exact"))
+    vectors = list(BackwardVectors("regression")(f, f))
     assert len(vectors) == 3 * 4
     assert all((v.abs().sum(-1) > 0).sum(1).tolist() == [1, 1] for v in vectors)
 

@@ -1,0 +1,117 @@
+"""The vectors that a curvature pass propagates back: columns of S, sampled or label gradients."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from kfac_backend.loss_hessian import loss_hessian_root
+from kfac_backend.options import Fisher, Likelihood, check_option
+from kfac_backend.weight_sharing import at_least_float32
+
+__all__ = ["BackwardVectors"]
+
+
+@dataclass
+class BackwardVectors:
+    """Vectors v such that Σ_v v vᵀ is Λ or its estimate, for each loss term.
+
+    - exact: the columns of a root S of Λ. With several loss terms an example they come one term at
+      a time, since gradients of different terms must not be mixed in one product.
+    - mc: ``mc_samples`` gradients of ℓ at labels drawn from p(y|f), over √mc_samples. Unbiased;
+      terms are drawn independently, so that mixing them has expectation zero.
+    - empirical: the gradient of ℓ at the label, one term at a time.
+
+    Raises:
+        ValueError: an option that is not supported.
+    """
+
+    likelihood: Likelihood
+    fisher: Fisher = "exact"
+    mc_samples: int = 1
+    generator: torch.Generator | None = None
+    rank_tolerance: float = 0.0
+    """Share of tr Λ that may be left out for each loss term, by leaving out the last columns of S.
+    A trained classifier's Λ is close to rank one or two."""
+    trace: float | Tensor = field(default=0.0, init=False)
+    """Σ tr Λ so far, if rank_tolerance > 0."""
+    trace_left_out: float | Tensor = field(default=0.0, init=False)
+    """The part of it that the columns left out had."""
+
+    def __post_init__(self) -> None:
+        check_option("likelihood", self.likelihood, Likelihood)
+        check_option("fisher", self.fisher, Fisher)
+        if self.mc_samples < 1:
+            raise ValueError(f"mc_samples must be at least 1, not {self.mc_samples}.")
+        if not 0 <= self.rank_tolerance < 1:
+            raise ValueError(f"rank_tolerance must be in [0, 1), not {self.rank_tolerance}.")
+        if self.rank_tolerance and (self.likelihood, self.fisher) != ("classification", "exact"):
+            raise ValueError(
+                f"rank_tolerance={self.rank_tolerance} needs likelihood 'classification' and "
+                f"fisher 'exact', not {self.likelihood!r} and {self.fisher!r}, whose vectors are "
+                "all alike; use 0."
+            )
+
+    def __call__(
+        self, f: Float[Tensor, "N *terms C"], y: Tensor
+    ) -> Iterator[Float[Tensor, "N *terms C"]]:
+        """The vectors at outputs f and targets y."""
+        f = at_least_float32(f.detach())
+        if self.fisher == "mc":
+            for _ in range(self.mc_samples):
+                yield self._sampled_gradient(f) / self.mc_samples**0.5
+        elif self.fisher == "empirical":
+            yield from _one_term_at_a_time(self._label_gradient(f, y))
+        else:
+            columns = loss_hessian_root(f, self.likelihood)
+            for column in self._leading(columns, f) if self.rank_tolerance else columns:
+                yield from _one_term_at_a_time(column)
+
+    def _leading(self, columns: Iterator[Tensor], f: Tensor) -> Iterator[Tensor]:
+        """Columns of S until at most ``rank_tolerance`` of tr Λ is missing, zero from then on."""
+        energies = torch.stack(
+            [c.square().sum(-1) for c in loss_hessian_root(f, self.likelihood)], -1
+        )  # (N, *terms, C - 1)
+        # Summed from the last column, since small remainders must not cancel.
+        missing = energies.flip(-1).cumsum(-1).flip(-1)  # without this column and all after it
+        needed = missing > self.rank_tolerance * missing[..., :1]
+        self.trace += energies.sum(dtype=torch.float64)
+        self.trace_left_out += (energies * ~needed).sum(dtype=torch.float64)
+        for column, is_needed in zip(columns, needed.unbind(-1), strict=True):
+            if not is_needed.any():
+                return
+            yield column * is_needed[..., None]
+
+    def _sampled_gradient(self, f: Tensor) -> Tensor:
+        """∇_f ℓ(ŷ, f) at a label ŷ drawn from p(y|f), per loss term; in the shape of f."""
+        if self.likelihood == "classification":
+            p = torch.softmax(f, dim=-1)
+            label = torch.multinomial(p.flatten(0, -2), 1, generator=self.generator)
+            return p - F.one_hot(label.view(f.shape[:-1]), f.shape[-1]).to(f)
+        if self.likelihood == "regression":
+            return torch.randn(f.shape, generator=self.generator, dtype=f.dtype, device=f.device)
+        p = torch.sigmoid(f)
+        return p - torch.bernoulli(p, generator=self.generator)
+
+    def _label_gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        """∇_f ℓ(y, f) at the label; in the shape of f."""
+        if self.likelihood == "classification":
+            return torch.softmax(f, dim=-1) - F.one_hot(y.long(), f.shape[-1]).to(f)
+        if self.likelihood == "regression":
+            return f - y.to(f)
+        return torch.sigmoid(f) - y.to(f)
+
+
+def _one_term_at_a_time(vector: Float[Tensor, "N *terms C"]) -> Iterator[Tensor]:
+    """The vector itself for one loss term per example, else a copy per term, zero elsewhere."""
+    if vector.dim() == 2:
+        yield vector
+        return
+    terms = vector.flatten(1, -2)  # (N, T, C)
+    for t in range(terms.shape[1]):
+        only = torch.zeros_like(terms)
+        only[:, t] = terms[:, t]
+        yield only.view_as(vector)

@@ -1,0 +1,278 @@
+"""The curvature pass over the data: sums of Gram matrices, and all scaling of them."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfac_backend.backward_vectors import BackwardVectors
+from kfac_backend.batches import micro_batch_size, parts, splits_by_example, to_device
+from kfac_backend.block import KroneckerBlock
+from kfac_backend.capture import Capture
+from kfac_backend.coverage import TrackedLayer, find_coverage
+from kfac_backend.diagonal import ggn_diagonal
+from kfac_backend.kronecker import KroneckerFactors
+from kfac_backend.loss_hessian import check_targets, loss_sum
+from kfac_backend.memory import is_out_of_memory, out_of_memory
+from kfac_backend.options import (
+    BackwardPrecision,
+    Fisher,
+    KfacApprox,
+    Likelihood,
+    Unsupported,
+    check_option,
+)
+from kfac_backend.precision import backward_arithmetic, check_precision, full_float32
+from kfac_backend.rules import GramSums
+from kfac_backend.verification import verify_independence, verify_uses
+from kfac_backend.weight_sharing import PositionSums
+
+__all__ = ["CurvaturePass"]
+
+
+class CurvaturePass:
+    """Sums over batches, scaled at the end; `kronecker_factors` has the arguments' meanings."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood,
+        *,
+        kfac_approx: KfacApprox = "expand",
+        fisher: Fisher = "exact",
+        mc_samples: int = 1,
+        unsupported: Unsupported = "error",
+        generator: torch.Generator | None = None,
+        rank_tolerance: float = 0.0,
+        backward_precision: BackwardPrecision = "float32",
+        batched: bool = False,
+    ) -> None:
+        check_option("kfac_approx", kfac_approx, KfacApprox)
+        check_option("unsupported", unsupported, Unsupported)
+        self._options = BackwardVectors(likelihood, fisher, mc_samples, generator, rank_tolerance)
+        self._model = model
+        self._kfac_approx: KfacApprox = kfac_approx
+        self._coverage = find_coverage(model, unsupported)
+        self._device = next(model.parameters()).device
+        check_precision(backward_precision, self._device)
+        self._backward_precision: BackwardPrecision = backward_precision
+        self._batched = batched
+        # Convolutions on a CPU are a sixth faster so; on a GPU the model stays as it is.
+        self._channels_last = self._device.type == "cpu"
+        self._uses_verified = self._independence_verified = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the batches seen so far."""
+        self._rules = {
+            tracked: tracked.rule(tracked.layer, self._kfac_approx, tracked.parameters)
+            for tracked in self._coverage.layers
+        }
+        self._vectors = replace(self._options)
+        self._diagonal: dict[str, Tensor] = {}
+        self._num_data = self._num_outputs = self._num_loss_terms = 0
+        # A sum over examples, in float64 since it has many terms; moved to the host at the end.
+        self._loss = torch.zeros((), dtype=torch.float64, device=self._device)
+
+    @full_float32()
+    def add(self, x: Any, y: Any) -> None:
+        """Add one batch: forward passes of its parts, and one backward pass per vector.
+
+        Raises:
+            torch.OutOfMemoryError: naming a batch size that fits; the pass starts anew.
+        """
+        x, y = to_device(x, self._device), to_device(y, self._device)
+        if isinstance(y, Tensor) and y.dim() and not len(y):
+            raise ValueError("A batch has no examples; drop it, or check the loader's sampler.")
+        if isinstance(x, Tensor):
+            x = x.detach()
+        if self._fits(x, y):
+            return
+        fitting = self._fitting_size(x, y)
+        self.reset()
+        raise out_of_memory(self._model, self._device, len(y), fitting)
+
+    def _fits(self, x: Any, y: Any) -> bool:
+        """Add the batch; False if the memory is exhausted, which leaves the sums useless."""
+        try:
+            self._verify(x, y)
+            for part in parts(x, y, self._micro_batch):
+                self._add(*part)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
+        return True
+
+    def _fitting_size(self, x: Any, y: Any) -> int | None:
+        """The largest of half the examples, a quarter, ..., that fits; None if not even one does.
+
+        Called outside of any except clause, whose traceback would keep the memory.
+        """
+        if not splits_by_example(x, y):
+            return None
+        size = len(y) // 2
+        while size:
+            self.reset()
+            if self._fits(x[:size], y[:size]):
+                return size
+            size //= 2
+        return None
+
+    def _add(self, x: Any, y: Any) -> None:
+        """Add one part of a batch, of any number of examples."""
+        self._rows: dict[str, int] = {}
+        self._position_sums = PositionSums()
+        with self._capture() as capture:
+            f = capture.forward(x)
+            check_targets(f, y, self._options.likelihood)
+            self._check_finite(f, x)
+            self._check_rows(len(f))
+            # Autocast has done its part in the forward pass; Gram matrices need none of it.
+            with self._no_autocast(), backward_arithmetic(self._backward_precision):
+                capture.backward(f, self._vectors(f, y))
+        if self._coverage.diagonal:
+            self._add_diagonal(x, y)
+        self._num_data += len(f)
+        self._num_outputs = f.shape[-1]
+        self._num_loss_terms += f.shape[:-1].numel()
+        self._loss += loss_sum(f.detach(), y, self._options.likelihood)
+
+    def factors(self) -> KroneckerFactors:
+        """The factors of all batches: A a mean over its terms, B a sum over the data.
+
+        The sums become the factors in place, and the pass starts anew.
+        """
+        if not self._num_data:
+            raise ValueError("The data is empty: the loader yielded no batch.")
+        sums = self._sums()
+        blocks = {name: self._block(name, sums[name]) for name in self._coverage.names}
+        factors = KroneckerFactors(
+            blocks,
+            num_data=self._num_data,
+            num_outputs=self._num_outputs,
+            num_loss_terms=self._num_loss_terms,
+            loss=self._loss.item(),
+            likelihood=self._options.likelihood,
+            kfac_approx=self._kfac_approx,
+            fisher=self._options.fisher,
+            rank_tolerance=self._options.rank_tolerance,
+            trace=float(self._vectors.trace),
+            trace_left_out=float(self._vectors.trace_left_out),
+        )
+        self.reset()
+        return factors
+
+    def _sums(self) -> dict[str, GramSums]:
+        """All parameters' sums, of layers and of diagonals."""
+        sums = {name: GramSums(d.reshape(-1, 1, 1)) for name, d in self._diagonal.items()}
+        for tracked, rule in self._rules.items():
+            for local, gram_sums in rule.gram_sums().items():
+                sums[tracked.parameters[local]] = gram_sums
+        return sums
+
+    def _block(self, name: str, sums: GramSums) -> KroneckerBlock:
+        if sums.B is None:  # its layer took no part in the forward pass
+            p = self._model.get_parameter(name).detach()
+            return KroneckerBlock(name, B=p.new_zeros(p.numel(), 1, 1))
+        B = _without_single_group(sums.B)
+        if sums.A is None:
+            return KroneckerBlock(name, B)
+        A = _without_single_group(sums.A.div_(sums.num_terms))
+        return KroneckerBlock(name, B, A, sums.num_terms)
+
+    def _capture(self) -> Capture:
+        return Capture(
+            self._model,
+            self._coverage,
+            self._add_input,
+            self._add_gradient,
+            channels_last=self._channels_last,
+            batched=self._batched,
+        )
+
+    def _no_autocast(self) -> torch.autocast:
+        return torch.autocast(self._device.type, enabled=False)
+
+    def _verify(self, x: Any, y: Any) -> None:
+        """Once per pass; independence on the first batch that has several examples."""
+        first = not self._uses_verified
+        several = isinstance(y, Tensor) and y.dim() > 0 and len(y) > 1
+        if not self._independence_verified and (first or several):
+            self._independence_verified = self._verify_independence(x)
+            self._micro_batch = micro_batch_size(self._model, x, y)
+        if first:
+            verify_uses(self._model, self._coverage, x)
+            self._uses_verified = True
+
+    def _verify_independence(self, x: Any) -> bool:
+        try:
+            return verify_independence(self._model, self._coverage, x, self._channels_last)
+        except NotImplementedError:
+            raise
+        except RuntimeError:
+            if not self._channels_last:
+                raise
+            # A model may ask for the memory format by a view(...); it runs as it is, then.
+            self._channels_last = False
+            return verify_independence(self._model, self._coverage, x)
+
+    def _check_rows(self, examples: int) -> None:
+        """Each example's rows must be known, where positions are summed or a layer needs it."""
+        for tracked in self._coverage.layers:
+            rows = self._rows.get(tracked.name, examples)
+            by_example = self._kfac_approx == "reduce" or tracked.rule.needs_examples
+            if rows != examples and by_example:
+                raise NotImplementedError(
+                    f"Layer {tracked} got {rows} rows in a batch of {examples} examples; "
+                    f"kfac_approx={self._kfac_approx!r} must know each example's rows. Keep the "
+                    "batch axis first and the shared axes apart: (N, ..., d)."
+                )
+
+    def _add_input(self, tracked: TrackedLayer, a: Tensor) -> None:
+        self._rows[tracked.name] = len(a) if a.dim() else 0
+        with self._no_autocast():
+            self._rules[tracked].add_input(a)
+
+    def _add_gradient(self, tracked: TrackedLayer, a: Tensor | None, b: Tensor) -> None:
+        if self._backward_precision == "float32":
+            self._rules[tracked].add_gradient(a, b, self._position_sums)
+            return
+        with full_float32():
+            self._rules[tracked].add_gradient(a, b, self._position_sums)
+
+    def _add_diagonal(self, x: Any, y: Tensor) -> None:
+        diagonals = ggn_diagonal(
+            self._model,
+            self._coverage.diagonal,
+            x,
+            y,
+            replace(self._options),
+        )
+        for name, diagonal in diagonals.items():
+            self._diagonal[name] = self._diagonal.get(name, 0) + diagonal
+
+    def _check_finite(self, f: Tensor, x: Any) -> None:
+        if torch.isfinite(f).all():
+            return
+        for name, p in self._model.named_parameters():
+            if not torch.isfinite(p).all():
+                raise ValueError(
+                    f"Parameter '{name}' contains NaN or infinity; training has diverged. "
+                    "Go back to an earlier state, with a smaller learning rate."
+                )
+        tensors = x.values() if isinstance(x, Mapping) else [x]
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and not torch.isfinite(tensor).all():
+                raise ValueError("The inputs contain NaN or infinity; clean the data.")
+        raise ValueError(
+            "The model's output contains NaN or infinity though its parameters and inputs are "
+            "finite; activations overflow. Normalise the inputs, or use float32 or float64."
+        )
+
+
+def _without_single_group(factor: Tensor) -> Tensor:
+    """(G, d, d), or (d, d) for one group."""
+    return factor[0] if len(factor) == 1 else factor

@@ -1,0 +1,29 @@
+"""What a curvature pass says when the memory is exhausted."""
+
+import torch
+from torch import nn
+
+__all__ = ["is_out_of_memory", "out_of_memory"]
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an allocation failed, on a GPU or on the host."""
+    return isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)
+
+
+def out_of_memory(
+    model: nn.Module, device: torch.device, batch_size: int, fitting: int | None
+) -> torch.OutOfMemoryError:
+    """The error for a batch of this size, where batches of ``fitting`` were tried and fit."""
+    where = f"Out of memory on {device} in a curvature pass with batches of {batch_size} examples."
+    if fitting is not None:
+        return torch.OutOfMemoryError(f"{where} Batches of {fitting} fit.")
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    factors = sum(
+        (len(p) ** 2 + (p[0].numel() ** 2 if p.dim() > 1 else 0)) * p.element_size()
+        for p in parameters
+    )
+    return torch.OutOfMemoryError(
+        f"{where} The factors alone take about {factors / 2**20:.0f} MiB. Use smaller batches, or "
+        "freeze the largest layers (requires_grad_(False))."
+    )
