@@ -16,26 +16,50 @@ from torch import Tensor
 
 __all__ = ["GramSum", "PositionSums", "at_least_float32"]
 
+FEWEST_PRODUCTS = 4
+"""A Gram matrix of d×d waits for d / 4 rows; they take a quarter of its memory."""
+
 
 class GramSum:
     """Σ_m x_m x_mᵀ per group over all rows x_m that were added, in place: (G, d, d)."""
 
     def __init__(self) -> None:
         self._total: Tensor | None = None
+        self._waiting: list[Tensor] = []
+        self._num_waiting = 0
 
     def add(self, rows: Float[Tensor, "G M d"]) -> None:
-        """Add the rows' Gram matrices, in float32 at least."""
+        """Add the rows' Gram matrices, in float32 at least.
+
+        Few rows wait for others: a product of M rows reads and writes d² entries, whatever M is.
+        """
         rows = at_least_float32(rows)
+        M, d = rows.shape[1:]
+        if M * FEWEST_PRODUCTS > d:
+            self._add(rows)
+            return
+        self._waiting.append(rows.clone())
+        self._num_waiting += M
+        if self._num_waiting * FEWEST_PRODUCTS > d:
+            self._add_waiting()
+
+    def total(self) -> Float[Tensor, "G d d"] | None:
+        """The sum so far, None before the first rows."""
+        self._add_waiting()
+        return self._total
+
+    def _add_waiting(self) -> None:
+        if self._waiting:
+            self._add(torch.cat(self._waiting, dim=1))
+            self._waiting, self._num_waiting = [], 0
+
+    def _add(self, rows: Tensor) -> None:
         if self._total is None:
             self._total = rows.mT @ rows
         elif len(rows) == 1:
             self._total[0].addmm_(rows[0].mT, rows[0])
         else:
             self._total.baddbmm_(rows.mT, rows)
-
-    def total(self) -> Float[Tensor, "G d d"] | None:
-        """The sum so far, None before the first rows."""
-        return self._total
 
 
 class PositionSums:
