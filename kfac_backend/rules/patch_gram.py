@@ -1,9 +1,14 @@
-"""The Gram matrix of an image's patches, without unfolding them: expand's A up to its scale.
+"""The Gram matrix of an image's patches: expand's A up to its scale.
 
-With P the padded image and (i, j) over the R positions of the kernel, the block of the kernel's
-offsets (a, b) and (a', b') is Σ_ij P[a + i, b + j] P[a' + i, b' + j]ᵀ. At stride 1 it depends only
-on the lag (a' − a, b' − b), but for what the window leaves out at the border. So one axis at a time:
-take the product of the whole image with itself, shifted by the lag, and subtract the border's.
+With P the padded image and (i, j) over the positions of the kernel, the block of the kernel's
+offsets (a, b) and (a', b') is Σ_ij P[a + i, b + j] P[a' + i, b' + j]ᵀ. Four ways lead to all of
+them; the one with the least arithmetic is taken:
+
+- unfold: every patch in a row of its own, one product. Best for few channels and small images.
+- pairs: patch rows a and a' of all patches, one product for each a ≤ a', as the rest is symmetric.
+- rows, at stride 1 along the height: block rows depend on the lag a' − a alone, but for what the
+  window leaves out at the border (`line_gram`). Patches are unfolded along the width.
+- shifts, at stride 1 along both axes: the same along the width. Nothing is unfolded.
 """
 
 from collections.abc import Iterator
@@ -14,15 +19,22 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from kfac_backend.rules.line_gram import left_out, line_gram, line_products, unfold_width
 from kfac_backend.rules.window import Window, pad
 from kfac_backend.weight_sharing import GramSum
 
 __all__ = ["PatchGram"]
 
-FEWEST_CHANNELS_TO_SHIFT = 32
+OVERHEAD = {"cpu": 5e6, "cuda": 2e8}
+"""Multiplications that take as long as starting a matrix product does.
 
-Lines = Float[Tensor, "L W C"]
-"""Rows of images, one below the other."""
+On a CPU fitted to timings of the four ways (two x86-64 cores; 32 images of 4² to 32² pixels with 1
+to 512 channels, kernels of 3² to 7², padded or not, 111 cases): the choice takes 2 % longer than the
+best way of each case (geometric mean). On a GPU estimated from 8 µs a launch.
+"""
+
+Grams = Iterator[tuple[int, int, Float[Tensor, "k2 C k2 C"]]]
+"""(a, a', Gram matrix of all patch rows a with the patch rows a'), for all a ≤ a'."""
 
 
 class PatchGram(GramSum):
@@ -41,7 +53,8 @@ class PatchGram(GramSum):
         first = self._total is None
         if self._total is None:
             self._total = image.new_empty(*self._shape, *self._shape)
-        for a, a2, gram in _row_pairs(image, y, x):
+        way = cheapest_way(len(image), image.shape[1], y, x, image.device.type)
+        for a, a2, gram in WAYS[way](image, y, x):
             block = self._total[a, :, :, a2]
             block.copy_(gram) if first else block.add_(gram)
 
@@ -56,83 +69,86 @@ class PatchGram(GramSum):
         return self._total.permute(2, 0, 1, 5, 3, 4).reshape(1, C * k1 * k2, C * k1 * k2)
 
 
-def _row_pairs(
-    image: Float[Tensor, "N C H W"], y: Window, x: Window
-) -> Iterator[tuple[int, int, Float[Tensor, "k2 C k2 C"]]]:
-    """(a, a', Gram matrix of all patch rows a with the patch rows a' below), for all a ≤ a'."""
-    if y.stride == 1 and y.kernel > 1:
-        yield from _by_lag(image, y, x)
-        return
-    P = _channels_last(image, y, x)  # (N, Hp, Wp, C)
-    patch_rows = [
-        _unfold_width(P[:, y.seen(a)[0] : y.seen(a)[-1] + 1 : y.stride].flatten(0, 1), x)
-        for a in range(y.kernel)
-    ]
+def _unfold(image: Float[Tensor, "N C H W"], y: Window, x: Window) -> Grams:
+    patches = torch.cat(list(_patch_rows(image, y, x)), dim=1)
+    gram = patches.mT @ patches
+    gram = gram.view(y.kernel, x.kernel, -1, y.kernel, x.kernel, image.shape[1])
+    for a in range(y.kernel):
+        for a2 in range(a, y.kernel):
+            yield a, a2, gram[a, :, :, a2]
+
+
+def _pairs(image: Float[Tensor, "N C H W"], y: Window, x: Window) -> Grams:
+    patch_rows = list(_patch_rows(image, y, x))
     for a in range(y.kernel):
         for a2 in range(a, y.kernel):
             gram = patch_rows[a].mT @ patch_rows[a2]
             yield a, a2, gram.view(x.kernel, -1, x.kernel, image.shape[1])
 
 
-def _by_lag(
-    image: Float[Tensor, "N C H W"], y: Window, x: Window
-) -> Iterator[tuple[int, int, Tensor]]:
-    """The same at stride 1 along the height: one product of all lines per lag."""
+def _rows(image: Float[Tensor, "N C H W"], y: Window, x: Window, by_lag: bool = False) -> Grams:
     P = _channels_last(image, y, x)  # (N, Hp, Wp, C)
     lines = P.flatten(0, 1)
     for lag in range(y.kernel):
-        shift = lag * y.dilation
+        shift, same = lag * y.dilation, lag == 0
         # Shifted over the end of an image a line meets zeros, see _channels_last.
-        whole = _line_gram(lines[: len(lines) - shift], lines[shift:], x, same=lag == 0)
+        whole = line_gram(lines[: len(lines) - shift], lines[shift:], x, same, by_lag)
         for a in range(y.kernel - lag):
-            gram, left_out = whole, _left_out(y, a, lag, P.device)
-            if left_out is not None:
-                upper, lower = P[:, left_out].flatten(0, 1), P[:, left_out + shift].flatten(0, 1)
-                gram = whole - _line_gram(upper, lower, x, same=lag == 0)
+            gram, missing = whole, left_out(y, a, lag, P.device)
+            if missing is not None:
+                upper, lower = P[:, missing].flatten(0, 1), P[:, missing + shift].flatten(0, 1)
+                gram = whole - line_gram(upper, lower, x, same, by_lag)
             yield a, a + lag, gram
 
 
-def _line_gram(upper: Lines, lower: Lines, x: Window, same: bool) -> Float[Tensor, "k2 C k2 C"]:
-    """Σ over lines and positions of what offset b meets in one times what b' meets in the other."""
-    C = upper.shape[-1]
-    if x.stride == 1 and x.kernel > 1 and C >= FEWEST_CHANNELS_TO_SHIFT:
-        return _line_gram_by_lag(upper, lower, x, same)
-    left = _unfold_width(upper, x)
-    right = left if same else _unfold_width(lower, x)
-    return (left.mT @ right).view(x.kernel, C, x.kernel, C)
+def _shifts(image: Float[Tensor, "N C H W"], y: Window, x: Window) -> Grams:
+    return _rows(image, y, x, by_lag=True)
 
 
-def _line_gram_by_lag(
-    upper: Lines, lower: Lines, x: Window, same: bool
-) -> Float[Tensor, "k2 C k2 C"]:
-    """The same at stride 1 along the width: one product of all pixels per lag."""
-    C = upper.shape[-1]
-    left, right = upper.flatten(0, 1), lower.flatten(0, 1)  # (L·W, C)
-    M = len(left)
-    gram = upper.new_empty(x.kernel, C, x.kernel, C)
-    for lag in range(0 if same else 1 - x.kernel, x.kernel):
-        shift = lag * x.dilation
-        start, end = max(0, -shift), M - max(0, shift)
-        # Shifted over the end of a line a pixel meets zeros, see _channels_last.
-        whole = left[start:end].mT @ right[start + shift : end + shift]
-        for b in range(max(0, -lag), x.kernel - max(0, lag)):
-            block, left_out = whole, _left_out(x, b, lag, upper.device)
-            if left_out is not None:
-                strip, partner = upper[:, left_out], lower[:, left_out + shift]
-                block = whole - strip.flatten(0, 1).mT @ partner.flatten(0, 1)
-            gram[b, :, b + lag] = block
-            if same and lag:
-                gram[b + lag, :, b] = block.mT
-    return gram
+WAYS = {"unfold": _unfold, "pairs": _pairs, "rows": _rows, "shifts": _shifts}
 
 
 @lru_cache(maxsize=1024)
-def _left_out(window: Window, offset: int, lag: int, device: torch.device) -> Tensor | None:
-    """The entries that the offset does not meet, though they and their partners may not be zero."""
-    seen, content = window.seen(offset), window.content
-    shift = lag * window.dilation
-    left_out = [v for v in content if v not in seen and v + shift in content]
-    return torch.tensor(left_out, device=device) if left_out else None
+def cheapest_way(examples: int, channels: int, y: Window, x: Window, device: str) -> str:
+    """The way with the fewest multiplications, counting OVERHEAD for each product."""
+    width = x.kernel * channels
+    positions = examples * y.positions * x.positions
+    pairs = y.kernel * (y.kernel + 1) // 2
+    products = {  # (rows, columns) of the factors of each product
+        "unfold": [(positions, y.kernel * width)],
+        "pairs": [(positions, width)] * pairs,
+    }
+    if y.stride == 1:
+        # (number of lines, whether both are the same) of each product of lines
+        lines = [(examples * _stored(y), lag == 0) for lag in range(y.kernel)]
+        for lag in range(y.kernel):
+            for a in range(y.kernel - lag):
+                missing = left_out(y, a, lag, torch.device("cpu"))
+                lines += [] if missing is None else [(examples * len(missing), lag == 0)]
+        products["rows"] = [(L * x.positions, width) for L, _ in lines]
+        if x.stride == 1:
+            products["shifts"] = [
+                (L * pixels, channels)
+                for L, same in lines
+                for pixels in line_products(x, _stored(x), same)
+            ]
+    overhead = OVERHEAD.get(device, OVERHEAD["cuda"])
+    cost = {
+        way: sum(rows * columns**2 + overhead for rows, columns in factors)
+        for way, factors in products.items()
+    }
+    return min(cost, key=lambda way: cost[way])
+
+
+def _stored(window: Window) -> int:
+    """Entries of the padded axis, with the zeros that shifts need behind it."""
+    return window.padded + _missing_zeros(window)
+
+
+def _missing_zeros(window: Window) -> int:
+    """Zeros to add behind the axis, so that no shift leads from one end's content to the other's."""
+    reach = window.dilation * (window.kernel - 1) if window.stride == 1 else 0
+    return max(0, reach - (window.padded - len(window.content)))
 
 
 def _channels_last(
@@ -141,24 +157,21 @@ def _channels_last(
     """The padded image, channels last, with zeros behind each line and image for every shift."""
     widths = [0, 0]  # F.pad wants the last axis first
     for window in (x, y):
-        reach = window.dilation * (window.kernel - 1) if window.stride == 1 else 0
-        missing = max(0, reach - (window.padded - len(window.content)))
-        if window.padding_mode == "constant":
-            widths += [window.before, window.after + missing]
-        else:
-            widths += [0, missing]
+        before, after = (
+            (window.before, window.after) if window.padding_mode == "constant" else (0, 0)
+        )
+        widths += [before, after + _missing_zeros(window)]
     if y.padding_mode != "constant":
         image = pad(image, y, x)
     rows = image.permute(0, 2, 3, 1)
     return (F.pad(rows, widths) if any(widths) else rows).contiguous()
 
 
-def _unfold_width(lines: Lines, x: Window) -> Float[Tensor, "M k2C"]:
-    """One row per line and position, (b, channel) in the columns."""
-    of_line, of_pixel, of_channel = lines.stride()
-    patches = lines.as_strided(
-        (len(lines), x.positions, x.kernel, lines.shape[-1]),
-        (of_line, of_pixel * x.stride, of_pixel * x.dilation, of_channel),
-        lines.storage_offset(),
-    )
-    return patches.reshape(len(lines) * x.positions, -1)
+def _patch_rows(
+    image: Float[Tensor, "N C H W"], y: Window, x: Window
+) -> Iterator[Float[Tensor, "M k2C"]]:
+    """Row a of every patch, for each a."""
+    P = _channels_last(image, y, x)  # (N, Hp, Wp, C)
+    for a in range(y.kernel):
+        seen = y.seen(a)
+        yield unfold_width(P[:, seen[0] : seen[-1] + 1 : y.stride].flatten(0, 1), x)
