@@ -1,7 +1,7 @@
 """Hooks: one forward pass, then backward passes to the first tracked outputs only.
 
-No parameter requires a gradient meanwhile, so no weight gradient is ever computed. Nothing is copied
-or kept: layers see inputs and gradients as they pass by.
+No parameter requires a gradient meanwhile, so no weight gradient is ever computed. Nothing is
+copied or kept: rules see inputs and gradients as they pass by.
 """
 
 from collections.abc import Callable, Iterable
@@ -177,7 +177,8 @@ class _Show(torch.autograd.Function):
         """Nothing: there are no second derivatives."""
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple, b: Tensor, on_gradient: Callable) -> tuple[Tensor, int]:
+    def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple[Tensor, int]:
+        b, on_gradient = args
         b = b.movedim(in_dims[0], 0)  # (V, N, ...)
         on_gradient(b.flatten(0, 1))
         return b, 0

@@ -72,7 +72,7 @@ def _by_lag(upper: Lines, lower: Lines, x: Window, same: bool) -> Float[Tensor, 
 
 
 def _lags(x: Window, same: bool) -> range:
-    """The lags b' − b that need a product; negative ones follow by symmetry if lines are the same."""
+    """The lags b' − b that need a product; between the same lines negative ones follow."""
     return range(0 if same else 1 - x.kernel, x.kernel)
 
 

@@ -28,9 +28,9 @@ __all__ = ["PatchGram"]
 OVERHEAD = {"cpu": 5e6, "cuda": 2e8}
 """Multiplications that take as long as starting a matrix product does.
 
-On a CPU fitted to timings of the four ways (two x86-64 cores; 32 images of 4² to 32² pixels with 1
-to 512 channels, kernels of 3² to 7², padded or not, 111 cases): the choice takes 2 % longer than the
-best way of each case (geometric mean). On a GPU estimated from 8 µs a launch.
+On a CPU fitted to timings of the four ways (two x86-64 cores; 32 images of 4² to 32² pixels with
+1 to 512 channels, kernels of 3² to 7², padded or not, 111 cases): the choice takes 2 % longer than
+the best way of each case (geometric mean). On a GPU estimated from 8 µs a launch.
 """
 
 Grams = Iterator[tuple[int, int, Float[Tensor, "k2 C k2 C"]]]
@@ -70,7 +70,8 @@ class PatchGram(GramSum):
 
 
 def _unfold(image: Float[Tensor, "N C H W"], y: Window, x: Window) -> Grams:
-    patches = torch.cat(list(_patch_rows(image, y, x)), dim=1)
+    patch_rows = list(_patch_rows(image, y, x))
+    patches = patch_rows[0] if y.kernel == 1 else torch.cat(patch_rows, dim=1)
     gram = patches.mT @ patches
     gram = gram.view(y.kernel, x.kernel, -1, y.kernel, x.kernel, image.shape[1])
     for a in range(y.kernel):
@@ -146,7 +147,7 @@ def _stored(window: Window) -> int:
 
 
 def _missing_zeros(window: Window) -> int:
-    """Zeros to add behind the axis, so that no shift leads from one end's content to the other's."""
+    """Zeros to add behind the axis, so that no shift leads from one content to the next."""
     reach = window.dilation * (window.kernel - 1) if window.stride == 1 else 0
     return max(0, reach - (window.padded - len(window.content)))
 

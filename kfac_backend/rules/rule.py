@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection
 from typing import Any, ClassVar, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from kfac_backend.options import KfacApprox
@@ -27,8 +26,8 @@ class GramSums(NamedTuple):
 class Rule(ABC):
     """Sums up, for one layer and one pass, what its inputs and output gradients add to its blocks.
 
-    Rules know nothing of scaling, Fisher kinds or autocast, which `curvature_pass.py` sees to. A layer's
-    parameters are called by their local names here ("weight", not "block.0.weight").
+    Rules know nothing of scaling, Fisher kinds or autocast, which `curvature_pass.py` sees to. A
+    layer's parameters have their local names here ("weight", not "block.0.weight").
 
     Args:
         layer: the layer.
