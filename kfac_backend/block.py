@@ -1,5 +1,7 @@
 """The curvature block of one parameter tensor: B ⊗ A, B alone, or a diagonal."""
 
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -8,7 +10,7 @@ from torch import Tensor
 
 from kfac_backend.eigen import eigenvalues, eigh
 
-__all__ = ["EigenBlock", "KroneckerBlock"]
+__all__ = ["EigenBlock", "KroneckerBlock", "compute_eigenvalues"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,11 @@ class KroneckerBlock:
     def numel(self) -> int:
         """P, the number of parameters of the block."""
         return self.B.shape[:-1].numel() * (1 if self.A is None else self.A.shape[-1])
+
+    @property
+    def largest_factor(self) -> int:
+        """The rows of the larger factor."""
+        return max(F.shape[-1] for F in (self.B, self.A) if F is not None)
 
     def to_dense(self) -> Tensor:
         """The block as a (P, P) matrix."""
@@ -86,20 +93,25 @@ class KroneckerBlock:
         return replace(self, B=self.B.to(device, dtype), A=A)
 
     @cached_property
-    def _eigenvalues(self) -> tuple[Tensor, int]:
-        values, clipped = eigenvalues(self.B, f"{self.name}, B")
-        if self.A is not None:
-            of_A, clipped_A = eigenvalues(self.A, f"{self.name}, A")
-            values, clipped = values[..., :, None] * of_A[..., None, :], clipped + clipped_A
-        return values.flatten(), clipped
+    def _eigenvalues(self) -> tuple[Tensor, Tensor | None, int]:
+        of_B, clipped = eigenvalues(self.B, f"{self.name}, B")
+        if self.A is None:
+            return of_B, None, clipped
+        of_A, clipped_A = eigenvalues(self.A, f"{self.name}, A")
+        return of_B, of_A, clipped + clipped_A
+
+    def factor_eigenvalues(self) -> tuple[Tensor, Tensor | None]:
+        """β (..., d_out) of B and α (..., d_in) of A, ≥ 0, in float64; computed once."""
+        return self._eigenvalues[:2]
 
     def eigenvalues(self) -> Tensor:
-        """All P eigenvalues β_i α_j ≥ 0, in float64; computed once, without vectors."""
-        return self._eigenvalues[0]
+        """All P eigenvalues β_i α_j ≥ 0, in float64."""
+        of_B, of_A = self.factor_eigenvalues()
+        return (of_B if of_A is None else of_B[..., :, None] * of_A[..., None, :]).flatten()
 
     def num_clipped(self) -> int:
         """How many eigenvalues of the factors rounding made negative (they count as 0)."""
-        return self._eigenvalues[1]
+        return self._eigenvalues[2]
 
     def decompose(self) -> "EigenBlock":
         """Eigenvalues and eigenvectors of the factors."""
@@ -116,6 +128,29 @@ class KroneckerBlock:
         """(..., P) as (..., d_out, d_in), with G before d_out if there are groups."""
         columns = 1 if self.A is None else self.A.shape[-1]
         return v.reshape(*v.shape[:-1], *self.B.shape[:-1], columns)
+
+
+def compute_eigenvalues(blocks: Iterable[KroneckerBlock]) -> None:
+    """Compute all blocks' eigenvalues, which they keep; on a CPU as many at once as it has threads.
+
+    Eigenvalues alone hardly gain from a second thread: at 2304×2304 it saves a sixth of the time.
+    """
+    blocks = sorted(blocks, key=lambda block: -block.largest_factor)
+    threads = torch.get_num_threads()
+    if not blocks or blocks[0].B.is_cuda or blocks[0].largest_factor < 256 or threads == 1:
+        for block in blocks:
+            block.factor_eigenvalues()
+        return
+
+    def compute(block: KroneckerBlock) -> None:
+        torch.set_num_threads(1)
+        block.factor_eigenvalues()
+
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(compute, blocks))
+    finally:
+        torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)

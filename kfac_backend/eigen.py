@@ -71,11 +71,11 @@ def _with_fallbacks(
         return matrix[..., 0].double()  # diagonal blocks come as many matrices of size one
     if matrix.shape[-1] == 1:
         return matrix[..., 0], torch.ones_like(matrix)
-    symmetric = (matrix + matrix.mT) / 2
+    # The solvers read one triangle alone: what they see is symmetric.
     for device in dict.fromkeys((matrix.device, torch.device("cpu"))):
         for dtype in dict.fromkeys(dtypes):
             try:
-                result = solver(symmetric.to(device, dtype))
+                result = solver(matrix.to(device, dtype))
             except torch.linalg.LinAlgError:
                 continue
             if isinstance(result, Tensor):

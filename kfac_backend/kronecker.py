@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kfac_backend.block import KroneckerBlock
+from kfac_backend.block import KroneckerBlock, compute_eigenvalues
 from kfac_backend.files import atomic_path
 from kfac_backend.options import Fisher, KfacApprox, Likelihood
 
@@ -103,7 +103,8 @@ class KroneckerFactors:
         return self.blocks[name].to_dense()
 
     def eigenvalues(self) -> dict[str, Tensor]:
-        """Parameter name -> all eigenvalues (P,) of its block, float64; computed once."""
+        """Parameter name -> all eigenvalues (P,) of its block, in float64."""
+        compute_eigenvalues(self.blocks.values())
         return {name: block.eigenvalues() for name, block in self.blocks.items()}
 
     def num_clipped(self) -> int:

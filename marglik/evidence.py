@@ -12,16 +12,25 @@ from torch import Tensor
 
 from kfac_backend.kronecker import KroneckerFactors
 from kfac_backend.options import Likelihood
+from kfac_backend.spectrum import Spectra
 
-__all__ = ["EvidenceTerms", "effective_parameters", "log_likelihood", "log_marginal_likelihood"]
+__all__ = [
+    "EvidenceTerms",
+    "effective_parameters",
+    "log_det_posterior_precision",
+    "log_likelihood",
+    "log_marginal_likelihood",
+]
 
 
 @dataclass(frozen=True)
 class EvidenceTerms:
     """What the evidence needs of a fitted network, all independent of the hyperparameters."""
 
-    eigenvalues: list[Tensor]
-    """Per block: eigenvalues (P_b,) of the curvature at σ = 1, float64."""
+    spectra: Spectra
+    """The eigenvalues of each block of the curvature at σ = 1."""
+    sizes: Tensor
+    """Parameters per block, (B,), float64."""
     squared_norms: Tensor
     """‖θ_b − μ_b‖² per block, (B,), float64."""
     loss: float
@@ -38,7 +47,8 @@ class EvidenceTerms:
         sizes = [block.numel for block in factors.blocks.values()]
         parts = (mean - prior_mean).double().split(sizes)
         return cls(
-            eigenvalues=list(factors.eigenvalues().values()),
+            spectra=Spectra.of(factors.blocks.values()),
+            sizes=torch.tensor(sizes, dtype=torch.float64, device=mean.device),
             squared_norms=torch.stack([part.square().sum() for part in parts]),
             loss=factors.loss,
             num_targets=factors.num_loss_terms * factors.num_outputs,
@@ -86,13 +96,8 @@ def log_marginal_likelihood(
         raise ValueError(f"sigma_noise is {sigma.item()}; only regression has noise other than 1.")
 
     curvature_factor = 1 / (sigma.square() * T)
-    log_det_ratio = torch.stack(
-        [
-            # log(λ/δ + 1) is log(λ + δ) − log δ without cancellation where the prior dominates.
-            (values * (curvature_factor / d)).log1p().sum()
-            for values, d in zip(terms.eigenvalues, delta, strict=True)
-        ]
-    ).sum()
+    # log(λ/δ + 1) is log(λ + δ) − log δ without cancellation where the prior dominates.
+    log_det_ratio = terms.spectra.log_det_ratio(curvature_factor / delta).sum()
     scatter = (delta * terms.squared_norms).sum()
     evidence = log_likelihood(terms, sigma, T) - 0.5 * (log_det_ratio + scatter)
     if not torch.isfinite(evidence):
@@ -112,12 +117,19 @@ def effective_parameters(
     """
     delta = _per_block(terms, prior_precision)
     factor = 1 / (_float64(sigma_noise, terms).square() * _float64(temperature, terms))
-    return torch.stack(
-        [
-            (values * factor / (values * factor + d)).sum()
-            for values, d in zip(terms.eigenvalues, delta, strict=True)
-        ]
-    )
+    return terms.spectra.effective(factor / delta)
+
+
+def log_det_posterior_precision(
+    terms: EvidenceTerms,
+    prior_precision: Tensor | float,
+    sigma_noise: Tensor | float = 1.0,
+    temperature: Tensor | float = 1.0,
+) -> Tensor:
+    """Log det(H/(σ²T) + P₀), a float64 scalar, differentiable as the evidence is."""
+    delta = _per_block(terms, prior_precision)
+    factor = 1 / (_float64(sigma_noise, terms).square() * _float64(temperature, terms))
+    return (terms.spectra.log_det_ratio(factor / delta) + terms.sizes * delta.log()).sum()
 
 
 def _float64(value: Tensor | float, terms: EvidenceTerms) -> Tensor:
@@ -126,7 +138,7 @@ def _float64(value: Tensor | float, terms: EvidenceTerms) -> Tensor:
 
 def _per_block(terms: EvidenceTerms, prior_precision: Tensor | float) -> Tensor:
     """δ as (B,), checked."""
-    blocks = len(terms.eigenvalues)
+    blocks = len(terms.squared_norms)
     delta = torch.as_tensor(prior_precision, dtype=torch.float64)
     delta = delta.to(terms.squared_norms.device)
     if delta.dim() > 1 or delta.numel() not in (1, blocks):
@@ -140,10 +152,10 @@ def _per_block(terms: EvidenceTerms, prior_precision: Tensor | float) -> Tensor:
 
 
 def _why_not_finite(terms: EvidenceTerms, delta: Tensor) -> str:
-    for b, values in enumerate(terms.eigenvalues):
-        if not torch.isfinite(values.sum() + terms.squared_norms[b] + delta[b]):
+    for b, largest in enumerate(terms.spectra.largest):
+        if not torch.isfinite(largest + terms.squared_norms[b] + delta[b]):
             return (
-                f"The evidence is not finite: block {b} has eigenvalues up to {values.max():.3g}, "
+                f"The evidence is not finite: block {b} has eigenvalues up to {largest:.3g}, "
                 f"‖θ‖² = {terms.squared_norms[b]:.3g}, prior precision {delta[b]:.3g}. Likely "
                 "causes: diverged training, or too large a step on the hyperparameters."
             )

@@ -230,14 +230,9 @@ class KronLaplace(LaplaceTorchKronLaplace):
         """Log det of the posterior precision, from eigenvalues alone unless damped."""
         if self.factors is None or self.damping:
             return super().log_det_posterior_precision
-        scaled = self._H_factor.double()
-        delta = self.prior_precision.double().expand(self.n_layers)
-        return torch.stack(
-            [
-                (values * scaled + d).log().sum()
-                for values, d in zip(self.evidence_terms.eigenvalues, delta, strict=True)
-            ]
-        ).sum()
+        return evidence.log_det_posterior_precision(
+            self.evidence_terms, self.prior_precision, self.sigma_noise, self.temperature
+        )
 
     def effective_parameters(self) -> Tensor:
         """γ per trainable tensor: how many of its directions the data determines."""

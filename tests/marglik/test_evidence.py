@@ -8,6 +8,7 @@ from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
 from kfac_backend.layers import Bias, Scale
+from kfac_backend.spectrum import Spectra
 from marglik.evidence import (
     EvidenceTerms,
     effective_parameters,
@@ -124,7 +125,9 @@ def small_terms(likelihood="regression"):
     eigenvalues = [torch.rand(n, dtype=torch.float64, generator=generator) * 9 for n in (3, 1, 5)]
     eigenvalues[0][0] = 0.0
     norms = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)
-    return EvidenceTerms(eigenvalues, norms, 4.2, 10, likelihood)
+    sizes = torch.tensor([3.0, 1.0, 5.0], dtype=torch.float64)
+    spectra = Spectra.of_eigenvalues(eigenvalues)
+    return EvidenceTerms(spectra, sizes, norms, 4.2, 10, likelihood)
 
 
 def test_gradients_in_all_hyperparameters():
