@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -92,8 +91,13 @@ class KroneckerBlock:
         A = None if self.A is None else self.A.to(device, dtype)
         return replace(self, B=self.B.to(device, dtype), A=A)
 
-    @cached_property
     def _eigenvalues(self) -> tuple[Tensor, Tensor | None, int]:
+        # No cached_property: before Python 3.12 it lets one thread at a time compute.
+        if "_known" not in self.__dict__:
+            self.__dict__["_known"] = self._compute_eigenvalues()
+        return self.__dict__["_known"]
+
+    def _compute_eigenvalues(self) -> tuple[Tensor, Tensor | None, int]:
         of_B, clipped = eigenvalues(self.B, f"{self.name}, B")
         if self.A is None:
             return of_B, None, clipped
@@ -102,7 +106,7 @@ class KroneckerBlock:
 
     def factor_eigenvalues(self) -> tuple[Tensor, Tensor | None]:
         """β (..., d_out) of B and α (..., d_in) of A, ≥ 0, in float64; computed once."""
-        return self._eigenvalues[:2]
+        return self._eigenvalues()[:2]
 
     def eigenvalues(self) -> Tensor:
         """All P eigenvalues β_i α_j ≥ 0, in float64."""
@@ -111,7 +115,7 @@ class KroneckerBlock:
 
     def num_clipped(self) -> int:
         """How many eigenvalues of the factors rounding made negative (they count as 0)."""
-        return self._eigenvalues[2]
+        return self._eigenvalues()[2]
 
     def decompose(self) -> "EigenBlock":
         """Eigenvalues and eigenvectors of the factors."""
@@ -165,6 +169,13 @@ class EigenBlock:
     """(d_in) or (G, d_in)."""
     Q_A: Tensor | None = None
     """(d_in, d_in) or (G, d_in, d_in)."""
+
+    def scale(self, factor: Tensor | float) -> "EigenBlock":
+        """The block times a factor ≥ 0, spread evenly over B and A; differentiable in it."""
+        if self.alpha is None:
+            return replace(self, beta=self.beta * factor)
+        root = factor**0.5
+        return replace(self, beta=self.beta * root, alpha=self.alpha * root)
 
     def spectrum(self, delta: Tensor | float = 0.0, damping: bool = False) -> Tensor:
         """Eigenvalues of the block + δI: βα + δ; with damping (β + √δ)(α + √δ). (..., d_out, d_in).

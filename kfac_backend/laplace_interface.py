@@ -95,7 +95,7 @@ class KfacInterface(CurvatureInterface):
         kron = FactorKron.from_factors(factors, self.params[0].dtype)
         for F in kron.kfacs:
             if len(F) == 2:
-                F[1] = F[1] * (factors.num_data / N)
+                F[1].mul_(factors.num_data / N)
         return self.params[0].new_tensor(factors.loss), kron
 
     def _curvature_pass(

@@ -6,8 +6,8 @@ objects, so that grouped convolutions fit, the eigendecomposition falls back ins
 process, damping survives a sum, and the noise has its whole gradient.
 """
 
-from collections.abc import Iterable
-from typing import Any, cast
+from functools import cached_property
+from typing import cast
 
 import torch
 from laplace.utils import Kron, KronDecomposed
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kfac_backend.block import EigenBlock, KroneckerBlock
 from kfac_backend.kronecker import KroneckerFactors
+from kfac_backend.spectrum import Spectra
 
 __all__ = ["EigenKron", "FactorKron"]
 
@@ -25,6 +26,7 @@ class FactorKron(Kron):
     def __init__(self, kfacs: list[list[Tensor]], names: list[str]) -> None:
         super().__init__(kfacs)  # pyright: ignore[reportArgumentType]
         self.names = names
+        self._is_sum = False
 
     @classmethod
     def from_factors(cls, factors: KroneckerFactors, dtype: torch.dtype | None = None):
@@ -48,26 +50,35 @@ class FactorKron(Kron):
 
     def __add__(self, other: Kron) -> "FactorKron":
         """The sum with another Kron of this model, or with laplace-torch's initial zeros."""
-        if not isinstance(other, Kron):
-            raise ValueError(f"Can only add Kron to Kron, not {type(other).__name__}.")
-        if not isinstance(other, FactorKron):
-            if len(other) == len(self) and not any(F.any() for Fs in other.kfacs for F in Fs):
-                return self
-            # What laplace-torch's load_state_dict makes of our factors.
-            shapes = [[F.shape for F in Fs] for Fs in self.kfacs]
-            if [[F.shape for F in Fs] for Fs in other.kfacs] != shapes:
-                raise ValueError("Can only add curvature from the same backend and model.")
-            other = FactorKron(cast(list[list[Tensor]], other.kfacs), self.names)
-        if self.names != other.names:
-            raise ValueError("Can only add curvature of the same parameters.")
-        sums = [
-            [mine + theirs for mine, theirs in zip(F, G, strict=True)]
-            for F, G in zip(self.kfacs, other.kfacs, strict=True)
-        ]
-        return FactorKron(sums, self.names)
+        copy = [[F.clone() for F in Fs] for Fs in cast(list[list[Tensor]], self.kfacs)]
+        total = FactorKron(copy, self.names)
+        total._is_sum = True
+        total += other
+        return total
 
     # Python asks a subclass's __radd__ before the base's __add__: zeros + batch arrives here.
     __radd__ = __add__
+
+    def __iadd__(self, other: Kron) -> "FactorKron":
+        """Add in place, as laplace-torch's fit does with each batch."""
+        if not self._is_sum:  # the factors of a batch may share memory among themselves
+            return self + other
+        if not isinstance(other, Kron):
+            raise ValueError(f"Can only add Kron to Kron, not {type(other).__name__}.")
+        kfacs = cast(list[list[Tensor]], self.kfacs)
+        others = cast(list[list[Tensor]], other.kfacs)
+        if isinstance(other, FactorKron):
+            if self.names != other.names:
+                raise ValueError("Can only add curvature of the same parameters.")
+        elif len(other) == len(self) and not any(F.any() for Fs in others for F in Fs):
+            return self
+        # Also what laplace-torch's load_state_dict makes of our factors.
+        if [[F.shape for F in Fs] for Fs in others] != [[F.shape for F in Fs] for Fs in kfacs]:
+            raise ValueError("Can only add curvature from the same backend and model.")
+        for mine, theirs in zip(kfacs, others, strict=True):
+            for F, G in zip(mine, theirs, strict=True):
+                F += G
+        return self
 
     def __mul__(self, scalar: float | Tensor) -> "FactorKron":
         """The curvature times a scalar, spread evenly over a block's factors."""
@@ -76,8 +87,8 @@ class FactorKron(Kron):
     __rmul__ = __mul__
 
     def decompose(self, damping: bool = False) -> "EigenKron":
-        """Eigenvalues and -vectors of every factor."""
-        return EigenKron.from_blocks([block.decompose() for block in self.blocks], damping=damping)
+        """Eigenvalues and -vectors of every factor, computed when they are needed."""
+        return EigenKron(_Decomposition(self.blocks), damping=damping)
 
     def _bmm(self, W: Tensor) -> Tensor:
         parts = W.split([block.numel for block in self.blocks], dim=-1)
@@ -103,38 +114,71 @@ class FactorKron(Kron):
         return torch.block_diag(*(block.to_dense() for block in self.blocks))
 
 
-class EigenKron(KronDecomposed):
-    """laplace-torch's KronDecomposed: blocks by eigenvalues and -vectors, plus δ per block."""
+class _Decomposition:
+    """What is known of some blocks' spectra, computed when first asked for."""
 
-    @classmethod
-    def from_blocks(
-        cls, blocks: list[EigenBlock], deltas: Tensor | None = None, damping: bool = False
-    ) -> "EigenKron":
-        """From decomposed blocks and the prior precisions to add, one per block."""
-        vectors = [[Q for Q in (b.Q_B, b.Q_A) if Q is not None] for b in blocks]
-        values = [[v for v in (b.beta, b.alpha) if v is not None] for b in blocks]
-        return cls(vectors, values, deltas, damping)  # pyright: ignore[reportArgumentType]
+    def __init__(self, blocks: list[KroneckerBlock]) -> None:
+        self.blocks = blocks
+
+    @cached_property
+    def spectra(self) -> Spectra:
+        """Eigenvalues without vectors."""
+        return Spectra.of(self.blocks)
+
+    @cached_property
+    def eigen(self) -> list[EigenBlock]:
+        """Eigenvalues and -vectors."""
+        return [block.decompose() for block in self.blocks]
+
+
+class EigenKron(KronDecomposed):
+    """laplace-torch's KronDecomposed: scale · (B ⊗ A) + δ per block, by eigenvalues and -vectors.
+
+    A log determinant asks for eigenvalues alone; vectors wait for a product.
+    """
+
+    def __init__(
+        self,
+        decomposition: _Decomposition,
+        deltas: Tensor | None = None,
+        damping: bool = False,
+        scale: Tensor | float = 1.0,
+    ) -> None:
+        # The base class would want the eigenvectors now.
+        self._decomposition = decomposition
+        B = decomposition.blocks[0].B
+        self.deltas = B.new_zeros(len(decomposition.blocks)) if deltas is None else deltas
+        self.damping = damping
+        self.scale = scale
+
+    def __len__(self) -> int:
+        return len(self._decomposition.blocks)
 
     @property
     def blocks(self) -> list[EigenBlock]:
-        """The blocks, without δ."""
-        pairs = zip(self.eigenvalues, self.eigenvectors, strict=True)
-        return [
-            EigenBlock(values[0], Q[0], *((values[1], Q[1]) if len(values) == 2 else ()))
-            for values, Q in cast(Iterable[tuple[list[Tensor], list[Tensor]]], pairs)
-        ]
+        """The scaled blocks, without δ."""
+        return [block.scale(self.scale) for block in self._decomposition.eigen]
+
+    @property
+    def eigenvalues(self) -> list[list[Tensor]]:  # pyright: ignore
+        """[β, α] or [β] of each scaled block."""
+        return [[v for v in (b.beta, b.alpha) if v is not None] for b in self.blocks]
+
+    @property
+    def eigenvectors(self) -> list[list[Tensor]]:  # pyright: ignore
+        """[Q_B, Q_A] or [Q_B] of each block."""
+        return [[Q for Q in (b.Q_B, b.Q_A) if Q is not None] for b in self.blocks]
 
     def __add__(self, deltas: Tensor) -> "EigenKron":
         """The blocks + δ, a scalar or one per block."""
         self._check_deltas(deltas)
-        return EigenKron(self.eigenvectors, self.eigenvalues, self.deltas + deltas, self.damping)
+        return EigenKron(self._decomposition, self.deltas + deltas, self.damping, self.scale)
 
     __radd__ = __add__
 
     def __mul__(self, scalar: Tensor | float) -> "EigenKron":
-        """The blocks times a scalar; δ stays."""
-        values: Any = _times(scalar, cast(list[list[Tensor]], self.eigenvalues))
-        return EigenKron(self.eigenvectors, values, self.deltas, self.damping)
+        """The blocks times a scalar, differentiable in it; δ stays."""
+        return EigenKron(self._decomposition, self.deltas, self.damping, self.scale * scalar)
 
     __rmul__ = __mul__
 
@@ -146,6 +190,11 @@ class EigenKron(KronDecomposed):
 
     def logdet(self) -> Tensor:
         """Σ log(βα + δ), differentiable in δ and in a scalar that multiplied the blocks."""
+        delta = self.deltas.double().expand(len(self))
+        if not self.damping and (delta > 0).all():
+            sizes = delta.new_tensor([block.numel for block in self._decomposition.blocks])
+            ratios = self._decomposition.spectra.log_det_ratio(self.scale / delta)
+            return (ratios + sizes * delta.log()).sum()
         return torch.stack([spectrum.log().sum() for _, spectrum in self._spectra()]).sum()
 
     def _bmm(self, W: Tensor, exponent: float = -1) -> Tensor:
