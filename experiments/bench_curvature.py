@@ -1,173 +1,213 @@
-"""Seconds of one batch's curvature on WRN-16-4 Fixup, CIFAR-10 shapes: ours, peers, and the limit.
+"""The curvature pass and the evidence update on WRN-16-4 Fixup: ours, the peers, and the limit.
 
-The limit is one forward pass and V backward passes to the inputs only, with frozen weights in
-channels_last: V = 9 for the exact GGN of ten classes, V = 1 for one Monte Carlo sample. Repetitions
-are interleaved and their medians compared, so that ratios hold on a noisy machine. laplace-torch's
-curvlinops backend cannot take Fixup's scalars; they are frozen for it alone.
+The limit of a batch is one forward pass and V backward passes to the inputs only, with frozen
+weights in channels_last: V = 9 for the exact GGN of ten classes, V = 1 for one Monte Carlo sample.
+All contenders take turns within one run and their medians are compared, so that ratios hold on a
+noisy machine. Float32, CIFAR-10 shapes, all 50 tensors (the peers: those that they can take).
 
-Run it with ``make bench``; writes ``results/bench_curvature_DEVICE_BATCH.json``.
+Three parts, each a JSON file in ``results/bench_curvature_DEVICE/`` written when it is done:
+
+- batch_32, batch_128: every contender, and peak memory.
+- growth: how the time of a batch grows with its size, and with the network's width, the images'
+  size and the number of classes.
+- evidence: eigenvalues and 100 steps on 50 precisions, ours against laplace-torch's.
+
+Run it with ``make bench``; a part that is there already is not measured again without ``--again``.
 """
 
 import argparse
-import statistics
-import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from laplace.curvature import CurvlinopsGGN
-from torch import Tensor, nn
-from tqdm.auto import tqdm
 
-from kfac_backend.curvature_pass import CurvaturePass
-from marglik.models import WideResNetFixup
+from experiments import bench_curvature_report as report
+from experiments.bench_evidence import evidence_work
+from experiments.contenders import (
+    PEERS,
+    Work,
+    limit,
+    network,
+    one_batch_alone,
+    ours,
+    peer,
+    training_step,
+)
+from experiments.timing import interleaved, medians, peak_memory
+from kfac_backend.laplace_interface import KfacGGN
 from marglik.run_log import environment, write_json
 
 RESULTS = Path(__file__).parent / "results"
+GROWTH = {
+    "batch_size": (8, 32, 128, 256),
+    "width": (1, 2, 4, 8),
+    "image_size": (16, 32, 48),
+    "num_classes": (2, 10, 30),
+}
 
 
 @dataclass(frozen=True)
 class Config:
-    """What is measured."""
+    """What is measured, and how often."""
 
     batch_size: int = 32
-    repetitions: int = 5
+    width: int = 4
+    image_size: int = 32
+    num_classes: int = 10
+    repetitions: int = 7
     seed: int = 0
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def run(config: Config) -> dict[str, Any]:
-    """Medians of all contenders in seconds, and their ratios to the limit of their Fisher kind."""
-    torch.manual_seed(config.seed)
-    device = torch.device(config.device)
-    x = torch.randn(config.batch_size, 3, 32, 32, device=device)
-    y = torch.randint(10, (config.batch_size,), device=device)
-    contenders = {
-        "training step": _training_step(_network(device), x, y),
-        "training step, channels_last": _training_step(
-            _network(device, torch.channels_last), x.to(memory_format=torch.channels_last), y
-        ),
-        "limit, exact": _limit(_network(device, torch.channels_last), x, vectors=9),
-        "limit, mc": _limit(_network(device, torch.channels_last), x, vectors=1),
-    }
-    for kfac_approx in ("expand", "reduce"):
-        for fisher in ("exact", "mc"):
-            kind = f"{kfac_approx}, {fisher}"
-            contenders[f"ours, {kind}"] = _ours(_network(device), x, y, kfac_approx, fisher)
-            contenders[f"curvlinops, {kind}"] = _curvlinops(
-                _network(device), x, y, kfac_approx, fisher
-            )
+class Batch:
+    """A batch of noise, and networks for it."""
 
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for repetition in tqdm(range(config.repetitions + 1), desc="Repetitions", disable=None):
-        for name, measure in contenders.items():
-            elapsed = _time(measure, device)
-            if repetition > 0:  # the first one warms up
-                seconds[name].append(elapsed)
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    def __init__(self, config: Config) -> None:
+        torch.manual_seed(config.seed)
+        self.config, self.device = config, torch.device(config.device)
+        size = (config.image_size, config.image_size)
+        self.x = torch.randn(config.batch_size, 3, *size, device=self.device)
+        self.y = torch.randint(config.num_classes, (config.batch_size,), device=self.device)
+
+    def network(self, channels_last: bool = False) -> torch.nn.Module:
+        """A new network of the configuration."""
+        return network(self.device, self.config.width, self.config.num_classes, channels_last)
+
+    def limit(self, fisher: str, batched: bool = False) -> Work:
+        """The limit of a Fisher kind."""
+        vectors = self.config.num_classes - 1 if fisher == "exact" else 1
+        return limit(self.network(channels_last=True), self.x, vectors, batched)
+
+    def of(self, make: Callable[..., Work], *args: Any, **options: Any) -> Work:
+        """A contender on a new network."""
+        return make(*args, self.network(), self.x, self.y, **options)
+
+
+def run_batch(config: Config) -> dict[str, Any]:
+    """Seconds of all contenders on one batch, their ratios to the limit, and peak memory."""
+    batch = Batch(config)
+    x = batch.x.clone(memory_format=torch.channels_last)
+    work: dict[str, Work] = {
+        "training step": batch.of(training_step),
+        "training step, channels_last": training_step(batch.network(True), x, batch.y),
+        "limit, exact": batch.limit("exact"),
+        "limit, mc": batch.limit("mc"),
+    }
+    if config.batch_size <= 32:
+        work["limit batched, exact"] = batch.limit("exact", batched=True)
+    for fisher in ("exact", "mc"):
+        for kfac_approx in ("expand", "reduce"):
+            options = {"kfac_approx": kfac_approx, "fisher": fisher}
+            kind = f"{kfac_approx}, {fisher}"
+            work[f"ours, {kind}"] = batch.of(ours, **options)
+            work[f"ours alone, {kind}"] = batch.of(one_batch_alone, **options)
+            work[f"KfacGGN, {kind}"] = batch.of(peer, KfacGGN, **options)
+            for name, backend in PEERS.items():
+                if name != "asdl" or kfac_approx == "expand":
+                    work[f"{name}, {kind}"] = batch.of(peer, backend, **options)
+    fast = "bf16" if batch.device.type == "cpu" else "tf32"
+    for kfac_approx in ("expand", "reduce"):
+        work[f"ours {fast}, {kfac_approx}, exact"] = batch.of(
+            ours, kfac_approx=kfac_approx, backward_precision=fast
+        )
+        if batch.device.type == "cuda":
+            work[f"ours batched, {kfac_approx}, exact"] = batch.of(
+                ours, kfac_approx=kfac_approx, batched=True
+            )
+    result = _measured(config, work)
+    watched = [n for n in work if n.startswith(("training step", "limit,", "ours alone", *PEERS))]
+    result["peak_mebibytes"] = {n: peak_memory(work[n], batch.device) / 2**20 for n in watched}
+    return result
+
+
+def run_growth(config: Config) -> dict[str, Any]:
+    """Seconds of a batch at each value of each axis of `GROWTH`, the others as configured."""
+    growth: dict[str, list[dict[str, Any]]] = {axis: [] for axis in GROWTH}
+    for axis, values in GROWTH.items():
+        for value in values:
+            batch = Batch(replace(config, **{axis: value}))
+            work = {"limit, exact": batch.limit("exact")}
+            for kfac_approx in ("expand", "reduce"):
+                kind = f"{kfac_approx}, exact"
+                options = {"kfac_approx": kfac_approx, "fisher": "exact"}
+                work[f"ours, {kind}"] = batch.of(ours, **options)
+                work[f"curvlinops, {kind}"] = batch.of(peer, PEERS["curvlinops"], **options)
+            measured = _measured(batch.config, work)
+            growth[axis].append({axis: value, "median_seconds": measured["median_seconds"]})
+    return {"config": asdict(config), "growth": growth, **environment(torch.device(config.device))}
+
+
+def run_evidence(config: Config) -> dict[str, Any]:
+    """Seconds of eigenvalues and 100 hyperparameter steps, ours and laplace-torch's."""
+    device = torch.device(config.device)
+    work = {}
+    for kfac_approx in ("expand", "reduce"):
+        mine, theirs = evidence_work(network(device), kfac_approx)
+        work[f"ours, {kfac_approx}"], work[f"laplace-torch, {kfac_approx}"] = mine, theirs
+    return _measured(config, work)
+
+
+PARTS: dict[str, tuple[Callable[[Config], dict[str, Any]], dict[str, int]]] = {
+    "batch_32": (run_batch, {}),
+    "batch_128": (run_batch, {"batch_size": 128, "repetitions": 3}),
+    "growth": (run_growth, {"repetitions": 2}),
+    "evidence": (run_evidence, {}),
+}
+"""Name of a part -> how to run it, and what differs from the configuration."""
+
+
+def _measured(config: Config, work: dict[str, Work]) -> dict[str, Any]:
+    device = torch.device(config.device)
+    measured = interleaved(work, config.repetitions, device)
+    median = medians(measured)
+    limits = {
+        fisher: min(s for n, s in median.items() if n.startswith("limit") and n.endswith(fisher))
+        for fisher in ("exact", "mc")
+        if f"limit, {fisher}" in median
+    }
+    ratios = {
+        name: value / limits[fisher]
+        for name, value in median.items()
+        if (fisher := name.rsplit(", ")[-1]) in limits and not name.startswith("limit")
+    }
     return {
         "config": asdict(config),
-        "median_seconds": medians,
-        "times_the_limit": {
-            name: medians[name] / medians[f"limit, {name.rsplit(', ')[-1]}"]
-            for name in medians
-            if name.startswith(("ours", "curvlinops"))
-        },
-        "seconds": seconds,
+        "median_seconds": median,
+        "times_the_limit": ratios,
+        "seconds": measured,
         **environment(device),
     }
 
 
-def markdown(results: dict[str, Any]) -> str:
-    """The medians as a Markdown table."""
-    lines = ["| | seconds a batch | times the limit |", "|---|---|---|"]
-    for name, seconds in results["median_seconds"].items():
-        ratio = results["times_the_limit"].get(name)
-        lines.append(f"| {name} | {seconds:.3f} | {f'{ratio:.2f}' if ratio else ''} |")
-    return "\n".join(lines)
-
-
-def _network(
-    device: torch.device, memory_format: torch.memory_format = torch.contiguous_format
-) -> nn.Module:
-    torch.manual_seed(0)
-    model = WideResNetFixup()
-    with torch.no_grad():
-        for p in model.parameters():  # zero branches would make gradients zero
-            p.add_(0.02 * torch.randn_like(p))
-    return model.to(device).to(memory_format=memory_format).eval()  # pyright: ignore
-
-
-def _training_step(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], object]:
-    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-    return step
-
-
-def _limit(model: nn.Module, x: Tensor, vectors: int) -> Callable[[], object]:
-    model.requires_grad_(False)
-    x = x.to(memory_format=torch.channels_last).requires_grad_()
-
-    def passes() -> None:
-        f = model(x)
-        vector = torch.randn_like(f)
-        for _ in range(vectors):
-            torch.autograd.grad(f, x, vector, retain_graph=True)
-
-    return passes
-
-
-def _ours(
-    model: nn.Module, x: Tensor, y: Tensor, kfac_approx: Any, fisher: Any
-) -> Callable[[], object]:
-    # One pass for all repetitions: that the model is covered is verified once, not per batch.
-    curvature = CurvaturePass(model, "classification", kfac_approx=kfac_approx, fisher=fisher)
-
-    def batch() -> None:
-        curvature.reset()
-        curvature.add(x, y)
-        curvature.factors()
-
-    return batch
-
-
-def _curvlinops(
-    model: nn.Module, x: Tensor, y: Tensor, kfac_approx: str, fisher: str
-) -> Callable[[], object]:
-    for p in model.parameters():
-        p.requires_grad_(p.numel() > 1)
-    backend = CurvlinopsGGN(model, "classification", stochastic=fisher == "mc")
-    return lambda: backend.kron(x, y, N=len(x), kfac_approx=kfac_approx)  # pyright: ignore
-
-
-def _time(measure: Callable[[], object], device: torch.device) -> float:
-    start = time.perf_counter()
-    measure()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
-
-
 def main() -> None:
-    """Parse the options, measure, print and write."""
+    """Parse the options, measure what is missing, print and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    for name, value in asdict(Config()).items():
-        parser.add_argument(f"--{name}", type=type(value), default=value, help=f"default: {value}")
-    config = Config(**vars(parser.parse_args()))
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; default: all")
+    parser.add_argument("--again", action="store_true", help="measure parts that are there, too")
+    parser.add_argument("--repetitions", type=int, help="instead of each part's own")
+    parser.add_argument("--device", default=Config.device, help=f"default: {Config.device}")
+    options = parser.parse_args()
+    unknown = set(options.parts) - set(PARTS)
+    if unknown:
+        parser.error(f"no part {sorted(unknown)[0]!r}; choose from {', '.join(PARTS)}")
     warnings.filterwarnings("ignore", category=FutureWarning)
-    results = run(config)
-    path = RESULTS / f"bench_curvature_{config.device}_{config.batch_size}.json"
-    write_json(path, results)
-    print(markdown(results))
-    print(f"\nWritten to experiments/results/{path.name}")
+    warnings.filterwarnings("ignore", module="laplace")
+    folder = RESULTS / f"bench_curvature_{options.device}"
+    for name in options.parts or PARTS:
+        path = folder / f"{name}.json"
+        if path.exists() and not options.again:
+            print(f"{name}: there already, see --again")
+            continue
+        run, differs = PARTS[name]
+        if options.repetitions:
+            differs = differs | {"repetitions": options.repetitions}
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(path, run(replace(Config(device=options.device), **differs)))
+    print(report.write(folder))
+    print(f"Written to experiments/results/{folder.name}/")
 
 
 if __name__ == "__main__":

@@ -166,9 +166,10 @@ class CurvaturePass:
         return factors
 
     def _sums(self) -> dict[str, GramSums]:
-        """All parameters' sums, of layers and of diagonals."""
+        """All parameters' sums, of layers and of diagonals; the rules are used up."""
         sums = {name: GramSums(d.reshape(-1, 1, 1)) for name, d in self._diagonal.items()}
-        for tracked, rule in self._rules.items():
+        while self._rules:  # one at a time, as what a rule holds may be as large as its sums
+            tracked, rule = self._rules.popitem()
             for local, gram_sums in rule.gram_sums().items():
                 sums[tracked.parameters[local]] = gram_sums
         return sums
