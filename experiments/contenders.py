@@ -23,7 +23,7 @@ Work = Callable[[], object]
 
 def _backends() -> dict[str, Any]:
     try:
-        import asdfghjkl  # noqa: F401  # pyright: ignore[reportMissingImports]
+        import asdl  # noqa: F401  # pyright: ignore[reportMissingImports]
         from laplace.curvature import AsdlGGN
     except ImportError:
         return {"curvlinops": CurvlinopsGGN}

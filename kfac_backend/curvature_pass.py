@@ -201,9 +201,12 @@ class CurvaturePass:
         """Once per pass; independence on the first batch that has several examples."""
         first = not self._uses_verified
         several = isinstance(y, Tensor) and y.dim() > 0 and len(y) > 1
-        if not self._independence_verified and (first or several):
-            self._independence_verified = self._verify_independence(x)
-            self._micro_batch = micro_batch_size(self._model, x, y)
+        if self._independence_verified or not (first or several):
+            return
+        self._micro_batch = micro_batch_size(self._model, x, y)
+        if self._micro_batch is not None:
+            x, y = next(parts(x, y, max(2, self._micro_batch)))
+        self._independence_verified = self._verify_independence(x)
         if first:
             verify_uses(self._model, self._coverage, x)
             self._uses_verified = True
@@ -213,8 +216,8 @@ class CurvaturePass:
             return verify_independence(self._model, self._coverage, x, self._channels_last)
         except NotImplementedError:
             raise
-        except RuntimeError:
-            if not self._channels_last:
+        except RuntimeError as error:
+            if is_out_of_memory(error) or not self._channels_last:
                 raise
             # A model may ask for the memory format by a view(...); it runs as it is, then.
             self._channels_last = False

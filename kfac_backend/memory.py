@@ -8,7 +8,8 @@ __all__ = ["is_out_of_memory", "out_of_memory"]
 
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Whether an allocation failed, on a GPU or on the host."""
-    return isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)
+    host = ("can't allocate memory", "not enough memory")  # in the words of Linux and of Windows
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in host)
 
 
 def out_of_memory(

@@ -1,0 +1,112 @@
+"""Patch sums and patch Gram matrices, by every way, against unfolded patches in float64."""
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from kfac_backend.rules import patch_gram
+from kfac_backend.rules.patch_gram import WAYS, PatchGram, cheapest_way
+from kfac_backend.rules.patch_sums import patch_sums
+from kfac_backend.rules.window import windows
+from tests.plain_curvature import unfolded
+
+MODES = ["zeros", "reflect", "replicate", "circular"]
+
+
+def possible(way, layer):
+    """Whether the way can take the layer's strides."""
+    y, x = layer.stride
+    return {"rows": y == 1, "shifts": y == x == 1}.get(way, True)
+
+
+def gram(layer, images, way, monkeypatch):
+    """The Gram matrix of all images' patches, by one way alone."""
+    monkeypatch.setattr(patch_gram, "cheapest_way", lambda *a: way)
+    total = PatchGram(layer.in_channels, layer.kernel_size)
+    for image in images:
+        total.add_images(image, *windows(layer, image))
+    return total.total()[0]
+
+
+def assert_equal(found, expected):
+    assert (found - expected).norm() <= 1e-12 * expected.norm()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kernel=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    stride=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    padding=st.one_of(
+        st.tuples(st.integers(0, 3), st.integers(0, 3)), st.sampled_from(["same", "valid"])
+    ),
+    dilation=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    size=st.tuples(st.integers(4, 9), st.integers(4, 9)),
+    mode=st.sampled_from(MODES),
+    channels_last=st.booleans(),
+)
+def test_any_geometry(kernel, stride, padding, dilation, size, mode, channels_last):
+    assume(padding != "same" or stride == (1, 1))
+    reach = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
+    if padding == "same":
+        pads = [(r - 1) // 2 + 1 for r in reach]
+    else:
+        pads = [0, 0] if padding == "valid" else list(padding)
+    assume(
+        all(p < s for p, s in zip(pads, size, strict=True))
+    )  # torch's limit of reflect, circular
+    assume(
+        padding == "same" or all(s + 2 * p >= r for s, p, r in zip(size, pads, reach, strict=True))
+    )
+    layer = nn.Conv2d(3, 2, kernel, stride, padding, dilation, padding_mode=mode)
+    generator = torch.Generator().manual_seed(0)
+    images = [torch.randn(n, 3, *size, dtype=torch.float64, generator=generator) for n in (2, 1)]
+    if channels_last:
+        images = [image.contiguous(memory_format=torch.channels_last) for image in images]
+    patches = torch.cat([unfolded(layer, image) for image in images])  # (N, R, d)
+
+    sums = torch.cat([patch_sums(image, *windows(layer, image)) for image in images])
+    assert_equal(sums.flatten(1), patches.sum(1))
+    rows = patches.flatten(0, 1)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for way in WAYS:
+            if possible(way, layer):
+                assert_equal(gram(layer, images, way, monkeypatch), rows.T @ rows)
+
+
+def test_borders_matter(monkeypatch):
+    """Negative control: with nothing left out at the border the shifts are wrong."""
+    layer = nn.Conv2d(2, 2, 3, padding=1)
+    image = torch.randn(3, 2, 5, 5, dtype=torch.float64)
+    patches = unfolded(layer, image).flatten(0, 1)
+    monkeypatch.setattr(patch_gram, "left_out", lambda *a: None)
+    wrong = gram(layer, [image], "shifts", monkeypatch)
+    assert (wrong - patches.T @ patches).norm() > 0.05 * (patches.T @ patches).norm()
+
+
+def test_shifts_of_images_that_are_not_padded_do_not_mix_lines_or_images(monkeypatch):
+    layer = nn.Conv2d(1, 1, 2)
+    one = torch.zeros(2, 1, 3, 3, dtype=torch.float64)
+    one[0, 0, -1, -1] = 1.0  # the last pixel of one image, and the first of the next
+    one[1, 0, 0, 0] = 1.0
+    found = gram(layer, [one], "shifts", monkeypatch)
+    assert torch.equal(found, torch.diag(torch.tensor([1.0, 0, 0, 1.0]).double()))
+
+
+@pytest.mark.parametrize(
+    ("channels", "size", "options", "way"),
+    [
+        (3, 32, {"kernel_size": 3, "padding": 1}, "unfold"),
+        (64, 32, {"kernel_size": 3, "padding": 1}, "shifts"),
+        (256, 8, {"kernel_size": 3, "padding": 1}, "shifts"),
+        (64, 32, {"kernel_size": 3, "padding": 1, "stride": 2}, "pairs"),
+        (64, 32, {"kernel_size": 1, "stride": 2}, "unfold"),
+        (16, 16, {"kernel_size": 5, "padding": 2}, "rows"),
+        (8, 4, {"kernel_size": 3}, "unfold"),
+    ],
+)
+def test_the_cheapest_way_is_taken(channels, size, options, way):
+    layer = nn.Conv2d(channels, 8, **options)
+    y, x = windows(layer, torch.empty(32, channels, size, size, device="meta"))
+    assert cheapest_way(32, channels, y, x, "cpu") == way
