@@ -23,7 +23,8 @@ format: $(INSTALLED)  ## what lint would ask for
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(INSTALLED)  ## the curvature pass against a training step and laplace-torch, this machine
+bench: $(INSTALLED)  ## curvature pass and evidence update against the limit and the peers, here
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
 	$(BIN)/python -m experiments.bench_curvature
 
 test-lowest:  ## the test suite with the oldest dependencies that pyproject.toml allows

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from kfac_backend.curvature_pass import CurvaturePass
 from kfac_backend.kronecker import KroneckerFactors
 from kfac_backend.laplace_kron import FactorKron
-from kfac_backend.options import Fisher, KfacApprox, Unsupported
+from kfac_backend.options import BackwardPrecision, Fisher, KfacApprox, Unsupported
 
 __all__ = ["KfacEF", "KfacGGN", "KfacInterface", "check_alignment"]
 
@@ -29,6 +29,9 @@ class KfacInterface(CurvatureInterface):
         unsupported: "error" or "diagonal", see `kronecker_factors`; laplace-torch needs a block for
             every trainable parameter, so freeze with requires_grad_(False) instead of "freeze".
         generator: source of Monte Carlo labels.
+        rank_tolerance: see `kronecker_factors`.
+        backward_precision: see `kronecker_factors`.
+        batched: see `kronecker_factors`.
         kwargs: those of laplace-torch's interfaces (``stochastic``, ``num_samples``).
     """
 
@@ -44,14 +47,22 @@ class KfacInterface(CurvatureInterface):
         kfac_approx: KfacApprox = "expand",
         unsupported: Unsupported = "error",
         generator: torch.Generator | None = None,
+        rank_tolerance: float = 0.0,
+        backward_precision: BackwardPrecision = "float32",
+        batched: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(
             model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y, **kwargs
         )
         self.kfac_approx: KfacApprox = kfac_approx
-        self.unsupported: Unsupported = unsupported
-        self.generator = generator
+        self.pass_options: dict[str, Any] = {
+            "unsupported": unsupported,
+            "generator": generator,
+            "rank_tolerance": rank_tolerance,
+            "backward_precision": backward_precision,
+            "batched": batched,
+        }
         self._passes: dict[tuple[KfacApprox, int], CurvaturePass] = {}
 
     @property
@@ -110,8 +121,7 @@ class KfacInterface(CurvatureInterface):
                 kfac_approx=kfac_approx,
                 fisher=self.fisher,
                 mc_samples=mc_samples,
-                unsupported=self.unsupported,
-                generator=self.generator,
+                **self.pass_options,
             )
         return self._passes[key]
 

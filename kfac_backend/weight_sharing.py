@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["GramSum", "PositionSums", "at_least_float32"]
+__all__ = ["GramSum", "PositionSums", "at_least_float32", "is_tall", "tall_product"]
 
 FEWEST_PRODUCTS = 4
 """A Gram matrix of d×d waits for d / 4 rows; they take a quarter of its memory."""
@@ -54,7 +54,10 @@ class GramSum:
             self._waiting, self._num_waiting = [], 0
 
     def _add(self, rows: Tensor) -> None:
-        if self._total is None:
+        if len(rows) == 1 and is_tall(rows[0]):
+            gram = tall_product(rows[0], rows[0])[None]
+            self._total = gram if self._total is None else self._total.add_(gram)
+        elif self._total is None:
             self._total = rows.mT @ rows
         elif len(rows) == 1:
             self._total[0].addmm_(rows[0].mT, rows[0])
@@ -86,6 +89,28 @@ class PositionSums:
     def clear(self) -> None:
         """Let go of the last tensor."""
         self._source, self._sums = None, torch.empty(0)
+
+
+def is_tall(x: Float[Tensor, "M d"]) -> bool:
+    """Whether `tall_product` splits a product of this factor."""
+    M, d = x.shape
+    return not x.is_cuda and d <= 128 and M >= 32 * d and torch.get_num_threads() > 1
+
+
+def tall_product(left: Float[Tensor, "M c"], right: Float[Tensor, "M d"]) -> Float[Tensor, "c d"]:
+    """leftᵀ right, split by rows among a CPU's threads if the factors are tall and narrow.
+
+    A product of few entries is what a BLAS cannot share out well: with two threads 32768×64 rows
+    take 0.80 instead of 1.08 ms, 8192×128 rows 0.69 instead of 0.78 ms.
+    """
+    if not is_tall(left):
+        return left.mT @ right
+    threads = torch.get_num_threads()
+    size = len(left) // threads
+    split, rest = slice(threads * size), slice(threads * size, None)
+    shape = (threads, size)
+    product = (left[split].unflatten(0, shape).mT @ right[split].unflatten(0, shape)).sum(0)
+    return product.addmm_(left[rest].mT, right[rest])
 
 
 def at_least_float32(x: Tensor) -> Tensor:

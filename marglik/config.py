@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from kfac_backend.options import Fisher, KfacApprox
+from kfac_backend.options import BackwardPrecision, Fisher, KfacApprox
 from marglik.hyperparameters import UpdateMethod
 from marglik.schedule import Keep, Schedule
 
@@ -22,6 +22,11 @@ class CurvatureConfig:
         mc_samples: labels per example for fisher=mc.
         batch_size: examples per batch of the pass; that of training if null.
         augment: whether the pass sees augmented images when training does, as in the paper.
+        rank_tolerance: share of the loss Hessian's trace that may be left out per image to save
+            backward passes (fisher=exact); what was left out is in the log.
+        backward_precision: float32; bf16 (CPU) or tf32 (GPU) make the backward passes faster, and
+            the gradient factors wrong by up to a percent.
+        batched: propagate a batch's vectors back at once: fewer launches on a GPU, more memory.
     """
 
     kfac_approx: KfacApprox = "expand"
@@ -29,6 +34,9 @@ class CurvatureConfig:
     mc_samples: int = 1
     batch_size: int | None = None
     augment: bool = True
+    rank_tolerance: float = 0.0
+    backward_precision: BackwardPrecision = "float32"
+    batched: bool = False
 
     def __post_init__(self) -> None:
         for name in ("mc_samples", "batch_size"):

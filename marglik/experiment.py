@@ -180,13 +180,18 @@ class _Setup:
         settings = self.curvature
         empirical = settings.fisher == "empirical"
         stochastic = {"stochastic": settings.fisher == "mc", "num_samples": settings.mc_samples}
+        options = {
+            "rank_tolerance": settings.rank_tolerance,
+            "backward_precision": settings.backward_precision,
+            "batched": settings.batched,
+        }
         return KronLaplace(
             model,
             "classification",
             prior_precision=prior_precision,
             temperature=self.prior.temperature,
             backend=KfacEF if empirical else KfacGGN,
-            backend_kwargs={} if empirical else stochastic,
+            backend_kwargs=options if empirical else options | stochastic,
             kfac_approx=settings.kfac_approx,
         )
 
@@ -244,7 +249,14 @@ def _check_model(model: nn.Module, splits: ImageSplits, curvature: CurvatureConf
     images = splits.train.images[:2].to(parameter.device, parameter.dtype) / 255
     shape = tuple(images.shape[1:])
     with eval_mode(model):
-        curvature_pass = CurvaturePass(model, "classification", kfac_approx=curvature.kfac_approx)
+        curvature_pass = CurvaturePass(
+            model,
+            "classification",
+            kfac_approx=curvature.kfac_approx,
+            fisher=curvature.fisher,
+            rank_tolerance=curvature.rank_tolerance,
+            backward_precision=curvature.backward_precision,
+        )
         try:
             with torch.no_grad():
                 outputs = model(images)

@@ -149,10 +149,9 @@ class KronLaplace(LaplaceTorchKronLaplace):
                 kfac_approx=settings.get("kfac_approx", backend.kfac_approx),
                 fisher=backend.fisher,
                 mc_samples=settings.get("mc_samples", getattr(backend, "num_samples", 1)),
-                unsupported=backend.unsupported,
-                generator=backend.generator,
                 progress=progress_bar,
                 dict_key_y=self.dict_key_y,
+                **backend.pass_options,
             )
         check_alignment(self.model, factors)
         if not override and self.factors is not None:

@@ -259,6 +259,7 @@ class OnlineTraining:
             gamma = laplace.effective_parameters()
             record["effective_parameters"] = dict(zip(names, gamma.tolist(), strict=True))
             record["clipped_eigenvalues"] = laplace.factors.num_clipped()
+            record["left_out_share"] = laplace.factors.left_out_share
         self._report(record)
 
     def _finish(self) -> OnlineResult:

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kfac_backend.rules.window import Window
+from kfac_backend.weight_sharing import tall_product
 
 __all__ = ["left_out", "line_gram", "line_products", "unfold_width"]
 
@@ -37,7 +38,7 @@ def line_gram(
     C = upper.shape[-1]
     left = unfold_width(upper, x)
     right = left if same else unfold_width(lower, x)
-    return (left.mT @ right).view(x.kernel, C, x.kernel, C)
+    return tall_product(left, right).view(x.kernel, C, x.kernel, C)
 
 
 def line_products(x: Window, stored: int, same: bool) -> Iterator[int]:
@@ -59,7 +60,7 @@ def _by_lag(upper: Lines, lower: Lines, x: Window, same: bool) -> Float[Tensor, 
         shift = lag * x.dilation
         start, end = max(0, -shift), M - max(0, shift)
         # Shifted over the end of a line a pixel meets zeros: lines are padded for that.
-        whole = left[start:end].mT @ right[start + shift : end + shift]
+        whole = tall_product(left[start:end], right[start + shift : end + shift])
         for b in _offsets(x, lag):
             block, missing = whole, left_out(x, b, lag, upper.device)
             if missing is not None:

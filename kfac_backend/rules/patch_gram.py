@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kfac_backend.rules.line_gram import left_out, line_gram, line_products, unfold_width
 from kfac_backend.rules.window import Window, pad
-from kfac_backend.weight_sharing import GramSum
+from kfac_backend.weight_sharing import GramSum, tall_product
 
 __all__ = ["PatchGram"]
 
@@ -72,7 +72,7 @@ class PatchGram(GramSum):
 def _unfold(image: Float[Tensor, "N C H W"], y: Window, x: Window) -> Grams:
     patch_rows = list(_patch_rows(image, y, x))
     patches = patch_rows[0] if y.kernel == 1 else torch.cat(patch_rows, dim=1)
-    gram = patches.mT @ patches
+    gram = tall_product(patches, patches)
     gram = gram.view(y.kernel, x.kernel, -1, y.kernel, x.kernel, image.shape[1])
     for a in range(y.kernel):
         for a2 in range(a, y.kernel):
@@ -83,7 +83,7 @@ def _pairs(image: Float[Tensor, "N C H W"], y: Window, x: Window) -> Grams:
     patch_rows = list(_patch_rows(image, y, x))
     for a in range(y.kernel):
         for a2 in range(a, y.kernel):
-            gram = patch_rows[a].mT @ patch_rows[a2]
+            gram = tall_product(patch_rows[a], patch_rows[a2])
             yield a, a2, gram.view(x.kernel, -1, x.kernel, image.shape[1])
 
 

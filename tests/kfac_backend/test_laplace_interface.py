@@ -275,3 +275,43 @@ def test_noise_has_its_whole_gradient():
     sigma = torch.tensor(0.6, dtype=torch.float64, requires_grad=True)
     delta = torch.linspace(0.5, 2.0, 5, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(la.log_marginal_likelihood, (delta, sigma))
+
+
+def test_the_evidence_of_laplace_torch_needs_no_eigenvectors(monkeypatch):
+    la = Laplace(network(), "classification", "all", backend=KfacGGN)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.linalg, "eigh", lambda *a, **k: pytest.fail("eigenvectors"))
+        la.fit(loader("classification"))
+        evidence = la.log_marginal_likelihood(torch.linspace(0.5, 2.0, 5, dtype=torch.float64))
+    dense = la.H_facs.to_matrix() + torch.diag(la.prior_precision_diag)
+    assert_close(la.log_det_posterior_precision, torch.logdet(dense))
+    assert torch.isfinite(evidence)
+    assert la(loader("classification").dataset.tensors[0]).shape == (11, 3)
+
+
+def test_adding_in_place_leaves_the_batches_as_they_were():
+    backend = KfacGGN(network(), "classification")
+    (x, y), (x2, y2), *_ = loader("classification")
+    first, second = backend.kron(x, y, N=11)[1], backend.kron(x2, y2, N=11)[1]
+    before = first.to_matrix()
+    total = Kron.init_from_model(list(backend.model.parameters()), "cpu", torch.float64)
+    total += first
+    held = total
+    total += second
+    assert total is held  # in place, from the second batch on
+    assert_close(total.to_matrix(), (first + second).to_matrix())
+    assert_close(first.to_matrix(), before, rtol=0, atol=0)
+    first += second  # not a sum yet: its weight's and its bias's factor are one tensor
+    assert_close(first.to_matrix(), total.to_matrix())
+
+
+@pytest.mark.parametrize("backend", [KfacGGN, KfacEF])
+def test_options_of_the_pass_reach_it(backend):
+    with pytest.raises(ValueError, match="backward_precision='tf32' does nothing on device 'cpu'"):
+        backend(network(), "classification", backward_precision="tf32").kron(
+            torch.randn(2, 2, 4, 4).double(), torch.tensor([0, 1]), N=2
+        )
+    x, y = loader("classification").dataset.tensors
+    plain = backend(network(), "classification").kron(x, y, N=11)[1]
+    batched = backend(network(), "classification", batched=True).kron(x, y, N=11)[1]
+    assert_close(batched.to_matrix(), plain.to_matrix())

@@ -172,6 +172,11 @@ WRONG = {
     "not a number": (["--epochs", "many"], "epochs"),
     "no update ever": (["--prior.every", "0"], "every must be at least 1, not 0"),
     "no samples": (["--curvature.mc_samples", "0"], "curvature.mc_samples must be at least 1"),
+    "nothing left": (["--curvature.rank_tolerance", "1"], "must be in [0, 1), not 1.0"),
+    "a tolerance for samples": (
+        ["--curvature.rank_tolerance", "0.1", "--curvature.fisher", "mc"],
+        "rank_tolerance=0.1 needs likelihood 'classification' and fisher 'exact'",
+    ),
     "no epochs": (["--epochs", "0"], "epochs must be at least 1, not 0"),
     "negative weight decay": (["--prior.weight_decay", "-1"], "must be positive, not -1.0"),
     "unknown structure": (["--prior.structure", "blocks"], "prior.structure"),
