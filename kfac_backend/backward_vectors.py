@@ -80,6 +80,7 @@ class BackwardVectors:
         needed = missing > self.rank_tolerance * missing[..., :1]
         self.trace += energies.sum(dtype=torch.float64)
         self.trace_left_out += (energies * ~needed).sum(dtype=torch.float64)
+        needed[..., 0] = True  # also where Λ is zero to rounding
         for column, is_needed in zip(columns, needed.unbind(-1), strict=True):
             if not is_needed.any():
                 return

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from kfac_backend.capture import call_with
 
-__all__ = ["micro_batch_size", "parts", "split_batch", "splits_by_example", "to_device"]
+__all__ = ["Plan", "make_plan", "parts", "split_batch", "splits_by_example", "to_device"]
 
 LARGEST_ACTIVATION = 16 * 2**20
 """Bytes of the largest activation of a part of a batch, on a CPU.
@@ -62,13 +63,25 @@ def parts(x: Any, y: Any, size: int | None) -> Iterator[tuple[Any, Any]]:
     yield from zip(x.split(size), y.split(size), strict=True)
 
 
-def micro_batch_size(model: nn.Module, x: Any, y: Any) -> int | None:
-    """How many examples to run at once, from a forward pass of one; None if they cannot be split.
+@dataclass(frozen=True)
+class Plan:
+    """How a model's batches run fastest, without any change of numbers but rounding."""
 
-    Memory is fast on a GPU, and small batches are slow: there, batches stay whole.
+    part_size: int | None = None
+    """How many examples at once; None: batches stay whole."""
+    channels_last: bool = False
+    """Whether convolutions run in that memory format."""
+
+
+def make_plan(model: nn.Module, x: Any, y: Any) -> Plan:
+    """How to run batches like this one, tried out on its first examples.
+
+    Batches whose rows are no examples of their own stay whole, and a model that depends on the
+    memory format keeps its own. On a GPU memory is fast and small batches are slow: nothing
+    changes there.
     """
-    if not splits_by_example(x, y) or x.device.type != "cpu" or len(y) < 2:
-        return None
+    if not splits_by_example(x, y) or x.device.type != "cpu":
+        return Plan()
     largest = 0
 
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -80,12 +93,23 @@ def micro_batch_size(model: nn.Module, x: Any, y: Any) -> int | None:
     try:
         # Dropout that is on must not use up the user's random numbers.
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            f = call_with(model, {}, x[:1])
-    except (RuntimeError, IndexError, ValueError):
-        return None  # the rows of x are no examples of their own
+            one = call_with(model, {}, x[:1])
+            by_example = largest
+            two = call_with(model, {}, x[:2])
+            try:
+                channels_last = _same(call_with(model, {}, x[:2], channels_last=True), two)
+            except RuntimeError:
+                channels_last = False
+        splits = len(y) > 1 and by_example > 0 and len(two) == 2 and _same(one, two[:1])
+    except Exception:  # whatever it is, the whole batch will show it, if it is wrong, too
+        return Plan()
     finally:
         for handle in handles:
             handle.remove()
-    if not isinstance(f, Tensor) or f.dim() == 0 or len(f) != 1 or not largest:
-        return None
-    return max(1, LARGEST_ACTIVATION // largest)
+    size = max(1, LARGEST_ACTIVATION // by_example) if splits else None
+    return Plan(size, channels_last)
+
+
+def _same(f: Tensor, g: Tensor) -> bool:
+    tolerance = {torch.float64: 1e-8, torch.float32: 1e-3}.get(g.dtype, 0.1)
+    return f.shape == g.shape and bool((f - g).norm() <= tolerance * g.norm())

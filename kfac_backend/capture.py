@@ -1,7 +1,7 @@
 """Hooks: one forward pass, then backward passes to the first tracked outputs only.
 
-No parameter requires a gradient meanwhile, so no weight gradient is ever computed. Nothing is
-copied or kept: rules see inputs and gradients as they pass by.
+No parameter requires a gradient meanwhile, so no weight gradient is ever computed. Rules see inputs
+and gradients as they pass by.
 """
 
 from collections.abc import Callable, Iterable

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.backward_vectors import BackwardVectors
-from kfac_backend.batches import micro_batch_size, parts, splits_by_example, to_device
+from kfac_backend.batches import Plan, make_plan, parts, splits_by_example, to_device
 from kfac_backend.block import KroneckerBlock
 from kfac_backend.capture import Capture
 from kfac_backend.coverage import TrackedLayer, find_coverage
@@ -55,17 +55,17 @@ class CurvaturePass:
         self._model = model
         self._kfac_approx: KfacApprox = kfac_approx
         self._coverage = find_coverage(model, unsupported)
-        self._device = next(model.parameters()).device
-        check_precision(backward_precision, self._device)
         self._backward_precision: BackwardPrecision = backward_precision
         self._batched = batched
-        # Convolutions on a CPU are a sixth faster so; on a GPU the model stays as it is.
-        self._channels_last = self._device.type == "cpu"
+        self._plan = Plan()
         self._uses_verified = self._independence_verified = False
         self.reset()
 
     def reset(self) -> None:
-        """Forget the batches seen so far."""
+        """Forget the batches seen so far, and any failure."""
+        self._device = next(self._model.parameters()).device
+        check_precision(self._backward_precision, self._device)
+        self._failed = False
         self._rules = {
             tracked: tracked.rule(tracked.layer, self._kfac_approx, tracked.parameters)
             for tracked in self._coverage.layers
@@ -81,24 +81,33 @@ class CurvaturePass:
         """Add one batch: forward passes of its parts, and one backward pass per vector.
 
         Raises:
-            torch.OutOfMemoryError: naming a batch size that fits; the pass starts anew.
+            torch.OutOfMemoryError: naming a batch size that fits.
+            RuntimeError: after a batch that failed, until `reset`.
         """
+        self._check_whole()
         x, y = to_device(x, self._device), to_device(y, self._device)
         if isinstance(y, Tensor) and y.dim() and not len(y):
             raise ValueError("A batch has no examples; drop it, or check the loader's sampler.")
         if isinstance(x, Tensor):
             x = x.detach()
-        if self._fits(x, y):
-            return
-        fitting = self._fitting_size(x, y)
-        self.reset()
-        raise out_of_memory(self._model, self._device, len(y), fitting)
+        self._failed = True  # until all of the batch is added
+        if not self._fits(x, y):
+            fitting = self._fitting_size(x, y)
+            raise out_of_memory(self._model, self._device, len(y), fitting)
+        self._failed = False
+
+    def _check_whole(self) -> None:
+        if self._failed:
+            raise RuntimeError(
+                "The last batch of this curvature pass failed, and a part of it is in the sums. "
+                "Call reset() and begin with the first batch."
+            )
 
     def _fits(self, x: Any, y: Any) -> bool:
         """Add the batch; False if the memory is exhausted, which leaves the sums useless."""
         try:
             self._verify(x, y)
-            for part in parts(x, y, self._micro_batch):
+            for part in parts(x, y, self._plan.part_size):
                 self._add(*part)
         except RuntimeError as error:
             if not is_out_of_memory(error):
@@ -116,8 +125,12 @@ class CurvaturePass:
         size = len(y) // 2
         while size:
             self.reset()
-            if self._fits(x[:size], y[:size]):
-                return size
+            self._failed = True
+            try:
+                if self._fits(x[:size], y[:size]):
+                    return size
+            except (RuntimeError, ValueError, IndexError):
+                return None  # the model takes whole batches only
             size //= 2
         return None
 
@@ -133,6 +146,7 @@ class CurvaturePass:
             # Autocast has done its part in the forward pass; Gram matrices need none of it.
             with self._no_autocast(), backward_arithmetic(self._backward_precision):
                 capture.backward(f, self._vectors(f, y))
+            self._position_sums.clear()
         if self._coverage.diagonal:
             self._add_diagonal(x, y)
         self._num_data += len(f)
@@ -145,8 +159,13 @@ class CurvaturePass:
 
         The sums become the factors in place, and the pass starts anew.
         """
+        self._check_whole()
         if not self._num_data:
-            raise ValueError("The data is empty: the loader yielded no batch.")
+            raise ValueError(
+                "The data is empty: no batch was added since the pass began, or since the last "
+                "factors()."
+            )
+        self._failed = True  # the sums are used up from here on
         sums = self._sums()
         blocks = {name: self._block(name, sums[name]) for name in self._coverage.names}
         factors = KroneckerFactors(
@@ -175,7 +194,7 @@ class CurvaturePass:
         return sums
 
     def _block(self, name: str, sums: GramSums) -> KroneckerBlock:
-        if sums.B is None:  # its layer took no part in the forward pass
+        if sums.B is None:  # its layer took no part in the output
             p = self._model.get_parameter(name).detach()
             return KroneckerBlock(name, B=p.new_zeros(p.numel(), 1, 1))
         B = _without_single_group(sums.B)
@@ -190,7 +209,7 @@ class CurvaturePass:
             self._coverage,
             self._add_input,
             self._add_gradient,
-            channels_last=self._channels_last,
+            channels_last=self._plan.channels_last,
             batched=self._batched,
         )
 
@@ -199,29 +218,19 @@ class CurvaturePass:
 
     def _verify(self, x: Any, y: Any) -> None:
         """Once per pass; independence on the first batch that has several examples."""
-        first = not self._uses_verified
         several = isinstance(y, Tensor) and y.dim() > 0 and len(y) > 1
-        if self._independence_verified or not (first or several):
+        if self._uses_verified and (self._independence_verified or not several):
             return
-        self._micro_batch = micro_batch_size(self._model, x, y)
-        if self._micro_batch is not None:
-            x, y = next(parts(x, y, max(2, self._micro_batch)))
-        self._independence_verified = self._verify_independence(x)
-        if first:
+        self._plan = make_plan(self._model, x, y)
+        if self._plan.part_size is not None:
+            x, y = next(parts(x, y, max(2, self._plan.part_size)))
+        if not self._independence_verified:
+            self._independence_verified = verify_independence(
+                self._model, self._coverage, x, self._plan.channels_last
+            )
+        if not self._uses_verified:
             verify_uses(self._model, self._coverage, x)
             self._uses_verified = True
-
-    def _verify_independence(self, x: Any) -> bool:
-        try:
-            return verify_independence(self._model, self._coverage, x, self._channels_last)
-        except NotImplementedError:
-            raise
-        except RuntimeError as error:
-            if is_out_of_memory(error) or not self._channels_last:
-                raise
-            # A model may ask for the memory format by a view(...); it runs as it is, then.
-            self._channels_last = False
-            return verify_independence(self._model, self._coverage, x)
 
     def _check_rows(self, examples: int) -> None:
         """Each example's rows must be known, where positions are summed or a layer needs it."""

@@ -38,8 +38,8 @@ def kronecker_factors(
     et al. 2023 (arXiv:2311.00636), sections 3.2 and 3.3.
 
     The model runs in the mode (train or eval) it is in; dropout that is on stays on. The first
-    batch runs three times: twice to prove that the hooks see all, once for the curvature. (After a
-    first batch of one example, the first that has several runs twice.)
+    batch, or its first part, runs three times: twice to prove that the hooks see all, once for the
+    curvature. (After a first batch of one example, the first that has several runs twice.)
 
     Args:
         model: any model of the supported layers; parameters with ``requires_grad=False`` have no
@@ -68,8 +68,8 @@ def kronecker_factors(
         progress: whether to show a progress bar over the batches.
         dict_key_y: the targets' key in batches that are mappings.
 
-    Batches of images are split inside where parts are faster (on a CPU), which changes nothing but
-    rounding and the order in which labels are drawn. Convolutions run in channels_last on a CPU.
+    On a CPU batches are split inside where parts are faster, and convolutions run in channels_last.
+    That changes nothing but rounding and the order in which labels are drawn.
 
     Raises:
         ValueError: no data, no trainable parameter, targets that do not fit, NaN or infinity in

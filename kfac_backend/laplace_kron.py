@@ -88,7 +88,8 @@ class FactorKron(Kron):
 
     def decompose(self, damping: bool = False) -> "EigenKron":
         """Eigenvalues and -vectors of every factor, computed when they are needed."""
-        return EigenKron(_Decomposition(self.blocks), damping=damping)
+        # Of the factors as they are now: batches may be added in place later.
+        return EigenKron(_Decomposition((self * 1.0).blocks), damping=damping)
 
     def _bmm(self, W: Tensor) -> Tensor:
         parts = W.split([block.numel for block in self.blocks], dim=-1)

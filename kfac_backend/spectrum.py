@@ -23,6 +23,8 @@ STEP = 1 / 8
 NODES = 16
 SMALLEST = 1e-40
 """Eigenvalues below this share of the largest count as zero; so do those of a whole block."""
+CHUNK = 2**16
+"""Eigenvalues that are spread at once, a kilobyte each."""
 DIRECT = 2**12
 """Blocks of up to so many eigenvalues hand each over by itself."""
 
@@ -45,15 +47,7 @@ class Spectra:
         """The spectra of blocks, from their factors' eigenvalues alone."""
         blocks = list(blocks)
         compute_eigenvalues(blocks)
-        return cls._of_grids([_of_block(block) for block in blocks])
-
-    @classmethod
-    def of_eigenvalues(cls, eigenvalues: Iterable[Float[Tensor, "n"]]) -> "Spectra":
-        """The spectra of blocks with these eigenvalues."""
-        return cls._of_grids([(*_spread(values), values.max()) for values in eigenvalues])
-
-    @classmethod
-    def _of_grids(cls, grids: list[tuple[int, Tensor, Tensor]]) -> "Spectra":
+        grids = [_of_block(block) for block in blocks]
         M = max(len(weights) for _, weights, _ in grids)
         device = grids[0][1].device
         start = torch.tensor([start for start, _, _ in grids], device=device)
@@ -92,21 +86,19 @@ def _of_block(block: KroneckerBlock) -> tuple[int, Tensor, Tensor]:
 
 def _spread(values: Float[Tensor, "n"]) -> tuple[int, Float[Tensor, "m"]]:
     """The first node of a grid, and the weights that eigenvalues hand to its nodes."""
-    if not torch.isfinite(values).all():
-        return 0, torch.full_like(values, torch.nan)
     values = values[values > SMALLEST * values.max()]
     if not len(values):
         return 0, values.new_zeros(NODES)
     position = values.log() / STEP
-    below = position.floor()
     offsets = torch.arange(1 - NODES // 2, NODES // 2 + 1, device=values.device)
-    start = int(below.min()) + int(offsets[0])
-    size = int(below.max()) + int(offsets[-1]) - start + 1
-    weights = values.new_zeros(size)
-    index = below.long()[:, None] + offsets - start
-    return start, weights.index_add_(
-        0, index.flatten(), _lagrange(position - below, offsets).flatten()
-    )
+    first, last = int(position.min().floor()), int(position.max().floor())
+    start = first + int(offsets[0])
+    weights = values.new_zeros(last - first + NODES)
+    for part in position.split(CHUNK):
+        below = part.floor()
+        index = below.long()[:, None] + offsets - start
+        weights.index_add_(0, index.flatten(), _lagrange(part - below, offsets).flatten())
+    return start, weights
 
 
 def _lagrange(u: Float[Tensor, "n"], offsets: Float[Tensor, "k"]) -> Float[Tensor, "n k"]:

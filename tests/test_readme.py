@@ -7,21 +7,37 @@ from pathlib import Path
 import pytest
 import torch
 
+from experiments import bench_curvature_report
+
 ROOT = Path(__file__).parents[1]
 
 
-def test_benchmark_table_is_that_of_the_json():
-    results = json.loads((ROOT / "experiments/results/bench_curvature_cpu_32.json").read_text())
-    seconds, ratios = results["median_seconds"], results["times_the_limit"]
+def flat(text):
+    """The text in one line, as paragraphs are wrapped."""
+    return " ".join(text.split())
+
+
+def test_benchmark_numbers_are_those_of_the_json():
+    folder = ROOT / "experiments/results/bench_curvature_cpu"
+    parts = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    assert set(parts) == {"batch_32", "batch_128", "growth", "evidence"}
     readme = (ROOT / "README.md").read_text()
-    for who, label in (("ours", "**marglik**"), ("curvlinops", "laplace-torch + curvlinops")):
-        for mode in ("expand", "reduce"):
-            exact, mc = f"{who}, {mode}, exact", f"{who}, {mode}, mc"
-            row = (
-                f"| {label}, {mode} | {seconds[exact]:.2f} s | {ratios[exact]:.2f} "
-                f"| {seconds[mc]:.2f} s | {ratios[mc]:.2f} |"
-            )
-            assert row in readme, row
+    for row in bench_curvature_report.table(parts["batch_32"]).splitlines():
+        assert row in readme, row
+    ratios, peak = parts["batch_128"]["times_the_limit"], parts["batch_32"]["peak_mebibytes"]
+    update = parts["evidence"]["median_seconds"]
+    for sentence in (
+        f"At 128 images expand takes {ratios['ours, expand, exact']:.2f} and reduce "
+        f"{ratios['ours, reduce, exact']:.2f} times the limit",
+        f"({ratios['ours, expand, mc']:.2f} and {ratios['ours, reduce, mc']:.2f} with one sample)",
+        f"takes {update['ours, expand']:.2f} s, laplace-torch's "
+        f"{update['laplace-torch, expand']:.2f} s",
+        f"Peak memory is {peak['ours alone, expand, exact']:.0f} MiB for expand and "
+        f"{peak['ours alone, reduce, exact']:.0f} MiB for reduce, factors included; a training "
+        f"step takes {peak['training step']:.0f} MiB",
+    ):
+        assert sentence in flat(readme), sentence
+    assert (folder / "growth.png").exists()
 
 
 @pytest.mark.filterwarnings("ignore:By default `link_approx`")

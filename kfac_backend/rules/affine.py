@@ -5,6 +5,7 @@ One scalar θ has the entry Σ_n Σ_v (∂ v_nᵀf_n / ∂θ)²; nothing is appr
 
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -15,6 +16,10 @@ from kfac_backend.weight_sharing import PositionSums, at_least_float32
 __all__ = ["BiasRule", "ScaleRule"]
 
 
+MOST_WAITING = 32
+"""Backward vectors whose derivatives wait to be squared together: fewer, larger operations."""
+
+
 class _ScalarRule(Rule):
     """Σ of squared derivatives."""
 
@@ -23,17 +28,27 @@ class _ScalarRule(Rule):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._sum: Tensor | None = None
+        self._waiting: list[Tensor] = []
 
     def add_input(self, a: Tensor) -> None:
         """Nothing: the block is B alone."""
 
-    def _add_squares(self, derivatives: Tensor) -> None:
-        """Add Σ d² over the derivatives of examples and vectors."""
-        squares = derivatives.square().sum()
-        self._sum = squares if self._sum is None else self._sum.add_(squares)
+    def _add_parts(self, parts: Tensor) -> None:
+        """Add derivatives of examples and vectors, each still to be summed over a row (M, k)."""
+        self._waiting.append(parts)
+        if len(self._waiting) == MOST_WAITING:
+            self._add_waiting()
+
+    def _add_waiting(self) -> None:
+        """Add Σ d² of the derivatives d that wait; their rows may differ in length."""
+        squares = torch.stack([parts.sum(1).square().sum() for parts in _by_length(self._waiting)])
+        self._sum = squares.sum() if self._sum is None else self._sum + squares.sum()
+        self._waiting = []
 
     def gram_sums(self) -> dict[str, GramSums]:
         """The sum as a (1, 1, 1) Gram matrix."""
+        if self._waiting:
+            self._add_waiting()
         (name,) = self.names
         return {name: GramSums(None if self._sum is None else self._sum.reshape(1, 1, 1))}
 
@@ -46,11 +61,11 @@ class BiasRule(_ScalarRule):
 
     def add_gradient(self, a: Tensor | None, b: Tensor, sums: PositionSums) -> None:
         """Σ_n (Σ b_n)²."""
-        if b.dim() == 1:
-            self._add_squares(at_least_float32(b))
+        if b.dim() <= 2:  # nothing to share, and b itself must not wait
+            self._add_parts(at_least_float32(b).reshape(len(b), -1).sum(1, keepdim=True))
             return
         # By features first, as the convolution or the linear layer in front needs it, too.
-        self._add_squares(sums(b, features=1 if b.dim() == 4 else -1).sum(1))
+        self._add_parts(sums(b, features=1 if b.dim() == 4 else -1))
 
 
 class ScaleRule(_ScalarRule):
@@ -64,14 +79,22 @@ class ScaleRule(_ScalarRule):
         """Σ_n (a_n · b_n)²."""
         assert a is not None
         a, b = at_least_float32(a), at_least_float32(b)
+        if a.dim() == 1:
+            a, b = a[:, None], b[:, None]
         if not a.is_contiguous():  # channels last: bring both into the order in memory
             a, b = a.movedim(1, -1), b.movedim(1, -1)
         a, b = a.flatten(1), b.flatten(1).unflatten(0, (-1, len(a)))
-        self._add_squares(_inner_products(a, b))
+        self._add_parts(_inner_products(a, b).flatten(0, 1))
 
 
-def _inner_products(a: Float[Tensor, "N D"], b: Float[Tensor, "V N D"]) -> Float[Tensor, "V N"]:
-    """a_n · b_vn, as the traces of small products: half the memory traffic of (a * b).sum()."""
-    parts = next(k for k in (4, 2, 1) if a.shape[-1] % k == 0)
-    a, b = a.unflatten(-1, (parts, -1)), b.unflatten(-1, (parts, -1))
-    return (a @ b.mT).diagonal(dim1=-2, dim2=-1).sum(-1)
+def _inner_products(a: Float[Tensor, "N D"], b: Float[Tensor, "V N D"]) -> Float[Tensor, "V N k"]:
+    """a_n · b_vn in k parts, diagonals of small products: half the traffic of (a * b).sum()."""
+    k = next(k for k in (4, 2, 1) if a.shape[-1] % k == 0)
+    a, b = a.unflatten(-1, (k, -1)), b.unflatten(-1, (k, -1))
+    return (a @ b.mT).diagonal(dim1=-2, dim2=-1)
+
+
+def _by_length(rows: list[Tensor]) -> list[Tensor]:
+    """Matrices of the same number of columns, stacked."""
+    lengths = dict.fromkeys(matrix.shape[1] for matrix in rows)
+    return [torch.cat([m for m in rows if m.shape[1] == length]) for length in lengths]

@@ -102,10 +102,6 @@ class WeightSharingRule(Rule):
         """The means â over positions, (G, N, d_in)."""
         return self.inputs(a).mean(2)
 
-    def num_positions(self, a: Tensor) -> int:
-        """R, for an input of this shape."""
-        return self.inputs(a).shape[2]
-
     @property
     def groups(self) -> int:
         """G, the number of independent weight matrices."""

@@ -8,7 +8,7 @@ from torch import nn
 from torch.autograd import gradcheck
 from torch.testing import assert_close
 
-from kfac_backend import KroneckerBlock, KroneckerFactors, kronecker_factors
+from kfac_backend import KroneckerBlock, KroneckerFactors, block, kronecker_factors
 
 
 def gram(*shape, seed=0):
@@ -207,3 +207,26 @@ def test_a_failed_save_leaves_the_old_file(model, tmp_path, monkeypatch):
         factors_of(model, seed=3).save(path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_factor_that_two_blocks_share_is_solved_once(monkeypatch):
+    solved, eigenvalues = [], block.eigenvalues
+    monkeypatch.setattr(
+        block, "eigenvalues", lambda F, name: solved.append(name) or eigenvalues(F, name)
+    )
+    B, A = torch.eye(3), torch.eye(4)
+    blocks = [KroneckerBlock("weight", B, A), KroneckerBlock("bias", B)]
+    block.compute_eigenvalues(blocks)
+    block.compute_eigenvalues(blocks)
+    assert sorted(solved) == ["weight, A", "weight, B"]
+    assert all(b.knows_eigenvalues for b in blocks)
+
+
+def test_threads_are_as_before_whatever_happens():
+    before = torch.get_num_threads()
+    good, bad = torch.eye(300), torch.full((300, 300), torch.nan)
+    block.compute_eigenvalues([KroneckerBlock("weight", good, 2 * good)])
+    assert torch.get_num_threads() == before
+    with pytest.raises(ValueError, match="'weight, A' is not finite"):
+        block.compute_eigenvalues([KroneckerBlock("weight", good, bad)])
+    assert torch.get_num_threads() == before

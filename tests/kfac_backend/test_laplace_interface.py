@@ -315,3 +315,15 @@ def test_options_of_the_pass_reach_it(backend):
     plain = backend(network(), "classification").kron(x, y, N=11)[1]
     batched = backend(network(), "classification", batched=True).kron(x, y, N=11)[1]
     assert_close(batched.to_matrix(), plain.to_matrix())
+
+
+def test_a_decomposition_is_of_the_factors_as_they_were():
+    (x, y), (x2, y2), *_ = loader("classification")
+    backend = KfacGGN(network(), "classification")
+    total = backend.kron(x, y, N=11)[1] + backend.kron(x2, y2, N=11)[1]
+    decomposed, expected = total.decompose(), total.to_matrix()
+    total += backend.kron(x, y, N=11)[1]
+    delta = torch.tensor(0.3, dtype=torch.float64)
+    dense = expected + 0.3 * torch.eye(len(expected), dtype=torch.float64)
+    assert_close((decomposed + delta).logdet(), torch.logdet(dense))
+    assert_close((decomposed + delta).to_matrix(), dense)

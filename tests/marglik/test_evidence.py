@@ -7,6 +7,7 @@ from torch.autograd import gradcheck
 from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
+from kfac_backend.block import KroneckerBlock
 from kfac_backend.layers import Bias, Scale
 from kfac_backend.spectrum import Spectra
 from marglik.evidence import (
@@ -126,7 +127,7 @@ def small_terms(likelihood="regression"):
     eigenvalues[0][0] = 0.0
     norms = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)
     sizes = torch.tensor([3.0, 1.0, 5.0], dtype=torch.float64)
-    spectra = Spectra.of_eigenvalues(eigenvalues)
+    spectra = Spectra.of(KroneckerBlock(f"{v}", torch.diag(v)) for v in eigenvalues)
     return EvidenceTerms(spectra, sizes, norms, 4.2, 10, likelihood)
 
 
