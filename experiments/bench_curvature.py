@@ -5,7 +5,7 @@ weights in channels_last: V = 9 for the exact GGN of ten classes, V = 1 for one 
 All contenders take turns within one run and their medians are compared, so that ratios hold on a
 noisy machine. Float32, CIFAR-10 shapes, all 50 tensors (the peers: those that they can take).
 
-Three parts, each a JSON file in ``results/bench_curvature_DEVICE/`` written when it is done:
+Its parts, each a JSON file in ``results/bench_curvature_DEVICE/`` written when it is done:
 
 - batch_32, batch_128: every contender, and peak memory.
 - growth: how the time of a batch grows with its size, and with the network's width, the images'

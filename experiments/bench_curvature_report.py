@@ -79,7 +79,9 @@ def write(folder: Path) -> str:
 
 def plot_growth(growth: dict[str, list[dict[str, Any]]]) -> Figure:
     """Milliseconds of a batch against each axis, on logarithmic axes."""
-    figure, axes = plt.subplots(1, len(growth), figsize=(13, 3.6), layout="constrained")
+    figure, axes = plt.subplots(
+        1, len(growth), figsize=(13, 3.6), sharey=True, layout="constrained"
+    )
     for (axis, points), ax in zip(growth.items(), axes, strict=True):
         values = [point[axis] for point in points]
         for name, (label, color, style) in STYLES.items():
@@ -90,6 +92,8 @@ def plot_growth(growth: dict[str, list[dict[str, Any]]]) -> Figure:
         ax.set_xlabel(AXES[axis])
         ax.grid(alpha=0.3)
     axes[0].set_ylabel("seconds a batch, exact GGN")
+    ticks = (0.1, 0.3, 1, 3, 10, 30)
+    axes[0].set_yticks(ticks, [str(tick) for tick in ticks])
     axes[0].legend(fontsize=8)
     return figure
 

@@ -62,7 +62,7 @@ def kronecker_factors(
             term to save backward passes ("classification", "exact"); 0 leaves nothing out. What it
             was is in the factors, see `KroneckerFactors.left_out_share`.
         backward_precision: "float32"; "tf32" (GPU) or "bf16" (CPU) multiply so in the backward
-            passes, faster; B is then wrong by up to a percent, A not at all.
+            passes, faster; A is not touched, B of WRN-16-4 wrong by up to 0.3 % in bf16.
         batched: propagate a batch's vectors back at once: fewer launches on a GPU, V times the
             memory.
         progress: whether to show a progress bar over the batches.
