@@ -95,7 +95,7 @@ def log_marginal_likelihood(
     if terms.likelihood != "regression" and sigma != 1:
         raise ValueError(f"sigma_noise is {sigma.item()}; only regression has noise other than 1.")
 
-    curvature_factor = 1 / (sigma.square() * T)
+    curvature_factor = _curvature_factor(terms, sigma, T)
     # log(λ/δ + 1) is log(λ + δ) − log δ without cancellation where the prior dominates.
     log_det_ratio = terms.spectra.log_det_ratio(curvature_factor / delta).sum()
     scatter = (delta * terms.squared_norms).sum()
@@ -116,8 +116,7 @@ def effective_parameters(
     Source: MacKay 1992, "Bayesian interpolation".
     """
     delta = _per_block(terms, prior_precision)
-    factor = 1 / (_float64(sigma_noise, terms).square() * _float64(temperature, terms))
-    return terms.spectra.effective(factor / delta)
+    return terms.spectra.effective(_curvature_factor(terms, sigma_noise, temperature) / delta)
 
 
 def log_det_posterior_precision(
@@ -128,8 +127,15 @@ def log_det_posterior_precision(
 ) -> Tensor:
     """Log det(H/(σ²T) + P₀), a float64 scalar, differentiable as the evidence is."""
     delta = _per_block(terms, prior_precision)
-    factor = 1 / (_float64(sigma_noise, terms).square() * _float64(temperature, terms))
-    return (terms.spectra.log_det_ratio(factor / delta) + terms.sizes * delta.log()).sum()
+    ratio = _curvature_factor(terms, sigma_noise, temperature) / delta
+    return (terms.spectra.log_det_ratio(ratio) + terms.sizes * delta.log()).sum()
+
+
+def _curvature_factor(
+    terms: EvidenceTerms, sigma_noise: Tensor | float, temperature: Tensor | float
+) -> Tensor:
+    """1/(σ²T), by which the curvature at σ = 1 is multiplied."""
+    return 1 / (_float64(sigma_noise, terms).square() * _float64(temperature, terms))
 
 
 def _float64(value: Tensor | float, terms: EvidenceTerms) -> Tensor:
