@@ -1,0 +1,46 @@
+"""Networks and batches for the tests of the curvature pass."""
+
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from kfac_backend.layers import Bias, Scale
+from marglik.models import WideResNetFixup
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), Bias(), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 2, groups=2),
+        Scale(), Bias(), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(36, 5), nn.ReLU(),
+        nn.Linear(5, 3),
+    ).double()  # fmt: skip
+
+
+def data(n=7):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 2, 4, 4, dtype=torch.float64, generator=generator)
+    return x, torch.randint(3, (n,), generator=generator)
+
+
+def wide_resnet(width=1, dtype=torch.float64):
+    torch.manual_seed(0)
+    model = WideResNetFixup(widen_factor=width).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.02 * torch.randn_like(p))
+    return model.to(dtype)
+
+
+def images(n, dtype=torch.float64, size=16):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 3, size, size, generator=generator).to(dtype)
+    return x, torch.randint(10, (n,), generator=generator)
+
+
+def assert_same(first, second, **tolerances):
+    assert list(first.blocks) == list(second.blocks)
+    for name, block in first.blocks.items():
+        assert_close(block.B, second.blocks[name].B, **tolerances)
+        if block.A is not None:
+            assert_close(block.A, second.blocks[name].A, **tolerances)

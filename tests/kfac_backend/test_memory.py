@@ -1,0 +1,66 @@
+"""Peak memory, and what is said when it is exhausted."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from experiments.timing import peak_memory
+from kfac_backend.curvature_pass import CurvaturePass
+from tests.kfac_backend.networks import images, wide_resnet
+
+MODES = ["expand", "reduce"]
+
+
+@pytest.mark.parametrize("kfac_approx", MODES)
+def test_peak_memory_is_that_of_a_training_step_and_the_factors(kfac_approx):
+    model, (x, y) = wide_resnet(2, torch.float32), images(16, torch.float32, size=32)
+    cpu = torch.device("cpu")
+
+    def step():
+        nn.functional.cross_entropy(model(x), y).backward()
+        model.zero_grad()
+
+    curvature = CurvaturePass(model, "classification", kfac_approx=kfac_approx)
+    curvature.add(x, y)
+    factors = curvature.factors()
+    size = sum(F.nbytes for b in factors.blocks.values() for F in (b.B, b.A) if F is not None)
+
+    def work():
+        curvature.add(x, y)
+        curvature.factors()
+
+    step()
+    assert peak_memory(work, cpu) <= 1.3 * peak_memory(step, cpu) + size
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs RLIMIT_AS")
+def test_out_of_memory_names_a_batch_size_that_fits():
+    code = """
+import re, resource, torch
+from torch import nn
+from kfac_backend import batches, kronecker_factors
+
+batches.LARGEST_ACTIVATION = 2**40  # no parts: they would fit
+model = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(32768, 2))
+x, y = torch.randn(512, 3, 32, 32), torch.zeros(512, dtype=torch.long)
+kronecker_factors(model[:1].append(nn.Flatten()), [(x[:2], torch.zeros(2, dtype=torch.long))],
+                  "classification", fisher="mc", kfac_approx="reduce")
+model[-1].requires_grad_(False)
+used = int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+resource.setrlimit(resource.RLIMIT_AS, (used + 250 * 2**20, resource.RLIM_INFINITY))
+try:
+    kronecker_factors(model, [(x, y)], "classification")
+except torch.OutOfMemoryError as error:
+    print(error)
+    fitting = int(re.search(r"Batches of (\\d+) fit", str(error))[1])
+    data = zip(x.split(fitting), y.split(fitting))
+    print("seen", kronecker_factors(model, data, "classification").num_data)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "Out of memory on cpu in a curvature pass with batches of 512" in done.stdout, (
+        done.stderr
+    )
+    assert "seen 512" in done.stdout, done.stdout + done.stderr
