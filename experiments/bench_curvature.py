@@ -12,7 +12,8 @@ Its parts, each a JSON file in ``results/bench_curvature_DEVICE/`` written when 
   size and the number of classes.
 - evidence: eigenvalues and 100 steps on 50 precisions, ours against laplace-torch's.
 
-Run it with ``make bench``; a part that is there already is not measured again without ``--again``.
+Run it with ``make bench`` (half an hour on two cores), or a part by its name; ``--resume`` goes on
+after an interruption and keeps the parts that are there.
 """
 
 import argparse
@@ -186,7 +187,7 @@ def main() -> None:
     """Parse the options, measure what is missing, print and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; default: all")
-    parser.add_argument("--again", action="store_true", help="measure parts that are there, too")
+    parser.add_argument("--resume", action="store_true", help="keep the parts that are there")
     parser.add_argument("--repetitions", type=int, help="instead of each part's own")
     parser.add_argument("--device", default=Config.device, help=f"default: {Config.device}")
     options = parser.parse_args()
@@ -198,8 +199,8 @@ def main() -> None:
     folder = RESULTS / f"bench_curvature_{options.device}"
     for name in options.parts or PARTS:
         path = folder / f"{name}.json"
-        if path.exists() and not options.again:
-            print(f"{name}: there already, see --again")
+        if path.exists() and options.resume:
+            print(f"{name}: kept")
             continue
         run, differs = PARTS[name]
         if options.repetitions:

@@ -149,7 +149,8 @@ def compute_eigenvalues(blocks: Iterable[KroneckerBlock]) -> None:
             factors.setdefault(id(F), (F, name))
     ordered = sorted(factors.values(), key=lambda factor: -factor[0].shape[-1])
     threads = torch.get_num_threads()
-    if not ordered or ordered[0][0].is_cuda or ordered[0][0].shape[-1] < 256 or threads == 1:
+    small = not ordered or ordered[0][0].shape[-1] < 256
+    if small or threads == 1 or ordered[0][0].device.type != "cpu":
         solved = [eigenvalues(*factor) for factor in ordered]
     else:
         solved = _in_threads(ordered, threads)

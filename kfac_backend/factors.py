@@ -39,7 +39,8 @@ def kronecker_factors(
 
     The model runs in the mode (train or eval) it is in; dropout that is on stays on. The first
     batch, or its first part, runs three times: twice to prove that the hooks see all, once for the
-    curvature. (After a first batch of one example, the first that has several runs twice.)
+    curvature. (After a first batch of one example, the first that has several runs twice.) On a CPU
+    one and two examples run before that, to see how batches may be split.
 
     Args:
         model: any model of the supported layers; parameters with ``requires_grad=False`` have no

@@ -94,7 +94,7 @@ class PositionSums:
 def is_tall(x: Float[Tensor, "M d"]) -> bool:
     """Whether `tall_product` splits a product of this factor."""
     M, d = x.shape
-    return not x.is_cuda and d <= 128 and M >= 32 * d and torch.get_num_threads() > 1
+    return x.device.type == "cpu" and d <= 128 and M >= 32 * d and torch.get_num_threads() > 1
 
 
 def tall_product(left: Float[Tensor, "M c"], right: Float[Tensor, "M d"]) -> Float[Tensor, "c d"]:

@@ -1,7 +1,8 @@
 """K-FAC as plainly as it can be written: unfolded patches, kept activations, no shortcuts.
 
 The oracle of the fast implementation where brute force is too large, and the implementation that it
-replaced: every patch is unfolded, every output's gradient kept, each layer by itself.
+replaced: every patch is unfolded, every output's gradient kept, each layer by itself. The root of
+the loss Hessian is the package's, which `test_loss_hessian.py` checks by brute force.
 """
 
 import torch

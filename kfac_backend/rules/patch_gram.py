@@ -29,7 +29,7 @@ OVERHEAD = {"cpu": 5e6, "cuda": 2e8}
 """Multiplications that take as long as starting a matrix product does.
 
 On a CPU fitted to timings of the four ways (two x86-64 cores; 32 images of 4² to 32² pixels with
-1 to 512 channels, kernels of 3² to 7², padded or not, 111 cases): the choice takes 2 % longer than
+1 to 512 channels, kernels of 3² to 7², padded or not, 120 cases): the choice takes 3 % longer than
 the best way of each case (geometric mean). On a GPU estimated from 8 µs a launch.
 """
 
