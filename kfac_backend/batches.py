@@ -10,7 +10,16 @@ from torch import Tensor, nn
 
 from kfac_backend.capture import call_with
 
-__all__ = ["Plan", "make_plan", "parts", "split_batch", "splits_by_example", "to_device"]
+__all__ = [
+    "Plan",
+    "examples",
+    "make_plan",
+    "num_examples",
+    "parts",
+    "split_batch",
+    "splits_by_example",
+    "to_device",
+]
 
 LARGEST_ACTIVATION = 16 * 2**20
 """Bytes of the largest activation of a part of a batch, on a CPU.
@@ -48,10 +57,24 @@ def to_device(value: Any, device: torch.device) -> Any:
     return value
 
 
+def num_examples(x: Any) -> int | None:
+    """N of an input with the examples in front: a tensor, or a mapping of tensors; else None."""
+    tensors = x.values() if isinstance(x, Mapping) else [x]
+    lengths = {len(t) if isinstance(t, Tensor) and t.dim() > 0 else None for t in tensors}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def examples(x: Any, which: slice) -> Any:
+    """Some examples of an input that has them in front."""
+    if isinstance(x, Mapping):
+        return {key: tensor[which] for key, tensor in x.items()}
+    return x[which]
+
+
 def splits_by_example(x: Any, y: Any) -> bool:
-    """Whether the input is one tensor with an entry per target."""
-    both = isinstance(x, Tensor) and isinstance(y, Tensor)
-    return both and x.dim() > 0 and y.dim() > 0 and len(x) == len(y)
+    """Whether the input has an entry per target."""
+    targets = len(y) if isinstance(y, Tensor) and y.dim() > 0 else None
+    return targets is not None and num_examples(x) == targets
 
 
 def parts(x: Any, y: Any, size: int | None) -> Iterator[tuple[Any, Any]]:
@@ -60,7 +83,9 @@ def parts(x: Any, y: Any, size: int | None) -> Iterator[tuple[Any, Any]]:
         yield x, y
         return
     size = math.ceil(len(y) / math.ceil(len(y) / size))
-    yield from zip(x.split(size), y.split(size), strict=True)
+    for start in range(0, len(y), size):
+        which = slice(start, start + size)
+        yield examples(x, which), y[which]
 
 
 @dataclass(frozen=True)
@@ -71,6 +96,8 @@ class Plan:
     """How many examples at once; None: batches stay whole."""
     channels_last: bool = False
     """Whether convolutions run in that memory format."""
+    splits: bool = False
+    """Whether the first example alone gives the same output as in company."""
 
 
 def make_plan(model: nn.Module, x: Any, y: Any) -> Plan:
@@ -80,8 +107,9 @@ def make_plan(model: nn.Module, x: Any, y: Any) -> Plan:
     memory format keeps its own. On a GPU memory is fast and small batches are slow: nothing
     changes there.
     """
-    if not splits_by_example(x, y) or x.device.type != "cpu":
+    if not splits_by_example(x, y):
         return Plan()
+    on_cpu = y.device.type == "cpu"
     largest = 0
 
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -93,21 +121,25 @@ def make_plan(model: nn.Module, x: Any, y: Any) -> Plan:
     try:
         # Dropout that is on must not use up the user's random numbers.
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            one = call_with(model, {}, x[:1])
+            one = call_with(model, {}, examples(x, slice(1)))
             by_example = largest
-            two = call_with(model, {}, x[:2])
-            try:
-                channels_last = _same(call_with(model, {}, x[:2], channels_last=True), two)
-            except RuntimeError:
-                channels_last = False
+            two = call_with(model, {}, examples(x, slice(2)))
+            channels_last = on_cpu and _takes_channels_last(model, examples(x, slice(2)), two)
         splits = len(y) > 1 and by_example > 0 and len(two) == 2 and _same(one, two[:1])
     except Exception:  # whatever it is, the whole batch will show it, if it is wrong, too
         return Plan()
     finally:
         for handle in handles:
             handle.remove()
-    size = max(1, LARGEST_ACTIVATION // by_example) if splits else None
-    return Plan(size, channels_last)
+    size = max(1, LARGEST_ACTIVATION // by_example) if splits and on_cpu else None
+    return Plan(size, channels_last, splits)
+
+
+def _takes_channels_last(model: nn.Module, x: Any, f: Tensor) -> bool:
+    try:
+        return _same(call_with(model, {}, x, channels_last=True), f)
+    except RuntimeError:
+        return False
 
 
 def _same(f: Tensor, g: Tensor) -> bool:

@@ -27,11 +27,13 @@ class Capture:
         coverage: its tracked layers.
         on_input: called with (layer, input) in the forward pass.
         on_gradient: called with (layer, input or None, output gradient) in each backward pass; the
-            input is there if the layer's rule needs it.
+            input is there if the layer's rule needs it to add a gradient.
         channels_last: run convolutions in that memory format; their outputs and gradients then
             have it, too.
         batched: propagate all vectors back at once, by torch.func.vmap. Fewer launches, V times
             the memory of a backward pass; never faster on a CPU.
+        keep_inputs: hand all layers' inputs to ``on_gradient``, whether their rules need them or
+            not.
 
     Raises:
         NotImplementedError: in the forward pass, a layer that runs twice, or under no_grad.
@@ -47,6 +49,7 @@ class Capture:
         *,
         channels_last: bool = False,
         batched: bool = False,
+        keep_inputs: bool = False,
     ) -> None:
         self._model = model
         self._coverage = coverage
@@ -54,6 +57,7 @@ class Capture:
         self._on_gradient = on_gradient
         self._channels_last = channels_last
         self._batched = batched
+        self._keep_inputs = keep_inputs
         self._handles: list[RemovableHandle] = []
         self._sources: list[Tensor] = []
         self._seen: set[str] = set()
@@ -123,7 +127,7 @@ class Capture:
         def hook(layer: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
             a = first_input(args, kwargs).detach()
             self._on_input(tracked, a)
-            kept = a if tracked.rule.needs_input else None
+            kept = a if self._keep_inputs or tracked.rule.needs_input else None
             version = a._version  # pyright: ignore[reportPrivateUsage]
 
             def on_gradient(b: Tensor) -> None:

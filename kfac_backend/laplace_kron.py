@@ -183,7 +183,8 @@ class EigenKron(KronDecomposed):
 
     __rmul__ = __mul__
 
-    def _spectra(self) -> list[tuple[EigenBlock, Tensor]]:
+    def spectra(self) -> list[tuple[EigenBlock, Tensor]]:
+        """Each scaled block's eigenvectors, and the eigenvalues of it + δ in their basis."""
         return [
             (block, block.spectrum(delta, self.damping))
             for block, delta in zip(self.blocks, self.deltas.expand(len(self)), strict=True)
@@ -196,10 +197,10 @@ class EigenKron(KronDecomposed):
             sizes = delta.new_tensor([block.numel for block in self._decomposition.blocks])
             ratios = self._decomposition.spectra.log_det_ratio(self.scale / delta)
             return (ratios + sizes * delta.log()).sum()
-        return torch.stack([spectrum.log().sum() for _, spectrum in self._spectra()]).sum()
+        return torch.stack([spectrum.log().sum() for _, spectrum in self.spectra()]).sum()
 
     def _bmm(self, W: Tensor, exponent: float = -1) -> Tensor:
-        spectra = self._spectra()
+        spectra = self.spectra()
         parts = W.split([spectrum.numel() for _, spectrum in spectra], dim=-1)
         products = [
             block.power_matvec(w, spectrum, exponent)
@@ -209,12 +210,12 @@ class EigenKron(KronDecomposed):
 
     def diag(self, exponent: float = 1) -> Tensor:
         """The diagonal (P,) of (H + δ) ** exponent."""
-        return torch.cat([block.diagonal(s, exponent) for block, s in self._spectra()])
+        return torch.cat([block.diagonal(s, exponent) for block, s in self.spectra()])
 
     def to_matrix(self, exponent: float = 1) -> Tensor:
         """(H + δ) ** exponent as a dense (P, P) matrix; for tests."""
         blocks = []
-        for block, spectrum in self._spectra():
+        for block, spectrum in self.spectra():
             identity = torch.eye(spectrum.numel(), device=spectrum.device, dtype=spectrum.dtype)
             blocks.append(block.power_matvec(identity, spectrum, exponent))
         return torch.block_diag(*blocks)

@@ -8,9 +8,9 @@ from torch import nn
 from kfac_backend.rules.affine import BiasRule, ScaleRule
 from kfac_backend.rules.convolution import Conv2dRule
 from kfac_backend.rules.linear import LinearRule
-from kfac_backend.rules.rule import GramSums, Rule, WeightSharingRule
+from kfac_backend.rules.rule import ExampleGradients, GramSums, Rule, WeightSharingRule
 
-__all__ = ["RULES", "GramSums", "Rule", "WeightSharingRule", "rule_for"]
+__all__ = ["RULES", "ExampleGradients", "GramSums", "Rule", "WeightSharingRule", "rule_for"]
 
 RULES: dict[type[nn.Module], type[Rule]] = {
     rule.layer_type: rule for rule in (LinearRule, Conv2dRule, BiasRule, ScaleRule)

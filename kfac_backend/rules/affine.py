@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kfac_backend.layers import Bias, Scale
-from kfac_backend.rules.rule import GramSums, Rule
+from kfac_backend.rules.rule import ExampleGradients, GramSums, Rule
 from kfac_backend.weight_sharing import PositionSums, at_least_float32
 
 __all__ = ["BiasRule", "ScaleRule"]
@@ -52,6 +52,13 @@ class _ScalarRule(Rule):
         (name,) = self.names
         return {name: GramSums(None if self._sum is None else self._sum.reshape(1, 1, 1))}
 
+    def example_gradients(
+        self, a: Tensor, b: Float[Tensor, "N R C d_out"]
+    ) -> dict[str, ExampleGradients]:
+        """The derivatives themselves: one position, one entry."""
+        (name,) = self.names
+        return {name: ExampleGradients(b[None])}
+
 
 class BiasRule(_ScalarRule):
     """`layers.Bias`, x + θ: the derivative is the sum of the output's gradient."""
@@ -67,6 +74,10 @@ class BiasRule(_ScalarRule):
         # By features first, as the convolution or the linear layer in front needs it, too.
         self._add_parts(sums(b, features=1 if b.dim() == 4 else -1))
 
+    def position_gradients(self, a: Tensor, b: Tensor) -> Float[Tensor, "M 1 1"]:
+        """The derivatives Σ b_n."""
+        return at_least_float32(b).reshape(len(b), -1).sum(1)[:, None, None]
+
 
 class ScaleRule(_ScalarRule):
     """`layers.Scale`, θ·x: the derivative is the inner product of input and output gradient."""
@@ -78,13 +89,21 @@ class ScaleRule(_ScalarRule):
     def add_gradient(self, a: Tensor | None, b: Tensor, sums: PositionSums) -> None:
         """Σ_n (a_n · b_n)²."""
         assert a is not None
+        self._add_parts(self._derivatives(a, b))
+
+    def position_gradients(self, a: Tensor, b: Tensor) -> Float[Tensor, "M 1 1"]:
+        """The derivatives a_n · b_n."""
+        return self._derivatives(a, b).sum(1)[:, None, None]
+
+    def _derivatives(self, a: Tensor, b: Tensor) -> Float[Tensor, "M k"]:
+        """a_n · b_n in k parts."""
         a, b = at_least_float32(a), at_least_float32(b)
         if a.dim() == 1:
             a, b = a[:, None], b[:, None]
         if not a.is_contiguous():  # channels last: bring both into the order in memory
             a, b = a.movedim(1, -1), b.movedim(1, -1)
         a, b = a.flatten(1), b.flatten(1).unflatten(0, (-1, len(a)))
-        self._add_parts(_inner_products(a, b).flatten(0, 1))
+        return _inner_products(a, b).flatten(0, 1)
 
 
 def _inner_products(a: Float[Tensor, "N D"], b: Float[Tensor, "V N D"]) -> Float[Tensor, "V N k"]:

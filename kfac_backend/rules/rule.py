@@ -4,12 +4,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection
 from typing import Any, ClassVar, NamedTuple
 
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from kfac_backend.options import KfacApprox
 from kfac_backend.weight_sharing import GramSum, PositionSums
 
-__all__ = ["GramSums", "Rule", "WeightSharingRule"]
+__all__ = ["ExampleGradients", "GramSums", "Rule", "WeightSharingRule"]
 
 
 class GramSums(NamedTuple):
@@ -21,6 +22,15 @@ class GramSums(NamedTuple):
     """Sum over all terms (G, d_in, d_in); None for a parameter without an input factor."""
     num_terms: int = 0
     """How many terms A is the sum of."""
+
+
+class ExampleGradients(NamedTuple):
+    """Gradients of C outputs in one parameter, example by example: Σ_r b_nrc ⊗ a_nr per group."""
+
+    b: Float[Tensor, "G N R C d_out"]
+    """Gradients with respect to the layer's output."""
+    a: Float[Tensor, "G N R d_in"] | None = None
+    """The layer's inputs; None for a parameter without an input factor, whose gradient is Σ_r b."""
 
 
 class Rule(ABC):
@@ -74,6 +84,26 @@ class Rule(ABC):
     @abstractmethod
     def gram_sums(self) -> dict[str, GramSums]:
         """The sums so far, for each of the parameters ``names``."""
+
+    @abstractmethod
+    def position_gradients(self, a: Tensor, b: Tensor) -> Float[Tensor, "M R d_out"]:
+        """What `example_gradients` needs of output gradients, position by position.
+
+        Args:
+            a: the layer's input (N, ...).
+            b: gradients (M, ...) of one or more vectors, M = V·N.
+        """
+
+    @abstractmethod
+    def example_gradients(
+        self, a: Tensor, b: Float[Tensor, "N R C d_out"]
+    ) -> dict[str, ExampleGradients]:
+        """Each example's gradients in the parameters ``names``.
+
+        Args:
+            a: the layer's input (N, ...).
+            b: the C outputs' `position_gradients`.
+        """
 
 
 class WeightSharingRule(Rule):
@@ -137,6 +167,24 @@ class WeightSharingRule(Rule):
             self.B_bias.add(rows[None])
         if self.groups > 1 and "weight" in self.names:
             self.B_weight.add(rows.unflatten(-1, (self.groups, -1)).movedim(1, 0))
+
+    def position_gradients(self, a: Tensor, b: Tensor) -> Float[Tensor, "M R d_out"]:
+        """The gradients with features last; summed over positions if the weight is frozen."""
+        rows = b.movedim(self.features, -1)
+        rows = rows.flatten(1, -2) if rows.dim() > 2 else rows[:, None]
+        return rows if "weight" in self.names else rows.sum(1, keepdim=True)
+
+    def example_gradients(
+        self, a: Tensor, b: Float[Tensor, "N R C d_out"]
+    ) -> dict[str, ExampleGradients]:
+        """Σ_r b ⊗ a for the weight, Σ_r b for the bias."""
+        gradients = {}
+        if "weight" in self.names:
+            by_group = b.unflatten(-1, (self.groups, -1)).movedim(-2, 0)
+            gradients["weight"] = ExampleGradients(by_group, self.inputs(a))
+        if "bias" in self.names:
+            gradients["bias"] = ExampleGradients(b[None])
+        return gradients
 
     def gram_sums(self) -> dict[str, GramSums]:
         """Both blocks' sums."""

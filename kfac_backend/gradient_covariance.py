@@ -1,0 +1,86 @@
+"""J Σ Jᵀ of one parameter tensor, from its gradients' factors: no gradient of all examples at once.
+
+In the eigenbasis of the posterior precision Q diag(s) Qᵀ, with Q = Q_B ⊗ Q_A, the gradient of
+output c is G̃_nc = Σ_r (Q_Bᵀ b_nrc) (Q_Aᵀ a_nr)ᵀ, and the covariance of outputs c and c' is
+Σ_ij G̃_nc,ij G̃_nc',ij / s_ij. With one position it never needs G̃: Σ_i b̃_ci b̃_c'i Σ_j ã_j² / s_ij.
+"""
+
+from itertools import product
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kfac_backend.block import EigenBlock
+from kfac_backend.rules import ExampleGradients
+
+__all__ = ["bytes_per_example", "gradient_covariance", "product_bytes"]
+
+PRODUCT_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
+"""How much of a gradient is made at once: what stays in a CPU's cache, or keeps a GPU busy."""
+
+
+def gradient_covariance(
+    gradients: ExampleGradients, block: EigenBlock, spectrum: Float[Tensor, "*G d_out d_in"]
+) -> Float[Tensor, "N C C"]:
+    """The covariance of the outputs that one parameter's uncertainty brings, exact.
+
+    Args:
+        gradients: the outputs' gradients in the parameter.
+        block: eigenvectors of the parameter's posterior precision.
+        spectrum: its eigenvalues > 0, see `EigenBlock.spectrum`.
+    """
+    b = gradients.b.to(block.Q_B.dtype)
+    Q_B, spectrum = _grouped(block.Q_B), _grouped(spectrum)
+    if gradients.a is None or block.Q_A is None:
+        b = _rotated(b.sum(2), Q_B)  # (G, N, C, d_out)
+        return (b / spectrum[:, None, None, :, 0] @ b.mT).sum(0)
+    a, Q_A = gradients.a.to(block.Q_A.dtype), _grouped(block.Q_A)
+    (G, N, R, C, d_out), d_in = b.shape, a.shape[-1]
+    if R == 1:
+        b = _rotated(b[:, :, 0], Q_B)
+        weights = _rotated(a[:, :, 0], Q_A).square() @ spectrum.reciprocal().mT  # (G, N, d_out)
+        return (b * weights[:, :, None] @ b.mT).sum(0)
+    b = _rotated(b, Q_B).mT.contiguous()  # (G, N, R, d_out, C)
+    inputs_first = R <= C * d_out  # rotate whichever is smaller, the inputs or their products
+    if inputs_first:
+        a = _rotated(a, Q_A)
+    inverse_root, rows = spectrum.rsqrt(), _rows_at_once(b, d_in)
+    covariance = b.new_zeros(N, C, C)
+    # On a CPU one matrix product is faster than a batch of few.
+    examples = range(N) if b.device.type == "cpu" else [slice(None)]
+    for n, (start, g) in product(examples, product(range(0, d_out, rows), range(G))):
+        some = slice(start, start + rows)
+        gradient = b[g, n, :, some].flatten(-2).mT @ a[g, n]  # (C rows, d_in)
+        if not inputs_first:
+            gradient = gradient @ Q_A[g]
+        gradient = gradient.unflatten(-2, (-1, C)).mul_(inverse_root[g, some, None])
+        covariance[n] += (gradient @ gradient.mT).sum(-3)
+    return covariance
+
+
+def bytes_per_example(positions: int, outputs: int, d_out: int, d_in: int, itemsize: int) -> int:
+    """About what `gradient_covariance` holds for each example, besides `product_bytes`."""
+    return itemsize * 2 * positions * (d_in + outputs * d_out)
+
+
+def product_bytes(device: torch.device) -> int:
+    """About what a part of a gradient may take on a device."""
+    return PRODUCT_BYTES.get(device.type, PRODUCT_BYTES["cuda"])
+
+
+def _rows_at_once(b: Tensor, d_in: int) -> int:
+    """How many rows of a gradient make a product."""
+    examples = 1 if b.device.type == "cpu" else b.shape[1]
+    row = examples * b.shape[-1] * d_in * b.element_size()
+    return max(1, product_bytes(b.device) // row)
+
+
+def _rotated(x: Float[Tensor, "G *rows d"], Q: Float[Tensor, "G d d"]) -> Tensor:
+    """The rows' coordinates in the basis of Q's columns: one large product per group."""
+    return (x.flatten(1, -2) @ Q).view(x.shape)
+
+
+def _grouped(matrix: Tensor) -> Tensor:
+    """(G, ..., ...), where a single group has no axis of its own."""
+    return matrix if matrix.dim() == 3 else matrix[None]

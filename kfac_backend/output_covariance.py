@@ -1,0 +1,282 @@
+"""The outputs' covariance J Σ Jᵀ under a Kronecker-factored posterior, without the Jacobian J.
+
+C vectors are propagated back to the inputs only, as in the curvature pass; each layer's inputs and
+output gradients are contracted with its block's eigenvectors. Exact for the linearised network,
+whichever mode the factors are from.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from kfac_backend.batches import Plan, examples, make_plan, num_examples, to_device
+from kfac_backend.block import EigenBlock
+from kfac_backend.capture import Capture, call_with
+from kfac_backend.coverage import Coverage, TrackedLayer, find_coverage
+from kfac_backend.gradient_covariance import bytes_per_example, gradient_covariance, product_bytes
+from kfac_backend.precision import full_float32
+from kfac_backend.rules import ExampleGradients
+from kfac_backend.verification import verify_independence, verify_uses
+from kfac_backend.weight_sharing import at_least_float32
+
+__all__ = ["OutputCovariance", "PosteriorPrecision"]
+
+PosteriorPrecision = Mapping[str, tuple[EigenBlock, Tensor]]
+"""Parameter name -> its block's eigenvectors, and the precision's eigenvalues > 0 in their basis,
+(..., d_out, d_in) as `EigenBlock.spectrum` returns them."""
+
+
+class OutputCovariance:
+    """A function from inputs to outputs f (N, C) and their covariances J Σ Jᵀ (N, C, C).
+
+    Args:
+        model: the network at the posterior's mean. It runs in the mode (train or eval) it is in.
+        precision: the posterior precision, block by block; parameters without a block are
+            constants.
+        memory: bytes that gradients and their products may take at once, besides the activations
+            of the examples that they belong to. Batches are split inside to keep it, down to one
+            example.
+        batched: propagate the C vectors back at once, which holds one layer's gradients at a time.
+
+    Raises:
+        ValueError: no block, or one of a parameter that the model does not have.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        precision: PosteriorPrecision,
+        *,
+        memory: int = 64 * 2**20,
+        batched: bool = False,
+    ) -> None:
+        if memory < 1:
+            raise ValueError(f"memory must be at least one byte, not {memory}.")
+        self._model = model
+        self._precision = precision
+        self._memory = memory
+        self._batched = batched
+        self._coverage = _covered(model, precision)
+        self._rules = {
+            tracked: tracked.rule(tracked.layer, "expand", tracked.parameters)
+            for tracked in self._coverage.layers
+        }
+        self._plan: Plan | None = None
+        self._independence_verified = False
+        self._chunk_sizes: dict[TrackedLayer, int] = {}
+        self._part_size: int | None = None
+
+    @full_float32()
+    def __call__(self, x: Any) -> tuple[Float[Tensor, "N C"], Float[Tensor, "N C C"]]:
+        """Outputs and covariances at a batch, a tensor or a mapping of tensors; without a graph.
+
+        Raises:
+            TypeError: a model whose output is not a tensor.
+            NotImplementedError: outputs of another shape than (N, C); a layer that hooks cannot
+                follow.
+        """
+        with torch.inference_mode(False):  # under it there would be no graph to go back
+            x = _own(x, next(self._model.parameters()).device)
+            self._prepare(x)
+            outputs, covariances = zip(*map(self._part, self._parts(x)), strict=True)
+            return torch.cat(outputs), torch.cat(covariances)
+
+    def _prepare(self, x: Any) -> None:
+        """Once: prove that the hooks see all, and find out how many examples fit."""
+        several = (num_examples(x) or 0) > 1
+        if self._plan is not None and (self._independence_verified or not several):
+            return
+        some = examples(x, slice(2)) if num_examples(x) is not None else x
+        self._plan = make_plan(self._model, some, _first_tensor(some))
+        if not several:
+            self._plan = Plan(splits=True)
+        if not self._independence_verified:
+            self._independence_verified = verify_independence(self._model, self._coverage, some)
+        verify_uses(self._model, self._coverage, some)
+        self._measure(some)
+
+    def _measure(self, x: Any) -> None:
+        """How many examples fit into the memory: at once, and in each layer's products."""
+        shapes: dict[TrackedLayer, tuple[int, int]] = {}
+
+        def record(tracked: TrackedLayer, a: Tensor | None, b: Tensor) -> None:
+            assert a is not None
+            R, d_out = self._rules[tracked].position_gradients(a, b).shape[1:]
+            shapes[tracked] = R, d_out
+
+        with self._capture(record) as capture:
+            f = capture.forward(x)
+            self._check_output(f, x)
+            capture.backward(f, [torch.zeros_like(f)])
+        C, itemsize = f.shape[1], at_least_float32(f).element_size()
+        work = {
+            tracked: bytes_per_example(R, C, d_out, self._input_size(tracked), itemsize)
+            for tracked, (R, d_out) in shapes.items()
+        }
+        sizes = [itemsize * C * R * d_out for R, d_out in shapes.values()]
+        held = max(sizes, default=1) * 2 if self._batched else sum(sizes)
+        largest = max(work.values(), default=0)
+        memory = self._memory - 2 * product_bytes(f.device)
+        self._part_size = max(1, (memory - largest) // max(held, 1))
+        room = max(memory - self._part_size * held, largest)
+        self._chunk_sizes = {tracked: max(1, room // size) for tracked, size in work.items()}
+
+    def _input_size(self, tracked: TrackedLayer) -> int:
+        """Entries of a layer's input at one position, over all groups."""
+        blocks = [self._precision[name][0] for name in tracked.parameters.values()]
+        return max(1 if b.Q_A is None else b.Q_A.shape[:-1].numel() for b in blocks)
+
+    def _parts(self, x: Any) -> Iterator[Any]:
+        N, plan = num_examples(x), self._plan
+        assert plan is not None
+        if N is None or not plan.splits:
+            yield x
+            return
+        size = min(s for s in (self._part_size, plan.part_size, max(N, 1)) if s is not None)
+        for start in range(0, N, size):
+            yield examples(x, slice(start, start + size))
+
+    def _part(self, x: Any) -> tuple[Tensor, Tensor]:
+        """Outputs and covariances of a part of a batch."""
+        rows: dict[TrackedLayer, tuple[Tensor, Tensor]] = {}  # input, gradients (N, R, C, d_out)
+        current = 0
+
+        def one_vector(tracked: TrackedLayer, a: Tensor | None, b: Tensor) -> None:
+            assert a is not None
+            self._check_rows(tracked, a, len(f))
+            gradients = self._rules[tracked].position_gradients(a, b)  # (N, R, d_out)
+            if tracked not in rows:
+                N, R, d_out = gradients.shape
+                rows[tracked] = a, gradients.new_zeros(N, R, f.shape[1], d_out)
+            rows[tracked][1][:, :, current] = gradients
+
+        def all_vectors(tracked: TrackedLayer, a: Tensor | None, b: Tensor) -> None:
+            assert a is not None
+            self._check_rows(tracked, a, len(f))
+            gradients = self._rules[tracked].position_gradients(a, b).unflatten(0, (-1, len(f)))
+            with self._no_autocast(f):
+                self._add(covariance, tracked, a, gradients.movedim(0, 2))
+
+        def vectors() -> Iterator[Tensor]:
+            nonlocal current
+            for current in range(f.shape[1]):
+                vector = torch.zeros_like(f)
+                vector[:, current] = 1
+                yield vector
+
+        with self._capture(all_vectors if self._batched else one_vector) as capture:
+            f = capture.forward(x)
+            self._check_output(f, x)
+            covariance = at_least_float32(f.detach()).new_zeros(*f.shape, f.shape[1])
+            with self._no_autocast(f):
+                capture.backward(f, vectors())
+        f = f.detach()  # lets go of the graph
+        with self._no_autocast(f):
+            while rows:
+                tracked, (a, gradients) = rows.popitem()
+                self._add(covariance, tracked, a, gradients)
+            if self._coverage.diagonal:
+                self._add_uncovered(covariance, x)
+        return f, covariance
+
+    def _add(self, covariance: Tensor, tracked: TrackedLayer, a: Tensor, rows: Tensor) -> None:
+        """Add a layer's part of the covariance, some examples at a time."""
+        size, rule = self._chunk_sizes[tracked], self._rules[tracked]
+        for start in range(0, len(a), size):
+            chunk = slice(start, start + size)
+            for local, gradients in rule.example_gradients(a[chunk], rows[chunk]).items():
+                block = self._precision[tracked.parameters[local]]
+                covariance[chunk] += gradient_covariance(gradients, *block)
+
+    def _add_uncovered(self, covariance: Tensor, x: Any) -> None:
+        """Add what parameters without a rule bring; their blocks are diagonal."""
+        parameters = {n: self._model.get_parameter(n).detach() for n in self._coverage.diagonal}
+
+        for n in range(len(covariance)):
+            one = examples(x, slice(n, n + 1))
+            jacobians = torch.func.jacrev(lambda p, one=one: call_with(self._model, p, one)[0])(
+                parameters
+            )
+            for name, jacobian in jacobians.items():
+                b = jacobian.flatten(1).T[:, None, None, :, None]  # (P, 1, 1, C, 1)
+                covariance[n] += gradient_covariance(ExampleGradients(b), *self._precision[name])[0]
+
+    def _capture(self, on_gradient: Any) -> Capture:
+        return Capture(
+            self._model,
+            self._coverage,
+            lambda tracked, a: None,
+            on_gradient,
+            channels_last=self._plan is not None and self._plan.channels_last,
+            batched=self._batched,
+            keep_inputs=True,
+        )
+
+    def _no_autocast(self, f: Tensor) -> torch.autocast:
+        return torch.autocast(f.device.type, enabled=False)
+
+    def _check_rows(self, tracked: TrackedLayer, a: Tensor, N: int) -> None:
+        if len(a) != N:
+            raise NotImplementedError(
+                f"Layer {tracked} got {len(a)} rows for {N} outputs; the covariance must know each "
+                "example's rows. Keep the batch axis first and the shared axes apart: (N, ..., d)."
+            )
+
+    def _check_output(self, f: Any, x: Any) -> None:
+        if not isinstance(f, Tensor):
+            raise TypeError(
+                f"The model returned {type(f).__name__}; a tensor of outputs (N, C) is needed. "
+                "Wrap the model."
+            )
+        N = num_examples(x)
+        if f.dim() != 2 or (N is not None and len(f) != N):
+            raise NotImplementedError(
+                f"The model returned shape {tuple(f.shape)} for {N} examples; the covariance is "
+                "there for outputs (N, C)."
+            )
+
+
+def _covered(model: nn.Module, precision: PosteriorPrecision) -> Coverage:
+    """The layers and parameters that have a block."""
+    names = dict(model.named_parameters())
+    unknown = [name for name in precision if name not in names]
+    if unknown or not precision:
+        what = f"a block for '{unknown[0]}', which the model lacks" if unknown else "no block"
+        raise ValueError(f"The posterior has {what}; it belongs to another model.")
+    for name, (_, spectrum) in precision.items():
+        if spectrum.numel() != names[name].numel():
+            raise ValueError(
+                f"The posterior's block of '{name}' has {spectrum.numel()} entries, the parameter "
+                f"{names[name].numel()}; it belongs to another model."
+            )
+    coverage = find_coverage(model, "diagonal")
+    layers = []
+    for tracked in coverage.layers:
+        own = {local: name for local, name in tracked.parameters.items() if name in precision}
+        if own:
+            layers.append(TrackedLayer(tracked.name, tracked.layer, tracked.rule, own))
+    diagonal = [name for name in coverage.diagonal if name in precision]
+    frozen = [name for name in precision if name not in coverage.names]
+    if frozen:
+        raise ValueError(
+            f"Parameter '{frozen[0]}' has a posterior, but requires_grad=False. Call "
+            "requires_grad_(True) on it, as it was when the posterior was fitted."
+        )
+    return Coverage(layers, diagonal, list(precision))
+
+
+def _own(x: Any, device: torch.device) -> Any:
+    """The input on the device, as tensors that a graph may hold."""
+    x = to_device(x, device)
+    if isinstance(x, Mapping):
+        return {key: _own(value, device) for key, value in x.items()}
+    if not isinstance(x, Tensor):
+        return x
+    return x.clone() if x.is_inference() else x.detach()
+
+
+def _first_tensor(x: Any) -> Any:
+    return next(iter(x.values())) if isinstance(x, Mapping) else x
