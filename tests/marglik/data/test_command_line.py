@@ -12,5 +12,5 @@ def test_constructor_arguments_are_command_line_options(pets):
     config = parser.parse_args(["--data=marglik.data.ImageFolder", *arguments])
     splits = parser.instantiate(config).data.load()
     assert (len(splits.train), splits.mean) == (9, (1.0, 2.0, 3.0))
-    for name in ("Digits", "CIFAR10"):
+    for name in ("Digits", "CIFAR10", "SVHN", "Noise"):
         assert parser.parse_args([f"--data=marglik.data.{name}"]).data.init_args.seed == 0

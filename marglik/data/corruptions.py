@@ -1,0 +1,132 @@
+"""Corrupted images: noise, blur, lower contrast and JPEG artefacts, of five severities each."""
+
+from collections.abc import Callable
+from functools import partial
+from io import BytesIO
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from jaxtyping import UInt8
+from PIL import Image
+from torch import Tensor
+
+from marglik.data.chunks import map_in_chunks
+from marglik.data.splits import check_seed
+
+__all__ = ["CORRUPTIONS", "SEVERITIES", "Corruption", "corrupt"]
+
+Corruption = Literal["noise", "blur", "contrast", "jpeg"]
+
+CORRUPTIONS: tuple[Corruption, ...] = get_args(Corruption)
+SEVERITIES: tuple[int, ...] = (1, 2, 3, 4, 5)
+
+# One for each severity, as CIFAR-10-C has them (Hendrycks & Dietterich 2019; the paper itself
+# leaves them to its code).
+STRENGTHS: dict[str, tuple[float, ...]] = {
+    "noise": (0.04, 0.06, 0.08, 0.09, 0.10),  # standard deviation, as a share of 255
+    "blur": (0.4, 0.6, 0.7, 0.8, 1.0),  # standard deviation in pixels
+    "contrast": (0.75, 0.5, 0.4, 0.3, 0.15),  # factor
+    "jpeg": (80, 65, 58, 50, 40),  # quality
+}
+BLUR_TRUNCATION = 4
+"""Standard deviations to which the Gaussian kernel reaches, the same as CIFAR-10-C's."""
+
+COLOURS_ONLY = ("contrast", "jpeg")
+"""Kinds that are defined for greyscale and RGB alone."""
+
+
+def corrupt(
+    images: UInt8[Tensor, "N C H W"], kind: Corruption, severity: int, seed: int = 0
+) -> UInt8[Tensor, "N C H W"]:
+    """Return the images corrupted, as a test of how a classifier degrades.
+
+    - noise: Gaussian noise of standard deviation .04, .06, .08, .09, .10 times 255, clipped;
+    - blur: Gaussian blur of standard deviation .4, .6, .7, .8, 1 pixels, the image mirrored at
+      its edges; of tiny images the kernel ends at the far edge;
+    - contrast: m + f (x - m) with f = .75, .5, .4, .3, .15 and m the mean of the greyscale image;
+    - jpeg: JPEG compression of quality 80, 65, 58, 50, 40.
+
+    Four of the corruptions of CIFAR-10-C with its severities (Hendrycks & Dietterich 2019,
+    "Benchmarking Neural Network Robustness to Common Corruptions and Perturbations",
+    arXiv:1903.12261), applied by torchvision, JPEG by Pillow. The images are not those of the
+    published files: random numbers, edges, rounding (here to the nearest value) and m (there one
+    per channel) differ.
+
+    The work is done on the CPU, so that a seed gives the same images wherever they live; the
+    global random state is left as it was.
+
+    Args:
+        images: undistorted pixels in 0..255.
+        kind: one of ``CORRUPTIONS``.
+        severity: one of ``SEVERITIES``, 5 the worst.
+        seed: of the noise; the others draw nothing. All severities share the random numbers.
+
+    Raises:
+        ValueError: if the kind or the severity is unknown, the images are not uint8 (N, C, H, W),
+            or neither greyscale nor RGB where only those have a contrast or a JPEG file.
+    """
+    _check(images, kind, severity)
+    check_seed(seed)
+    # Of the CPU alone: torch.manual_seed would set the state of other devices, too.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        function = _corruption(kind, severity, *images.shape[2:])
+        # Contiguous, because pixels get their random numbers in the order of memory.
+        return map_in_chunks(function, images.cpu().contiguous()).to(images.device)
+
+
+def _corruption(
+    kind: Corruption, severity: int, height: int, width: int
+) -> Callable[[Tensor], Tensor]:
+    from torchvision.transforms.v2 import functional  # importing torchvision takes a second
+
+    strength = dict(zip(SEVERITIES, STRENGTHS[kind], strict=True))[severity]
+    if kind == "noise":
+        return partial(_in_float, partial(functional.gaussian_noise, sigma=strength))
+    if kind == "blur":
+        radius = round(BLUR_TRUNCATION * strength)
+        # A mirror image reaches no further than the image itself.
+        size = [2 * min(radius, side - 1) + 1 for side in (width, height)]
+        return partial(functional.gaussian_blur, kernel_size=size, sigma=[strength])
+    if kind == "contrast":
+        return partial(_in_float, partial(functional.adjust_contrast, contrast_factor=strength))
+    return partial(_jpeg, int(strength))
+
+
+def _in_float(function: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
+    """The function of the pixels in 0..1, rounded; torchvision truncates what it does to uint8."""
+    return function(images / 255).mul_(255).round_().to(torch.uint8)
+
+
+def _jpeg(quality: int, images: Tensor) -> Tensor:
+    """Compress each image; torchvision's own encoder is deprecated since its version 0.29."""
+    compressed = np.empty_like(images.numpy())
+    for image, result in zip(images.numpy(), compressed, strict=True):
+        file = BytesIO()
+        pixels = image[0] if len(image) == 1 else image.transpose(1, 2, 0)
+        Image.fromarray(pixels).save(file, "JPEG", quality=quality)
+        with Image.open(file) as decoded:
+            result[...] = np.atleast_3d(np.asarray(decoded)).transpose(2, 0, 1)
+    return torch.from_numpy(compressed)
+
+
+def _check(images: Tensor, kind: str, severity: int) -> None:
+    if kind not in CORRUPTIONS:
+        raise ValueError(f"kind={kind!r} is unknown; choose one of {', '.join(CORRUPTIONS)}.")
+    if severity not in SEVERITIES:
+        raise ValueError(
+            f"severity={severity} is unknown; choose one of {', '.join(map(str, SEVERITIES))}, "
+            "from the mildest to the worst."
+        )
+    if images.dtype != torch.uint8 or images.dim() != 4:
+        raise ValueError(
+            f"images have dtype {images.dtype} and shape {tuple(images.shape)}; uint8 pixels of "
+            "shape (N, C, H, W) can be corrupted, before any normalisation."
+        )
+    if kind in COLOURS_ONLY and images.shape[1] not in (1, 3):
+        others = [k for k in CORRUPTIONS if k not in COLOURS_ONLY]
+        raise ValueError(
+            f"kind={kind!r} is defined for 1 channel (greyscale) or 3 (RGB), and the images have "
+            f"{images.shape[1]}; choose one of {', '.join(others)}, or corrupt channels apart."
+        )

@@ -1,0 +1,180 @@
+"""Tensors from a safetensors file: as they were saved, in batches, and bad files named."""
+
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from marglik.data import TensorFile, TensorSplits
+from marglik.loaders import count_examples
+
+TRAIN, VALIDATION, TEST = 10, 3, 4
+
+
+def example_tensors(**changes):
+    """Regression data with 2 features; a tensor that is changed to None is left out."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        f"{which}_{split}": torch.randn(n, width, generator=generator, dtype=torch.float64)
+        for split, n in (("train", TRAIN), ("validation", VALIDATION), ("test", TEST))
+        for which, width in (("x", 2), ("y", 1))
+    }
+    tensors |= changes
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+NO_VALIDATION = {"x_validation": None, "y_validation": None}
+
+
+def saved(path, **changes):
+    save_file(example_tensors(**changes), path)
+    return TensorFile(path)
+
+
+def concatenated(loader):
+    x, y = zip(*loader, strict=True)
+    return torch.cat(x), torch.cat(y)
+
+
+def test_splits_are_the_tensors_of_the_file(tmp_path):
+    splits = saved(tmp_path / "energy.safetensors").load()
+    stored = example_tensors()
+    assert isinstance(splits, TensorSplits)
+    assert splits.name == "energy"
+    for split in ("train", "validation", "test"):
+        for which, tensor in zip("xy", getattr(splits, split), strict=True):
+            assert torch.equal(tensor, stored[f"{which}_{split}"])
+            assert tensor.dtype == torch.float64
+
+
+def test_validation_is_optional_and_the_name_can_be_given(tmp_path):
+    path = tmp_path / "energy.safetensors"
+    assert saved(path, **NO_VALIDATION).load().validation is None
+    assert TensorFile(str(path), name="Energy").load().name == "Energy"
+
+
+def test_integers_several_labels_and_sequences_are_kept(tmp_path):
+    labels = {
+        "y_train": torch.randint(2, (TRAIN, 5)).bool(),
+        "y_test": torch.randint(2, (TEST, 5)).bool(),
+        "x_train": torch.randint(99, (TRAIN, 7, 2)),
+        "x_test": torch.randint(99, (TEST, 7, 2)),
+    }
+    splits = saved(tmp_path / "tags.safetensors", **labels, **NO_VALIDATION).load()
+    assert torch.equal(splits.train[1], labels["y_train"])
+    assert torch.equal(splits.test[0], labels["x_test"])
+
+
+@pytest.mark.parametrize(("batch_size", "sizes"), [(4, [4, 4, 2]), (5, [5, 5]), (64, [10])])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_batches_are_the_examples_each_once(tmp_path, batch_size, sizes, shuffle):
+    splits = saved(tmp_path / "energy.safetensors").load()
+    loader = splits.batches("train", batch_size, shuffle=shuffle)
+    assert [len(x) for x, _ in loader] == [len(y) for _, y in loader] == sizes
+    assert len(loader) == len(sizes)
+    assert loader.num_examples == count_examples(loader) == len(loader.dataset) == TRAIN
+    x, y = concatenated(loader)
+    assert torch.equal(x, splits.train[0]) != shuffle
+    rows = torch.cat([x, y], 1).tolist()  # targets stay with their inputs
+    assert sorted(rows) == sorted(torch.cat(splits.train, 1).tolist())
+    assert torch.equal(concatenated(splits.batches("test", batch_size))[0], splits.test[0])
+
+
+def test_same_seed_same_sequence_of_orders(tmp_path):
+    splits = saved(tmp_path / "energy.safetensors").load()
+    state = torch.get_rng_state()
+    loader, same, other = (
+        splits.batches("train", 4, shuffle=True, seed=seed) for seed in (1, 1, 2)
+    )
+    first, second = concatenated(loader)[0], concatenated(loader)[0]
+    assert not torch.equal(first, second)
+    assert torch.equal(concatenated(same)[0], first)
+    assert torch.equal(concatenated(same)[0], second)
+    assert not torch.equal(concatenated(other)[0], first)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(x.device.type == "meta" for x, _ in splits.batches("test", 2, device="meta"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("validation", 4), "energy has no split 'validation'; it has train, test"),
+        (("testing", 4), "energy has no split 'testing'"),
+        (("train", 0), "batch_size=0: must be at least 1"),
+    ],
+)
+def test_impossible_batches_are_named(tmp_path, arguments, message):
+    splits = saved(tmp_path / "energy.safetensors", **NO_VALIDATION).load()
+    with pytest.raises(ValueError, match=message):
+        splits.batches(*arguments)
+
+
+BAD_TENSORS = {
+    "missing": ({"y_test": None, **NO_VALIDATION}, r"lacks y_test \(it holds x_test, x_train, y_t"),
+    "half a validation": ({"y_validation": None}, "lacks y_validation .*validation set is opt"),
+    "unknown": ({"x_val": torch.zeros(2)}, "holds x_val, which nothing would read; supported are"),
+    "lengths": ({"y_train": torch.zeros(9, 1)}, "x_train has 10 examples and y_train 9"),
+    "empty": ({"x_test": torch.zeros(0, 2)}, r"x_test is empty \(shape \(0, 2\)\)"),
+    "no axis": ({"y_test": torch.tensor(1.0)}, r"y_test is empty \(shape \(\)\)"),
+    "NaN": (
+        {"x_train": torch.tensor([[0.0, 0.0]] * 8 + [[0.0, float("nan")]] * 2)},
+        r"x_train holds 2 value\(s\) that are NaN or infinite, the first in example 8",
+    ),
+    "infinite": (
+        {"y_validation": torch.tensor([[0.0], [-float("inf")], [0.0]])},
+        r"y_validation holds 1 value\(s\) .* the first in example 1",
+    ),
+    "other shape": (
+        {"x_test": torch.zeros(TEST, 3, dtype=torch.float64)},
+        r"x_test has examples of shape \(3,\) .* x_train of shape \(2,\)",
+    ),
+    "other dtype": ({"y_test": torch.zeros(TEST, 1)}, "float32, but y_train .*float64"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TENSORS)
+def test_bad_tensors_are_named_in_one_line(tmp_path, case):
+    changes, message = BAD_TENSORS[case]
+    data = saved(tmp_path / "energy.safetensors", **changes)
+    with pytest.raises(ValueError, match=message) as caught:
+        data.load()
+    assert "energy" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("place", ["nowhere.safetensors", "."])
+def test_what_is_no_file_is_named(tmp_path, place):
+    with pytest.raises(FileNotFoundError, match="is not a file. Give the path .* x_train, y_train"):
+        TensorFile(tmp_path / place).load()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.3, 0.99])
+def test_truncated_file_is_named(tmp_path, share):
+    data = saved(tmp_path / "energy.safetensors")
+    whole = data.path.read_bytes()
+    data.path.write_bytes(whole[: int(share * len(whole))])
+    with pytest.raises(ValueError, match="energy.safetensors' is not a safetensors file, or dam"):
+        data.load()
+
+
+class Malicious:
+    """Unpickling this would leave a file behind."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+@pytest.mark.parametrize("write", [torch.save, lambda o, path: path.write_bytes(pickle.dumps(o))])
+def test_nothing_is_unpickled(tmp_path, write):
+    path, trace = tmp_path / "data.pt", tmp_path / "trace"
+    write({"x_train": Malicious(trace)}, path)
+    with pytest.raises(ValueError, match="is not a safetensors file"):
+        TensorFile(path).load()
+    assert not trace.exists()
+    # Negative control: unpickled, it does leave its trace.
+    pickle.loads(pickle.dumps(Malicious(trace))).close()
+    assert trace.exists()
