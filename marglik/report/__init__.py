@@ -1,0 +1,5 @@
+"""A report on runs: one HTML page that needs nothing but a browser."""
+
+from marglik.report.page import write_report
+
+__all__ = ["write_report"]

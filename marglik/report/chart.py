@@ -1,0 +1,126 @@
+"""A chart of the page: plotly's JSON, its accessible name, and its data as a table.
+
+Traces are plain mappings, since their colours are pairs "light|dark" (`colors`), of which the page
+takes the theme's; page.js adds fonts and the colours of axes.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+from marglik.report.colors import MUTED, SERIES
+from marglik.report.tables import Table
+
+__all__ = ["Chart", "Trace", "axis", "line", "plain", "reference_line", "series_style", "shorten"]
+
+Trace = dict[str, Any]
+
+HEIGHT = 340
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star-triangle-down")
+LONGEST_NAME = 26
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart with all that a reader who does not see it needs."""
+
+    title: str
+    description: str
+    """What it shows, for its accessible name."""
+    traces: list[Trace]
+    layout: dict[str, Any]
+    table: Table
+    height: int = HEIGHT
+    """In pixels."""
+    wide: bool = False
+    """Whether it takes the whole width of the page rather than half of it."""
+    highlight: Sequence[str] = field(default_factory=list)
+    """Names of the traces that a reader may pick out, in their order; none if they are few."""
+    kind: str = "chart"
+
+    @property
+    def figure(self) -> dict[str, Any]:
+        """What Plotly.newPlot takes; JSON has no NaN, where the chart has a gap."""
+        return _finite({"data": self.traces, "layout": self.layout})
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def plain(text: str) -> str:
+    """Text as plotly takes it, in which names from a run's files mean nothing but themselves.
+
+    Plotly reads a small HTML (<b>, <a href>) in all its texts, and %{...} in hover templates, in
+    which no name may stand: they go into ``name`` and ``customdata``.
+    """
+    return escape(text, quote=False)
+
+
+def shorten(name: str) -> str:
+    """A name of bounded length, its middle left out."""
+    if len(name) <= LONGEST_NAME:
+        return name
+    half = (LONGEST_NAME - 1) // 2
+    return f"{name[:half]}…{name[-half:]}"
+
+
+def series_style(position: int) -> Trace:
+    """Colour and symbol of a series; the symbols tell further series apart where colours recur."""
+    color = SERIES[position % len(SERIES)]
+    symbol = SYMBOLS[position % len(SYMBOLS)]
+    return {"line": {"color": color, "width": 2}, "marker": {"color": color, "symbol": symbol}}
+
+
+def line(
+    name: str,
+    x: Sequence[float],
+    y: Sequence[float | None],
+    style: Trace,
+    hover: str = "%{y:.4f}",
+    mode: str = "lines+markers",
+) -> Trace:
+    """A curve with its values on hover.
+
+    Args:
+        name: shown in the legend and on hover; any text.
+        x: positions.
+        y: values; gaps where None.
+        style: as `series_style` returns it.
+        hover: plotly's template of the value.
+        mode: of scatter traces.
+    """
+    return {
+        "type": "scatter",
+        "name": plain(name),
+        "x": list(x),
+        "y": list(y),
+        "mode": mode,
+        "hovertemplate": f"{hover}<extra>%{{fullData.name}}</extra>",
+        "line": style["line"],
+        "marker": {"size": 6, "opacity": 1, **style["marker"]},
+    }
+
+
+def axis(title: str, **options: Any) -> dict[str, Any]:
+    """An axis with its title; tick labels make their own room."""
+    return {"title": {"text": title}, "automargin": True, **options}
+
+
+def reference_line(x: Sequence[float], y: Sequence[float], name: str) -> Trace:
+    """A dashed line to compare with, without hover."""
+    return {
+        "type": "scatter",
+        "name": plain(name),
+        "x": list(x),
+        "y": list(y),
+        "mode": "lines",
+        "hoverinfo": "skip",
+        "line": {"color": MUTED, "width": 1.5, "dash": "dash"},
+    }

@@ -1,0 +1,248 @@
+"""Run folders read into plain data."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from marglik import run_files
+from marglik.report.formats import EVALUATION, POSTERIOR, RECORD, RESULTS, check_format
+from marglik.report.options import flatten, run_labels
+
+__all__ = ["Layer", "Run", "read_run", "read_runs"]
+
+MAIN_NAMES = (run_files.RESULTS, run_files.POSTERIOR, run_files.LOG, run_files.EVALUATION)
+"""A folder with one of these is a run; the first that is there gives its date."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A parameter tensor at the end of a run."""
+
+    parameters: int
+    effective: float | None
+    """γ, the number of directions that the data determines."""
+    weight_decay: float | None
+    """T·δ/N."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder; what is not there is None or empty."""
+
+    folder: Path
+    results: dict[str, Any] | None
+    records: list[dict[str, Any]]
+    """The log's epochs and updates, in their order."""
+    evaluation: dict[str, Any] | None
+    posterior: dict[str, Any] | None
+    options: dict[str, Any]
+    """Dotted name -> value, from config.yaml or, without it, from results.json."""
+    date: datetime
+    """When the run's main file was last written (UTC)."""
+    label: str = ""
+    """What to call it among the runs of a page."""
+    position: int = 0
+    """Its place among them."""
+    alone: bool = True
+    """Whether it is the only one."""
+
+    @property
+    def data(self) -> str | None:
+        """Name of the data."""
+        of_posterior = ((self.posterior or {}).get("data") or {}).get("name")
+        named = (self.results or self.evaluation or {}).get("data") or of_posterior
+        return named or _last_part(self.options.get("data.class_path"))
+
+    @property
+    def model(self) -> str | None:
+        """Class of the network."""
+        named = (self.results or {}).get("model")
+        of_posterior = ((self.posterior or {}).get("model") or {}).get("class_path")
+        return named or _last_part(of_posterior or self.options.get("model.class_path"))
+
+    @property
+    def name(self) -> str:
+        """Network and data, as far as they are known; else the folder."""
+        known = " on ".join(part for part in (self.model, self.data) if part)
+        return known or self.folder.resolve().name
+
+    @property
+    def num_data(self) -> int | None:
+        """N, the number of training examples."""
+        return (self.results or self.posterior or {}).get("num_data")
+
+    @property
+    def epochs(self) -> list[dict[str, Any]]:
+        """The log's epochs."""
+        return [record for record in self.records if record["kind"] == "epoch"]
+
+    @property
+    def updates(self) -> list[dict[str, Any]]:
+        """The log's updates of the hyperparameters."""
+        return [record for record in self.records if record["kind"] == "update"]
+
+    @property
+    def evidence_per_example(self) -> float | None:
+        """Log marginal likelihood of what was kept, divided by N (nats)."""
+        kept = (self.results or {}).get("evidence", {}).get("kept")
+        total = (self.posterior or {}).get("evidence") if kept is None else kept
+        return total / self.num_data if total is not None and self.num_data else None
+
+    @property
+    def initial_weight_decay(self) -> float | None:
+        """Weight decay that all groups start with."""
+        rows = (self.results or {}).get("weight_decay", {}).values()
+        first = next((row["initial"] for row in rows if "initial" in row), None)
+        return self.options.get("prior.weight_decay") if first is None else first
+
+    @property
+    def temperature(self) -> float:
+        """T of the likelihood, 1 where nothing says otherwise."""
+        return (self.posterior or {}).get("temperature", 1.0)
+
+    @property
+    def is_fit(self) -> bool:
+        """Whether it is a posterior that was fitted to a trained network, which has no log."""
+        return self.results is None and self.posterior is not None and not self.records
+
+    @property
+    def layers(self) -> dict[str, Layer]:
+        """Tensor name -> its final state; from the input to the output."""
+        if self.results is not None:
+            return {
+                name: Layer(row["parameters"], row.get("effective_parameters"), row.get("learned"))
+                for name, row in self.results.get("weight_decay", {}).items()
+            }
+        if self.posterior is None:
+            return {}
+        delta, gamma = self.posterior["prior_precision"], self.posterior["effective_parameters"]
+        scale = self.temperature / self.posterior["num_data"]
+        return {
+            name: Layer(count, gamma.get(name), delta[name] * scale if name in delta else None)
+            for name, count in self.posterior["parameters"].items()
+        }
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """The runs of a page, each with a label that tells it from the others.
+
+    Raises:
+        ValueError: no folder, a folder twice, or one that `read_run` cannot read.
+        FileNotFoundError: a folder that is not there.
+    """
+    if not folders:
+        raise ValueError("A report needs the folder of a run; pass one or several.")
+    resolved = [folder.resolve() for folder in folders]
+    twice = [str(f) for f, r in zip(folders, resolved, strict=True) if resolved.count(r) > 1]
+    if twice:
+        raise ValueError(f"{twice[0]} is given twice (as {', '.join(twice)}); pass it once.")
+    runs = [read_run(folder) for folder in folders]
+    labels = run_labels(folders, [run.options for run in runs])
+    return [
+        replace(run, label=label, position=position, alone=len(runs) == 1)
+        for position, (run, label) in enumerate(zip(runs, labels, strict=True))
+    ]
+
+
+def read_run(folder: Path) -> Run:
+    """What a run folder holds.
+
+    Args:
+        folder: as `marglik train` or `marglik fit` leaves it, `marglik evaluate` perhaps after it.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        ValueError: it is not of a run, or a file in it is broken or of an unknown version.
+    """
+    if not folder.exists():
+        raise FileNotFoundError(
+            f"{folder} does not exist; pass the folder of a run, which marglik train made."
+        )
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is a file; pass the folder of a run that it lies in.")
+    main = next((folder / name for name in MAIN_NAMES if (folder / name).is_file()), None)
+    if main is None:
+        raise ValueError(
+            f"{folder} is not the folder of a run: it has none of {', '.join(MAIN_NAMES)}. Pass "
+            "what marglik train wrote to (--output)."
+        )
+    results = _read_json(folder / run_files.RESULTS, RESULTS)
+    options = _read_options(folder / run_files.CONFIG)
+    return Run(
+        folder=folder,
+        results=results,
+        records=_read_log(folder / run_files.LOG),
+        evaluation=_read_json(folder / run_files.EVALUATION, EVALUATION),
+        posterior=_read_json(folder / run_files.POSTERIOR, POSTERIOR),
+        options=_options_of(results) if options is None else options,
+        date=datetime.fromtimestamp(main.stat().st_mtime, UTC),
+    )
+
+
+def _read_json(path: Path, schema: dict[str, Any]) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    content = _parse_json(_read_text(path), str(path))
+    check_format(content, schema, path)
+    return content
+
+
+def _read_log(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    records = []
+    for number, line in enumerate(_read_text(path).splitlines(), start=1):
+        record = _parse_json(line, f"{path}, line {number}")
+        check_format(record, RECORD, path, number)
+        records.append(record)
+    return records
+
+
+def _read_options(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        content = yaml.safe_load(_read_text(path))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {error}. Repair it, or take it away.") from (
+            error
+        )
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"{path} holds {type(content).__name__}, not a mapping of options. Repair it, or take "
+            "it away."
+        )
+    return flatten(content)
+
+
+def _options_of(results: dict[str, Any] | None) -> dict[str, Any]:
+    """The options of results.json under the names that config.yaml has."""
+    flat = flatten((results or {}).get("config", {}))
+    return {name.removeprefix("run."): value for name, value in flat.items()}
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text in UTF-8: {error}. Repair it or take it away.") from (
+            error
+        )
+
+
+def _parse_json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{where} is not valid JSON: {error}. Was it cut off? Repair it, or take it away."
+        ) from error
+
+
+def _last_part(class_path: Any) -> str | None:
+    return str(class_path).rsplit(".", 1)[-1] if class_path else None

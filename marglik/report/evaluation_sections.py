@@ -1,0 +1,252 @@
+"""The page's sections that evaluation.json fills, and those of options and versions."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from marglik.report.chart import Chart
+from marglik.report.contents import Run
+from marglik.report.evaluation_charts import (
+    Series,
+    entropy_chart,
+    entropy_shares,
+    reliability_chart,
+    shift_charts,
+)
+from marglik.report.options import MISSING, differing
+from marglik.report.sections import (
+    Charts,
+    Details,
+    Gallery,
+    Note,
+    Section,
+    evaluate_command,
+    missing_evaluation,
+)
+from marglik.report.tables import NOTHING, Row, Table
+
+__all__ = [
+    "entropy_section",
+    "options_section",
+    "reliability_section",
+    "shift_section",
+    "uncertain_section",
+    "versions_section",
+]
+
+BINS_LEAD = (
+    "How often a predictive is right, against how sure it is. On the dashed diagonal it is "
+    "calibrated, below it overconfident, above it underconfident. Large points and high bars "
+    "stand for many predictions; small points scatter by chance."
+)
+INTERVALS_LEAD = (
+    "How many targets lie in the predictive's central intervals, against how many should. On the "
+    "dashed diagonal it is calibrated, below it overconfident, above it underconfident."
+)
+HEADROOM = 1.05
+
+
+def reliability_section(runs: Sequence[Run]) -> Section:
+    """Reliability: a chart of all predictives of one run, or one per predictive of several."""
+    groups: dict[Any, list[Series]] = {}
+    having = []
+    for run, one in _series(runs):
+        reliability = one.content.get("reliability")
+        if reliability:
+            having.append(run)
+            title = "All predictives" if run.alone else one.name
+            bins = tuple(reliability.get("edges") or reliability["levels"])
+            curve = one if run.alone else one._replace(name=run.label)
+            groups.setdefault((title, bins), []).append(curve)
+    charts = [reliability_chart(title, series) for (title, _), series in groups.items()]
+    of_intervals = {"levels" in series[0].content["reliability"] for series in groups.values()}
+    lead = INTERVALS_LEAD if of_intervals == {True} else BINS_LEAD
+    return _section(
+        "reliability", "Calibration", lead, charts, _without(runs, having, "reliability")
+    )
+
+
+def entropy_section(runs: Sequence[Run]) -> Section:
+    """Histograms of predictive entropy, one per predictive and run."""
+    lead = (
+        "How uncertain a predictive is. On its own data most predictions should be sure (left); on "
+        "data that it was not trained for, uncertain (right). The less the two overlap, the better "
+        "unfamiliar data is told apart."
+    )
+    found = [
+        (run, name, predictive["entropy"])
+        for run in runs
+        for name, predictive in _predictives(run).items()
+        if predictive.get("entropy")
+    ]
+    order = list(_names(runs))
+    found.sort(key=lambda one: order.index(one[1]))  # one predictive of all runs side by side
+    shares = [s for _, _, entropy in found for of in entropy_shares(entropy).values() for s in of]
+    largest = HEADROOM * max(shares, default=1.0)
+    charts = [
+        entropy_chart(
+            name if run.alone else f"{name}: {run.label}", entropy, _ood_name(run), largest
+        )
+        for run, name, entropy in found
+    ]
+    notes = _without(runs, [run for run, _, _ in found], "predictive entropy")
+    closed = {id(run): run for run, _, entropy in found if "ood" not in entropy}
+    for run in closed.values():
+        text = f"The evaluation in {run.folder} has no data out of distribution. For images:"
+        notes.append(Note(text, evaluate_command(run, "--ood marglik.data.Noise")))
+    return _section("entropy", "Predictive entropy", lead, charts, notes)
+
+
+def shift_section(runs: Sequence[Run]) -> Section:
+    """Metrics over the severity of shifts."""
+    lead = (
+        "What becomes of a predictive as its inputs are corrupted more and more. All get worse; a "
+        "good posterior gets worse more slowly, and its calibration error grows less."
+    )
+    having, series = [], []
+    for run, one in _series(runs):
+        if any(key.startswith("shift/") for key in one.content["metrics"]):
+            having.append(run)
+            series.append(one if run.alone else one._replace(name=f"{run.label}: {one.name}"))
+    notes = _without(runs, having, "shifted test sets", "--evaluation.shift true")
+    return _section("shift", "Distribution shift", lead, shift_charts(series), notes)
+
+
+def uncertain_section(runs: Sequence[Run]) -> Section:
+    """The images that a predictive is least sure of."""
+    lead = (
+        "The test images with the highest predictive entropy. Its aleatoric part is doubt that "
+        "more training data would not remove (an ambiguous image), its epistemic part doubt that "
+        "it would. Look for wrong labels, and for kinds of images that the network has not learned."
+    )
+    having, galleries = [], []
+    for run in runs:
+        uncertain = (run.evaluation or {}).get("uncertain")
+        if uncertain:
+            having.append(run)
+            of_run = "By" if run.alone else f"{run.label}, by"
+            galleries.append(Gallery(f"{of_run} {uncertain['predictive']}", uncertain["examples"]))
+    notes = _without(runs, having, "images")
+    return Section("uncertain", "Most uncertain test images", lead, [*galleries, *notes])
+
+
+def options_section(runs: Sequence[Run]) -> Section:
+    """The configuration; of several runs, what differs stands out."""
+    names = list(dict.fromkeys(name for run in runs for name in run.options))
+    if not names:
+        note = Note("No options: there is no config.yaml.")
+        return Section("options", "Options", "What the runs were told to do.", [note])
+    different = differing([run.options for run in runs])
+    columns = ["Option", *(["value"] if runs[0].alone else [run.label for run in runs])]
+    words = frozenset(range(len(runs)))
+
+    def table(caption: str, chosen: Sequence[str]) -> Table:
+        rows = [
+            Row(
+                name,
+                [_option(run, name) for run in runs],
+                differs=not runs[0].alone and name in different,
+            )
+            for name in chosen
+        ]
+        return Table(caption, columns, rows, text_columns=words)
+
+    everything = Details(f"All options ({len(names)})", table("All options", names))
+    if runs[0].alone:
+        lead = "What the run was told to do, as config.yaml has it."
+        return Section("options", "Options", lead, [everything])
+    lead = (
+        "What the runs were told to do. Options that differ explain the differences above; those "
+        "of no consequence for the numbers, such as the output folder, are not among them."
+    )
+    note = Note("All options that affect the numbers are the same.")
+    first = Details(
+        f"Options that differ ({len(different)})", table("Options that differ", different), True
+    )
+    return Section("options", "Options", lead, [first if different else note, everything])
+
+
+def versions_section(runs: Sequence[Run]) -> Section:
+    """Versions and devices of training and, where it was elsewhere, of evaluation."""
+    columns: dict[str, dict[str, str]] = {}
+    for run in runs:
+        stages = {
+            "fit" if run.is_fit else "training": run.posterior if run.is_fit else run.results,
+            "evaluation": run.evaluation,
+        }
+        environments = {stage: _environment(made) for stage, made in stages.items() if made}
+        if len(environments) == 2 and len({repr(e) for e in environments.values()}) == 1:
+            environments = {" and ".join(environments): next(iter(environments.values()))}
+        for stage, environment in environments.items():
+            columns[stage if run.alone else f"{run.label}: {stage}"] = environment
+    lead = "What the numbers were made with; look here first where they do not come out again."
+    names = list(dict.fromkeys(name for column in columns.values() for name in column))
+    if not names:
+        return Section("versions", "Versions and device", lead, [Note("No file tells of them.")])
+    rows = [Row(name, [c.get(name, NOTHING) for c in columns.values()]) for name in names]
+    table = Table(
+        "Versions and device", ["Part", *columns], rows, text_columns=frozenset(range(len(columns)))
+    )
+    return Section("versions", "Versions and device", lead, [table])
+
+
+def _environment(made: dict[str, Any]) -> dict[str, str]:
+    shown = {name: str(made[name]) for name in ("device", "threads", "python") if name in made}
+    return shown | made.get("versions", {})
+
+
+def _option(run: Run, name: str) -> str:
+    if name not in run.options:
+        return MISSING
+    value = run.options[name]
+    return "null" if value is None else str(value)
+
+
+def _predictives(run: Run) -> dict[str, Any]:
+    return run.evaluation["predictives"] if run.evaluation else {}
+
+
+def _names(runs: Sequence[Run]) -> dict[str, None]:
+    """The predictives of all runs, each once."""
+    return dict.fromkeys(name for run in runs for name in _predictives(run))
+
+
+def _series(runs: Sequence[Run]) -> list[tuple[Run, Series]]:
+    """Predictives: of one run in colours of their own; of several in their run's colour."""
+    positions = {name: position for position, name in enumerate(_names(runs))}
+    return [
+        (
+            run,
+            Series(positions[name] if run.alone else run.position, name, content, positions[name]),
+        )
+        for run in runs
+        for name, content in _predictives(run).items()
+    ]
+
+
+def _ood_name(run: Run) -> str:
+    ood = (run.evaluation or {}).get("ood")
+    return f"out of distribution: {ood['name']}" if ood else "out of distribution"
+
+
+def _section(
+    id: str, title: str, lead: str, charts: Sequence[Chart], notes: Sequence[Note]
+) -> Section:
+    return Section(id, title, lead, [*([Charts(charts)] if charts else []), *notes])
+
+
+def _without(runs: Sequence[Run], having: Sequence[Run], what: str, option: str = "") -> list[Note]:
+    """Notes on the runs that lack a part: those without evaluation, and those whose has none.
+
+    Args:
+        runs: of the page.
+        having: those with the part.
+        what: the part.
+        option: of the command, that makes it for images.
+    """
+    notes = []
+    for run in runs:
+        if run.evaluation and not any(run is one for one in having):
+            text = f"The evaluation in {run.folder} has no {what}."
+            command = evaluate_command(run, option) if option else ""
+            notes.append(Note(f"{text} For images:" if option else text, command))
+    return [*notes, *missing_evaluation(runs, what)]

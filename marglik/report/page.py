@@ -1,0 +1,156 @@
+"""The page: sections rendered into one HTML file that asks for nothing else."""
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from plotly.offline import get_plotlyjs
+
+from kfac_backend.files import atomic_path
+from marglik.report.contents import Run, read_runs
+from marglik.report.evaluation_sections import (
+    entropy_section,
+    options_section,
+    reliability_section,
+    shift_section,
+    uncertain_section,
+    versions_section,
+)
+from marglik.report.sections import (
+    curves_section,
+    effective_section,
+    summary_section,
+    time_section,
+    weight_decay_section,
+)
+from marglik.report.tables import NOTHING, duration, number
+from marglik.run_files import REPORT
+
+__all__ = ["write_report"]
+
+SECTIONS = (
+    summary_section,
+    curves_section,
+    weight_decay_section,
+    effective_section,
+    time_section,
+    reliability_section,
+    entropy_section,
+    shift_section,
+    uncertain_section,
+    options_section,
+    versions_section,
+)
+DATE_FORMAT = "%Y-%m-%d %H:%M UTC"
+
+
+def write_report(folders: Sequence[Path | str], output: Path | str | None = None) -> Path:
+    """Write one HTML page about one or several runs; returns where it is.
+
+    The page holds all that it shows, its scripts included, and makes no request.
+
+    Args:
+        folders: of runs, as `marglik train` or `marglik fit` leaves them; several are compared.
+        output: the file to write, over one that is there; report.html in the first folder if None.
+
+    Raises:
+        FileNotFoundError: a folder that is not there.
+        ValueError: no folder, a folder twice, one that is of no run, a broken file in it, or an
+            output that is a folder.
+    """
+    runs = read_runs([Path(folder) for folder in folders])
+    path = runs[0].folder / REPORT if output is None else Path(output)
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; pass a file such as {path / REPORT}.")
+    page = render(runs)
+    with atomic_path(path) as temporary:
+        # The hashes of the scripts are of these bytes, so that newlines have to stay.
+        temporary.write_bytes(page.encode("utf-8"))
+    return path
+
+
+def render(runs: Sequence[Run]) -> str:
+    """The page's HTML."""
+    environment = Environment(
+        loader=PackageLoader("marglik.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    scripts = {
+        "theme": _inline(_source("theme.js")),
+        "plotly": _inline(get_plotlyjs()),
+        "page": _inline(_source("page.js")),
+    }
+    return environment.get_template("page.html.j2").render(
+        title=_title(runs),
+        runs=runs,
+        facts=_facts(runs),
+        sections=[section(runs) for section in SECTIONS],
+        css=_source("page.css"),
+        scripts=scripts,
+        script_hashes=[_hash(script) for script in scripts.values()],
+        version=version("marglik"),
+        written=datetime.now(UTC).strftime(DATE_FORMAT),
+    )
+
+
+def _source(name: str) -> str:
+    return (files("marglik.report") / name).read_text(encoding="utf-8")
+
+
+def _inline(script: str) -> str:
+    """A script that does not end its element early, with the newlines that a parser makes of it."""
+    return script.replace("</script", "<\\/script").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _hash(script: str) -> str:
+    """A script's source expression for the page's content security policy."""
+    digest = hashlib.sha256(script.encode("utf-8")).digest()
+    return f"sha256-{base64.b64encode(digest).decode('ascii')}"
+
+
+def _title(runs: Sequence[Run]) -> str:
+    """The network and the data of the runs."""
+    return " and ".join(dict.fromkeys(run.name for run in runs))
+
+
+def _facts(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """What a run is, and a value of each run; what no run tells is left out."""
+    rows: dict[str, list[str]] = {}
+    for run in runs:
+        for name, value in _facts_of(run).items():
+            rows.setdefault(name, []).append(value)
+    return [(name, values) for name, values in rows.items() if set(values) != {NOTHING}]
+
+
+def _facts_of(run: Run) -> dict[str, str]:
+    results: dict[str, Any] = run.results or {}
+    layers = run.layers.values()
+    total = sum(layer.parameters for layer in layers)
+    effective = sum(layer.effective or 0.0 for layer in layers)
+    of_all = f"{number(round(effective))} of {number(total)}"
+    evidence = run.evidence_per_example
+    in_nats = NOTHING if evidence is None else f"{number(evidence, 4)} nats per example"
+    unfinished = ", unfinished" if run.records and not run.results else ""
+    epochs = f"{run.epochs[-1]['epoch']}" if run.epochs else NOTHING
+    kept = results.get("evidence", {}).get("epoch")
+    return {
+        "Network": run.model or NOTHING,
+        "Data": run.data or NOTHING,
+        "Date of the run": f"{run.date.strftime(DATE_FORMAT)}{unfinished}",
+        "Training examples": number(run.num_data),
+        "Epochs": epochs if kept is None or not run.epochs else f"{epochs} (kept: {kept})",
+        "Log marginal likelihood": in_nats,
+        "Effective parameters": of_all if total else NOTHING,
+        "Time": duration(results.get("seconds")),
+        "Folder": str(run.folder),
+    }

@@ -1,0 +1,237 @@
+"""The page's sections: what stands in each, and what to look for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from shlex import quote
+from typing import Any
+
+from marglik.report.chart import Chart
+from marglik.report.contents import Run
+from marglik.report.layer_charts import (
+    effective_chart,
+    final_weight_decay_chart,
+    weight_decay_chart,
+    weight_decay_ends,
+)
+from marglik.report.metrics import predictives, summary_table
+from marglik.report.tables import Table
+from marglik.report.training_charts import evidence_chart, loss_chart, time_chart
+
+__all__ = [
+    "Charts",
+    "Details",
+    "Gallery",
+    "Note",
+    "Section",
+    "curves_section",
+    "effective_section",
+    "evaluate_command",
+    "missing_evaluation",
+    "summary_section",
+    "time_section",
+    "weight_decay_section",
+]
+
+
+@dataclass(frozen=True)
+class Note:
+    """A paragraph, with the command that it tells of, if any."""
+
+    text: str
+    command: str = ""
+    kind: str = "note"
+
+
+@dataclass(frozen=True)
+class Charts:
+    """Charts in as many columns as fit."""
+
+    charts: Sequence[Chart]
+    kind: str = "charts"
+
+
+@dataclass(frozen=True)
+class Details:
+    """A table that folds."""
+
+    summary: str
+    table: Table
+    open: bool = False
+    kind: str = "details"
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """Images with what was predicted of them."""
+
+    title: str
+    examples: Sequence[dict[str, Any]]
+    """As evaluation.json has them."""
+    kind: str = "gallery"
+
+    @property
+    def largest_entropy(self) -> float:
+        """Length of the longest bar (nats)."""
+        return max((one["entropy"] for one in self.examples), default=0.0) or 1.0
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page."""
+
+    id: str
+    title: str
+    lead: str
+    """What to look for."""
+    blocks: Sequence[Note | Charts | Details | Gallery | Table] = field(default_factory=list)
+
+
+def summary_section(runs: Sequence[Run]) -> Section:
+    """The table of metrics."""
+    lead = (
+        "Every way of predicting, side by side. Look for a Laplace predictive that is better "
+        "calibrated than MAP (ECE, NLL) and no less accurate. The best value of a row is marked."
+    )
+    if not predictives(runs):
+        note = "No metrics: neither results.json nor evaluation.json has any."
+        return Section(
+            "summary", "Summary", lead, [Note(note), *missing_evaluation(runs, "further metrics")]
+        )
+    blocks: list[Any] = [summary_table(runs)]
+    if len({one.run.data for one in predictives(runs)}) > 1:
+        blocks.append(Note("The runs have different data; the best values are those of each data."))
+    other_data = dict.fromkeys(filter(None, map(_ood_text, runs)))
+    blocks += [Note(f"Out of distribution: {text}.") for text in other_data]
+    return Section(
+        "summary", "Summary", lead, [*blocks, *missing_evaluation(runs, "further metrics")]
+    )
+
+
+def _ood_text(run: Run) -> str | None:
+    ood = (run.evaluation or {}).get("ood")
+    if not ood:
+        return None
+    size = f" ({ood['num_examples']:,} examples)" if "num_examples" in ood else ""
+    how = f", {ood['note']}" if ood.get("note") else ""
+    score = f", told apart by {ood['score']}" if ood.get("score") else ""
+    return f"{ood['name']}{size}{how}{score}"
+
+
+def curves_section(runs: Sequence[Run]) -> Section:
+    """Evidence and loss over epochs."""
+    lead = (
+        "The evidence should rise as the weight decays are learned, and the loss fall. Evidence "
+        "that falls late while the loss still improves is a sign of overfitting; the star is the "
+        "state that was kept."
+    )
+    charts = []
+    for chart, kind in ((evidence_chart, "update"), (loss_chart, "epoch")):
+        logged = _with_records(runs, kind)
+        if logged:
+            charts.append(chart(logged))
+    blocks = [Charts(charts)] if charts else []
+    return Section(
+        "curves",
+        "Evidence and loss",
+        lead,
+        [*blocks, *missing_log(runs, "evidence over epochs", "update")],
+    )
+
+
+def weight_decay_section(runs: Sequence[Run]) -> Section:
+    """Weight decay over time and, of several runs or one without a log, at the end."""
+    lead = (
+        "Each group starts at the same weight decay and finds its own. Look for curves that have "
+        "settled; one that still climbs belongs to parameters that the data does not need. Dotted "
+        "lines are biases."
+    )
+    updated = _with_records(runs, "update")
+    ends = weight_decay_ends(updated)
+    charts = [weight_decay_chart(run, ends) for run in updated]
+    final = [run for run in runs if run.layers]
+    if final and (len(runs) > 1 or not updated):
+        charts.insert(0, final_weight_decay_chart(final))
+    blocks: list[Any] = [Charts(charts)] if charts else []
+    fitted = [run for run in runs if run.is_fit]
+    if fitted:
+        temperatures = ", ".join(dict.fromkeys(f"{run.temperature:g}" for run in fitted))
+        text = (
+            "Of a fitted posterior, the weight decay is that which its prior precision stands for"
+        )
+        blocks.append(Note(f"{text}: T·δ/N, with temperature T = {temperatures}."))
+    blocks += missing_log(runs, "weight decay over epochs", "update")
+    return Section("weight-decay", "Weight decay per layer", lead, blocks)
+
+
+def effective_section(runs: Sequence[Run]) -> Section:
+    """Effective parameters."""
+    lead = (
+        "How many directions of each tensor's parameters the data determines (the dot), against "
+        "how many it has (the tick). A dot near its tick is a layer that is used to the full; one "
+        "far to the left could do with fewer parameters."
+    )
+    final = [run for run in runs if run.layers]
+    note = Note("Neither results.json nor posterior.json has effective parameters.")
+    blocks = [Charts([effective_chart(final)])] if final else [note]
+    return Section("effective", "Effective number of parameters", lead, blocks)
+
+
+def time_section(runs: Sequence[Run]) -> Section:
+    """Where the time went."""
+    lead = (
+        "What learning the weight decays cost beside training itself. A curvature pass that takes "
+        "more than the steps can be made rarer (prior.every) or cheaper (curvature options)."
+    )
+    logged = _with_records(runs, "epoch")
+    blocks = [Charts([time_chart(logged)])] if logged else []
+    return Section(
+        "time", "Where the time went", lead, [*blocks, *missing_log(runs, "times", "epoch")]
+    )
+
+
+def _with_records(runs: Sequence[Run], kind: str) -> list[Run]:
+    return [run for run in runs if any(record["kind"] == kind for record in run.records)]
+
+
+def missing_log(runs: Sequence[Run], what: str, kind: str) -> list[Note]:
+    """A note for each run without such records, which tells why.
+
+    Args:
+        runs: of the page.
+        what: has to be left out for that.
+        kind: of the records that it needs.
+    """
+    notes = []
+    for run in runs:
+        if any(record["kind"] == kind for record in run.records):
+            continue
+        if run.records:
+            why = "no update of the weight decays was due"
+        elif run.is_fit:
+            why = "a posterior that was fitted to a trained network has no epochs"
+        else:
+            why = "the folder has no log.jsonl"
+        notes.append(Note(f"No {what} of {run.folder}: {why}."))
+    return notes
+
+
+def evaluate_command(run: Run, option: str = "") -> str:
+    """What to type to have a run evaluated."""
+    return f"marglik evaluate {quote(str(run.folder))} {option}".strip()
+
+
+def missing_evaluation(runs: Sequence[Run], what: str) -> list[Note]:
+    """A note for each run that has not been evaluated, with the command that does it.
+
+    Args:
+        runs: of the page.
+        what: is missing for that.
+    """
+    return [
+        Note(
+            f"{run.folder} has no evaluation.json, which holds {what}. To get it:",
+            evaluate_command(run),
+        )
+        for run in runs
+        if run.evaluation is None
+    ]

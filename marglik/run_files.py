@@ -1,0 +1,32 @@
+"""What a run's folder holds, by name."""
+
+__all__ = [
+    "CONFIG",
+    "EVALUATION",
+    "EVIDENCE",
+    "FACTORS",
+    "LOG",
+    "MODEL",
+    "POSTERIOR",
+    "REPORT",
+    "RESULTS",
+]
+
+CONFIG = "config.yaml"
+"""The options."""
+LOG = "log.jsonl"
+"""A line per epoch and update."""
+RESULTS = "results.json"
+"""What `marglik train` found."""
+EVIDENCE = "evidence.png"
+"""Evidence and weight decays over epochs."""
+MODEL = "model.safetensors"
+"""The network's parameters and buffers."""
+FACTORS = "posterior.safetensors"
+"""The curvature's Kronecker factors."""
+POSTERIOR = "posterior.json"
+"""Hyperparameters, and how the network is built."""
+EVALUATION = "evaluation.json"
+"""What the predictives are worth."""
+REPORT = "report.html"
+"""The page about all of it."""
