@@ -67,7 +67,7 @@ class OutputCovariance:
         self._plan: Plan | None = None
         self._independence_verified = False
         self._chunk_sizes: dict[TrackedLayer, int] = {}
-        self._part_size: int | None = None
+        self._part_size = 1
 
     @full_float32()
     def __call__(self, x: Any) -> tuple[Float[Tensor, "N C"], Float[Tensor, "N C C"]]:
@@ -135,7 +135,7 @@ class OutputCovariance:
         if N is None or not plan.splits:
             yield x
             return
-        size = min(s for s in (self._part_size, plan.part_size, max(N, 1)) if s is not None)
+        size = min(self._part_size, plan.part_size or self._part_size)
         for start in range(0, N, size):
             yield examples(x, slice(start, start + size))
 

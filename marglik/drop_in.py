@@ -59,7 +59,7 @@ def marglik_training(
     Args:
         model: the network; returns logits, or means in regression.
         train_loader: batches (x, y), or mappings.
-        likelihood: "classification" or "regression".
+        likelihood: "classification" or "regression"; with this backend and "kron" "bernoulli", too.
         hessian_structure: "kron", or "diag" and "full" for small networks.
         backend: `KfacGGN`, `KfacEF`, or one of laplace-torch's.
         optimizer_cls: the network's optimiser.

@@ -1,7 +1,6 @@
 """`KronLaplace`: laplace-torch's interface on our fit, the evidence from cached eigenvalues."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -13,15 +12,16 @@ from kfac_backend.factors import kronecker_factors
 from kfac_backend.kronecker import KroneckerFactors
 from kfac_backend.laplace_interface import KfacGGN, KfacInterface, check_alignment
 from kfac_backend.laplace_kron import EigenKron, FactorKron
-from kfac_backend.options import KfacApprox
+from kfac_backend.options import KfacApprox, Likelihood, check_option
 from marglik import evidence
 from marglik.evidence import EvidenceTerms
 from marglik.modes import eval_mode
+from marglik.output_distribution import OutputDistribution
 
 __all__ = ["KronLaplace"]
 
 
-class KronLaplace(LaplaceTorchKronLaplace):
+class KronLaplace(OutputDistribution):
     """Laplace approximation with Kronecker factors, for all weights of a network.
 
     A drop-in for laplace-torch's class of that name. What differs:
@@ -30,12 +30,13 @@ class KronLaplace(LaplaceTorchKronLaplace):
       model in the mode it was in; predictions run in eval mode and restore the mode, too.
     - The evidence uses eigenvalues in float64, computed once; eigenvectors wait until a predictive
       asks for them.
+    - The linearised predictives need no Jacobian, see `output_distribution`.
     - With a temperature T the whole log-likelihood is divided by T, regression's normaliser
       included (laplace-torch leaves the normaliser as it is).
 
     Args:
         model: the network at its MAP parameters; frozen parameters have no posterior.
-        likelihood: "classification" or "regression".
+        likelihood: "classification", "regression" or "bernoulli".
         sigma_noise: σ of regression.
         prior_precision: δ, a scalar or one per trainable tensor; includes N, see `marglik.prior`.
         prior_mean: μ of the prior.
@@ -49,9 +50,6 @@ class KronLaplace(LaplaceTorchKronLaplace):
         asdl_fisher_kwargs: what laplace-torch forwards to ``backend.kron``.
         kfac_approx: "expand" or "reduce"; the backend's own default if None.
     """
-
-    # laplace-torch finds classes by this key among all subclasses: ours must not shadow its own.
-    _key = ("all", "marglik_kron")
 
     factors: KroneckerFactors | None = None
     """The fitted curvature, None before `fit`."""
@@ -74,11 +72,7 @@ class KronLaplace(LaplaceTorchKronLaplace):
         *,
         kfac_approx: KfacApprox | None = None,
     ) -> None:
-        if likelihood not in ("classification", "regression"):
-            raise ValueError(
-                f"likelihood {likelihood!r} is not supported by KronLaplace; choose "
-                "'classification' or 'regression'."
-            )
+        check_option("likelihood", likelihood, Likelihood)
         if not hasattr(backend, "fisher"):
             raise TypeError(
                 f"backend {backend.__name__} is not one of kfac_backend's; pass KfacGGN or KfacEF, "
@@ -96,9 +90,11 @@ class KronLaplace(LaplaceTorchKronLaplace):
         if kfac_approx is not None:
             kwargs["kfac_approx"] = kfac_approx
         self._eigen: EigenKron | None = None
+        self._covariances = {}
         super().__init__(
             model,
-            likelihood,
+            # laplace-torch does not know Bernoulli's, whose every use is overridden.
+            "classification" if likelihood == "bernoulli" else likelihood,
             sigma_noise,
             prior_precision,
             prior_mean,
@@ -111,6 +107,8 @@ class KronLaplace(LaplaceTorchKronLaplace):
             kwargs,
             asdl_fisher_kwargs,
         )
+        _ = self.backend  # made while laplace-torch knows the likelihood
+        self.likelihood = likelihood
 
     @property
     def prior_precision(self) -> Tensor:
@@ -153,13 +151,37 @@ class KronLaplace(LaplaceTorchKronLaplace):
                 dict_key_y=self.dict_key_y,
                 **backend.pass_options,
             )
-        check_alignment(self.model, factors)
         if not override and self.factors is not None:
             factors = self.factors + factors
+        self.restore(factors)
+
+    def restore(self, factors: KroneckerFactors) -> None:
+        """Be fitted, with these factors, at the model's present parameters.
+
+        Raises:
+            ValueError: factors of another model.
+        """
+        check_alignment(self.model, factors)
         self.mean = parameters_to_vector(self.params)
         if not self.enable_backprop:
             self.mean = self.mean.detach()
         self._set_factors(factors)
+
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> "KronLaplace":
+        """Move the network and its posterior, in place, as torch's modules do; returns itself.
+
+        Factors stay in float32 at least.
+        """
+        self.model.to(device, dtype)
+        for name in ("_prior_precision", "_prior_mean", "_sigma_noise", "mean"):
+            value = getattr(self, name)
+            setattr(self, name, value.to(self._device, self._dtype))
+        if self.factors is not None:
+            wide = None if dtype is None else torch.promote_types(dtype, torch.float32)
+            self._set_factors(self.factors.to(device, wide))
+        return self
 
     def _set_factors(self, factors: KroneckerFactors) -> None:
         self.factors = factors
@@ -169,6 +191,7 @@ class KronLaplace(LaplaceTorchKronLaplace):
         self.model.output_size = factors.num_outputs  # pyright: ignore  # laplace-torch reads it
         self.H_facs = FactorKron.from_factors(factors, self._dtype)
         self._eigen = None
+        self._covariances = {}
         self._terms: EvidenceTerms | None = None
         self._means: tuple[Tensor, ...] = ()
 
@@ -238,38 +261,6 @@ class KronLaplace(LaplaceTorchKronLaplace):
         return evidence.effective_parameters(
             self.evidence_terms, self.prior_precision, self.sigma_noise, self.temperature
         )
-
-    def optimize_prior_precision(self, *args: Any, **kwargs: Any) -> None:
-        """Tune δ post hoc, by evidence or validation; arguments as in laplace-torch."""
-        with self._model_kept():
-            super().optimize_prior_precision(*args, **kwargs)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The posterior predictive, in eval mode; arguments as in laplace-torch."""
-        with self._model_kept():
-            return super().__call__(*args, **kwargs)
-
-    def functional_samples(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Samples of the network's outputs, in eval mode; arguments as in laplace-torch."""
-        with self._model_kept():
-            return super().functional_samples(*args, **kwargs)
-
-    def predictive_samples(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Samples of the predictive, in eval mode; arguments as in laplace-torch."""
-        with self._model_kept():
-            return super().predictive_samples(*args, **kwargs)
-
-    @contextmanager
-    def _model_kept(self) -> Iterator[None]:
-        """Eval mode for a while; then parameters own their data, no views of the mean."""
-        try:
-            with eval_mode(self.model):
-                yield
-        finally:
-            storage = cast(Tensor, self.mean).untyped_storage().data_ptr()
-            for p in self.params:
-                if p.untyped_storage().data_ptr() == storage:
-                    p.data = p.data.clone()
 
     def state_dict(self) -> dict[str, Any]:
         """laplace-torch's state, with our factors under "H"."""

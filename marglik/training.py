@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.fabric import Fabric
@@ -58,7 +58,7 @@ class OnlineTraining:
         model: the network; frozen parameters have neither prior nor curvature.
         optimizer: the network's optimiser, without weight decay of its own.
         train_loader: batches (x, y), or mappings, for the network's steps.
-        likelihood: "classification" or "regression".
+        likelihood: "classification", "regression" or "bernoulli".
         hyperparameters: what is learned, and how.
         make_laplace: returns an unfitted Laplace approximation, from (δ for laplace, σ).
         schedule: when updates happen.
@@ -89,7 +89,7 @@ class OnlineTraining:
         on_record: Callable[[Record], None] | None = None,
         progress: bool = False,
     ) -> None:
-        check_option("likelihood", likelihood, Literal["classification", "regression"])
+        check_option("likelihood", likelihood, Likelihood)
         if not temperature > 0:
             raise ValueError(f"temperature must be positive, not {temperature}.")
         if any(group.get("weight_decay") for group in optimizer.param_groups):

@@ -222,7 +222,7 @@ def test_our_class_does_not_shadow_laplace_torchs():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"likelihood": "bernoulli"}, ValueError, "'bernoulli' is not supported"),
+        ({"likelihood": "poisson"}, ValueError, "'poisson' is not supported"),
         ({"backend": laplace.curvature.CurvlinopsGGN}, TypeError, "pass KfacGGN or KfacEF"),
         ({"prior_precision": torch.ones(4)}, ValueError, "\\(4,\\); expected a scalar or \\(6,\\)"),
         ({"prior_precision": torch.ones(6, 1)}, ValueError, "shape \\(6, 1\\)"),

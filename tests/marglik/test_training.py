@@ -15,7 +15,7 @@ def data(likelihood="classification", n=40):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(n, 4, dtype=torch.float64, generator=generator)
     y = x[:, :3].argmax(-1) if likelihood == "classification" else x[:, :3].sin()
-    return TensorDataset(x, y)
+    return TensorDataset(x, (y > 0).double() if likelihood == "bernoulli" else y)
 
 
 def network(seed=0):
@@ -57,7 +57,7 @@ def training(
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.3])
-@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+@pytest.mark.parametrize("likelihood", ["classification", "regression", "bernoulli"])
 def test_a_step_follows_the_tempered_log_joint(likelihood, temperature):
     """The loss's gradient is −σ²·T/N times ∇(log p(D|θ)/T + log p(θ)); σ = 1 but in regression."""
     dataset, sigma, lr = data(likelihood), 0.5 if likelihood == "regression" else 1.0, 0.01
@@ -66,10 +66,12 @@ def test_a_step_follows_the_tempered_log_joint(likelihood, temperature):
     model = network()
     parameters = list(model.parameters())
     f = model(x)
-    if likelihood == "classification":
-        log_likelihood = torch.distributions.Categorical(logits=f).log_prob(y).sum()
-    else:
-        log_likelihood = torch.distributions.Normal(f, sigma).log_prob(y).sum()
+    distribution = {
+        "classification": torch.distributions.Categorical(logits=f),
+        "regression": torch.distributions.Normal(f, sigma),
+        "bernoulli": torch.distributions.Bernoulli(logits=f),
+    }[likelihood]
+    log_likelihood = distribution.log_prob(y).sum()
     log_prior = sum(
         torch.distributions.Normal(0.0, d**-0.5).log_prob(p).sum()
         for p, d in zip(parameters, delta, strict=True)
@@ -103,6 +105,14 @@ def test_epochs_of_updates():
     assert due(every=4, burn_in=8) == [8, 12]
     assert due(every=1, burn_in=11) == [11, 12]
     assert due(every=5, burn_in=13) == []
+
+
+def test_bernoulli_outputs_are_learned():
+    result = training(likelihood="bernoulli").run()
+    first = next(r for r in result.records if r["kind"] == "update")
+    assert result.evidence > first["evidence_before"]
+    assert len(set(result.laplace.prior_precision.tolist())) == 4
+    assert "accuracy" not in result.records[0]
 
 
 def test_learns_and_records():

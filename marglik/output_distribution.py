@@ -1,0 +1,127 @@
+"""What a fitted posterior says of new inputs: the half of `KronLaplace` that predicts."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, cast
+
+import torch
+from laplace import KronLaplace as LaplaceTorchKronLaplace
+from torch import Tensor
+
+from kfac_backend.laplace_kron import EigenKron, FactorKron
+from kfac_backend.options import check_option
+from kfac_backend.output_covariance import OutputCovariance
+from marglik.modes import eval_mode
+from marglik.subset import last_layer
+
+__all__ = ["Layers", "OutputDistribution"]
+
+Layers = Literal["all", "last"]
+
+
+class OutputDistribution(LaplaceTorchKronLaplace):
+    """The outputs' Gaussian N(f, J Σ Jᵀ) without Jacobians, and laplace-torch's predictives on it.
+
+    Predictions run in eval mode, and restore the mode that was there.
+    """
+
+    # laplace-torch finds classes by this key among all subclasses: ours must not shadow its own.
+    _key = ("all", "marglik_kron")
+
+    covariance_memory: int = 64 * 2**20
+    """Bytes that the covariance's gradients may take at once, see `OutputCovariance`."""
+
+    _covariances: dict[str, tuple[tuple, OutputCovariance]]
+
+    def output_distribution(self, x: Any, layers: Layers = "all") -> tuple[Tensor, Tensor]:
+        """Outputs f (N, C) and their covariances (N, C, C) in the linearised network.
+
+        No Jacobian is held, memory stays within that of a few examples' activations and
+        `covariance_memory`. Source: Immer, Korzepa & Bauer 2021 (arXiv:2008.08400).
+
+        Args:
+            x: inputs, a tensor or a mapping of tensors; moved to the model's device.
+            layers: "last" takes the other layers as known: the last-layer Laplace approximation,
+                at the cost of a forward pass.
+        """
+        check_option("layers", layers, Layers)
+        with self._model_kept():
+            return self._output_covariance(layers, x)(x)
+
+    @property
+    def precision_blocks(self) -> dict[str, tuple[Any, Tensor]]:
+        """Parameter name -> eigenvectors and eigenvalues of the posterior precision's block."""
+        precision = cast(EigenKron, self.posterior_precision)
+        names = cast(FactorKron, self.H_facs).names
+        return dict(zip(names, precision.spectra(), strict=True))
+
+    def _output_covariance(self, layers: Layers, x: Any) -> OutputCovariance:
+        """The covariance at the present hyperparameters, made anew when they change."""
+        state = (
+            tuple(cast(Tensor, self.prior_precision).tolist()),
+            tuple(cast(Tensor, self.sigma_noise).flatten().tolist()),
+            self.temperature,
+            self.damping,
+            self.covariance_memory,
+        )
+        known = self._covariances.get(layers)
+        if known is None or known[0] != state:
+            with torch.inference_mode(False), torch.no_grad():
+                blocks = self.precision_blocks
+            if layers == "last":
+                name = last_layer(self.model, x)
+                prefix = f"{name}." if name else ""
+                blocks = {n: block for n, block in blocks.items() if n.startswith(prefix)}
+            covariance = OutputCovariance(self.model, blocks, memory=self.covariance_memory)
+            self._covariances[layers] = known = (state, covariance)
+        return known[1]
+
+    def _glm_predictive_distribution(
+        self, X: Any, joint: bool = False, diagonal_output: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """The name laplace-torch has for `output_distribution`; by Jacobians where it must be."""
+        if joint or self.enable_backprop:
+            return super()._glm_predictive_distribution(X, joint, diagonal_output)
+        f, covariance = self.output_distribution(X)
+        return f, covariance.diagonal(dim1=1, dim2=2) if diagonal_output else covariance
+
+    def optimize_prior_precision(self, *args: Any, **kwargs: Any) -> None:
+        """Tune δ post hoc, by evidence or validation; arguments as in laplace-torch."""
+        with self._model_kept():
+            super().optimize_prior_precision(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The posterior predictive, in eval mode; arguments as in laplace-torch."""
+        self._refuse_bernoulli()
+        with self._model_kept():
+            return super().__call__(*args, **kwargs)
+
+    def functional_samples(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Samples of the network's outputs, in eval mode; arguments as in laplace-torch."""
+        with self._model_kept():
+            return super().functional_samples(*args, **kwargs)
+
+    def predictive_samples(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Samples of the predictive, in eval mode; arguments as in laplace-torch."""
+        self._refuse_bernoulli()
+        with self._model_kept():
+            return super().predictive_samples(*args, **kwargs)
+
+    def _refuse_bernoulli(self) -> None:
+        if self.likelihood == "bernoulli":
+            raise NotImplementedError(
+                "laplace-torch's predictives do not know likelihood 'bernoulli'; use "
+                "marglik.laplace_predictive(laplace)(x)."
+            )
+
+    @contextmanager
+    def _model_kept(self) -> Iterator[None]:
+        """Eval mode for a while; then parameters own their data, no views of the mean."""
+        try:
+            with eval_mode(self.model):
+                yield
+        finally:
+            storage = cast(Tensor, self.mean).untyped_storage().data_ptr()
+            for p in self.params:
+                if p.untyped_storage().data_ptr() == storage:
+                    p.data = p.data.clone()

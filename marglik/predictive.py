@@ -1,0 +1,138 @@
+"""Predictives: functions from inputs to predictions, at the MAP or under the posterior."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from kfac_backend.batches import to_device
+from kfac_backend.capture import call_with
+from kfac_backend.options import Likelihood, check_option
+from marglik.laplace import KronLaplace
+from marglik.links import Prediction, predict_from_gaussian, predict_from_outputs
+from marglik.modes import eval_mode
+from marglik.output_distribution import Layers
+
+__all__ = [
+    "Predictive",
+    "PredictiveConfig",
+    "PredictiveMethod",
+    "laplace_predictive",
+    "map_predictive",
+]
+
+PredictiveMethod = Literal["probit", "bridge", "mc", "nn"]
+Predictive = Callable[[Any], Prediction]
+
+
+@dataclass(frozen=True)
+class PredictiveConfig:
+    """How the Laplace posterior predicts.
+
+    Args:
+        method: probit, bridge, mc: the linearised network's outputs are Gaussian, with exact
+            covariances; probit and bridge are closed forms of the class probabilities, mc averages
+            samples of the outputs. nn: sampled networks.
+        samples: samples of the outputs, for mc and for the parts of probit's uncertainty.
+        networks: sampled networks for nn.
+        layers: all layers' uncertainty, or that of the last one alone (not for nn), which costs no
+            more than a forward pass.
+        batch_size: test examples at a time.
+        memory: MiB that the covariances' gradients may take, besides the activations of a few
+            examples; batches are split inside to keep it.
+    """
+
+    method: PredictiveMethod = "probit"
+    samples: int = 100
+    networks: int = 20
+    layers: Layers = "all"
+    batch_size: int = 256
+    memory: int = 64
+
+    def __post_init__(self) -> None:
+        check_option("predictive.method", self.method, PredictiveMethod)
+        check_option("predictive.layers", self.layers, Layers)
+        for name in ("samples", "networks", "batch_size", "memory"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"predictive.{name} must be positive, not {getattr(self, name)}.")
+        if self.method == "nn" and self.layers != "all":
+            raise ValueError(
+                f"predictive.layers {self.layers!r} is not for method 'nn'; choose 'all', or "
+                "another method."
+            )
+
+
+def map_predictive(
+    model: nn.Module, likelihood: Likelihood = "classification", sigma_noise: float | Tensor = 1.0
+) -> Predictive:
+    """The network's own prediction at its parameters, in eval mode; no epistemic uncertainty."""
+
+    @torch.no_grad()
+    def predict(x: Any) -> Prediction:
+        x = to_device(x, next(model.parameters()).device)
+        with eval_mode(model):
+            return predict_from_outputs(model(x)[None], likelihood, sigma_noise)
+
+    return predict
+
+
+def laplace_predictive(
+    laplace: KronLaplace,
+    config: PredictiveConfig = PredictiveConfig(),  # noqa: B008
+    generator: torch.Generator | None = None,
+) -> Predictive:
+    """The posterior's prediction.
+
+    Its random numbers are drawn once, so that it is the same however inputs are put into batches.
+
+    Args:
+        laplace: the fitted posterior.
+        config: how it predicts.
+        generator: of the samples, on the model's device.
+
+    Raises:
+        AttributeError: a posterior that is not fitted.
+    """
+    if laplace.factors is None:
+        raise AttributeError("The Laplace approximation is not fitted; call fit() first.")
+    likelihood: Likelihood = laplace.likelihood  # pyright: ignore[reportAssignmentType]
+    if config.method == "nn":
+        return _network_samples(laplace, config, likelihood, generator)
+    link, device, dtype = config.method, laplace.mean.device, laplace.mean.dtype
+    shape = (config.samples, laplace.n_outputs)
+    noise = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+    laplace.covariance_memory = config.memory * 2**20
+
+    @torch.no_grad()
+    def predict(x: Any) -> Prediction:
+        f, covariance = laplace.output_distribution(x, config.layers)
+        return predict_from_gaussian(f, covariance, likelihood, link, noise, laplace.sigma_noise)
+
+    return predict
+
+
+def _network_samples(
+    laplace: KronLaplace,
+    config: PredictiveConfig,
+    likelihood: Likelihood,
+    generator: torch.Generator | None,
+) -> Predictive:
+    model = laplace.model
+    trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    sizes = [p.numel() for p in trainable.values()]
+    samples = laplace.sample(config.networks, generator)
+
+    @torch.no_grad()
+    def predict(x: Any) -> Prediction:
+        x = to_device(x, samples.device)
+        outputs = []
+        with eval_mode(model):
+            for sample in samples:
+                parts = zip(trainable.items(), sample.split(sizes), strict=True)
+                values = {name: part.view_as(p) for (name, p), part in parts}
+                outputs.append(call_with(model, values, x))
+        return predict_from_outputs(torch.stack(outputs), likelihood, laplace.sigma_noise)
+
+    return predict

@@ -1,0 +1,46 @@
+"""The last layer of a network: what a last-layer Laplace approximation is about."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from kfac_backend.batches import to_device
+from kfac_backend.capture import call_with
+from marglik.modes import eval_mode
+
+__all__ = ["freeze_all_but", "last_layer"]
+
+
+def last_layer(model: nn.Module, x: Any) -> str:
+    """The name of the layer with trainable parameters that runs last at input x.
+
+    A module that holds parameters beside other layers starts, and so counts, before them.
+
+    Raises:
+        ValueError: no layer with a trainable parameter of its own runs.
+    """
+    ran: list[str] = []
+    handles = [
+        module.register_forward_pre_hook(lambda *_, name=name: ran.append(name))
+        for name, module in model.named_modules()
+        if any(p.requires_grad for p in module.parameters(recurse=False))
+    ]
+    try:
+        with torch.no_grad(), eval_mode(model):
+            call_with(model, {}, to_device(x, next(model.parameters()).device))
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not ran:
+        raise ValueError(
+            f"{type(model).__name__} runs no layer with trainable parameters; it has no last layer."
+        )
+    return ran[-1]
+
+
+def freeze_all_but(model: nn.Module, layer: str) -> None:
+    """Let the parameters of one layer alone require gradients."""
+    kept = set(model.get_submodule(layer).parameters())
+    for p in model.parameters():
+        p.requires_grad_(p in kept)
