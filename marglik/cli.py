@@ -1,29 +1,25 @@
-"""The command `marglik`: options are the constructors' own arguments, read by jsonargparse."""
+"""The command `marglik`: options are the functions' own arguments, read by jsonargparse."""
 
 import os
-import re
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import fields
+from importlib import import_module
 from importlib.metadata import version
-from importlib.resources import files
-from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
-from docstring_parser import parse as parse_docstring
-from jsonargparse import (
-    ActionConfigFile,
-    ActionYesNo,
-    ArgumentError,
-    ArgumentParser,
-    DefaultHelpFormatter,
-)
+from jsonargparse import ArgumentError, ArgumentParser
 
-from kfac_backend.files import atomic_path
-from marglik.config import RunConfig
+from marglik.commands.options import HelpFormatter
 
 __all__ = ["main"]
+
+COMMANDS = {
+    "train": "train on images, learn the weight decays",
+    "fit": "a posterior for a network that was trained elsewhere",
+    "evaluate": "what a posterior's predictions are worth: test, shifted and foreign data",
+    "report": "one page about one run, or several side by side",
+}
 
 TRACEBACK_VARIABLE = "MARGLIK_TRACEBACK"
 """Set to 1 to see the traceback of an error that otherwise ends in one line."""
@@ -33,14 +29,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status: 0, 2 for bad input, 130 when interrupted."""
     # Importing torchvision makes torch complain of itself.
     warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=FutureWarning)
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    # The others' options are not needed, whose modules take seconds to import.
+    asked = next((a for a in arguments if a in COMMANDS), None)
     try:
-        parser, train_parser = _parsers()
-        return _train(parser, train_parser, parser.parse_args(arguments))
+        parser, own = _parsers(asked)
+        options: Any = parser.parse_args(arguments)
+        if asked is None:  # parse_args leaves only for --help and --version
+            raise ValueError(f"Pass a command: {', '.join(COMMANDS)}.")
+        _module(asked).run(own[asked], options[asked])
+        return 0
     except KeyboardInterrupt:
-        print("\nmarglik: interrupted; the log so far is in the output folder.", file=sys.stderr)
+        print("\nmarglik: interrupted; what was written so far is kept.", file=sys.stderr)
         return 130
     except ArgumentError as error:
-        _print_error(f"{error} See marglik train --help.")
+        _print_error(f"{error} See marglik{f' {asked}' if asked else ''} --help.")
         return 2
     except (ValueError, TypeError, NotImplementedError, OSError, FloatingPointError) as error:
         if os.environ.get(TRACEBACK_VARIABLE) == "1":
@@ -53,92 +56,29 @@ def _print_error(message: str) -> None:
     print(f"marglik: error: {' '.join(message.split())}", file=sys.stderr)
 
 
-def preset_names() -> list[str]:
-    """The names that --config takes besides paths."""
-    return sorted(
-        Path(p.name).stem for p in files("marglik.presets").iterdir() if ".yaml" in p.name
-    )
-
-
-class _PresetOrFile(ActionConfigFile):
-    """--config: a YAML file, or the name of a preset that the package ships."""
-
-    def __call__(
-        self, parser: Any, cfg: Any, values: Any, option_string: str | None = None
-    ) -> None:
-        if values in preset_names():
-            values = str(files("marglik.presets") / f"{values}.yaml")
-        elif not Path(values).is_file():
-            raise FileNotFoundError(
-                f"--config {values}: no such file, nor a preset ({', '.join(preset_names())})."
-            )
-        super().__call__(parser, cfg, values, option_string)
-
-
-class _HelpFormatter(DefaultHelpFormatter):
-    """Leaves out the hundreds of subclasses that torch.nn.Module has."""
-
-    def _get_help_string(self, action: Any) -> str:
-        text = super()._get_help_string(action)
-        return re.sub(r", known subclasses: torch\.nn\.Module.*\)", ")", text)
-
-
-def _parsers() -> tuple[ArgumentParser, ArgumentParser]:
-    """The command's parser, and that of `marglik train`."""
-    from marglik.experiment import train
-
+def _parsers(asked: str | None) -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
+    """The command's parser, and those of its commands; only the one asked for has its options."""
     parser = ArgumentParser(
         prog="marglik",
         version=version("marglik"),
-        description="Learn a weight decay per layer while the network trains.",
+        description="Learn a weight decay per layer while the network trains, and get calibrated "
+        "predictions afterwards.",
         exit_on_error=False,
-        formatter_class=_HelpFormatter,  # of the subcommands as well
+        formatter_class=HelpFormatter,  # of the commands as well
     )
     commands = parser.add_subcommands()
-    train_parser = ArgumentParser(
-        description="Train a network and its weight decays together.", exit_on_error=False
-    )
-    train_parser.add_argument(
-        "--config",
-        action=_PresetOrFile,
-        help=f"A YAML file of options, or a preset: {', '.join(preset_names())}.",
-    )
-    train_parser.add_function_arguments(train, skip={"run"})
-    _add_run_options(train_parser)
-    commands.add_subcommand("train", train_parser, help="train on images, learn the weight decays")
-    return parser, train_parser
+    own = {}
+    for name, summary in COMMANDS.items():
+        own[name] = ArgumentParser(description=f"{summary[0].upper()}{summary[1:]}.")
+        own[name].exit_on_error = False
+        if name == asked:
+            _module(name).add_arguments(own[name])
+        commands.add_subcommand(name, own[name], help=summary)
+    return parser, own
 
 
-def _add_run_options(parser: ArgumentParser) -> None:
-    """The fields of `RunConfig` as options of their own; truth values as --name and --no_name."""
-    group = parser.add_argument_group("the run")
-    help_of = {p.arg_name: p.description for p in parse_docstring(RunConfig.__doc__ or "").params}
-    for field in fields(RunConfig):
-        if isinstance(field.default, bool):
-            kind: dict[str, Any] = {"action": ActionYesNo(yes_prefix="", no_prefix="no_")}
-        else:
-            kind = {"type": get_type_hints(RunConfig)[field.name]}
-        description = " ".join((help_of[field.name] or "").split())
-        group.add_argument(f"--{field.name}", default=field.default, help=description, **kind)
-
-
-def _train(parser: ArgumentParser, train_parser: ArgumentParser, config: Any) -> int:
-    import torch
-
-    from marglik.experiment import train
-    from marglik.summary import print_summary
-
-    config.train.pop("config", None)  # its options are in the others now
-    options = train_parser.dump(config.train)
-    # Before the model is made, whose initial parameters are random.
-    torch.manual_seed(config.train.seed)
-    arguments: Any = parser.instantiate(config)["train"].as_dict()
-    run = RunConfig(**{field.name: arguments.pop(field.name) for field in fields(RunConfig)})
-    results = train(**arguments, run=run)
-    with atomic_path(Path(results["output"]) / "config.yaml") as temporary:
-        temporary.write_text(options, encoding="utf-8")
-    print_summary(results)
-    return 0
+def _module(command: str) -> Any:
+    return import_module(f"marglik.commands.{command}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,20 @@ from kfac_backend.options import BackwardPrecision, Fisher, KfacApprox
 from marglik.hyperparameters import UpdateMethod
 from marglik.schedule import Keep, Schedule
 
-__all__ = ["CurvatureConfig", "PriorConfig", "RunConfig"]
+__all__ = [
+    "Accelerator",
+    "CurvatureConfig",
+    "PostHocConfig",
+    "PostHocRunConfig",
+    "Precision",
+    "PriorConfig",
+    "PriorRules",
+    "RunConfig",
+]
+
+Accelerator = Literal["auto", "cpu", "cuda"]
+Precision = Literal["32-true", "bf16-mixed", "16-mixed"]
+PriorRules = Literal["layerwise", "scalar", "kind", "stage"] | dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -65,7 +78,7 @@ class PriorConfig:
     """
 
     weight_decay: float = 5e-4
-    structure: Literal["layerwise", "scalar", "kind", "stage"] | dict[str, str] = "layerwise"
+    structure: PriorRules = "layerwise"
     every: int = 5
     burn_in: int = 0
     steps: int = 100
@@ -113,11 +126,70 @@ class RunConfig:
     output: str | None = None
     overwrite: bool = False
     tensorboard: bool = False
-    accelerator: Literal["auto", "cpu", "cuda"] = "auto"
-    precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
+    accelerator: Accelerator = "auto"
+    precision: Precision = "32-true"
     progress: bool = True
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
+
+
+@dataclass(frozen=True)
+class PostHocConfig:
+    """The prior of a network that is trained already.
+
+    Args:
+        method: evidence maximises the marginal likelihood; validation minimises the NLL on the
+            validation split, for one precision for all parameters; fixed keeps the weight decay.
+        structure: for method=evidence, as of `marglik train`.
+        weight_decay: where it starts, and what method=fixed keeps; the one that the network was
+            trained with is a good choice. Prior precision = weight decay * N / temperature.
+        temperature: T, the likelihood is raised to 1/T.
+        sigma_noise: regression's noise, learned with method=evidence.
+        layers: all, or the last layer alone: the others are taken as known, which is much faster
+            for large networks.
+    """
+
+    method: Literal["evidence", "validation", "fixed"] = "evidence"
+    structure: PriorRules = "layerwise"
+    weight_decay: float = 5e-4
+    temperature: float = 1.0
+    sigma_noise: float = 1.0
+    layers: Literal["all", "last"] = "all"
+
+    def __post_init__(self) -> None:
+        for name in ("weight_decay", "temperature", "sigma_noise"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"prior.{name} must be positive, not {getattr(self, name)}.")
+        if self.method == "validation" and self.structure not in ("layerwise", "scalar"):
+            raise ValueError(
+                "prior.method validation tunes one precision for all parameters; leave "
+                "prior.structure out, or choose method evidence."
+            )
+
+
+@dataclass(frozen=True)
+class PostHocRunConfig:
+    """Where and how a posterior is fitted.
+
+    Args:
+        output: folder of the posterior; runs/NAME OF THE CHECKPOINT if null.
+        batch_size: examples per batch of the curvature pass.
+        seed: of sampling.
+        overwrite: whether a run that is already in that folder may be replaced.
+        accelerator: cpu or cuda; auto takes cuda where there is one.
+        progress: whether to show progress bars.
+    """
+
+    output: str | None = None
+    batch_size: int = 128
+    seed: int = 0
+    overwrite: bool = False
+    accelerator: Accelerator = "auto"
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, not {self.batch_size}.")

@@ -1,133 +1,73 @@
-"""MAP and Laplace predictives on data, and what they are worth."""
+"""Predictions for whole data sets, and what they are worth."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector
-from torchmetrics import Metric
-from torchmetrics.aggregation import MeanMetric
-from torchmetrics.classification import MulticlassAccuracy, MulticlassCalibrationError
+from torch import Tensor
 from tqdm.auto import tqdm
 
-from kfac_backend.capture import call_with
-from marglik.laplace import KronLaplace
-from marglik.loaders import Loader
-from marglik.modes import eval_mode
+from kfac_backend.batches import split_batch
+from kfac_backend.options import Likelihood
+from marglik.links import Prediction
+from marglik.metrics import bernoulli_metrics, classification_metrics, regression_metrics
+from marglik.predictive import Predictive
+from marglik.reliability import coverage_curve, reliability
 
-__all__ = [
-    "PredictiveConfig",
-    "PredictiveMethod",
-    "classification_metrics",
-    "laplace_predictive",
-    "map_predictive",
-]
-
-PredictiveMethod = Literal["linearized", "probit", "bridge", "nn"]
-Predictive = Callable[[Tensor], Tensor]
+__all__ = ["metrics", "predict_all", "reliability_curve"]
 
 
-@dataclass(frozen=True)
-class PredictiveConfig:
-    """How the Laplace posterior predicts.
+def predict_all(
+    predict: Predictive,
+    batches: Iterable[Any],
+    *,
+    dict_key_y: str = "labels",
+    progress: bool = False,
+) -> tuple[Prediction, Tensor]:
+    """Predictions and targets of all batches, on the CPU.
 
     Args:
-        method: linearized: softmax averaged over sampled linearised networks, one Jacobian-vector
-            product each; for any size of network. probit, bridge: closed forms of the same
-            linearisation, from all Jacobians; for small networks. nn: sampled networks themselves.
-        samples: posterior samples of the methods that sample.
-        batch_size: test examples at a time; probit and bridge hold batch size x outputs x
-            parameters numbers.
+        predict: the predictive.
+        batches: (x, y), or mappings with targets under ``dict_key_y``.
+        dict_key_y: the targets' key.
+        progress: whether to show a bar.
+
+    Raises:
+        ValueError: no batch.
     """
-
-    method: PredictiveMethod = "linearized"
-    samples: int = 20
-    batch_size: int = 256
-
-    def __post_init__(self) -> None:
-        for name in ("samples", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"predictive.{name} must be positive, not {getattr(self, name)}.")
-
-
-def map_predictive(model: nn.Module) -> Predictive:
-    """A function from inputs to the network's class probabilities at its parameters."""
-
-    @torch.no_grad()
-    def predict(x: Tensor) -> Tensor:
-        with eval_mode(model):
-            return torch.softmax(model(x), dim=-1)
-
-    return predict
-
-
-def laplace_predictive(
-    laplace: KronLaplace, config: PredictiveConfig, generator: torch.Generator | None = None
-) -> Predictive:
-    """A function from inputs to class probabilities; posterior samples are drawn once, here.
-
-    Source of the linearised predictive: Immer, Korzepa & Bauer 2021 (arXiv:2008.08400).
-    """
-    if config.method in ("probit", "bridge"):
-        return lambda x: laplace(x, pred_type="glm", link_approx=config.method)
-    samples = laplace.sample(config.samples, generator)
-    linearized = config.method == "linearized"
-    names = [name for name, p in laplace.model.named_parameters() if p.requires_grad]
-
-    @torch.no_grad()
-    def predict(x: Tensor) -> Tensor:
-        with eval_mode(laplace.model):
-            outputs = _outputs(laplace.model, names, samples, x, linearized)
-            return torch.stack([torch.softmax(f, dim=-1) for f in outputs]).mean(0)
-
-    return predict
-
-
-def _outputs(
-    model: nn.Module, names: list[str], samples: Tensor, x: Tensor, linearized: bool
-) -> Iterator[Tensor]:
-    """The outputs at x for each sampled parameter vector (S, P), linearised at the MAP or not."""
-    parameters = {name: model.get_parameter(name).detach() for name in names}
-    mean = parameters_to_vector(parameters.values())  # pyright: ignore[reportArgumentType]
-    sizes = [p.numel() for p in parameters.values()]
-
-    def unflatten(vector: Tensor) -> dict[str, Tensor]:
-        parts = vector.split(sizes)
-        return {n: part.view_as(parameters[n]) for n, part in zip(names, parts, strict=True)}
-
-    def outputs(values: dict[str, Tensor]) -> Tensor:
-        return call_with(model, values, x)
-
-    for sample in samples:
-        if linearized:
-            f_and_change = torch.func.jvp(outputs, (parameters,), (unflatten(sample - mean),))
-            yield f_and_change[0] + f_and_change[1]
-        else:
-            yield outputs(unflatten(sample))
-
-
-def classification_metrics(
-    predict: Predictive, batches: Loader, num_classes: int, progress: bool = False
-) -> dict[str, float]:
-    """NLL (nats, mean over examples), accuracy and ECE (15 bins) of class probabilities."""
-    nll, accuracy = MeanMetric(), MulticlassAccuracy(num_classes, average="micro")
-    ece = MulticlassCalibrationError(num_classes, n_bins=15)
-    metrics: dict[str, Metric] = {"cls/NLL": nll, "cls/accuracy": accuracy, "cal/ECE": ece}
     hidden = None if progress else True  # None: shown on a terminal only
-    for batch in tqdm(batches, desc="Evaluation", leave=False, disable=hidden):
-        x, y = _pair(batch)
-        # Rounding above 1 would make torchmetrics take probabilities for logits.
-        p = predict(x).cpu().clamp(max=1.0)
-        y = y.cpu()
-        tiny = torch.finfo(p.dtype).tiny
-        nll.update(-p[torch.arange(len(y)), y].clamp(min=tiny).log())
-        accuracy.update(p, y)
-        ece.update(p, y)
-    return {name: float(metric.compute()) for name, metric in metrics.items()}
+    predictions, targets = [], []
+    for batch in tqdm(batches, desc="Predicting", unit="batch", leave=False, disable=hidden):
+        x, y = split_batch(batch, dict_key_y)
+        predictions.append(predict(x).to("cpu"))
+        targets.append(y.cpu())
+    if not predictions:
+        raise ValueError("The data is empty: the loader yields no batch.")
+    return Prediction.cat(predictions), torch.cat(targets)
 
 
-def _pair(batch: Any) -> tuple[Tensor, Tensor]:
-    x, y = batch
-    return x, y
+def metrics(prediction: Prediction, targets: Tensor, likelihood: Likelihood) -> dict[str, float]:
+    """The metrics of `marglik.metrics` that are for this likelihood."""
+    if likelihood == "classification":
+        return classification_metrics(prediction.mean, targets)
+    if likelihood == "bernoulli":
+        return bernoulli_metrics(prediction.mean, targets)
+    return regression_metrics(prediction.mean, prediction.total, targets)
+
+
+def reliability_curve(
+    prediction: Prediction, targets: Tensor, likelihood: Likelihood
+) -> dict[str, list]:
+    """What a reliability diagram shows, as plain lists; see `figures.reliability_diagram`.
+
+    Bins of confidence for classification and Bernoulli (all outputs, of the predicted side), the
+    coverage of central intervals for regression.
+    """
+    if likelihood == "regression":
+        return coverage_curve(prediction.mean, prediction.total, targets)
+    p = prediction.mean
+    if likelihood == "classification":
+        confidence, predicted = p.max(dim=-1)
+        return reliability(confidence, predicted == targets).to_json()
+    confidence = torch.maximum(p, 1 - p).flatten()
+    return reliability(confidence, ((p > 0.5) == (targets > 0.5)).flatten()).to_json()

@@ -12,12 +12,12 @@ from typing import Any, Self
 import torch
 
 from kfac_backend.files import atomic_path
+from marglik import run_files
+from marglik.run_files import LOG
 
-__all__ = ["RunLog", "environment", "read_log", "write_json"]
+__all__ = ["RunLog", "check_free", "clear", "environment", "read_log", "write_json"]
 
-LOG_NAME = "log.jsonl"
 TENSORBOARD = "tensorboard"
-RESULT_NAMES = ("results.json", "config.yaml", "evidence.png", "model.safetensors")
 
 
 class RunLog:
@@ -34,18 +34,10 @@ class RunLog:
     """
 
     def __init__(self, folder: Path, *, tensorboard: bool = False, overwrite: bool = False) -> None:
-        old = [folder / name for name in (LOG_NAME, *RESULT_NAMES) if (folder / name).exists()]
-        if old and not overwrite:
-            raise FileExistsError(
-                f"{folder} already holds a run ({old[0].name}); pass --overwrite, or another "
-                "--output."
-            )
+        check_free(folder, overwrite)
         self._tensorboard = _tensorboard_logger(folder) if tensorboard else None
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in old:
-            path.unlink()
-        shutil.rmtree(folder / TENSORBOARD, ignore_errors=True)
-        self._file = (folder / LOG_NAME).open("w", encoding="utf-8")
+        clear(folder)
+        self._file = (folder / LOG).open("w", encoding="utf-8")
 
     def __enter__(self) -> Self:
         return self
@@ -69,9 +61,31 @@ class RunLog:
             self._tensorboard.log_metrics(scalars, step=record["epoch"])
 
 
+def check_free(folder: Path, overwrite: bool) -> None:
+    """Raise a FileExistsError if the folder holds a run that must not be replaced."""
+    old = _old(folder)
+    if old and not overwrite:
+        raise FileExistsError(
+            f"{folder} already holds a run ({old[0].name}); pass --overwrite, or another --output."
+        )
+
+
+def clear(folder: Path) -> None:
+    """Make the folder, or take an old run out of it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in _old(folder):
+        path.unlink()
+    shutil.rmtree(folder / TENSORBOARD, ignore_errors=True)
+
+
+def _old(folder: Path) -> list[Path]:
+    names = [getattr(run_files, name) for name in run_files.__all__]
+    return [folder / name for name in names if (folder / name).exists()]
+
+
 def read_log(folder: Path) -> list[dict[str, Any]]:
     """The records of a run, in their order."""
-    with (folder / LOG_NAME).open(encoding="utf-8") as file:
+    with (folder / LOG).open(encoding="utf-8") as file:
         return [json.loads(line) for line in file]
 
 

@@ -1,13 +1,14 @@
 """The tables at the end of a run."""
 
+from pathlib import Path
 from typing import Any
 
-__all__ = ["print_summary"]
+__all__ = ["print_evaluation", "print_fit", "print_summary"]
 
 LAYERS_SHOWN = 20
 
 
-def print_summary(results: dict[str, Any]) -> None:
+def print_summary(results: dict[str, Any], report: Path) -> None:
     """Print evidence, learned weight decays, metrics, and where the files are."""
     num_data, evidence = results["num_data"], results["evidence"]
     print(f"\n{results['data']}: {num_data} training images, {results['seconds']:.0f} s")
@@ -17,7 +18,47 @@ def print_summary(results: dict[str, Any]) -> None:
     )
     _print_weight_decays(results["weight_decay"])
     _print_metrics(results["metrics"])
-    print(f"\nWritten to {results['output']}, the plot as evidence.png")
+    print(f"\nWritten to {results['output']}; to look at: {report}")
+
+
+def print_fit(results: dict[str, Any]) -> None:
+    """Print the evidence, the weight decays that were found, and where the posterior is."""
+    if results["note"]:
+        print(f"Checkpoint: {results['note']}.")
+    num_data, evidence = results["num_data"], results["evidence"]
+    print(f"{results['data']}: {num_data} training examples, {results['seconds']:.0f} s")
+    print(
+        f"log marginal likelihood per example: {evidence['before'] / num_data:.4f} at the first "
+        f"weight decay, {evidence['after'] / num_data:.4f} at the one found\n"
+    )
+    rows = results["weight_decay"]
+    width = max(map(len, rows))
+    for name, decay in list(rows.items())[:LAYERS_SHOWN]:
+        print(f"{name:<{width}}   weight decay {decay:.2e}")
+    if len(rows) > LAYERS_SHOWN:
+        print(f"... and {len(rows) - LAYERS_SHOWN} more, in posterior.json")
+    print(f"\nWritten to {results['output']}; go on with: marglik evaluate {results['output']}")
+
+
+def print_evaluation(results: dict[str, Any]) -> None:
+    """Print the metrics of each predictive; shifted data as means over kinds and severities."""
+    print(f"{results['data']}: {results['num_test']} test examples")
+    if results["ood"]:
+        ood = results["ood"]
+        note = f", {ood['note']}" if ood["note"] else ""
+        print(f"foreign: {ood['num_examples']} of {ood['name']}{note}")
+    named = results["predictives"].items()
+    _print_metrics({name: _shifts_averaged(entry["metrics"]) for name, entry in named})
+
+
+def _shifts_averaged(metrics: dict[str, float]) -> dict[str, float]:
+    shown = {key: value for key, value in metrics.items() if not key.startswith("shift/")}
+    shifted: dict[str, list[float]] = {}
+    for key, value in metrics.items():
+        if key.startswith("shift/"):
+            _, _, _, metric = key.split("/", 3)
+            shifted.setdefault(f"shift/mean/{metric}", []).append(value)
+    return shown | {key: sum(values) / len(values) for key, values in shifted.items()}
 
 
 def _print_weight_decays(layers: dict[str, dict[str, float]]) -> None:
@@ -34,8 +75,10 @@ def _print_weight_decays(layers: dict[str, dict[str, float]]) -> None:
 
 
 def _print_metrics(metrics: dict[str, dict[str, float]]) -> None:
-    columns = list(next(iter(metrics.values())))
-    width = max(map(len, metrics))
-    print("\n" + " " * width + "".join(f"{column:>25}" for column in columns))
-    for name, values in metrics.items():
-        print(f"{name:<{width}}" + "".join(f"{values[column]:>25.4f}" for column in columns))
+    rows = list(next(iter(metrics.values())))
+    width = max(map(len, rows))
+    columns = {name: max(len(name), 8) for name in metrics}
+    print("\n" + " " * width + "".join(f"   {name:>{size}}" for name, size in columns.items()))
+    for row in rows:
+        values = (f"   {metrics[name][row]:>{size}.4f}" for name, size in columns.items())
+        print(f"{row:<{width}}" + "".join(values))

@@ -19,6 +19,7 @@ MODULES = {
     "scikit-learn": "sklearn",
     "docstring-parser": "docstring_parser",
     "pillow": "PIL",
+    "pyyaml": "yaml",
 }
 NOT_IMPORTED = {"curvlinops-for-pytorch"}  # bounded for laplace-torch's sake
 
@@ -92,6 +93,8 @@ def test_presets_and_marks_of_types_are_packaged():
     assert PYPROJECT["tool"]["setuptools"]["package-data"]["marglik"] == [
         "py.typed",
         "presets/*.yaml",
+        "report/page.*",
+        "report/theme.js",
     ]
     assert (ROOT / "marglik" / "py.typed").exists() and (
         ROOT / "kfac_backend" / "py.typed"

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from marglik.report import plot_run, save_figure
+from marglik.figures import plot_run, save_figure
 from marglik.run_log import RunLog, environment, read_log, write_json
 
 RECORDS = [

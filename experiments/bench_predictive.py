@@ -1,0 +1,208 @@
+"""The linearised predictive's covariances on WRN-16-4 Fixup: ours, laplace-torch's, and the limit.
+
+The limit of a batch is a forward pass and C = 10 backward passes to the inputs only, in
+channels_last. Float32, CIFAR-10 shapes, all 50 tensors (laplace-torch: without Fixup's scalars).
+Its parts, each a JSON file in ``results/bench_predictive_DEVICE/`` written when it is done:
+
+- batch_32: a training step, the limit, ours with all layers and with the last, taking turns; and
+  the peak memory of each, beside the posterior's eigenvectors.
+- jacobians: laplace-torch's Jacobian path at growing batches, each in a process of its own that
+  may use 24 GiB.
+- stream: 10,000 images, of CIFAR-10 (JPEG) where they are there (``MARGLIK_DATA``, or
+  ../shared/data), else noise.
+
+Run it with ``make bench``, or a part by its name; ``--resume`` keeps the parts that are there.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import warnings
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.contenders import limit, network, training_step
+from experiments.timing import interleaved, medians, peak_memory, seconds
+from marglik.data import ImageFolder
+from marglik.data.split_batches import split_batches
+from marglik.laplace import KronLaplace
+from marglik.run_log import environment, write_json
+
+__all__ = ["Config", "table"]
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is measured, and how often."""
+
+    batch_size: int = 32
+    num_classes: int = 10
+    repetitions: int = 5
+    jacobian_batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    num_images: int = 10_000
+    seed: int = 0
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def run_batch(config: Config) -> dict[str, Any]:
+    """Median seconds of a batch, their ratios to the limit and to a training step, and memory."""
+    device, x, y = _batch(config)
+    laplace = _posterior(config)
+    frozen = network(device, num_classes=config.num_classes, channels_last=True)
+    model = network(device, num_classes=config.num_classes)
+    work = {
+        "training step": training_step(model, x, y),
+        "limit": limit(frozen, x, config.num_classes),
+        "ours": lambda: laplace.output_distribution(x),
+        "ours, last layer": lambda: laplace.output_distribution(x, layers="last"),
+    }
+    measured = interleaved(work, config.repetitions, device)
+    median = medians(measured)
+    return {
+        "config": asdict(config),
+        "median_seconds": median,
+        "times_the_limit": {name: value / median["limit"] for name, value in median.items()},
+        "peak_mebibytes": {name: peak_memory(work[name], device) / 2**20 for name in work},
+        "seconds": measured,
+        **environment(device),
+    }
+
+
+def run_jacobians(config: Config) -> dict[str, Any]:
+    """Laplace-torch's way, up to the first batch that does not fit."""
+    found = []
+    for batch_size in config.jacobian_batches:
+        command = [sys.executable, "-m", "experiments.jacobian_path"]
+        done = subprocess.run(
+            [*command, "--batch_size", str(batch_size)], capture_output=True, text=True
+        )
+        lines = done.stdout.strip().splitlines()
+        failed = {"batch_size": batch_size, "error": f"the process ended with {done.returncode}"}
+        found.append(json.loads(lines[-1]) if done.returncode == 0 and lines else failed)
+        print(found[-1], flush=True)
+        if "error" in found[-1]:
+            break
+    return {"config": asdict(config), "batches": found, **environment(torch.device("cpu"))}
+
+
+def run_stream(config: Config) -> dict[str, Any]:
+    """Seconds and peak memory for many images, in batches."""
+    device = torch.device(config.device)
+    laplace = _posterior(config)
+    name, batches = _images(config, device)
+    before = _peak_resident()
+
+    def work() -> None:
+        for x in batches:
+            laplace.output_distribution(x)
+
+    elapsed = seconds(work, device)
+    num_images = sum(len(x) for x in batches)
+    return {
+        "config": asdict(config),
+        "data": name,
+        "num_images": num_images,
+        "total_seconds": elapsed,
+        "milliseconds_per_image": 1000 * elapsed / num_images,
+        "resident_mebibytes_before": before / 2**20,
+        "resident_mebibytes_at_most": _peak_resident() / 2**20,
+        **environment(device),
+    }
+
+
+def table(folder: Path) -> str:
+    """The parts that are there as Markdown."""
+    lines = ["| 32 images | seconds | times the limit | MiB |", "|---|---|---|---|"]
+    parts = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    if "batch_32" in parts:
+        part = parts["batch_32"]
+        for name, value in part["median_seconds"].items():
+            ratio, memory = part["times_the_limit"][name], part["peak_mebibytes"][name]
+            lines.append(f"| {name} | {value:.2f} | {ratio:.2f} | {memory:.0f} |")
+    if "jacobians" in parts:
+        lines += ["", "| laplace-torch, batch | seconds an image | GiB |", "|---|---|---|"]
+        for entry in parts["jacobians"]["batches"]:
+            size = entry["batch_size"]
+            each = f"{entry['seconds'] / size:.2f}" if "seconds" in entry else entry["error"]
+            memory = entry.get("peak_gibibytes", float("nan"))
+            lines.append(f"| {size} | {each} | {memory:.1f} |")
+    if "stream" in parts:
+        part = parts["stream"]
+        lines += [
+            "",
+            f"{part['num_images']} images of {part['data']}: {part['total_seconds']:.0f} s, "
+            f"{part['milliseconds_per_image']:.0f} ms an image.",
+        ]
+    return "\n".join(lines)
+
+
+PARTS = {"batch_32": run_batch, "jacobians": run_jacobians, "stream": run_stream}
+
+
+def _batch(config: Config) -> tuple[torch.device, Tensor, Tensor]:
+    torch.manual_seed(config.seed)
+    device = torch.device(config.device)
+    x = torch.randn(config.batch_size, 3, 32, 32, device=device)
+    y = torch.randint(config.num_classes, (config.batch_size,), device=device)
+    return device, x, y
+
+
+def _posterior(config: Config) -> KronLaplace:
+    device, x, y = _batch(config)
+    model = network(device, num_classes=config.num_classes)
+    laplace = KronLaplace(model, "classification", prior_precision=50.0, kfac_approx="reduce")
+    laplace.fit([(x, y)])
+    laplace.output_distribution(x[:2])  # the eigenvectors, and the proof that hooks see all
+    laplace.output_distribution(x[:2], layers="last")
+    return laplace
+
+
+def _images(config: Config, device: torch.device) -> tuple[str, list[Tensor]]:
+    archive = Path(os.environ.get("MARGLIK_DATA", "../shared/data")) / "cifar10-jpeg.tar.gz"
+    if not archive.exists():
+        x = torch.randn(config.num_images, 3, 32, 32, device=device)
+        return "noise", list(x.split(config.batch_size))
+    splits = ImageFolder(archive, name="CIFAR-10 (JPEG)").load()
+    batches = split_batches(splits, "test", config.batch_size, device=device)
+    number = -(-config.num_images // config.batch_size)
+    return splits.name, [x for x, _ in batches][:number]
+
+
+def _peak_resident() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def main() -> None:
+    """Parse the options, measure what is missing, print and write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; default: all")
+    parser.add_argument("--resume", action="store_true", help="keep the parts that are there")
+    parser.add_argument("--device", default=Config.device, help=f"default: {Config.device}")
+    options = parser.parse_args()
+    unknown = set(options.parts) - set(PARTS)
+    if unknown:
+        parser.error(f"no part {sorted(unknown)[0]!r}; choose from {', '.join(PARTS)}")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    folder = RESULTS / f"bench_predictive_{options.device}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in options.parts or PARTS:
+        if (folder / f"{name}.json").exists() and options.resume:
+            print(f"{name}: kept")
+            continue
+        result = PARTS[name](replace(Config(), device=options.device))
+        write_json(folder / f"{name}.json", result)
+    (folder / "table.md").write_text(table(folder) + "\n")
+    print(table(folder))
+
+
+if __name__ == "__main__":
+    main()

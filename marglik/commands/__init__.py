@@ -1,0 +1,1 @@
+"""The commands of `marglik`, one file each: its options, and what it prints."""

@@ -1,0 +1,29 @@
+"""`marglik evaluate`: what a saved posterior's predictions are worth."""
+
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentParser
+
+from marglik.commands.options import PresetOrFile
+from marglik.evaluate_run import evaluate_run
+from marglik.report import write_report
+from marglik.run_files import EVALUATION
+from marglik.summary import print_evaluation
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument("--config", action=PresetOrFile, help="A YAML file of options.")
+    parser.add_function_arguments(evaluate_run, as_positional=True)
+
+
+def run(parser: ArgumentParser, options: Any) -> None:
+    """Evaluate, print the metrics, and write the report anew."""
+    options.pop("config", None)
+    results = evaluate_run(**parser.instantiate(options).as_dict())
+    print_evaluation(results)
+    folder = Path(results["output"])
+    print(f"\nWritten to {folder / EVALUATION}; the report to {write_report([folder])}")

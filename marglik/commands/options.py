@@ -1,0 +1,78 @@
+"""Options that several commands read: presets, and the fields of a dataclass."""
+
+import json
+import re
+from dataclasses import fields
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+from docstring_parser import parse as parse_docstring
+from jsonargparse import ActionConfigFile, ActionYesNo, ArgumentParser, DefaultHelpFormatter
+
+__all__ = [
+    "HelpFormatter",
+    "PresetOrFile",
+    "add_fields",
+    "preset_names",
+    "sources_of",
+    "take_fields",
+]
+
+Config = TypeVar("Config")
+
+
+def preset_names() -> list[str]:
+    """The names that --config takes besides paths."""
+    return sorted(
+        Path(p.name).stem for p in files("marglik.presets").iterdir() if ".yaml" in p.name
+    )
+
+
+class PresetOrFile(ActionConfigFile):
+    """--config: a YAML file, or the name of a preset that the package ships."""
+
+    def __call__(
+        self, parser: Any, cfg: Any, values: Any, option_string: str | None = None
+    ) -> None:
+        """Read the file, as jsonargparse's own action does."""
+        if values in preset_names():
+            values = str(files("marglik.presets") / f"{values}.yaml")
+        elif not Path(values).is_file():
+            raise FileNotFoundError(
+                f"--config {values}: no such file, nor a preset ({', '.join(preset_names())})."
+            )
+        super().__call__(parser, cfg, values, option_string)
+
+
+class HelpFormatter(DefaultHelpFormatter):
+    """Leaves out the hundreds of subclasses that torch.nn.Module has."""
+
+    def _get_help_string(self, action: Any) -> str:
+        text = super()._get_help_string(action)
+        return re.sub(r", known subclasses: torch\.nn\.Module.*\)", ")", text)
+
+
+def add_fields(parser: ArgumentParser, config: type, title: str) -> None:
+    """A dataclass's fields as options of their own; truth values as --name and --no_name."""
+    group = parser.add_argument_group(title)
+    help_of = {p.arg_name: p.description for p in parse_docstring(config.__doc__ or "").params}
+    for field in fields(config):
+        if isinstance(field.default, bool):
+            kind: dict[str, Any] = {"action": ActionYesNo(yes_prefix="", no_prefix="no_")}
+        else:
+            kind = {"type": get_type_hints(config)[field.name]}
+        description = " ".join((help_of[field.name] or "").split())
+        group.add_argument(f"--{field.name}", default=field.default, help=description, **kind)
+
+
+def take_fields(arguments: dict[str, Any], config: type[Config]) -> Config:
+    """A dataclass from the options of `add_fields`, which are taken out of the arguments."""
+    names = [field.name for field in fields(config)]  # pyright: ignore[reportArgumentType]
+    return config(**{name: arguments.pop(name) for name in names})
+
+
+def sources_of(parser: ArgumentParser, options: Any) -> dict[str, dict[str, Any]]:
+    """How the objects "model" and "data" are made, as plain data for JSON."""
+    plain = json.loads(parser.dump(options, format="json_compact"))
+    return {name: plain[name] for name in ("model", "data") if plain.get(name)}

@@ -1,0 +1,124 @@
+"""What `marglik evaluate` does: predictions of a saved posterior, or of a bare checkpoint."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from kfac_backend.options import Likelihood
+from marglik.build import build_fabric, build_from_spec
+from marglik.config import Accelerator
+from marglik.data import ImageData, TensorFile
+from marglik.data_record import as_trained
+from marglik.evaluation_record import EvaluationConfig, evaluate
+from marglik.model_check import check_model
+from marglik.posterior_file import load_posterior, read_posterior
+from marglik.predictive import (
+    Predictive,
+    PredictiveConfig,
+    PredictiveMethod,
+    laplace_predictive,
+    map_predictive,
+)
+from marglik.pretrained import load_pretrained
+from marglik.run_files import EVALUATION
+from marglik.run_log import write_json
+
+__all__ = ["evaluate_run"]
+
+
+def evaluate_run(
+    path: str,
+    model: nn.Module | None = None,
+    data: ImageData | TensorFile | None = None,
+    likelihood: Likelihood | None = None,
+    methods: Sequence[PredictiveMethod] | None = None,
+    predictive: PredictiveConfig = PredictiveConfig(),  # noqa: B008
+    evaluation: EvaluationConfig = EvaluationConfig(),  # noqa: B008
+    ood: ImageData | None = None,
+    output: str | None = None,
+    accelerator: Accelerator = "auto",
+    seed: int = 0,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Evaluate a network at its parameters (MAP) and under its posterior.
+
+    Returns the content of ``evaluation.json``, and where it lies under "output".
+
+    Args:
+        path: a folder of marglik train or marglik fit; or a checkpoint, which needs model and data
+            and has no posterior.
+        model: the network, where the folder does not say how it is built.
+        data: whose test split to take; the training data's own if left out.
+        likelihood: of a checkpoint, classification if left out; folders know theirs.
+        methods: several posterior predictives in turn; predictive.method alone if left out.
+        predictive: how the posterior predicts.
+        evaluation: what is evaluated besides the test set.
+        ood: images from elsewhere, which the predictives should find uncertain.
+        output: folder of evaluation.json; the folder itself, or runs/NAME OF THE CHECKPOINT.
+        accelerator: cpu or cuda; auto takes cuda where there is one.
+        seed: of sampling.
+        progress: whether to show progress bars.
+
+    Raises:
+        FileNotFoundError: no such folder or file.
+        ValueError: data, model or posterior that do not fit together; files that were altered.
+    """
+    if not Path(path).exists():
+        raise FileNotFoundError(f"{path} does not exist; pass a run's folder or a checkpoint.")
+    fabric = build_fabric(accelerator)
+    if Path(path).is_dir():
+        record = read_posterior(path)
+        if likelihood not in (None, record["likelihood"]):
+            raise ValueError(
+                f"{path} is for likelihood {record['likelihood']!r}, not {likelihood!r}; leave "
+                "--likelihood out."
+            )
+        model = _saved(path, model, record, "model", nn.Module)
+        data = _saved(path, data, record["data"] or {}, "source", (ImageData, TensorFile))
+        assert model is not None and data is not None
+        splits = as_trained(data.load(), record["data"])
+        laplace = load_posterior(path, model, fabric.device)
+        likelihood = record["likelihood"]
+        map_ = map_predictive(model, record["likelihood"], laplace.sigma_noise)
+        folder = Path(output or path)
+    else:
+        if model is None or data is None:
+            raise ValueError(f"{path} is a checkpoint; it needs --model and --data.")
+        load_pretrained(model, path)
+        model, splits, laplace = fabric.to_device(model), data.load(), None
+        likelihood = likelihood or "classification"
+        map_ = map_predictive(model, likelihood)
+        folder = Path(output or f"runs/{Path(path).stem}")
+    check_model(model, splits, None, likelihood)  # pyright: ignore[reportArgumentType]
+    predictives: dict[str, Predictive] = {"MAP": map_}
+    if laplace is not None:
+        for method in methods or [predictive.method]:
+            generator = torch.Generator(fabric.device).manual_seed(seed)
+            config = replace(predictive, method=method)
+            predictives[f"Laplace, {method}"] = laplace_predictive(laplace, config, generator)
+    found = evaluate(
+        predictives,
+        splits,
+        likelihood,  # pyright: ignore[reportArgumentType]
+        evaluation,
+        ood=ood,
+        batch_size=predictive.batch_size,
+        device=fabric.device,
+        progress=progress,
+    )
+    write_json(folder / EVALUATION, found)
+    return found | {"output": str(folder)}
+
+
+def _saved(path: str, given: Any, record: dict[str, Any], key: str, kinds: Any) -> Any:
+    """What was given, or else what the folder says."""
+    if given is not None:
+        return given
+    if record.get(key) is None:
+        option = "--model" if key == "model" else "--data"
+        raise ValueError(f"{path} does not say how its {option[2:]} is made; pass {option}.")
+    return build_from_spec(kinds, record[key])

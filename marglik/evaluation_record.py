@@ -1,0 +1,230 @@
+"""All that an evaluation finds, as plain data: the content of ``evaluation.json``."""
+
+import base64
+import io
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kfac_backend.options import Likelihood, check_option
+from marglik.data import (
+    CORRUPTIONS,
+    SEVERITIES,
+    ImageBatches,
+    ImageData,
+    ImageSet,
+    ImageSplits,
+    TensorSplits,
+    corrupt,
+    out_of_distribution_images,
+)
+from marglik.data.split_batches import split_batches
+from marglik.evaluation import metrics, predict_all, reliability_curve
+from marglik.links import Prediction
+from marglik.metrics import out_of_distribution_metrics
+from marglik.predictive import Predictive
+from marglik.run_log import environment
+
+__all__ = ["EvaluationConfig", "evaluate"]
+
+ENTROPY_BINS = 30
+
+Score = Literal["entropy", "epistemic"]
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """What is evaluated besides the test set.
+
+    Args:
+        shift: whether to evaluate on the test images with noise, blur, less contrast and JPEG
+            artefacts, at five severities each: twenty times the work.
+        ood_score: what tells foreign images: the predictive entropy, or its epistemic part.
+        uncertain: how many of the most uncertain test images to keep for the report.
+    """
+
+    shift: bool = False
+    ood_score: Score = "entropy"
+    uncertain: int = 12
+
+    def __post_init__(self) -> None:
+        check_option("evaluation.ood_score", self.ood_score, Score)
+        if self.uncertain < 0:
+            raise ValueError(f"evaluation.uncertain must be 0 or more, not {self.uncertain}.")
+
+
+def evaluate(
+    predictives: Mapping[str, Predictive],
+    splits: ImageSplits | TensorSplits,
+    likelihood: Likelihood,
+    config: EvaluationConfig = EvaluationConfig(),  # noqa: B008
+    *,
+    ood: ImageData | None = None,
+    batch_size: int = 256,
+    device: torch.device | str = "cpu",
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Evaluate predictives on the test set, and on validation, shifted and foreign data.
+
+    Args:
+        predictives: name -> predictive; the uncertain images are those of the last.
+        splits: the data; images are normalised by its mean and std.
+        likelihood: of the predictives.
+        config: what is evaluated.
+        ood: data from elsewhere.
+        batch_size: test examples at a time.
+        device: where batches are made.
+        progress: whether to show progress bars.
+
+    Returns:
+        For each predictive the metrics under keys such as ``test/cls/NLL``, ``test/cal/ECE``,
+        ``shift/noise/3/cls/NLL`` and ``ood/AUROC``, its reliability curve, histograms of its
+        entropy, and seconds for the test set.
+
+    Raises:
+        ValueError: shifts or foreign data for data that are no images, or regression; foreign data
+            without images.
+    """
+    images = splits if isinstance(splits, ImageSplits) else None
+    if images is None and (config.shift or ood is not None):
+        raise ValueError(
+            f"{splits.name} holds no images; shift and ood are for images. Leave them out."
+        )
+    work = _Evaluation(splits, likelihood, batch_size, torch.device(device), progress)
+    foreign, note, name = None, None, None
+    if ood is not None and images is not None:
+        foreign, note = out_of_distribution_images(ood, images)
+        name = ood.load().name
+    record: dict[str, Any] = {
+        "format": "marglik.evaluation",
+        "version": 1,
+        "data": splits.name,
+        "likelihood": likelihood,
+        "classes": list(images.classes) if images is not None else None,
+        "predictives": {},
+        "ood": None,
+        "shift": None,
+        "uncertain": None,
+    }
+    for label, predict in predictives.items():
+        start = time.perf_counter()
+        prediction, targets = work.predict("test", predict)
+        seconds = time.perf_counter() - start
+        found = _prefixed("test", metrics(prediction, targets, likelihood))
+        if splits.validation is not None:
+            of_validation = metrics(*work.predict("validation", predict), likelihood)
+            found |= _prefixed("validation", of_validation)
+        entry = {"reliability": reliability_curve(prediction, targets, likelihood)}
+        if likelihood != "regression":
+            entry["entropy"] = _entropies(prediction, likelihood)
+        if foreign is not None:
+            of_foreign = work.predict_images(foreign, predict)
+            inside, outside = (_score(p, config.ood_score) for p in (prediction, of_foreign))
+            found |= out_of_distribution_metrics(inside, outside)
+            entry["entropy"]["ood"] = _entropies(of_foreign, likelihood)["test"]
+        if config.shift:
+            found |= dict(work.shifted(predict))
+        record["predictives"][label] = {"metrics": found, **entry, "seconds": seconds}
+        record["num_test"] = len(targets)
+        if images is not None and likelihood == "classification" and config.uncertain:
+            examples = _most_uncertain(prediction, images, config.uncertain)
+            record["uncertain"] = {"predictive": label, "examples": examples}
+    if foreign is not None:
+        record["ood"] = {
+            "name": name,
+            "num_examples": len(foreign),
+            "score": config.ood_score,
+            "note": note,
+        }
+    if config.shift:
+        record["shift"] = {"kinds": list(CORRUPTIONS), "severities": list(SEVERITIES)}
+    return record | environment(work.device)
+
+
+@dataclass(frozen=True)
+class _Evaluation:
+    """The data, and how to go through it."""
+
+    splits: ImageSplits | TensorSplits
+    likelihood: Likelihood
+    batch_size: int
+    device: torch.device
+    progress: bool
+
+    def predict(
+        self, split: Literal["validation", "test"], predict: Predictive
+    ) -> tuple[Prediction, Tensor]:
+        batches = split_batches(self.splits, split, self.batch_size, device=self.device)
+        return predict_all(predict, batches, progress=self.progress)
+
+    def predict_images(self, images: Tensor, predict: Predictive) -> Prediction:
+        assert isinstance(self.splits, ImageSplits)
+        unlabelled = ImageSet(images, torch.zeros(len(images), dtype=torch.int64))
+        batches = ImageBatches(
+            unlabelled, self.splits.mean, self.splits.std, self.batch_size, device=self.device
+        )
+        return predict_all(predict, batches, progress=self.progress)[0]
+
+    def shifted(self, predict: Predictive) -> Iterator[tuple[str, float]]:
+        assert isinstance(self.splits, ImageSplits)
+        test = self.splits.test
+        for kind in CORRUPTIONS:
+            for severity in SEVERITIES:
+                prediction = self.predict_images(corrupt(test.images, kind, severity), predict)
+                found = metrics(prediction, test.labels, self.likelihood)
+                yield from _prefixed(f"shift/{kind}/{severity}", found).items()
+
+
+def _prefixed(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
+    return {f"{prefix}/{key}": value for key, value in values.items()}
+
+
+def _score(prediction: Prediction, kind: Score) -> Tensor:
+    score = prediction.entropy if kind == "entropy" else prediction.epistemic
+    return score if score.dim() == 1 else score.sum(1)
+
+
+def _entropies(prediction: Prediction, likelihood: Likelihood) -> dict[str, list]:
+    outputs = prediction.mean.shape[1] if likelihood == "classification" else 2
+    largest = math.log(outputs)
+    # Rounding may put an entropy above its bound.
+    entropy = prediction.entropy.flatten().double().clamp(0, largest)
+    counts, edges = torch.histogram(entropy, ENTROPY_BINS, range=(0.0, largest))
+    return {"edges": edges.tolist(), "test": [int(count) for count in counts]}
+
+
+def _most_uncertain(
+    prediction: Prediction, splits: ImageSplits, number: int
+) -> list[dict[str, Any]]:
+    entropy = prediction.entropy
+    indices = entropy.argsort(descending=True, stable=True)[:number].tolist()
+    probability, predicted = prediction.mean.max(dim=-1)
+    return [
+        {
+            "index": i,
+            "label": splits.classes[int(splits.test.labels[i])],
+            "predicted": splits.classes[int(predicted[i])],
+            "probability": probability[i].item(),
+            "entropy": entropy[i].item(),
+            "aleatoric": prediction.aleatoric[i].item(),
+            "epistemic": prediction.epistemic[i].item(),
+            "image": _data_uri(splits.test.images[i]),
+        }
+        for i in indices
+    ]
+
+
+def _data_uri(image: Tensor) -> str:
+    """A uint8 image (C, H, W) as a PNG in a data URI; channels beyond three are left out."""
+    from PIL import Image
+
+    channels = 3 if len(image) >= 3 else 1
+    pixels = image[:channels].permute(1, 2, 0).squeeze(-1).cpu().numpy()
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, format="PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")

@@ -1,0 +1,131 @@
+"""A posterior for a network that was trained elsewhere: what `marglik fit` does."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from kfac_backend.options import Likelihood
+from marglik.build import build_fabric, build_laplace
+from marglik.config import CurvatureConfig, PostHocConfig, PostHocRunConfig
+from marglik.data import ImageData, ImageSplits, TensorFile, TensorSplits
+from marglik.data.split_batches import split_batches
+from marglik.data_record import data_record
+from marglik.evaluation import metrics, predict_all
+from marglik.laplace import KronLaplace
+from marglik.model_check import check_model
+from marglik.modes import eval_mode
+from marglik.post_hoc import PriorFit, maximize_evidence, minimize_validation_loss
+from marglik.posterior_file import save_posterior
+from marglik.predictive import PredictiveConfig, laplace_predictive
+from marglik.pretrained import load_pretrained
+from marglik.prior import PriorGroups, precision_to_weight_decay, weight_decay_to_precision
+from marglik.run_log import check_free, clear
+from marglik.subset import freeze_all_but, last_layer
+
+__all__ = ["fit"]
+
+
+def fit(
+    model: nn.Module,
+    data: ImageData | TensorFile,
+    checkpoint: str,
+    likelihood: Likelihood = "classification",
+    prior: PostHocConfig = PostHocConfig(),  # noqa: B008
+    curvature: CurvatureConfig = CurvatureConfig(),  # noqa: B008
+    predictive: PredictiveConfig = PredictiveConfig(),  # noqa: B008
+    run: PostHocRunConfig = PostHocRunConfig(),  # noqa: B008
+    sources: dict[str, dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """Fit a Laplace posterior to a trained network, and save it.
+
+    Args:
+        model: the network, as it was built for training; any importable class.
+        data: what it was trained on; its training split is fitted to.
+        checkpoint: its parameters, in safetensors, or a state dict that torch.save has written.
+        likelihood: classification; regression; or bernoulli, for independent yes-or-no outputs.
+        prior: the prior, and how it is found.
+        curvature: the curvature pass.
+        predictive: the predictive whose NLL prior.method=validation minimises.
+        run: everything else.
+        sources: how "model" and "data" are made, for whoever loads the posterior.
+
+    Raises:
+        ValueError: options, data, checkpoint or model that do not fit together.
+        NotImplementedError: a layer without a K-FAC rule.
+        FileExistsError: the output folder holds a run already.
+    """
+    start, sources = time.perf_counter(), sources or {}
+    folder = Path(run.output or f"runs/{Path(checkpoint).stem}")
+    check_free(folder, run.overwrite)
+    fabric = build_fabric(run.accelerator)
+    note = load_pretrained(model, checkpoint)
+    splits = data.load()
+    if prior.method == "validation" and splits.validation is None:
+        raise ValueError(
+            f"prior.method validation needs validation data, and {splits.name} has none; keep some "
+            "back (--data.validation 0.1), or choose method evidence."
+        )
+    model = fabric.to_device(model)
+    batches = split_batches(splits, "train", run.batch_size, device=fabric.device)
+    if prior.layers == "last":
+        freeze_all_but(model, last_layer(model, next(iter(batches))[0]))
+    check_model(model, splits, curvature, likelihood)
+    PriorGroups.from_model(model, prior.structure)  # complains of rules that match nothing
+
+    delta = weight_decay_to_precision(prior.weight_decay, batches.num_examples, prior.temperature)
+    laplace = build_laplace(
+        model,
+        likelihood,
+        curvature,
+        delta,
+        sigma_noise=prior.sigma_noise,
+        temperature=prior.temperature,
+    )
+    torch.manual_seed(run.seed)
+    with eval_mode(model):
+        laplace.fit(batches, progress_bar=run.progress)
+    before = float(laplace.log_marginal_likelihood())
+    found = _find_prior(laplace, prior, predictive, splits, run)
+    clear(folder)
+    record = data_record(splits, sources.get("data"))
+    save_posterior(laplace, folder, model=sources.get("model"), data=record)
+    decay = precision_to_weight_decay(laplace.prior_precision, laplace.n_data, prior.temperature)
+    names = [n for n, p in model.named_parameters() if p.requires_grad]
+    return {
+        "data": splits.name,
+        "num_data": laplace.n_data,
+        "evidence": {"before": before, "after": float(laplace.log_marginal_likelihood())},
+        "weight_decay": dict(zip(names, decay.expand(len(names)).tolist(), strict=True)),
+        "sigma_noise": float(laplace.sigma_noise),
+        "evaluations": found.evaluations if found else 0,
+        "note": note,
+        "seconds": time.perf_counter() - start,
+        "output": str(folder),
+    }
+
+
+def _find_prior(
+    laplace: KronLaplace,
+    prior: PostHocConfig,
+    predictive: PredictiveConfig,
+    splits: ImageSplits | TensorSplits,
+    run: PostHocRunConfig,
+) -> PriorFit | None:
+    if prior.method == "evidence":
+        return maximize_evidence(laplace, prior.structure)
+    if prior.method == "fixed":
+        return None
+    batches = split_batches(splits, "validation", predictive.batch_size, device=laplace.mean.device)
+    likelihood: Any = laplace.likelihood
+    key = "reg/NLL" if likelihood == "regression" else "cls/NLL"
+
+    def validation_nll(laplace: KronLaplace) -> float:
+        generator = torch.Generator(laplace.mean.device).manual_seed(run.seed)
+        predict = laplace_predictive(laplace, predictive, generator)
+        prediction, targets = predict_all(predict, batches, progress=run.progress)
+        return metrics(prediction, targets, likelihood)[key]
+
+    return minimize_validation_loss(laplace, validation_nll)

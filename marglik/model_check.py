@@ -1,0 +1,74 @@
+"""Whether a network and data fit together, found out before any work is lost."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfac_backend.curvature_pass import CurvaturePass
+from kfac_backend.options import Likelihood
+from marglik.config import CurvatureConfig
+from marglik.data import ImageSplits, TensorSplits
+from marglik.data.split_batches import split_batches
+from marglik.modes import eval_mode
+
+__all__ = ["check_model"]
+
+
+def check_model(
+    model: nn.Module,
+    splits: ImageSplits | TensorSplits,
+    curvature: CurvatureConfig | None,
+    likelihood: Likelihood = "classification",
+) -> None:
+    """Run two training examples through the network, and the curvature pass if there is one.
+
+    Raises:
+        ValueError: a network that cannot take the inputs, or returns something else than (N, C)
+            with one output per class.
+        NotImplementedError: a layer without a K-FAC rule.
+    """
+    x, y = next(iter(split_batches(splits, "train", 2)))
+    parameter = next(model.parameters(), torch.empty(0))
+    x, y = x.to(parameter.device), y.to(parameter.device)
+    with eval_mode(model):
+        # Made first: what has no rule is said in its words.
+        curvature_pass = None if curvature is None else _pass(model, curvature, likelihood)
+        try:
+            with torch.no_grad():
+                f: Any = model(x)
+        except RuntimeError as error:
+            raise ValueError(
+                f"{type(model).__name__} cannot take inputs of shape {tuple(x.shape[1:])}: "
+                f"{error}. Set the model's options to fit the data."
+            ) from error
+        _check_output(model, f, splits, len(x))
+        if curvature_pass is not None:
+            curvature_pass.add(x, y)
+
+
+def _pass(model: nn.Module, curvature: CurvatureConfig, likelihood: Likelihood) -> CurvaturePass:
+    return CurvaturePass(
+        model,
+        likelihood,
+        kfac_approx=curvature.kfac_approx,
+        fisher=curvature.fisher,
+        rank_tolerance=curvature.rank_tolerance,
+        backward_precision=curvature.backward_precision,
+    )
+
+
+def _check_output(
+    model: nn.Module, f: Any, splits: ImageSplits | TensorSplits, examples: int
+) -> None:
+    name = type(model).__name__
+    if not isinstance(f, Tensor):
+        raise ValueError(f"{name} returns {type(f).__name__}; logits are needed, a tensor.")
+    classes = splits.num_classes if isinstance(splits, ImageSplits) else f.shape[-1]
+    if f.shape != (examples, classes):
+        raise ValueError(
+            f"{name} returns shape {tuple(f.shape)} for {examples} examples, but {splits.name} has "
+            f"{classes} classes; set --model.num_classes {classes}."
+            if isinstance(splits, ImageSplits)
+            else f"{name} returns shape {tuple(f.shape)} for {examples} examples; (N, C) is needed."
+        )

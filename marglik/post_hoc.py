@@ -1,0 +1,148 @@
+"""The prior of a network that is trained already: by evidence, or by the validation loss.
+
+Learning it while the network trains is the better way (`marglik.training`): afterwards the
+parameters are no longer the MAP of the prior that is found. Source of the evidence's use post hoc:
+Daxberger et al. 2021 (arXiv:2106.14806).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from scipy.optimize import minimize, minimize_scalar
+
+from marglik import evidence
+from marglik.hyperparameters import LARGEST_PRECISION, SMALLEST_PRECISION
+from marglik.laplace import KronLaplace
+from marglik.prior import PriorGroups
+
+__all__ = ["PriorFit", "maximize_evidence", "minimize_validation_loss"]
+
+SMALLEST_NOISE, LARGEST_NOISE = 1e-6, 1e6
+
+
+@dataclass(frozen=True)
+class PriorFit:
+    """The prior precision that was found; the posterior has it already."""
+
+    prior_precision: dict[str, float]
+    """Group name -> δ; includes N."""
+    sigma_noise: float
+    """σ of regression, 1 otherwise."""
+    objective: float
+    """The log marginal likelihood (nats), or the validation loss, at it."""
+    evaluations: int
+    """How often the objective was computed."""
+
+
+def maximize_evidence(
+    laplace: KronLaplace,
+    structure: Literal["scalar", "layerwise", "kind", "stage"] | dict[str, str] = "layerwise",
+    *,
+    learn_sigma_noise: bool = True,
+) -> PriorFit:
+    """Set δ, and σ of regression, to where the evidence is highest.
+
+    L-BFGS-B on the logarithms, with the exact gradient, from where they are; some milliseconds once
+    the eigenvalues are known.
+
+    Args:
+        laplace: a fitted posterior, which gets the hyperparameters.
+        structure: which tensors share a δ, see `PriorGroups.from_model`.
+        learn_sigma_noise: False keeps σ of regression.
+
+    Raises:
+        ValueError: a damped posterior, or a structure that does not fit the model.
+        RuntimeError: the optimiser did not converge.
+    """
+    if laplace.damping:
+        raise ValueError(
+            "maximize_evidence is for posteriors without damping; make it with damping=False."
+        )
+    groups = PriorGroups.from_model(laplace.model, structure)
+    terms, start = laplace.evidence_terms, laplace.prior_precision.double()
+    per_tensor = start.expand(laplace.n_layers)
+    index = torch.tensor(groups.index, device=start.device)
+    # A group starts at the geometric mean of its tensors.
+    sums = start.new_zeros(len(groups.names)).index_add(0, index, per_tensor.log())
+    initial = (sums / index.bincount(minlength=len(groups.names))).tolist()
+    learns_noise = learn_sigma_noise and laplace.likelihood == "regression"
+    bounds = [(np.log(SMALLEST_PRECISION), np.log(LARGEST_PRECISION))] * len(initial)
+    if learns_noise:
+        initial.append(math.log(float(laplace.sigma_noise)))
+        bounds.append((np.log(SMALLEST_NOISE), np.log(LARGEST_NOISE)))
+
+    def objective(values: np.ndarray) -> tuple[float, np.ndarray]:
+        v = torch.tensor(values, dtype=torch.float64, device=start.device, requires_grad=True)
+        delta = groups.for_laplace(v[: len(groups.names)].exp())
+        sigma = v[-1].exp() if learns_noise else laplace.sigma_noise
+        value = -evidence.log_marginal_likelihood(terms, delta, sigma, laplace.temperature)
+        (gradient,) = torch.autograd.grad(value, v)
+        return value.item(), gradient.cpu().numpy()
+
+    # ftol is relative to the objective, which is a sum over the data.
+    options = {"ftol": 1e-13, "gtol": 1e-6, "maxiter": 1000}
+    found = minimize(
+        objective, initial, jac=True, method="L-BFGS-B", bounds=bounds, options=options
+    )
+    if not found.success and "ABNORMAL" not in str(found.message):  # that is rounding at the top
+        raise RuntimeError(f"The prior's evidence could not be maximised: {found.message}.")
+    values = torch.tensor(found.x, dtype=torch.float64).exp().to(start.device)
+    delta = values[: len(groups.names)]
+    laplace.prior_precision = groups.for_laplace(delta)
+    if learns_noise:
+        laplace.sigma_noise = values[-1]
+    return PriorFit(groups.summary(delta), float(laplace.sigma_noise), -found.fun, found.nfev)
+
+
+def minimize_validation_loss(
+    laplace: KronLaplace,
+    loss: Callable[[KronLaplace], float],
+    *,
+    bounds: tuple[float, float] = (1e-2, 1e8),
+    grid_size: int = 11,
+) -> PriorFit:
+    """Set one δ for all parameters to where a loss on validation data is lowest.
+
+    A grid on the logarithm first, as the loss may have several valleys, then Brent's method around
+    its best point.
+
+    Args:
+        laplace: a fitted posterior, which gets the δ.
+        loss: of a posterior, for example the NLL of its predictive on validation data.
+        bounds: of δ.
+        grid_size: points of the grid.
+
+    Raises:
+        ValueError: bounds that are no interval of positive numbers, fewer than three points.
+        FloatingPointError: a loss that is nowhere finite.
+    """
+    if not 0 < bounds[0] < bounds[1] < math.inf:
+        raise ValueError(f"bounds of δ must be positive, finite and ascend, not {bounds}.")
+    if grid_size < 3:
+        raise ValueError(f"grid_size must be at least 3, not {grid_size}.")
+    evaluations = 0
+
+    def at(log_delta: float) -> float:
+        nonlocal evaluations
+        evaluations += 1
+        laplace.prior_precision = float(np.exp(log_delta))
+        value = float(loss(laplace))
+        return value if np.isfinite(value) else float("inf")
+
+    grid = np.linspace(np.log(bounds[0]), np.log(bounds[1]), grid_size)
+    losses = [at(point) for point in grid]
+    best = int(np.argmin(losses))
+    if not np.isfinite(losses[best]):
+        raise FloatingPointError(
+            f"The validation loss is not finite for any δ in {bounds}. Check the network's outputs."
+        )
+    around = grid[max(best - 1, 0)], grid[min(best + 1, grid_size - 1)]
+    found = minimize_scalar(at, bounds=around, method="bounded", options={"xatol": 0.05})
+    log_delta, value = min((found.x, found.fun), (grid[best], losses[best]), key=lambda p: p[1])
+    laplace.prior_precision = float(np.exp(log_delta))
+    delta = laplace.prior_precision.item()
+    return PriorFit({"all": delta}, float(laplace.sigma_noise), float(value), evaluations)

@@ -1,0 +1,234 @@
+"""A fitted posterior in a folder, to the bit: safetensors and JSON, nothing pickled.
+
+- ``posterior.safetensors``: the Kronecker factors.
+- ``model.safetensors``: the network's parameters and buffers.
+- ``posterior.json``: hyperparameters, how to build the network, what data it is for, and SHA-256
+  sums of all three. Written last: where it is, the others are whole.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
+
+from kfac_backend.files import atomic_path
+from kfac_backend.kronecker import KroneckerFactors
+from kfac_backend.laplace_interface import KfacEF, KfacGGN
+from marglik.laplace import KronLaplace
+from marglik.run_files import FACTORS, MODEL, POSTERIOR
+from marglik.run_log import environment, write_json
+
+__all__ = ["load_posterior", "read_posterior", "save_posterior"]
+
+FORMAT, FORMAT_VERSION = "marglik.posterior", 1
+
+
+def save_posterior(
+    laplace: KronLaplace,
+    folder: str | Path,
+    *,
+    model: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None,
+) -> None:
+    """Write a fitted posterior and its network.
+
+    Args:
+        laplace: the posterior.
+        folder: where to; made if it is not there.
+        model: how to build the network, ``{"class_path": ..., "init_args": {...}}``; without it,
+            loading needs a network.
+        data: what it was fitted to, see `marglik.data_record`.
+
+    Raises:
+        AttributeError: a posterior that is not fitted.
+        ValueError: a prior mean that is not one number; a network that changed since the fit.
+        TypeError: a model or data that is no plain data.
+    """
+    folder, terms, factors = Path(folder), laplace.evidence_terms, laplace.factors
+    assert factors is not None
+    prior_mean = torch.as_tensor(laplace.prior_mean)
+    if prior_mean.numel() != 1:
+        raise ValueError(
+            f"The prior mean has {prior_mean.numel()} entries; a saved posterior has one number "
+            "for all parameters. Keep laplace.state_dict() instead."
+        )
+    if not torch.equal(parameters_to_vector(laplace.params), cast(Tensor, laplace.mean)):
+        raise ValueError(
+            "The network's parameters are no longer those that the posterior was fitted at; fit "
+            "again."
+        )
+    names = list(factors.blocks)
+    delta = laplace.prior_precision.expand(len(names))
+    record: dict[str, Any] = {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "likelihood": laplace.likelihood,
+        "num_data": factors.num_data,
+        "num_outputs": factors.num_outputs,
+        "kfac_approx": factors.kfac_approx,
+        "fisher": factors.fisher,
+        "prior_precision": dict(zip(names, delta.tolist(), strict=True)),
+        "prior_mean": prior_mean.item(),
+        "sigma_noise": torch.as_tensor(laplace.sigma_noise).item(),
+        "temperature": float(laplace.temperature),
+        "damping": laplace.damping,
+        "evidence": float(laplace.log_marginal_likelihood()),
+        "effective_parameters": dict(
+            zip(names, laplace.effective_parameters().tolist(), strict=True)
+        ),
+        "parameters": dict(zip(names, terms.sizes.int().tolist(), strict=True)),
+        "model": model,
+        "data": data,
+        **environment(next(laplace.model.parameters()).device),
+    }
+    json.dumps(record)  # raises before anything is overwritten
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / POSTERIOR).unlink(missing_ok=True)  # it must not name files that are gone
+    factors.save(folder / FACTORS)
+    with atomic_path(folder / MODEL) as temporary:
+        state = laplace.model.state_dict()
+        save_file({name: t.detach().clone().contiguous() for name, t in state.items()}, temporary)
+    record["sha256"] = {name: _sha256(folder / name) for name in (FACTORS, MODEL)}
+    record["sha256"][POSTERIOR] = _sha256_of_record(record)
+    write_json(folder / POSTERIOR, record)
+
+
+def read_posterior(folder: str | Path) -> dict[str, Any]:
+    """What ``posterior.json`` says, once the files that it speaks of are found unchanged.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: not such a file, a newer format, or a file that was truncated or altered.
+    """
+    path = Path(folder) / POSTERIOR
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"No posterior in {folder} ({POSTERIOR} is missing); make one with marglik train or "
+            "marglik fit."
+        )
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not JSON ({error}); it was altered. Fit again.") from error
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise ValueError(f"{path} describes no posterior; make one with marglik fit.")
+    version, sums = record.get("version"), record.get("sha256")
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has format version {version}, this release reads up to {FORMAT_VERSION}; "
+            "update marglik."
+        )
+    if not isinstance(sums, dict) or sums.get(POSTERIOR) != _sha256_of_record(record):
+        raise ValueError(f"{path} is not as it was written: it was altered. Fit again.")
+    for name in (FACTORS, MODEL):
+        file = path.parent / name
+        if not file.is_file():
+            raise FileNotFoundError(f"{file} is missing, which {POSTERIOR} speaks of; fit again.")
+        if _sha256(file) != sums.get(name):
+            raise ValueError(
+                f"{file} is not the one that {POSTERIOR} was written with: truncated, altered, or "
+                "of another run. Fit again."
+            )
+    return record
+
+
+def load_posterior(
+    folder: str | Path, model: nn.Module, device: torch.device | str | None = None
+) -> KronLaplace:
+    """The posterior that `save_posterior` wrote, on a network of the same architecture.
+
+    Args:
+        folder: where it is.
+        model: the network, which gets the saved parameters; those without a posterior are frozen.
+        device: where to; the model's own if None.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file that was altered; a network with other parameters, by name, shape or
+            dtype.
+    """
+    record = read_posterior(folder)
+    model.to(device)
+    device = next(model.parameters()).device
+    load_parameters(model, Path(folder) / MODEL)
+    delta: dict[str, float] = record["prior_precision"]
+    for name, p in model.named_parameters():
+        p.requires_grad_(name in delta)
+    factors = KroneckerFactors.load(Path(folder) / FACTORS, device)
+    if list(factors.blocks) != list(delta):
+        raise ValueError(
+            f"{POSTERIOR} and {FACTORS} in {folder} are about different parameters; fit again."
+        )
+    laplace = KronLaplace(
+        model,
+        record["likelihood"],
+        sigma_noise=record["sigma_noise"],
+        prior_precision=torch.tensor(list(delta.values()), dtype=torch.float64),
+        prior_mean=record["prior_mean"],
+        temperature=record["temperature"],
+        backend=KfacEF if factors.fisher == "empirical" else KfacGGN,
+        damping=record["damping"],
+        kfac_approx=factors.kfac_approx,
+    )
+    laplace.restore(factors)
+    return laplace
+
+
+def load_parameters(model: nn.Module, path: str | Path) -> None:
+    """Put the tensors of a safetensors file into a network.
+
+    Raises:
+        ValueError: a file that is broken, or of a network with other names, shapes or dtypes.
+    """
+    try:
+        state = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+    check_state(model, state, str(path))
+    for name, own in model.state_dict().items():
+        if own.dtype != state[name].dtype:  # they would be rounded
+            raise ValueError(
+                f"{path} holds '{name}' in {state[name].dtype}, {type(model).__name__} has it in "
+                f"{own.dtype}; pass the network as model.to({state[name].dtype})."
+            )
+    model.load_state_dict(state)
+
+
+def check_state(model: nn.Module, state: dict[str, Tensor], source: str) -> None:
+    """Raise a ValueError unless a state fits a network, naming the first tensor that does not."""
+    own, kind = model.state_dict(), type(model).__name__
+    for name in own:
+        if name not in state:
+            raise ValueError(
+                f"{source} is of another network: it lacks '{name}', which {kind} has. Pass the "
+                "network's class and options as they were (--model)."
+            )
+        if state[name].shape != own[name].shape:
+            raise ValueError(
+                f"{source} is of another network: '{name}' has shape {tuple(state[name].shape)}, "
+                f"{kind} has {tuple(own[name].shape)}. Pass the options as they were (--model)."
+            )
+    extra = [name for name in state if name not in own]
+    if extra:
+        raise ValueError(
+            f"{source} is of another network: {kind} has no '{extra[0]}'. Pass the network's class "
+            "and options as they were (--model)."
+        )
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sha256_of_record(record: dict[str, Any]) -> str:
+    """Of all that ``posterior.json`` says, its own sum left out."""
+    sums = {name: value for name, value in record["sha256"].items() if name != POSTERIOR}
+    text = json.dumps(record | {"sha256": sums})
+    return hashlib.sha256(text.encode()).hexdigest()
