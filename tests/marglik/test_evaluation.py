@@ -1,125 +1,117 @@
-"""Predictives against brute force, and metrics against hand-worked cases."""
+"""Predictions of whole data sets, and what is made of them for each likelihood."""
 
+import json
 import math
 
 import pytest
 import torch
-from torch import nn
 from torch.testing import assert_close
 
-from marglik import KronLaplace
-from marglik.evaluation import (
-    PredictiveConfig,
-    classification_metrics,
-    laplace_predictive,
-    map_predictive,
-)
+from marglik.evaluation import metrics, predict_all, reliability_curve
+from marglik.links import Prediction
+from marglik.metrics import bernoulli_metrics, classification_metrics, regression_metrics
+from marglik.predictive import map_predictive
+from marglik.reliability import coverage_curve
+from tests.marglik.small_laplace import TakesMapping, data, network
 
 
-@pytest.fixture
-def fitted():
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(3, 6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 3)
-    ).double()  # fmt: skip
-    x = torch.randn(20, 3).double()
-    la = KronLaplace(model, "classification", prior_precision=3.0)
-    la.fit([(x, x.argmax(-1))])
-    model.train()
-    return la, x
+def prediction(mean, aleatoric=None, epistemic=None):
+    mean = torch.as_tensor(mean, dtype=torch.float64)
+    nothing = torch.zeros(len(mean), dtype=torch.float64)
+    return Prediction(
+        mean,
+        nothing if aleatoric is None else aleatoric,
+        nothing if epistemic is None else epistemic,
+    )
 
 
-def predictive(la, method, samples=20):
-    config = PredictiveConfig(method, samples)
-    return laplace_predictive(la, config, torch.Generator().manual_seed(0))
+def test_batches_of_unequal_size_become_one_prediction():
+    x, y = data()
+    predict = map_predictive(network())
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(0))
+    batches = [(x[part], y[part]) for part in order.split([5, 2, 1])]
+    found, targets = predict_all(predict, iter(batches))
+    whole = predict(x[order])
+    for name in ("mean", "aleatoric", "epistemic"):
+        assert_close(getattr(found, name), getattr(whole, name))
+    assert torch.equal(targets, y[order])
 
 
-def test_linearized_samples_are_those_of_the_jacobian(fitted):
-    la, x = fitted
-    la.model.eval()
-    Js, f = la.backend.jacobians(x)
-    la.model.train()
-    changes = la.sample(20, torch.Generator().manual_seed(0)) - la.mean
-    samples = f + torch.einsum("ncp,sp->snc", Js, changes)
-    assert_close(predictive(la, "linearized")(x), torch.softmax(samples, -1).mean(0))
-    assert la.model.training
-    # Negative control: networks that are not linearised predict otherwise.
-    assert (predictive(la, "nn")(x) - predictive(la, "linearized")(x)).abs().max() > 1e-3
+def test_batches_that_are_mappings():
+    x, y = data()
+    predict = map_predictive(TakesMapping(network()))
+    batches = [{"pixels": x[part], "target": y[part]} for part in (slice(3), slice(3, 8))]
+    found, targets = predict_all(predict, batches, dict_key_y="target")
+    assert_close(found.mean, map_predictive(network())(x).mean)
+    assert torch.equal(targets, y)
+    with pytest.raises(KeyError, match="no 'labels'; pass the targets' key as dict_key_y"):
+        predict_all(predict, batches)
 
 
-def test_sampled_networks(fitted):
-    la, x = fitted
-    samples = la.sample(20, torch.Generator().manual_seed(0))
-    expected = torch.zeros(20, 3).double()
-    la.model.eval()
-    for sample in samples:
-        torch.nn.utils.vector_to_parameters(sample, la.params)
-        expected += torch.softmax(la.model(x), -1).detach() / 20
-    torch.nn.utils.vector_to_parameters(la.mean, la.params)
-    assert_close(predictive(la, "nn")(x), expected)
+def test_no_batch():
+    with pytest.raises(ValueError, match="The data is empty: the loader yields no batch"):
+        predict_all(map_predictive(network()), [])
 
 
-def test_many_linearized_samples_approach_the_sampled_glm(fitted):
-    la, x = fitted
-    la.model.eval()
-    mean, variance = la._glm_predictive_distribution(x)
-    noise = torch.randn(4000, 20, 3, generator=torch.Generator().manual_seed(1)).double()
-    samples = mean + torch.einsum("nij,snj->sni", torch.linalg.cholesky(variance), noise)
-    exact = torch.softmax(samples, -1).mean(0)
-    assert (predictive(la, "linearized", 4000)(x) - exact).abs().max() < 0.05
-
-
-def test_probit_by_its_formula(fitted):
-    la, x = fitted
-    la.model.eval()
-    mean, covariance = la._glm_predictive_distribution(x)
-    variance = covariance.diagonal(dim1=1, dim2=2)
-    expected = torch.softmax(mean / (1 + math.pi / 8 * variance).sqrt(), -1)
-    assert_close(predictive(la, "probit")(x), expected)
-
-
-def test_bridge_by_its_formula(fitted):
-    """Zero-sum correction, then α_k = (1 − 2/C + e^{m_k}/C² Σ_j e^{−m_j}) / v_k, normalised."""
-    la, x = fitted
-    la.model.eval()
-    for mean, S, p in zip(
-        *la._glm_predictive_distribution(x), predictive(la, "bridge")(x), strict=True
-    ):
-        m = mean - S.sum(1) * mean.sum() / S.sum()
-        v = (S - torch.outer(S.sum(1), S.sum(0)) / S.sum()).diagonal()
-        alpha = (1 - 2 / 3 + m.exp() / 9 * (-m).exp().sum()) / v
-        assert_close(p, alpha / alpha.sum())
-
-
-def test_map_predictive_is_the_softmax_in_eval_mode(fitted):
-    la, x = fitted
-    p = map_predictive(la.model)(x)
-    assert la.model.training and not p.requires_grad
-    la.model.eval()
-    assert_close(p, torch.softmax(la.model(x), -1).detach())
-
-
-def test_metrics_by_hand():
-    p = torch.tensor([[0.8, 0.2], [0.6, 0.4], [0.1, 0.9], [0.0, 1.0]])
+def test_metrics_over_batches_by_hand():
+    """A mean over examples, not over batches."""
+    p = torch.tensor([[0.8, 0.2], [0.6, 0.4], [0.1, 0.9], [0.3, 0.7]])
     y = torch.tensor([0, 1, 1, 0])
-    batches = [(p[:1], y[:1]), (p[1:], y[1:])]  # unequal: the mean is over examples
-    metrics = classification_metrics(lambda x: x, batches, 2)
-    tiny = torch.finfo(torch.float32).tiny
-    expected = -(math.log(0.8) + math.log(0.4) + math.log(0.9) + math.log(tiny)) / 4
-    assert metrics["cls/NLL"] == pytest.approx(expected, rel=1e-5)
-    assert metrics["cls/accuracy"] == 0.5
-    # Bins of width 1/15, one example in each: |right or wrong − confidence|, 1.0 included.
-    assert metrics["cal/ECE"] == pytest.approx((0.2 + 0.6 + 0.1 + 1.0) / 4, rel=1e-5)
+    batches = [(p[:1], y[:1]), (p[1:], y[1:])]
+    found = metrics(*predict_all(prediction, batches), "classification")
+    expected = -(math.log(0.8) + math.log(0.4) + math.log(0.9) + math.log(0.3)) / 4
+    assert found["cls/NLL"] == pytest.approx(expected)
+    assert found["cls/accuracy"] == 0.5
+    # Of the bins of width 1/15 no two confidences share one.
+    assert found["cal/ECE"] == pytest.approx((0.2 + 0.6 + 0.1 + 0.7) / 4)
 
 
-def test_rounding_above_one_does_not_turn_probabilities_into_logits():
-    p = torch.tensor([[1.0000001, 0.0], [0.0, 1.0]])
-    assert p.max() > 1
-    metrics = classification_metrics(lambda x: x, [(p, torch.tensor([0, 1]))], 2)
-    assert metrics["cal/ECE"] == pytest.approx(0.0, abs=1e-6)
+def test_metrics_are_those_of_the_likelihood():
+    generator = torch.Generator().manual_seed(0)
+    p = torch.rand(30, 3, generator=generator).double()
+    variances = [torch.rand(30, 3, generator=generator).double() + 0.1 for _ in range(2)]
+    labels, yes_no = torch.randint(3, (30,), generator=generator), (p > 0.3).double()
+    rows = p / p.sum(1, keepdim=True)
+    assert metrics(prediction(rows), labels, "classification") == classification_metrics(
+        rows, labels
+    )
+    assert metrics(prediction(p), yes_no, "bernoulli") == bernoulli_metrics(p, yes_no)
+    found = metrics(prediction(p, *variances), yes_no, "regression")
+    assert found == regression_metrics(p, sum(variances), yes_no)
+    # Negative control: without the parameters' variance.
+    assert found["reg/NLL"] != regression_metrics(p, variances[0], yes_no)["reg/NLL"]
 
 
-@pytest.mark.parametrize("field", ["samples", "batch_size"])
-def test_wrong_options(field):
-    with pytest.raises(ValueError, match=f"predictive.{field} must be positive, not 0"):
-        PredictiveConfig(**{field: 0})
+def test_reliability_of_classes_by_hand():
+    p = torch.tensor([[0.9, 0.06, 0.04], [0.32, 0.3, 0.38], [0.06, 0.92, 0.02]])
+    curve = reliability_curve(prediction(p), torch.tensor([0, 0, 2]), "classification")
+    assert curve["edges"] == pytest.approx([k / 15 for k in range(16)])
+    assert [k for k, count in enumerate(curve["counts"]) if count] == [5, 13]
+    assert curve["counts"][13] == 2
+    assert curve["confidence"][13] == pytest.approx(0.91)
+    assert (curve["accuracy"][5], curve["accuracy"][13]) == (0.0, 0.5)
+    assert curve["accuracy"][0] is None
+    assert json.loads(json.dumps(curve, allow_nan=False)) == curve
+
+
+def test_reliability_of_bernoulli_outputs_is_that_of_the_predicted_side():
+    """.1 predicts a zero with confidence .9; four outputs, all counted."""
+    p = torch.tensor([[0.1, 0.9], [0.4, 0.95]])
+    curve = reliability_curve(prediction(p), torch.tensor([[0, 0], [1, 1]]), "bernoulli")
+    found = {k: count for k, count in enumerate(curve["counts"]) if count}
+    assert found == {8: 1, 13: 2, 14: 1}
+    assert curve["confidence"][8] == pytest.approx(0.6)
+    assert [curve["accuracy"][k] for k in (8, 13, 14)] == [0.0, 0.5, 1.0]
+
+
+def test_reliability_of_regression_is_the_coverage():
+    """Noise of variance .36 and parameters' variance .64 make a σ of one together."""
+    targets = torch.randn(4000, 1, generator=torch.Generator().manual_seed(0)).double()
+    zero = torch.zeros_like(targets)
+    parts = torch.full_like(targets, 0.36), torch.full_like(targets, 0.64)
+    curve = reliability_curve(prediction(zero, *parts), targets, "regression")
+    assert curve == coverage_curve(zero, torch.ones_like(zero), targets)
+    assert curve["coverage"] == pytest.approx(curve["levels"], abs=0.03)
+    # Negative control: the noise alone covers too little.
+    too_narrow = reliability_curve(prediction(zero, parts[0], zero), targets, "regression")
+    assert too_narrow["coverage"][9] < 0.4

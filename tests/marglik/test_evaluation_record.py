@@ -1,0 +1,271 @@
+"""The content of evaluation.json: its form, and its numbers against direct computation."""
+
+import base64
+import io
+import json
+import math
+import platform
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from scipy import special
+from torch import nn
+
+from marglik import KronLaplace
+from marglik.data import (
+    CORRUPTIONS,
+    SEVERITIES,
+    Digits,
+    ImageData,
+    ImageSet,
+    ImageSplits,
+    Noise,
+    TensorSplits,
+    corrupt,
+    out_of_distribution_images,
+)
+from marglik.evaluation_record import EvaluationConfig, evaluate
+from marglik.links import Prediction
+from marglik.metrics import classification_metrics, out_of_distribution_metrics
+from marglik.predictive import PredictiveConfig, laplace_predictive, map_predictive
+
+TEST = {"test/cls/NLL", "test/cls/accuracy", "test/cls/Brier", "test/cls/AURC", "test/cal/ECE",
+        "test/cal/ECE_adaptive"}  # fmt: skip
+OOD = {"ood/AUROC", "ood/AUPR", "ood/FPR95"}
+EVERY_KEY = {
+    "format", "version", "data", "likelihood", "classes", "num_test", "predictives", "ood",
+    "shift", "uncertain", "device", "threads", "python", "versions",
+}  # fmt: skip
+
+
+class Given(ImageData):
+    def __init__(self, splits):
+        self.splits = splits
+
+    def load(self):
+        return self.splits
+
+
+@pytest.fixture(scope="module")
+def digits():
+    whole = Digits(validation=0.1).load()
+    first = torch.arange(40)
+    return replace(
+        whole,
+        train=whole.train.select(torch.arange(200)),
+        validation=whole.validation.select(first),
+        test=whole.test.select(first),
+    )
+
+
+def normalised(images, splits):
+    return (images.float() - splits.mean[0]) / splits.std[0]
+
+
+@pytest.fixture(scope="module")
+def predictives(digits):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    x, y = normalised(digits.train.images, digits), digits.train.labels
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(30):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    la = KronLaplace(model, "classification", prior_precision=1.0)
+    la.fit([(x, y)])
+    config = PredictiveConfig("mc", samples=30)
+    mc = laplace_predictive(la, config, torch.Generator().manual_seed(0))
+    return {"MAP": map_predictive(model), "Laplace, mc": mc}
+
+
+@pytest.fixture(scope="module")
+def record(digits, predictives):
+    config = EvaluationConfig(shift=True, uncertain=5)
+    ood = Noise(num_images=30)
+    return evaluate(predictives, digits, "classification", config, ood=ood, batch_size=16)
+
+
+def test_form(record, digits):
+    assert set(record) == EVERY_KEY
+    assert json.loads(json.dumps(record, allow_nan=False)) == record
+    assert (record["format"], record["version"]) == ("marglik.evaluation", 1)
+    assert (record["data"], record["likelihood"]) == ("digits", "classification")
+    assert record["classes"] == [str(digit) for digit in range(10)]
+    assert record["num_test"] == 40
+    assert list(record["predictives"]) == ["MAP", "Laplace, mc"]
+    assert record["ood"] == {"name": "noise", "num_examples": 30, "score": "entropy", "note": None}
+    kinds = ["noise", "blur", "contrast", "jpeg"]
+    assert record["shift"] == {"kinds": kinds, "severities": [1, 2, 3, 4, 5]}
+    assert record["device"].startswith("cpu") and record["threads"] == torch.get_num_threads()
+    assert record["python"] == platform.python_version()
+    assert torch.__version__.startswith(record["versions"]["torch"])
+    of_test = {key.removeprefix("test/") for key in TEST}
+    expected = TEST | OOD | {f"validation/{key}" for key in of_test} | {
+        f"shift/{kind}/{severity}/{key}"
+        for kind in kinds for severity in SEVERITIES for key in of_test
+    }  # fmt: skip
+    for entry in record["predictives"].values():
+        assert set(entry) == {"metrics", "reliability", "entropy", "seconds"}
+        assert set(entry["metrics"]) == expected
+        assert all(isinstance(value, float) for value in entry["metrics"].values())
+        assert entry["seconds"] > 0
+        assert [len(entry["reliability"][k]) for k in ("edges", "counts", "confidence")] == [
+            16, 15, 15
+        ]  # fmt: skip
+        assert sum(entry["reliability"]["counts"]) == 40
+
+
+def test_metrics_are_those_of_all_examples_at_once(record, digits, predictives):
+    for name, predict in predictives.items():
+        found = record["predictives"][name]["metrics"]
+        for split in ("test", "validation"):
+            images = getattr(digits, split)
+            p = predict(normalised(images.images, digits)).mean
+            for key, value in classification_metrics(p, images.labels).items():
+                assert found[f"{split}/{key}"] == pytest.approx(value, rel=1e-4), key
+        for kind in CORRUPTIONS:
+            for severity in (1, 5):
+                images = normalised(corrupt(digits.test.images, kind, severity), digits)
+                p = predict(images).mean
+                for key, value in classification_metrics(p, digits.test.labels).items():
+                    assert found[f"shift/{kind}/{severity}/{key}"] == pytest.approx(value, rel=1e-4)
+    assert found["shift/contrast/5/cls/NLL"] > 1.05 * found["test/cls/NLL"]
+
+
+@pytest.mark.parametrize("score", ["entropy", "epistemic"])
+def test_foreign_images_are_told_by_their_score(score, digits, predictives):
+    predict = predictives["Laplace, mc"]
+    turned = digits.test.images.rot90(1, (2, 3)).contiguous()
+    ood = Given(replace(digits, test=ImageSet(turned, digits.test.labels), name="turned"))
+    config = EvaluationConfig(ood_score=score)
+    found = evaluate({"mc": predict}, digits, "classification", config, ood=ood)
+    inside, outside = (predict(normalised(x, digits)) for x in (digits.test.images, turned))
+    other = {"entropy": "epistemic", "epistemic": "entropy"}[score]
+    expected, wrong = (
+        out_of_distribution_metrics(getattr(inside, name), getattr(outside, name))
+        for name in (score, other)
+    )
+    metrics = found["predictives"]["mc"]["metrics"]
+    assert {key: metrics[key] for key in OOD} == pytest.approx(expected)
+    assert {key: metrics[key] for key in OOD} != pytest.approx(wrong)  # negative control
+    assert found["ood"] == {"name": "turned", "num_examples": 40, "score": score, "note": None}
+    assert found["shift"] is None and not any(key.startswith("shift/") for key in metrics)
+
+
+def test_foreign_images_of_another_shape(digits, predictives):
+    pixels = torch.randint(256, (7, 3, 12, 10), dtype=torch.uint8)
+    images = ImageSet(pixels, torch.zeros(7, dtype=torch.int64))
+    others = Given(ImageSplits(images, None, images, ("a",), (0.0,) * 3, (1.0,) * 3, "others"))
+    found = evaluate(predictives, digits, "classification", ood=others)
+    note = "resized from 12x10x3 to 8x8x1"
+    assert found["ood"]["note"] == note and found["ood"]["num_examples"] == 7
+    assert sum(found["predictives"]["MAP"]["entropy"]["ood"]) == 7
+    resized, _ = out_of_distribution_images(others, digits)
+    inside, outside = (
+        predictives["MAP"](normalised(x, digits)).entropy for x in (digits.test.images, resized)
+    )
+    expected = out_of_distribution_metrics(inside, outside)["ood/AUROC"]
+    assert found["predictives"]["MAP"]["metrics"]["ood/AUROC"] == pytest.approx(expected)
+    empty = replace(others.splits, test=images.select(torch.arange(0)))
+    with pytest.raises(ValueError, match="others has no test images: an empty OOD set"):
+        evaluate(predictives, digits, "classification", ood=Given(empty))
+
+
+def test_histograms_count_all_examples(record, digits, predictives):
+    for name, predict in predictives.items():
+        histogram = record["predictives"][name]["entropy"]
+        assert set(histogram) == {"edges", "test", "ood"}
+        assert histogram["edges"] == pytest.approx(np.linspace(0, math.log(10), 31))
+        p = predict(normalised(digits.test.images, digits)).mean.double().numpy()
+        counts, _ = np.histogram(special.entr(p).sum(1), histogram["edges"])
+        assert histogram["test"] == counts.tolist()
+        assert (sum(histogram["test"]), sum(histogram["ood"])) == (40, 30)
+
+
+@pytest.mark.parametrize("classes", [2, 3, 7, 10])
+def test_histograms_count_the_ends(classes):
+    """Entropies of 0 and, with rounding up or down, of log C."""
+    uniform = torch.full((5, classes), 1 / classes)
+    rows = torch.cat([torch.eye(classes)[:3], uniform, uniform * (1 + 1e-6), uniform * (1 - 1e-6)])
+    splits = TensorSplits(*[(rows, torch.zeros(len(rows)).long())] * 3, name="rows")
+    found = evaluate({"given": as_given}, splits, "classification")
+    histogram = found["predictives"]["given"]["entropy"]["test"]
+    assert sum(histogram) == len(rows)
+    assert histogram[0] == min(classes, 3) and histogram[-1] == 15
+
+
+def as_given(p):
+    return Prediction(p, torch.zeros(len(p)), torch.zeros(len(p)))
+
+
+def pixels_of(example):
+    start, content = example["image"].split(",", 1)
+    assert start == "data:image/png;base64"
+    with Image.open(io.BytesIO(base64.b64decode(content, validate=True))) as image:
+        assert image.format == "PNG"
+        return np.array(image)
+
+
+def test_most_uncertain_images(record, digits, predictives):
+    found = record["uncertain"]
+    assert found["predictive"] == "Laplace, mc"  # the last
+    p = predictives["Laplace, mc"](normalised(digits.test.images, digits))
+    entropies = special.entr(p.mean.numpy()).sum(1)
+    indices = [example["index"] for example in found["examples"]]
+    assert indices == sorted(range(40), key=lambda i: -entropies[i])[:5]
+    for example in found["examples"]:
+        i = example["index"]
+        assert example["label"] == str(int(digits.test.labels[i]))
+        assert example["predicted"] == str(int(p.mean[i].argmax()))
+        assert example["probability"] == pytest.approx(float(p.mean[i].max()), rel=1e-4)
+        for part in ("entropy", "aleatoric", "epistemic"):
+            assert example[part] == pytest.approx(float(getattr(p, part)[i]), rel=1e-3)
+        assert np.array_equal(pixels_of(example), digits.test.images[i, 0].numpy())
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_images_of_any_channels_are_shown(channels):
+    pixels = torch.randint(256, (6, channels, 5, 4), dtype=torch.uint8)
+    images = ImageSet(pixels, torch.arange(6) % 2)
+    splits = ImageSplits(
+        images, None, images, ("a", "b"), (0.0,) * channels, (1.0,) * channels, "n"
+    )
+    predict = map_predictive(nn.Sequential(nn.Flatten(), nn.Linear(20 * channels, 2)))
+    for number in (2, 100, 0):
+        found = evaluate(
+            {"MAP": predict}, splits, "classification", EvaluationConfig(False, "entropy", number)
+        )
+        if number == 0:
+            assert found["uncertain"] is None
+            continue
+        examples = found["uncertain"]["examples"]
+        assert len(examples) == min(number, 6)
+        for example in examples:
+            shown = pixels_of(example).reshape(5, 4, -1)
+            expected = pixels[example["index"]].permute(1, 2, 0)[:, :, :3]
+            assert np.array_equal(shown, expected.numpy())
+    assert not any(key.startswith("validation/") for key in found["predictives"]["MAP"]["metrics"])
+    assert found["ood"] is None and found["shift"] is None
+
+
+@pytest.mark.parametrize("likelihood", ["regression", "bernoulli"])
+def test_labelled_images_are_for_classification(likelihood, digits, predictives):
+    predict = map_predictive(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), likelihood)
+    with pytest.raises(ValueError, match="The shapes are .*targets \\(40,\\)"):
+        evaluate({"MAP": predict}, digits, likelihood, ood=Noise(5))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"uncertain": -1}, "evaluation.uncertain must be 0 or more, not -1"),
+        ({"ood_score": "aleatoric"}, "evaluation.ood_score='aleatoric' is not supported; choose"),
+    ],
+)
+def test_wrong_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        EvaluationConfig(**options)

@@ -1,0 +1,102 @@
+"""laplace-torch's own predictives on `KronLaplace`: the same numbers, without Jacobians."""
+
+import laplace
+import pytest
+import torch
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset
+
+from kfac_backend.laplace_interface import KfacGGN
+from marglik import KronLaplace
+from tests.marglik.small_laplace import DELTAS, data, fitted, network
+
+pytestmark = pytest.mark.filterwarnings("ignore:By default `link_approx`")
+
+
+def pair(likelihood, **options):
+    """Ours, which has no Jacobians any more, and laplace-torch's own."""
+    model = network().eval()
+    options = {"prior_precision": DELTAS} | options
+    ours = KronLaplace(model, likelihood, **options)
+    theirs = laplace.KronLaplace(model, likelihood, backend=KfacGGN, **options)
+    for la in (ours, theirs):
+        la.fit(DataLoader(TensorDataset(*data(likelihood)), 8))
+    ours.backend.jacobians = lambda *a, **k: pytest.fail("a Jacobian was made")
+    return ours, theirs, data(likelihood)[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"link_approx": link} for link in ("probit", "bridge", "bridge_norm", "mc")]
+    + [{"link_approx": "mc", "diagonal_output": True}],
+)
+def test_predictives_of_laplace_torch(options):
+    ours, theirs, x = pair("classification")
+    probabilities = []
+    for la in (ours, theirs):
+        torch.manual_seed(0)
+        probabilities.append(la(x, n_samples=10, **options))
+    assert_close(*probabilities)
+
+
+def test_regression_and_samples_of_laplace_torch():
+    ours, theirs, x = pair("regression", sigma_noise=0.4)
+    assert_close(ours(x), theirs(x))
+    assert_close(ours(x, diagonal_output=True), theirs(x, diagonal_output=True))
+    for likelihood in ("regression", "classification"):
+        ours, theirs, x = pair(likelihood)
+        for draw in ("functional_samples", "predictive_samples"):
+            for options in ({}, {"diagonal_output": True}):
+                samples = [
+                    getattr(la, draw)(x, generator=torch.Generator().manual_seed(0), **options)
+                    for la in (ours, theirs)
+                ]
+                assert_close(*samples)
+    with pytest.raises(pytest.fail.Exception):  # needs covariances between inputs
+        pair("regression")[0](x, joint=True)
+
+
+def test_variances_alone():
+    ours, theirs, x = pair("regression")
+    expected = theirs._glm_predictive_distribution(x, diagonal_output=True)
+    assert expected[1].shape == (8, 3)
+    assert_close(ours._glm_predictive_distribution(x, diagonal_output=True), expected)
+
+
+def test_joint_covariance_is_laplace_torchs():
+    la, x = fitted("regression")
+    mean, covariance = la(x, joint=True)
+    assert covariance.shape == (24, 24)
+    marginal = la.output_distribution(x)[1]
+    for n in range(8):
+        block = slice(3 * n, 3 * n + 3)
+        assert_close(covariance[block, block], marginal[n])
+
+
+def test_backprop_takes_laplace_torchs_way():
+    la, x = fitted(enable_backprop=True)
+    x = x[:2].clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(la(x)[:, 0].sum(), x)
+    step = 1e-5 * torch.randn_like(x)
+    plain, _ = fitted()
+    ahead, behind = (plain(x.detach() + sign * step)[:, 0].sum() for sign in (1, -1))
+    assert_close((gradient * step).sum(), (ahead - behind) / 2, rtol=1e-5, atol=1e-12)
+    assert not la.output_distribution(x)[1].requires_grad
+
+
+def test_backprop_after_a_prediction_in_inference_mode():
+    la, x = fitted(enable_backprop=True)
+    with torch.inference_mode():
+        la.output_distribution(x)
+    delta = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    la.prior_precision = delta
+    la(x).square().sum().backward()
+    assert delta.grad.abs() > 1e-6
+
+
+def test_bernoulli_needs_our_predictive():
+    la, x = fitted("bernoulli")
+    for predict in (la, la.predictive_samples):
+        with pytest.raises(NotImplementedError, match="laplace_predictive\\(laplace\\)\\(x\\)"):
+            predict(x)
+    assert la.functional_samples(x, n_samples=4).shape == (4, 8, 3)

@@ -1,0 +1,251 @@
+"""The outputs' Gaussian against laplace-torch's Jacobians and dense algebra."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, jacrev
+from torch.testing import assert_close
+
+from marglik import KronLaplace
+from marglik.output_distribution import OutputDistribution
+from tests import oracles
+from tests.kfac_backend.networks import images, wide_resnet
+from tests.marglik.small_laplace import DELTAS, TakesMapping, data, fitted, network
+
+
+def by_jacobians(la, x, **options):
+    """What laplace-torch itself computes."""
+    la.model.eval()
+    with torch.enable_grad():
+        return super(OutputDistribution, la)._glm_predictive_distribution(x, **options)
+
+
+CASES = {
+    "expand": ("classification", {}),
+    "reduce": ("classification", {"kfac_approx": "reduce"}),
+    "groups": ("classification", {"groups": 2}),
+    "damped": ("classification", {"damping": True}),
+    "tempered": ("classification", {"temperature": 0.3}),
+    "scalar": ("classification", {"prior_precision": 0.2}),
+    "regression": ("regression", {"sigma_noise": 0.4, "temperature": 2.0}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_laplace_torchs_jacobians(case):
+    likelihood, options = copy.deepcopy(CASES[case])
+    la, x = fitted(likelihood, network(options.pop("groups", 1)), **options)
+    f, covariance = la.output_distribution(x)
+    expected_f, expected = by_jacobians(la, x)
+    assert_close(f, expected_f)
+    assert_close(covariance, expected, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
+@pytest.mark.parametrize(
+    ("likelihood", "sigma", "temperature"),
+    [("classification", 1.0, 0.3), ("bernoulli", 1.0, 1.0), ("regression", 0.4, 2.0)],
+)
+def test_equals_dense_algebra(likelihood, sigma, temperature, kfac_approx):
+    la, x = fitted(likelihood, sigma_noise=sigma, temperature=temperature, kfac_approx=kfac_approx)
+    model = la.model.eval()
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    jacobians = jacrev(lambda p: functional_call(model, p, (x,)))(parameters)
+    other = {"expand": "reduce", "reduce": "expand"}[kfac_approx]
+    found = la.output_distribution(x)[1]
+    for approx in (kfac_approx, other):
+        blocks = oracles.kfac_blocks(model, x, likelihood, approx)
+        total = torch.zeros_like(found)
+        for (name, H), delta in zip(blocks.items(), DELTAS, strict=True):
+            J = jacobians[name].flatten(2).detach()
+            precision = H / (sigma**2 * temperature) + delta * torch.eye(len(H))
+            total += J @ torch.linalg.solve(precision, J.mT)
+        if approx == kfac_approx:
+            assert_close(found, total, rtol=1e-9, atol=1e-12)
+        else:  # negative control
+            assert (found - total).norm() > 0.01 * total.norm()
+
+
+@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
+def test_wide_residual_network(kfac_approx):
+    model = wide_resnet()
+    la = KronLaplace(model, "classification", prior_precision=5.0, kfac_approx=kfac_approx)
+    la.fit([images(3, size=8)])
+    x = images(2, size=8)[0]
+    expected = by_jacobians(la, x)
+    for found, wanted in zip(la.output_distribution(x), expected, strict=True):
+        assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_float32():
+    la, x = fitted(dtype=torch.float32)
+    f, covariance = la.output_distribution(x)
+    exact, _ = fitted()
+    expected = exact.output_distribution(x.double())[1]
+    assert f.dtype == covariance.dtype == torch.float32
+    theirs = by_jacobians(la, x)[1]
+    for other in (expected, theirs):
+        assert (covariance - other).norm() < 1e-5 * other.norm()
+    la.to(dtype=torch.float64)  # the factors are those of float32 still
+    wide = la.output_distribution(x.double())[1]
+    assert wide.dtype == torch.float64
+    assert_close(wide, by_jacobians(la, x.double())[1], rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("layers", ["all", "last"])
+def test_does_not_depend_on_batches(layers):
+    la, x = fitted()
+    f, covariance = la.output_distribution(x, layers)
+    for size in (1, 3):
+        parts = [la.output_distribution(part, layers) for part in x.split(size)]
+        assert_close(torch.cat([p[0] for p in parts]), f)
+        assert_close(torch.cat([p[1] for p in parts]), covariance)
+    la.covariance_memory = 1  # example by example inside
+    assert_close(la.output_distribution(x, layers)[1], covariance)
+
+
+@pytest.mark.parametrize("layers", ["all", "last"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("prior_precision", 7.0),
+        ("prior_precision", DELTAS.flip(0)),
+        ("sigma_noise", 0.2),
+        ("temperature", 3.0),
+    ],
+)
+def test_changed_hyperparameters_are_seen(name, value, layers):
+    la, x = fitted("regression", sigma_noise=0.7)
+    before = la.output_distribution(x, layers)[1]
+    assert_close(la.output_distribution(x, layers)[1], before)
+    setattr(la, name, value)
+    fresh, _ = fitted("regression", **{"sigma_noise": 0.7, name: value})
+    after = la.output_distribution(x, layers)[1]
+    assert_close(after, fresh.output_distribution(x, layers)[1])
+    assert (after - before).norm() > 0.01 * before.norm()
+
+
+def test_a_second_fit_is_seen_and_eigenvectors_are_kept(monkeypatch):
+    la, x = fitted()
+    before = la.output_distribution(x)[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.linalg, "eigh", lambda *a, **k: pytest.fail("eigenvectors"))
+        la.prior_precision = 2.0
+        la.output_distribution(x)
+    la.prior_precision = DELTAS
+    la.fit([data()], override=False)
+    twice = la.output_distribution(x)[1]
+    assert (twice - before).norm() > 0.01 * before.norm()
+    assert_close(twice, by_jacobians(la, x)[1])
+
+
+def test_last_layer_is_a_laplace_approximation_of_it_alone():
+    la, x = fitted()
+    frozen = network()
+    frozen[:-1].requires_grad_(False)
+    alone, _ = fitted(model=frozen, prior_precision=DELTAS[-2:])
+    f, covariance = la.output_distribution(x, "last")
+    expected_f, expected = by_jacobians(alone, x)
+    assert_close(f, expected_f)
+    assert_close(covariance, expected)
+    everything = la.output_distribution(x)[1]
+    difference = torch.linalg.eigvalsh(everything - covariance)
+    assert (difference > 1e-6).all()  # what the other layers bring
+    assert_close(la.output_distribution(x, "last")[1], covariance)
+    with pytest.raises(ValueError, match="layers='first' is not supported; choose one of 'all'"):
+        la.output_distribution(x, "first")
+
+
+def test_last_layer_of_a_single_layer_and_of_a_model_with_parameters_of_its_own():
+    class Token(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.token, self.head = nn.Parameter(torch.ones(32)), nn.Linear(32, 3)
+
+        def forward(self, x):
+            return self.head(x.flatten(1) * self.token)
+
+    x = data()[0]
+    single = nn.Linear(32, 3).double()
+    la = KronLaplace(single, "classification")
+    la.fit([(x.flatten(1), data()[1])])
+    assert_close(la.output_distribution(x.flatten(1), "last"), la.output_distribution(x.flatten(1)))
+    whole, frozen = Token().double(), Token().double()
+    frozen.token.requires_grad_(False)
+    covariances = []
+    for model in (whole, frozen):
+        la = KronLaplace(model, "classification", backend_kwargs={"unsupported": "diagonal"})
+        la.fit([data()])
+        covariances.append([la.output_distribution(x, layers)[1] for layers in ("last", "all")])
+    (last, everything), (alone, _) = covariances
+    assert_close(last, alone)
+    assert (everything - last).norm() > 1e-3
+
+
+def test_last_layer_whose_name_starts_another():
+    class Named(nn.Module):
+        def __init__(self, frozen):
+            super().__init__()
+            torch.manual_seed(0)
+            self.out2, self.out = nn.Linear(32, 4), nn.Linear(4, 3)
+            self.out2.requires_grad_(not frozen)
+
+        def forward(self, x):
+            return self.out(torch.tanh(self.out2(x.flatten(1))))
+
+    whole, alone = (
+        fitted(model=Named(frozen).double(), prior_precision=2.0)[0] for frozen in (False, True)
+    )
+    x = data()[0]
+    assert_close(whole.output_distribution(x, "last"), alone.output_distribution(x))
+
+
+def test_modes_are_restored_and_parameters_stay_their_own():
+    la, x = fitted()
+    la.model.train()
+    la.model[1].eval()
+    modes = [module.training for module in la.model.modules()]
+    gradient = torch.ones_like(la.model[0].weight)
+    la.model[0].weight.grad = gradient
+    assert_close(la.output_distribution(x), la.output_distribution(x))  # dropout is off
+    assert [module.training for module in la.model.modules()] == modes
+    assert la.model[0].weight.grad is gradient
+    with pytest.raises(RuntimeError):
+        la.output_distribution(x[:, :1])
+    assert [module.training for module in la.model.modules()] == modes
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("layers", ["all", "last"])
+def test_without_gradients(context, layers):
+    la, x = fitted()
+    expected, _ = fitted()
+    with context():
+        inside = la.output_distribution(x * 1.0, layers)
+    outside = la.output_distribution(x, layers)
+    assert_close(inside, expected.output_distribution(x, layers))
+    assert_close(outside, inside)
+    delta = torch.tensor(2.0, requires_grad=True)
+    la.log_marginal_likelihood(delta).backward()
+    assert delta.grad is not None
+    assert not la.output_distribution(x, layers)[1].requires_grad  # though δ does
+
+
+def test_mappings():
+    x, y = data()
+    la = KronLaplace(TakesMapping(network()), "classification", prior_precision=DELTAS)
+    la.fit([{"pixels": x, "labels": y}])
+    plain, _ = fitted()
+    for layers in ("all", "last"):
+        expected = plain.output_distribution(x, layers)
+        assert_close(la.output_distribution({"pixels": x, "labels": y}, layers), expected)
+    assert_close(la({"pixels": x}), plain(x))
+
+
+def test_not_fitted():
+    la = KronLaplace(network(), "classification")
+    with pytest.raises(AttributeError, match="[nN]ot fitted"):
+        la.output_distribution(data()[0])

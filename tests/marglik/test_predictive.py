@@ -1,0 +1,279 @@
+"""Predictives of a network and of its posterior, against brute force."""
+
+import math
+
+import pytest
+import torch
+from scipy import integrate, special, stats
+from torch import nn
+from torch.func import functional_call, jacrev
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.nn.utils import vector_to_parameters
+from torch.testing import assert_close
+
+from kfac_backend.output_covariance import OutputCovariance
+from marglik import KronLaplace
+from marglik.links import Prediction
+from marglik.predictive import PredictiveConfig, laplace_predictive, map_predictive
+from tests import oracles
+from tests.evidence_oracles import laplace_log_evidence
+from tests.marglik.small_laplace import DELTAS, TakesMapping, data, fitted, network
+
+LIKELIHOODS = ["classification", "regression", "bernoulli"]
+METHODS = {
+    "classification": ("probit", "bridge", "mc", "nn"),
+    "regression": ("probit", "nn"),
+    "bernoulli": ("probit", "mc", "nn"),
+}
+EVERY = [(likelihood, method) for likelihood in LIKELIHOODS for method in METHODS[likelihood]]
+
+
+def predictive(la, method, seed=0, **options):
+    config = PredictiveConfig(method, **{"samples": 20, "networks": 5} | options)
+    return laplace_predictive(la, config, torch.Generator().manual_seed(seed))
+
+
+def values(prediction):
+    return prediction.mean, prediction.aleatoric, prediction.epistemic
+
+
+def jacobian(model, x):
+    """Of the outputs with respect to all parameters, (N, C, P)."""
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    J = jacrev(lambda p: functional_call(model, p, (x,)))(parameters)
+    return torch.cat([J[name].flatten(2) for name in parameters], dim=-1).detach()
+
+
+def test_mc_approaches_samples_of_the_parameters():
+    """Linearised networks f + J (θ − θ*), whose parameters are drawn from the posterior."""
+    la, x = fitted()
+    J = jacobian(la.model.eval(), x)
+    changes = la.sample(20_000, torch.Generator().manual_seed(1)) - la.mean
+    outputs = la.model(x).detach() + torch.einsum("ncp,sp->snc", J, changes)
+    p = torch.softmax(outputs, -1)
+    found = predictive(la, "mc", samples=20_000)(x)
+    assert (found.mean - p.mean(0)).abs().max() < 0.015
+    assert (found.aleatoric - torch.special.entr(p).sum(-1).mean(0)).abs().max() < 0.015
+    # Negative control: networks that are not linearised predict otherwise.
+    other = predictive(la, "nn", networks=500)(x).mean
+    assert (other - found.mean).abs().max() > 0.03
+
+
+def test_probit_by_its_formula():
+    la, x = fitted()
+    f, covariance = la.output_distribution(x)
+    variance = covariance.diagonal(dim1=1, dim2=2)
+    expected = torch.softmax(f / (1 + math.pi / 8 * variance).sqrt(), -1)
+    assert_close(predictive(la, "probit")(x).mean, expected)
+    assert_close(predictive(la, "probit")(x).mean, la(x))
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_sampled_networks_are_those_with_sampled_parameters(likelihood):
+    la, x = fitted(likelihood, sigma_noise=0.3 if likelihood == "regression" else 1.0)
+    predict = predictive(la, "nn")
+    other, outputs = network().eval(), []
+    for sample in la.sample(5, torch.Generator().manual_seed(0)):
+        vector_to_parameters(sample, other.parameters())
+        outputs.append(other(x).detach())
+    before = [p.clone() for p in la.model.parameters()]
+    found = predict(x)
+    if likelihood == "regression":
+        mean = sum(outputs) / 5
+        variance = sum((f - mean) ** 2 for f in outputs) / 5
+        expected = mean, torch.full_like(mean, 0.09), variance
+    else:
+        link = torch.sigmoid if likelihood == "bernoulli" else lambda f: torch.softmax(f, -1)
+        p = [link(f) for f in outputs]
+        entropies = [
+            -(q * q.log()).sum(-1) if likelihood == "classification"
+            else -(q * q.log() + (1 - q) * (1 - q).log()) for q in (*p, sum(p) / 5)
+        ]  # fmt: skip
+        aleatoric = sum(entropies[:5]) / 5
+        expected = sum(p) / 5, aleatoric, entropies[5] - aleatoric
+    assert_close(values(found), expected)
+    assert all(torch.equal(a, b) for a, b in zip(la.model.parameters(), before, strict=True))
+    assert (found.mean - predictive(la, "nn", seed=1)(x).mean).abs().max() > 1e-3
+
+
+def test_bernoulli_from_fit_to_prediction_by_brute_force():
+    la, x = fitted("bernoulli")
+    targets, model = data("bernoulli")[1], la.model.eval()
+    H = torch.block_diag(*oracles.kfac_blocks(model, x, "bernoulli", "expand").values())
+    theta = torch.cat([p.detach().flatten() for p in model.parameters()])
+    delta = torch.cat([
+        d.double().expand(p.numel()) for d, p in zip(DELTAS, model.parameters(), strict=True)
+    ])  # fmt: skip
+    f = model(x).detach()
+    log_likelihood = -binary_cross_entropy_with_logits(f, targets, reduction="sum")
+    expected = laplace_log_evidence(log_likelihood, theta, H, delta)
+    assert float(la.log_marginal_likelihood()) == pytest.approx(expected, rel=1e-10)
+
+    J = jacobian(model, x)
+    covariance = J @ torch.linalg.solve(H + torch.diag(delta), J.mT)
+    mean = predictive(la, "mc")(x).mean
+    for n in range(len(x)):
+        for c in range(3):
+            normal = stats.norm(float(f[n, c]), math.sqrt(covariance[n, c, c]))
+            integral, _ = integrate.quad(lambda t, g=normal: special.expit(t) * g.pdf(t), -30, 30)
+            assert float(mean[n, c]) == pytest.approx(integral, abs=1e-6)
+    assert (mean - torch.sigmoid(f)).abs().max() > 1e-3
+    with pytest.raises(ValueError, match="'bridge' is for classification, not 'bernoulli'"):
+        predictive(la, "bridge")(x)
+
+
+def test_regression_adds_the_noise():
+    la, x = fitted("regression", sigma_noise=0.3)
+    p = predictive(la, "probit")(x)
+    mean, covariance = la(x)
+    assert_close(p.mean, mean)
+    assert_close(p.total, covariance.diagonal(dim1=1, dim2=2) + 0.09)
+    assert_close(values(predictive(la, "mc")(x)), values(p))
+
+
+@pytest.mark.parametrize(("likelihood", "method"), EVERY)
+def test_does_not_depend_on_batches(likelihood, method):
+    la, x = fitted(likelihood)
+    predict = predictive(la, method)
+    whole = predict(x)
+    parts = Prediction.cat([predict(part) for part in (x[:1], x[1:4], x[4:])])
+    assert_close(values(parts), values(whole))
+    assert_close(values(predict(x)), values(whole))  # the same noise each time
+    assert_close(values(predictive(la, method)(x)), values(whole))  # and for the same seed
+
+
+def test_memory_reaches_the_covariance(monkeypatch):
+    given = []
+
+    class Recording(OutputCovariance):
+        def __init__(self, *args, memory):
+            given.append(memory)
+            super().__init__(*args, memory=memory)
+
+    monkeypatch.setattr("marglik.output_distribution.OutputCovariance", Recording)
+    la, x = fitted()
+    for memory in (1, 64, 64):
+        predictive(la, "probit", memory=memory)(x)
+    assert given == [2**20, 2**26]  # and the last one was kept
+
+
+@pytest.mark.parametrize("method", ["probit", "bridge", "mc"])
+def test_changed_hyperparameters_are_seen(method):
+    la, x = fitted()
+    predict = predictive(la, method)
+    before = predict(x)
+    la.prior_precision = 0.1
+    fresh, _ = fitted(prior_precision=0.1)
+    assert_close(values(predict(x)), values(predictive(fresh, method)(x)))
+    assert (predict(x).mean - before.mean).abs().max() > 1e-3
+
+
+def test_noise_that_changes_is_seen():
+    la, x = fitted("regression")
+    predict = predictive(la, "probit")
+    predict(x)
+    la.sigma_noise = 0.1
+    assert_close(predict(x).aleatoric, torch.full((8, 3), 0.01).double())
+
+
+def test_last_layer():
+    la, x = fitted()
+    frozen = network()
+    frozen[:-1].requires_grad_(False)
+    alone, _ = fitted(model=frozen, prior_precision=DELTAS[-2:])
+    for method in ("probit", "bridge", "mc"):
+        p = predictive(la, method, layers="last")(x)
+        assert_close(values(p), values(predictive(alone, method)(x)))
+    assert (p.epistemic < predictive(la, "mc")(x).epistemic).all()
+    # Frozen layers are no obstacle for sampled networks.
+    assert predictive(alone, "nn")(x).epistemic.max() > 1e-3
+
+
+@pytest.mark.parametrize(("likelihood", "method"), [*EVERY, ("classification", "map")])
+def test_modes_gradients_and_inference_mode(likelihood, method):
+    la, x = fitted(likelihood)
+    la.model.train()
+    la.model[1].eval()
+    modes = [module.training for module in la.model.modules()]
+    predict = map_predictive(la.model) if method == "map" else predictive(la, method)
+    p = predict(x)
+    assert [module.training for module in la.model.modules()] == modes
+    assert not p.mean.requires_grad
+    with torch.inference_mode():
+        inside = predict(x * 1.0)
+    assert_close(values(inside), values(p))  # dropout is off, too
+    assert_close(values(predict(x)), values(p))
+
+
+@pytest.mark.parametrize("method", ["probit", "nn", "map"])
+def test_mappings(method):
+    x, y = data()
+    batch = {"pixels": x, "labels": y}
+    la = KronLaplace(TakesMapping(network()), "classification", prior_precision=DELTAS)
+    la.fit([batch])
+    plain, _ = fitted()
+    found, expected = (
+        map_predictive(each.model) if method == "map" else predictive(each, method)
+        for each in (la, plain)
+    )
+    assert_close(values(found(batch)), values(expected(x)))
+
+
+def test_float64_after_float32():
+    la, x = fitted(dtype=torch.float32)
+    single = predictive(la, "mc")(x)
+    assert single.mean.dtype == torch.float32
+    la.to(dtype=torch.float64)
+    x = x.double()
+    double = predictive(la, "probit")(x)
+    f, covariance = la.output_distribution(x)
+    variance = covariance.diagonal(dim1=1, dim2=2)
+    expected = torch.softmax(f / (1 + math.pi / 8 * variance).sqrt(), -1)
+    assert_close(double.mean, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_map_is_the_networks_own_prediction(likelihood):
+    model = network().train()
+    x = data()[0]
+    p = map_predictive(model, likelihood, sigma_noise=0.3)(x)
+    assert model.training
+    f = model.eval()(x).detach()
+    if likelihood == "regression":
+        assert_close(values(p), (f, torch.full_like(f, 0.09), torch.zeros_like(f)))
+        return
+    link = torch.sigmoid if likelihood == "bernoulli" else nn.Softmax(-1)
+    assert_close(p.mean, link(f))
+    assert_close(p.aleatoric, p.entropy)
+    assert p.epistemic.abs().max() < 1e-15
+
+
+def test_a_flat_posterior_is_the_map():
+    la, x = fitted(prior_precision=1e14)
+    expected = map_predictive(la.model)(x).mean
+    for method in ("probit", "mc", "nn"):
+        assert (predictive(la, method)(x).mean - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "linearized"}, "predictive.method='linearized' is not supported; choose one"),
+        ({"layers": "first"}, "predictive.layers='first' is not supported; choose one of 'all'"),
+        ({"method": "nn", "layers": "last"}, "predictive.layers 'last' is not for method 'nn'; ch"),
+        *(
+            ({name: 0}, f"predictive.{name} must be positive, not 0")
+            for name in ("samples", "networks", "batch_size", "memory")
+        ),
+    ],
+)
+def test_wrong_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        PredictiveConfig(**options)
+
+
+@pytest.mark.parametrize("method", ["probit", "nn"])
+def test_not_fitted(method):
+    la = KronLaplace(network(), "classification")
+    with pytest.raises(AttributeError, match="is not fitted; call fit\\(\\) first"):
+        predictive(la, method)
