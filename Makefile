@@ -23,9 +23,10 @@ format: $(INSTALLED)  ## what lint would ask for
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(INSTALLED)  ## curvature pass and evidence update against the limit and the peers, here
+bench: $(INSTALLED)  ## curvature pass, evidence update and predictive against the limit and the peers, here
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
 	$(BIN)/python -m experiments.bench_curvature
+	$(BIN)/python -m experiments.bench_predictive
 
 test-lowest:  ## the test suite with the oldest dependencies that pyproject.toml allows
 	$(PYTHON) -m venv .venv-lowest

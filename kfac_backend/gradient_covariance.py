@@ -16,7 +16,7 @@ from kfac_backend.rules import ExampleGradients
 
 __all__ = ["bytes_per_example", "gradient_covariance", "product_bytes"]
 
-PRODUCT_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
+PRODUCT_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
 """How much of a gradient is made at once: what stays in a CPU's cache, or keeps a GPU busy."""
 
 

@@ -50,7 +50,7 @@ class OutputCovariance:
         model: nn.Module,
         precision: PosteriorPrecision,
         *,
-        memory: int = 64 * 2**20,
+        memory: int = 96 * 2**20,
         batched: bool = False,
     ) -> None:
         if memory < 1:

@@ -61,11 +61,11 @@ def build_fabric(accelerator: Accelerator, precision: Precision = "32-true") -> 
         ) from error
 
 
-def build_from_spec(kind: type, spec: dict[str, Any]) -> Any:
+def build_from_spec(kind: type | tuple[type, ...], spec: dict[str, Any]) -> Any:
     """An object from ``{"class_path": ..., "init_args": {...}}``, as the command line makes it.
 
     Args:
-        kind: the class that it must be derived from.
+        kind: the class that it must be derived from; several are alternatives.
         spec: which class, with which arguments.
 
     Raises:

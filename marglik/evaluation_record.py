@@ -96,10 +96,9 @@ def evaluate(
             f"{splits.name} holds no images; shift and ood are for images. Leave them out."
         )
     work = _Evaluation(splits, likelihood, batch_size, torch.device(device), progress)
-    foreign, note, name = None, None, None
+    foreign = None
     if ood is not None and images is not None:
-        foreign, note = out_of_distribution_images(ood, images)
-        name = ood.load().name
+        foreign = out_of_distribution_images(ood, images)
     record: dict[str, Any] = {
         "format": "marglik.evaluation",
         "version": 1,
@@ -123,7 +122,7 @@ def evaluate(
         if likelihood != "regression":
             entry["entropy"] = _entropies(prediction, likelihood)
         if foreign is not None:
-            of_foreign = work.predict_images(foreign, predict)
+            of_foreign = work.predict_images(foreign.images, predict)
             inside, outside = (_score(p, config.ood_score) for p in (prediction, of_foreign))
             found |= out_of_distribution_metrics(inside, outside)
             entry["entropy"]["ood"] = _entropies(of_foreign, likelihood)["test"]
@@ -136,10 +135,10 @@ def evaluate(
             record["uncertain"] = {"predictive": label, "examples": examples}
     if foreign is not None:
         record["ood"] = {
-            "name": name,
-            "num_examples": len(foreign),
+            "name": foreign.name,
+            "num_examples": len(foreign.images),
             "score": config.ood_score,
-            "note": note,
+            "note": foreign.note,
         }
     if config.shift:
         record["shift"] = {"kinds": list(CORRUPTIONS), "severities": list(SEVERITIES)}

@@ -69,7 +69,8 @@ def fit(
             "back (--data.validation 0.1), or choose method evidence."
         )
     model = fabric.to_device(model)
-    batches = split_batches(splits, "train", run.batch_size, device=fabric.device)
+    batch_size = curvature.batch_size or run.batch_size
+    batches = split_batches(splits, "train", batch_size, device=fabric.device)
     if prior.layers == "last":
         freeze_all_but(model, last_layer(model, next(iter(batches))[0]))
     check_model(model, splits, curvature, likelihood)

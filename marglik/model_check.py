@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.curvature_pass import CurvaturePass
+from kfac_backend.loss_hessian import check_targets
 from kfac_backend.options import Likelihood
 from marglik.config import CurvatureConfig
 from marglik.data import ImageSplits, TensorSplits
@@ -25,7 +26,8 @@ def check_model(
 
     Raises:
         ValueError: a network that cannot take the inputs, or returns something else than (N, C)
-            with one output per class.
+            with one output per class; targets that do not fit the likelihood.
+        TypeError: class labels that are no integers.
         NotImplementedError: a layer without a K-FAC rule.
     """
     x, y = next(iter(split_batches(splits, "train", 2)))
@@ -43,6 +45,7 @@ def check_model(
                 f"{error}. Set the model's options to fit the data."
             ) from error
         _check_output(model, f, splits, len(x))
+        check_targets(f, y, likelihood)
         if curvature_pass is not None:
             curvature_pass.add(x, y)
 
@@ -64,11 +67,12 @@ def _check_output(
     name = type(model).__name__
     if not isinstance(f, Tensor):
         raise ValueError(f"{name} returns {type(f).__name__}; logits are needed, a tensor.")
-    classes = splits.num_classes if isinstance(splits, ImageSplits) else f.shape[-1]
-    if f.shape != (examples, classes):
-        raise ValueError(
-            f"{name} returns shape {tuple(f.shape)} for {examples} examples, but {splits.name} has "
-            f"{classes} classes; set --model.num_classes {classes}."
-            if isinstance(splits, ImageSplits)
-            else f"{name} returns shape {tuple(f.shape)} for {examples} examples; (N, C) is needed."
-        )
+    shape = f"{name} returns shape {tuple(f.shape)} for {examples} examples"
+    if isinstance(splits, ImageSplits):
+        if f.shape != (examples, splits.num_classes):
+            raise ValueError(
+                f"{shape}, but {splits.name} has {splits.num_classes} classes; set "
+                f"--model.num_classes {splits.num_classes}."
+            )
+    elif f.dim() != 2 or len(f) != examples:
+        raise ValueError(f"{shape}; (N, C) is needed.")

@@ -28,7 +28,7 @@ class OutputDistribution(LaplaceTorchKronLaplace):
     # laplace-torch finds classes by this key among all subclasses: ours must not shadow its own.
     _key = ("all", "marglik_kron")
 
-    covariance_memory: int = 64 * 2**20
+    covariance_memory: int = 96 * 2**20
     """Bytes that the covariance's gradients may take at once, see `OutputCovariance`."""
 
     _covariances: dict[str, tuple[tuple, OutputCovariance]]

@@ -33,8 +33,8 @@ class PredictiveConfig:
 
     Args:
         method: probit, bridge, mc: the linearised network's outputs are Gaussian, with exact
-            covariances; probit and bridge are closed forms of the class probabilities, mc averages
-            samples of the outputs. nn: sampled networks.
+            covariances; probit and bridge (for few classes) are closed forms of the class
+            probabilities, mc averages samples of the outputs. nn: sampled networks.
         samples: samples of the outputs, for mc and for the parts of probit's uncertainty.
         networks: sampled networks for nn.
         layers: all layers' uncertainty, or that of the last one alone (not for nn), which costs no
@@ -49,7 +49,7 @@ class PredictiveConfig:
     networks: int = 20
     layers: Layers = "all"
     batch_size: int = 256
-    memory: int = 64
+    memory: int = 96
 
     def __post_init__(self) -> None:
         check_option("predictive.method", self.method, PredictiveMethod)

@@ -1,5 +1,6 @@
 """Networks that were trained elsewhere: their parameters, from the files that people keep."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -55,10 +56,15 @@ def _read(path: Path) -> dict[str, Tensor]:
     except SafetensorError as error:
         raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
     except Exception as error:  # torch.load raises whatever the broken file leads to
-        reason = str(error).partition("\n")[0]
+        foreign = re.search(r"GLOBAL (\S+)", str(error))
+        reason = (
+            f"it holds {foreign[1]}, and objects can run code as they are loaded"
+            if foreign
+            else f"it is damaged, or of another program ({type(error).__name__})"
+        )
         raise ValueError(
-            f"{path} could not be read as tensors alone ({type(error).__name__}: {reason}). Save "
-            "the network's state_dict(), best as safetensors."
+            f"{path} could not be read as tensors alone: {reason}. Save the network's "
+            "state_dict(), best as safetensors."
         ) from error
     for key in NESTED:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):

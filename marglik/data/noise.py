@@ -7,8 +7,9 @@ from torch import Tensor
 from marglik.data.image_sets import ImageData, ImageSet, ImageSplits
 from marglik.data.splits import check_seed
 
-__all__ = ["Noise"]
+__all__ = ["NAME", "Noise"]
 
+NAME = "noise"
 MEAN = 127.5
 STD = ((256**2 - 1) / 12) ** 0.5  # of the uniform distribution over 0, 1, ..., 255
 
@@ -52,7 +53,7 @@ class Noise(ImageData):
             torch.zeros(self.num_images, dtype=torch.int64),
         )
         mean, std = (MEAN,) * self.channels, (STD,) * self.channels
-        return ImageSplits(images, None, images, ("noise",), mean, std, "noise")
+        return ImageSplits(images, None, images, (NAME,), mean, std, NAME)
 
     def draw(self, channels: int, height: int, width: int) -> UInt8[Tensor, "N C H W"]:
         """Return ``num_images`` images of another shape, of the same seed."""

@@ -1,20 +1,32 @@
 """Images of another source, in the shape that a network was trained on."""
 
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 
 from marglik.data.chunks import map_in_chunks
 from marglik.data.image_sets import ImageData, ImageSplits
-from marglik.data.noise import Noise
+from marglik.data.noise import NAME, Noise
 
-__all__ = ["out_of_distribution_images"]
+__all__ = ["ForeignImages", "out_of_distribution_images"]
 
 Shape = tuple[int, int, int]
 
 
-def out_of_distribution_images(source: ImageData, like: ImageSplits) -> tuple[Tensor, str | None]:
-    """Return the test images of a source in the shape of other data, and what was done to them.
+class ForeignImages(NamedTuple):
+    """Images of another source."""
+
+    images: Tensor
+    """Uint8, (N, C, H, W), not normalised."""
+    name: str
+    """Of their source."""
+    note: str | None
+    """What was done to them, such as "resized from 28x28x1 to 32x32x3", or None."""
+
+
+def out_of_distribution_images(source: ImageData, like: ImageSplits) -> ForeignImages:
+    """Return the test images of a source in the shape of other data.
 
     Images of another size are resized by torchvision (bilinear, with antialiasing, stretched where
     the proportions differ), greyscale ones become RGB by repetition, and RGB ones greyscale by
@@ -25,16 +37,12 @@ def out_of_distribution_images(source: ImageData, like: ImageSplits) -> tuple[Te
         source: whose test images to take.
         like: the data that the network was trained on.
 
-    Returns:
-        images: uint8, (N, C, H, W) with ``like.image_shape``; not normalised.
-        note: such as "resized from 28x28x1 to 32x32x3", or None if they are as they were.
-
     Raises:
         ValueError: if the source has no test images, or a number of channels that cannot be made
             into that of ``like``.
     """
     if isinstance(source, Noise):
-        return source.draw(*like.image_shape), None
+        return ForeignImages(source.draw(*like.image_shape), NAME, None)
     splits = source.load()
     if not len(splits.test):
         raise ValueError(
@@ -43,7 +51,7 @@ def out_of_distribution_images(source: ImageData, like: ImageSplits) -> tuple[Te
         )
     shape, wanted = splits.image_shape, like.image_shape
     if shape == wanted:
-        return splits.test.images, None
+        return ForeignImages(splits.test.images, splits.name, None)
     if shape[0] != wanted[0] and {shape[0], wanted[0]} != {1, 3}:
         raise ValueError(
             f"{splits.name} has images of {shape[0]} channels and {like.name} of {wanted[0]}; "
@@ -52,7 +60,8 @@ def out_of_distribution_images(source: ImageData, like: ImageSplits) -> tuple[Te
         )
     change = "converted" if shape[1:] == wanted[1:] else "resized"
     images = map_in_chunks(partial(_reshaped, wanted), splits.test.images)
-    return images, f"{change} from {_written(shape)} to {_written(wanted)}"
+    note = f"{change} from {_written(shape)} to {_written(wanted)}"
+    return ForeignImages(images, splits.name, note)
 
 
 def _reshaped(shape: Shape, images: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from kfac_backend import kronecker_factors
 from kfac_backend.laplace_interface import KfacGGN
 from kfac_backend.layers import Bias, Scale
+from kfac_backend.output_covariance import OutputCovariance
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 MODES = ["expand", "reduce"]
@@ -78,6 +79,27 @@ def test_laplace_fits_and_predicts_on_the_device(device):
     la.fit(DataLoader(TensorDataset(x, y), 4))
     assert torch.isfinite(la.log_marginal_likelihood())
     assert la(x.to(device)).device.type == device
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_output_covariances_agree_with_float64_on_the_cpu(device, batched):
+    x, y = data()
+
+    def covariance(model, x):
+        factors = kronecker_factors(model, [(x, y)], "classification")
+        eigen = {name: block.decompose() for name, block in factors.blocks.items()}
+        blocks = {name: (block, block.spectrum(1.0)) for name, block in eigen.items()}
+        return OutputCovariance(model, blocks, batched=batched)(x)[1]
+
+    reference = covariance(network().double(), x.double())
+    found = covariance(network().to(device), x)  # from the host
+    assert found.device.type == device
+    assert (found.cpu() - reference).norm() <= 1e-5 * reference.norm()
+    with torch.autocast(device, dtype=torch.bfloat16):
+        rough = covariance(network().to(device), x)
+    assert rough.dtype == torch.float32
+    assert (rough.cpu() - reference).norm() <= 0.05 * reference.norm()
 
 
 @pytest.mark.gpu

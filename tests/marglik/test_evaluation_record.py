@@ -164,7 +164,7 @@ def test_foreign_images_of_another_shape(digits, predictives):
     note = "resized from 12x10x3 to 8x8x1"
     assert found["ood"]["note"] == note and found["ood"]["num_examples"] == 7
     assert sum(found["predictives"]["MAP"]["entropy"]["ood"]) == 7
-    resized, _ = out_of_distribution_images(others, digits)
+    resized, *_ = out_of_distribution_images(others, digits)
     inside, outside = (
         predictives["MAP"](normalised(x, digits)).entropy for x in (digits.test.images, resized)
     )

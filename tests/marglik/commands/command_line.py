@@ -1,0 +1,34 @@
+"""Options of small runs, and what a command that refuses them says."""
+
+from typing import Any
+
+from marglik.cli import main
+
+DATA = [
+    "--data", "marglik.data.ClassSubset", "--data.data", "marglik.data.Digits",
+    "--data.data.validation", "0.1", "--data.classes", "[0, 1, 2, 3, 4, 5, 6, 7]",
+]  # fmt: skip
+MODEL = [
+    "--model", "marglik.models.MLP", "--model.in_features", "64", "--model.hidden", "[12]",
+    "--model.num_classes", "8",
+]  # fmt: skip
+TRAIN = [
+    "train", "--epochs", "4", "--prior.every", "2", "--prior.steps", "10", "--batch_size", "32",
+    "--optimizer.lr", "0.05", "--no_progress",
+]  # fmt: skip
+HELD_OUT = [
+    "--ood", "marglik.data.ClassSubset", "--ood.data", "marglik.data.Digits",
+    "--ood.classes", "[8, 9]",
+]  # fmt: skip
+
+
+def refusal(capsys: Any, *arguments: str) -> str:
+    """The one line that a command prints instead of working."""
+    capsys.readouterr()
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    lines = printed.err.strip().splitlines()
+    assert len(lines) == 1, printed.err
+    assert lines[0].startswith("marglik: error: ")
+    return lines[0]

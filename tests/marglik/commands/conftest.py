@@ -1,0 +1,44 @@
+"""Small runs for the commands' tests, each made once."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from marglik.cli import main
+from tests.marglik import threads
+from tests.marglik.commands.command_line import DATA, MODEL, TRAIN
+from tests.marglik.commands.tensor_problems import Problem, bernoulli, regression
+
+
+@pytest.fixture(scope="module", autouse=True)
+def in_one_thread(one_thread):
+    """Each file's tests, since a fixture of the package's would last until the last test of all."""
+
+
+@pytest.fixture(scope="package")
+def trained(tmp_path_factory) -> Path:
+    """What marglik train leaves; not to be written to."""
+    folder = tmp_path_factory.mktemp("runs") / "trained"
+    with threads.one_thread():
+        assert main([*TRAIN, *DATA, *MODEL, "--output", str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture
+def run(trained, tmp_path) -> Path:
+    """A copy of the trained run."""
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+@pytest.fixture
+def checkpoint(trained, tmp_path) -> Path:
+    """The trained network alone, as someone else would have kept it."""
+    return Path(shutil.copy(trained / "model.safetensors", tmp_path / "net.safetensors"))
+
+
+@pytest.fixture(scope="package", params=["regression", "bernoulli"])
+def problem(request, tmp_path_factory) -> Problem:
+    """Data in a TensorFile, and a network that was trained on it."""
+    make = {"regression": regression, "bernoulli": bernoulli}[request.param]
+    return make(tmp_path_factory.mktemp(request.param))

@@ -1,0 +1,262 @@
+"""`marglik evaluate`: saved posteriors and bare checkpoints, on test, shifted and foreign data."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from marglik.cli import main
+from marglik.data import Digits, ImageData
+from marglik.models import MLP
+from marglik.posterior_file import load_posterior, save_posterior
+from tests.marglik.commands.command_line import DATA, HELD_OUT, MODEL, refusal
+
+QUIET = ["--progress", "false"]
+
+
+def evaluated(folder):
+    return json.loads((folder / "evaluation.json").read_text())
+
+
+def metrics(folder):
+    return {k: v["metrics"] for k, v in evaluated(folder)["predictives"].items()}
+
+
+def test_a_run_is_evaluated_as_at_its_end(run, capsys):
+    before = evaluated(run)
+    (run / "evaluation.json").unlink()
+    (run / "report.html").unlink()
+    assert main(["evaluate", str(run), *QUIET]) == 0
+    after = evaluated(run)
+    assert metrics(run) == {k: v["metrics"] for k, v in before["predictives"].items()}
+    for key in before.keys() - {"predictives", "seconds"}:
+        assert after[key] == before[key], key
+    assert list(metrics(run)) == ["MAP", "Laplace, probit"]
+    assert metrics(run)["MAP"]["test/cls/accuracy"] > 0.7
+    printed = capsys.readouterr().out
+    assert "digits (0, 1, 2, 3, 4, 5, 6, 7): 288 test examples" in printed
+    assert "Laplace, probit" in printed and "test/cls/NLL" in printed
+    assert f"Written to {run / 'evaluation.json'}" in printed
+    assert "<html" in (run / "report.html").read_text()[:200]
+
+
+def test_several_methods_on_noise(run, tmp_path, capsys):
+    before = (run / "evaluation.json").read_bytes()
+    options = ["--methods", "[probit, mc, nn, bridge]", "--predictive.networks", "5"]
+    noise = ["--ood", "marglik.data.Noise", "--ood.num_images", "40"]
+    out = tmp_path / "elsewhere"
+    assert main(["evaluate", str(run), *QUIET, *options, *noise, "--output", str(out)]) == 0
+    found = metrics(out)
+    assert list(found) == ["MAP", *(f"Laplace, {m}" for m in ("probit", "mc", "nn", "bridge"))]
+    assert len({values["test/cls/NLL"] for values in found.values()}) == 5
+    assert all(values["ood/AUROC"] > 0.6 for values in found.values())
+    assert evaluated(out)["ood"]["num_examples"] == 40
+    assert "foreign: 40 of noise" in capsys.readouterr().out
+    assert (out / "report.html").exists()
+    assert (run / "evaluation.json").read_bytes() == before  # the run's own stays
+
+
+def test_held_out_classes(run):
+    options = ["--methods", "[mc]", "--evaluation.ood_score", "epistemic"]
+    assert main(["evaluate", str(run), *QUIET, *HELD_OUT, *options]) == 0
+    found = evaluated(run)["ood"]
+    assert found == {"name": found["name"], "num_examples": 71, "score": "epistemic", "note": None}
+    assert metrics(run)["Laplace, mc"]["ood/AUROC"] > 0.6
+    assert metrics(run)["MAP"]["ood/AUROC"] == 0.5  # no parameter is uncertain
+
+
+def test_foreign_images_of_another_shape_are_resized(run, tmp_path, capsys):
+    folder = images(tmp_path / "images", "01", 16, colour=True)
+    ood = ["--ood", "marglik.data.ImageFolder", "--ood.cache", "false", "--ood.path", str(folder)]
+    assert main(["evaluate", str(run), *QUIET, *ood]) == 0
+    assert "foreign: 4 of " in (printed := capsys.readouterr().out)
+    assert "resized from 16x16x3 to 8x8x1" in printed
+
+
+def test_shifted_images(checkpoint, tmp_path, capsys):
+    options = ["--evaluation.shift", "true", "--output", str(tmp_path / "out")]
+    assert main(["evaluate", str(checkpoint), *DATA, *MODEL, *QUIET, *options]) == 0
+    found = metrics(tmp_path / "out")["MAP"]
+    shift = evaluated(tmp_path / "out")["shift"]
+    for kind in shift["kinds"]:
+        for severity in shift["severities"]:
+            assert f"shift/{kind}/{severity}/cls/NLL" in found
+    assert len(shift["kinds"]) * len(shift["severities"]) == 20
+    worst, mildest = (found[f"shift/noise/{s}/cls/accuracy"] for s in (5, 1))
+    assert worst < mildest <= found["test/cls/accuracy"] + 0.05
+    assert "shift/mean/cls/NLL" in capsys.readouterr().out  # not twenty rows each
+
+
+def test_a_bare_checkpoint_has_a_map_alone(checkpoint, trained, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["evaluate", str(checkpoint), *DATA, *MODEL, *QUIET]) == 0
+    assert metrics(tmp_path / "runs" / "net") == {"MAP": metrics(trained)["MAP"]}
+    assert (tmp_path / "runs" / "net" / "report.html").exists()
+
+
+def test_the_seed_of_sampling(run, tmp_path):
+    found = []
+    for i, seed in enumerate((0, 0, 1)):
+        out = tmp_path / str(i)
+        options = ["--predictive.method", "mc", "--predictive.samples", "5", "--seed", str(seed)]
+        assert main(["evaluate", str(run), *QUIET, *options, "--output", str(out)]) == 0
+        found.append(metrics(out))
+    assert found[0] == found[1] != found[2]
+    assert list(found[0]) == ["MAP", "Laplace, mc"]
+
+
+def test_last_layer(run):
+    assert main(["evaluate", str(run), *QUIET, "--predictive.layers", "last"]) == 0
+    last = metrics(run)
+    assert main(["evaluate", str(run), *QUIET]) == 0
+    every = metrics(run)
+    assert last["MAP"] == every["MAP"]
+    assert last["Laplace, probit"] != every["Laplace, probit"]
+
+
+def test_a_posterior_that_does_not_say_how_its_network_is_built(trained, tmp_path, capsys):
+    folder = tmp_path / "run"
+    save_posterior(load_posterior(trained, MLP(64, (12,), 8)), folder)
+    assert "does not say how its model is made; pass --model" in refusal(
+        capsys, "evaluate", str(folder)
+    )
+    assert "does not say how its data is made; pass --data" in refusal(
+        capsys, "evaluate", str(folder), *MODEL
+    )
+    assert main(["evaluate", str(folder), *MODEL, *DATA, *QUIET]) == 0
+    assert metrics(folder) == metrics(trained)
+
+
+def test_other_data_of_the_same_classes_is_normalised_as_in_training(run, tmp_path):
+    other = ["--data.data.seed", "3", "--data.data.test_fraction", "0.5"]
+    assert main(["evaluate", str(run), *QUIET, *DATA, *other, "--output", str(tmp_path)]) == 0
+    assert evaluated(tmp_path)["num_test"] > 600
+    assert metrics(tmp_path)["MAP"]["test/cls/accuracy"] > 0.7
+
+
+def images(folder, classes, size, colour=False):
+    for split in ("train", "test"):
+        for label in classes:
+            (folder / split / label).mkdir(parents=True)
+            for i in range(2):
+                shape = (size, size, 3) if colour else (size, size)
+                pixels = np.random.default_rng(i).integers(0, 255, shape, dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / split / label / f"{i}.png")
+    return folder
+
+
+def test_no_such_path(tmp_path, capsys):
+    assert "nothing does not exist; pass a run's folder or a checkpoint" in refusal(
+        capsys, "evaluate", str(tmp_path / "nothing")
+    )
+
+
+def test_a_folder_without_a_posterior(run, capsys):
+    (run / "posterior.json").unlink()
+    assert "(posterior.json is missing); make one with marglik train or marglik fit" in refusal(
+        capsys, "evaluate", str(run)
+    )
+
+
+@pytest.mark.parametrize("name", ["posterior.json", "posterior.safetensors", "model.safetensors"])
+def test_an_altered_posterior(name, run, capsys):
+    content = bytearray((run / name).read_bytes())
+    content[-8 if name == "posterior.json" else len(content) // 2] ^= 1
+    (run / name).write_bytes(content)
+    before = (run / "evaluation.json").read_bytes()
+    message = refusal(capsys, "evaluate", str(run))
+    assert name in message and "altered" in message
+    assert (run / "evaluation.json").read_bytes() == before
+
+
+DIGITS = ["--data", "marglik.data.Digits"]
+REFUSED = {
+    "data of other classes": (DIGITS, "digits has 10 classes (0, 1, 2, 3, ...), and the network"),
+    "another likelihood": (["--likelihood", "regression"], "is for likelihood 'classification'"),
+    "an unknown method": (["--methods", "[probit, laplace]"], "laplace"),
+    "sampled networks of a layer": (
+        ["--methods", "[nn]", "--predictive.layers", "last"],
+        "predictive.layers 'last' is not for method 'nn'",
+    ),
+    "no samples": (["--predictive.samples", "0"], "predictive.samples must be positive, not 0"),
+    "another network": (
+        ["--model", "marglik.models.MLP", "--model.in_features", "65"],
+        "is of another network: 'layers.1.weight' has shape (12, 64), MLP has (128, 65)",
+    ),
+    "an unknown option": (["--shift", "true"], "--shift"),
+    "unknown foreign data": (["--ood", "marglik.data.Nothing"], "ood"),
+    "foreign data that are no images": (["--ood", "marglik.data.TensorFile"], "ood"),
+    "an unknown class held out": (
+        [*HELD_OUT[:-1], "[8, ten]"],
+        "digits has no class 'ten'; its classes are '0', '1'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case, trained, capsys):
+    options, message = REFUSED[case]
+    before = {path.name: path.stat().st_mtime_ns for path in trained.iterdir()}
+    assert message in refusal(capsys, "evaluate", str(trained), *QUIET, *options)
+    assert {path.name: path.stat().st_mtime_ns for path in trained.iterdir()} == before
+
+
+def test_data_of_another_shape(trained, tmp_path, capsys):
+    folder = images(tmp_path / "images", "01234567", 9)
+    options = ["--data", "marglik.data.ImageFolder", "--data.cache", "false", "--data.path"]
+    message = refusal(capsys, "evaluate", str(trained), *options, str(folder))
+    assert "shape (1, 9, 9), the network was trained on (1, 8, 8)" in message
+
+
+class NoImages(ImageData):
+    """Digits without a test set."""
+
+    def load(self):
+        splits = Digits().load()
+        return replace(splits, test=splits.test.select(torch.arange(0)))
+
+
+def test_an_empty_ood_set(trained, capsys):
+    options = ["--ood", f"{__name__}.NoImages"]
+    assert "digits has no test images: an empty OOD set" in refusal(
+        capsys, "evaluate", str(trained), *options
+    )
+
+
+@pytest.mark.parametrize("missing", ["--model", "--data"])
+def test_a_checkpoint_needs_model_and_data(missing, checkpoint, capsys):
+    options = DATA if missing == "--model" else MODEL
+    message = refusal(capsys, "evaluate", str(checkpoint), *options)
+    assert message.endswith("net.safetensors is a checkpoint; it needs --model and --data.")
+
+
+@pytest.mark.parametrize("likelihood", ["regression", "bernoulli"])
+def test_a_checkpoint_of_another_likelihood(likelihood, checkpoint, capsys):
+    message = refusal(
+        capsys, "evaluate", str(checkpoint), *DATA, *MODEL, "--likelihood", likelihood
+    )
+    assert f"likelihood '{likelihood}' needs the same shape" in message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu(trained, capsys):
+    assert "Pass auto or cpu" in refusal(capsys, "evaluate", str(trained), "--accelerator", "cuda")
+
+
+def test_no_path(capsys):
+    assert "evaluate.path See marglik evaluate --help." in refusal(capsys, "evaluate")
+
+
+def test_an_interrupt_leaves_the_last_evaluation(run, capsys, monkeypatch):
+    before = (run / "evaluation.json").read_bytes()
+
+    def interrupted(*arguments, **keywords):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("marglik.evaluation_record.predict_all", interrupted)
+    assert main(["evaluate", str(run), *QUIET]) == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert (run / "evaluation.json").read_bytes() == before

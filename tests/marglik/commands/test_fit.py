@@ -1,0 +1,257 @@
+"""`marglik fit`: posteriors for networks that were trained elsewhere."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from marglik.cli import main
+from marglik.laplace import KronLaplace
+from marglik.posterior_file import read_posterior
+from tests.marglik.commands.command_line import DATA, HELD_OUT, MODEL, refusal
+from tests.marglik.commands.tensor_problems import SIGMA
+
+TENSORS = ["layers.1.weight", "layers.1.bias", "layers.3.weight", "layers.3.bias"]
+NUM_DATA = 1039
+
+
+def fit(checkpoint, folder, *options):
+    """Run the command; returns what it saved."""
+    arguments = ["fit", *DATA, *MODEL, "--checkpoint", str(checkpoint), "--no_progress"]
+    assert main([*arguments, "--output", str(folder), *options]) == 0
+    return read_posterior(folder)
+
+
+def metrics(folder, *options):
+    """Evaluate; returns the metrics of each predictive."""
+    assert main(["evaluate", str(folder), "--progress", "false", *options]) == 0
+    found = json.loads((folder / "evaluation.json").read_text())["predictives"]
+    return {name: entry["metrics"] for name, entry in found.items()}
+
+
+def test_evidence_layer_by_layer(checkpoint, tmp_path, capsys):
+    folder = tmp_path / "fit"
+    found = fit(checkpoint, folder)
+    assert list(found["prior_precision"]) == TENSORS
+    assert len(set(found["prior_precision"].values())) == 4
+    assert found["num_data"] == NUM_DATA
+    printed = capsys.readouterr().out
+    for name, delta in found["prior_precision"].items():
+        assert f"{name:<15}   weight decay {delta / NUM_DATA:.2e}" in printed
+    assert f"{found['evidence'] / NUM_DATA:.4f} at the one found" in printed
+    assert f"go on with: marglik evaluate {folder}" in printed
+    files = {"config.yaml", "model.safetensors", "posterior.json", "posterior.safetensors"}
+    assert {path.name for path in folder.iterdir()} == files
+    state = load_file(checkpoint)
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        assert torch.equal(tensor, state[name])
+    # It can be evaluated, on other data too.
+    assert metrics(folder, *HELD_OUT)["Laplace, probit"]["test/cls/accuracy"] > 0.7
+
+
+def test_evidence_with_one_precision(checkpoint, tmp_path):
+    one = fit(checkpoint, tmp_path / "one", "--prior.structure", "scalar")
+    fixed = fit(checkpoint, tmp_path / "fixed", "--prior.method", "fixed")
+    every = fit(checkpoint, tmp_path / "every")
+    assert len(set(one["prior_precision"].values())) == 1
+    assert fixed["evidence"] < one["evidence"] < every["evidence"]
+    wanted = pytest.approx(dict.fromkeys(TENSORS, 5e-4 * NUM_DATA))  # of the default weight decay
+    assert fixed["prior_precision"] == wanted
+
+
+def test_rules(checkpoint, tmp_path):
+    rules = ["--prior.structure", "{inner: 'layers.1.*', outer: '*'}"]
+    delta = list(fit(checkpoint, tmp_path / "fit", *rules)["prior_precision"].values())
+    assert delta[0] == delta[1] != delta[2] == delta[3]
+
+
+@pytest.mark.parametrize("method", ["probit", "mc"])
+def test_validation(method, checkpoint, tmp_path):
+    """No other single precision predicts the validation data better."""
+    predictive = ["--predictive.method", method]
+    found = fit(checkpoint, tmp_path / "fit", "--prior.method", "validation", *predictive)
+    assert len(set(found["prior_precision"].values())) == 1
+    key, name = "validation/cls/NLL", f"Laplace, {method}"
+    best = metrics(tmp_path / "fit", *predictive)[name][key]
+    delta = found["prior_precision"][TENSORS[0]]
+    for factor in (0.01, 0.3, 3.0, 100.0):
+        decay = ["--prior.method", "fixed", "--prior.weight_decay", f"{factor * delta / NUM_DATA}"]
+        fit(checkpoint, tmp_path / "other", *decay, "--overwrite")
+        assert best <= metrics(tmp_path / "other", *predictive)[name][key] + 1e-5
+
+
+def test_the_last_layer_alone(checkpoint, tmp_path):
+    found = fit(checkpoint, tmp_path / "fit", "--prior.layers", "last")
+    assert list(found["prior_precision"]) == TENSORS[2:]
+    last = metrics(tmp_path / "fit")
+    fit(checkpoint, tmp_path / "all")
+    every = metrics(tmp_path / "all")
+    assert last["MAP"] == every["MAP"]
+    assert last["Laplace, probit"] != every["Laplace, probit"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("fisher", "empirical"), ("fisher", "mc"), ("kfac_approx", "reduce")]
+)
+def test_the_curvature_is_saved(option, value, checkpoint, tmp_path):
+    found = fit(checkpoint, tmp_path / "fit", f"--curvature.{option}", value)
+    assert found[option] == value
+    metrics(tmp_path / "fit")
+
+
+def test_temperature(checkpoint, tmp_path, capsys):
+    options = ["--prior.method", "fixed", "--prior.temperature", "0.5"]
+    found = fit(checkpoint, tmp_path / "fit", *options)
+    assert found["temperature"] == 0.5
+    assert found["prior_precision"][TENSORS[0]] == pytest.approx(5e-4 * NUM_DATA / 0.5)
+    assert "weight decay 5.00e-04" in capsys.readouterr().out
+
+
+def test_batches_change_nothing(checkpoint, tmp_path):
+    found = fit(checkpoint, tmp_path / "fit", "--batch_size", "1000")
+    other = fit(checkpoint, tmp_path / "other", "--curvature.batch_size", "57")
+    assert found["evidence"] == pytest.approx(other["evidence"])
+    assert found["prior_precision"] == pytest.approx(other["prior_precision"], rel=1e-3)
+
+
+def test_the_saved_options_repeat_the_fit(checkpoint, tmp_path):
+    options = ["--curvature.fisher", "mc", "--seed", "4"]
+    found = fit(checkpoint, tmp_path / "fit", *options)
+    config = tmp_path / "fit" / "config.yaml"
+    assert yaml.safe_load(config.read_text())["curvature"]["fisher"] == "mc"
+    assert main(["fit", "--config", str(config), "--output", str(tmp_path / "again")]) == 0
+    assert read_posterior(tmp_path / "again") == found
+    assert fit(checkpoint, tmp_path / "other", *options[:2])["sha256"] != found["sha256"]
+
+
+def test_the_place_when_none_is_named(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["fit", *DATA, *MODEL, "--checkpoint", "net.safetensors", "--no_progress"]
+    assert main(arguments) == 0
+    assert (tmp_path / "runs" / "net" / "posterior.json").exists()
+
+
+def test_other_likelihoods(problem, tmp_path, capsys):
+    checkpoint = ["--checkpoint", str(problem.checkpoint), "--no_progress"]
+    command = ["fit", *problem.options, *checkpoint, "--output", str(tmp_path / "fit")]
+    assert main(command) == 0
+    assert "Checkpoint: the prefix 'module.' was taken off all names." in capsys.readouterr().out
+    found = read_posterior(tmp_path / "fit")
+    assert found["likelihood"] == problem.likelihood
+    methods = ["--methods", "[probit, mc, nn]"]
+    predictives = metrics(tmp_path / "fit", *methods)
+    assert list(predictives) == ["MAP", "Laplace, probit", "Laplace, mc", "Laplace, nn"]
+    if problem.likelihood == "regression":
+        assert found["sigma_noise"] == pytest.approx(SIGMA, rel=0.4)
+        assert all(values["test/reg/RMSE"] < 2 * SIGMA for values in predictives.values())
+        assert "validation/cal/coverage90" in predictives["MAP"]
+        assert predictives["Laplace, mc"]["test/reg/NLL"] != predictives["MAP"]["test/reg/NLL"]
+    else:
+        assert all(values["test/cls/accuracy"] > 0.8 for values in predictives.values())
+    # The precision by validation, over the old run.
+    validation = ["--prior.method", "validation", "--prior.sigma_noise"]
+    sigma = "0.2" if problem.likelihood == "regression" else "1"
+    assert main([*command, *validation, sigma, "--overwrite"]) == 0
+    key = "validation/reg/NLL" if problem.likelihood == "regression" else "validation/cls/NLL"
+    assert read_posterior(tmp_path / "fit")["sigma_noise"] == pytest.approx(float(sigma))
+    assert not (tmp_path / "fit" / "evaluation.json").exists()  # that was of the old one
+    assert key in metrics(tmp_path / "fit")["Laplace, probit"]
+
+
+def test_bare_checkpoints_of_other_likelihoods(problem, tmp_path):
+    command = ["evaluate", str(problem.checkpoint), *problem.options, "--progress", "false"]
+    assert main([*command, "--output", str(tmp_path)]) == 0
+    predictives = json.loads((tmp_path / "evaluation.json").read_text())["predictives"]
+    assert list(predictives) == ["MAP"]
+
+
+@pytest.mark.parametrize("options", [["--ood", "marglik.data.Noise"], ["--evaluation.shift=true"]])
+def test_tensors_are_no_images(options, problem, tmp_path, capsys):
+    path = [str(problem.checkpoint), *problem.options, "--output", str(tmp_path / "out")]
+    message = refusal(capsys, "evaluate", *path, *options)
+    assert "holds no images; shift and ood are for images. Leave them out." in message
+    assert not (tmp_path / "out").exists()
+
+
+REFUSED = {
+    "no such checkpoint": (["--checkpoint", "/no/such.pt"], "No checkpoint at /no/such.pt"),
+    "another suffix": (["--checkpoint", __file__], "has suffix '.py'; supported are .safetensors"),
+    "another network": (["--model.hidden", "[9]"], "'layers.1.weight' has shape (12, 64), MLP has"),
+    "a deeper network": (["--model.hidden", "[12, 12]"], "is of another network"),
+    "other classes": (["--data", "marglik.data.Digits"], "has 10 classes; set --model.num_classes"),
+    "another likelihood": (["--likelihood", "regression"], "'regression' needs the same shape"),
+    "unknown likelihood": (["--likelihood", "poisson"], "likelihood"),
+    "no validation data": (
+        ["--data.data.validation", "0", "--prior.method", "validation"],
+        "needs validation data, and digits (0, 1, 2, 3, 4, 5, 6, 7) has none",
+    ),
+    "validation by groups": (
+        ["--prior.method", "validation", "--prior.structure", "kind"],
+        "prior.method validation tunes one precision for all parameters",
+    ),
+    "rules that match nothing": (
+        ["--prior.structure", "{conv: 'conv*', rest: '*'}"],
+        "Prior group 'conv' ('conv*') matches no parameter",
+    ),
+    "a rule for a layer that is known": (
+        ["--prior.layers", "last", "--prior.structure", "{inner: 'layers.1.*', rest: '*'}"],
+        "Prior group 'inner' ('layers.1.*') matches no parameter",
+    ),
+    "diagonal": (["--prior.structure", "diagonal"], "prior.structure"),
+    "no weight decay": (["--prior.weight_decay", "0"], "prior.weight_decay must be positive"),
+    "empty batches": (["--batch_size", "0"], "batch_size must be at least 1, not 0"),
+    "noise of a classifier": (["--prior.sigma_noise", "0.5"], "regression"),
+    "sampled networks of a layer": (
+        ["--predictive.method", "nn", "--predictive.layers", "last"],
+        "predictive.layers 'last' is not for method 'nn'",
+    ),
+    "unknown option": (["--epochs", "3"], "--epochs"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case, checkpoint, tmp_path, capsys):
+    options, message = REFUSED[case]
+    arguments = [*DATA, *MODEL, "--checkpoint", str(checkpoint), "--no_progress"]
+    out = tmp_path / "out"
+    assert message in refusal(capsys, "fit", *arguments, "--output", str(out), *options)
+    assert not out.exists()
+
+
+def test_a_layer_without_a_rule(tmp_path, capsys):
+    from tests.marglik.networks import RowLSTM
+
+    torch.save(RowLSTM().state_dict(), tmp_path / "lstm.pt")
+    options = ["--model", "tests.marglik.networks.RowLSTM", "--data", "marglik.data.Digits"]
+    message = refusal(capsys, "fit", *options, "--checkpoint", str(tmp_path / "lstm.pt"))
+    assert "'rnn' (LSTM) has no K-FAC rule" in message
+
+
+def test_a_folder_that_holds_a_run(run, checkpoint, capsys):
+    before = {path.name: path.read_bytes() for path in run.iterdir()}
+    arguments = ["fit", *DATA, *MODEL, "--checkpoint", str(checkpoint), "--output", str(run)]
+    assert "already holds a run (config.yaml); pass --overwrite" in refusal(capsys, *arguments)
+    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
+
+
+def test_an_interrupt_leaves_the_old_run(run, checkpoint, capsys, monkeypatch):
+    before = {path.name: path.read_bytes() for path in run.iterdir()}
+
+    def interrupted(*arguments, **keywords):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(KronLaplace, "log_marginal_likelihood", interrupted)
+    arguments = ["fit", *DATA, *MODEL, "--checkpoint", str(checkpoint), "--output", str(run)]
+    assert main([*arguments, "--overwrite", "--no_progress"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
+
+
+def test_a_checkpoint_in_the_folder_that_is_overwritten(run):
+    """The network of a run gets a new posterior in its place."""
+    found = fit(run / "model.safetensors", run, "--prior.structure", "scalar", "--overwrite")
+    assert len(set(found["prior_precision"].values())) == 1
+    assert not (run / "log.jsonl").exists()
+    metrics(run)

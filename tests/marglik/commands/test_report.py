@@ -1,0 +1,64 @@
+"""`marglik report`: a page about what the other commands left."""
+
+import pytest
+
+from marglik.cli import main
+from tests.marglik.commands.command_line import DATA, MODEL, refusal
+
+
+@pytest.fixture
+def fitted(checkpoint, tmp_path):
+    arguments = ["fit", *DATA, *MODEL, "--checkpoint", str(checkpoint), "--no_progress"]
+    assert main([*arguments, "--output", str(tmp_path / "fitted")]) == 0
+    return tmp_path / "fitted"
+
+
+def test_one_run(run, capsys):
+    written = (run / "report.html").read_text()
+    (run / "report.html").unlink()
+    assert main(["report", str(run)]) == 0
+    assert capsys.readouterr().out == f"Written to {run / 'report.html'}\n"
+    page = (run / "report.html").read_text()
+    assert "MLP on digits (0, 1, 2, 3, 4, 5, 6, 7)" in page
+    assert len(page) == pytest.approx(len(written), rel=0.01)  # as marglik train wrote it
+    for name in ("layers.1.weight", "Laplace, probit"):
+        assert name in page
+
+
+def test_a_fitted_posterior_before_it_is_evaluated(fitted):
+    assert main(["report", str(fitted)]) == 0
+    page = (fitted / "report.html").read_text()
+    assert "layers.1.weight" in page and "Laplace, probit" not in page
+    assert main(["evaluate", str(fitted), "--progress", "false"]) == 0  # writes it anew
+    assert "Laplace, probit" in (fitted / "report.html").read_text()
+
+
+def test_runs_side_by_side(run, fitted, tmp_path):
+    page = tmp_path / "pages" / "both.html"
+    assert main(["report", str(run), str(fitted), "--output", str(page)]) == 0
+    assert str(run) in page.read_text() and str(fitted) in page.read_text()
+    assert not (fitted / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{tmp}/nothing"], "nothing does not exist; pass the folder of a run"),
+        (["{tmp}"], "is not the folder of a run"),
+        (["{run}/results.json"], "results.json is a file; pass the folder"),
+        (["{run}", "{run}"], "is given twice"),
+        (["{run}", "--output", "{tmp}"], "is a folder; pass a file such as"),
+        ([], "report.folders See marglik report --help."),
+    ],
+)
+def test_refused(arguments, message, run, tmp_path, capsys):
+    (run / "report.html").unlink()
+    places = {"tmp": tmp_path, "run": run}
+    assert message in refusal(capsys, "report", *(a.format(**places) for a in arguments))
+    assert not (run / "report.html").exists()
+
+
+def test_a_broken_file_is_named(run, capsys):
+    (run / "evaluation.json").write_text('{"format": ')
+    message = refusal(capsys, "report", str(run))
+    assert "evaluation.json is not valid JSON" in message

@@ -1,0 +1,197 @@
+"""`marglik train`: what a run leaves, and that it can be repeated, interrupted and continued on."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from marglik import experiment
+from marglik.cli import main
+from marglik.config import RunConfig
+from marglik.data import Digits, ImageBatches
+from marglik.models import MLP
+from marglik.posterior_file import load_posterior, read_posterior
+from marglik.run_log import read_log
+from marglik.training import OnlineTraining
+from tests.marglik.commands.command_line import refusal
+
+SMALL = [
+    "train", "--config", "digits", "--model", "marglik.models.MLP", "--model.in_features", "64",
+    "--model.hidden", "[16]", "--epochs", "4", "--prior.every", "2", "--prior.burn_in", "0",
+    "--prior.steps", "20", "--ood.num_images", "50", "--no_progress",
+]  # fmt: skip
+FILES = {
+    "config.yaml", "evaluation.json", "evidence.png", "log.jsonl", "model.safetensors",
+    "posterior.json", "posterior.safetensors", "report.html", "results.json",
+}  # fmt: skip
+METRICS = {
+    "test/cls/NLL", "test/cls/accuracy", "test/cls/Brier", "test/cls/AURC", "test/cal/ECE",
+    "test/cal/ECE_adaptive", "ood/AUROC", "ood/AUPR", "ood/FPR95",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "digits"
+    assert main([*SMALL, "--output", str(folder), "--baseline"]) == 0
+    return folder
+
+
+def results_of(folder):
+    return json.loads((folder / "results.json").read_text())
+
+
+def test_leaves_results_log_and_plot(run):
+    results = results_of(run)
+    assert {path.name for path in run.iterdir()} == FILES
+    assert results["data"] == "digits"
+    assert results["num_data"] == 1438
+    assert results["evidence"]["kept"] > results["evidence"]["first"]
+    learned = {row["learned"] for row in results["weight_decay"].values()}
+    assert len(learned) == len(results["weight_decay"]) == 4
+    assert list(results["metrics"]) == [
+        "learned, MAP", "learned, Laplace, probit", "initial, MAP", "initial, Laplace, probit",
+    ]  # fmt: skip
+    for metrics in results["metrics"].values():
+        assert set(metrics) == METRICS
+        assert metrics["test/cls/accuracy"] > 0.8
+    assert results["config"]["run"]["epochs"] == 4
+    records = read_log(run)
+    assert [r["epoch"] for r in records if r["kind"] == "update"] == [2, 4]
+    updates = {r["epoch"]: r for r in records if r["kind"] == "update"}
+    best = updates[results["evidence"]["epoch"]]
+    for name, row in results["weight_decay"].items():
+        assert row["learned"] == pytest.approx(best["weight_decay"][name])
+    assert (run / "evidence.png").read_bytes().startswith(b"\x89PNG")
+    assert "in_features: 64" in (run / "config.yaml").read_text()
+
+
+def test_leaves_the_network_and_its_posterior(run):
+    state = load_file(run / "model.safetensors")
+    model = MLP(64, hidden=(16,))
+    laplace = load_posterior(run, model)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, state[name])
+    results, posterior = results_of(run), read_posterior(run)
+    assert laplace.log_marginal_likelihood().item() == pytest.approx(results["evidence"]["kept"])
+    for name, row in results["weight_decay"].items():
+        assert row["learned"] == pytest.approx(posterior["prior_precision"][name] / 1438)
+        gamma = posterior["effective_parameters"][name]
+        assert row["effective_parameters"] == pytest.approx(gamma)
+    assert posterior["model"]["class_path"] == "marglik.models.MLP"
+    assert posterior["data"]["source"]["class_path"] == "marglik.data.Digits"
+
+
+def test_leaves_the_evaluation_and_a_page(run):
+    evaluation = json.loads((run / "evaluation.json").read_text())
+    assert {f"learned, {k}": v["metrics"] for k, v in evaluation["predictives"].items()} == {
+        k: v for k, v in results_of(run)["metrics"].items() if k.startswith("learned")
+    }
+    assert evaluation["ood"]["num_examples"] == 50
+    assert len(evaluation["uncertain"]["examples"]) == 12
+    assert "MLP on digits" in (run / "report.html").read_text()
+
+
+def test_same_seed_same_run(run, tmp_path):
+    config = ["train", "--config", str(run / "config.yaml"), "--no_baseline"]
+    assert main([*config, "--output", str(tmp_path / "again")]) == 0
+    first, second = results_of(run), results_of(tmp_path / "again")
+    assert second["evidence"] == first["evidence"]
+    for name, metrics in second["metrics"].items():
+        assert metrics == first["metrics"][name]
+    other = [*SMALL, "--output", str(tmp_path / "other"), "--seed", "1"]
+    assert main(other) == 0
+    assert results_of(tmp_path / "other")["evidence"] != first["evidence"]
+
+
+def test_digits_preset_keeps_its_promise(tmp_path):
+    """What `make train` runs: at least 95 % right, evidence up, weight decays apart."""
+    assert main(["train", "--config", "digits", "--output", str(tmp_path / "run")]) == 0
+    results = results_of(tmp_path / "run")
+    assert results["metrics"]["learned, MAP"]["test/cls/accuracy"] >= 0.95
+    assert results["evidence"]["kept"] > results["evidence"]["first"]
+    learned = [row["learned"] for row in results["weight_decay"].values()]
+    assert len(set(learned)) == len(learned) == 10
+
+
+def test_a_failing_baseline_does_not_take_the_results_along(tmp_path, monkeypatch):
+    evaluate, calls = experiment._Setup.evaluate, []
+
+    def failing(self, model, laplace):
+        calls.append(model)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return evaluate(self, model, laplace)
+
+    monkeypatch.setattr(experiment._Setup, "evaluate", failing)
+    options = ["--baseline", "--output", str(tmp_path / "run")]
+    assert main([*SMALL, *options]) == 130
+    assert len(calls) == 2
+    assert list(results_of(tmp_path / "run")["metrics"]) == [
+        "learned, MAP", "learned, Laplace, probit",
+    ]  # fmt: skip
+    assert read_posterior(tmp_path / "run")["num_data"] == 1438
+
+
+def test_table_is_printed(tmp_path, capsys):
+    validation = ["--data.validation", "0.1", "--curvature.batch_size", "300"]
+    options = ["--curvature.fisher", "mc", "--predictive.method", "mc", "--tensorboard"]
+    assert main([*SMALL, *validation, *options, "--output", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "log marginal likelihood per example" in printed
+    assert "5.0e-04 -> " in printed
+    assert "learned, Laplace, mc" in printed and "validation/cls/NLL" in printed
+    assert f"Written to {tmp_path}; to look at: {tmp_path / 'report.html'}" in printed
+    assert any((tmp_path / "tensorboard").iterdir())
+
+
+def test_interrupt_keeps_the_log(tmp_path, capsys, monkeypatch):
+    train_epoch = OnlineTraining._train_epoch
+
+    def interrupted(self, epoch):
+        if epoch == 3:
+            raise KeyboardInterrupt
+        return train_epoch(self, epoch)
+
+    monkeypatch.setattr(OnlineTraining, "_train_epoch", interrupted)
+    assert main([*SMALL, "--output", str(tmp_path / "run")]) == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert [r["epoch"] for r in read_log(tmp_path / "run")] == [1, 2, 2]
+    assert "No posterior in" in refusal(capsys, "evaluate", str(tmp_path / "run"))
+
+
+def test_a_run_is_kept(run, capsys):
+    before = {path.name: path.read_bytes() for path in run.iterdir()}
+    message = refusal(capsys, *SMALL, "--no_overwrite", "--output", str(run))
+    assert "already holds a run" in message
+    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
+
+
+def test_nan_in_the_data_is_found_before_training(tmp_path, capsys, monkeypatch):
+    batches = ImageBatches.__iter__
+
+    def broken(self):
+        for x, y in batches(self):
+            yield x * float("nan"), y
+
+    monkeypatch.setattr(ImageBatches, "__iter__", broken)
+    message = refusal(capsys, *SMALL, "--output", str(tmp_path / "run"))
+    assert "The inputs contain NaN or infinity" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_nan_in_training_is_one_line(tmp_path, capsys):
+    options = ["--optimizer.lr", "1e30", "--output", str(tmp_path / "run")]
+    assert "training loss is not finite in epoch 1" in refusal(capsys, *SMALL, *options)
+
+
+def test_train_is_a_function_too(tmp_path):
+    torch.manual_seed(0)
+    results = experiment.train(
+        MLP(64, hidden=(8,)),
+        Digits(),
+        run=RunConfig(epochs=1, output=str(tmp_path), progress=False),
+    )
+    assert results["metrics"]["learned, MAP"]["test/cls/NLL"] > 0
+    assert read_posterior(tmp_path)["model"] is None  # nobody said how it was made

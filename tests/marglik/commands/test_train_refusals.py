@@ -1,0 +1,108 @@
+"""Every wrong turn of `marglik train` ends in one line, before any work."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.marglik.commands.command_line import refusal
+
+SMALL = [
+    "train", "--config", "digits", "--model", "marglik.models.MLP", "--model.in_features", "64",
+    "--epochs", "4", "--no_progress",
+]  # fmt: skip
+FOLDER = ["--data", "marglik.data.ImageFolder", "--data.cache", "false", "--data.path"]
+WRONG = {
+    "unknown option": (["--nonsense", "3"], "--nonsense"),
+    "unknown value": (["--curvature.kfac_approx", "both"], "curvature.kfac_approx"),
+    "an option of before": (
+        ["--predictive.method", "linearized"],
+        "'probit', 'bridge', 'mc', 'nn'",
+    ),
+    "not a number": (["--epochs", "many"], "epochs"),
+    "no update ever": (["--prior.every", "0"], "every must be at least 1, not 0"),
+    "no samples": (["--curvature.mc_samples", "0"], "curvature.mc_samples must be at least 1"),
+    "nothing left": (["--curvature.rank_tolerance", "1"], "must be in [0, 1), not 1.0"),
+    "a tolerance for samples": (
+        ["--curvature.rank_tolerance", "0.1", "--curvature.fisher", "mc"],
+        "rank_tolerance=0.1 needs likelihood 'classification' and fisher 'exact'",
+    ),
+    "no epochs": (["--epochs", "0"], "epochs must be at least 1, not 0"),
+    "negative weight decay": (["--prior.weight_decay", "-1"], "must be positive, not -1.0"),
+    "unknown structure": (["--prior.structure", "blocks"], "prior.structure"),
+    "rules that match nothing": (
+        ["--prior.structure", "{conv: 'conv*', rest: '*'}"],
+        "Prior group 'conv' ('conv*') matches no parameter",
+    ),
+    "unknown preset": (["--config", "imagenet"], "nor a preset (cifar10_paper"),
+    "unknown model": (["--model", "NoSuchNet"], "NoSuchNet"),
+    "model of another size": (["--model.in_features", "100"], "64"),
+    "wrong number of classes": (["--model.num_classes", "7"], "set --model.num_classes 10"),
+    "missing archive": ([*FOLDER, "/no/such.tar.gz"], "'/no/such.tar.gz' does not exist"),
+    "data that are no images": (["--data", "marglik.data.TensorFile"], "data"),
+    "validation takes all": (["--data.validation", "1.0"], "validation"),
+    "a part of sampled networks": (
+        ["--predictive.method", "nn", "--predictive.layers", "last"],
+        "predictive.layers 'last' is not for method 'nn'",
+    ),
+    "a negative number of images": (["--evaluation.uncertain", "-1"], "must be 0 or more, not -1"),
+    "no foreign images": (["--ood.num_images", "0"], "num_images=0: must be at least 1"),
+    "unknown device": (["--accelerator", "tpu"], "accelerator"),
+}
+
+
+def images(folder, sizes=(8, 8), splits=("train", "test")):
+    for split in splits:
+        for label in ("a", "b"):
+            (folder / split / label).mkdir(parents=True)
+            for i, size in enumerate(sizes):
+                noise = np.random.default_rng(i).integers(0, 255, (size, size, 3), dtype=np.uint8)
+                Image.fromarray(noise).save(folder / split / label / f"{i}.png")
+    return folder
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_turns(case, tmp_path, capsys):
+    options, message = WRONG[case]
+    assert message in refusal(capsys, *SMALL, "--output", str(tmp_path / "run"), *options)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [
+        ("RowLSTM", "(LSTM) has no K-FAC rule. Supported: Linear, Conv2d"),
+        ("TwiceLinear", "'fc' (Linear) runs more than once"),
+        ("WithBatchNorm", "(BatchNorm1d) has no K-FAC rule"),
+        ("ReturnsTuple", "returns tuple; logits are needed"),
+    ],
+)
+def test_networks_without_a_curvature(network, message, tmp_path, capsys):
+    options = ["--model", f"tests.marglik.networks.{network}", "--output", str(tmp_path / "run")]
+    assert message in refusal(capsys, *SMALL[:3], *options)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu_is_named(tmp_path, capsys):
+    options = ["--output", str(tmp_path), "--accelerator", "cuda"]
+    assert "--accelerator cuda is not to be had here" in refusal(capsys, *SMALL, *options)
+
+
+def test_broken_archive(tmp_path, capsys):
+    broken = tmp_path / "images.tar.gz"
+    broken.write_bytes(b"not an archive")
+    assert "images.tar.gz" in refusal(capsys, *SMALL, *FOLDER, str(broken))
+
+
+def test_empty_test_folder(tmp_path, capsys):
+    folder = images(tmp_path / "images", splits=("train",))
+    assert "test" in refusal(capsys, *SMALL, *FOLDER, str(folder))
+
+
+def test_number_of_classes_of_a_folder(tmp_path, capsys):
+    """Two classes of images, a network with ten outputs."""
+    folder = images(tmp_path / "images", sizes=[8] * 4)
+    options = ["--model.in_features", "192", "--output", str(tmp_path / "run")]
+    message = refusal(capsys, *SMALL, *FOLDER, str(folder), *options)
+    assert "has 2 classes; set --model.num_classes 2" in message

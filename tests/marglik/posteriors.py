@@ -1,0 +1,75 @@
+"""Small fitted posteriors of every kind, and what they predict."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from kfac_backend.laplace_interface import KfacEF
+from marglik import KronLaplace
+from marglik.links import Prediction
+from marglik.predictive import PredictiveConfig, laplace_predictive
+
+LIKELIHOODS = ("classification", "regression", "bernoulli")
+METHODS = ("probit", "mc", "nn")
+CASES = {
+    "classification": {},
+    "regression": {"likelihood": "regression", "sigma_noise": 0.4},
+    "bernoulli": {"likelihood": "bernoulli"},
+    "reduce": {"kfac_approx": "reduce"},
+    "empirical Fisher": {"backend": KfacEF},
+    "Monte Carlo Fisher": {"backend_kwargs": {"stochastic": True}},
+    "damping": {"damping": True},
+    "temperature": {"temperature": 0.3},
+    "prior mean": {"prior_mean": 0.2},
+    "a prior for each tensor": {"prior_precision": torch.tensor([0.1, 3.0, 1 / 3, 70.0])},
+    "frozen parameters": {"frozen": True},
+    "float64": {"dtype": torch.float64},
+}
+
+
+def network(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
+    """A network of images (1, 4, 4) with dropout and three outputs."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(12, 3)
+    )
+    return model.to(dtype)
+
+
+def data(likelihood: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Ten examples for `network`."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(10, 1, 4, 4, generator=generator, dtype=dtype)
+    if likelihood == "classification":
+        return x, torch.randint(3, (10,), generator=generator)
+    y = torch.randn(10, 3, generator=generator, dtype=dtype)
+    return x, y if likelihood == "regression" else (y > 0).to(dtype)
+
+
+def fitted(
+    likelihood: str = "classification",
+    *,
+    dtype: torch.dtype = torch.float32,
+    frozen: bool = False,
+    **options: object,
+) -> KronLaplace:
+    """A fitted posterior; the convolution is known if ``frozen``."""
+    model = network(dtype)
+    model[0].requires_grad_(not frozen)
+    laplace = KronLaplace(model, likelihood, **({"prior_precision": 0.7} | options))
+    torch.manual_seed(2)
+    laplace.fit([data(likelihood, dtype)])
+    return laplace
+
+
+def predictions(
+    laplace: KronLaplace, x: Tensor, methods: Iterable[str] = METHODS
+) -> dict[str, Prediction]:
+    """What the posterior predicts by each method, from the same random numbers."""
+    found = {}
+    for method in methods:
+        config = PredictiveConfig(method, samples=20, networks=3)  # pyright: ignore
+        generator = torch.Generator().manual_seed(3)
+        found[method] = laplace_predictive(laplace, config, generator)(x)
+    return found

@@ -1,0 +1,104 @@
+"""Objects made of options."""
+
+import pytest
+import torch
+from torch import nn
+
+from marglik.build import build_fabric, build_from_spec, build_laplace
+from marglik.config import CurvatureConfig
+from marglik.data import Digits, ImageData, Noise, TensorFile
+from marglik.models import MLP
+from tests.marglik.posteriors import data, network
+
+
+@pytest.mark.parametrize("fisher", ["exact", "mc", "empirical"])
+@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
+def test_the_curvature_that_was_asked_for(fisher, kfac_approx):
+    curvature = CurvatureConfig(kfac_approx=kfac_approx, fisher=fisher, mc_samples=3)
+    laplace = build_laplace(network(), "classification", curvature, 2.0, temperature=0.5)
+    laplace.fit([data("classification")])
+    assert (laplace.factors.fisher, laplace.factors.kfac_approx) == (fisher, kfac_approx)
+    assert (laplace.temperature, laplace.prior_precision.tolist()) == (0.5, [2.0])
+    if fisher == "mc":
+        assert laplace.backend.num_samples == 3
+
+
+def test_options_reach_the_pass():
+    curvature = CurvatureConfig(rank_tolerance=0.6, backward_precision="bf16", batched=True)
+    laplace = build_laplace(network(), "classification", curvature, 2.0)
+    options = laplace.backend.pass_options
+    assert (options["rank_tolerance"], options["backward_precision"]) == (0.6, "bf16")
+    assert options["batched"]
+    laplace.fit([data("classification")])
+    assert laplace.factors.left_out_share > 0
+
+
+def test_noise_of_regression():
+    laplace = build_laplace(network(), "regression", CurvatureConfig(), 2.0, sigma_noise=0.3)
+    assert float(laplace.sigma_noise) == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("accelerator", ["auto", "cpu"])
+def test_fabric(accelerator):
+    fabric = build_fabric(accelerator)
+    assert fabric.device.type == ("cuda" if accelerator != "cpu" and has_gpu() else "cpu")
+    assert build_fabric("cpu", "bf16-mixed")._precision.precision == "bf16-mixed"
+
+
+def has_gpu():
+    return torch.cuda.is_available()
+
+
+@pytest.mark.skipif(has_gpu(), reason="there is a GPU")
+def test_a_device_that_is_not_there():
+    with pytest.raises(ValueError, match="--accelerator cuda is not to be had .*Pass auto or cpu"):
+        build_fabric("cuda")
+
+
+def test_objects_as_the_command_line_makes_them():
+    spec = {
+        "class_path": "marglik.models.MLP",
+        "init_args": {"in_features": 4, "hidden": [3], "num_classes": 2, "activation": "tanh"},
+    }
+    model = build_from_spec(nn.Module, spec)
+    assert isinstance(model, MLP)
+    assert [type(layer).__name__ for layer in model.layers] == [
+        "Flatten",
+        "Linear",
+        "Tanh",
+        "Linear",
+    ]
+    nested = {
+        "class_path": "marglik.data.ClassSubset",
+        "init_args": {"data": {"class_path": "marglik.data.Digits"}, "classes": ["3", "5"]},
+    }
+    subset = build_from_spec(ImageData, nested)
+    assert isinstance(subset.data, Digits) and subset.classes == ("3", "5")
+
+
+def test_one_of_several_kinds(tmp_path):
+    kinds = (ImageData, TensorFile)
+    path = str(tmp_path / "x.safetensors")
+    spec = {"class_path": "marglik.data.TensorFile", "init_args": {"path": path}}
+    assert isinstance(build_from_spec(kinds, spec), TensorFile)
+    spec = {"class_path": "marglik.data.Noise", "init_args": {"num_images": 3}}
+    noise = build_from_spec(kinds, spec)
+    assert isinstance(noise, Noise) and noise.num_images == 3
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"class_path": "marglik.models.NoSuchNet"},
+        {"class_path": "no_such_package.Net"},
+        {"class_path": "marglik.data.Digits"},  # no network
+        {"class_path": "fractions.Fraction"},
+        {"class_path": "marglik.models.MLP"},  # in_features is needed
+        {"class_path": "marglik.models.MLP", "init_args": {"in_features": 4, "depth": 3}},
+        {"class_path": "marglik.models.MLP", "init_args": {"in_features": "many"}},
+    ],
+)
+def test_objects_that_cannot_be_made(spec):
+    with pytest.raises(ValueError, match="could not be made as it was saved") as error:
+        build_from_spec(nn.Module, spec)
+    assert str(spec.get("class_path")) in str(error.value)

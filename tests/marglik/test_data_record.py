@@ -1,0 +1,78 @@
+"""Other data meets a network in the form of its training data, or is refused."""
+
+import json
+
+import pytest
+import torch
+
+from marglik.data import ImageSet, ImageSplits, TensorSplits
+from marglik.data_record import as_trained, data_record
+
+
+def images(name="pets", classes=("cat", "dog"), shape=(1, 4, 4), mean=(9.0,), std=(3.0,)):
+    mean, std = (values * shape[0] for values in (mean, std))
+    pixels = torch.randint(256, (6, *shape), dtype=torch.uint8)
+    part = ImageSet(pixels, torch.arange(6) % len(classes))
+    return ImageSplits(part, None, part, classes, mean, std, name)
+
+
+def tensors(name="waves"):
+    pair = torch.zeros(3, 2), torch.zeros(3, 1)
+    return TensorSplits(pair, None, pair, name)
+
+
+def recorded(splits, source=None):
+    """The record after its way through a file."""
+    return json.loads(json.dumps(data_record(splits, source)))
+
+
+def test_record_of_images():
+    source = {"class_path": "marglik.data.Digits", "init_args": {"seed": 1}}
+    assert recorded(images(), source) == {
+        "name": "pets", "source": source, "classes": ["cat", "dog"], "image_shape": [1, 4, 4],
+        "mean": [9.0], "std": [3.0],
+    }  # fmt: skip
+
+
+def test_record_of_tensors():
+    assert recorded(tensors()) == {"name": "waves", "source": None}
+
+
+def test_images_are_normalised_as_in_training():
+    trained = images(mean=(77.98472270514604,), std=(1 / 3,))
+    other = images("other pets", mean=(10.0,), std=(20.0,))
+    adapted = as_trained(other, recorded(trained))
+    assert (adapted.mean, adapted.std) == (trained.mean, trained.std)  # to the bit
+    assert adapted.name == "other pets"
+    assert adapted.train is other.train and adapted.test is other.test
+    assert other.mean == (10.0,)
+
+
+def test_without_a_record_data_stays_as_it_is():
+    splits = images()
+    assert as_trained(splits, None) is splits
+
+
+def test_tensors_stay_as_they_are():
+    splits = tensors()
+    assert as_trained(splits, recorded(tensors("other waves"))) is splits
+
+
+@pytest.mark.parametrize(
+    ("splits", "trained", "message"),
+    [
+        (tensors(), images(), "waves holds no images, unlike pets, .*Pass data of its kind"),
+        (images(), tensors(), "pets holds images, unlike waves, .*Pass data of its kind"),
+        (
+            images("zoo", classes=("cat", "dog", "emu", "fox", "gnu")),
+            images(),
+            "zoo has 5 classes \\(cat, dog, emu, fox, ...\\), .* 2 of pets \\(cat, dog\\). .*--ood",
+        ),
+        (images(classes=("dog", "cat")), images(), "pets has 2 classes \\(dog, cat\\)"),
+        (images(shape=(3, 4, 4)), images(), "shape \\(3, 4, 4\\), .* trained on \\(1, 4, 4\\)"),
+        (images(shape=(1, 8, 8)), images(), "shape \\(1, 8, 8\\), .* trained on \\(1, 4, 4\\)"),
+    ],
+)
+def test_data_of_another_form(splits, trained, message):
+    with pytest.raises(ValueError, match=message):
+        as_trained(splits, recorded(trained))

@@ -1,0 +1,126 @@
+"""A posterior that is moved to another dtype or device, and one that gets its factors back."""
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from marglik import KronLaplace
+from tests.marglik.posteriors import LIKELIHOODS, data, fitted, network, predictions
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+HYPERPARAMETERS = ("prior_precision", "prior_mean", "sigma_noise")
+
+
+def dtypes(laplace):
+    tensors = [*laplace.model.parameters(), laplace.mean]
+    return {t.dtype for t in tensors + [getattr(laplace, name) for name in HYPERPARAMETERS]}
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_to_double(likelihood):
+    noise = {"sigma_noise": 0.3} if likelihood == "regression" else {}
+    laplace = fitted(likelihood, prior_mean=0.1, **noise)
+    x, _ = data(likelihood)
+    before, evidence = predictions(laplace, x, ["probit"])["probit"], laplace.evidence_terms
+    assert laplace.to(dtype=torch.float64) is laplace
+    assert dtypes(laplace) == {torch.float64}
+    assert {block.B.dtype for block in laplace.factors.blocks.values()} == {torch.float64}
+    assert laplace.evidence_terms is not evidence  # nothing of before is used
+    after = predictions(laplace, x.double(), ["probit"])["probit"]
+    assert after.mean.dtype == torch.float64
+    assert_close(after.mean.float(), before.mean)
+    for method in ("mc", "nn"):
+        assert predictions(laplace, x.double(), [method])[method].mean.dtype == torch.float64
+
+    # The same as a posterior that was made in float64 from these parameters and factors.
+    made = KronLaplace(laplace.model, likelihood, **{n: getattr(laplace, n) for n in
+                       (HYPERPARAMETERS if noise else HYPERPARAMETERS[:2])})  # fmt: skip
+    made.restore(laplace.factors)
+    assert torch.equal(made.log_marginal_likelihood(), laplace.log_marginal_likelihood())
+    assert torch.equal(predictions(made, x.double(), ["mc"])["mc"].mean,
+                       predictions(laplace, x.double(), ["mc"])["mc"].mean)  # fmt: skip
+
+
+def test_to_double_and_back_is_the_same_posterior():
+    laplace = fitted(prior_precision=torch.tensor([0.1, 3.0, 1 / 3, 70.0]))
+    x, _ = data("classification")
+    before, evidence = predictions(laplace, x), laplace.log_marginal_likelihood()
+    laplace.to(dtype=torch.float64).to(dtype=torch.float32)
+    for method, prediction in predictions(laplace, x).items():
+        assert torch.equal(prediction.mean, before[method].mean)
+    assert torch.equal(laplace.log_marginal_likelihood(), evidence)
+
+
+def test_to_a_narrow_dtype_keeps_wide_factors():
+    laplace = fitted().to(dtype=torch.bfloat16)
+    assert dtypes(laplace) == {torch.bfloat16}
+    assert {block.B.dtype for block in laplace.factors.blocks.values()} == {torch.float32}
+    assert laplace.log_marginal_likelihood().isfinite()
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
+def test_to_the_same_device_changes_nothing(device):
+    laplace = fitted()
+    x, _ = data("classification")
+    before, model = predictions(laplace, x), laplace.model
+    laplace.to(device)
+    assert laplace.model is model and dtypes(laplace) == {torch.float32}
+    for method, prediction in predictions(laplace, x).items():
+        assert torch.equal(prediction.mean, before[method].mean)
+
+
+def test_to_before_the_fit():
+    laplace = KronLaplace(network(), "classification", prior_precision=0.7)
+    laplace.to(dtype=torch.float64)
+    laplace.fit([data("classification", torch.float64)])
+    expected = fitted(dtype=torch.float64)
+    assert laplace.factors.blocks["0.weight"].A.dtype == torch.float64
+    assert_close(laplace.log_marginal_likelihood(), expected.log_marginal_likelihood())
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_restored_factors_are_a_fit(likelihood):
+    laplace = fitted(likelihood)
+    other = KronLaplace(network(), likelihood, prior_precision=0.7)
+    other.restore(laplace.factors)
+    x, _ = data(likelihood)
+    for method, prediction in predictions(laplace, x).items():
+        assert torch.equal(prediction.mean, predictions(other, x, [method])[method].mean)
+    assert torch.equal(other.log_marginal_likelihood(), laplace.log_marginal_likelihood())
+    assert (other.n_data, other.n_outputs, other.loss) == (10, 3, laplace.loss)
+
+
+def test_restore_forgets_what_was_fitted_before():
+    laplace, twice = fitted(), fitted()
+    x, _ = data("classification")
+    predictions(twice, x)
+    evidence = twice.log_marginal_likelihood()
+    twice.restore(2.0 * twice.factors)
+    assert twice.log_marginal_likelihood() < evidence
+    assert (predictions(twice, x)["mc"].epistemic < predictions(laplace, x)["mc"].epistemic).all()
+
+
+def test_restore_takes_the_present_parameters():
+    laplace = fitted()
+    factors, evidence = laplace.factors, laplace.log_marginal_likelihood()
+    with torch.no_grad():
+        laplace.model[0].weight += 1.0
+    assert torch.equal(laplace.log_marginal_likelihood(), evidence)  # those of the fit, until now
+    laplace.restore(factors)
+    moved = laplace.model[0].weight
+    change = 0.7 / 2 * (moved.square() - (moved - 1).square()).sum().double()
+    assert_close(laplace.log_marginal_likelihood(), evidence - change, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), network()[:1], network().requires_grad_(False)],
+)
+def test_factors_of_another_model(model):
+    model[-1].requires_grad_(True)
+    laplace = KronLaplace(model, "classification")
+    with pytest.raises(ValueError, match="needs a block for every trainable parameter"):
+        laplace.restore(fitted().factors)
+    assert laplace.factors is None

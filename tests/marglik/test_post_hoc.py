@@ -1,0 +1,254 @@
+"""The prior found by evidence afterwards, against dense evidences and brute force."""
+
+import math
+
+import pytest
+import torch
+from scipy.optimize import minimize_scalar
+from torch import nn
+
+from marglik import KronLaplace
+from marglik.hyperparameters import LARGEST_PRECISION, SMALLEST_PRECISION
+from marglik.post_hoc import maximize_evidence
+from tests import oracles
+from tests.evidence_oracles import laplace_log_evidence
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+RULES = {"first": "0.*", "rest": "*"}
+GROUPS = {  # of the four tensors
+    "scalar": ("all", "all", "all", "all"),
+    "layerwise": ("0.weight", "0.bias", "2.weight", "2.bias"),
+    "kind": ("weights", "biases", "weights", "biases"),
+    "rules": ("first", "first", "rest", "rest"),
+}
+CURVATURES = {}
+STRUCTURES = {name: RULES if name == "rules" else name for name in GROUPS}
+
+
+class Problem:
+    """A fitted network, and its evidence by dense matrices."""
+
+    def __init__(self, likelihood, *, temperature=1.0, start=1.0, sigma=1.0):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+        self.x = torch.randn(20, 3).double()
+        f = self.model(self.x).detach()
+        noise = torch.randn_like(f)
+        self.y = {
+            "classification": (f + 0.5 * noise).argmax(-1),
+            "regression": f + 0.3 * noise,
+            "bernoulli": (f + 0.5 * noise > 0).double(),
+        }[likelihood]
+        self.likelihood, self.temperature = likelihood, temperature
+        self.laplace = KronLaplace(
+            self.model,
+            likelihood,
+            prior_precision=start,
+            sigma_noise=sigma,
+            temperature=temperature,
+        )
+        self.laplace.fit([(self.x[:15], self.y[:15]), (self.x[15:], self.y[15:])])
+        self.theta = torch.cat([p.detach().flatten() for p in self.model.parameters()])
+        self.sizes = torch.tensor([p.numel() for p in self.model.parameters()])
+
+    @property
+    def H(self):
+        """The curvature at σ = 1, the same for all problems of a likelihood."""
+        if self.likelihood not in CURVATURES:
+            blocks = oracles.kfac_blocks(self.model, self.x, self.likelihood, "expand")
+            CURVATURES[self.likelihood] = torch.block_diag(*blocks.values())
+        return CURVATURES[self.likelihood]
+
+    def log_likelihood(self, sigma):
+        f = self.model(self.x).detach()
+        if self.likelihood == "classification":
+            return torch.distributions.Categorical(logits=f).log_prob(self.y).sum()
+        if self.likelihood == "bernoulli":
+            return torch.distributions.Bernoulli(logits=f).log_prob(self.y).sum()
+        return torch.distributions.Normal(f, sigma).log_prob(self.y).sum()
+
+    def evidence(self, delta, sigma=1.0):
+        """Dense, of one δ or one per tensor."""
+        P0 = torch.as_tensor(delta).double().expand(4).repeat_interleave(self.sizes)
+        H = self.H / sigma**2
+        return laplace_log_evidence(self.log_likelihood(sigma), self.theta, H, P0, self.temperature)
+
+    def gradient(self, per_group, sigma=1.0, step=1e-4):
+        """Central differences in the logarithms of (group -> δ, names of groups) and of σ."""
+        values, names = per_group
+        keys = [*values] + ["sigma"] * (self.likelihood == "regression")
+
+        def at(key, shift):
+            moved = {k: v * math.exp(shift * (k == key)) for k, v in values.items()}
+            delta = torch.tensor([moved[name] for name in names])
+            return self.evidence(delta, sigma * math.exp(shift * (key == "sigma")))
+
+        return torch.tensor([(at(k, step) - at(k, -step)) / (2 * step) for k in keys])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("likelihood", ["classification", "bernoulli"])
+def test_scalar_is_the_top_of_the_dense_evidence(likelihood, temperature):
+    problem = Problem(likelihood, temperature=temperature)
+    found = maximize_evidence(problem.laplace, "scalar")
+    grid = torch.logspace(-3, 4, 71).tolist()
+    best = max(grid, key=problem.evidence)
+    around = math.log(best) - 0.2, math.log(best) + 0.2
+    exact = minimize_scalar(
+        lambda v: -problem.evidence(math.exp(v)), bounds=around, method="bounded",
+        options={"xatol": 1e-9},
+    )  # fmt: skip
+    assert list(found.prior_precision) == ["all"]
+    assert found.prior_precision["all"] == pytest.approx(math.exp(exact.x), rel=1e-4)
+    assert found.objective == pytest.approx(-exact.fun, rel=0, abs=1e-8)
+    # The posterior has it.
+    assert problem.laplace.prior_precision.tolist() == pytest.approx([math.exp(exact.x)] * 4)
+    assert float(problem.laplace.log_marginal_likelihood()) == pytest.approx(found.objective)
+    assert found.sigma_noise == 1
+    assert 1 < found.evaluations < 50
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("likelihood", ["classification", "regression", "bernoulli"])
+def test_the_gradient_is_zero_at_the_top(likelihood, structure):
+    problem = Problem(likelihood)
+    start = dict.fromkeys(GROUPS[structure], 1.0)
+    # Negative control: it is not at the start.
+    assert problem.gradient((start, GROUPS[structure])).abs().max() > 0.1
+    before = problem.evidence(1.0)
+    found = maximize_evidence(problem.laplace, STRUCTURES[structure])
+    assert list(found.prior_precision) == list(start)
+    gradient = problem.gradient((found.prior_precision, GROUPS[structure]), found.sigma_noise)
+    assert gradient.abs().max() < 1e-4
+    assert found.objective > before
+    delta = torch.tensor([found.prior_precision[name] for name in GROUPS[structure]])
+    dense = problem.evidence(delta, found.sigma_noise)
+    assert found.objective == pytest.approx(dense, rel=0, abs=1e-8)
+    assert problem.laplace.prior_precision.tolist() == pytest.approx(delta.tolist())
+
+
+def test_the_finer_the_groups_the_higher_the_evidence():
+    heights = [
+        maximize_evidence(Problem("classification").laplace, STRUCTURES[name]).objective
+        for name in ("scalar", "kind", "layerwise")
+    ]
+    assert heights[0] < heights[1] < heights[2]
+    with_rules = maximize_evidence(Problem("classification").laplace, RULES).objective
+    assert heights[0] < with_rules < heights[2]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.4])
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_the_top_is_mackays_fixed_point(likelihood, temperature):
+    """δ = γ/‖θ‖² with γ = tr H (H + P₀)⁻¹, and the noise's counterpart."""
+    problem = Problem(likelihood, temperature=temperature)
+    found = maximize_evidence(problem.laplace)
+    sigma = found.sigma_noise
+    delta = torch.tensor(list(found.prior_precision.values())).double()
+    H = problem.H / sigma**2 / temperature
+    P0 = torch.diag(delta.repeat_interleave(problem.sizes))
+    parts = (H @ torch.linalg.inv(H + P0)).diagonal().split(problem.sizes.tolist())
+    gamma = torch.stack([part.sum() for part in parts])
+    norms = torch.stack([p.detach().square().sum() for p in problem.model.parameters()])
+    torch.testing.assert_close(delta, gamma / norms, rtol=1e-4, atol=0)
+    if likelihood == "regression":
+        squares = (problem.y - problem.model(problem.x).detach()).square().sum()
+        free = problem.y.numel() / temperature - gamma.sum()
+        assert sigma**2 == pytest.approx(float(squares / temperature / free), rel=1e-4)
+
+
+@pytest.mark.parametrize("start", [1e-5, 1e-2, 30.0, 1e4, 1e9])
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_any_start_leads_to_the_same_top(likelihood, start):
+    problem = Problem(likelihood, start=start, sigma=3.0 if likelihood == "regression" else 1.0)
+    before = float(problem.laplace.log_marginal_likelihood())
+    found = maximize_evidence(problem.laplace)
+    assert found.objective > before
+    assert found.objective == pytest.approx(
+        maximize_evidence(Problem(likelihood).laplace).objective, rel=0, abs=1e-6
+    )
+    again = maximize_evidence(problem.laplace)
+    assert again.objective >= found.objective - 1e-9
+    assert again.prior_precision == pytest.approx(found.prior_precision, rel=1e-3)
+
+
+def test_groups_start_at_the_geometric_mean_of_their_tensors(monkeypatch):
+    problem = Problem("classification", start=torch.tensor([1.0, 100.0, 8.0, 0.5]))
+    seen = []
+
+    def stop(objective, initial, **options):
+        seen.extend(initial)
+        raise InterruptedError
+
+    monkeypatch.setattr("marglik.post_hoc.minimize", stop)
+    with pytest.raises(InterruptedError):
+        maximize_evidence(problem.laplace, RULES)
+    assert [math.exp(v) for v in seen] == pytest.approx([10.0, 2.0])
+
+
+def test_regression_learns_its_noise_unless_told_not_to():
+    kept = Problem("regression", sigma=0.8)
+    found = maximize_evidence(kept.laplace, learn_sigma_noise=False)
+    assert found.sigma_noise == kept.laplace.sigma_noise == 0.8
+    assert kept.gradient((found.prior_precision, GROUPS["layerwise"]), 0.8)[:-1].abs().max() < 1e-4
+    learned = Problem("regression", sigma=0.8)
+    better = maximize_evidence(learned.laplace)
+    assert better.objective > found.objective + 1
+    assert better.sigma_noise == float(learned.laplace.sigma_noise)
+    assert better.sigma_noise == pytest.approx(0.3, rel=0.35)  # of which the data was made
+
+
+def test_groups_without_an_optimum_stay_in_their_bounds():
+    """Weights that are zero want δ = ∞; a tensor that the data ignores wants δ = 0."""
+    problem = Problem("classification")
+    with torch.no_grad():
+        problem.model[2].weight.zero_()  # which cuts off what is before it
+    laplace = KronLaplace(problem.model, "classification")
+    laplace.fit([(problem.x, problem.y)])
+    before = float(laplace.log_marginal_likelihood())
+    found = maximize_evidence(laplace)
+    assert found.prior_precision["2.weight"] > 1e6  # zero
+    assert found.prior_precision["0.weight"] < 1e-4  # ignored
+    for value in found.prior_precision.values():
+        assert SMALLEST_PRECISION * (1 - 1e-9) <= value <= LARGEST_PRECISION * (1 + 1e-9)
+    assert before < found.objective < math.inf
+    assert 0.01 < found.prior_precision["2.bias"] < 1e4
+
+
+def test_frozen_tensors_have_no_prior():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    laplace = KronLaplace(model, "classification")
+    laplace.fit([(torch.randn(9, 3), torch.arange(9) % 2)])
+    found = maximize_evidence(laplace)
+    assert list(found.prior_precision) == ["2.weight", "2.bias"]
+    assert laplace.prior_precision.dtype == torch.float32
+
+
+def test_damped_posteriors_are_refused():
+    laplace = KronLaplace(nn.Linear(3, 2), "classification", damping=True)
+    with pytest.raises(ValueError, match="damping=False"):
+        maximize_evidence(laplace)
+
+
+def test_an_optimiser_that_gives_up_is_not_believed(monkeypatch):
+    problem = Problem("classification")
+
+    class Failed:
+        success, message, x, fun, nfev = False, "TOO MANY ITERATIONS", [0.0] * 4, 0.0, 9
+
+    monkeypatch.setattr("marglik.post_hoc.minimize", lambda *a, **k: Failed)
+    with pytest.raises(RuntimeError, match="could not be maximised: TOO MANY ITERATIONS"):
+        maximize_evidence(problem.laplace)
+    assert problem.laplace.prior_precision.tolist() == [1.0]
+
+
+def test_wrong_structures():
+    problem = Problem("classification")
+    with pytest.raises(ValueError, match="matches no parameter"):
+        maximize_evidence(problem.laplace, {"convolutions": "conv*", "rest": "*"})
+    unfitted = KronLaplace(problem.model, "classification")
+    with pytest.raises(AttributeError, match="call fit\\(\\) first"):
+        maximize_evidence(unfitted)

@@ -1,0 +1,299 @@
+"""A posterior comes back from its folder to the bit, and damage to it is found."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.testing import assert_close
+
+from marglik import KronLaplace, posterior_file
+from marglik.models import MLP, WideResNetFixup
+from marglik.posterior_file import load_posterior, read_posterior, save_posterior
+from marglik.run_files import POSTERIOR
+from tests.marglik.posteriors import CASES, data, fitted, network, predictions
+from tests.marglik.predict_elsewhere import as_tensors
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROOT = Path(__file__).parents[2]
+FILES = (POSTERIOR, "posterior.safetensors", "model.safetensors")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_posterior(fitted(), tmp_path, model={"class_path": "torch.nn.Linear"}, data={"name": "d"})
+    return tmp_path
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_round_trip(case, tmp_path):
+    laplace = fitted(**CASES[case])
+    save_posterior(laplace, tmp_path / "run")
+    model = network(next(laplace.model.parameters()).dtype, seed=5)  # other parameters
+    loaded = load_posterior(tmp_path / "run", model)
+
+    x, _ = data(laplace.likelihood, laplace.mean.dtype)
+    after = predictions(loaded, x)
+    for method, prediction in predictions(laplace, x).items():
+        for part in ("mean", "aleatoric", "epistemic"):
+            assert torch.equal(getattr(prediction, part), getattr(after[method], part)), method
+    assert torch.equal(loaded.log_marginal_likelihood(), laplace.log_marginal_likelihood())
+    assert torch.equal(loaded.log_likelihood, laplace.log_likelihood)
+    assert torch.equal(loaded.effective_parameters(), laplace.effective_parameters())
+    assert torch.equal(loaded.mean, laplace.mean)
+    tensors = len(laplace.factors.blocks)
+    assert torch.equal(loaded.prior_precision, laplace.prior_precision.expand(tensors))
+    for name in ("likelihood", "sigma_noise", "prior_mean", "temperature", "damping", "n_data"):
+        assert getattr(loaded, name) == getattr(laplace, name), name
+    for name in ("fisher", "kfac_approx", "num_loss_terms", "loss"):
+        assert getattr(loaded.factors, name) == getattr(laplace.factors, name), name
+    assert [p.requires_grad for p in model.parameters()] == [
+        p.requires_grad for p in laplace.model.parameters()
+    ]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "classification"])
+def test_every_case_predicts_otherwise(case):
+    """Negative control of the round trip: none of the cases' options could get lost unnoticed."""
+    options = CASES[case]
+    laplace = fitted(**options)
+    x, _ = data(laplace.likelihood, laplace.mean.dtype)
+    plain = fitted(laplace.likelihood) if len(options) > 1 else fitted()
+    before, after = (predictions(la, x.to(la.mean))["mc"] for la in (plain, laplace))
+    if case == "prior mean":  # it moves the evidence alone
+        assert plain.log_marginal_likelihood() != laplace.log_marginal_likelihood()
+        return
+    assert not all(
+        torch.equal(getattr(before, part), getattr(after, part).float())
+        for part in ("mean", "aleatoric", "epistemic")
+    )
+
+
+def test_a_loaded_posterior_can_be_saved_and_adapted(folder, tmp_path):
+    first = load_posterior(folder, network())
+    save_posterior(first, tmp_path / "again")
+    second = load_posterior(tmp_path / "again", network())
+    for laplace in (first, second):
+        laplace.prior_precision = 40.0
+    assert torch.equal(first.log_marginal_likelihood(), second.log_marginal_likelihood())
+    second.fit([data("classification")], override=False)
+    assert second.n_data == 2 * first.n_data
+
+
+def test_the_record_says_what_a_reader_needs(folder):
+    record = read_posterior(folder)
+    laplace = fitted()
+    assert record["likelihood"] == "classification"
+    assert (record["num_data"], record["num_outputs"]) == (10, 3)
+    assert record["parameters"] == {n: p.numel() for n, p in laplace.model.named_parameters()}
+    assert record["evidence"] == pytest.approx(float(laplace.log_marginal_likelihood()))
+    assert sum(record["effective_parameters"].values()) == pytest.approx(
+        float(laplace.effective_parameters().sum())
+    )
+    assert record["model"] == {"class_path": "torch.nn.Linear"}
+    assert record["data"] == {"name": "d"}
+    assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("size", [0, 7, -1])
+def test_truncated_files(name, size, folder):
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[:size])
+    if name == POSTERIOR and size == -1:  # the last byte is a line's end
+        (folder / name).write_bytes(content[:-2])
+    with pytest.raises(ValueError, match="altered"):
+        load_posterior(folder, network())
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_any_byte_that_is_altered(name, folder):
+    content, record, unnoticed = (folder / name).read_bytes(), read_posterior(folder), 0
+    step = 3 if name == POSTERIOR else len(content) // 40
+    for position in range(0, len(content), step):
+        altered = bytearray(content)
+        altered[position] ^= 1
+        (folder / name).write_bytes(altered)
+        try:
+            # The last of a number's digits may stand for the same float64.
+            assert read_posterior(folder) == record
+            unnoticed += 1
+        except ValueError as error:
+            assert any(way in str(error) for way in ("Fit again", "update", "make one with"))
+    assert unnoticed <= (5 if name == POSTERIOR else 0)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_missing_files(name, folder):
+    (folder / name).unlink()
+    with pytest.raises(FileNotFoundError, match=name):
+        load_posterior(folder, network())
+
+
+def test_files_of_another_run(folder, tmp_path):
+    save_posterior(fitted(prior_precision=2.0, temperature=0.5), tmp_path / "other")
+    torch.manual_seed(9)
+    other = tmp_path / "other" / "model.safetensors"
+    other.replace(folder / "model.safetensors")
+    load_posterior(folder, network())  # the same network: nothing is wrong
+    save_posterior(fitted("regression"), tmp_path / "other")
+    (tmp_path / "other" / "posterior.safetensors").replace(folder / "posterior.safetensors")
+    with pytest.raises(ValueError, match="posterior.safetensors is not the one .*of another run"):
+        load_posterior(folder, network())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"format": "marglik.posterior", "version": 2}', "version 2, this release reads up to 1;"),
+        ('{"format": "marglik.posterior", "version": 1}', "was altered"),
+        ('{"format": "marglik.posterior", "version": "1", "sha256": {}}', "was altered"),
+        ('{"format": "marglik.posterior", "sha256": [1]}', "was altered"),
+        ('{"format": "marglik.evaluation", "version": 1}', "describes no posterior"),
+        ("[1, 2]", "describes no posterior"),
+        ('{"format": ', "is not JSON"),
+        ("\udcff", "is not JSON"),
+    ],
+)
+def test_other_json(content, message, folder):
+    (folder / POSTERIOR).write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ValueError, match=message):
+        read_posterior(folder)
+
+
+class Bigger(nn.Sequential):
+    def __init__(self):
+        super().__init__(*network(), nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), "it lacks '1.weight', which Sequential"),
+        (network()[:4].append(nn.Linear(12, 4)), "'4.weight' has shape \\(3, 12\\), Sequential"),
+        (Bigger(), "it lacks '5.weight', which Bigger has"),
+        (network()[:1], "Sequential has no '4.bias'"),
+        (
+            network(torch.float64),
+            "in torch.float32, .* in torch.float64; pass .*to\\(torch.float32",
+        ),
+    ],
+)
+def test_another_network(model, message, folder):
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=message):
+        load_posterior(folder, model)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("stage", ["factors", "model", "record"])
+@pytest.mark.parametrize("old", [False, True])
+def test_an_interrupted_save_is_no_posterior(stage, old, tmp_path, monkeypatch):
+    if old:
+        save_posterior(fitted(), tmp_path)
+    laplace = fitted("regression")
+
+    def interrupted(*arguments, **keywords):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        if stage == "factors":
+            patched.setattr("kfac_backend.kronecker.save_file", interrupted)
+        elif stage == "model":
+            patched.setattr(posterior_file, "save_file", interrupted)
+        else:
+            patched.setattr(posterior_file, "write_json", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            save_posterior(laplace, tmp_path)
+    assert not (tmp_path / POSTERIOR).exists()
+    assert {path.name for path in tmp_path.iterdir()} <= set(FILES)  # nothing half-written
+    with pytest.raises(FileNotFoundError, match="No posterior in"):
+        load_posterior(tmp_path, network())
+    save_posterior(laplace, tmp_path)
+    assert load_posterior(tmp_path, network()).likelihood == "regression"
+
+
+def not_fitted():
+    return KronLaplace(network(), "classification")
+
+
+def vector_mean():
+    return fitted(prior_mean=torch.zeros(69))
+
+
+def trained_on():
+    laplace = fitted()
+    with torch.no_grad():
+        laplace.model[0].bias[0] += 1e-3
+    return laplace
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (not_fitted, AttributeError, "call fit\\(\\) first"),
+        (vector_mean, ValueError, "has 69 entries; a saved posterior has one number"),
+        (trained_on, ValueError, "no longer those that the posterior was fitted at"),
+    ],
+)
+def test_what_cannot_be_saved_leaves_the_old_posterior(make, error, message, folder):
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(error, match=message):
+        save_posterior(make(), folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_what_json_does_not_know_leaves_the_old_posterior(folder):
+    with pytest.raises(TypeError, match="JSON"):
+        save_posterior(fitted("regression"), folder, data={"path": folder})
+    assert load_posterior(folder, network()).likelihood == "classification"
+
+
+def test_a_device_is_taken(folder):
+    loaded = load_posterior(str(folder), network(), "cpu")
+    assert loaded.mean.device == torch.device("cpu")
+    assert_close(loaded.mean, fitted().mean)
+    assert json.loads((folder / POSTERIOR).read_text())["device"].startswith("cpu")
+
+
+def test_a_new_process_predicts_the_same(tmp_path):
+    torch.manual_seed(0)
+    images = torch.randn(6, 3, 8, 8)
+    networks = {
+        "classification": (MLP, {"in_features": 192, "hidden": (7,), "num_classes": 3}),
+        "regression": (MLP, {"in_features": 192, "hidden": (5,), "num_classes": 1}),
+        "wide_resnet": (WideResNetFixup, {"depth": 10, "widen_factor": 1, "num_classes": 3}),
+    }
+    expected = {}
+    for name, (kind, arguments) in networks.items():
+        model = kind(**arguments)
+        with torch.no_grad():
+            for p in model.parameters():  # Fixup starts with zeros
+                p.add_(0.1 * torch.randn_like(p))
+        likelihood = "regression" if name == "regression" else "classification"
+        targets = torch.randn(6, 1) if name == "regression" else torch.arange(6) % 3
+        laplace = KronLaplace(model, likelihood, prior_precision=torch.rand(1) + 0.5)
+        laplace.fit([(images, targets)])
+        spec = {"class_path": f"marglik.models.{kind.__name__}", "init_args": arguments}
+        save_posterior(laplace, tmp_path / name, model=spec)
+        save_file({"x": images}, tmp_path / name / "x.safetensors")
+        expected[name] = as_tensors(predictions(laplace, images))
+
+    command = [sys.executable, "-m", "tests.marglik.predict_elsewhere"]
+    folders = [str(tmp_path / name) for name in networks]
+    printed = subprocess.run(
+        [*command, str(torch.get_num_threads()), *folders],
+        check=True, cwd=ROOT, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    for name in networks:
+        found = load_file(tmp_path / name / "predictions.safetensors")
+        assert found.keys() == expected[name].keys()
+        for key, value in found.items():
+            assert torch.equal(value, expected[name][key]), (name, key)
+    unpickled, after_control = map(int, printed.split())
+    assert unpickled == 0 < after_control

@@ -1,0 +1,102 @@
+"""The prior found afterwards by a validation loss: the lowest of known functions."""
+
+import math
+
+import pytest
+import torch
+from scipy.optimize import minimize_scalar
+
+from marglik.evaluation import metrics, predict_all
+from marglik.post_hoc import minimize_validation_loss
+from marglik.predictive import laplace_predictive
+from tests.marglik.posteriors import data, fitted
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def valleys(laplace):
+    """A wide valley around δ = 10, and a deeper one around 10⁶."""
+    v = math.log10(float(laplace.prior_precision[0]))
+    return -math.exp(-((v - 1.0) ** 2) / 4) - 1.5 * math.exp(-((v - 6.0) ** 2) / 1.5)
+
+
+def test_the_deepest_of_several_valleys():
+    laplace = fitted()
+    calls = []
+
+    def loss(posterior):
+        calls.append(float(posterior.prior_precision[0]))
+        return valleys(posterior)
+
+    found = minimize_validation_loss(laplace, loss)
+    assert list(found.prior_precision) == ["all"]
+    assert found.prior_precision["all"] == pytest.approx(1e6, rel=0.1)
+    assert laplace.prior_precision.tolist() == [found.prior_precision["all"]]
+    assert found.objective == valleys(laplace)
+    assert found.evaluations == len(calls) < 30
+    grid = []
+    for delta in torch.logspace(-2, 8, 1001).tolist():
+        laplace.prior_precision = delta
+        grid.append(valleys(laplace))
+    assert found.objective <= min(grid) + 1e-3
+    # Negative control: Brent's method alone ends in the other valley.
+    laplace.prior_precision = found.prior_precision["all"]
+
+    def alone(log_delta):
+        laplace.prior_precision = math.exp(log_delta)
+        return valleys(laplace)
+
+    bounds = (math.log(1e-2), math.log(1e8))
+    assert minimize_scalar(alone, bounds=bounds, method="bounded").x < math.log(100)
+
+
+@pytest.mark.parametrize(("sign", "end"), [(1, 0.5), (-1, 200.0)])
+def test_a_loss_that_falls_to_the_end(sign, end):
+    laplace = fitted()
+    found = minimize_validation_loss(
+        laplace, lambda la: sign * float(la.prior_precision[0]), bounds=(0.5, 200.0), grid_size=5
+    )
+    assert found.prior_precision["all"] == pytest.approx(end)
+
+
+def test_losses_that_are_not_finite_are_passed_over():
+    laplace = fitted()
+
+    def loss(posterior):
+        delta = float(posterior.prior_precision[0])
+        return abs(math.log(delta / 50)) if delta > 1 else math.nan
+
+    found = minimize_validation_loss(laplace, loss)
+    assert found.prior_precision["all"] == pytest.approx(50, rel=0.1)
+    with pytest.raises(FloatingPointError, match="not finite for any δ in \\(0.01, 100000000.0\\)"):
+        minimize_validation_loss(laplace, lambda _: math.inf)
+
+
+@pytest.mark.parametrize(
+    "bounds", [(0.0, 1.0), (2.0, 1.0), (1.0, 1.0), (-1.0, 3.0), (1.0, math.inf), (math.nan, 1.0)]
+)
+def test_wrong_bounds(bounds):
+    with pytest.raises(ValueError, match="bounds of δ must be positive, finite and ascend, not"):
+        minimize_validation_loss(fitted(), valleys, bounds=bounds)
+
+
+def test_too_small_a_grid():
+    with pytest.raises(ValueError, match="grid_size must be at least 3, not 2"):
+        minimize_validation_loss(fitted(), valleys, grid_size=2)
+
+
+def test_the_loss_of_a_predictive():
+    """No δ of a grid predicts new data better."""
+    laplace, batches = fitted(), [data("classification")]
+
+    def nll(posterior):
+        predict = laplace_predictive(posterior, generator=torch.Generator().manual_seed(0))
+        return metrics(*predict_all(predict, batches), "classification")["cls/NLL"]
+
+    found = minimize_validation_loss(laplace, nll)
+    assert nll(laplace) == found.objective
+    losses = []
+    for delta in torch.logspace(-2, 8, 26).tolist():
+        laplace.prior_precision = delta
+        losses.append(nll(laplace))
+    assert found.objective <= min(losses) + 1e-4 < max(losses) - 0.01
