@@ -12,7 +12,10 @@ from kfac_backend.capture import call_with
 
 __all__ = [
     "Plan",
+    "detached",
+    "example_shapes",
     "examples",
+    "first_tensor",
     "make_plan",
     "num_examples",
     "parts",
@@ -71,6 +74,28 @@ def examples(x: Any, which: slice) -> Any:
     return x[which]
 
 
+def first_tensor(x: Any) -> Any:
+    """The input itself, or the first of a mapping."""
+    return next(iter(x.values())) if isinstance(x, Mapping) else x
+
+
+def example_shapes(x: Any) -> Any:
+    """The shapes of one example, to be compared."""
+    if isinstance(x, Mapping):
+        return tuple((key, example_shapes(value)) for key, value in x.items())
+    return x.shape[1:] if isinstance(x, Tensor) else None
+
+
+def detached(x: Any, device: torch.device) -> Any:
+    """The input on the device, as tensors that a graph may hold: none of inference mode."""
+    x = to_device(x, device)
+    if isinstance(x, Mapping):
+        return {key: detached(value, device) for key, value in x.items()}
+    if not isinstance(x, Tensor):
+        return x
+    return x.clone() if x.is_inference() else x.detach()
+
+
 def splits_by_example(x: Any, y: Any) -> bool:
     """Whether the input has an entry per target."""
     targets = len(y) if isinstance(y, Tensor) and y.dim() > 0 else None
@@ -120,7 +145,7 @@ def make_plan(model: nn.Module, x: Any, y: Any) -> Plan:
     handles = [module.register_forward_hook(hook) for module in model.modules()]
     try:
         # Dropout that is on must not use up the user's random numbers.
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), torch.random.fork_rng([] if on_cpu else [y.device]):
             one = call_with(model, {}, examples(x, slice(1)))
             by_example = largest
             two = call_with(model, {}, examples(x, slice(2)))

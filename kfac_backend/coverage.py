@@ -1,6 +1,7 @@
 """Which trainable parameters have a rule; whatever has none is an error that names it."""
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -9,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from kfac_backend.options import Unsupported
 from kfac_backend.rules import RULES, Rule, rule_for
 
-__all__ = ["Coverage", "TrackedLayer", "find_coverage"]
+__all__ = ["Coverage", "TrackedLayer", "coverage_of_blocks", "find_coverage"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +84,44 @@ def find_coverage(model: nn.Module, unsupported: Unsupported = "error") -> Cover
     if not covered:
         raise ValueError("No trainable parameter of the model has a K-FAC rule.")
     return Coverage(layers, diagonal, [name for name in trainable if name in covered])
+
+
+def coverage_of_blocks(model: nn.Module, sizes: Mapping[str, int]) -> Coverage:
+    """The layers and parameters that have a block; the others are constants.
+
+    Args:
+        model: the model.
+        sizes: parameter name -> entries of its block.
+
+    Raises:
+        ValueError: no block, one of a parameter that the model lacks or has in another size, or of
+            a frozen one.
+    """
+    parameters = dict(model.named_parameters())
+    unknown = [name for name in sizes if name not in parameters]
+    if unknown or not sizes:
+        what = f"a block for '{unknown[0]}', which the model lacks" if unknown else "no block"
+        raise ValueError(f"The posterior has {what}; it belongs to another model.")
+    for name, size in sizes.items():
+        if size != parameters[name].numel():
+            raise ValueError(
+                f"The posterior's block of '{name}' has {size} entries, the parameter "
+                f"{parameters[name].numel()}; it belongs to another model."
+            )
+    coverage = find_coverage(model, "diagonal")
+    frozen = [name for name in sizes if name not in coverage.names]
+    if frozen:
+        raise ValueError(
+            f"Parameter '{frozen[0]}' has a posterior, but requires_grad=False. Call "
+            "requires_grad_(True) on it, as it was when the posterior was fitted."
+        )
+    layers = []
+    for tracked in coverage.layers:
+        own = {local: name for local, name in tracked.parameters.items() if name in sizes}
+        if own:
+            layers.append(TrackedLayer(tracked.name, tracked.layer, tracked.rule, own))
+    diagonal = [name for name in coverage.diagonal if name in sizes]
+    return Coverage(layers, diagonal, list(sizes))
 
 
 def _check_batch_norm(model: nn.Module) -> None:

@@ -7,21 +7,23 @@ output c is G̃_nc = Σ_r (Q_Bᵀ b_nrc) (Q_Aᵀ a_nr)ᵀ, and the covariance of
 
 from itertools import product
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from kfac_backend.block import EigenBlock
 from kfac_backend.rules import ExampleGradients
 
-__all__ = ["bytes_per_example", "gradient_covariance", "product_bytes"]
+__all__ = ["LARGEST_PRODUCT", "bytes_per_example", "gradient_covariance"]
 
-PRODUCT_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
-"""How much of a gradient is made at once: what stays in a CPU's cache, or keeps a GPU busy."""
+LARGEST_PRODUCT = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
+"""Bytes of a gradient to make at once: what stays in a CPU's cache, or keeps a GPU busy."""
 
 
 def gradient_covariance(
-    gradients: ExampleGradients, block: EigenBlock, spectrum: Float[Tensor, "*G d_out d_in"]
+    gradients: ExampleGradients,
+    block: EigenBlock,
+    spectrum: Float[Tensor, "*G d_out d_in"],
+    product_bytes: int = 8 * 2**20,
 ) -> Float[Tensor, "N C C"]:
     """The covariance of the outputs that one parameter's uncertainty brings, exact.
 
@@ -29,6 +31,7 @@ def gradient_covariance(
         gradients: the outputs' gradients in the parameter.
         block: eigenvectors of the parameter's posterior precision.
         spectrum: its eigenvalues > 0, see `EigenBlock.spectrum`.
+        product_bytes: how much of a gradient may be made at once; one row at least.
     """
     b = gradients.b.to(block.Q_B.dtype)
     Q_B, spectrum = _grouped(block.Q_B), _grouped(spectrum)
@@ -45,10 +48,12 @@ def gradient_covariance(
     inputs_first = R <= C * d_out  # rotate whichever is smaller, the inputs or their products
     if inputs_first:
         a = _rotated(a, Q_A)
-    inverse_root, rows = spectrum.rsqrt(), _rows_at_once(b, d_in)
-    covariance = b.new_zeros(N, C, C)
     # On a CPU one matrix product is faster than a batch of few.
-    examples = range(N) if b.device.type == "cpu" else [slice(None)]
+    one_by_one = b.device.type == "cpu"
+    row = (1 if one_by_one else N) * C * d_in * b.element_size()
+    inverse_root, rows = spectrum.rsqrt(), max(1, product_bytes // row)
+    covariance = b.new_zeros(N, C, C)
+    examples = range(N) if one_by_one else [slice(None)]
     for n, (start, g) in product(examples, product(range(0, d_out, rows), range(G))):
         some = slice(start, start + rows)
         gradient = b[g, n, :, some].flatten(-2).mT @ a[g, n]  # (C rows, d_in)
@@ -60,20 +65,8 @@ def gradient_covariance(
 
 
 def bytes_per_example(positions: int, outputs: int, d_out: int, d_in: int, itemsize: int) -> int:
-    """About what `gradient_covariance` holds for each example, besides `product_bytes`."""
+    """About what `gradient_covariance` holds for each example, besides products."""
     return itemsize * 2 * positions * (d_in + outputs * d_out)
-
-
-def product_bytes(device: torch.device) -> int:
-    """About what a part of a gradient may take on a device."""
-    return PRODUCT_BYTES.get(device.type, PRODUCT_BYTES["cuda"])
-
-
-def _rows_at_once(b: Tensor, d_in: int) -> int:
-    """How many rows of a gradient make a product."""
-    examples = 1 if b.device.type == "cpu" else b.shape[1]
-    row = examples * b.shape[-1] * d_in * b.element_size()
-    return max(1, product_bytes(b.device) // row)
 
 
 def _rotated(x: Float[Tensor, "G *rows d"], Q: Float[Tensor, "G d d"]) -> Tensor:

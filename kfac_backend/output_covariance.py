@@ -6,17 +6,26 @@ whichever mode the factors are from.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from kfac_backend.batches import Plan, examples, make_plan, num_examples, to_device
+from kfac_backend.batches import (
+    Plan,
+    detached,
+    example_shapes,
+    examples,
+    first_tensor,
+    make_plan,
+    num_examples,
+)
 from kfac_backend.block import EigenBlock
 from kfac_backend.capture import Capture, call_with
-from kfac_backend.coverage import Coverage, TrackedLayer, find_coverage
-from kfac_backend.gradient_covariance import bytes_per_example, gradient_covariance, product_bytes
+from kfac_backend.coverage import TrackedLayer, coverage_of_blocks
+from kfac_backend.gradient_covariance import LARGEST_PRODUCT, bytes_per_example, gradient_covariance
 from kfac_backend.precision import full_float32
 from kfac_backend.rules import ExampleGradients
 from kfac_backend.verification import verify_independence, verify_uses
@@ -28,6 +37,19 @@ PosteriorPrecision = Mapping[str, tuple[EigenBlock, Tensor]]
 """Parameter name -> its block's eigenvectors, and the precision's eigenvalues > 0 in their basis,
 (..., d_out, d_in) as `EigenBlock.spectrum` returns them."""
 
+DEFAULT_MEMORY = {"cpu": 96 * 2**20, "cuda": 2 * 2**30}
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """How many examples are worked on at once, for inputs of one shape."""
+
+    part: int | None
+    """In a pass; None: batches stay whole."""
+    chunks: dict[TrackedLayer, int]
+    """In each layer's products."""
+    channels_last: bool = False
+
 
 class OutputCovariance:
     """A function from inputs to outputs f (N, C) and their covariances J Σ Jᵀ (N, C, C).
@@ -37,8 +59,8 @@ class OutputCovariance:
         precision: the posterior precision, block by block; parameters without a block are
             constants.
         memory: bytes that gradients and their products may take at once, besides the activations
-            of the examples that they belong to. Batches are split inside to keep it, down to one
-            example.
+            of the examples that they belong to; about 96 MiB on a CPU and 2 GiB on a GPU if None.
+            Batches of tensors are split inside to keep it, down to one example.
         batched: propagate the C vectors back at once, which holds one layer's gradients at a time.
 
     Raises:
@@ -50,24 +72,26 @@ class OutputCovariance:
         model: nn.Module,
         precision: PosteriorPrecision,
         *,
-        memory: int = 96 * 2**20,
+        memory: int | None = None,
         batched: bool = False,
     ) -> None:
-        if memory < 1:
+        if memory is not None and memory < 1:
             raise ValueError(f"memory must be at least one byte, not {memory}.")
         self._model = model
         self._precision = precision
-        self._memory = memory
+        device = next(model.parameters()).device.type
+        self._memory = memory or DEFAULT_MEMORY.get(device, DEFAULT_MEMORY["cuda"])
+        largest = LARGEST_PRODUCT.get(device, LARGEST_PRODUCT["cuda"])
+        self._product_bytes = max(1, min(largest, self._memory // 8))
         self._batched = batched
-        self._coverage = _covered(model, precision)
+        sizes = {name: spectrum.numel() for name, (_, spectrum) in precision.items()}
+        self._coverage = coverage_of_blocks(model, sizes)
         self._rules = {
             tracked: tracked.rule(tracked.layer, "expand", tracked.parameters)
             for tracked in self._coverage.layers
         }
-        self._plan: Plan | None = None
-        self._independence_verified = False
-        self._chunk_sizes: dict[TrackedLayer, int] = {}
-        self._part_size = 1
+        self._sizes: dict[Any, _Sizes] = {}
+        self._uses_verified = self._independence_verified = False
 
     @full_float32()
     def __call__(self, x: Any) -> tuple[Float[Tensor, "N C"], Float[Tensor, "N C C"]]:
@@ -77,29 +101,36 @@ class OutputCovariance:
             TypeError: a model whose output is not a tensor.
             NotImplementedError: outputs of another shape than (N, C); a layer that hooks cannot
                 follow.
+            ValueError: no examples.
         """
         with torch.inference_mode(False):  # under it there would be no graph to go back
-            x = _own(x, next(self._model.parameters()).device)
-            self._prepare(x)
-            outputs, covariances = zip(*map(self._part, self._parts(x)), strict=True)
+            x = detached(x, next(self._model.parameters()).device)
+            if num_examples(x) == 0:
+                raise ValueError("The batch has no examples; leave it out.")
+            sizes = self._sizes_for(x)
+            parts = [self._part(part, sizes) for part in self._parts(x, sizes)]
+            outputs, covariances = zip(*parts, strict=True)
             return torch.cat(outputs), torch.cat(covariances)
 
-    def _prepare(self, x: Any) -> None:
-        """Once: prove that the hooks see all, and find out how many examples fit."""
-        several = (num_examples(x) or 0) > 1
-        if self._plan is not None and (self._independence_verified or not several):
-            return
-        some = examples(x, slice(2)) if num_examples(x) is not None else x
-        self._plan = make_plan(self._model, some, _first_tensor(some))
-        if not several:
-            self._plan = Plan(splits=True)
-        if not self._independence_verified:
+    def _sizes_for(self, x: Any) -> _Sizes:
+        """How many examples fit; and, once, the proof that the hooks see all."""
+        N = num_examples(x)
+        some = x if N is None else examples(x, slice(2))
+        if N is not None and N > 1 and not self._independence_verified:
             self._independence_verified = verify_independence(self._model, self._coverage, some)
-        verify_uses(self._model, self._coverage, some)
-        self._measure(some)
+        if not self._uses_verified:
+            verify_uses(self._model, self._coverage, some)
+            self._uses_verified = True
+        key = example_shapes(x), self._independence_verified
+        if key not in self._sizes:
+            self._sizes[key] = self._measure(some)
+        return self._sizes[key]
 
-    def _measure(self, x: Any) -> None:
-        """How many examples fit into the memory: at once, and in each layer's products."""
+    def _measure(self, x: Any) -> _Sizes:
+        """How many examples of this shape fit into the memory."""
+        plan = make_plan(self._model, x, first_tensor(x))
+        if num_examples(x) == 1:
+            plan = Plan(splits=True)
         shapes: dict[TrackedLayer, tuple[int, int]] = {}
 
         def record(tracked: TrackedLayer, a: Tensor | None, b: Tensor) -> None:
@@ -119,27 +150,27 @@ class OutputCovariance:
         sizes = [itemsize * C * R * d_out for R, d_out in shapes.values()]
         held = max(sizes, default=1) * 2 if self._batched else sum(sizes)
         largest = max(work.values(), default=0)
-        memory = self._memory - 2 * product_bytes(f.device)
-        self._part_size = max(1, (memory - largest) // max(held, 1))
-        room = max(memory - self._part_size * held, largest)
-        self._chunk_sizes = {tracked: max(1, room // size) for tracked, size in work.items()}
+        memory = self._memory - 2 * self._product_bytes
+        part = max(1, (memory - largest) // max(held, 1))
+        part = min(part, plan.part_size or part)
+        room = max(memory - part * held, largest)
+        chunks = {tracked: max(1, room // size) for tracked, size in work.items()}
+        return _Sizes(part if plan.splits else None, chunks, plan.channels_last)
 
     def _input_size(self, tracked: TrackedLayer) -> int:
         """Entries of a layer's input at one position, over all groups."""
         blocks = [self._precision[name][0] for name in tracked.parameters.values()]
         return max(1 if b.Q_A is None else b.Q_A.shape[:-1].numel() for b in blocks)
 
-    def _parts(self, x: Any) -> Iterator[Any]:
-        N, plan = num_examples(x), self._plan
-        assert plan is not None
-        if N is None or not plan.splits:
+    def _parts(self, x: Any, sizes: _Sizes) -> Iterator[Any]:
+        N = num_examples(x)
+        if N is None or sizes.part is None:
             yield x
             return
-        size = min(self._part_size, plan.part_size or self._part_size)
-        for start in range(0, N, size):
-            yield examples(x, slice(start, start + size))
+        for start in range(0, N, sizes.part):
+            yield examples(x, slice(start, start + sizes.part))
 
-    def _part(self, x: Any) -> tuple[Tensor, Tensor]:
+    def _part(self, x: Any, sizes: _Sizes) -> tuple[Tensor, Tensor]:
         """Outputs and covariances of a part of a batch."""
         rows: dict[TrackedLayer, tuple[Tensor, Tensor]] = {}  # input, gradients (N, R, C, d_out)
         current = 0
@@ -158,7 +189,7 @@ class OutputCovariance:
             self._check_rows(tracked, a, len(f))
             gradients = self._rules[tracked].position_gradients(a, b).unflatten(0, (-1, len(f)))
             with self._no_autocast(f):
-                self._add(covariance, tracked, a, gradients.movedim(0, 2))
+                self._add(covariance, tracked, a, gradients.movedim(0, 2), sizes)
 
         def vectors() -> Iterator[Tensor]:
             nonlocal current
@@ -167,7 +198,8 @@ class OutputCovariance:
                 vector[:, current] = 1
                 yield vector
 
-        with self._capture(all_vectors if self._batched else one_vector) as capture:
+        on_gradient = all_vectors if self._batched else one_vector
+        with self._capture(on_gradient, sizes.channels_last) as capture:
             f = capture.forward(x)
             self._check_output(f, x)
             covariance = at_least_float32(f.detach()).new_zeros(*f.shape, f.shape[1])
@@ -177,19 +209,21 @@ class OutputCovariance:
         with self._no_autocast(f):
             while rows:
                 tracked, (a, gradients) = rows.popitem()
-                self._add(covariance, tracked, a, gradients)
+                self._add(covariance, tracked, a, gradients, sizes)
             if self._coverage.diagonal:
                 self._add_uncovered(covariance, x)
         return f, covariance
 
-    def _add(self, covariance: Tensor, tracked: TrackedLayer, a: Tensor, rows: Tensor) -> None:
+    def _add(
+        self, covariance: Tensor, tracked: TrackedLayer, a: Tensor, rows: Tensor, sizes: _Sizes
+    ) -> None:
         """Add a layer's part of the covariance, some examples at a time."""
-        size, rule = self._chunk_sizes[tracked], self._rules[tracked]
+        size, rule = sizes.chunks[tracked], self._rules[tracked]
         for start in range(0, len(a), size):
             chunk = slice(start, start + size)
             for local, gradients in rule.example_gradients(a[chunk], rows[chunk]).items():
                 block = self._precision[tracked.parameters[local]]
-                covariance[chunk] += gradient_covariance(gradients, *block)
+                covariance[chunk] += gradient_covariance(gradients, *block, self._product_bytes)
 
     def _add_uncovered(self, covariance: Tensor, x: Any) -> None:
         """Add what parameters without a rule bring; their blocks are diagonal."""
@@ -204,13 +238,13 @@ class OutputCovariance:
                 b = jacobian.flatten(1).T[:, None, None, :, None]  # (P, 1, 1, C, 1)
                 covariance[n] += gradient_covariance(ExampleGradients(b), *self._precision[name])[0]
 
-    def _capture(self, on_gradient: Any) -> Capture:
+    def _capture(self, on_gradient: Any, channels_last: bool = False) -> Capture:
         return Capture(
             self._model,
             self._coverage,
             lambda tracked, a: None,
             on_gradient,
-            channels_last=self._plan is not None and self._plan.channels_last,
+            channels_last=channels_last,
             batched=self._batched,
             keep_inputs=True,
         )
@@ -237,46 +271,3 @@ class OutputCovariance:
                 f"The model returned shape {tuple(f.shape)} for {N} examples; the covariance is "
                 "there for outputs (N, C)."
             )
-
-
-def _covered(model: nn.Module, precision: PosteriorPrecision) -> Coverage:
-    """The layers and parameters that have a block."""
-    names = dict(model.named_parameters())
-    unknown = [name for name in precision if name not in names]
-    if unknown or not precision:
-        what = f"a block for '{unknown[0]}', which the model lacks" if unknown else "no block"
-        raise ValueError(f"The posterior has {what}; it belongs to another model.")
-    for name, (_, spectrum) in precision.items():
-        if spectrum.numel() != names[name].numel():
-            raise ValueError(
-                f"The posterior's block of '{name}' has {spectrum.numel()} entries, the parameter "
-                f"{names[name].numel()}; it belongs to another model."
-            )
-    coverage = find_coverage(model, "diagonal")
-    layers = []
-    for tracked in coverage.layers:
-        own = {local: name for local, name in tracked.parameters.items() if name in precision}
-        if own:
-            layers.append(TrackedLayer(tracked.name, tracked.layer, tracked.rule, own))
-    diagonal = [name for name in coverage.diagonal if name in precision]
-    frozen = [name for name in precision if name not in coverage.names]
-    if frozen:
-        raise ValueError(
-            f"Parameter '{frozen[0]}' has a posterior, but requires_grad=False. Call "
-            "requires_grad_(True) on it, as it was when the posterior was fitted."
-        )
-    return Coverage(layers, diagonal, list(precision))
-
-
-def _own(x: Any, device: torch.device) -> Any:
-    """The input on the device, as tensors that a graph may hold."""
-    x = to_device(x, device)
-    if isinstance(x, Mapping):
-        return {key: _own(value, device) for key, value in x.items()}
-    if not isinstance(x, Tensor):
-        return x
-    return x.clone() if x.is_inference() else x.detach()
-
-
-def _first_tensor(x: Any) -> Any:
-    return next(iter(x.values())) if isinstance(x, Mapping) else x

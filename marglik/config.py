@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from kfac_backend.options import BackwardPrecision, Fisher, KfacApprox
+from kfac_backend.options import BackwardPrecision, Fisher, KfacApprox, check_option
 from marglik.hyperparameters import UpdateMethod
 from marglik.schedule import Keep, Schedule
 
@@ -20,6 +20,8 @@ __all__ = [
 
 Accelerator = Literal["auto", "cpu", "cuda"]
 Precision = Literal["32-true", "bf16-mixed", "16-mixed"]
+PostHocMethod = Literal["evidence", "validation", "fixed"]
+Layers = Literal["all", "last"]
 PriorRules = Literal["layerwise", "scalar", "kind", "stage"] | dict[str, str]
 
 
@@ -152,14 +154,16 @@ class PostHocConfig:
             for large networks.
     """
 
-    method: Literal["evidence", "validation", "fixed"] = "evidence"
+    method: PostHocMethod = "evidence"
     structure: PriorRules = "layerwise"
     weight_decay: float = 5e-4
     temperature: float = 1.0
     sigma_noise: float = 1.0
-    layers: Literal["all", "last"] = "all"
+    layers: Layers = "all"
 
     def __post_init__(self) -> None:
+        check_option("prior.method", self.method, PostHocMethod)
+        check_option("prior.layers", self.layers, Layers)
         for name in ("weight_decay", "temperature", "sigma_noise"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"prior.{name} must be positive, not {getattr(self, name)}.")

@@ -1,7 +1,7 @@
 """What `marglik evaluate` does: predictions of a saved posterior, or of a bare checkpoint."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,8 @@ def evaluate_run(
         predictive: how the posterior predicts.
         evaluation: what is evaluated besides the test set.
         ood: images from elsewhere, which the predictives should find uncertain.
-        output: folder of evaluation.json; the folder itself, or runs/NAME OF THE CHECKPOINT.
+        output: folder of evaluation.json; the folder itself if null, or runs/CHECKPOINT_map. Other
+            data than the folder's own need another one.
         accelerator: cpu or cuda; auto takes cuda where there is one.
         seed: of sampling.
         progress: whether to show progress bars.
@@ -81,6 +82,11 @@ def evaluate_run(
         data = _saved(path, data, record["data"] or {}, "source", (ImageData, TensorFile))
         assert model is not None and data is not None
         splits = as_trained(data.load(), record["data"])
+        if output is None and record["data"] and splits.name != record["data"]["name"]:
+            raise ValueError(
+                f"{splits.name} is not what {path} was trained on ({record['data']['name']}); pass "
+                "--output, so that its numbers get a folder of their own."
+            )
         laplace = load_posterior(path, model, fabric.device)
         likelihood = record["likelihood"]
         map_ = map_predictive(model, record["likelihood"], laplace.sigma_noise)
@@ -92,14 +98,15 @@ def evaluate_run(
         model, splits, laplace = fabric.to_device(model), data.load(), None
         likelihood = likelihood or "classification"
         map_ = map_predictive(model, likelihood)
-        folder = Path(output or f"runs/{Path(path).stem}")
+        folder = Path(output or f"runs/{Path(path).stem}_map")
+    folder.mkdir(parents=True, exist_ok=True)  # fails now if it cannot be made
     check_model(model, splits, None, likelihood)  # pyright: ignore[reportArgumentType]
     predictives: dict[str, Predictive] = {"MAP": map_}
     if laplace is not None:
         for method in methods or [predictive.method]:
             generator = torch.Generator(fabric.device).manual_seed(seed)
             config = replace(predictive, method=method)
-            predictives[f"Laplace, {method}"] = laplace_predictive(laplace, config, generator)
+            predictives[config.label] = laplace_predictive(laplace, config, generator)
     found = evaluate(
         predictives,
         splits,
@@ -110,6 +117,11 @@ def evaluate_run(
         device=fabric.device,
         progress=progress,
     )
+    found["config"] = {
+        "predictive": asdict(predictive),
+        "evaluation": asdict(evaluation),
+        "seed": seed,
+    }
     write_json(folder / EVALUATION, found)
     return found | {"output": str(folder)}
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from marglik.build import build_fabric, build_laplace
 from marglik.config import CurvatureConfig, PriorConfig, RunConfig
 from marglik.data import ImageBatches, ImageData, ImageSplits
+from marglik.data.out_of_distribution import ForeignImages, out_of_distribution_images
 from marglik.data.split_batches import split_batches
 from marglik.data_record import data_record
 from marglik.evaluation_record import EvaluationConfig, evaluate
@@ -29,6 +30,7 @@ from marglik.prior import (
     precision_to_weight_decay,
     weight_decay_to_precision,
 )
+from marglik.provenance import Provenance
 from marglik.run_files import EVALUATION, EVIDENCE, RESULTS
 from marglik.run_log import RunLog, environment, write_json
 from marglik.schedule import Schedule
@@ -47,7 +49,7 @@ def train(
     evaluation: EvaluationConfig = EvaluationConfig(),  # noqa: B008
     ood: ImageData | None = None,
     run: RunConfig = RunConfig(),  # noqa: B008
-    sources: dict[str, dict[str, Any]] | None = None,
+    provenance: Provenance = Provenance(),  # noqa: B008
 ) -> dict[str, Any]:
     """Train a classifier of images and its weight decays together.
 
@@ -64,8 +66,7 @@ def train(
         evaluation: what is evaluated besides the test set.
         ood: images from elsewhere, which the predictives should find uncertain.
         run: everything else.
-        sources: how "model" and "data" are made, ``{"class_path": ..., "init_args": {...}}``, for
-            whoever loads the posterior.
+        provenance: the options, and how model and data are made, for whoever loads the posterior.
 
     Raises:
         ValueError: options, data or model that do not fit together; before any training.
@@ -75,22 +76,27 @@ def train(
     """
     start = time.perf_counter()
     fabric = build_fabric(run.accelerator, run.precision)
-    splits, sources = data.load(), sources or {}
+    splits = data.load()
+    foreign = None if ood is None else out_of_distribution_images(ood, splits)
+    evaluation.check(splits)
     model = fabric.to_device(model)
-    check_model(model, splits, curvature)
+    check_model(model, splits, curvature, predictive=predictive)
     PriorGroups.from_model(model, prior.structure)
     folder = Path(run.output or f"runs/{re.sub('[^a-z0-9]+', '_', splits.name.lower())}")
     initial_model = deepcopy(model) if run.baseline else None
-    setup = _Setup(splits, optimizer, prior, curvature, predictive, evaluation, ood, run, fabric)
+    setup = _Setup(
+        splits, optimizer, prior, curvature, predictive, evaluation, foreign, run, fabric
+    )
     schedule = prior.schedule(run.epochs)
 
     with RunLog(folder, tensorboard=run.tensorboard, overwrite=run.overwrite) as log:
+        provenance.write_options(folder)
         learned = setup.train(model, schedule, log)
     save_posterior(
         learned.laplace,
         folder,
-        model=sources.get("model"),
-        data=data_record(splits, sources.get("data")),
+        model=provenance.model,
+        data=data_record(splits, provenance.data),
     )
     found = setup.evaluate(model, learned.laplace)
     write_json(folder / EVALUATION, found)
@@ -141,7 +147,7 @@ class _Setup:
     curvature: CurvatureConfig
     predictive: PredictiveConfig
     evaluation: EvaluationConfig
-    ood: ImageData | None
+    foreign: ForeignImages | None
     run: RunConfig
     fabric: Fabric
 
@@ -199,20 +205,18 @@ class _Setup:
         generator = torch.Generator(self.fabric.device).manual_seed(self.run.seed)
         predictives = {
             "MAP": map_predictive(model),
-            f"Laplace, {self.predictive.method}": laplace_predictive(
-                laplace, self.predictive, generator
-            ),
+            self.predictive.label: laplace_predictive(laplace, self.predictive, generator),
         }
         return evaluate(
             predictives,
             self.splits,
             "classification",
             self.evaluation,
-            ood=self.ood,
+            ood=self.foreign,
             batch_size=self.predictive.batch_size,
             device=self.fabric.device,
             progress=self.run.progress,
-        )
+        ) | {"config": {"predictive": asdict(self.predictive), "seed": self.run.seed}}
 
     def _batches(self, batch_size: int, augment: bool, shuffle: bool = True) -> ImageBatches:
         batches = split_batches(

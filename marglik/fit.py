@@ -22,6 +22,7 @@ from marglik.posterior_file import save_posterior
 from marglik.predictive import PredictiveConfig, laplace_predictive
 from marglik.pretrained import load_pretrained
 from marglik.prior import PriorGroups, precision_to_weight_decay, weight_decay_to_precision
+from marglik.provenance import Provenance
 from marglik.run_log import check_free, clear
 from marglik.subset import freeze_all_but, last_layer
 
@@ -37,7 +38,7 @@ def fit(
     curvature: CurvatureConfig = CurvatureConfig(),  # noqa: B008
     predictive: PredictiveConfig = PredictiveConfig(),  # noqa: B008
     run: PostHocRunConfig = PostHocRunConfig(),  # noqa: B008
-    sources: dict[str, dict[str, Any]] | None = None,
+    provenance: Provenance = Provenance(),  # noqa: B008
 ) -> dict[str, Any]:
     """Fit a Laplace posterior to a trained network, and save it.
 
@@ -50,30 +51,39 @@ def fit(
         curvature: the curvature pass.
         predictive: the predictive whose NLL prior.method=validation minimises.
         run: everything else.
-        sources: how "model" and "data" are made, for whoever loads the posterior.
+        provenance: the options, and how model and data are made, for whoever loads the posterior.
 
     Raises:
         ValueError: options, data, checkpoint or model that do not fit together.
         NotImplementedError: a layer without a K-FAC rule.
         FileExistsError: the output folder holds a run already.
     """
-    start, sources = time.perf_counter(), sources or {}
+    start = time.perf_counter()
     folder = Path(run.output or f"runs/{Path(checkpoint).stem}")
     check_free(folder, run.overwrite)
+    if Path(checkpoint).resolve().parent == folder.resolve():
+        raise ValueError(
+            f"The checkpoint {checkpoint} lies in the output folder, which is cleared; pass "
+            "another --output."
+        )
+    folder.mkdir(parents=True, exist_ok=True)  # fails now if it cannot be made
     fabric = build_fabric(run.accelerator)
     note = load_pretrained(model, checkpoint)
     splits = data.load()
     if prior.method == "validation" and splits.validation is None:
         raise ValueError(
             f"prior.method validation needs validation data, and {splits.name} has none; keep some "
-            "back (--data.validation 0.1), or choose method evidence."
+            "back (--data.validation 0.1, or x_validation and y_validation in a TensorFile), or "
+            "choose method evidence."
         )
     model = fabric.to_device(model)
     batch_size = curvature.batch_size or run.batch_size
     batches = split_batches(splits, "train", batch_size, device=fabric.device)
+    check_model(model, splits, None, likelihood)
     if prior.layers == "last":
         freeze_all_but(model, last_layer(model, next(iter(batches))[0]))
-    check_model(model, splits, curvature, likelihood)
+    needed = predictive if prior.method == "validation" else None
+    check_model(model, splits, curvature, likelihood, needed)
     PriorGroups.from_model(model, prior.structure)  # complains of rules that match nothing
 
     delta = weight_decay_to_precision(prior.weight_decay, batches.num_examples, prior.temperature)
@@ -91,8 +101,9 @@ def fit(
     before = float(laplace.log_marginal_likelihood())
     found = _find_prior(laplace, prior, predictive, splits, run)
     clear(folder)
-    record = data_record(splits, sources.get("data"))
-    save_posterior(laplace, folder, model=sources.get("model"), data=record)
+    provenance.write_options(folder)
+    record = data_record(splits, provenance.data)
+    save_posterior(laplace, folder, model=provenance.model, data=record)
     decay = precision_to_weight_decay(laplace.prior_precision, laplace.n_data, prior.temperature)
     names = [n for n, p in model.named_parameters() if p.requires_grad]
     return {

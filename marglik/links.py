@@ -18,8 +18,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kfac_backend.options import Likelihood, check_option
+from kfac_backend.weight_sharing import at_least_float32
 
-__all__ = ["Link", "Prediction", "predict_from_gaussian", "predict_from_outputs"]
+__all__ = ["Link", "Prediction", "check_link", "predict_from_gaussian", "predict_from_outputs"]
 
 Link = Literal["probit", "bridge", "mc"]
 
@@ -64,11 +65,22 @@ class Prediction:
         )
 
 
+def check_link(link: str, likelihood: Likelihood) -> None:
+    """Raise a ValueError unless the link is there for the likelihood."""
+    check_option("likelihood", likelihood, Likelihood)
+    check_option("link", link, Link)
+    if link == "bridge" and likelihood == "bernoulli":
+        raise ValueError(
+            f"link 'bridge' is for classification, not {likelihood!r}; choose 'probit' or 'mc'."
+        )
+
+
 def predict_from_outputs(
     outputs: Float[Tensor, "S N C"], likelihood: Likelihood, sigma_noise: float | Tensor = 1.0
 ) -> Prediction:
     """The prediction of S networks of equal weight, by their outputs; of one network for S = 1."""
     check_option("likelihood", likelihood, Likelihood)
+    outputs = at_least_float32(outputs)
     if likelihood == "regression":
         variance = outputs.var(0, correction=0)
         return Prediction(outputs.mean(0), _noise(variance, sigma_noise), variance)
@@ -104,16 +116,12 @@ def predict_from_gaussian(
     Raises:
         ValueError: "bridge" for another likelihood than classification, an unknown option.
     """
-    check_option("likelihood", likelihood, Likelihood)
-    check_option("link", link, Link)
+    check_link(link, likelihood)
+    f, covariance = at_least_float32(f), at_least_float32(covariance)
     variance = covariance.diagonal(dim1=1, dim2=2)
     if likelihood == "regression":
         return Prediction(f, _noise(variance, sigma_noise), variance)
     if link == "bridge":
-        if likelihood != "classification":
-            raise ValueError(
-                f"link 'bridge' is for classification, not {likelihood!r}; choose 'probit' or 'mc'."
-            )
         return _bridge(f, covariance)
     if likelihood == "bernoulli":
         sampled = _quadrature(f, variance)

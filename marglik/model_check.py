@@ -5,13 +5,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kfac_backend.block import EigenBlock
 from kfac_backend.curvature_pass import CurvaturePass
 from kfac_backend.loss_hessian import check_targets
 from kfac_backend.options import Likelihood
+from kfac_backend.output_covariance import OutputCovariance, PosteriorPrecision
 from marglik.config import CurvatureConfig
 from marglik.data import ImageSplits, TensorSplits
 from marglik.data.split_batches import split_batches
+from marglik.links import check_link
 from marglik.modes import eval_mode
+from marglik.predictive import PredictiveConfig
 
 __all__ = ["check_model"]
 
@@ -21,14 +25,15 @@ def check_model(
     splits: ImageSplits | TensorSplits,
     curvature: CurvatureConfig | None,
     likelihood: Likelihood = "classification",
+    predictive: PredictiveConfig | None = None,
 ) -> None:
-    """Run two training examples through the network, and the curvature pass if there is one.
+    """Run two training examples through the network, the curvature pass and the predictive.
 
     Raises:
         ValueError: a network that cannot take the inputs, or returns something else than (N, C)
             with one output per class; targets that do not fit the likelihood.
         TypeError: class labels that are no integers.
-        NotImplementedError: a layer without a K-FAC rule.
+        NotImplementedError: a layer without a K-FAC rule, or one that cannot predict.
     """
     x, y = next(iter(split_batches(splits, "train", 2)))
     parameter = next(model.parameters(), torch.empty(0))
@@ -39,7 +44,7 @@ def check_model(
         try:
             with torch.no_grad():
                 f: Any = model(x)
-        except RuntimeError as error:
+        except (RuntimeError, IndexError) as error:
             raise ValueError(
                 f"{type(model).__name__} cannot take inputs of shape {tuple(x.shape[1:])}: "
                 f"{error}. Set the model's options to fit the data."
@@ -48,6 +53,9 @@ def check_model(
         check_targets(f, y, likelihood)
         if curvature_pass is not None:
             curvature_pass.add(x, y)
+            if predictive is not None and predictive.method != "nn":
+                check_link(predictive.method, likelihood)
+                OutputCovariance(model, _unit_precision(curvature_pass))(x)
 
 
 def _pass(model: nn.Module, curvature: CurvatureConfig, likelihood: Likelihood) -> CurvaturePass:
@@ -59,6 +67,22 @@ def _pass(model: nn.Module, curvature: CurvatureConfig, likelihood: Likelihood) 
         rank_tolerance=curvature.rank_tolerance,
         backward_precision=curvature.backward_precision,
     )
+
+
+def _unit_precision(curvature_pass: CurvaturePass) -> PosteriorPrecision:
+    """Blocks that need no eigendecomposition."""
+    precision = {}
+    for name, block in curvature_pass.factors().blocks.items():
+        beta, Q_B = _unit(block.B)
+        alpha, Q_A = (None, None) if block.A is None else _unit(block.A)
+        eigen = EigenBlock(beta, Q_B, alpha, Q_A)
+        precision[name] = eigen, eigen.spectrum(1.0)
+    return precision
+
+
+def _unit(factor: Tensor) -> tuple[Tensor, Tensor]:
+    ones = torch.ones_like(factor[..., 0])
+    return ones, torch.diag_embed(ones)
 
 
 def _check_output(

@@ -11,6 +11,7 @@ from torch import Tensor
 from kfac_backend.laplace_kron import EigenKron, FactorKron
 from kfac_backend.options import check_option
 from kfac_backend.output_covariance import OutputCovariance
+from kfac_backend.weight_sharing import at_least_float32
 from marglik.modes import eval_mode
 from marglik.subset import last_layer
 
@@ -28,25 +29,24 @@ class OutputDistribution(LaplaceTorchKronLaplace):
     # laplace-torch finds classes by this key among all subclasses: ours must not shadow its own.
     _key = ("all", "marglik_kron")
 
-    covariance_memory: int = 96 * 2**20
-    """Bytes that the covariance's gradients may take at once, see `OutputCovariance`."""
+    _covariances: dict[tuple[Layers, int | None], tuple[tuple, OutputCovariance]]
 
-    _covariances: dict[str, tuple[tuple, OutputCovariance]]
-
-    def output_distribution(self, x: Any, layers: Layers = "all") -> tuple[Tensor, Tensor]:
+    def output_distribution(
+        self, x: Any, layers: Layers = "all", memory: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Outputs f (N, C) and their covariances (N, C, C) in the linearised network.
 
-        No Jacobian is held, memory stays within that of a few examples' activations and
-        `covariance_memory`. Source: Immer, Korzepa & Bauer 2021 (arXiv:2008.08400).
+        No Jacobian is held. Source: Immer, Korzepa & Bauer 2021 (arXiv:2008.08400).
 
         Args:
             x: inputs, a tensor or a mapping of tensors; moved to the model's device.
             layers: "last" takes the other layers as known: the last-layer Laplace approximation,
                 at the cost of a forward pass.
+            memory: bytes that the gradients may take at once, see `OutputCovariance`.
         """
         check_option("layers", layers, Layers)
         with self._model_kept():
-            return self._output_covariance(layers, x)(x)
+            return self._output_covariance(x, layers, memory)(x)
 
     @property
     def precision_blocks(self) -> dict[str, tuple[Any, Tensor]]:
@@ -55,16 +55,15 @@ class OutputDistribution(LaplaceTorchKronLaplace):
         names = cast(FactorKron, self.H_facs).names
         return dict(zip(names, precision.spectra(), strict=True))
 
-    def _output_covariance(self, layers: Layers, x: Any) -> OutputCovariance:
+    def _output_covariance(self, x: Any, layers: Layers, memory: int | None) -> OutputCovariance:
         """The covariance at the present hyperparameters, made anew when they change."""
         state = (
             tuple(cast(Tensor, self.prior_precision).tolist()),
             tuple(cast(Tensor, self.sigma_noise).flatten().tolist()),
             self.temperature,
             self.damping,
-            self.covariance_memory,
         )
-        known = self._covariances.get(layers)
+        known = self._covariances.get((layers, memory))
         if known is None or known[0] != state:
             with torch.inference_mode(False), torch.no_grad():
                 blocks = self.precision_blocks
@@ -72,8 +71,8 @@ class OutputDistribution(LaplaceTorchKronLaplace):
                 name = last_layer(self.model, x)
                 prefix = f"{name}." if name else ""
                 blocks = {n: block for n, block in blocks.items() if n.startswith(prefix)}
-            covariance = OutputCovariance(self.model, blocks, memory=self.covariance_memory)
-            self._covariances[layers] = known = (state, covariance)
+            covariance = OutputCovariance(self.model, blocks, memory=memory)
+            self._covariances[layers, memory] = known = (state, covariance)
         return known[1]
 
     def _glm_predictive_distribution(
@@ -84,6 +83,14 @@ class OutputDistribution(LaplaceTorchKronLaplace):
             return super()._glm_predictive_distribution(X, joint, diagonal_output)
         f, covariance = self.output_distribution(X)
         return f, covariance.diagonal(dim1=1, dim2=2) if diagonal_output else covariance
+
+    def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
+        """Parameter vectors (S, P) of the posterior, in float32 at least."""
+        mean = at_least_float32(cast(Tensor, self.mean).detach())
+        noise = torch.randn(
+            n_samples, self.n_params, device=mean.device, dtype=mean.dtype, generator=generator
+        )
+        return mean + cast(EigenKron, self.posterior_precision).bmm(noise, exponent=-0.5)
 
     def optimize_prior_precision(self, *args: Any, **kwargs: Any) -> None:
         """Tune δ post hoc, by evidence or validation; arguments as in laplace-torch."""

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
@@ -21,6 +20,7 @@ from kfac_backend.files import atomic_path
 from kfac_backend.kronecker import KroneckerFactors
 from kfac_backend.laplace_interface import KfacEF, KfacGGN
 from marglik.laplace import KronLaplace
+from marglik.model_state import load_state, tensors_of
 from marglik.run_files import FACTORS, MODEL, POSTERIOR
 from marglik.run_log import environment, write_json
 
@@ -88,12 +88,12 @@ def save_posterior(
         **environment(next(laplace.model.parameters()).device),
     }
     json.dumps(record)  # raises before anything is overwritten
+    state = tensors_of(laplace.model)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / POSTERIOR).unlink(missing_ok=True)  # it must not name files that are gone
     factors.save(folder / FACTORS)
     with atomic_path(folder / MODEL) as temporary:
-        state = laplace.model.state_dict()
-        save_file({name: t.detach().clone().contiguous() for name, t in state.items()}, temporary)
+        save_file(state, temporary)
     record["sha256"] = {name: _sha256(folder / name) for name in (FACTORS, MODEL)}
     record["sha256"][POSTERIOR] = _sha256_of_record(record)
     write_json(folder / POSTERIOR, record)
@@ -156,7 +156,7 @@ def load_posterior(
     record = read_posterior(folder)
     model.to(device)
     device = next(model.parameters()).device
-    load_parameters(model, Path(folder) / MODEL)
+    load_state(model, Path(folder) / MODEL)
     delta: dict[str, float] = record["prior_precision"]
     for name, p in model.named_parameters():
         p.requires_grad_(name in delta)
@@ -165,6 +165,9 @@ def load_posterior(
         raise ValueError(
             f"{POSTERIOR} and {FACTORS} in {folder} are about different parameters; fit again."
         )
+    options: dict[str, Any] = {"rank_tolerance": factors.rank_tolerance}
+    if factors.fisher == "mc":
+        options["stochastic"] = True
     laplace = KronLaplace(
         model,
         record["likelihood"],
@@ -174,52 +177,11 @@ def load_posterior(
         temperature=record["temperature"],
         backend=KfacEF if factors.fisher == "empirical" else KfacGGN,
         damping=record["damping"],
+        backend_kwargs=options,
         kfac_approx=factors.kfac_approx,
     )
     laplace.restore(factors)
     return laplace
-
-
-def load_parameters(model: nn.Module, path: str | Path) -> None:
-    """Put the tensors of a safetensors file into a network.
-
-    Raises:
-        ValueError: a file that is broken, or of a network with other names, shapes or dtypes.
-    """
-    try:
-        state = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
-    check_state(model, state, str(path))
-    for name, own in model.state_dict().items():
-        if own.dtype != state[name].dtype:  # they would be rounded
-            raise ValueError(
-                f"{path} holds '{name}' in {state[name].dtype}, {type(model).__name__} has it in "
-                f"{own.dtype}; pass the network as model.to({state[name].dtype})."
-            )
-    model.load_state_dict(state)
-
-
-def check_state(model: nn.Module, state: dict[str, Tensor], source: str) -> None:
-    """Raise a ValueError unless a state fits a network, naming the first tensor that does not."""
-    own, kind = model.state_dict(), type(model).__name__
-    for name in own:
-        if name not in state:
-            raise ValueError(
-                f"{source} is of another network: it lacks '{name}', which {kind} has. Pass the "
-                "network's class and options as they were (--model)."
-            )
-        if state[name].shape != own[name].shape:
-            raise ValueError(
-                f"{source} is of another network: '{name}' has shape {tuple(state[name].shape)}, "
-                f"{kind} has {tuple(own[name].shape)}. Pass the options as they were (--model)."
-            )
-    extra = [name for name in state if name not in own]
-    if extra:
-        raise ValueError(
-            f"{source} is of another network: {kind} has no '{extra[0]}'. Pass the network's class "
-            "and options as they were (--model)."
-        )
 
 
 def _sha256(path: Path) -> str:

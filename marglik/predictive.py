@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from kfac_backend.batches import to_device
 from kfac_backend.capture import call_with
 from kfac_backend.options import Likelihood, check_option
+from kfac_backend.weight_sharing import at_least_float32
 from marglik.laplace import KronLaplace
-from marglik.links import Prediction, predict_from_gaussian, predict_from_outputs
+from marglik.links import Prediction, check_link, predict_from_gaussian, predict_from_outputs
 from marglik.modes import eval_mode
 from marglik.output_distribution import Layers
 
@@ -41,7 +42,7 @@ class PredictiveConfig:
             more than a forward pass.
         batch_size: test examples at a time.
         memory: MiB that the covariances' gradients may take, besides the activations of a few
-            examples; batches are split inside to keep it.
+            examples; batches are split inside to keep it. 96 on a CPU, 2048 on a GPU if null.
     """
 
     method: PredictiveMethod = "probit"
@@ -49,19 +50,26 @@ class PredictiveConfig:
     networks: int = 20
     layers: Layers = "all"
     batch_size: int = 256
-    memory: int = 96
+    memory: int | None = None
 
     def __post_init__(self) -> None:
         check_option("predictive.method", self.method, PredictiveMethod)
         check_option("predictive.layers", self.layers, Layers)
         for name in ("samples", "networks", "batch_size", "memory"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"predictive.{name} must be positive, not {getattr(self, name)}.")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"predictive.{name} must be positive, not {value}.")
         if self.method == "nn" and self.layers != "all":
             raise ValueError(
                 f"predictive.layers {self.layers!r} is not for method 'nn'; choose 'all', or "
                 "another method."
             )
+
+    @property
+    def label(self) -> str:
+        """What tables call it."""
+        last = ", last layer" if self.layers == "last" else ""
+        return f"Laplace, {self.method}{last}"
 
 
 def map_predictive(
@@ -100,14 +108,15 @@ def laplace_predictive(
     likelihood: Likelihood = laplace.likelihood  # pyright: ignore[reportAssignmentType]
     if config.method == "nn":
         return _network_samples(laplace, config, likelihood, generator)
-    link, device, dtype = config.method, laplace.mean.device, laplace.mean.dtype
+    link, memory = config.method, config.memory and config.memory * 2**20
+    check_link(link, likelihood)
+    mean = at_least_float32(laplace.mean)
     shape = (config.samples, laplace.n_outputs)
-    noise = torch.randn(shape, generator=generator, device=device, dtype=dtype)
-    laplace.covariance_memory = config.memory * 2**20
+    noise = torch.randn(shape, generator=generator, device=mean.device, dtype=mean.dtype)
 
     @torch.no_grad()
     def predict(x: Any) -> Prediction:
-        f, covariance = laplace.output_distribution(x, config.layers)
+        f, covariance = laplace.output_distribution(x, config.layers, memory)
         return predict_from_gaussian(f, covariance, likelihood, link, noise, laplace.sigma_noise)
 
     return predict
@@ -131,7 +140,7 @@ def _network_samples(
         with eval_mode(model):
             for sample in samples:
                 parts = zip(trainable.items(), sample.split(sizes), strict=True)
-                values = {name: part.view_as(p) for (name, p), part in parts}
+                values = {name: part.view_as(p).to(p.dtype) for (name, p), part in parts}
                 outputs.append(call_with(model, values, x))
         return predict_from_outputs(torch.stack(outputs), likelihood, laplace.sigma_noise)
 

@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from marglik.posterior_file import check_state
+from marglik.model_state import check_state, read_safetensors
 
 __all__ = ["load_pretrained"]
 
@@ -28,7 +26,7 @@ def load_pretrained(model: nn.Module, path: str | Path) -> str | None:
     "net.").
 
     Returns:
-        What was done to the names, or None.
+        What was done to names and dtypes, or None.
 
     Raises:
         FileNotFoundError: no such file.
@@ -37,9 +35,15 @@ def load_pretrained(model: nn.Module, path: str | Path) -> str | None:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"No checkpoint at {path}.")
-    state, note = _without_prefix(_read(path), set(model.state_dict()))
+    own = model.state_dict()
+    state, note = _without_prefix(_read(path), set(own))
     check_state(model, state, str(path))
     model.load_state_dict(state)
+    cast = [n for n, t in state.items() if t.is_floating_point() and t.dtype != own[n].dtype]
+    if cast:
+        was, now = state[cast[0]].dtype, own[cast[0]].dtype
+        casting = f"{len(cast)} tensors were cast from {was} to {now}"
+        return f"{note}; {casting}" if note else casting
     return note
 
 
@@ -49,12 +53,10 @@ def _read(path: Path) -> dict[str, Tensor]:
             f"{path} has suffix {path.suffix!r}; supported are {', '.join(SUFFIXES)}. Save the "
             "network's state_dict() as one of them."
         )
+    if path.suffix == ".safetensors":
+        return _checked(read_safetensors(path), path)
     try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
     except Exception as error:  # torch.load raises whatever the broken file leads to
         foreign = re.search(r"GLOBAL (\S+)", str(error))
         reason = (
@@ -69,7 +71,13 @@ def _read(path: Path) -> dict[str, Tensor]:
     for key in NESTED:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
-    tensors = isinstance(content, Mapping) and all(isinstance(v, Tensor) for v in content.values())
+    return _checked(content, path)
+
+
+def _checked(content: Any, path: Path) -> dict[str, Tensor]:
+    tensors = isinstance(content, Mapping) and all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
+    )
     if not tensors or not content:
         raise ValueError(
             f"{path} holds no state dict, neither at the top nor under {', '.join(NESTED)}. Save "

@@ -17,7 +17,7 @@ def print_summary(results: dict[str, Any], report: Path) -> None:
         f"update, {evidence['kept'] / num_data:.4f} at the kept one (epoch {evidence['epoch']})\n"
     )
     _print_weight_decays(results["weight_decay"])
-    _print_metrics(results["metrics"])
+    _print_metrics({n: _shifts_averaged(values) for n, values in results["metrics"].items()})
     print(f"\nWritten to {results['output']}; to look at: {report}")
 
 

@@ -10,12 +10,14 @@ from typing import Any, TypeVar, get_type_hints
 from docstring_parser import parse as parse_docstring
 from jsonargparse import ActionConfigFile, ActionYesNo, ArgumentParser, DefaultHelpFormatter
 
+from marglik.provenance import Provenance
+
 __all__ = [
     "HelpFormatter",
     "PresetOrFile",
     "add_fields",
     "preset_names",
-    "sources_of",
+    "provenance_of",
     "take_fields",
 ]
 
@@ -72,7 +74,7 @@ def take_fields(arguments: dict[str, Any], config: type[Config]) -> Config:
     return config(**{name: arguments.pop(name) for name in names})
 
 
-def sources_of(parser: ArgumentParser, options: Any) -> dict[str, dict[str, Any]]:
-    """How the objects "model" and "data" are made, as plain data for JSON."""
+def provenance_of(parser: ArgumentParser, options: Any) -> Provenance:
+    """The options as they are written down, and how the network and the data are made."""
     plain = json.loads(parser.dump(options, format="json_compact"))
-    return {name: plain[name] for name in ("model", "data") if plain.get(name)}
+    return Provenance(parser.dump(options), plain.get("model"), plain.get("data"))

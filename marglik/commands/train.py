@@ -1,23 +1,20 @@
 """`marglik train`: train on images, learn the weight decays."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from jsonargparse import ArgumentParser
 
-from kfac_backend.files import atomic_path
 from marglik.commands.options import (
     PresetOrFile,
     add_fields,
     preset_names,
-    sources_of,
+    provenance_of,
     take_fields,
 )
 from marglik.config import RunConfig
 from marglik.experiment import train
 from marglik.report import write_report
-from marglik.run_files import CONFIG
 from marglik.summary import print_summary
 
 __all__ = ["add_arguments", "run"]
@@ -30,21 +27,18 @@ def add_arguments(parser: ArgumentParser) -> None:
         action=PresetOrFile,
         help=f"A YAML file of options, or a preset: {', '.join(preset_names())}.",
     )
-    parser.add_function_arguments(train, skip={"run", "sources"})
+    parser.add_function_arguments(train, skip={"run", "provenance"})
     add_fields(parser, RunConfig, "the run")
 
 
 def run(parser: ArgumentParser, options: Any) -> None:
     """Train, and print what came out."""
     options.pop("config", None)  # its options are in the others now
-    text = parser.dump(options)
     # Before the model is made, whose initial parameters are random.
     torch.manual_seed(options.seed)
-    sources = sources_of(parser, options)
+    provenance = provenance_of(parser, options)
     arguments: Any = parser.instantiate(options).as_dict()
     config = take_fields(arguments, RunConfig)
-    results = train(**arguments, run=config, sources=sources)
-    with atomic_path(Path(results["output"]) / CONFIG) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    results = train(**arguments, run=config, provenance=provenance)
     report = write_report([results["output"]])
     print_summary(results, report)

@@ -70,9 +70,9 @@ class Gallery:
     kind: str = "gallery"
 
     @property
-    def largest_entropy(self) -> float:
+    def largest_sum(self) -> float:
         """Length of the longest bar (nats)."""
-        return max((one["entropy"] for one in self.examples), default=0.0) or 1.0
+        return max((e["aleatoric"] + e["epistemic"] for e in self.examples), default=0.0) or 1.0
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.func import functional_call, jacrev
 from torch.testing import assert_close
 
-from kfac_backend import kronecker_factors
+from kfac_backend import kronecker_factors, output_covariance
 from kfac_backend.layers import Bias, Scale
 from kfac_backend.output_covariance import OutputCovariance
 from tests.kfac_backend.networks import data, network
@@ -136,6 +136,39 @@ def test_does_not_depend_on_memory_or_batches(name, memory):
     assert_close(first(x)[1], expected, rtol=1e-10, atol=1e-12)
 
 
+def held_at_once(model, blocks, x, memory):
+    """The largest number of examples that the model sees after the first, which are tried out."""
+    seen = []
+    covariance = OutputCovariance(model, blocks, memory=memory)
+    covariance(x)
+    model.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    covariance(x)
+    return max(seen)
+
+
+def test_memory_decides_how_many_examples_run_at_once():
+    model, x = case("tokens")
+    blocks, _ = posterior(model, x)
+    short, long = torch.randn(64, 4, 4).double(), torch.randn(64, 400, 4).double()
+    few, many = (held_at_once(model, blocks, short, memory) for memory in (4_000, 10**8))
+    assert 1 <= few < many == 64
+    # Each shape has a number of its own.
+    covariance, seen = OutputCovariance(model, blocks, memory=200_000), []
+    covariance(short)
+    covariance(long)
+    model.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    for inputs in (short, long):
+        covariance(inputs)
+    assert seen[0] > 20 and max(seen[-5:]) < 5
+
+
+def test_a_gpus_constants_do_not_outgrow_the_memory(monkeypatch):
+    monkeypatch.setitem(output_covariance.LARGEST_PRODUCT, "cpu", 256 * 2**20)
+    model, x = case("wide kernel")
+    blocks, _ = posterior(model, x)
+    assert held_at_once(model, blocks, x, 96 * 2**20) == len(x)
+
+
 def test_damping():
     model, x = case("mlp")
     blocks, dense = posterior(model, x, damping=True)
@@ -209,6 +242,8 @@ def test_wrong_input_is_named():
         OutputCovariance(model, {"2.weight": blocks["0.weight"]})
     with pytest.raises(ValueError, match="at least one byte, not 0"):
         OutputCovariance(model, blocks, memory=0)
+    with pytest.raises(ValueError, match="The batch has no examples"):
+        OutputCovariance(model, blocks)(x[:0])
     model[0].weight.requires_grad_(False)
     with pytest.raises(ValueError, match="'0.weight' has a posterior, but requires_grad=False"):
         OutputCovariance(model, blocks)

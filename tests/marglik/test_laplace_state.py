@@ -35,12 +35,12 @@ def test_to_double(likelihood):
         assert predictions(laplace, x.double(), [method])[method].mean.dtype == torch.float64
 
     # The same as a posterior that was made in float64 from these parameters and factors.
-    made = KronLaplace(laplace.model, likelihood, **{n: getattr(laplace, n) for n in
-                       (HYPERPARAMETERS if noise else HYPERPARAMETERS[:2])})  # fmt: skip
+    options = {name: getattr(laplace, name) for name in ("prior_precision", "prior_mean")}
+    made = KronLaplace(laplace.model, likelihood, sigma_noise=laplace.sigma_noise, **options)
     made.restore(laplace.factors)
     assert torch.equal(made.log_marginal_likelihood(), laplace.log_marginal_likelihood())
-    assert torch.equal(predictions(made, x.double(), ["mc"])["mc"].mean,
-                       predictions(laplace, x.double(), ["mc"])["mc"].mean)  # fmt: skip
+    both = [predictions(la, x.double(), ["mc"])["mc"].mean for la in (made, laplace)]
+    assert torch.equal(*both)
 
 
 def test_to_double_and_back_is_the_same_posterior():

@@ -88,9 +88,10 @@ def test_networks_of_images_that_do_not_fit(model, message, curvature):
         (nn.Linear(3, 1), tensors(y=torch.randn(5)), "Targets have shape \\(2,\\)"),
     ],
 )
-def test_networks_of_tensors_that_do_not_fit(model, splits, message):
+@pytest.mark.parametrize("curvature", [None, CurvatureConfig()])
+def test_networks_of_tensors_that_do_not_fit(model, splits, message, curvature):
     with pytest.raises(ValueError, match=message):
-        check_model(model, splits, CurvatureConfig(), "regression")
+        check_model(model, splits, curvature, "regression")
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,6 @@ def test_does_not_depend_on_batches(layers):
         parts = [la.output_distribution(part, layers) for part in x.split(size)]
         assert_close(torch.cat([p[0] for p in parts]), f)
         assert_close(torch.cat([p[1] for p in parts]), covariance)
-    la.covariance_memory = 1  # example by example inside
     assert_close(la.output_distribution(x, layers)[1], covariance)
 
 

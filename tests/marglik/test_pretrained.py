@@ -190,6 +190,7 @@ def test_another_network(model, message, suffix, tmp_path):
 def test_half_precision_is_widened(tmp_path):
     torch.save(network().half().state_dict(), tmp_path / "net.pt")
     model = network(seed=1)
-    load_pretrained(model, tmp_path / "net.pt")
+    note = load_pretrained(model, tmp_path / "net.pt")
+    assert note == "8 tensors were cast from torch.float16 to torch.float32"
     assert model[0].weight.dtype == torch.float32
     assert torch.equal(model[0].weight, network()[0].weight.half().float())

@@ -1,5 +1,6 @@
 """Options of small runs, and what a command that refuses them says."""
 
+from pathlib import Path
 from typing import Any
 
 from marglik.cli import main
@@ -32,3 +33,8 @@ def refusal(capsys: Any, *arguments: str) -> str:
     assert len(lines) == 1, printed.err
     assert lines[0].startswith("marglik: error: ")
     return lines[0]
+
+
+def is_empty(folder: Path) -> bool:
+    """Whether nothing is in a folder, or no folder is there."""
+    return not folder.exists() or not any(folder.iterdir())

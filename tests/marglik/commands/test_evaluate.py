@@ -32,7 +32,7 @@ def test_a_run_is_evaluated_as_at_its_end(run, capsys):
     assert main(["evaluate", str(run), *QUIET]) == 0
     after = evaluated(run)
     assert metrics(run) == {k: v["metrics"] for k, v in before["predictives"].items()}
-    for key in before.keys() - {"predictives", "seconds"}:
+    for key in before.keys() - {"predictives", "config"}:
         assert after[key] == before[key], key
     assert list(metrics(run)) == ["MAP", "Laplace, probit"]
     assert metrics(run)["MAP"]["test/cls/accuracy"] > 0.7
@@ -93,8 +93,8 @@ def test_shifted_images(checkpoint, tmp_path, capsys):
 def test_a_bare_checkpoint_has_a_map_alone(checkpoint, trained, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["evaluate", str(checkpoint), *DATA, *MODEL, *QUIET]) == 0
-    assert metrics(tmp_path / "runs" / "net") == {"MAP": metrics(trained)["MAP"]}
-    assert (tmp_path / "runs" / "net" / "report.html").exists()
+    assert metrics(tmp_path / "runs" / "net_map") == {"MAP": metrics(trained)["MAP"]}
+    assert (tmp_path / "runs" / "net_map" / "report.html").exists()
 
 
 def test_the_seed_of_sampling(run, tmp_path):
@@ -114,7 +114,7 @@ def test_last_layer(run):
     assert main(["evaluate", str(run), *QUIET]) == 0
     every = metrics(run)
     assert last["MAP"] == every["MAP"]
-    assert last["Laplace, probit"] != every["Laplace, probit"]
+    assert last["Laplace, probit, last layer"] != every["Laplace, probit"]
 
 
 def test_a_posterior_that_does_not_say_how_its_network_is_built(trained, tmp_path, capsys):
@@ -135,6 +135,18 @@ def test_other_data_of_the_same_classes_is_normalised_as_in_training(run, tmp_pa
     assert main(["evaluate", str(run), *QUIET, *DATA, *other, "--output", str(tmp_path)]) == 0
     assert evaluated(tmp_path)["num_test"] > 600
     assert metrics(tmp_path)["MAP"]["test/cls/accuracy"] > 0.7
+
+
+def test_data_of_another_name_needs_a_folder_of_its_own(run, tmp_path, capsys):
+    folder = images(tmp_path / "photos", "01234567", 8)
+    photos = ["--data", "marglik.data.ImageFolder", "--data.cache", "false", "--data.path"]
+    before = (run / "evaluation.json").read_bytes()
+    message = refusal(capsys, "evaluate", str(run), *photos, str(folder))
+    assert "photos is not what" in message and "pass --output" in message
+    assert (run / "evaluation.json").read_bytes() == before
+    out = ["--output", str(tmp_path / "out")]
+    assert main(["evaluate", str(run), *QUIET, *photos, str(folder), *out]) == 0
+    assert evaluated(tmp_path / "out")["data"] == "photos"
 
 
 def images(folder, classes, size, colour=False):

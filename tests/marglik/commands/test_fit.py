@@ -9,8 +9,9 @@ from safetensors.torch import load_file
 
 from marglik.cli import main
 from marglik.laplace import KronLaplace
-from marglik.posterior_file import read_posterior
-from tests.marglik.commands.command_line import DATA, HELD_OUT, MODEL, refusal
+from marglik.models import MLP
+from marglik.posterior_file import load_posterior, read_posterior
+from tests.marglik.commands.command_line import DATA, HELD_OUT, MODEL, is_empty, refusal
 from tests.marglik.commands.tensor_problems import SIGMA
 
 TENSORS = ["layers.1.weight", "layers.1.bias", "layers.3.weight", "layers.3.bias"]
@@ -148,6 +149,12 @@ def test_other_likelihoods(problem, tmp_path, capsys):
         assert all(values["test/reg/RMSE"] < 2 * SIGMA for values in predictives.values())
         assert "validation/cal/coverage90" in predictives["MAP"]
         assert predictives["Laplace, mc"]["test/reg/NLL"] != predictives["MAP"]["test/reg/NLL"]
+        # The MAP predicts with the noise that was found.
+        model, tensors = MLP(3, (4,), 2, "tanh"), load_file(problem.data)
+        sigma = load_posterior(tmp_path / "fit", model).sigma_noise
+        normal = torch.distributions.Normal(model(tensors["x_test"]).detach(), sigma)
+        nll = -normal.log_prob(tensors["y_test"]).sum(1).mean().item()
+        assert predictives["MAP"]["test/reg/NLL"] == pytest.approx(nll, rel=1e-5)
     else:
         assert all(values["test/cls/accuracy"] > 0.8 for values in predictives.values())
     # The precision by validation, over the old run.
@@ -172,7 +179,7 @@ def test_tensors_are_no_images(options, problem, tmp_path, capsys):
     path = [str(problem.checkpoint), *problem.options, "--output", str(tmp_path / "out")]
     message = refusal(capsys, "evaluate", *path, *options)
     assert "holds no images; shift and ood are for images. Leave them out." in message
-    assert not (tmp_path / "out").exists()
+    assert is_empty(tmp_path / "out")
 
 
 REFUSED = {
@@ -217,7 +224,7 @@ def test_refused(case, checkpoint, tmp_path, capsys):
     arguments = [*DATA, *MODEL, "--checkpoint", str(checkpoint), "--no_progress"]
     out = tmp_path / "out"
     assert message in refusal(capsys, "fit", *arguments, "--output", str(out), *options)
-    assert not out.exists()
+    assert is_empty(out)
 
 
 def test_a_layer_without_a_rule(tmp_path, capsys):
@@ -249,9 +256,9 @@ def test_an_interrupt_leaves_the_old_run(run, checkpoint, capsys, monkeypatch):
     assert {path.name: path.read_bytes() for path in run.iterdir()} == before
 
 
-def test_a_checkpoint_in_the_folder_that_is_overwritten(run):
-    """The network of a run gets a new posterior in its place."""
-    found = fit(run / "model.safetensors", run, "--prior.structure", "scalar", "--overwrite")
-    assert len(set(found["prior_precision"].values())) == 1
-    assert not (run / "log.jsonl").exists()
-    metrics(run)
+def test_a_checkpoint_in_the_folder_that_would_be_cleared(run, capsys):
+    before = {path.name: path.read_bytes() for path in run.iterdir()}
+    arguments = ["--checkpoint", str(run / "model.safetensors"), "--output", str(run)]
+    message = refusal(capsys, "fit", *DATA, *MODEL, *arguments, "--overwrite")
+    assert "model.safetensors lies in the output folder, which is cleared" in message
+    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
