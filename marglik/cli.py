@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\nmarglik: interrupted; what was written so far is kept.", file=sys.stderr)
         return 130
     except ArgumentError as error:
-        _print_error(f"{error} See marglik{f' {asked}' if asked else ''} --help.")
+        _print_error(f"{str(error).rstrip('.')}. See marglik{f' {asked}' if asked else ''} --help.")
         return 2
     except (ValueError, TypeError, NotImplementedError, OSError, FloatingPointError) as error:
         if os.environ.get(TRACEBACK_VARIABLE) == "1":

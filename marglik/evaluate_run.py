@@ -1,6 +1,5 @@
 """What `marglik evaluate` does: predictions of a saved posterior, or of a bare checkpoint."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,8 @@ def evaluate_run(
     model: nn.Module | None = None,
     data: ImageData | TensorFile | None = None,
     likelihood: Likelihood | None = None,
-    methods: Sequence[PredictiveMethod] | None = None,
+    sigma_noise: float | None = None,
+    methods: list[PredictiveMethod] | None = None,
     predictive: PredictiveConfig = PredictiveConfig(),  # noqa: B008
     evaluation: EvaluationConfig = EvaluationConfig(),  # noqa: B008
     ood: ImageData | None = None,
@@ -54,7 +54,9 @@ def evaluate_run(
         model: the network, where the folder does not say how it is built.
         data: whose test split to take; the training data's own if left out.
         likelihood: of a checkpoint, classification if left out; folders know theirs.
-        methods: several posterior predictives in turn; predictive.method alone if left out.
+        sigma_noise: σ of a regression checkpoint, 1 if left out; folders know theirs.
+        methods: several posterior predictives in turn, [] for none; predictive.method alone if left
+            out.
         predictive: how the posterior predicts.
         evaluation: what is evaluated besides the test set.
         ood: images from elsewhere, which the predictives should find uncertain.
@@ -73,6 +75,8 @@ def evaluate_run(
     fabric = build_fabric(accelerator)
     if Path(path).is_dir():
         record = read_posterior(path)
+        if sigma_noise is not None:
+            raise ValueError(f"{path} knows its noise; leave --sigma_noise out.")
         if likelihood not in (None, record["likelihood"]):
             raise ValueError(
                 f"{path} is for likelihood {record['likelihood']!r}, not {likelihood!r}; leave "
@@ -97,13 +101,13 @@ def evaluate_run(
         load_pretrained(model, path)
         model, splits, laplace = fabric.to_device(model), data.load(), None
         likelihood = likelihood or "classification"
-        map_ = map_predictive(model, likelihood)
+        map_ = map_predictive(model, likelihood, sigma_noise or 1.0)
         folder = Path(output or f"runs/{Path(path).stem}_map")
     folder.mkdir(parents=True, exist_ok=True)  # fails now if it cannot be made
     check_model(model, splits, None, likelihood)  # pyright: ignore[reportArgumentType]
     predictives: dict[str, Predictive] = {"MAP": map_}
     if laplace is not None:
-        for method in methods or [predictive.method]:
+        for method in [predictive.method] if methods is None else methods:
             generator = torch.Generator(fabric.device).manual_seed(seed)
             config = replace(predictive, method=method)
             predictives[config.label] = laplace_predictive(laplace, config, generator)

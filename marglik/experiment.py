@@ -216,7 +216,14 @@ class _Setup:
             batch_size=self.predictive.batch_size,
             device=self.fabric.device,
             progress=self.run.progress,
-        ) | {"config": {"predictive": asdict(self.predictive), "seed": self.run.seed}}
+        ) | {"config": self._evaluated_with()}
+
+    def _evaluated_with(self) -> dict[str, Any]:
+        return {
+            "predictive": asdict(self.predictive),
+            "evaluation": asdict(self.evaluation),
+            "seed": self.run.seed,
+        }
 
     def _batches(self, batch_size: int, augment: bool, shuffle: bool = True) -> ImageBatches:
         batches = split_batches(

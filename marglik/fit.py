@@ -113,6 +113,7 @@ def fit(
         "weight_decay": dict(zip(names, decay.expand(len(names)).tolist(), strict=True)),
         "sigma_noise": float(laplace.sigma_noise),
         "evaluations": found.evaluations if found else 0,
+        "at_bound": found.at_bound if found else False,
         "note": note,
         "seconds": time.perf_counter() - start,
         "output": str(folder),

@@ -36,6 +36,8 @@ class PriorFit:
     """The log marginal likelihood (nats), or the validation loss, at it."""
     evaluations: int
     """How often the objective was computed."""
+    at_bound: bool = False
+    """Whether the validation loss falls up to a bound of the search: no minimum was found."""
 
 
 def maximize_evidence(
@@ -56,7 +58,7 @@ def maximize_evidence(
 
     Raises:
         ValueError: a damped posterior, or a structure that does not fit the model.
-        RuntimeError: the optimiser did not converge.
+        FloatingPointError: the optimiser did not converge.
     """
     if laplace.damping:
         raise ValueError(
@@ -89,7 +91,7 @@ def maximize_evidence(
         objective, initial, jac=True, method="L-BFGS-B", bounds=bounds, options=options
     )
     if not found.success and "ABNORMAL" not in str(found.message):  # that is rounding at the top
-        raise RuntimeError(f"The prior's evidence could not be maximised: {found.message}.")
+        raise FloatingPointError(f"The prior's evidence could not be maximised: {found.message}.")
     values = torch.tensor(found.x, dtype=torch.float64).exp().to(start.device)
     delta = values[: len(groups.names)]
     laplace.prior_precision = groups.for_laplace(delta)
@@ -145,4 +147,8 @@ def minimize_validation_loss(
     log_delta, value = min((found.x, found.fun), (grid[best], losses[best]), key=lambda p: p[1])
     laplace.prior_precision = float(np.exp(log_delta))
     delta = laplace.prior_precision.item()
-    return PriorFit({"all": delta}, float(laplace.sigma_noise), float(value), evaluations)
+    span = grid[1] - grid[0]
+    at_bound = min(log_delta - grid[0], grid[-1] - log_delta) < span / 10
+    return PriorFit(
+        {"all": delta}, float(laplace.sigma_noise), float(value), evaluations, bool(at_bound)
+    )

@@ -37,6 +37,11 @@ def print_fit(results: dict[str, Any]) -> None:
         print(f"{name:<{width}}   weight decay {decay:.2e}")
     if len(rows) > LAYERS_SHOWN:
         print(f"... and {len(rows) - LAYERS_SHOWN} more, in posterior.json")
+    if results["at_bound"]:
+        print(
+            "\nThe validation loss falls up to the bound of the search: the data does not determine "
+            "this weight decay."
+        )
     print(f"\nWritten to {results['output']}; go on with: marglik evaluate {results['output']}")
 
 

@@ -100,3 +100,13 @@ def test_the_loss_of_a_predictive():
         laplace.prior_precision = delta
         losses.append(nll(laplace))
     assert found.objective <= min(losses) + 1e-4 < max(losses) - 0.01
+
+
+@pytest.mark.parametrize(("slope", "at_bound"), [(1.0, True), (-1.0, True), (None, False)])
+def test_a_minimum_at_a_bound_is_named(slope, at_bound):
+    def loss(laplace):
+        log_delta = laplace.prior_precision.log().item()
+        return (log_delta - 3) ** 2 if slope is None else slope * log_delta
+
+    found = minimize_validation_loss(fitted(), loss)
+    assert found.at_bound is at_bound
