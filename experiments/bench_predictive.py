@@ -47,7 +47,7 @@ class Config:
     batch_size: int = 32
     num_classes: int = 10
     repetitions: int = 5
-    jacobian_batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    jacobian_batches: tuple[int, ...] = (1, 8)
     num_images: int = 10_000
     seed: int = 0
     device: str = "cuda" if torch.cuda.is_available() else "cpu"

@@ -24,7 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--batch_size", type=int, default=1)
     parser.add_argument("--gibibytes", type=int, default=24)
-    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--repetitions", type=int, default=1)
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     # Data alone: the libraries' own mappings are large, and take no memory.

@@ -39,8 +39,8 @@ def print_fit(results: dict[str, Any]) -> None:
         print(f"... and {len(rows) - LAYERS_SHOWN} more, in posterior.json")
     if results["at_bound"]:
         print(
-            "\nThe validation loss falls up to the bound of the search: the data does not determine "
-            "this weight decay."
+            "\nThe validation loss falls up to the bound of the search: the data does not "
+            "determine this weight decay."
         )
     print(f"\nWritten to {results['output']}; go on with: marglik evaluate {results['output']}")
 

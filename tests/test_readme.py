@@ -40,6 +40,29 @@ def test_benchmark_numbers_are_those_of_the_json():
     assert (folder / "growth.png").exists()
 
 
+def test_predictive_numbers_are_those_of_the_json():
+    folder = ROOT / "experiments/results/bench_predictive_cpu"
+    parts = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    assert {"batch_32", "jacobians"} <= set(parts)
+    batch = parts["batch_32"]
+    seconds, peak = batch["median_seconds"], batch["peak_mebibytes"]
+    ran = [entry for entry in parts["jacobians"]["batches"] if "seconds" in entry]
+    one, most = (ran[i]["seconds"] / ran[i]["batch_size"] for i in (0, -1))
+    ours = seconds["ours"] / batch["config"]["batch_size"]
+    readme = flat((ROOT / "README.md").read_text())
+    for sentence in (
+        f"take {seconds['ours']:.1f} s, {batch['times_the_limit']['ours']:.1f} times their limit",
+        f"{peak['ours']:.0f} MiB at the most, where a training step takes "
+        f"{peak['training step']:.0f} MiB; the last layer's alone take "
+        f"{seconds['ours, last layer']:.2f} s",
+        f"Jacobians take {one:.1f} s an image one by one, {most:.1f} s and "
+        f"{ran[-1]['peak_gibibytes']:.0f} GiB in batches of {ran[-1]['batch_size']}: "
+        f"{one / ours:.0f} to {most / ours:.0f} times as long",
+    ):
+        assert sentence in readme, sentence
+    assert peak["ours"] <= 1.5 * peak["training step"]
+
+
 @pytest.mark.filterwarnings("ignore:By default `link_approx`")
 def test_python_examples_run(capsys, monkeypatch, tmp_path):
     readme = (ROOT / "README.md").read_text()
