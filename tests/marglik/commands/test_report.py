@@ -48,7 +48,7 @@ def test_runs_side_by_side(run, fitted, tmp_path):
         (["{run}/results.json"], "results.json is a file; pass the folder"),
         (["{run}", "{run}"], "is given twice"),
         (["{run}", "--output", "{tmp}"], "is a folder; pass a file such as"),
-        ([], "report.folders See marglik report --help."),
+        ([], "report.folders. See marglik report --help."),
     ],
 )
 def test_refused(arguments, message, run, tmp_path, capsys):
