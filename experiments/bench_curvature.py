@@ -16,7 +16,6 @@ Run it with ``make bench`` (half an hour on two cores), or a part by its name; `
 after an interruption and keeps the parts that are there.
 """
 
-import argparse
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -37,6 +36,7 @@ from experiments.contenders import (
     peer,
     training_step,
 )
+from experiments.parts import parse_options, parts_parser, parts_to_measure
 from experiments.timing import interleaved, medians, peak_memory
 from kfac_backend.laplace_interface import KfacGGN
 from marglik.run_log import environment, write_json
@@ -185,27 +185,16 @@ def _measured(config: Config, work: dict[str, Work]) -> dict[str, Any]:
 
 def main() -> None:
     """Parse the options, measure what is missing, print and write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; default: all")
-    parser.add_argument("--resume", action="store_true", help="keep the parts that are there")
+    parser = parts_parser(__doc__ or "", PARTS, Config.device)
     parser.add_argument("--repetitions", type=int, help="instead of each part's own")
-    parser.add_argument("--device", default=Config.device, help=f"default: {Config.device}")
-    options = parser.parse_args()
-    unknown = set(options.parts) - set(PARTS)
-    if unknown:
-        parser.error(f"no part {sorted(unknown)[0]!r}; choose from {', '.join(PARTS)}")
+    options = parse_options(parser, PARTS)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", module="laplace")
     folder = RESULTS / f"bench_curvature_{options.device}"
-    for name in options.parts or PARTS:
-        path = folder / f"{name}.json"
-        if path.exists() and options.resume:
-            print(f"{name}: kept")
-            continue
+    for name, path in parts_to_measure(options, folder):
         run, differs = PARTS[name]
         if options.repetitions:
             differs = differs | {"repetitions": options.repetitions}
-        folder.mkdir(parents=True, exist_ok=True)
         write_json(path, run(replace(Config(device=options.device), **differs)))
     print(report.write(folder))
     print(f"Written to experiments/results/{folder.name}/")

@@ -14,7 +14,6 @@ Its parts, each a JSON file in ``results/bench_predictive_DEVICE/`` written when
 Run it with ``make bench``, or a part by its name; ``--resume`` keeps the parts that are there.
 """
 
-import argparse
 import json
 import os
 import resource
@@ -29,6 +28,7 @@ import torch
 from torch import Tensor
 
 from experiments.contenders import limit, network, training_step
+from experiments.parts import parse_options, parts_parser, parts_to_measure
 from experiments.timing import interleaved, medians, peak_memory, seconds
 from marglik.data import ImageFolder
 from marglik.data.split_batches import split_batches
@@ -183,23 +183,11 @@ def _peak_resident() -> int:
 
 def main() -> None:
     """Parse the options, measure what is missing, print and write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; default: all")
-    parser.add_argument("--resume", action="store_true", help="keep the parts that are there")
-    parser.add_argument("--device", default=Config.device, help=f"default: {Config.device}")
-    options = parser.parse_args()
-    unknown = set(options.parts) - set(PARTS)
-    if unknown:
-        parser.error(f"no part {sorted(unknown)[0]!r}; choose from {', '.join(PARTS)}")
+    options = parse_options(parts_parser(__doc__ or "", PARTS, Config.device), PARTS)
     warnings.filterwarnings("ignore", category=FutureWarning)
     folder = RESULTS / f"bench_predictive_{options.device}"
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in options.parts or PARTS:
-        if (folder / f"{name}.json").exists() and options.resume:
-            print(f"{name}: kept")
-            continue
-        result = PARTS[name](replace(Config(), device=options.device))
-        write_json(folder / f"{name}.json", result)
+    for name, path in parts_to_measure(options, folder):
+        write_json(path, PARTS[name](replace(Config(), device=options.device)))
     (folder / "table.md").write_text(table(folder) + "\n")
     print(table(folder))
 

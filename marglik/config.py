@@ -6,6 +6,7 @@ from typing import Literal
 from kfac_backend.options import BackwardPrecision, Fisher, KfacApprox, check_option
 from marglik.hyperparameters import UpdateMethod
 from marglik.schedule import Keep, Schedule
+from marglik.subset import Layers
 
 __all__ = [
     "Accelerator",
@@ -21,7 +22,6 @@ __all__ = [
 Accelerator = Literal["auto", "cpu", "cuda"]
 Precision = Literal["32-true", "bf16-mixed", "16-mixed"]
 PostHocMethod = Literal["evidence", "validation", "fixed"]
-Layers = Literal["all", "last"]
 PriorRules = Literal["layerwise", "scalar", "kind", "stage"] | dict[str, str]
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from laplace import KronLaplace as LaplaceTorchKronLaplace
@@ -13,11 +13,9 @@ from kfac_backend.options import check_option
 from kfac_backend.output_covariance import OutputCovariance
 from kfac_backend.weight_sharing import at_least_float32
 from marglik.modes import eval_mode
-from marglik.subset import last_layer
+from marglik.subset import Layers, last_layer
 
-__all__ = ["Layers", "OutputDistribution"]
-
-Layers = Literal["all", "last"]
+__all__ = ["OutputDistribution"]
 
 
 class OutputDistribution(LaplaceTorchKronLaplace):

@@ -14,7 +14,7 @@ from kfac_backend.weight_sharing import at_least_float32
 from marglik.laplace import KronLaplace
 from marglik.links import Prediction, check_link, predict_from_gaussian, predict_from_outputs
 from marglik.modes import eval_mode
-from marglik.output_distribution import Layers
+from marglik.subset import Layers
 
 __all__ = [
     "Predictive",

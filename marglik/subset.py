@@ -1,6 +1,6 @@
 """The last layer of a network: what a last-layer Laplace approximation is about."""
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -9,7 +9,10 @@ from kfac_backend.batches import to_device
 from kfac_backend.capture import call_with
 from marglik.modes import eval_mode
 
-__all__ = ["freeze_all_but", "last_layer"]
+__all__ = ["Layers", "freeze_all_but", "last_layer"]
+
+Layers = Literal["all", "last"]
+"""Whose uncertainty counts: "last" takes all other layers as known."""
 
 
 def last_layer(model: nn.Module, x: Any) -> str:
