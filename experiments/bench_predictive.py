@@ -15,7 +15,6 @@ Run it with ``make bench``, or a part by its name; ``--resume`` keeps the parts 
 """
 
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -27,10 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from experiments.cifar10 import default_source, images
 from experiments.contenders import limit, network, training_step
 from experiments.parts import parse_options, parts_parser, parts_to_measure
 from experiments.timing import interleaved, medians, peak_memory, seconds
-from marglik.data import ImageFolder
+from marglik.build import build_from_spec
+from marglik.data import ImageData
 from marglik.data.split_batches import split_batches
 from marglik.laplace import KronLaplace
 from marglik.run_log import environment, write_json
@@ -167,11 +168,10 @@ def _posterior(config: Config) -> KronLaplace:
 
 
 def _images(config: Config, device: torch.device) -> tuple[str, list[Tensor]]:
-    archive = Path(os.environ.get("MARGLIK_DATA", "../shared/data")) / "cifar10-jpeg.tar.gz"
-    if not archive.exists():
+    if default_source() != "jpeg":
         x = torch.randn(config.num_images, 3, 32, 32, device=device)
         return "noise", list(x.split(config.batch_size))
-    splits = ImageFolder(archive, name="CIFAR-10 (JPEG)").load()
+    splits = build_from_spec(ImageData, images("jpeg")).load()
     batches = split_batches(splits, "test", config.batch_size, device=device)
     number = -(-config.num_images // config.batch_size)
     return splits.name, [x for x, _ in batches][:number]

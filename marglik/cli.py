@@ -40,7 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _module(asked).run(own[asked], options[asked])
         return 0
     except KeyboardInterrupt:
-        print("\nmarglik: interrupted; what was written so far is kept.", file=sys.stderr)
+        what = "what was written so far is kept"
+        if asked == "train":
+            what = "the same command with --resume goes on from its last checkpoint"
+        print(f"\nmarglik: interrupted; {what}.", file=sys.stderr)
         return 130
     except ArgumentError as error:
         _print_error(f"{str(error).rstrip('.')}. See marglik{f' {asked}' if asked else ''} --help.")

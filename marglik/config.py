@@ -5,6 +5,7 @@ from typing import Literal
 
 from kfac_backend.options import BackwardPrecision, Fisher, KfacApprox, check_option
 from marglik.hyperparameters import UpdateMethod
+from marglik.network_training import CompileMode
 from marglik.schedule import Keep, Schedule
 from marglik.subset import Layers
 
@@ -15,12 +16,14 @@ __all__ = [
     "PostHocRunConfig",
     "Precision",
     "PriorConfig",
+    "PriorMethod",
     "PriorRules",
     "RunConfig",
 ]
 
 Accelerator = Literal["auto", "cpu", "cuda"]
 Precision = Literal["32-true", "bf16-mixed", "16-mixed"]
+PriorMethod = UpdateMethod | Literal["fixed"]
 PostHocMethod = Literal["evidence", "validation", "fixed"]
 PriorRules = Literal["layerwise", "scalar", "kind", "stage"] | dict[str, str]
 
@@ -72,7 +75,8 @@ class PriorConfig:
         every: epochs between updates.
         burn_in: no update before the end of this epoch.
         steps: hyperparameter steps per update.
-        method: adam climbs the evidence's gradient; mackay iterates its fixed point.
+        method: adam climbs the evidence's gradient; mackay iterates its fixed point; fixed keeps
+            the initial weight decay.
         lr: Adam's step size on the logarithm of the precision.
         temperature: T, the likelihood is raised to 1/T.
         keep: best ends with the parameters of the update with the highest evidence; last with
@@ -84,7 +88,7 @@ class PriorConfig:
     every: int = 5
     burn_in: int = 0
     steps: int = 100
-    method: UpdateMethod = "adam"
+    method: PriorMethod = "adam"
     lr: float = 0.1
     temperature: float = 1.0
     keep: Keep = "best"
@@ -96,8 +100,9 @@ class PriorConfig:
         self.schedule(epochs=1)  # complains of what it cannot take
 
     def schedule(self, epochs: int) -> Schedule:
-        """When updates happen in a run of so many epochs."""
-        return Schedule(epochs, self.every, self.burn_in, self.steps, keep=self.keep)
+        """When updates happen in a run of so many epochs; never if the prior is fixed."""
+        burn_in = epochs + 1 if self.method == "fixed" else self.burn_in
+        return Schedule(epochs, self.every, burn_in, self.steps, keep=self.keep)
 
 
 @dataclass(frozen=True)
@@ -109,14 +114,25 @@ class RunConfig:
         batch_size: images per step.
         augment: whether training crops (after padding by 4) and flips images at random.
         baseline: whether to train a second time with the initial weight decay kept fixed.
+        monitor: epochs between looks at the MAP's NLL and accuracy on the validation images (the
+            test images if there are none), which go into the log and choose nothing; 0 for none.
         seed: of initialisation, shuffling, augmentation and sampling.
         output: folder of the run's log, results and plot; runs/NAME OF THE DATA if null.
         overwrite: whether a run that is already in that folder may be replaced.
+        resume: whether to go on with the run in that folder, which was started with the same
+            options, or to start one where there is none: on a CPU with as many threads to the same
+            results to the bit. It goes before overwrite.
+        checkpoint_minutes: least time between the states that resume goes on from; they are kept
+            at the ends of epochs and of updates, while the run lasts.
         tensorboard: whether to write TensorBoard files as well.
         accelerator: cpu or cuda; auto takes cuda where there is one. (Apple's mps lacks float64,
             which the evidence needs.)
         precision: Lightning's name of the network steps' precision; parameters, curvature and
             predictions stay in float32.
+        channels_last: whether images are laid out in memory as (N, H, W, C), which convolutions
+            are faster with; changes rounding alone.
+        compile: mode of torch.compile for the network's steps; reduce-overhead records CUDA graphs
+            on a GPU. Changes rounding alone.
         progress: whether to show progress bars.
     """
 
@@ -124,18 +140,26 @@ class RunConfig:
     batch_size: int = 128
     augment: bool = False
     baseline: bool = False
+    monitor: int = 0
     seed: int = 0
     output: str | None = None
     overwrite: bool = False
+    resume: bool = False
+    checkpoint_minutes: float = 1.0
     tensorboard: bool = False
     accelerator: Accelerator = "auto"
     precision: Precision = "32-true"
+    channels_last: bool = False
+    compile: CompileMode | None = None
     progress: bool = True
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        for name in ("monitor", "checkpoint_minutes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}.")
 
 
 @dataclass(frozen=True)

@@ -3,38 +3,30 @@
 import re
 import time
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from lightning.fabric import Fabric
-from torch import Tensor, nn
+from torch import nn
 
-from marglik.build import build_fabric, build_laplace
+from marglik.build import build_fabric
+from marglik.checkpoint import Checkpoints
 from marglik.config import CurvatureConfig, PriorConfig, RunConfig
-from marglik.data import ImageBatches, ImageData, ImageSplits
-from marglik.data.out_of_distribution import ForeignImages, out_of_distribution_images
-from marglik.data.split_batches import split_batches
+from marglik.data import ImageData
+from marglik.data.out_of_distribution import out_of_distribution_images
 from marglik.data_record import data_record
-from marglik.evaluation_record import EvaluationConfig, evaluate
+from marglik.evaluation_record import EvaluationConfig
 from marglik.figures import plot_run, save_figure
-from marglik.hyperparameters import Hyperparameters
-from marglik.laplace import KronLaplace
 from marglik.model_check import check_model
-from marglik.optimizers import OptimizerConfig, build_optimizer
+from marglik.optimizers import OptimizerConfig
 from marglik.posterior_file import save_posterior
-from marglik.predictive import PredictiveConfig, laplace_predictive, map_predictive
-from marglik.prior import (
-    PriorGroups,
-    precision_to_weight_decay,
-    weight_decay_to_precision,
-)
+from marglik.predictive import PredictiveConfig
+from marglik.prior import PriorGroups
 from marglik.provenance import Provenance
-from marglik.run_files import EVALUATION, EVIDENCE, RESULTS
-from marglik.run_log import RunLog, environment, write_json
-from marglik.schedule import Schedule
-from marglik.training import OnlineResult, OnlineTraining
+from marglik.results import metrics_of, results_of, run_identity, saved_results
+from marglik.run_files import CHECKPOINT, EVALUATION, EVIDENCE, RESULTS
+from marglik.run_log import RunLog, discard, environment, run_lock, write_json
+from marglik.training_setup import TrainingSetup
 
 __all__ = ["train"]
 
@@ -69,7 +61,8 @@ def train(
         provenance: the options, and how model and data are made, for whoever loads the posterior.
 
     Raises:
-        ValueError: options, data or model that do not fit together; before any training.
+        ValueError: options, data or model that do not fit together, a resume with other options
+            than before; before any training.
         NotImplementedError: a layer without a K-FAC rule; before any training.
         FileExistsError: the output folder holds a run already.
         FloatingPointError: training diverged.
@@ -82,184 +75,56 @@ def train(
     model = fabric.to_device(model)
     check_model(model, splits, curvature, predictive=predictive)
     PriorGroups.from_model(model, prior.structure)
+    if run.baseline and prior.method == "fixed":
+        raise ValueError(
+            "baseline keeps the initial weight decay, as prior.method fixed does; drop one of them."
+        )
     folder = Path(run.output or f"runs/{re.sub('[^a-z0-9]+', '_', splits.name.lower())}")
     initial_model = deepcopy(model) if run.baseline else None
-    setup = _Setup(
+    setup = TrainingSetup(
         splits, optimizer, prior, curvature, predictive, evaluation, foreign, run, fabric
     )
-    schedule = prior.schedule(run.epochs)
-
-    with RunLog(folder, tensorboard=run.tensorboard, overwrite=run.overwrite) as log:
-        provenance.write_options(folder)
-        learned = setup.train(model, schedule, log)
-    save_posterior(
-        learned.laplace,
-        folder,
-        model=provenance.model,
-        data=data_record(splits, provenance.data),
+    identity = run_identity(model, splits, foreign, setup.options(), provenance)
+    made_with = environment(fabric.device)
+    of_learned, of_baseline = (
+        Checkpoints(folder / CHECKPOINT / name, run.checkpoint_minutes, identity, made_with)
+        for name in ("learned", "baseline")
     )
-    found = setup.evaluate(model, learned.laplace)
-    write_json(folder / EVALUATION, found)
-    num_data = learned.laplace.n_data
-    updates = [record for record in learned.records if record["kind"] == "update"]
-    results = {
-        "data": splits.name,
-        "model": type(model).__name__,
-        "num_data": num_data,
-        "metrics": _metrics("learned", found),
-        "evidence": {
-            "first": updates[0]["evidence_before"] if updates else learned.evidence,
-            "kept": learned.evidence,
-            "epoch": learned.epoch,
-        },
-        "weight_decay": _weight_decay_table(model, learned, prior, num_data),
-        "config": {
-            "optimizer": asdict(optimizer),
-            "prior": asdict(prior),
-            "curvature": asdict(curvature),
-            "predictive": asdict(predictive),
-            "run": asdict(run),
-        },
-        "seconds": time.perf_counter() - start,
-        **environment(fabric.device),
-    }
-    write_json(folder / RESULTS, results)  # before the baseline, which may fail
-    figure = plot_run(
-        learned.records, prior.weight_decay, num_data, f"{type(model).__name__} on {splits.name}"
-    )
-    save_figure(figure, folder / EVIDENCE)
-    if initial_model is not None:
-        never = replace(schedule, burn_in=run.epochs + 1)
-        initial = setup.train(initial_model, never)
-        results["metrics"] |= _metrics("initial", setup.evaluate(initial_model, initial.laplace))
-        results["seconds"] = time.perf_counter() - start
-        write_json(folder / RESULTS, results)
+    with run_lock(folder):
+        results = saved_results(folder, identity) if run.resume else None
+        goes_on = run.resume and of_learned.exists()
+        for checkpoints in (of_learned, of_baseline):
+            if goes_on and checkpoints.exists():
+                checkpoints.check()  # complains before anything is touched
+        if results is None:
+            with RunLog(
+                folder, tensorboard=run.tensorboard, overwrite=run.overwrite, resume=goes_on
+            ) as log:
+                provenance.write_options(folder)
+                ready = time.perf_counter()
+                learned = setup.train(model, prior, of_learned, log)
+            trained = time.perf_counter()
+            record = data_record(splits, provenance.data)
+            save_posterior(learned.laplace, folder, model=provenance.model, data=record)
+            found = setup.evaluate(model, learned.laplace)
+            write_json(folder / EVALUATION, found)
+            title = f"{type(model).__name__} on {splits.name}"
+            figure = plot_run(learned.records, prior.weight_decay, learned.laplace.n_data, title)
+            save_figure(figure, folder / EVIDENCE)
+            results = identity | results_of(learned, found, prior, fabric.device)
+            # The loop's, of all processes that had a part in it, and the rest of this one.
+            results["seconds"] = learned.seconds + time.perf_counter() - trained + ready - start
+            results["complete"] = initial_model is None
+            write_json(folder / RESULTS, results)  # before the baseline, which may fail
+        if not results["complete"]:
+            assert initial_model is not None
+            fixed = replace(prior, method="fixed")
+            initial = setup.train(initial_model, fixed, of_baseline)
+            trained = time.perf_counter()
+            found = setup.evaluate(initial_model, initial.laplace)
+            results["metrics"] |= metrics_of("initial", found)
+            results["seconds"] += initial.seconds + time.perf_counter() - trained
+            results["complete"] = True
+            write_json(folder / RESULTS, results)
+        discard(folder / CHECKPOINT)
     return results | {"output": str(folder)}
-
-
-@dataclass(frozen=True)
-class _Setup:
-    """What the learned run and its baseline share."""
-
-    splits: ImageSplits
-    optimizer: OptimizerConfig
-    prior: PriorConfig
-    curvature: CurvatureConfig
-    predictive: PredictiveConfig
-    evaluation: EvaluationConfig
-    foreign: ForeignImages | None
-    run: RunConfig
-    fabric: Fabric
-
-    def train(
-        self, model: nn.Module, schedule: Schedule, log: RunLog | None = None
-    ) -> OnlineResult:
-        """Train a network and its prior."""
-        run = self.run
-        torch.manual_seed(run.seed)
-        batches = self._batches(run.batch_size, run.augment)
-        curvature_batches = batches
-        if self.curvature.batch_size is not None or (run.augment and not self.curvature.augment):
-            curvature_batches = self._batches(
-                self.curvature.batch_size or run.batch_size,
-                run.augment and self.curvature.augment,
-                shuffle=self.curvature.augment,
-            )
-        num_data = batches.num_examples
-        groups = PriorGroups.from_model(model, self.prior.structure)
-        hyperparameters = Hyperparameters(
-            groups,
-            weight_decay_to_precision(self.prior.weight_decay, num_data, self.prior.temperature),
-            method=self.prior.method,
-            lr=self.prior.lr,
-        )
-        optimizer, scheduler = build_optimizer(model, self.optimizer, run.epochs * len(batches))
-
-        def make_laplace(prior_precision: Tensor, sigma_noise: Tensor) -> KronLaplace:
-            return build_laplace(
-                model,
-                "classification",
-                self.curvature,
-                prior_precision,
-                temperature=self.prior.temperature,
-            )
-
-        return OnlineTraining(
-            model,
-            optimizer,
-            batches,
-            "classification",
-            hyperparameters,
-            make_laplace,
-            schedule,
-            temperature=self.prior.temperature,
-            scheduler=scheduler,
-            curvature_loader=curvature_batches,
-            fabric=self.fabric,
-            on_record=log.write if log else None,
-            progress=run.progress,
-        ).run()
-
-    def evaluate(self, model: nn.Module, laplace: KronLaplace) -> dict[str, Any]:
-        """The content of ``evaluation.json`` for a trained network."""
-        generator = torch.Generator(self.fabric.device).manual_seed(self.run.seed)
-        predictives = {
-            "MAP": map_predictive(model),
-            self.predictive.label: laplace_predictive(laplace, self.predictive, generator),
-        }
-        return evaluate(
-            predictives,
-            self.splits,
-            "classification",
-            self.evaluation,
-            ood=self.foreign,
-            batch_size=self.predictive.batch_size,
-            device=self.fabric.device,
-            progress=self.run.progress,
-        ) | {"config": self._evaluated_with()}
-
-    def _evaluated_with(self) -> dict[str, Any]:
-        return {
-            "predictive": asdict(self.predictive),
-            "evaluation": asdict(self.evaluation),
-            "seed": self.run.seed,
-        }
-
-    def _batches(self, batch_size: int, augment: bool, shuffle: bool = True) -> ImageBatches:
-        batches = split_batches(
-            self.splits,
-            "train",
-            batch_size,
-            shuffle=shuffle,
-            augment=augment,
-            seed=self.run.seed,
-            device=self.fabric.device,
-        )
-        assert isinstance(batches, ImageBatches)
-        return batches
-
-
-def _metrics(label: str, evaluation: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """The metrics of each predictive, under names such as "learned, MAP"."""
-    predictives = evaluation["predictives"].items()
-    return {f"{label}, {name}": predictive["metrics"] for name, predictive in predictives}
-
-
-def _weight_decay_table(
-    model: nn.Module, learned: OnlineResult, prior: PriorConfig, num_data: int
-) -> dict[str, dict[str, float]]:
-    """Parameter name -> its learned weight decay, effective and all parameters."""
-    laplace: KronLaplace = learned.laplace
-    gamma = laplace.effective_parameters()
-    trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    delta = laplace.prior_precision.expand(len(trainable))
-    weight_decay = precision_to_weight_decay(delta, num_data, prior.temperature)
-    return {
-        name: {
-            "initial": prior.weight_decay,
-            "learned": weight_decay[i].item(),
-            "effective_parameters": gamma[i].item(),
-            "parameters": p.numel(),
-        }
-        for i, (name, p) in enumerate(trainable.items())
-    }

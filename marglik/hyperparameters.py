@@ -1,7 +1,7 @@
 """The hyperparameters, log δ per group and log σ, and the two ways to climb the evidence."""
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -85,6 +85,21 @@ class Hyperparameters:
         with torch.no_grad():
             self._log_delta.copy_(prior_precision.log())
             self._log_sigma.copy_(sigma_noise.log())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Values and Adam's state, as torch's modules and optimisers have it."""
+        return {
+            "log_delta": self._log_delta.detach().clone(),
+            "log_sigma": self._log_sigma.detach().clone(),
+            "adam": self._adam.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        with torch.no_grad():
+            self._log_delta.copy_(state["log_delta"])
+            self._log_sigma.copy_(state["log_sigma"])
+        self._adam.load_state_dict(state["adam"])
 
     def update(self, laplace: Laplace, steps: int) -> list[float]:
         """Climb a fitted network's evidence; returns it (nats) before each step, and at last."""

@@ -6,7 +6,6 @@
   sums of all three. Written last: where it is, the others are whole.
 """
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any, cast
@@ -21,8 +20,9 @@ from kfac_backend.kronecker import KroneckerFactors
 from kfac_backend.laplace_interface import KfacEF, KfacGGN
 from marglik.laplace import KronLaplace
 from marglik.model_state import load_state, tensors_of
+from marglik.record_file import read_record, sha256, write_record
 from marglik.run_files import FACTORS, MODEL, POSTERIOR
-from marglik.run_log import environment, write_json
+from marglik.run_log import environment
 
 __all__ = ["load_posterior", "read_posterior", "save_posterior"]
 
@@ -94,9 +94,8 @@ def save_posterior(
     factors.save(folder / FACTORS)
     with atomic_path(folder / MODEL) as temporary:
         save_file(state, temporary)
-    record["sha256"] = {name: _sha256(folder / name) for name in (FACTORS, MODEL)}
-    record["sha256"][POSTERIOR] = _sha256_of_record(record)
-    write_json(folder / POSTERIOR, record)
+    sums = {name: sha256(folder / name) for name in (FACTORS, MODEL)}
+    write_record(folder / POSTERIOR, record, sums)
 
 
 def read_posterior(folder: str | Path) -> dict[str, Any]:
@@ -112,29 +111,9 @@ def read_posterior(folder: str | Path) -> dict[str, Any]:
             f"No posterior in {folder} ({POSTERIOR} is missing); make one with marglik train or "
             "marglik fit."
         )
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not JSON ({error}); it was altered. Fit again.") from error
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise ValueError(f"{path} describes no posterior; make one with marglik fit.")
-    version, sums = record.get("version"), record.get("sha256")
-    if isinstance(version, int) and version > FORMAT_VERSION:
-        raise ValueError(
-            f"{path} has format version {version}, this release reads up to {FORMAT_VERSION}; "
-            "update marglik."
-        )
-    if not isinstance(sums, dict) or sums.get(POSTERIOR) != _sha256_of_record(record):
+    record = read_record(path, FORMAT, FORMAT_VERSION, what="posterior", remedy="Fit again.")
+    if not {FACTORS, MODEL} <= record["sha256"].keys():
         raise ValueError(f"{path} is not as it was written: it was altered. Fit again.")
-    for name in (FACTORS, MODEL):
-        file = path.parent / name
-        if not file.is_file():
-            raise FileNotFoundError(f"{file} is missing, which {POSTERIOR} speaks of; fit again.")
-        if _sha256(file) != sums.get(name):
-            raise ValueError(
-                f"{file} is not the one that {POSTERIOR} was written with: truncated, altered, or "
-                "of another run. Fit again."
-            )
     return record
 
 
@@ -182,15 +161,3 @@ def load_posterior(
     )
     laplace.restore(factors)
     return laplace
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sha256_of_record(record: dict[str, Any]) -> str:
-    """Of all that ``posterior.json`` says, its own sum left out."""
-    sums = {name: value for name, value in record["sha256"].items() if name != POSTERIOR}
-    text = json.dumps(record | {"sha256": sums})
-    return hashlib.sha256(text.encode()).hexdigest()

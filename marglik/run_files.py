@@ -1,6 +1,7 @@
 """What a run's folder holds, by name."""
 
 __all__ = [
+    "CHECKPOINT",
     "CONFIG",
     "EVALUATION",
     "EVIDENCE",
@@ -30,3 +31,5 @@ EVALUATION = "evaluation.json"
 """What the predictives are worth."""
 REPORT = "report.html"
 """The page about all of it."""
+CHECKPOINT = "checkpoint"
+"""A folder, while training lasts: the state that --resume goes on from."""

@@ -1,21 +1,33 @@
 """The record of a run: a line of JSON per epoch and update, TensorBoard on request."""
 
 import json
+import os
 import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
+from filelock import FileLock, Timeout
 
 from kfac_backend.files import atomic_path
 from marglik import run_files
-from marglik.run_files import LOG
+from marglik.run_files import CHECKPOINT, LOG
 
-__all__ = ["RunLog", "check_free", "clear", "environment", "read_log", "write_json"]
+__all__ = [
+    "RunLog",
+    "check_free",
+    "clear",
+    "discard",
+    "environment",
+    "read_log",
+    "run_lock",
+    "write_json",
+]
 
 TENSORBOARD = "tensorboard"
 
@@ -27,16 +39,24 @@ class RunLog:
         folder: the run's folder; made if it is not there.
         tensorboard: whether scalars go to TensorBoard files in the folder, too.
         overwrite: whether a log that is already there may be replaced.
+        resume: whether the run that is there goes on; its records are written anew.
 
     Raises:
-        FileExistsError: the folder holds a log or results, and ``overwrite`` is off.
+        FileExistsError: the folder holds a log or results; ``overwrite`` and ``resume`` are off.
         ValueError: TensorBoard is asked for and not installed.
     """
 
-    def __init__(self, folder: Path, *, tensorboard: bool = False, overwrite: bool = False) -> None:
-        check_free(folder, overwrite)
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        tensorboard: bool = False,
+        overwrite: bool = False,
+        resume: bool = False,
+    ) -> None:
+        check_free(folder, overwrite or resume)
         self._tensorboard = _tensorboard_logger(folder) if tensorboard else None
-        clear(folder)
+        clear(folder, keep=(CHECKPOINT,) if resume else ())
         self._file = (folder / LOG).open("w", encoding="utf-8")
 
     def __enter__(self) -> Self:
@@ -65,17 +85,56 @@ def check_free(folder: Path, overwrite: bool) -> None:
     """Raise a FileExistsError if the folder holds a run that must not be replaced."""
     old = _old(folder)
     if old and not overwrite:
+        cut_off = (folder / CHECKPOINT).exists()
+        resume = "--resume to go on with it (marglik train), " if cut_off else ""
         raise FileExistsError(
-            f"{folder} already holds a run ({old[0].name}); pass --overwrite, or another --output."
+            f"{folder} already holds a run ({old[0].name}); pass --overwrite, {resume}or another "
+            "--output."
         )
 
 
-def clear(folder: Path) -> None:
-    """Make the folder, or take an old run out of it."""
+def clear(folder: Path, keep: Collection[str] = ()) -> None:
+    """Make the folder, or take an old run out of it, but for some of its files."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in _old(folder):
-        path.unlink()
+        if path.name in keep:
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
     shutil.rmtree(folder / TENSORBOARD, ignore_errors=True)
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder if it is there; nobody who comes later sees half of it."""
+    if folder.exists():
+        condemned = folder.with_name(f".{folder.name}.{os.getpid()}")
+        folder.rename(condemned)
+        shutil.rmtree(condemned)
+
+
+@contextmanager
+def run_lock(folder: Path) -> Iterator[None]:
+    """Keep other processes' runs out of a folder, which is made if it is not there.
+
+    Raises:
+        ValueError: another process runs there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise ValueError(
+            f"Another process runs in {folder}; wait for it, or pass another --output."
+        ) from error
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # some systems keep a file that is open
+            Path(lock.lock_file).unlink()
+        lock.release()
 
 
 def _old(folder: Path) -> list[Path]:

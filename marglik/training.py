@@ -1,16 +1,11 @@
 """The online loop: network steps, and every few epochs an update of the prior by the evidence.
 
-Source: Immer et al. 2021 (arXiv:2104.04975), algorithm 1. The objective on a batch of M examples is
-1/M Σ ℓ/σ² + ½ Σ_g (T δ_g/N) ‖θ_g‖², −T/N times the tempered log joint up to a constant. Gradient
-steps are taken on σ² times it, so that learning rates do not depend on regression's noise.
-
-A group that the data does not need gets an ever larger δ. SGD's step on its penalty would
-overshoot and diverge once learning rate times weight decay exceeds about 2; such a decay is limited
-to the one that takes its parameter to zero in one step, and the epoch's record names it.
+Source: Immer et al. 2021 (arXiv:2104.04975), algorithm 1; the network's steps and their objective
+are in `marglik.network_training`.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,18 +16,18 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
 
-from kfac_backend.batches import split_batch
-from kfac_backend.loss_hessian import check_targets, loss_sum
 from kfac_backend.options import Likelihood, check_option
+from marglik.checkpoint import Checkpoints
 from marglik.hyperparameters import Hyperparameters
 from marglik.loaders import Loader, count_examples
-from marglik.modes import kept_mode
+from marglik.modes import eval_mode, kept_mode
+from marglik.network_training import CompileMode, NetworkTraining, Record
 from marglik.prior import precision_to_weight_decay
+from marglik.prior_update import update_prior
+from marglik.random_state import generators_of, random_state, set_random_state
 from marglik.schedule import Schedule
 
 __all__ = ["OnlineResult", "OnlineTraining"]
-
-Record = dict[str, Any]
 
 
 @dataclass
@@ -49,6 +44,8 @@ class OnlineResult:
     """One per epoch and per update, in their order."""
     evidences: list[float] = field(default_factory=list)
     """The evidence (nats) at every hyperparameter step."""
+    seconds: float = 0.0
+    """What the loop took, in all processes that had a part in it."""
 
 
 class OnlineTraining:
@@ -66,8 +63,12 @@ class OnlineTraining:
         scheduler: the optimiser's schedule, stepped after every batch.
         curvature_loader: data of the curvature pass; the training loader itself if None.
         fabric: device and precision; the model's own device, in full precision, if None.
+        compile_mode: `torch.compile`'s mode for the network's steps, not compiled if None.
         dict_key_y: the targets' key in batches that are mappings.
-        on_record: called with each epoch's and each update's record as it is made.
+        monitor: its numbers, after each epoch, become part of the epoch's record; called with the
+            epoch, the model in eval mode.
+        on_record: called with each epoch's and each update's record as it is made; after a resume
+            with those of before, too.
         progress: whether to show progress bars.
     """
 
@@ -85,18 +86,15 @@ class OnlineTraining:
         scheduler: LRScheduler | None = None,
         curvature_loader: Loader | None = None,
         fabric: Fabric | None = None,
+        compile_mode: CompileMode | None = None,
         dict_key_y: str = "labels",
+        monitor: Callable[[int], Mapping[str, float]] | None = None,
         on_record: Callable[[Record], None] | None = None,
         progress: bool = False,
     ) -> None:
         check_option("likelihood", likelihood, Likelihood)
         if not temperature > 0:
             raise ValueError(f"temperature must be positive, not {temperature}.")
-        if any(group.get("weight_decay") for group in optimizer.param_groups):
-            raise ValueError(
-                "The optimiser has a weight decay of its own; the prior takes its place. "
-                "Set the optimiser's weight_decay to 0."
-            )
         self.model = model
         self.train_loader = train_loader
         self.likelihood: Likelihood = likelihood
@@ -107,190 +105,192 @@ class OnlineTraining:
         self.scheduler = scheduler
         self.curvature_loader = train_loader if curvature_loader is None else curvature_loader
         self.fabric = fabric or _fabric_of(model)
-        self.dict_key_y = dict_key_y
+        self.monitor = monitor
         self.on_record = on_record
         self.progress = progress
-        self._hidden = None if progress else True  # None: bars are shown on a terminal only
+        self._hidden = None if progress else True  # None: on a terminal only
+        self.network = NetworkTraining(
+            model,
+            optimizer,
+            train_loader,
+            likelihood,
+            self.fabric,
+            scheduler=scheduler,
+            compile_mode=compile_mode,
+            dict_key_y=dict_key_y,
+            hide_bar=self._hidden,
+        )
         self.num_data = count_examples(self.curvature_loader)
         if self.num_data == 0:
             raise ValueError("The data is empty: the loader yields no batch.")
-        # Adam's steps do not grow with the gradient.
-        self._is_sgd = isinstance(optimizer, torch.optim.SGD)
-        self._forward, self.optimizer = self.fabric.setup(model, optimizer)
+        self._epoch = 0
+        self._update_follows = False
         self._result = OnlineResult(None, float("-inf"), 0)
-        self._best_state: dict[str, Tensor] | None = None
-        self._best_hyperparameters = (hyperparameters.prior_precision, hyperparameters.sigma_noise)
+        self._best: dict[str, Any] | None = None
 
-    def run(self) -> OnlineResult:
+    def run(self, checkpoints: Checkpoints | None = None) -> OnlineResult:
         """Train for all epochs, and put the best evidence's parameters back into the model.
 
         The model comes back in the mode (train or eval) that it was in.
 
+        Args:
+            checkpoints: where the state is kept, from the start on; from one that is there training
+                goes on: on a CPU with as many threads to the same result to the bit.
+
         Raises:
             FloatingPointError: the loss or the evidence is not finite.
+            ValueError: a state of another run.
         """
-        epochs = range(1, self.schedule.epochs + 1)
-        bar = tqdm(epochs, desc="Training", unit="epoch", disable=self._hidden)
-        with kept_mode(self.model):
-            for epoch in bar:
-                record = self._train_epoch(epoch)
-                shown = {"loss": f"{record['loss']:.3f}"}
-                if self.schedule.is_due(epoch):
-                    self._update(epoch)
-                if self._best_state is not None:
-                    shown["evidence"] = f"{self._result.evidence / self.num_data:.4f}/N"
-                bar.set_postfix(shown)
-            return self._finish()
+        started = time.perf_counter()
+        if checkpoints is not None:
+            if checkpoints.exists():
+                self.load_state_dict(checkpoints.load(self.fabric.device))
+            else:
+                checkpoints.save(self.state_dict())
+        earlier = self._result.seconds
+        bar = tqdm(desc="Training", unit="epoch", disable=self._hidden, total=self.schedule.epochs)
+        with bar, kept_mode(self.model):
+            bar.update(self._epoch)
+            while not self._is_done:
+                if self._update_follows:
+                    self._update(self._epoch)
+                    self._update_follows = False
+                else:
+                    bar.set_postfix(loss=f"{self._train_epoch()['loss']:.3f}")
+                    bar.update()
+                self._result.seconds = earlier + time.perf_counter() - started
+                if checkpoints is not None and (checkpoints.is_due or self._is_done):
+                    checkpoints.save(self.state_dict())
+            self._finish()
+            self._result.seconds = earlier + time.perf_counter() - started
+        return self._result
 
     def weight_decays(self) -> Tensor:
         """The present weight decay T·δ/N per group."""
         delta = self.hyperparameters.prior_precision
         return precision_to_weight_decay(delta, self.num_data, self.temperature)
 
-    def _train_epoch(self, epoch: int) -> Record:
-        start = time.perf_counter()
-        self.model.train()
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        device = parameters[0].device
-        variance = self.hyperparameters.sigma_noise.square().item()
-        decays = self.hyperparameters.groups.for_parameters(self.weight_decays())
-        limited: dict[str, None] = {}
-        totals = torch.zeros(3, dtype=torch.float64, device=device)  # loss, penalty, correct
-        examples = terms = 0
-        bar = tqdm(self.train_loader, desc=f"Epoch {epoch}", leave=False, disable=self._hidden)
-        for batch in bar:
-            x, y = split_batch(self.fabric.to_device(batch), self.dict_key_y)
-            self.optimizer.zero_grad()
-            f = self._forward(x)
-            check_targets(f, y, self.likelihood)
-            data_loss = loss_sum(f, y, self.likelihood)
-            stable, names = self._stable_decays(parameters, decays, variance)
-            limited |= dict.fromkeys(names)
-            prior_loss = _penalty(parameters, stable)
-            self.fabric.backward(data_loss / len(f) + variance * prior_loss)
-            self.optimizer.step()
-            if self.scheduler is not None:
-                self.scheduler.step()
-            sums = [data_loss.detach(), prior_loss.detach() * len(f), torch.zeros_like(data_loss)]
-            if self.likelihood == "classification":
-                sums[2] = (f.argmax(-1) == y).sum()
-            totals += torch.stack([value.double() for value in sums])
-            examples += len(f)
-            terms += f.shape[:-1].numel()
-        if not examples:
-            raise ValueError("The training data is empty: the loader yielded no batch.")
-        loss, prior, correct = (totals / examples).tolist()
-        if not torch.isfinite(totals).all():
-            raise FloatingPointError(
-                f"The training loss is not finite in epoch {epoch}. Likely causes: NaN in the "
-                "data, or too large a learning rate; try a tenth of it."
+    def state_dict(self) -> dict[str, Any]:
+        """All that training goes on from: plain data, tensors and `KroneckerFactors`.
+
+        Raises:
+            TypeError: a Laplace approximation without factors, such as laplace-torch's.
+        """
+        if self._best is not None and getattr(self._result.laplace, "factors", None) is None:
+            raise TypeError(
+                f"{type(self._result.laplace).__name__} has no state that can be saved during "
+                "training; use marglik.KronLaplace."
             )
-        record: Record = {
-            "kind": "epoch",
-            "epoch": epoch,
-            "loss": loss,
-            "objective": loss / variance + prior,
-            "lr": self.optimizer.param_groups[0]["lr"],
-            "seconds": time.perf_counter() - start,
+        result = self._result
+        return {
+            "epoch": self._epoch,
+            "update_follows": self._update_follows,
+            "model": self.model.state_dict(),
+            "optimizer": self.network.optimizer.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "precision": self.fabric.strategy.precision.state_dict(),
+            "hyperparameters": self.hyperparameters.state_dict(),
+            "random": random_state(generators_of(self.train_loader, self.curvature_loader)),
+            "best": self._best,
+            "factors": None if self._best is None else result.laplace.factors,
+            "evidence": (result.evidence, result.epoch),
+            "records": result.records,
+            "evidences": result.evidences,
+            "seconds": result.seconds,
         }
-        if self.likelihood == "classification":
-            record["accuracy"] = correct * examples / terms
-        if limited:
-            record["limited_weight_decay"] = list(limited)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self._epoch, self._update_follows = state["epoch"], state["update_follows"]
+        self.network.optimizer.load_state_dict(state["optimizer"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        self.fabric.strategy.precision.load_state_dict(state["precision"])
+        self.hyperparameters.load_state_dict(state["hyperparameters"])
+        laplace, self._best = None, state["best"]
+        if self._best is not None:
+            self.model.load_state_dict(self._best["model"])  # whose parameters it takes
+            laplace = self._make_laplace()
+            laplace.restore(state["factors"])
+        self.model.load_state_dict(state["model"])
+        evidence, epoch = state["evidence"]
+        self._result = OnlineResult(laplace, evidence, epoch, [], state["evidences"])
+        self._result.seconds = state["seconds"]
+        for record in state["records"]:
+            self._report(record)
+        set_random_state(state["random"], generators_of(self.train_loader, self.curvature_loader))
+
+    @property
+    def _is_done(self) -> bool:
+        return self._epoch >= self.schedule.epochs and not self._update_follows
+
+    def _make_laplace(self) -> Any:
+        hyper = self.hyperparameters
+        delta = hyper.groups.for_laplace(hyper.prior_precision)
+        return self.make_laplace(delta, hyper.sigma_noise)
+
+    def _train_epoch(self) -> Record:
+        self._epoch += 1
+        groups, decays = self.hyperparameters.groups, self.weight_decays()
+        record = self.network.epoch(
+            self._epoch,
+            groups.for_parameters(decays)
+            if groups.diagonal
+            else groups.for_laplace(decays).tolist(),
+            self.hyperparameters.sigma_noise.square().item(),
+        )
+        if self.monitor is not None:
+            with eval_mode(self.model), torch.no_grad():
+                record |= self.monitor(self._epoch)
         self._report(record)
+        self._update_follows = self.schedule.is_due(self._epoch)
         return record
 
-    def _stable_decays(
-        self, parameters: list[nn.Parameter], decays: list[Tensor], variance: float
-    ) -> tuple[list[Tensor], list[str]]:
-        """The weight decay of each parameter, and the names of those limited to 1 / lr."""
-        rates = {p: g["lr"] for g in self.optimizer.param_groups for p in g["params"]}
-        stable, limited = [], []
-        for p, decay in zip(parameters, decays, strict=True):
-            largest = 1 / (rates[p] * variance) if self._is_sgd and rates.get(p) else float("inf")
-            if (decay > largest).any():
-                limited += [name for name, q in self.model.named_parameters() if q is p]
-            stable.append(decay.clamp(max=largest).to(p.device, p.dtype))
-        return stable, limited
-
     def _update(self, epoch: int) -> None:
-        hyper = self.hyperparameters
-        start = time.perf_counter()
-        delta = hyper.groups.for_laplace(hyper.prior_precision)
-        laplace = self.make_laplace(delta, hyper.sigma_noise)
-        laplace.fit(self.curvature_loader, progress_bar=self.progress)
-        if laplace.n_data != self.num_data:
-            raise ValueError(
-                f"The curvature pass saw {laplace.n_data} examples, but the loader promised "
-                f"{self.num_data}; its length must be what it yields."
-            )
-        fitted = time.perf_counter()
-        before = float(laplace.log_marginal_likelihood())
-        decomposed = time.perf_counter()
-        evidences = hyper.update(laplace, self.schedule.steps)
-        end = time.perf_counter()
-
+        hyper, laplace = self.hyperparameters, self._make_laplace()
+        evidences, record = update_prior(
+            hyper,
+            laplace,
+            self.curvature_loader,
+            self.num_data,
+            self.schedule.steps,
+            temperature=self.temperature,
+            progress=self.progress,
+        )
         self._result.evidences += evidences[:-1]
-        better = self._best_state is None or evidences[-1] > self._result.evidence
+        better = self._best is None or evidences[-1] > self._result.evidence
         if better or self.schedule.keep == "last":
             self._result.laplace = laplace
             self._result.evidence = evidences[-1]
             self._result.epoch = epoch
-            self._best_state = deepcopy(self.model.state_dict())
-            self._best_hyperparameters = (hyper.prior_precision, hyper.sigma_noise)
-        record: Record = {
-            "kind": "update",
-            "epoch": epoch,
-            "evidence_before": before,
-            "evidence": evidences[-1],
-            "evidence_per_example": evidences[-1] / self.num_data,
-            "prior_precision": hyper.groups.summary(hyper.prior_precision),
-            "weight_decay": hyper.groups.summary(self.weight_decays()),
-            "seconds": {
-                "pass": fitted - start,
-                "eigenvalues": decomposed - fitted,
-                "steps": end - decomposed,
-            },
-        }
-        if self.likelihood == "regression":
-            record["sigma_noise"] = hyper.sigma_noise.item()
-        if getattr(laplace, "factors", None) is not None:
-            names = laplace.factors.blocks
-            gamma = laplace.effective_parameters()
-            record["effective_parameters"] = dict(zip(names, gamma.tolist(), strict=True))
-            record["clipped_eigenvalues"] = laplace.factors.num_clipped()
-            record["left_out_share"] = laplace.factors.left_out_share
-        self._report(record)
+            self._best = {
+                "model": deepcopy(self.model.state_dict()),
+                "prior_precision": hyper.prior_precision,
+                "sigma_noise": hyper.sigma_noise,
+            }
+        self._report({"kind": "update", "epoch": epoch, **record})
 
-    def _finish(self) -> OnlineResult:
+    def _finish(self) -> None:
         hyper = self.hyperparameters
-        if self._best_state is None:
+        if self._best is None:
             # No update was due: the hyperparameters are the initial ones.
-            delta = hyper.groups.for_laplace(hyper.prior_precision)
-            laplace = self.make_laplace(delta, hyper.sigma_noise)
+            laplace = self._make_laplace()
             laplace.fit(self.curvature_loader, progress_bar=self.progress)
             self._result.laplace = laplace
             self._result.evidence = float(laplace.log_marginal_likelihood())
             self._result.epoch = self.schedule.epochs
-            return self._result
-        self.model.load_state_dict(self._best_state)
-        hyper.set(*self._best_hyperparameters)
+            return
+        self.model.load_state_dict(self._best["model"])
+        hyper.set(self._best["prior_precision"], self._best["sigma_noise"])
         laplace = self._result.laplace
         laplace.prior_precision = hyper.groups.for_laplace(hyper.prior_precision)
         if self.likelihood == "regression":
             laplace.sigma_noise = hyper.sigma_noise
-        return self._result
 
     def _report(self, record: Record) -> None:
         self._result.records.append(record)
         if self.on_record is not None:
             self.on_record(record)
-
-
-def _penalty(parameters: list[nn.Parameter], weight_decays: list[Tensor]) -> Tensor:
-    """½ Σ_g wd_g ‖θ_g‖², the prior's part of the loss."""
-    terms = [(wd * p.square()).sum() for p, wd in zip(parameters, weight_decays, strict=True)]
-    return 0.5 * torch.stack(terms).sum()
 
 
 def _fabric_of(model: nn.Module) -> Fabric:

@@ -109,6 +109,6 @@ def test_importing_the_package_is_quick_and_lazy():
 
 def test_readme_commands_are_targets_of_the_makefile():
     readme, makefile = (ROOT / "README.md").read_text(), (ROOT / "Makefile").read_text()
-    targets = set(re.findall(r"^([a-z-]+):", makefile, re.M))
-    used = set(re.findall(r"make ([a-z-]+)", readme))
+    targets = set(re.findall(r"^([a-z0-9-]+):", makefile, re.M))
+    used = set(re.findall(r"make ([a-z0-9-]+)", readme))
     assert {"train", "test"} <= used <= targets

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments import bench_curvature_report
+from experiments import bench_curvature_report, table2_report
 
 ROOT = Path(__file__).parents[1]
 
@@ -77,3 +77,22 @@ def test_python_examples_run(capsys, monkeypatch, tmp_path):
     assert (tmp_path / "reliability.png").stat().st_size > 1000
     assert len(set(namespace["laplace"].prior_precision.tolist())) == 10
     assert "torch.Size([75, 75])" in capsys.readouterr().out
+
+
+def test_table_2_is_that_of_the_json():
+    """Tables and their texts can be made again from the runs' files, and the README quotes them."""
+    folder = ROOT / "experiments/results/table2/scaled"
+    runs = table2_report.load(folder)
+    assert (folder / "table.md").read_text() == table2_report.report(runs) + "\n"
+    main = {s: found for s, found in runs.items() if (s.preset, s.variant) == ("paper", None)}
+    assert {(s.approach, s.augment) for s in main} == {
+        (approach, augment)
+        for approach in ("expand", "reduce", "fixed")
+        for augment in (True, False)
+    }
+    assert all([r["config"]["seed"] for r in found] == [0, 1, 2] for found in main.values())
+    readme = (ROOT / "README.md").read_text()
+    for row in table2_report.gains(main).splitlines()[:6]:
+        assert row in readme, row
+    for figure in ("curves_paper.png", "weight_decay_paper.png"):
+        assert (folder / figure).exists()

@@ -18,8 +18,11 @@ def split_batches(
     augment: bool = False,
     seed: int = 0,
     device: torch.device | str = "cpu",
+    channels_last: bool = False,
 ) -> ImageBatches | TensorBatches:
     """Return a loader of a split; images normalised, and cropped and flipped if asked for.
+
+    Only images have a memory format to choose.
 
     Raises:
         ValueError: if there is no such split, or augmentation for data that are no images.
@@ -43,4 +46,5 @@ def split_batches(
         augment="crop_flip" if augment else "none",
         device=device,
         seed=seed,
+        channels_last=channels_last,
     )

@@ -96,7 +96,7 @@ def predictives(runs: Sequence[Run]) -> list[Predictive]:
         found += [
             Predictive(run, name, metrics)
             for name, metrics in (run.results or {}).get("metrics", {}).items()
-            if not (evaluated and name.startswith("learned, "))
+            if not (evaluated and name.startswith(("learned, ", "fixed, ")))
         ]
     return found
 

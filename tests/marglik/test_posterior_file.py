@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from marglik import KronLaplace, posterior_file
+from marglik import KronLaplace, posterior_file, record_file
 from marglik.posterior_file import load_posterior, read_posterior, save_posterior
 from marglik.run_files import POSTERIOR
 from tests.marglik.posteriors import CASES, data, fitted, network, predictions
@@ -214,7 +214,7 @@ def test_an_interrupted_save_is_no_posterior(stage, old, tmp_path, monkeypatch):
         elif stage == "model":
             patched.setattr(posterior_file, "save_file", interrupted)
         else:
-            patched.setattr(posterior_file, "write_json", interrupted)
+            patched.setattr(record_file, "write_json", interrupted)
         with pytest.raises(KeyboardInterrupt):
             save_posterior(laplace, tmp_path)
     assert not (tmp_path / POSTERIOR).exists()

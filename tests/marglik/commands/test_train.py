@@ -6,14 +6,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from marglik import experiment
+from marglik import experiment, training_setup
 from marglik.cli import main
 from marglik.config import RunConfig
 from marglik.data import Digits, ImageBatches
 from marglik.models import MLP
+from marglik.network_training import NetworkTraining
 from marglik.posterior_file import load_posterior, read_posterior
 from marglik.run_log import read_log
-from marglik.training import OnlineTraining
 from tests.marglik.commands.command_line import refusal
 
 SMALL = [
@@ -116,7 +116,7 @@ def test_digits_preset_keeps_its_promise(tmp_path):
 
 
 def test_a_failing_baseline_does_not_take_the_results_along(tmp_path, monkeypatch):
-    evaluate, calls = experiment._Setup.evaluate, []
+    evaluate, calls = training_setup.TrainingSetup.evaluate, []
 
     def failing(self, model, laplace):
         calls.append(model)
@@ -124,7 +124,7 @@ def test_a_failing_baseline_does_not_take_the_results_along(tmp_path, monkeypatc
             raise KeyboardInterrupt
         return evaluate(self, model, laplace)
 
-    monkeypatch.setattr(experiment._Setup, "evaluate", failing)
+    monkeypatch.setattr(training_setup.TrainingSetup, "evaluate", failing)
     options = ["--baseline", "--output", str(tmp_path / "run")]
     assert main([*SMALL, *options]) == 130
     assert len(calls) == 2
@@ -147,16 +147,16 @@ def test_table_is_printed(tmp_path, capsys):
 
 
 def test_interrupt_keeps_the_log(tmp_path, capsys, monkeypatch):
-    train_epoch = OnlineTraining._train_epoch
+    train_epoch = NetworkTraining.epoch
 
-    def interrupted(self, epoch):
+    def interrupted(self, epoch, *arguments):
         if epoch == 3:
             raise KeyboardInterrupt
-        return train_epoch(self, epoch)
+        return train_epoch(self, epoch, *arguments)
 
-    monkeypatch.setattr(OnlineTraining, "_train_epoch", interrupted)
+    monkeypatch.setattr(NetworkTraining, "epoch", interrupted)
     assert main([*SMALL, "--output", str(tmp_path / "run")]) == 130
-    assert "interrupted" in capsys.readouterr().err
+    assert "interrupted; the same command with --resume goes on" in capsys.readouterr().err
     assert [r["epoch"] for r in read_log(tmp_path / "run")] == [1, 2, 2]
     assert "No posterior in" in refusal(capsys, "evaluate", str(tmp_path / "run"))
 

@@ -1,0 +1,50 @@
+"""The state of all random generators that training may draw from."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["generators_of", "random_state", "set_random_state"]
+
+
+def generators_of(*loaders: Any) -> list[torch.Generator]:
+    """The generators that loaders and their samplers have of their own, each once."""
+    found = []
+    for loader in loaders:
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        samplers = (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None))
+        found += [getattr(owner, "generator", None) for owner in (loader, *samplers)]
+    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+
+
+def random_state(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
+    """The state of the global generators of torch (CPU and CUDA), numpy and Python, and of these.
+
+    Plain data and tensors.
+    """
+    kind, keys, position, has_normal, normal = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": (kind, torch.from_numpy(np.asarray(keys, np.int64)), position, has_normal, normal),
+        "python": random.getstate(),
+        "generators": [generator.get_state() for generator in generators],
+    }
+
+
+def set_random_state(state: dict[str, Any], generators: Sequence[torch.Generator] = ()) -> None:
+    """Go on from what `random_state` returned.
+
+    CUDA's generators stay as they are where their number differs: the state is of another machine.
+    """
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    random.setstate(state["python"])
+    for generator, own in zip(generators, state["generators"], strict=True):
+        generator.set_state(own)

@@ -1,0 +1,79 @@
+"""A JSON record that vouches for itself and for the files beside it, by SHA-256 sums.
+
+Written last and atomically: where it is, the files that it names are whole.
+"""
+
+import hashlib
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from marglik.run_log import write_json
+
+__all__ = ["read_record", "sha256", "write_record"]
+
+
+def write_record(path: Path, record: dict[str, Any], sums: dict[str, str]) -> None:
+    """Write a record with the sums of its files (`sha256` of each, by name) and of itself."""
+    record = json.loads(json.dumps(record))  # as it will be read
+    own = {path.name: _sha256_of_record(record, sums)}
+    write_json(path, record | {"sha256": sums | own})
+
+
+def read_record(
+    path: Path, kind: str, version: int, *, keys: Collection[str] = (), what: str, remedy: str
+) -> dict[str, Any]:
+    """Read a record, and check it and the files that it vouches for.
+
+    Args:
+        path: the record's.
+        kind: its "format".
+        version: the newest that can be read.
+        keys: what it must have besides format, version and sums.
+        what: that it describes, for errors.
+        remedy: what a user can do, a sentence.
+
+    Raises:
+        FileNotFoundError: a file that the record speaks of is missing.
+        ValueError: another kind, a newer version, or a file that was truncated or altered.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not JSON ({error}); it was altered. {remedy}") from error
+    if not isinstance(record, dict) or record.get("format") != kind:
+        raise ValueError(f"{path} describes no {what}. {remedy}")
+    found, sums = record.get("version"), record.get("sha256") or {}
+    if isinstance(found, int) and found > version:
+        raise ValueError(
+            f"{path} has format version {found}, this release reads up to {version}; update "
+            "marglik."
+        )
+    own = sums.get(path.name) if isinstance(sums, dict) else None
+    files = {n: s for n, s in sums.items() if n != path.name} if own else {}
+    lacks = [key for key in keys if key not in record]
+    if own is None or lacks or own != _sha256_of_record(record, files):
+        raise ValueError(f"{path} is not as it was written: it was altered. {remedy}")
+    for name, expected in files.items():
+        file = path.parent / name
+        if not file.is_file():
+            raise FileNotFoundError(f"{file} is missing, which {path.name} speaks of. {remedy}")
+        if sha256(file) != expected:
+            raise ValueError(
+                f"{file} is not the one that {path.name} was written with: truncated, altered, or "
+                f"of another run. {remedy}"
+            )
+    return record
+
+
+def sha256(path: Path) -> str:
+    """A file's sum, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sha256_of_record(record: dict[str, Any], sums: dict[str, str]) -> str:
+    """Of all that a record says, its own sum left out."""
+    text = json.dumps({k: v for k, v in record.items() if k != "sha256"} | {"sha256": sums})
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,131 @@
+"""What `marglik train` found: the content of ``results.json``."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from marglik.checkpoint import check_same_run
+from marglik.config import PriorConfig
+from marglik.data import ImageSplits
+from marglik.data.out_of_distribution import ForeignImages
+from marglik.laplace import KronLaplace
+from marglik.prior import precision_to_weight_decay
+from marglik.provenance import Provenance
+from marglik.run_files import RESULTS
+from marglik.run_log import environment
+from marglik.training import OnlineResult
+
+__all__ = ["metrics_of", "results_of", "run_identity", "saved_results"]
+
+NOT_OF_THE_RESULT = (
+    "output", "overwrite", "resume", "checkpoint_minutes", "tensorboard", "accelerator", "progress",
+)  # fmt: skip
+"""Options of the run that another process may have differently when it goes on."""
+
+
+def run_identity(
+    model: nn.Module,
+    splits: ImageSplits,
+    foreign: ForeignImages | None,
+    options: dict[str, Any],
+    provenance: Provenance,
+) -> dict[str, Any]:
+    """What makes a run the run it is: data, network, options; plain data.
+
+    The sums stand for all images, labels and initial parameters.
+    """
+    shapes = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    of_run = {k: v for k, v in options["run"].items() if k not in NOT_OF_THE_RESULT}
+    parts = {"train": splits.train, "validation": splits.validation, "test": splits.test}
+    images = {name: part for name, part in parts.items() if part is not None}
+    tensors = [t for part in images.values() for t in (part.images, part.labels)]
+    return {
+        "data": splits.name,
+        "images": {name: len(part) for name, part in images.items()},
+        "normalisation": {"mean": list(splits.mean), "std": list(splits.std)},
+        "ood": None if foreign is None else foreign.name,
+        "model": type(model).__name__,
+        "model_options": (provenance.model or {}).get("init_args"),
+        "config": options | {"run": of_run},
+        "parameters": shapes,
+        "sums": {
+            "images": _sum_of(tensors),
+            "ood": None if foreign is None else _sum_of([foreign.images]),
+            "initial_parameters": _sum_of(model.state_dict().values()),
+        },
+    }
+
+
+def saved_results(folder: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
+    """What ``results.json`` in a folder says, None if there is none.
+
+    Raises:
+        ValueError: it is of another run.
+    """
+    if not (folder / RESULTS).is_file():
+        return None
+    try:
+        results = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
+        there = {key: results[key] for key in (*identity, "complete")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{folder / RESULTS} is not as this release writes it; start anew (--overwrite)."
+        ) from error
+    check_same_run(identity | {"complete": there["complete"]}, there, folder)
+    return results
+
+
+def _sum_of(tensors: Iterable[Any]) -> str:
+    """The SHA-256 sum of tensors' contents, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def results_of(
+    learned: OnlineResult, evaluation: dict[str, Any], prior: PriorConfig, device: torch.device
+) -> dict[str, Any]:
+    """Metrics, evidence and weight decays of a run, its device and versions."""
+    updates = [record for record in learned.records if record["kind"] == "update"]
+    return {
+        "num_data": learned.laplace.n_data,
+        "metrics": metrics_of("fixed" if prior.method == "fixed" else "learned", evaluation),
+        "evidence": {
+            "first": updates[0]["evidence_before"] if updates else learned.evidence,
+            "kept": learned.evidence,
+            "epoch": learned.epoch,
+        },
+        "weight_decay": _weight_decay_table(learned.laplace, prior.weight_decay, prior.temperature),
+        **environment(device),
+    }
+
+
+def metrics_of(label: str, evaluation: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """The metrics of each predictive, under names such as "learned, MAP"."""
+    predictives = evaluation["predictives"].items()
+    return {f"{label}, {name}": predictive["metrics"] for name, predictive in predictives}
+
+
+def _weight_decay_table(
+    laplace: KronLaplace, initial: float, temperature: float
+) -> dict[str, dict[str, float]]:
+    """Parameter name -> its learned weight decay, effective and all parameters."""
+    gamma = laplace.effective_parameters()
+    trainable = {n: p for n, p in laplace.model.named_parameters() if p.requires_grad}
+    delta = laplace.prior_precision.expand(len(trainable))
+    weight_decay = precision_to_weight_decay(delta, laplace.n_data, temperature)
+    return {
+        name: {
+            "initial": initial,
+            "learned": weight_decay[i].item(),
+            "effective_parameters": gamma[i].item(),
+            "parameters": p.numel(),
+        }
+        for i, (name, p) in enumerate(trainable.items())
+    }

@@ -1,0 +1,156 @@
+"""What a learned run and its baseline share: batches, optimiser, loop, monitor, evaluation."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+
+from marglik.build import build_laplace
+from marglik.checkpoint import Checkpoints
+from marglik.config import CurvatureConfig, PriorConfig, RunConfig
+from marglik.data import ImageBatches, ImageSplits
+from marglik.data.out_of_distribution import ForeignImages
+from marglik.data.split_batches import split_batches
+from marglik.evaluation import metrics, predict_all
+from marglik.evaluation_record import EvaluationConfig, evaluate
+from marglik.hyperparameters import Hyperparameters, UpdateMethod
+from marglik.laplace import KronLaplace
+from marglik.optimizers import OptimizerConfig, build_optimizer
+from marglik.predictive import PredictiveConfig, laplace_predictive, map_predictive
+from marglik.prior import PriorGroups, weight_decay_to_precision
+from marglik.run_log import RunLog
+from marglik.training import OnlineResult, OnlineTraining
+
+__all__ = ["TrainingSetup"]
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """A classifier of images, trained and evaluated as the options say."""
+
+    splits: ImageSplits
+    optimizer: OptimizerConfig
+    prior: PriorConfig
+    curvature: CurvatureConfig
+    predictive: PredictiveConfig
+    evaluation: EvaluationConfig
+    foreign: ForeignImages | None
+    run: RunConfig
+    fabric: Fabric
+
+    def options(self) -> dict[str, Any]:
+        """All options, by group."""
+        groups = ("optimizer", "prior", "curvature", "predictive", "evaluation", "run")
+        return {name: asdict(getattr(self, name)) for name in groups}
+
+    def train(
+        self,
+        model: nn.Module,
+        prior: PriorConfig,
+        checkpoints: Checkpoints | None = None,
+        log: RunLog | None = None,
+    ) -> OnlineResult:
+        """Train a network and its prior, from the latest state if there is one."""
+        run = self.run
+        torch.manual_seed(run.seed)
+        batches = self._batches("train", run.batch_size, shuffle=True, augment=run.augment)
+        curvature_batches = batches
+        if self.curvature.batch_size is not None or (run.augment and not self.curvature.augment):
+            curvature_batches = self._batches(
+                "train",
+                self.curvature.batch_size or run.batch_size,
+                shuffle=self.curvature.augment,
+                augment=run.augment and self.curvature.augment,
+            )
+        num_data = batches.num_examples
+        method: UpdateMethod = "adam" if prior.method == "fixed" else prior.method
+        hyperparameters = Hyperparameters(
+            PriorGroups.from_model(model, prior.structure),
+            weight_decay_to_precision(prior.weight_decay, num_data, prior.temperature),
+            method=method,
+            lr=prior.lr,
+        )
+        optimizer, scheduler = build_optimizer(model, self.optimizer, run.epochs * len(batches))
+
+        def make_laplace(prior_precision: Tensor, sigma_noise: Tensor) -> KronLaplace:
+            return build_laplace(
+                model,
+                "classification",
+                self.curvature,
+                prior_precision,
+                temperature=prior.temperature,
+            )
+
+        return OnlineTraining(
+            model,
+            optimizer,
+            batches,
+            "classification",
+            hyperparameters,
+            make_laplace,
+            prior.schedule(run.epochs),
+            temperature=prior.temperature,
+            scheduler=scheduler,
+            curvature_loader=curvature_batches,
+            fabric=self.fabric,
+            compile_mode=run.compile,
+            monitor=self._monitor(model) if run.monitor else None,
+            on_record=log.write if log else None,
+            progress=run.progress,
+        ).run(checkpoints)
+
+    def evaluate(self, model: nn.Module, laplace: KronLaplace) -> dict[str, Any]:
+        """The content of ``evaluation.json`` for a trained network."""
+        generator = torch.Generator(self.fabric.device).manual_seed(self.run.seed)
+        predictives = {
+            "MAP": map_predictive(model),
+            self.predictive.label: laplace_predictive(laplace, self.predictive, generator),
+        }
+        evaluated = evaluate(
+            predictives,
+            self.splits,
+            "classification",
+            self.evaluation,
+            ood=self.foreign,
+            batch_size=self.predictive.batch_size,
+            device=self.fabric.device,
+            progress=self.run.progress,
+        )
+        config = {
+            "predictive": asdict(self.predictive),
+            "evaluation": asdict(self.evaluation),
+            "seed": self.run.seed,
+        }
+        return evaluated | {"config": config}
+
+    def _monitor(self, model: nn.Module) -> Any:
+        """The MAP's NLL and accuracy on images that are not trained on, every so many epochs."""
+        split = "test" if self.splits.validation is None else "validation"
+        batches = self._batches(split, self.predictive.batch_size)
+
+        def look(epoch: int) -> Mapping[str, float]:
+            if epoch % self.run.monitor and epoch != self.run.epochs:
+                return {}
+            found = metrics(*predict_all(map_predictive(model), batches), "classification")
+            return {f"{split}/{name}": found[name] for name in ("cls/NLL", "cls/accuracy")}
+
+        return look
+
+    def _batches(
+        self, split: Any, batch_size: int, *, shuffle: bool = False, augment: bool = False
+    ) -> ImageBatches:
+        batches = split_batches(
+            self.splits,
+            split,
+            batch_size,
+            shuffle=shuffle,
+            augment=augment,
+            seed=self.run.seed,
+            device=self.fabric.device,
+            channels_last=self.run.channels_last,
+        )
+        assert isinstance(batches, ImageBatches)
+        return batches

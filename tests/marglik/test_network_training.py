@@ -1,0 +1,298 @@
+"""The network's steps: the objective's gradient, precisions, layouts, compilation, the monitor."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset
+
+from marglik import Hyperparameters, KronLaplace, OnlineTraining, PriorGroups
+from marglik.config import PriorConfig
+from marglik.data import ImageBatches
+from marglik.data.image_sets import ImageSet
+from marglik.network_training import NetworkTraining
+from tests.marglik.online_runs import make, outcome, scaled_fabric
+from tests.marglik.same_state import same
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LR = 0.05
+
+
+class Network(nn.Module):
+    """With a parameter that the outputs do not need, and one that is frozen."""
+
+    def __init__(self, dtype=torch.float64):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 6)
+        self.unused = nn.Parameter(torch.randn(5))
+        self.frozen = nn.Parameter(torch.randn(6), requires_grad=False)
+        self.last = nn.Linear(6, 3)
+        self.to(dtype)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x) * self.frozen))
+
+
+def batch(likelihood="classification", dtype=torch.float64, n=7):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(n, 4, generator=generator, dtype=torch.float64)
+    y = {
+        "classification": x[:, :3].argmax(-1),
+        "regression": x[:, :3].sin(),
+        "bernoulli": (x[:, :3] > 0).double(),
+    }[likelihood]
+    return x.to(dtype), y.to(dtype) if y.is_floating_point() else y
+
+
+def decays_of(parameters, diagonal):
+    torch.manual_seed(4)
+    if diagonal:
+        return [torch.rand_like(p) + 0.1 for p in parameters]
+    return (torch.rand(len(parameters)) + 0.1).tolist()
+
+
+def steps_of_autograd(likelihood, decays, variance, steps, make_optimizer):
+    """Parameters after steps on σ² times the whole objective, written out, and its mean."""
+    model, (x, y) = Network(), batch(likelihood)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = make_optimizer(parameters)
+    values = []
+    for _ in range(steps):
+        f = model(x)
+        log_likelihood = {
+            "classification": lambda f=f: torch.distributions.Categorical(logits=f),
+            "bernoulli": lambda f=f: torch.distributions.Bernoulli(logits=f),
+            "regression": lambda f=f: torch.distributions.Normal(f, 1.0),
+        }[likelihood]().log_prob(y)
+        constant = -0.5 * math.log(2 * math.pi) if likelihood == "regression" else 0.0
+        loss = -(log_likelihood - constant).sum() / len(x)
+        penalty = sum((0.5 * d * p**2).sum() for d, p in zip(decays, parameters, strict=True))
+        objective = loss / variance + penalty
+        optimizer.zero_grad()
+        (variance * objective).backward()
+        optimizer.step()
+        values.append(objective.item())
+    return parameters, values
+
+
+def training(likelihood="classification", fabric=None, dtype=torch.float64, make_optimizer=None):
+    """Steps of one batch; and the network's trainable parameters."""
+    model = Network(dtype)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = (make_optimizer or momentum)(parameters)
+    fabric = fabric or Fabric(accelerator="cpu", devices=1)
+    loader = DataLoader(TensorDataset(*batch(likelihood, dtype)), 7)
+    return NetworkTraining(model, optimizer, loader, likelihood, fabric), parameters
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=LR, momentum=0.9, nesterov=True)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=LR)
+
+
+@pytest.mark.parametrize("make_optimizer", [momentum, adam])
+@pytest.mark.parametrize("diagonal", [False, True])
+@pytest.mark.parametrize(
+    ("likelihood", "variance"), [("classification", 1.0), ("bernoulli", 1.0), ("regression", 0.3)]
+)
+def test_steps_are_autograds_of_the_whole_objective(likelihood, variance, diagonal, make_optimizer):
+    network, parameters = training(likelihood, make_optimizer=make_optimizer)
+    decays = decays_of(parameters, diagonal)
+    expected, values = steps_of_autograd(likelihood, decays, variance, 4, make_optimizer)
+    before = [p.detach().clone() for p in parameters]
+    records = [network.epoch(i + 1, decays, variance) for i in range(4)]
+    for p, after, first in zip(parameters, expected, before, strict=True):
+        assert_close(p, after, rtol=1e-12, atol=1e-14)
+        assert (p - first).abs().min() > 0  # the unused ones, too
+    assert [r["objective"] for r in records] == pytest.approx(values, rel=1e-12)
+    assert torch.equal(network.model.frozen, Network().frozen)
+    assert network.model.frozen.grad is None
+    # Negative control: another decay of any one parameter is seen.
+    other = [*decays[:-1], 2 * decays[-1]]
+    unlike, _ = steps_of_autograd(likelihood, other, variance, 4, make_optimizer)
+    assert (parameters[-1] - unlike[-1]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("diagonal", [False, True])
+@pytest.mark.parametrize("make_optimizer", [momentum, adam])
+def test_a_scaled_loss_has_a_scaled_penalty(make_optimizer, diagonal):
+    """What the optimiser sees is unscaled again; a power of two changes no bit."""
+
+    class Scaled(Fabric):
+        def backward(self, tensor, *arguments, **keywords):
+            super().backward(1024 * tensor, *arguments, **keywords)
+
+    ends, gradients = [], []
+    for kind, scale in ((Fabric, 1), (Scaled, 1024)):
+        fabric = kind(accelerator="cpu", devices=1)
+        network, parameters = training(fabric=fabric, make_optimizer=make_optimizer)
+        decays = decays_of(parameters, diagonal)
+
+        def unscale(*_, parameters=parameters, scale=scale):
+            gradients.append([p.grad.clone() for p in parameters])
+            for p in parameters:
+                p.grad /= scale
+
+        network.optimizer.optimizer.register_step_pre_hook(unscale)
+        record = network.epoch(1, decays, 1.0)
+        ends.append([record["objective"], *(p.detach() for p in parameters)])
+    assert same(ends[0], ends[1])
+    for plain, scaled in zip(*gradients, strict=True):
+        assert plain.abs().max() > 0 and torch.equal(1024 * plain, scaled)
+
+
+def test_float16_with_a_scaler_follows_float32():
+    """The loss's scale starts at 64 and doubles every second step."""
+    curves, ends = [], []
+    for fabric in (None, scaled_fabric()):
+        network, parameters = training(fabric=fabric, dtype=torch.float32)
+        decays = decays_of(parameters, False)
+        curves.append([network.epoch(i, decays, 1.0)["objective"] for i in range(1, 13)])
+        ends.append(torch.cat([p.detach().flatten() for p in parameters]))
+    assert curves[1] == pytest.approx(curves[0], rel=5e-3)
+    assert curves[1] != curves[0]  # negative control: it was float16
+    assert_close(ends[1], ends[0], rtol=0, atol=5e-3)
+    start = torch.cat([p.flatten() for p in training(dtype=torch.float32)[1]])
+    assert (ends[0] - start).abs().max() > 0.1
+
+
+def test_bfloat16_trains():
+    losses = {}
+    for precision in ("32-true", "bf16-mixed"):
+        fabric = Fabric(accelerator="cpu", devices=1, precision=precision)
+        network, parameters = training(fabric=fabric, dtype=torch.float32)
+        losses[precision] = [network.epoch(i, [1e-3] * 5, 1.0)["loss"] for i in range(1, 41)]
+        assert all(p.dtype == torch.float32 for p in parameters)
+    assert losses["bf16-mixed"] == pytest.approx(losses["32-true"], rel=0.1)
+    assert losses["bf16-mixed"] != losses["32-true"]
+    assert losses["bf16-mixed"][-1] < 0.5 * losses["bf16-mixed"][0]
+
+
+def test_half_precision_on_a_cpu_is_no_silent_failure():
+    """Lightning takes bfloat16 in its place, and says so."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fabric = Fabric(accelerator="cpu", devices=1, precision="16-mixed")
+    network, parameters = training(fabric=fabric, dtype=torch.float32)
+    losses = [network.epoch(i, [1e-3] * 5, 1.0)["loss"] for i in range(1, 11)]
+    assert losses[-1] < losses[0]
+    assert any("bf16" in str(warning.message) for warning in caught)
+
+
+def convolutions(channels_last=False, compile_mode=None, epochs=4):
+    """Loss curve of a small convolutional network, the layouts of its batches, its parameters."""
+    generator = torch.Generator().manual_seed(1)
+    pixels = torch.randint(256, (40, 3, 8, 8), generator=generator, dtype=torch.uint8)
+    labels = torch.randint(4, (40,), generator=generator)
+    batches = ImageBatches(
+        ImageSet(pixels, labels), [128.0] * 3, [70.0] * 3, 16, shuffle=True, augment="crop_flip",
+        channels_last=channels_last,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2), nn.ReLU(),
+        nn.Flatten(), nn.Linear(72, 4),
+    )  # fmt: skip
+    seen = set()
+    if compile_mode is None:
+        model[0].register_forward_pre_hook(
+            lambda module, inputs: seen.add(
+                inputs[0].is_contiguous(memory_format=torch.channels_last)
+            )
+        )
+    network = NetworkTraining(
+        model, momentum(model.parameters()), batches, "classification",
+        Fabric(accelerator="cpu", devices=1), compile_mode=compile_mode,
+    )  # fmt: skip
+    losses = [network.epoch(i, [1e-3] * 6, 1.0)["loss"] for i in range(1, epochs + 1)]
+    return losses, seen, [p.detach() for p in model.parameters()]
+
+
+def test_channels_last_changes_rounding_alone():
+    losses, seen, parameters = convolutions()
+    others, seen_others, ends = convolutions(channels_last=True)
+    assert (seen, seen_others) == ({False}, {True})
+    assert others == pytest.approx(losses, rel=1e-4)
+    assert abs(losses[-1] - losses[0]) > 1e-2 * losses[0]
+    for p, q in zip(parameters, ends, strict=True):
+        assert_close(p, q, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_compilation_changes_rounding_alone():
+    losses, _, parameters = convolutions()
+    others, _, ends = convolutions(compile_mode="default")
+    assert others == pytest.approx(losses, rel=1e-4)
+    for p, q in zip(parameters, ends, strict=True):
+        assert_close(p, q, rtol=1e-3, atol=1e-4)
+
+
+def test_compile_mode_reaches_torch(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "compile", lambda model, **options: asked.append(options) or model)
+    convolutions(epochs=1)
+    assert asked == []
+    convolutions(compile_mode="reduce-overhead", epochs=1)
+    assert asked == [{"mode": "reduce-overhead", "dynamic": False}]
+
+
+@pytest.mark.parametrize("case", ["SGD", "images"])
+def test_a_monitor_looks_and_changes_nothing(case):
+    """Whose model has dropout, which eval mode turns off; it is back on after each look."""
+    plain = make(case)
+    expected = outcome(plain, plain.run())
+    run, looks = make(case), []
+
+    def look(epoch):
+        modes = {module.training for module in run.model.modules()}
+        looks.append((epoch, modes, torch.is_grad_enabled()))
+        return {"epochs seen": float(len(looks)), "twice": 2.0 * epoch} if epoch % 2 == 0 else {}
+
+    run.monitor = look
+    found = outcome(run, run.run())
+    assert looks == [(epoch, {False}, False) for epoch in (1, 2, 3, 4)]
+    numbers = [{k: r.pop(k, None) for k in ("epochs seen", "twice")} for r in found["records"]]
+    of_epochs = [n for n, r in zip(numbers, found["records"], strict=True) if r["kind"] == "epoch"]
+    assert [n["twice"] for n in of_epochs] == [None, 4.0, None, 8.0]
+    assert [n["epochs seen"] for n in of_epochs] == [None, 2.0, None, 4.0]
+    assert same(expected, found)
+
+
+@pytest.mark.parametrize("epochs", [1, 4, 12])
+def test_a_fixed_prior_never_updates(epochs):
+    config = PriorConfig(method="fixed", every=1)
+    schedule = config.schedule(epochs)
+    assert not any(schedule.is_due(epoch) for epoch in range(1, epochs + 1))
+    learned = PriorConfig(method="adam", every=1).schedule(epochs)  # negative control
+    assert all(learned.is_due(epoch) for epoch in range(1, epochs + 1))
+    model = Network()
+    model.unused.requires_grad_(False)
+    hyper = Hyperparameters(PriorGroups.from_model(model), 3.0)
+    run = OnlineTraining(
+        model, momentum([p for p in model.parameters() if p.requires_grad]),
+        DataLoader(TensorDataset(*batch()), 7), "classification", hyper,
+        lambda delta, sigma: KronLaplace(model, "classification", prior_precision=delta), schedule,
+    )  # fmt: skip
+    result = run.run()
+    assert [r["kind"] for r in result.records] == ["epoch"] * epochs
+    assert result.evidences == [] and result.epoch == epochs
+    assert_close(result.laplace.prior_precision, torch.full((4,), 3.0).double())
+
+
+def test_targets_are_looked_at_before_the_first_step():
+    x, y = batch()
+    network, parameters = training()
+    network.loader = [(x, y + 1)]
+    before = [p.detach().clone() for p in parameters]
+    with pytest.raises(ValueError, match="3"):
+        network.epoch(1, [0.1] * 5, 1.0)
+    assert same(before, [p.detach() for p in parameters])

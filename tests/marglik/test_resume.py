@@ -1,0 +1,195 @@
+"""A run that was cut off goes on, in new objects, to what it would have come to, to the bit."""
+
+from functools import cache
+
+import pytest
+import torch
+from laplace import KronLaplace as LaplaceTorchKronLaplace
+
+from marglik.checkpoint import Checkpoints
+from tests.marglik import threads
+from tests.marglik.online_runs import CASES, NUM_RECORDS, make, outcome, run_until
+from tests.marglik.same_state import same
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@cache
+def uninterrupted(case):
+    """What is left of a run without checkpoints."""
+    with threads.one_thread():
+        run = make(case)
+        return outcome(run, run.run())
+
+
+def check(case, found):
+    expected = uninterrupted(case)
+    assert found.keys() == expected.keys()
+    for part, value in expected.items():
+        assert same(value, found[part]), part
+
+
+def resumed(case, checkpoints):
+    """The outcome of new objects, of another seed."""
+    run = make(case, seed=77)
+    return outcome(run, run.run(checkpoints))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_interrupted_after_any_record(case, tmp_path):
+    num_records = len(uninterrupted(case)["records"])
+    assert num_records == (4 if case == "no update" else NUM_RECORDS - 1)
+    for stop in range(2, num_records + 2):  # the last is not interrupted at all
+        folder = tmp_path / str(stop)
+        run_until(stop, Checkpoints(folder, minutes=0), case, seed=0)
+        saved = Checkpoints(folder).load()
+        assert len(saved["records"]) == stop - 1
+        check(case, resumed(case, Checkpoints(folder, minutes=0)))
+
+
+@pytest.mark.parametrize("case", ["SGD", "images"])
+def test_interrupted_after_every_record(case, tmp_path):
+    for stop in range(2, NUM_RECORDS):
+        run_until(stop, Checkpoints(tmp_path, minutes=0), case, seed=77 * (stop > 2))
+    check(case, resumed(case, Checkpoints(tmp_path, minutes=0)))
+
+
+def test_interrupted_in_the_first_epoch(tmp_path):
+    """There is a state from the start on."""
+    run_until(1, Checkpoints(tmp_path, minutes=0), "SGD", seed=0)
+    assert Checkpoints(tmp_path).load()["epoch"] == 0
+    run = make("SGD", seed=5)
+    check("SGD", outcome(run, run.run(Checkpoints(tmp_path, minutes=0))))
+
+
+def test_goes_on_from_an_older_state(tmp_path, monkeypatch):
+    """What was done after the last state is done again."""
+    due = iter([True, True] + [False] * 9)
+    monkeypatch.setattr(Checkpoints, "is_due", property(lambda self: next(due)))
+    run_until(5, Checkpoints(tmp_path), "SGD", seed=0)
+    assert len(Checkpoints(tmp_path).load()["records"]) == 2
+    check("SGD", resumed("SGD", Checkpoints(tmp_path)))
+
+
+def test_cases_are_what_they_are_called():
+    assert uninterrupted("the first is the best")["evidence"][1] == 2
+    assert uninterrupted("SGD")["evidence"][1] == 4
+    assert uninterrupted("regression")["laplace"][1] != 0.8
+    assert uninterrupted("float16")["precision"]["scale"] == 64.0 * 2**6
+    assert uninterrupted("no update")["evidence"][2] == []
+    assert "momentum_buffer" in uninterrupted("SGD")["optimizer"]["state"][0]
+    others = {case: uninterrupted(case)["parameters"] for case in CASES if case != "SGD"}
+    same_training = ("random labels", "the last")  # they differ in what an update sees or keeps
+    for case, parameters in others.items():
+        assert case in same_training or not same(parameters, uninterrupted("SGD")["parameters"])
+
+
+def optimizer_state(state, fresh):
+    state["optimizer"]["state"] = fresh["optimizer"]["state"]
+
+
+def learning_rates(state, fresh):
+    state["optimizer"]["param_groups"] = fresh["optimizer"]["param_groups"]
+
+
+def adam(state, fresh):
+    state["hyperparameters"]["adam"] = fresh["hyperparameters"]["adam"]
+
+
+def torch_generator(state, fresh):
+    state["random"]["torch"] = fresh["random"]["torch"]
+
+
+def loader_generator(state, fresh):
+    state["random"]["generators"][0] = fresh["random"]["generators"][0]
+
+
+def curvature_generator(state, fresh):
+    state["random"]["generators"][1] = fresh["random"]["generators"][1]
+
+
+def part(name):
+    def drop(state, fresh):
+        state[name] = fresh[name]
+
+    return drop
+
+
+DROPPED = {
+    "momentum": ("SGD", optimizer_state),
+    "AdamW": ("AdamW", optimizer_state),
+    "learning rates": ("SGD", learning_rates),
+    "Adam of the hyperparameters": ("SGD", adam),
+    "hyperparameters": ("MacKay", part("hyperparameters")),
+    "noise": ("regression", part("hyperparameters")),
+    "torch's generator": ("SGD", torch_generator),
+    "random labels": ("no update", torch_generator),
+    "order of the images": ("images", loader_generator),
+    "order of the curvature's images": ("images", curvature_generator),
+    "parameters": ("SGD", part("model")),
+    "scheduler": ("SGD", part("scheduler")),
+    "scale of the loss": ("float16", part("precision")),
+    "best so far": ("the first is the best", part("best")),
+    "evidence": ("the first is the best", part("evidence")),
+    "records": ("SGD", part("records")),
+    "evidences": ("SGD", part("evidences")),
+}
+
+
+@pytest.mark.parametrize("dropped", DROPPED)
+def test_every_part_of_the_state_counts(dropped, tmp_path):
+    """Negative control: a resume that forgets a part comes to something else."""
+    case, drop = DROPPED[dropped]
+    run_until(4 + (case != "no update"), Checkpoints(tmp_path, minutes=0), case, seed=0)
+    state = Checkpoints(tmp_path).load()
+    drop(state, make(case, seed=77).state_dict())
+    Checkpoints(tmp_path).save(state)
+    assert not same(uninterrupted(case), resumed(case, Checkpoints(tmp_path)))
+
+
+def test_records_of_before_are_reported_again(tmp_path):
+    run_until(4, Checkpoints(tmp_path, minutes=0), "SGD", seed=0)
+    before, reported = Checkpoints(tmp_path).load()["records"], []
+    result = make("SGD", 77, reported.append).run(Checkpoints(tmp_path))
+    assert reported[:3] == before  # with their seconds
+    assert reported == result.records
+
+
+def test_seconds_are_of_all_processes(tmp_path):
+    run_until(4, Checkpoints(tmp_path, minutes=0), "SGD", seed=0)
+    state = Checkpoints(tmp_path).load()
+    assert 0 < state["seconds"] < 100
+    Checkpoints(tmp_path).save(state | {"seconds": 1000.0})
+    result = make("SGD").run(Checkpoints(tmp_path))
+    assert 1000 < result.seconds < 1100
+    assert 1000 < Checkpoints(tmp_path).load()["seconds"] <= result.seconds
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path, monkeypatch):
+    first = make("SGD")
+    first.run(Checkpoints(tmp_path))
+    again = make("SGD", seed=77)
+    monkeypatch.setattr(again.network, "epoch", None)
+    check("SGD", outcome(again, again.run(Checkpoints(tmp_path))))
+
+
+def test_a_state_of_another_run_leaves_the_model_alone(tmp_path):
+    make("SGD").run(Checkpoints(tmp_path, run={"seed": 0}))
+    run = make("SGD", seed=5)
+    before = [p.detach().clone() for p in run.model.parameters()]
+    with pytest.raises(ValueError, match="seed is 0 there, 5 here"):
+        run.run(Checkpoints(tmp_path, run={"seed": 5}))
+    assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
+
+
+def test_a_laplace_without_factors_cannot_be_saved(tmp_path):
+    run = make("SGD")
+
+    def theirs(delta, sigma):
+        return LaplaceTorchKronLaplace(run.model, "classification", sigma, delta)
+
+    run.make_laplace = theirs
+    run.state_dict()
+    run._best, run._result.laplace = {}, theirs(torch.ones(4), 1.0)
+    with pytest.raises(TypeError, match="KronLaplace has no state .* use marglik.KronLaplace"):
+        run.state_dict()
