@@ -55,6 +55,8 @@ def load(folder: Path) -> dict[Setting, list[dict[str, Any]]]:
                 "the seed; move one of them away."
             )
         group.append(found)
+    for group in runs.values():
+        group.sort(key=lambda found: found["config"]["seed"])
     return dict(sorted(runs.items(), key=lambda item: tuple(str(part) for part in item[0])))
 
 
