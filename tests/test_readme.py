@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -94,5 +95,13 @@ def test_table_2_is_that_of_the_json():
     readme = (ROOT / "README.md").read_text()
     for row in table2_report.gains(main).splitlines()[:6]:
         assert row in readme, row
+    redux = {s: found for s, found in runs.items() if (s.preset, s.variant) == ("redux", None)}
+    (gain,) = re.findall(r"reduce \| yes \| (\S+ ± \S+) ", table2_report.gains(redux))
+    assert f"it is {gain} (reduce, augmented)" in flat(readme)
+    nll = {
+        s.approach: statistics.mean(r["metrics"]["Laplace, mc"]["test/cls/NLL"] for r in found)
+        for s, found in redux.items()
+    }
+    assert f"(NLL {nll['reduce']:.2f} instead of {nll['fixed']:.2f})" in flat(readme)
     for figure in ("curves_paper.png", "weight_decay_paper.png"):
         assert (folder / figure).exists()
