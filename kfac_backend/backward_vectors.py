@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from kfac_backend.loss_hessian import loss_hessian_root
+from kfac_backend.loss_hessian import check_ignore_index, counted_terms, loss_hessian_root
 from kfac_backend.options import Fisher, Likelihood, check_option
 from kfac_backend.weight_sharing import at_least_float32
 
@@ -25,6 +25,9 @@ class BackwardVectors:
       terms are drawn independently, so that mixing them has expectation zero.
     - empirical: the gradient of ℓ at the label, one term at a time.
 
+    At terms whose label is ``ignore_index`` all vectors are zero; a term that all examples of the
+    batch ignore has none of its own.
+
     Raises:
         ValueError: an option that is not supported.
     """
@@ -36,14 +39,17 @@ class BackwardVectors:
     rank_tolerance: float = 0.0
     """Share of tr Λ that may be left out for each loss term, by leaving out the last columns of S.
     A trained classifier's Λ is close to rank one or two."""
+    ignore_index: int | None = None
+    """The label of terms that do not count; None: all count."""
     trace: float | Tensor = field(default=0.0, init=False)
-    """Σ tr Λ so far, if rank_tolerance > 0."""
+    """Σ tr Λ of the terms that count so far, if rank_tolerance > 0."""
     trace_left_out: float | Tensor = field(default=0.0, init=False)
     """The part of it that the columns left out had."""
 
     def __post_init__(self) -> None:
         check_option("likelihood", self.likelihood, Likelihood)
         check_option("fisher", self.fisher, Fisher)
+        check_ignore_index(self.ignore_index, self.likelihood)
         if self.mc_samples < 1:
             raise ValueError(f"mc_samples must be at least 1, not {self.mc_samples}.")
         if not 0 <= self.rank_tolerance < 1:
@@ -60,20 +66,27 @@ class BackwardVectors:
     ) -> Iterator[Float[Tensor, "N *terms C"]]:
         """The vectors at outputs f and targets y."""
         f = at_least_float32(f.detach())
+        counted = counted_terms(y, self.ignore_index)
+        if counted is not None and not counted.any():
+            yield torch.zeros_like(f)  # layers have gradients, if only zeros
+            return
         if self.fisher == "mc":
             for _ in range(self.mc_samples):
-                yield self._sampled_gradient(f) / self.mc_samples**0.5
+                yield _where(counted, self._sampled_gradient(f) / self.mc_samples**0.5)
         elif self.fisher == "empirical":
-            yield from _one_term_at_a_time(self._label_gradient(f, y))
+            yield from _one_term_at_a_time(self._label_gradient(f, y, counted), counted)
         else:
             columns = loss_hessian_root(f, self.likelihood)
-            for column in self._leading(columns, f) if self.rank_tolerance else columns:
-                yield from _one_term_at_a_time(column)
+            for column in self._leading(columns, f, counted) if self.rank_tolerance else columns:
+                yield from _one_term_at_a_time(_where(counted, column), counted)
 
-    def _leading(self, columns: Iterator[Tensor], f: Tensor) -> Iterator[Tensor]:
+    def _leading(
+        self, columns: Iterator[Tensor], f: Tensor, counted: Tensor | None
+    ) -> Iterator[Tensor]:
         """Columns of S until at most ``rank_tolerance`` of tr Λ is missing, zero from then on."""
         energies = torch.stack(
-            [c.square().sum(-1) for c in loss_hessian_root(f, self.likelihood)], -1
+            [_where(counted, c).square().sum(-1) for c in loss_hessian_root(f, self.likelihood)],
+            -1,
         )  # (N, *terms, C - 1)
         # Summed from the last column, since small remainders must not cancel.
         missing = energies.flip(-1).cumsum(-1).flip(-1)  # without this column and all after it
@@ -97,22 +110,37 @@ class BackwardVectors:
         p = torch.sigmoid(f)
         return p - torch.bernoulli(p, generator=self.generator)
 
-    def _label_gradient(self, f: Tensor, y: Tensor) -> Tensor:
-        """∇_f ℓ(y, f) at the label; in the shape of f."""
+    def _label_gradient(self, f: Tensor, y: Tensor, counted: Tensor | None) -> Tensor:
+        """∇_f ℓ(y, f) at the label, zero where it does not count; in the shape of f."""
         if self.likelihood == "classification":
-            return torch.softmax(f, dim=-1) - F.one_hot(y.long(), f.shape[-1]).to(f)
+            label = y.long() if counted is None else y.long().where(counted, 0)
+            one_hot = F.one_hot(label, f.shape[-1]).to(f)
+            return _where(counted, torch.softmax(f, dim=-1) - one_hot)
         if self.likelihood == "regression":
             return f - y.to(f)
         return torch.sigmoid(f) - y.to(f)
 
 
-def _one_term_at_a_time(vector: Float[Tensor, "N *terms C"]) -> Iterator[Tensor]:
-    """The vector itself for one loss term per example, else a copy per term, zero elsewhere."""
+def _where(counted: Tensor | None, vector: Float[Tensor, "N *terms C"]) -> Tensor:
+    """The vector, zero at terms that do not count."""
+    return vector if counted is None else vector.masked_fill(~counted[..., None], 0.0)
+
+
+def _one_term_at_a_time(
+    vector: Float[Tensor, "N *terms C"], counted: Tensor | None = None
+) -> Iterator[Tensor]:
+    """The vector itself for one loss term per example, else a copy per term, zero elsewhere.
+
+    Terms that no example counts are left out.
+    """
     if vector.dim() == 2:
         yield vector
         return
     terms = vector.flatten(1, -2)  # (N, T, C)
-    for t in range(terms.shape[1]):
+    chosen = range(terms.shape[1])
+    if counted is not None:
+        chosen = counted.flatten(1).any(0).nonzero().flatten().tolist()
+    for t in chosen:
         only = torch.zeros_like(terms)
         only[:, t] = terms[:, t]
         yield only.view_as(vector)

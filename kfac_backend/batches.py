@@ -8,16 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.capture import call_with
+from kfac_backend.calls import call_with, num_examples
 
 __all__ = [
     "Plan",
     "detached",
     "example_shapes",
     "examples",
-    "first_tensor",
     "make_plan",
-    "num_examples",
     "parts",
     "split_batch",
     "splits_by_example",
@@ -52,7 +50,7 @@ def split_batch(batch: Any, dict_key_y: str) -> tuple[Any, Any]:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """The value, or the tensors of a mapping, on the device."""
+    """The value, or the tensors of a mapping, on the device; whatever has a method ``to`` moves."""
     if hasattr(value, "to"):
         return value.to(device)
     if isinstance(value, Mapping):
@@ -60,23 +58,11 @@ def to_device(value: Any, device: torch.device) -> Any:
     return value
 
 
-def num_examples(x: Any) -> int | None:
-    """N of an input with the examples in front: a tensor, or a mapping of tensors; else None."""
-    tensors = x.values() if isinstance(x, Mapping) else [x]
-    lengths = {len(t) if isinstance(t, Tensor) and t.dim() > 0 else None for t in tensors}
-    return lengths.pop() if len(lengths) == 1 else None
-
-
 def examples(x: Any, which: slice) -> Any:
-    """Some examples of an input that has them in front."""
+    """Some examples of an input that has them in front, or can be sliced by examples."""
     if isinstance(x, Mapping):
         return {key: tensor[which] for key, tensor in x.items()}
     return x[which]
-
-
-def first_tensor(x: Any) -> Any:
-    """The input itself, or the first of a mapping."""
-    return next(iter(x.values())) if isinstance(x, Mapping) else x
 
 
 def example_shapes(x: Any) -> Any:
@@ -125,16 +111,17 @@ class Plan:
     """Whether the first example alone gives the same output as in company."""
 
 
-def make_plan(model: nn.Module, x: Any, y: Any) -> Plan:
+def make_plan(model: nn.Module, x: Any, device: torch.device) -> Plan:
     """How to run batches like this one, tried out on its first examples.
 
     Batches whose rows are no examples of their own stay whole, and a model that depends on the
     memory format keeps its own. On a GPU memory is fast and small batches are slow: nothing
     changes there.
     """
-    if not splits_by_example(x, y):
+    N = num_examples(x)
+    if not N:
         return Plan()
-    on_cpu = y.device.type == "cpu"
+    on_cpu = device.type == "cpu"
     largest = 0
 
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -145,12 +132,12 @@ def make_plan(model: nn.Module, x: Any, y: Any) -> Plan:
     handles = [module.register_forward_hook(hook) for module in model.modules()]
     try:
         # Dropout that is on must not use up the user's random numbers.
-        with torch.no_grad(), torch.random.fork_rng([] if on_cpu else [y.device]):
+        with torch.no_grad(), torch.random.fork_rng([] if on_cpu else [device]):
             one = call_with(model, {}, examples(x, slice(1)))
             by_example = largest
             two = call_with(model, {}, examples(x, slice(2)))
             channels_last = on_cpu and _takes_channels_last(model, examples(x, slice(2)), two)
-        splits = len(y) > 1 and by_example > 0 and len(two) == 2 and _same(one, two[:1])
+        splits = N > 1 and by_example > 0 and len(two) == 2 and _same(one, two[:1])
     except Exception:  # whatever it is, the whole batch will show it, if it is wrong, too
         return Plan()
     finally:

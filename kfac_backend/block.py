@@ -16,8 +16,10 @@ __all__ = ["EigenBlock", "KroneckerBlock", "compute_eigenvalues"]
 class KroneckerBlock:
     """Block-diagonal over G groups of B_g ⊗ A_g, for a tensor flattened as PyTorch flattens it.
 
-    One group is the common case; grouped convolutions have more; a diagonal block is P groups of
-    size one. Without A the block is B itself (a bias, a scalar).
+    One group is the common case; grouped convolutions and packed projections have more; a diagonal
+    block is P groups of size one. Groups may have one A. Without A the block is B itself (a bias, a
+    scalar). Of a weight that is stored inputs first (an embedding, a transposed convolution) B is
+    the sum of its inputs' Gram matrices, and A the mean over as many terms of its gradients'.
     """
 
     name: str
@@ -26,14 +28,15 @@ class KroneckerBlock:
     """Gradient factor, a sum over the data: (d_out, d_out) or (G, d_out, d_out)."""
     A: Tensor | None = None
     """Input factor, a mean over the data: (d_in, d_in) or (G, d_in, d_in)."""
-    num_terms: int = 0
-    """How many terms A is the mean of: N·R for expand, N for reduce."""
+    num_terms: int | tuple[int, ...] = 0
+    """How many terms A is the mean of: N·R for expand, N for reduce; one number for all groups, or
+    one for each."""
 
     def __post_init__(self) -> None:
         A_shape = None if self.A is None else self.A.shape
         square = self.B.dim() in (2, 3) and self.B.shape[-1] == self.B.shape[-2]
         if A_shape is not None:
-            same_groups = A_shape[:-2] == self.B.shape[:-2]
+            same_groups = A_shape[:-2] in (self.B.shape[:-2], ())
             square = square and same_groups and A_shape[-1] == A_shape[-2]
         if not square:
             raise ValueError(
@@ -52,7 +55,7 @@ class KroneckerBlock:
         B = self.B.reshape(-1, *self.B.shape[-2:])
         if self.A is None:
             return torch.block_diag(*B)
-        A = self.A.reshape(-1, *self.A.shape[-2:])
+        A = self.A.expand(len(B), *self.A.shape[-2:])  # groups may have one
         return torch.block_diag(*(torch.kron(b, a) for b, a in zip(B, A, strict=True)))
 
     def matvec(self, v: Tensor) -> Tensor:
@@ -72,14 +75,20 @@ class KroneckerBlock:
                 f"The blocks of '{self.name}' and '{other.name}' differ in shape; only factors of "
                 "the same model can be added."
             )
-        A, terms = self.A, self.num_terms + other.num_terms
-        if A is not None and not (self.num_terms > 0 and other.num_terms > 0):
+        if self.A is None or other.A is None:
+            return replace(self, B=self.B + other.B)
+        mine, theirs = _terms(self), _terms(other)
+        if not ((mine + theirs) > 0).all() or not (mine.any() and theirs.any()):
             raise ValueError(
-                f"The block of '{self.name}' needs num_terms for its mean A to be added."
+                f"The block of '{self.name}' needs num_terms for its mean A to be added. That of a "
+                "tensor used in two ways has none: pass all the data at once."
             )
-        if A is not None and other.A is not None:
-            A = A * (self.num_terms / terms) + other.A * (other.num_terms / terms)
-        return replace(self, B=self.B + other.B, A=A, num_terms=terms)
+        total = mine + theirs
+        A = self.A * (mine / total).to(self.A) + other.A * (theirs / total).to(self.A)
+        terms: list[int] = total.flatten().long().tolist()
+        return replace(
+            self, B=self.B + other.B, A=A, num_terms=tuple(terms) if len(terms) > 1 else terms[0]
+        )
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None):
         """The block on another device or in another dtype."""
@@ -134,6 +143,12 @@ class KroneckerBlock:
         """(..., P) as (..., d_out, d_in), with G before d_out if there are groups."""
         columns = 1 if self.A is None else self.A.shape[-1]
         return v.reshape(*v.shape[:-1], *self.B.shape[:-1], columns)
+
+
+def _terms(block: KroneckerBlock) -> Tensor:
+    """The numbers of terms, as they multiply A."""
+    terms = torch.as_tensor(block.num_terms, dtype=torch.float64)
+    return terms[:, None, None] if terms.dim() else terms
 
 
 def compute_eigenvalues(blocks: Iterable[KroneckerBlock]) -> None:

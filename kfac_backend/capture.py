@@ -11,12 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from kfac_backend.calls import call_with, explicit_forwards, num_examples
 from kfac_backend.coverage import Coverage, TrackedLayer
+from kfac_backend.rows import Rows, current_rows
+from kfac_backend.rules import Use
+from kfac_backend.rules.own_parameters import OwnParameter
 
-__all__ = ["Capture", "call_with", "first_input"]
+__all__ = ["Capture", "first_input", "rows_of"]
 
-OnInput = Callable[[TrackedLayer, Tensor], None]
-OnGradient = Callable[[TrackedLayer, Tensor | None, Tensor], None]
+OnInput = Callable[[TrackedLayer, Use], None]
+OnGradient = Callable[[TrackedLayer, Use, Tensor], None]
 
 
 class Capture:
@@ -25,9 +29,9 @@ class Capture:
     Args:
         model: the model.
         coverage: its tracked layers.
-        on_input: called with (layer, input) in the forward pass.
-        on_gradient: called with (layer, input or None, output gradient) in each backward pass; the
-            input is there if the layer's rule needs it to add a gradient.
+        on_input: called with (layer, use) in the forward pass, each time that a layer runs.
+        on_gradient: called with (layer, use, output gradient) in each backward pass; the use has
+            its input if the layer's rule needs it to add a gradient.
         channels_last: run convolutions in that memory format; their outputs and gradients then
             have it, too.
         batched: propagate all vectors back at once, by torch.func.vmap. Fewer launches, V times
@@ -36,8 +40,10 @@ class Capture:
             not.
 
     Raises:
-        NotImplementedError: in the forward pass, a layer that runs twice, or under no_grad.
+        NotImplementedError: in the forward pass, a layer under no_grad; own parameters with an
+            input whose number of examples is not known.
         TypeError: in the forward pass, a layer's input that is not of floating point.
+        ValueError: in the forward pass, rows that are not those of a layer's input.
     """
 
     def __init__(
@@ -60,7 +66,6 @@ class Capture:
         self._keep_inputs = keep_inputs
         self._handles: list[RemovableHandle] = []
         self._sources: list[Tensor] = []
-        self._seen: set[str] = set()
 
     def __enter__(self) -> "Capture":
         for tracked in self._coverage.layers:
@@ -79,12 +84,20 @@ class Capture:
     def forward(self, x: Any) -> Any:
         """The model's output at x, with a graph down to the first tracked outputs."""
         self._sources.clear()
-        self._seen.clear()
-        with torch.enable_grad():
-            return call_with(self._model, {}, x, self._channels_last)
+        with torch.enable_grad(), explicit_forwards(self._coverage):
+            copies = self._copies_of_own_parameters(x)
+            return call_with(self._model, copies, x, self._channels_last)
 
-    def backward(self, f: Tensor, vectors: Iterable[Tensor]) -> None:
-        """Propagate each vector (in the shape of f) back from f."""
+    def backward(
+        self, f: Tensor, vectors: Iterable[Tensor], on_vector_end: Callable[[], None] | None = None
+    ) -> None:
+        """Propagate each vector (in the shape of f) back from f.
+
+        Args:
+            f: what `forward` returned.
+            vectors: the vectors.
+            on_vector_end: called after each, or after all if they are ``batched``.
+        """
 
         def propagate(vector: Tensor) -> Tensor:
             torch.autograd.grad(f, self._sources, vector, retain_graph=True, allow_unused=True)
@@ -95,17 +108,45 @@ class Capture:
         if not f.requires_grad:
             return
         if self._batched:
-            torch.func.vmap(propagate)(torch.stack(list(vectors)))
+            vectors = list(vectors)
+            if vectors:
+                torch.func.vmap(propagate)(torch.stack(vectors))
+                if on_vector_end is not None:
+                    on_vector_end()
             return
         for vector in vectors:
             propagate(vector)
+            if on_vector_end is not None:
+                on_vector_end()
+
+    def _copies_of_own_parameters(self, x: Any) -> dict[str, Tensor]:
+        """Name -> copies (N, ...), the gradients of which are shown as layers' are."""
+        copies = {}
+        for tracked in self._coverage.own_parameters:
+            N = num_examples(x)
+            if N is None:
+                raise NotImplementedError(
+                    f"Parameter '{tracked.name}' needs a copy for each example, whose number "
+                    f"cannot be told from an input of type {type(x).__name__}. Pass a tensor or a "
+                    "mapping of tensors, examples first, or give the type a __len__."
+                )
+            layer: Any = tracked.layer
+            (name,) = tracked.parameters.values()
+            source = layer.copies(layer.value.detach(), N).requires_grad_()
+            self._sources.append(source)
+            use = Use(source.new_zeros(N, 0))
+            self._on_input(tracked, use)
+            # In-place activations must not touch a leaf.
+            copies[name] = self._shown(source.clone(), tracked, use)
+        return copies
 
     def _pre_hook(self, tracked: TrackedLayer) -> Callable[..., None]:
         def hook(layer: nn.Module, args: tuple, kwargs: dict) -> None:
             a = first_input(args, kwargs)
-            if not a.is_floating_point():
+            if a.is_floating_point() == tracked.rule.takes_integers:
+                needs = "integers" if tracked.rule.takes_integers else "floating point"
                 raise TypeError(
-                    f"Layer {tracked} got an input of dtype {a.dtype}; it needs floating point. "
+                    f"Layer {tracked} got an input of dtype {a.dtype}; it needs {needs}. "
                     "Convert the data, for example x.float() / 255 for images in uint8."
                 )
             if not torch.is_grad_enabled():
@@ -114,41 +155,51 @@ class Capture:
                     "reentrant checkpoint). Freeze it (requires_grad_(False)), or let gradients "
                     "through."
                 )
-            if tracked.name in self._seen:
-                raise NotImplementedError(
-                    f"Layer {tracked} runs more than once in a forward pass; tied weights are not "
-                    "supported yet. Use separate layers, or freeze it (requires_grad_(False))."
-                )
-            self._seen.add(tracked.name)
 
         return hook
 
     def _forward_hook(self, tracked: TrackedLayer) -> Callable[..., Tensor]:
         def hook(layer: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
             a = first_input(args, kwargs).detach()
-            self._on_input(tracked, a)
-            kept = a if self._keep_inputs or tracked.rule.needs_input else None
-            version = a._version  # pyright: ignore[reportPrivateUsage]
-
-            def on_gradient(b: Tensor) -> None:
-                if kept is not None and kept._version != version:  # pyright: ignore
-                    raise NotImplementedError(
-                        f"The input of layer {tracked} was modified in place after the layer had "
-                        "read it, so that it could not be trained either. Modify a copy."
-                    )
-                self._on_gradient(tracked, kept, b)
-
+            rows = rows_of(tracked, a)
+            seen = Use(a if rows is None else rows.flatten(a), rows)
+            self._on_input(tracked, seen)
+            if self._keep_inputs or tracked.rule.needs_input:
+                use = seen
+            else:
+                use = Use(a.new_empty(0), rows)  # lets go of the input
             if not output.requires_grad:
                 source = output.detach().requires_grad_()
                 self._sources.append(source)
                 # In-place activations must not touch a leaf.
                 output = source.clone()
-            if self._batched:
-                return _Tap.apply(output, on_gradient)
-            output.register_hook(on_gradient)
-            return output
+            return self._shown(output, tracked, use)
 
         return hook
+
+    def _shown(self, output: Tensor, tracked: TrackedLayer, use: Use) -> Tensor:
+        """The output; its gradients are shown to the callback."""
+        version = use.a._version  # pyright: ignore[reportPrivateUsage]
+
+        def on_gradient(b: Tensor) -> None:
+            if use.a._version != version:  # pyright: ignore[reportPrivateUsage]
+                raise NotImplementedError(
+                    f"The input of layer {tracked} was modified in place after the layer had "
+                    "read it, so that it could not be trained either. Modify a copy."
+                )
+            if not b.numel():  # graphs without edges
+                return
+            axes = 1 if use.rows is None else len(use.rows.axes)
+            if self._batched:  # (V, rows, ...)
+                b = b.flatten(0, axes)
+            elif axes > 1:
+                b = b.flatten(0, axes - 1)
+            self._on_gradient(tracked, use, b)
+
+        if self._batched:
+            return _Tap.apply(output, on_gradient)
+        output.register_hook(on_gradient)
+        return output
 
 
 class _Tap(torch.autograd.Function):
@@ -173,7 +224,7 @@ class _Show(torch.autograd.Function):
 
     @staticmethod
     def forward(b: Tensor, on_gradient: Callable[[Tensor], None]) -> Tensor:
-        on_gradient(b)
+        on_gradient(b[None])
         return b.view_as(b)
 
     @staticmethod
@@ -184,22 +235,26 @@ class _Show(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple[Tensor, int]:
         b, on_gradient = args
         b = b.movedim(in_dims[0], 0)  # (V, N, ...)
-        on_gradient(b.flatten(0, 1))
+        on_gradient(b)
         return b, 0
-
-
-def call_with(
-    model: nn.Module, parameters: dict[str, Tensor], x: Any, channels_last: bool = False
-) -> Any:
-    """The model's output at x with these parameters, and its other parameters as constants."""
-    constants = {name: p.detach() for name, p in model.named_parameters()}
-    if channels_last:  # a convolution's output takes its weight's memory format
-        for name, p in constants.items():
-            if p.dim() == 4:
-                constants[name] = p.contiguous(memory_format=torch.channels_last)
-    return torch.func.functional_call(model, constants | parameters, (x,))
 
 
 def first_input(args: tuple, kwargs: dict) -> Tensor:
     """A layer's input, from the arguments that a hook sees."""
     return args[0] if args else next(iter(kwargs.values()))
+
+
+def rows_of(tracked: TrackedLayer, a: Tensor) -> Rows | None:
+    """The examples of a layer's rows, if the model says them.
+
+    Raises:
+        ValueError: rows that are not those of the layer's input.
+    """
+    rows = None if isinstance(tracked.layer, OwnParameter) else current_rows()
+    if rows is not None and tuple(a.shape[: len(rows.axes)]) != rows.axes:
+        raise ValueError(
+            f"Layer {tracked} got an input of shape {tuple(a.shape)} where examples_of_rows was "
+            f"given an index of shape {rows.axes}; its axes must be the input's first. Call the "
+            "layer outside of it, or give the index of these rows."
+        )
+    return rows

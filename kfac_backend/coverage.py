@@ -1,16 +1,25 @@
 """Which trainable parameters have a rule; whatever has none is an error that names it."""
 
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.rnn import RNNBase, RNNCellBase
 
 from kfac_backend.options import Unsupported
-from kfac_backend.rules import RULES, Rule, rule_for
+from kfac_backend.rules import (
+    LayerByParts,
+    LinearPart,
+    Rule,
+    declared_parameters,
+    registered,
+    supported_layers,
+)
+from kfac_backend.rules.own_parameters import OwnParameter, OwnParameterRule, default_view
 
-__all__ = ["Coverage", "TrackedLayer", "coverage_of_blocks", "find_coverage"]
+__all__ = ["Coverage", "DividedLayer", "TrackedLayer", "coverage_of_blocks", "find_coverage"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,9 +31,25 @@ class TrackedLayer:
     rule: type[Rule]
     parameters: dict[str, str]
     """Local name ("weight") -> name in the model ("stage1.0.conv1.weight")."""
+    layer_type: type[nn.Module]
+    """The class that the rule is for."""
+    built_in: bool = True
+    """Whether the rule is ours, and not registered by a user."""
+    slots: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Local name -> (which, of how many) equal parts of the tensor, one below the other, is its."""
 
     def __str__(self) -> str:
         return f"'{self.name}' ({type(self.layer).__name__})"
+
+
+@dataclass(frozen=True, eq=False)
+class DividedLayer:
+    """A layer whose forward is replaced by one that shows its parts."""
+
+    name: str
+    layer: nn.Module
+    by_parts: LayerByParts
+    parts: Mapping[str, LinearPart]
 
 
 @dataclass(frozen=True)
@@ -32,9 +57,18 @@ class Coverage:
     """What a curvature pass computes: the layers with rules, and parameters by their diagonal."""
 
     layers: list[TrackedLayer]
+    """That run, in a forward pass."""
+    own_parameters: list[TrackedLayer]
+    """Modules' own parameters, each as a layer `OwnParameter`, which does not run."""
+    divided: list[DividedLayer]
     diagonal: list[str]
     names: list[str]
     """All parameters that get a block, in the order of ``model.named_parameters()``."""
+
+    @property
+    def all(self) -> list[TrackedLayer]:
+        """All that has a rule."""
+        return self.layers + self.own_parameters
 
 
 def find_coverage(model: nn.Module, unsupported: Unsupported = "error") -> Coverage:
@@ -47,7 +81,8 @@ def find_coverage(model: nn.Module, unsupported: Unsupported = "error") -> Cover
 
     Raises:
         ValueError: no trainable parameter, a 0-dimensional one, BatchNorm in train mode.
-        NotImplementedError: a layer without a rule, a tensor shared by two layers.
+        NotImplementedError: a layer without a rule, or with an option that its rule does not know;
+            a tensor shared by a layer with and one without a rule.
     """
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if not trainable:
@@ -62,28 +97,90 @@ def find_coverage(model: nn.Module, unsupported: Unsupported = "error") -> Cover
                 "Give it shape (1,), for example nn.Parameter(torch.zeros(1))."
             )
     _check_batch_norm(model)
-    _check_not_shared(model)
+    names = {id(p): name for name, p in trainable.items()}  # a shared tensor has its first name
 
-    layers, without_rule = [], []
-    for module_name, module in model.named_modules():
-        prefix = f"{module_name}." if module_name else ""
-        own = [n for n, p in module.named_parameters(recurse=False) if p.requires_grad]
-        rule = rule_for(module)
-        known = {n: prefix + n for n in own if rule and n in rule.parameter_names}
-        if rule and known:
-            layers.append(TrackedLayer(module_name, module, rule, known))
-        without_rule += [(module_name, module, prefix + n) for n in own if n not in known]
+    layers: list[TrackedLayer] = []
+    own_parameters: list[TrackedLayer] = []
+    divided: list[DividedLayer] = []
+    without_rule: list[tuple[str, nn.Module, str]] = []
+    for prefix, module in model.named_modules():
+        own = {
+            local: names[id(p)]
+            for local, p in module.named_parameters(recurse=False, remove_duplicate=False)
+            if p.requires_grad
+        }
+        found, known = registered(module), set()
+        if found and issubclass(found.rule, LayerByParts):
+            if any(p.requires_grad for p in module.parameters()):
+                by_parts = found.rule()
+                parts = by_parts.parts(module)
+                divided.append(DividedLayer(prefix, module, by_parts, parts))
+                layers += _parts(prefix, parts, own)
+                known = {theirs for p in parts.values() for theirs in p.parameter_of.values()}
+        elif found and issubclass(found.rule, Rule):
+            known = set(own) & found.rule.parameter_names
+            if known:
+                found.rule.check(module)
+                mine = {local: name for local, name in own.items() if local in known}
+                layers.append(
+                    TrackedLayer(prefix, module, found.rule, mine, found.layer_type, found.built_in)
+                )
+        for local, view in declared_parameters(module).items():
+            if local in own and local not in known:
+                own_parameters.append(_own_parameter(prefix, module, local, view, own[local]))
+                known.add(local)
+        without_rule += [(prefix, module, own[local]) for local in own if local not in known]
 
     if without_rule and unsupported == "error":
         raise _no_rule(*without_rule[0])
-    if without_rule and unsupported == "freeze":
-        listing = ", ".join(name for _, _, name in without_rule)
-        warnings.warn(f"Treated as constants, having no K-FAC rule: {listing}.", stacklevel=2)
-    diagonal = [name for _, _, name in without_rule] if unsupported == "diagonal" else []
-    covered = {full for layer in layers for full in layer.parameters.values()} | set(diagonal)
+    missing = list(dict.fromkeys(name for _, _, name in without_rule))
+    covered = {full for t in layers + own_parameters for full in t.parameters.values()}
+    for name in missing:
+        if name in covered:
+            raise NotImplementedError(
+                f"Parameter '{name}' is shared by a layer with a K-FAC rule and one without; its "
+                "block would miss a use. Freeze it (requires_grad_(False))."
+            )
+    if missing and unsupported == "freeze":
+        warnings.warn(
+            f"Treated as constants, having no K-FAC rule: {', '.join(missing)}.", stacklevel=2
+        )
+    diagonal = missing if unsupported == "diagonal" else []
+    covered |= set(diagonal)
     if not covered:
         raise ValueError("No trainable parameter of the model has a K-FAC rule.")
-    return Coverage(layers, diagonal, [name for name in trainable if name in covered])
+    ordered = [name for name in trainable if name in covered]
+    return Coverage(layers, own_parameters, divided, diagonal, ordered)
+
+
+def _parts(
+    prefix: str, parts: Mapping[str, LinearPart], own: Mapping[str, str]
+) -> Iterator[TrackedLayer]:
+    """The parts of a divided layer that have trainable parameters."""
+    for part_name, part in parts.items():
+        found = registered(part)
+        assert found is not None and issubclass(found.rule, Rule)
+        mine = {local: own[theirs] for local, theirs in part.parameter_of.items() if theirs in own}
+        slots = {local: (part.slot, part.slots[local]) for local in mine if local in part.slots}
+        if mine:
+            name = f"{prefix}.{part_name}" if prefix else part_name
+            yield TrackedLayer(name, part, found.rule, mine, found.layer_type, slots=slots)
+
+
+def _own_parameter(
+    prefix: str, module: nn.Module, local: str, view: tuple[int, ...] | None, full: str
+) -> TrackedLayer:
+    p = getattr(module, local)
+    view = view or default_view(p)
+    if view is None:
+        raise NotImplementedError(
+            f"Parameter '{full}' of {type(module).__name__} has shape {tuple(p.shape)}; "
+            "register_parameters needs the shape, beginning with 1, as which it is broadcast: "
+            f"{local}=(1, ...)."
+        )
+    name = f"{prefix}.{local}" if prefix else local
+    layer = OwnParameter(module, local, view)
+    return TrackedLayer(name, layer, OwnParameterRule, {local: full}, OwnParameter)
 
 
 def coverage_of_blocks(model: nn.Module, sizes: Mapping[str, int]) -> Coverage:
@@ -115,13 +212,22 @@ def coverage_of_blocks(model: nn.Module, sizes: Mapping[str, int]) -> Coverage:
             f"Parameter '{frozen[0]}' has a posterior, but requires_grad=False. Call "
             "requires_grad_(True) on it, as it was when the posterior was fitted."
         )
-    layers = []
-    for tracked in coverage.layers:
-        own = {local: name for local, name in tracked.parameters.items() if name in sizes}
-        if own:
-            layers.append(TrackedLayer(tracked.name, tracked.layer, tracked.rule, own))
-    diagonal = [name for name in coverage.diagonal if name in sizes]
-    return Coverage(layers, diagonal, list(sizes))
+
+    def with_blocks(layers: list[TrackedLayer]) -> list[TrackedLayer]:
+        chosen = []
+        for tracked in layers:
+            own = {local: name for local, name in tracked.parameters.items() if name in sizes}
+            if own:
+                chosen.append(replace(tracked, parameters=own))
+        return chosen
+
+    return replace(
+        coverage,
+        layers=with_blocks(coverage.layers),
+        own_parameters=with_blocks(coverage.own_parameters),
+        diagonal=[name for name in coverage.diagonal if name in sizes],
+        names=list(sizes),
+    )
 
 
 def _check_batch_norm(model: nn.Module) -> None:
@@ -140,25 +246,17 @@ def _check_batch_norm(model: nn.Module) -> None:
             )
 
 
-def _check_not_shared(model: nn.Module) -> None:
-    # Each module comes once, so that one module under two names is no tie.
-    names: dict[nn.Parameter, str] = {}
-    for prefix, module in model.named_modules():
-        for local, p in module.named_parameters(recurse=False):
-            name = f"{prefix}.{local}" if prefix else local
-            if p.requires_grad and p in names:
-                raise NotImplementedError(
-                    f"Parameters '{names[p]}' and '{name}' are the same tensor; tied weights are "
-                    "not supported yet. Use separate tensors, or freeze it "
-                    "(requires_grad_(False))."
-                )
-            names[p] = name
-
-
 def _no_rule(module_name: str, module: nn.Module, parameter: str) -> NotImplementedError:
-    supported = ", ".join(layer_type.__name__ for layer_type in RULES)
+    hint = ""
+    if isinstance(module, RNNBase | RNNCellBase):
+        hint = (
+            " Recurrent layers of torch.nn hide what their weights see; a cell written with "
+            "nn.Linear works, as a layer that runs once per step."
+        )
+    else:
+        hint = " Or say how it is used: register_rule, register_parameters."
     return NotImplementedError(
         f"Parameter '{parameter}' of layer '{module_name}' ({type(module).__name__}) has no K-FAC "
-        f"rule. Supported: {supported}. Freeze it (requires_grad_(False)), or pass "
-        'unsupported="freeze" or unsupported="diagonal".'
+        f"rule. Supported: {', '.join(supported_layers())}. Freeze it (requires_grad_(False)), or "
+        f'pass unsupported="freeze" or unsupported="diagonal".{hint}'
     )

@@ -14,8 +14,10 @@ from kfac_backend.capture import Capture
 from kfac_backend.coverage import TrackedLayer, find_coverage
 from kfac_backend.diagonal import ggn_diagonal
 from kfac_backend.kronecker import KroneckerFactors
-from kfac_backend.loss_hessian import check_targets, loss_sum
+from kfac_backend.layer_sums import LayerSums
+from kfac_backend.loss_hessian import check_targets, counted_terms, loss_sum, num_counted_terms
 from kfac_backend.memory import is_out_of_memory, out_of_memory
+from kfac_backend.modes import automatic_mode, check_kfac_approx, modes_of_layers
 from kfac_backend.options import (
     BackwardPrecision,
     Fisher,
@@ -25,7 +27,7 @@ from kfac_backend.options import (
     check_option,
 )
 from kfac_backend.precision import backward_arithmetic, check_precision, full_float32
-from kfac_backend.rules import GramSums
+from kfac_backend.rules import Use
 from kfac_backend.verification import verify_independence, verify_uses
 from kfac_backend.weight_sharing import PositionSums
 
@@ -48,10 +50,13 @@ class CurvaturePass:
         rank_tolerance: float = 0.0,
         backward_precision: BackwardPrecision = "float32",
         batched: bool = False,
+        ignore_index: int | None = None,
     ) -> None:
-        check_option("kfac_approx", kfac_approx, KfacApprox)
+        check_kfac_approx(kfac_approx)
         check_option("unsupported", unsupported, Unsupported)
-        self._options = BackwardVectors(likelihood, fisher, mc_samples, generator, rank_tolerance)
+        self._options = BackwardVectors(
+            likelihood, fisher, mc_samples, generator, rank_tolerance, ignore_index
+        )
         self._model = model
         self._kfac_approx: KfacApprox = kfac_approx
         self._coverage = find_coverage(model, unsupported)
@@ -59,6 +64,8 @@ class CurvaturePass:
         self._batched = batched
         self._plan = Plan()
         self._uses_verified = self._independence_verified = False
+        if kfac_approx != "auto":  # complains of its names before any data
+            modes_of_layers(kfac_approx, self._layer_names)
         self.reset()
 
     def reset(self) -> None:
@@ -66,10 +73,7 @@ class CurvaturePass:
         self._device = next(self._model.parameters()).device
         check_precision(self._backward_precision, self._device)
         self._failed = False
-        self._rules = {
-            tracked: tracked.rule(tracked.layer, self._kfac_approx, tracked.parameters)
-            for tracked in self._coverage.layers
-        }
+        self._made_sums: LayerSums | None = None
         self._vectors = replace(self._options)
         self._diagonal: dict[str, Tensor] = {}
         self._num_data = self._num_outputs = self._num_loss_terms = 0
@@ -136,23 +140,25 @@ class CurvaturePass:
 
     def _add(self, x: Any, y: Any) -> None:
         """Add one part of a batch, of any number of examples."""
-        self._rows: dict[str, int] = {}
+        self._rows: dict[TrackedLayer, set[int]] = {}
         self._position_sums = PositionSums()
+        self._sums.begin_forward()
         with self._capture() as capture:
             f = capture.forward(x)
-            check_targets(f, y, self._options.likelihood)
+            check_targets(f, y, self._options.likelihood, self._options.ignore_index)
             self._check_finite(f, x)
             self._check_rows(len(f))
             # Autocast has done its part in the forward pass; Gram matrices need none of it.
             with self._no_autocast(), backward_arithmetic(self._backward_precision):
-                capture.backward(f, self._vectors(f, y))
+                self._sums.end_forward()
+                capture.backward(f, self._vectors(f, y), self._sums.end_vector)
             self._position_sums.clear()
         if self._coverage.diagonal:
             self._add_diagonal(x, y)
         self._num_data += len(f)
         self._num_outputs = f.shape[-1]
-        self._num_loss_terms += f.shape[:-1].numel()
-        self._loss += loss_sum(f.detach(), y, self._options.likelihood)
+        self._num_loss_terms += num_counted_terms(f, y, self._options.ignore_index)
+        self._loss += loss_sum(f.detach(), y, self._options.likelihood, self._options.ignore_index)
 
     def factors(self) -> KroneckerFactors:
         """The factors of all batches: A a mean over its terms, B a sum over the data.
@@ -166,8 +172,10 @@ class CurvaturePass:
                 "factors()."
             )
         self._failed = True  # the sums are used up from here on
-        sums = self._sums()
-        blocks = {name: self._block(name, sums[name]) for name in self._coverage.names}
+        blocks = self._sums.blocks(self._model) | {
+            name: KroneckerBlock(name, d.reshape(-1, 1, 1)) for name, d in self._diagonal.items()
+        }
+        blocks = {name: blocks[name] for name in self._coverage.names}
         factors = KroneckerFactors(
             blocks,
             num_data=self._num_data,
@@ -184,24 +192,19 @@ class CurvaturePass:
         self.reset()
         return factors
 
-    def _sums(self) -> dict[str, GramSums]:
-        """All parameters' sums, of layers and of diagonals; the rules are used up."""
-        sums = {name: GramSums(d.reshape(-1, 1, 1)) for name, d in self._diagonal.items()}
-        while self._rules:  # one at a time, as what a rule holds may be as large as its sums
-            tracked, rule = self._rules.popitem()
-            for local, gram_sums in rule.gram_sums().items():
-                sums[tracked.parameters[local]] = gram_sums
-        return sums
+    @property
+    def _sums(self) -> LayerSums:
+        """All layers' sums, made with the first batch."""
+        if self._made_sums is None:
+            assert self._kfac_approx != "auto"
+            modes = modes_of_layers(self._kfac_approx, self._layer_names)
+            self._made_sums = LayerSums(self._coverage, modes)
+        return self._made_sums
 
-    def _block(self, name: str, sums: GramSums) -> KroneckerBlock:
-        if sums.B is None:  # its layer took no part in the output
-            p = self._model.get_parameter(name).detach()
-            return KroneckerBlock(name, B=p.new_zeros(p.numel(), 1, 1))
-        B = _without_single_group(sums.B)
-        if sums.A is None:
-            return KroneckerBlock(name, B)
-        A = _without_single_group(sums.A.div_(sums.num_terms))
-        return KroneckerBlock(name, B, A, sums.num_terms)
+    @property
+    def _layer_names(self) -> list[str]:
+        """The names of layers that have a mode."""
+        return [tracked.name for tracked in self._coverage.layers]
 
     def _capture(self) -> Capture:
         return Capture(
@@ -221,40 +224,51 @@ class CurvaturePass:
         several = isinstance(y, Tensor) and y.dim() > 0 and len(y) > 1
         if self._uses_verified and (self._independence_verified or not several):
             return
-        self._plan = make_plan(self._model, x, y)
+        if splits_by_example(x, y):
+            self._plan = make_plan(self._model, x, self._device)
         if self._plan.part_size is not None:
             x, y = next(parts(x, y, max(2, self._plan.part_size)))
         if not self._independence_verified:
+            counted = counted_terms(y, self._options.ignore_index)
             self._independence_verified = verify_independence(
-                self._model, self._coverage, x, self._plan.channels_last
+                self._model,
+                self._coverage,
+                x,
+                self._plan.channels_last,
+                None if counted is None else ~counted,
             )
         if not self._uses_verified:
-            verify_uses(self._model, self._coverage, x)
+            f = verify_uses(self._model, self._coverage, x)
+            if self._kfac_approx == "auto":
+                check_targets(f, y, self._options.likelihood, self._options.ignore_index)
+                self._kfac_approx = automatic_mode(f.dim())
             self._uses_verified = True
 
     def _check_rows(self, examples: int) -> None:
         """Each example's rows must be known, where positions are summed or a layer needs it."""
         for tracked in self._coverage.layers:
-            rows = self._rows.get(tracked.name, examples)
-            by_example = self._kfac_approx == "reduce" or tracked.rule.needs_examples
-            if rows != examples and by_example:
+            wrong = self._rows.get(tracked, set()) - {examples}
+            rule = self._sums[tracked]
+            if wrong and (rule.mode != "expand" or rule.needs_examples):
                 raise NotImplementedError(
-                    f"Layer {tracked} got {rows} rows in a batch of {examples} examples; "
-                    f"kfac_approx={self._kfac_approx!r} must know each example's rows. Keep the "
-                    "batch axis first and the shared axes apart: (N, ..., d)."
+                    f"Layer {tracked} got {wrong.pop()} rows in a batch of {examples} examples; "
+                    "its block must know each example's rows. Keep the batch axis first and the "
+                    "shared axes apart, (N, ..., d), or say which example each row belongs to "
+                    "(examples_of_rows)."
                 )
 
-    def _add_input(self, tracked: TrackedLayer, a: Tensor) -> None:
-        self._rows[tracked.name] = len(a) if a.dim() else 0
+    def _add_input(self, tracked: TrackedLayer, use: Use) -> None:
+        rows = use.a.shape[:1].numel() if use.rows is None else use.rows.num_examples
+        self._rows.setdefault(tracked, set()).add(rows if use.a.dim() else 0)
         with self._no_autocast():
-            self._rules[tracked].add_input(a)
+            self._sums.add_input(tracked, use)
 
-    def _add_gradient(self, tracked: TrackedLayer, a: Tensor | None, b: Tensor) -> None:
+    def _add_gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
         if self._backward_precision == "float32":
-            self._rules[tracked].add_gradient(a, b, self._position_sums)
+            self._sums.add_gradient(tracked, use, b, self._position_sums)
             return
         with full_float32():
-            self._rules[tracked].add_gradient(a, b, self._position_sums)
+            self._sums.add_gradient(tracked, use, b, self._position_sums)
 
     def _add_diagonal(self, x: Any, y: Tensor) -> None:
         diagonals = ggn_diagonal(
@@ -284,8 +298,3 @@ class CurvaturePass:
             "The model's output contains NaN or infinity though its parameters and inputs are "
             "finite; activations overflow. Normalise the inputs, or use float32 or float64."
         )
-
-
-def _without_single_group(factor: Tensor) -> Tensor:
-    """(G, d, d), or (d, d) for one group."""
-    return factor[0] if len(factor) == 1 else factor

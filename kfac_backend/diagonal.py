@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.backward_vectors import BackwardVectors
-from kfac_backend.capture import call_with
+from kfac_backend.calls import call_with
 
 __all__ = ["ggn_diagonal"]
 

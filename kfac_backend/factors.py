@@ -30,6 +30,7 @@ def kronecker_factors(
     batched: bool = False,
     progress: bool = False,
     dict_key_y: str = "labels",
+    ignore_index: int | None = None,
 ) -> KroneckerFactors:
     """Kronecker-factored GGN (K-FAC) of a model on data, B ⊗ A per parameter tensor.
 
@@ -43,7 +44,8 @@ def kronecker_factors(
     one and two examples run before that, to see how batches may be split.
 
     Args:
-        model: any model of the supported layers; parameters with ``requires_grad=False`` have no
+        model: any model of the supported layers (`kfac_backend.rules`); a layer may run several
+            times, and layers may share a tensor. Parameters with ``requires_grad=False`` have no
             block and cost nothing. Its parameters, their flags and its mode are not changed.
         data: batches (x, y), or mappings that the model takes whole, with targets under
             ``dict_key_y``; they are moved to the model's device. Examples come first; batches may
@@ -51,7 +53,13 @@ def kronecker_factors(
         likelihood: "classification": logits (N, ..., C), labels (N, ...) in 0..C-1. "regression":
             outputs and targets (N, ..., C), noise 1. "bernoulli": C independent logits, targets in
             [0, 1].
-        kfac_approx: "expand" or "reduce".
+        kfac_approx: "expand" or "reduce" for all layers; "auto" takes expand if examples have
+            several loss terms, outputs (N, ..., C), and reduce if they have one; a mapping gives
+            modes to layers' names or patterns of them, the first that fits: {"head*": "expand",
+            "*": "reduce"}. A layer's mode may name its shared axes in their order, {"*":
+            {"augmentation": "reduce", "space": "expand"}}: first that of the rows if
+            `examples_of_rows` tells their examples, then those of its input; for convolutions
+            height and width are one.
         fisher: "exact", the GGN (C - 1 or C backward passes a batch for each loss term of an
             example); "mc", an unbiased estimate with ``mc_samples`` backward passes; "empirical",
             the labels' own gradients (one backward pass for each loss term).
@@ -68,6 +76,7 @@ def kronecker_factors(
             memory.
         progress: whether to show a progress bar over the batches.
         dict_key_y: the targets' key in batches that are mappings.
+        ignore_index: label of loss terms that do not count (padding, say), in "classification".
 
     On a CPU batches are split inside where parts are faster, and convolutions run in channels_last.
     That changes nothing but rounding and the order in which labels are drawn.
@@ -93,6 +102,7 @@ def kronecker_factors(
         rank_tolerance=rank_tolerance,
         backward_precision=backward_precision,
         batched=batched,
+        ignore_index=ignore_index,
     )
     hidden = None if progress else True  # None: shown on a terminal only
     for batch in tqdm(data, desc="Curvature", unit="batch", leave=False, disable=hidden):

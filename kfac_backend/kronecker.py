@@ -51,6 +51,7 @@ class KroneckerFactors:
     """Σ ℓ (nats) over the data: see `loss_hessian.loss_sum`."""
     likelihood: Likelihood
     kfac_approx: KfacApprox
+    """What was asked for; "auto" as it was decided."""
     fisher: Fisher
     rank_tolerance: float = 0.0
     """Share of tr Λ that columns of its root, left out, were allowed to have, per loss term."""
@@ -193,7 +194,7 @@ class KroneckerFactors:
                     entry["name"],
                     tensors[f"{entry['name']}/B"],
                     tensors[f"{entry['name']}/A"] if entry["A"] else None,
-                    entry["num_terms"],
+                    _number_or_tuple(entry["num_terms"]),
                 )
                 for entry in header["blocks"]
             }
@@ -216,3 +217,7 @@ class KroneckerFactors:
         missing = [name for name in self.blocks if name not in v]
         if missing:
             raise KeyError(f"No vector for parameter '{missing[0]}'; pass one per block.")
+
+
+def _number_or_tuple(value: int | list[int]) -> int | tuple[int, ...]:
+    return tuple(value) if isinstance(value, list) else value

@@ -25,13 +25,14 @@ class KfacInterface(CurvatureInterface):
         subnetwork_indices: for laplace-torch's subnetwork Laplace (full, diag).
         dict_key_x: the input's key in batches that are mappings.
         dict_key_y: the targets' key in batches that are mappings.
-        kfac_approx: "expand" or "reduce".
+        kfac_approx: a mode, "auto" or modes by layers' names, see `kronecker_factors`.
         unsupported: "error" or "diagonal", see `kronecker_factors`; laplace-torch needs a block for
             every trainable parameter, so freeze with requires_grad_(False) instead of "freeze".
         generator: source of Monte Carlo labels.
         rank_tolerance: see `kronecker_factors`.
         backward_precision: see `kronecker_factors`.
         batched: see `kronecker_factors`.
+        ignore_index: see `kronecker_factors`.
         kwargs: those of laplace-torch's interfaces (``stochastic``, ``num_samples``).
     """
 
@@ -50,6 +51,7 @@ class KfacInterface(CurvatureInterface):
         rank_tolerance: float = 0.0,
         backward_precision: BackwardPrecision = "float32",
         batched: bool = False,
+        ignore_index: int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -62,8 +64,9 @@ class KfacInterface(CurvatureInterface):
             "rank_tolerance": rank_tolerance,
             "backward_precision": backward_precision,
             "batched": batched,
+            "ignore_index": ignore_index,
         }
-        self._passes: dict[tuple[KfacApprox, int], CurvaturePass] = {}
+        self._passes: dict[tuple[str, int], CurvaturePass] = {}
 
     @property
     def fisher(self) -> Fisher:
@@ -103,6 +106,7 @@ class KfacInterface(CurvatureInterface):
         curvature.add(x, y)
         factors = curvature.factors()
         check_alignment(model, factors)
+        _check_sum(factors, N)
         kron = FactorKron.from_factors(factors, self.params[0].dtype)
         for F in kron.kfacs:
             if len(F) == 2:
@@ -113,7 +117,7 @@ class KfacInterface(CurvatureInterface):
         self, model: nn.Module, kfac_approx: KfacApprox, mc_samples: int
     ) -> CurvaturePass:
         # Kept, since the first batch of each also proves that the model is covered.
-        key = (kfac_approx, mc_samples)
+        key = (repr(kfac_approx), mc_samples)
         if key not in self._passes:
             self._passes[key] = CurvaturePass(
                 model,
@@ -174,6 +178,19 @@ class KfacEF(KfacInterface, EFInterface):  # pyright: ignore[reportIncompatibleM
         """Loss and diagonal (P,) of the empirical Fisher of one batch."""
         loss, H = super().diag(x, y, **kwargs)
         return loss, self.factor * H
+
+
+def _check_sum(factors: KroneckerFactors, N: int) -> None:
+    """Raise a NotImplementedError unless batches' factors can be added up to those of all N."""
+    tied = [
+        n for n, b in factors.blocks.items() if b.A is not None and b.num_terms == 0 and b.A.any()
+    ]
+    if tied and factors.num_data != N:
+        raise NotImplementedError(
+            f"Parameter '{tied[0]}' is used in two ways; the factors of its batches cannot be "
+            "added. Fit with marglik.KronLaplace, which passes over all the data at once, or "
+            "freeze it (requires_grad_(False))."
+        )
 
 
 def check_alignment(model: nn.Module, factors: KroneckerFactors) -> None:

@@ -3,6 +3,9 @@
 Outputs f are (N, C), or (N, ..., C) where an example has several loss terms, one for each position
 in ``...``. The loss is ℓ = −log p(y|f) up to constants (nats): cross-entropy with logits;
 ½‖y − f‖², the Gaussian with unit noise; binary cross-entropy with logits, summed over C.
+
+A term whose label is ``ignore_index`` (padding, say) does not count: no loss, no curvature. None:
+all count.
 """
 
 from collections.abc import Iterator
@@ -14,16 +17,39 @@ from torch import Tensor
 
 from kfac_backend.options import Likelihood
 
-__all__ = ["check_targets", "loss_hessian_root", "loss_sum"]
+__all__ = [
+    "check_ignore_index",
+    "check_targets",
+    "counted_terms",
+    "loss_hessian_root",
+    "loss_sum",
+    "num_counted_terms",
+]
 
 
-def loss_sum(f: Tensor, y: Tensor, likelihood: Likelihood) -> Tensor:
-    """Σ ℓ over all examples and loss terms, a scalar (nats)."""
+def loss_sum(
+    f: Tensor, y: Tensor, likelihood: Likelihood, ignore_index: int | None = None
+) -> Tensor:
+    """Σ ℓ over all examples and loss terms that count, a scalar (nats)."""
     if likelihood == "classification":
-        return F.cross_entropy(f.flatten(0, -2), y.flatten().long(), reduction="sum")
+        # PyTorch ignores -100 by default; `check_targets` does not let it through unasked.
+        ignored = -100 if ignore_index is None else ignore_index
+        outputs, labels = f.flatten(0, -2), y.flatten().long()
+        return F.cross_entropy(outputs, labels, ignore_index=ignored, reduction="sum")
     if likelihood == "regression":
         return 0.5 * F.mse_loss(f, y.to(f), reduction="sum")
     return F.binary_cross_entropy_with_logits(f, y.to(f), reduction="sum")
+
+
+def counted_terms(y: Tensor, ignore_index: int | None) -> Tensor | None:
+    """Which labels count, truth values in their shape; None where all do."""
+    return None if ignore_index is None else y != ignore_index
+
+
+def num_counted_terms(f: Float[Tensor, "*terms C"], y: Tensor, ignore_index: int | None) -> int:
+    """The number of loss terms that count, of all examples together."""
+    counted = counted_terms(y, ignore_index)
+    return f.shape[:-1].numel() if counted is None else int(counted.sum())
 
 
 def loss_hessian_root(
@@ -61,8 +87,21 @@ def _categorical_root(f: Float[Tensor, "*terms C"]) -> Iterator[Float[Tensor, "*
         yield torch.zeros_like(p).scatter(-1, order, column)
 
 
-def check_targets(f: object, y: object, likelihood: Likelihood) -> None:
+def check_ignore_index(ignore_index: int | None, likelihood: Likelihood) -> None:
+    """Raise a ValueError if targets are to be ignored that are no class labels."""
+    if ignore_index is not None and likelihood != "classification":
+        raise ValueError(
+            f"ignore_index={ignore_index} is for the labels of likelihood 'classification', not "
+            f"{likelihood!r}; use None, and leave out the examples that do not count."
+        )
+
+
+def check_targets(
+    f: object, y: object, likelihood: Likelihood, ignore_index: int | None = None
+) -> None:
     """Raise an error that says what is wrong unless the targets y fit the outputs f.
+
+    Labels equal to ``ignore_index`` are in order.
 
     Raises:
         TypeError: outputs or targets of a wrong type or dtype.
@@ -75,8 +114,9 @@ def check_targets(f: object, y: object, likelihood: Likelihood) -> None:
         )
     if f.dim() < 2:
         raise ValueError(f"The model's output has shape {tuple(f.shape)}; expected (N, ..., C).")
+    check_ignore_index(ignore_index, likelihood)
     if likelihood == "classification":
-        _check_labels(f, y)
+        _check_labels(f, y, ignore_index)
         return
     if y.shape != f.shape:
         raise ValueError(
@@ -89,7 +129,7 @@ def check_targets(f: object, y: object, likelihood: Likelihood) -> None:
         raise ValueError("likelihood 'bernoulli' needs targets in [0, 1].")
 
 
-def _check_labels(f: Tensor, y: Tensor) -> None:
+def _check_labels(f: Tensor, y: Tensor, ignore_index: int | None) -> None:
     C = f.shape[-1]
     if C < 2:
         raise ValueError(
@@ -106,9 +146,15 @@ def _check_labels(f: Tensor, y: Tensor) -> None:
             f"Class labels have shape {tuple(y.shape)}, but the model's output "
             f"{tuple(f.shape)} asks for {tuple(f.shape[:-1])}."
         )
-    wrong = y[(y < 0) | (y >= C)]
+    outside = (y < 0) | (y >= C)
+    counted = counted_terms(y, ignore_index)
+    wrong = y[outside if counted is None else outside & counted]
     if len(wrong):
+        label = wrong[0].item()
+        way_out = "Relabel the data, or change the number of the model's outputs."
+        if label < 0:
+            way_out = f"If it marks positions that do not count, pass ignore_index={label}."
         raise ValueError(
-            f"Label {wrong[0].item()} is out of range: the model has {C} outputs, labels must be "
-            f"0 to {C - 1}. Relabel the data, or change the number of the model's outputs."
+            f"Label {label} is out of range: the model has {C} outputs, labels must be 0 to "
+            f"{C - 1}. {way_out}"
         )

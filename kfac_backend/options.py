@@ -1,17 +1,25 @@
 """The string options of the package, and the one place that checks them."""
 
+from collections.abc import Mapping
 from typing import Literal, get_args
 
 __all__ = [
+    "Approximation",
     "BackwardPrecision",
     "Fisher",
     "KfacApprox",
     "Likelihood",
+    "Mode",
     "Unsupported",
     "check_option",
 ]
 
-KfacApprox = Literal["expand", "reduce"]
+Mode = Literal["expand", "reduce"]
+Approximation = Mode | dict[str, Mode]
+"""A layer's mode, or one for each of its shared axes: {"augmentation": "reduce", "space": "expand"}
+names them in their order."""
+KfacApprox = Literal["expand", "reduce", "auto"] | dict[str, Approximation]
+"""One mode for all layers, "auto", or patterns of layers' names with their modes; see `modes`."""
 Fisher = Literal["exact", "mc", "empirical"]
 Likelihood = Literal["classification", "regression", "bernoulli"]
 Unsupported = Literal["error", "freeze", "diagonal"]
@@ -21,7 +29,7 @@ BackwardPrecision = Literal["float32", "tf32", "bf16"]
 def check_option(name: str, value: object, options: object) -> None:
     """Raise a ValueError that lists ``options`` (a Literal) unless ``value`` is one of them."""
     supported = get_args(options)
-    if value not in supported:
+    if isinstance(value, Mapping) or value not in supported:
         raise ValueError(
             f"{name}={value!r} is not supported; choose one of {', '.join(map(repr, supported))}."
         )

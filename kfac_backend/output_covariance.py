@@ -5,7 +5,7 @@ output gradients are contracted with its block's eigenvectors. Exact for the lin
 whichever mode the factors are from.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,29 +13,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from kfac_backend.batches import (
-    Plan,
-    detached,
-    example_shapes,
-    examples,
-    first_tensor,
-    make_plan,
-    num_examples,
-)
-from kfac_backend.block import EigenBlock
-from kfac_backend.capture import Capture, call_with
+from kfac_backend.batches import Plan, detached, example_shapes, examples, make_plan
+from kfac_backend.calls import call_with, num_examples
+from kfac_backend.capture import Capture
 from kfac_backend.coverage import TrackedLayer, coverage_of_blocks
 from kfac_backend.gradient_covariance import LARGEST_PRODUCT, bytes_per_example, gradient_covariance
+from kfac_backend.layer_gradients import LayerGradients, PosteriorPrecision
 from kfac_backend.precision import full_float32
-from kfac_backend.rules import ExampleGradients
+from kfac_backend.rules import ExampleGradients, Use
 from kfac_backend.verification import verify_independence, verify_uses
 from kfac_backend.weight_sharing import at_least_float32
 
 __all__ = ["OutputCovariance", "PosteriorPrecision"]
-
-PosteriorPrecision = Mapping[str, tuple[EigenBlock, Tensor]]
-"""Parameter name -> its block's eigenvectors, and the precision's eigenvalues > 0 in their basis,
-(..., d_out, d_in) as `EigenBlock.spectrum` returns them."""
 
 DEFAULT_MEMORY = {"cpu": 96 * 2**20, "cuda": 2 * 2**30}
 
@@ -86,10 +75,7 @@ class OutputCovariance:
         self._batched = batched
         sizes = {name: spectrum.numel() for name, (_, spectrum) in precision.items()}
         self._coverage = coverage_of_blocks(model, sizes)
-        self._rules = {
-            tracked: tracked.rule(tracked.layer, "expand", tracked.parameters)
-            for tracked in self._coverage.layers
-        }
+        self._gradients = LayerGradients(self._coverage, precision, self._product_bytes)
         self._sizes: dict[Any, _Sizes] = {}
         self._uses_verified = self._independence_verified = False
 
@@ -128,15 +114,16 @@ class OutputCovariance:
 
     def _measure(self, x: Any) -> _Sizes:
         """How many examples of this shape fit into the memory."""
-        plan = make_plan(self._model, x, first_tensor(x))
+        plan = make_plan(self._model, x, next(self._model.parameters()).device)
         if num_examples(x) == 1:
             plan = Plan(splits=True)
         shapes: dict[TrackedLayer, tuple[int, int]] = {}
 
-        def record(tracked: TrackedLayer, a: Tensor | None, b: Tensor) -> None:
-            assert a is not None
-            R, d_out = self._rules[tracked].position_gradients(a, b).shape[1:]
-            shapes[tracked] = R, d_out
+        def record(tracked: TrackedLayer, use: Use, b: Tensor) -> None:
+            rows = self._gradients.rules[tracked].position_gradients(use, b)
+            M, R, d_out = rows.shape
+            R = R * -(-M // len(f))  # of each example, whose rows may be several
+            shapes[tracked] = R + shapes.get(tracked, (0, 0))[0], d_out
 
         with self._capture(record) as capture:
             f = capture.forward(x)
@@ -144,7 +131,7 @@ class OutputCovariance:
             capture.backward(f, [torch.zeros_like(f)])
         C, itemsize = f.shape[1], at_least_float32(f).element_size()
         work = {
-            tracked: bytes_per_example(R, C, d_out, self._input_size(tracked), itemsize)
+            tracked: bytes_per_example(R, C, d_out, self._input_size(tracked, d_out), itemsize)
             for tracked, (R, d_out) in shapes.items()
         }
         sizes = [itemsize * C * R * d_out for R, d_out in shapes.values()]
@@ -157,10 +144,10 @@ class OutputCovariance:
         chunks = {tracked: max(1, room // size) for tracked, size in work.items()}
         return _Sizes(part if plan.splits else None, chunks, plan.channels_last)
 
-    def _input_size(self, tracked: TrackedLayer) -> int:
+    def _input_size(self, tracked: TrackedLayer, d_out: int) -> int:
         """Entries of a layer's input at one position, over all groups."""
-        blocks = [self._precision[name][0] for name in tracked.parameters.values()]
-        return max(1 if b.Q_A is None else b.Q_A.shape[:-1].numel() for b in blocks)
+        largest = max(self._precision[name][1].numel() for name in tracked.parameters.values())
+        return max(1, largest // d_out)
 
     def _parts(self, x: Any, sizes: _Sizes) -> Iterator[Any]:
         N = num_examples(x)
@@ -172,24 +159,31 @@ class OutputCovariance:
 
     def _part(self, x: Any, sizes: _Sizes) -> tuple[Tensor, Tensor]:
         """Outputs and covariances of a part of a batch."""
-        rows: dict[TrackedLayer, tuple[Tensor, Tensor]] = {}  # input, gradients (N, R, C, d_out)
+        uses: dict[TrackedLayer, int] = {}
+        seen: dict[tuple[TrackedLayer, Use], Tensor] = {}  # gradients (M, R, C, d_out)
         current = 0
 
-        def one_vector(tracked: TrackedLayer, a: Tensor | None, b: Tensor) -> None:
-            assert a is not None
-            self._check_rows(tracked, a, len(f))
-            gradients = self._rules[tracked].position_gradients(a, b)  # (N, R, d_out)
-            if tracked not in rows:
-                N, R, d_out = gradients.shape
-                rows[tracked] = a, gradients.new_zeros(N, R, f.shape[1], d_out)
-            rows[tracked][1][:, :, current] = gradients
+        def count(tracked: TrackedLayer, use: Use) -> None:
+            uses[tracked] = uses.get(tracked, 0) + 1
 
-        def all_vectors(tracked: TrackedLayer, a: Tensor | None, b: Tensor) -> None:
-            assert a is not None
-            self._check_rows(tracked, a, len(f))
-            gradients = self._rules[tracked].position_gradients(a, b).unflatten(0, (-1, len(f)))
-            with self._no_autocast(f):
-                self._add(covariance, tracked, a, gradients.movedim(0, 2), sizes)
+        def one_vector(tracked: TrackedLayer, use: Use, b: Tensor) -> None:
+            self._check_rows(tracked, use, len(f))
+            gradients = self._gradients.rules[tracked].position_gradients(use, b)  # (M, R, d_out)
+            if (tracked, use) not in seen:
+                M, R, d_out = gradients.shape
+                seen[tracked, use] = gradients.new_zeros(M, R, f.shape[1], d_out)
+            seen[tracked, use][:, :, current] = gradients
+
+        def all_vectors(tracked: TrackedLayer, use: Use, b: Tensor) -> None:
+            self._check_rows(tracked, use, len(f))
+            gradients = self._gradients.rules[tracked].position_gradients(use, b)
+            gradients = gradients.unflatten(0, (f.shape[1], -1)).movedim(0, 2)
+            if self._gradients.stands_alone(tracked, uses[tracked]):
+                with self._no_autocast(f):
+                    chunk = sizes.chunks.get(tracked, 1)
+                    self._gradients.add_one(covariance, tracked, use, gradients, chunk)
+            else:
+                seen[tracked, use] = gradients
 
         def vectors() -> Iterator[Tensor]:
             nonlocal current
@@ -199,7 +193,7 @@ class OutputCovariance:
                 yield vector
 
         on_gradient = all_vectors if self._batched else one_vector
-        with self._capture(on_gradient, sizes.channels_last) as capture:
+        with self._capture(on_gradient, sizes.channels_last, count) as capture:
             f = capture.forward(x)
             self._check_output(f, x)
             covariance = at_least_float32(f.detach()).new_zeros(*f.shape, f.shape[1])
@@ -207,23 +201,18 @@ class OutputCovariance:
                 capture.backward(f, vectors())
         f = f.detach()  # lets go of the graph
         with self._no_autocast(f):
-            while rows:
-                tracked, (a, gradients) = rows.popitem()
-                self._add(covariance, tracked, a, gradients, sizes)
+            tied: list[tuple[TrackedLayer, Use, Tensor]] = []
+            while seen:
+                (tracked, use), gradients = seen.popitem()
+                if self._gradients.stands_alone(tracked, uses[tracked]):
+                    chunk = sizes.chunks.get(tracked, 1)
+                    self._gradients.add_one(covariance, tracked, use, gradients, chunk)
+                else:
+                    tied.append((tracked, use, gradients))
+            self._gradients.add(covariance, tied)
             if self._coverage.diagonal:
                 self._add_uncovered(covariance, x)
         return f, covariance
-
-    def _add(
-        self, covariance: Tensor, tracked: TrackedLayer, a: Tensor, rows: Tensor, sizes: _Sizes
-    ) -> None:
-        """Add a layer's part of the covariance, some examples at a time."""
-        size, rule = sizes.chunks[tracked], self._rules[tracked]
-        for start in range(0, len(a), size):
-            chunk = slice(start, start + size)
-            for local, gradients in rule.example_gradients(a[chunk], rows[chunk]).items():
-                block = self._precision[tracked.parameters[local]]
-                covariance[chunk] += gradient_covariance(gradients, *block, self._product_bytes)
 
     def _add_uncovered(self, covariance: Tensor, x: Any) -> None:
         """Add what parameters without a rule bring; their blocks are diagonal."""
@@ -238,11 +227,13 @@ class OutputCovariance:
                 b = jacobian.flatten(1).T[:, None, None, :, None]  # (P, 1, 1, C, 1)
                 covariance[n] += gradient_covariance(ExampleGradients(b), *self._precision[name])[0]
 
-    def _capture(self, on_gradient: Any, channels_last: bool = False) -> Capture:
+    def _capture(
+        self, on_gradient: Any, channels_last: bool = False, on_input: Any = None
+    ) -> Capture:
         return Capture(
             self._model,
             self._coverage,
-            lambda tracked, a: None,
+            on_input or (lambda tracked, use: None),
             on_gradient,
             channels_last=channels_last,
             batched=self._batched,
@@ -252,11 +243,13 @@ class OutputCovariance:
     def _no_autocast(self, f: Tensor) -> torch.autocast:
         return torch.autocast(f.device.type, enabled=False)
 
-    def _check_rows(self, tracked: TrackedLayer, a: Tensor, N: int) -> None:
-        if len(a) != N:
+    def _check_rows(self, tracked: TrackedLayer, use: Use, N: int) -> None:
+        rows = len(use.a) if use.rows is None else use.rows.num_examples
+        if rows != N:
             raise NotImplementedError(
-                f"Layer {tracked} got {len(a)} rows for {N} outputs; the covariance must know each "
-                "example's rows. Keep the batch axis first and the shared axes apart: (N, ..., d)."
+                f"Layer {tracked} got {rows} rows for {N} outputs; the covariance must know each "
+                "example's rows. Keep the batch axis first and the shared axes apart: (N, ..., d), "
+                "or say which example each row belongs to (examples_of_rows)."
             )
 
     def _check_output(self, f: Any, x: Any) -> None:

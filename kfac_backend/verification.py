@@ -11,21 +11,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.capture import Capture, call_with, first_input
+from kfac_backend.calls import call_with, explicit_forwards
+from kfac_backend.capture import Capture, first_input, rows_of
+from kfac_backend.comparison import close, noise_like, same_with_derivatives
 from kfac_backend.coverage import Coverage, TrackedLayer
+from kfac_backend.dense_gradients import layer_gradients
+from kfac_backend.rules import Use
+from kfac_backend.substitution import verify_divided, verify_own_parameters
 
 __all__ = ["verify_independence", "verify_uses"]
 
 
-def verify_uses(model: nn.Module, coverage: Coverage, x: Any) -> None:
-    """Prove with one forward pass that each parameter acts through its layer's class alone.
+def verify_uses(model: nn.Module, coverage: Coverage, x: Any) -> Any:
+    """Prove with a forward pass that each parameter acts through its layer's class alone.
 
     Each tracked layer's output is cut off; whatever then depends on a parameter bypassed a hook.
+    Further forward passes compare layers made of parts, and copies of own parameters, if there are.
+
+    Returns:
+        The model's output.
 
     Raises:
         NotImplementedError: a tracked parameter is used outside of its layer's forward; a layer
-            computes something else than the class that its rule is for.
+            computes something else than the class, the parts or the rule that are supposed.
     """
+    verify_divided(model, coverage, x)
     tracked_names = {name for t in coverage.layers for name in t.parameters.values()}
     parameters = {
         name: p.detach().requires_grad_()
@@ -39,13 +49,13 @@ def verify_uses(model: nn.Module, coverage: Coverage, x: Any) -> None:
             a = first_input(args, kwargs)
             if a.requires_grad:
                 raise _used_outside(parameters, a, f"the input of layer {tracked}")
-            own = [parameters[name] for name in tracked.parameters.values()]
+            own = {local: parameters[name] for local, name in tracked.parameters.items()}
             if not _computes_its_class(tracked, own, a, output):
                 raise NotImplementedError(
                     f"Layer {tracked} computes something else than its class "
-                    f"{tracked.rule.layer_type.__name__} (an overridden forward, a hook, or "
-                    "computed weights), so that its rule would give wrong numbers. Derive it from "
-                    "nn.Module, or freeze it (requires_grad_(False))."
+                    f"{tracked.layer_type.__name__} and the rule for it (an overridden forward, a "
+                    "hook, or computed weights), so that its rule would give wrong numbers. Derive "
+                    "it from nn.Module, or freeze it (requires_grad_(False))."
                 )
             called.add(tracked.name)
             return output.detach()
@@ -54,58 +64,85 @@ def verify_uses(model: nn.Module, coverage: Coverage, x: Any) -> None:
 
     handles = [t.layer.register_forward_hook(check(t), with_kwargs=True) for t in coverage.layers]
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), explicit_forwards(coverage):
             f = call_with(model, parameters, x)
     finally:
         for handle in handles:
             handle.remove()
     if isinstance(f, Tensor) and f.requires_grad:
         raise _used_outside(parameters, f, "the model's output")
+    if coverage.own_parameters and isinstance(f, Tensor):
+        verify_own_parameters(model, coverage, x)
     unused = [str(tracked) for tracked in coverage.layers if tracked.name not in called]
     if unused:
         warnings.warn(
             f"No part of the forward pass, so that their blocks are zero: {', '.join(unused)}.",
             stacklevel=2,
         )
+    return f
 
 
 def verify_independence(
-    model: nn.Module, coverage: Coverage, x: Any, channels_last: bool = False
+    model: nn.Module,
+    coverage: Coverage,
+    x: Any,
+    channels_last: bool = False,
+    ignored: Tensor | None = None,
 ) -> bool:
     """Prove with one forward pass that no row of a layer belongs to two examples.
+
+    Args:
+        model: the model.
+        coverage: its tracked layers.
+        x: some examples.
+        channels_last: as of `Capture`.
+        ignored: loss terms (N, ...) that do not count.
 
     Returns:
         Whether that could be told: not from a single example, nor from numbers that are not finite.
 
     Raises:
-        NotImplementedError: the first example's output reaches a row that another's reaches.
+        NotImplementedError: the first example's output reaches a row that another's reaches, or a
+            row that does not count.
     """
-    rows: dict[TrackedLayer, list[Tensor]] = {tracked: [] for tracked in coverage.layers}
+    reached: dict[tuple[TrackedLayer, Use], list[Tensor]] = {}
     finite = True
 
-    def record(tracked: TrackedLayer, a: Tensor | None, b: Tensor) -> None:
+    def record(tracked: TrackedLayer, use: Use, b: Tensor) -> None:
         nonlocal finite
         finite = finite and bool(torch.isfinite(b).all())
-        rows[tracked].append((b.reshape(len(b), -1) != 0).any(1))
+        reached.setdefault((tracked, use), []).append((b.reshape(len(b), -1) != 0).any(1))
 
-    capture = Capture(model, coverage, lambda tracked, a: None, record, channels_last=channels_last)
+    capture = Capture(
+        model, coverage, lambda tracked, use: None, record, channels_last=channels_last
+    )
     with capture:
         f = capture.forward(x)
         if not isinstance(f, Tensor) or f.dim() < 2 or len(f) < 2:
             return False  # a wrong output is reported with the targets
         if not torch.isfinite(f).all():
             return False  # reported by name, after the forward pass
-        first = _noise_like(f)
+        first = noise_like(f)
+        if ignored is not None and ignored.shape == f.shape[:-1]:
+            first = first * ~ignored[..., None]
         rest = first.clone()
         first[1:], rest[:1] = 0.0, 0.0
         capture.backward(f, [first, rest])
     if not finite:
         return False  # 0 · NaN is in every row; the eigenvalues will name the layer
-    for tracked, seen in rows.items():
+    for (tracked, use), seen in reached.items():
         if len(seen) < 2:
             continue
         by_first, by_rest = seen
-        if len(by_first) == len(f):  # an example's own row has its own index
+        if use.rows is not None:
+            index, N = use.rows.index, use.rows.num_examples
+            if (by_first | by_rest)[index == N].any():
+                raise NotImplementedError(
+                    f"In layer {tracked} rows that do not count reach the output. Leave them out "
+                    "of whatever pools over positions, or let them count."
+                )
+            mixed = by_first[index != 0].any() or by_rest[index == 0].any()
+        elif len(by_first) == len(f):  # an example's own row has its own index
             mixed = by_first[1:].any() or by_rest[:1].any()
         else:
             mixed = (by_first & by_rest).any()
@@ -113,40 +150,39 @@ def verify_independence(
             raise NotImplementedError(
                 f"In layer {tracked} the rows of different examples mix: its input has no batch "
                 "axis in front, or a layer behind it shares information within a batch. Put the "
-                "batch axis first (N, ..., d), or freeze it (requires_grad_(False))."
+                "batch axis first (N, ..., d), say which example each row belongs to "
+                "(examples_of_rows), make what belongs together one example with several loss "
+                "terms (outputs (N, R, C)), or freeze it (requires_grad_(False))."
             )
     return True
 
 
-def _computes_its_class(tracked: TrackedLayer, own: list[Tensor], a: Tensor, output: Any) -> bool:
-    """Whether output and its derivative in the layer's own parameters are the class's."""
+def _computes_its_class(
+    tracked: TrackedLayer, own: dict[str, Tensor], a: Tensor, output: Any
+) -> bool:
+    """Whether output and its derivative in the layer's own parameters are the class's.
+
+    With a rule that is not ours, also whether they are what the rule supposes.
+    """
     if not isinstance(output, Tensor):
         return False
-    expected = tracked.rule.reference(tracked.layer, a)
-    if expected.shape != output.shape or not output.requires_grad:
+    expected = tracked.layer_type.forward(tracked.layer, a)
+    tensors = list(own.values())
+    if not same_with_derivatives(expected, output, tensors):
         return False
-    u = _noise_like(output)
-    pairs = [(expected.detach(), output.detach())]
-    for should, does in zip(
-        torch.autograd.grad(expected, own, u),
-        torch.autograd.grad(output, own, u, retain_graph=True, allow_unused=True),
-        strict=True,
-    ):
-        if does is None:
-            return False
-        pairs.append((should, does))
-    tolerance = {torch.float64: 1e-8, torch.float32: 1e-3}.get(output.dtype, 0.1)
+    if tracked.built_in:
+        return True
+    rows = rows_of(tracked, a)
+    u = noise_like(output)
+    flat = u if rows is None else rows.flatten(u)
+    rule = tracked.rule(tracked.layer, "expand", tracked.parameters)
+    use = Use(a.detach() if rows is None else rows.flatten(a.detach()), rows)
+    should = torch.autograd.grad(output, tensors, u, retain_graph=True, allow_unused=True)
+    does = layer_gradients(rule, use, flat)
     return all(
-        not torch.isfinite(should).all()  # reported with the model's output
-        or (should - does).norm() <= tolerance * should.norm()
-        for should, does in pairs
+        gradient is not None and close(gradient.flatten(), does[local].sum(0).to(gradient))
+        for local, gradient in zip(own, should, strict=True)
     )
-
-
-def _noise_like(x: Tensor) -> Tensor:
-    """The same normal numbers each time: the user's random numbers are not touched."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(x.shape, generator=generator).to(x.device, x.dtype)
 
 
 def _used_outside(parameters: dict[str, Tensor], value: Tensor, where: str) -> NotImplementedError:

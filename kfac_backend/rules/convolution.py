@@ -1,70 +1,126 @@
-"""Two-dimensional convolutions: every position of the kernel on the image shares the weight."""
+"""Convolutions: every position of the kernel on the image shares the weight."""
 
-import torch.nn.functional as F
-from torch import Tensor, nn
+import math
+from collections.abc import Sequence
+from typing import Any
 
+from jaxtyping import Float
+from torch import Tensor
+
+from kfac_backend.rules.matrix import WeightSharingRule
 from kfac_backend.rules.patch_gram import PatchGram
 from kfac_backend.rules.patch_sums import patch_sums
-from kfac_backend.rules.rule import WeightSharingRule
-from kfac_backend.rules.window import pad, windows
-from kfac_backend.weight_sharing import GramSum, at_least_float32
+from kfac_backend.rules.rule import Use
+from kfac_backend.rules.unfolded_gram import UnfoldedGram
+from kfac_backend.rules.window import Window, patches, windows
+from kfac_backend.weight_sharing import at_least_float32
 
-__all__ = ["Conv2dRule"]
+__all__ = ["Conv1dRule", "Conv2dRule", "Conv3dRule", "ImageRule", "new_patch_gram", "one_high"]
+
+SHAPES = {1: "(N, C, L)", 2: "(N, C, H, W)", 3: "(N, C, D, H, W)"}
+"""A batch of images, by their number of axes."""
+
+Axes = tuple[Window, ...]
 
 
-class Conv2dRule(WeightSharingRule):
-    """nn.Conv2d with any stride, padding, dilation, groups and padding mode.
+class ImageRule(WeightSharingRule):
+    """A layer with a kernel on images (N, C, ...), whose pixels are one shared axis."""
 
-    R = output height × width, d_in = channels per group × kernel height × width, in the order of
-    ``weight.flatten(1)``. Patches are unfolded for grouped convolutions only: their means are box
-    sums (`patch_sums`), their Gram matrix comes from shifted images (`patch_gram`).
-    """
-
-    layer_type = nn.Conv2d
     features = 1
-
-    def inputs(self, a: Tensor) -> Tensor:
-        """(N, C, H, W) as patches (G, N, R, d_in)."""
-        y, x = self._windows(a)
-        patches = F.unfold(
-            pad(a, y, x),
-            (y.kernel, x.kernel),
-            dilation=(y.dilation, x.dilation),
-            stride=(y.stride, x.stride),
-        )  # (N, C·k1·k2, R)
-        by_group = patches.unflatten(1, (self.groups, -1))  # (N, G, d_in, R)
-        return by_group.permute(1, 0, 3, 2)
-
-    def mean_inputs(self, a: Tensor) -> Tensor:
-        """Mean patches (G, N, d_in)."""
-        y, x = self._windows(a)
-        sums = patch_sums(at_least_float32(a), y, x)  # (N, C, k1, k2)
-        means = sums / (y.positions * x.positions)
-        return means.flatten(1).unflatten(1, (self.groups, -1)).movedim(1, 0)
+    separate_axes = False
 
     @property
     def groups(self) -> int:
-        """The convolution's groups, each with its own B ⊗ A."""
+        """The layer's groups, each with a block of its own."""
         return self.layer.groups
 
-    def new_input_gram(self) -> GramSum:
-        """By shifted images under expand, unless there are groups."""
-        if self.kfac_approx == "expand" and self.groups == 1:
-            return PatchGram(self.layer.in_channels, self.layer.kernel_size)
-        return super().new_input_gram()
+    def add_input(self, use: Use) -> None:
+        """Add one use's input, which must have a batch axis."""
+        self._check_shape(use.a)
+        super().add_input(use)
+
+    def position_gradients(self, use: Use, b: Tensor) -> Float[Tensor, "M R d_out"]:
+        """The gradients with features last; summed over positions if the weight is frozen."""
+        self._check_shape(use.a)
+        return super().position_gradients(use, b)
+
+    def _check_shape(self, a: Tensor) -> None:
+        axes = len(self.layer.kernel_size)
+        if a.dim() != axes + 2:
+            raise ValueError(
+                f"{self.layer} got shape {tuple(a.shape)}; needs a batch {SHAPES[axes]}. For one "
+                "example add the axis: x[None]."
+            )
+
+
+class ConvolutionRule(ImageRule):
+    """A convolution with any stride, padding, dilation, groups and padding mode.
+
+    R = output pixels, d_in = channels per group × kernel, in the order of ``weight.flatten(1)``.
+    Means of patches are box sums (`patch_sums`), their Gram matrix comes from shifted images where
+    it can (`new_patch_gram`).
+    """
+
+    def image(self, a: Tensor) -> tuple[Tensor, Axes]:
+        """The layer's input, and how the kernel meets its axes."""
+        return a, windows(self.layer, a)
+
+    def inputs(self, a: Tensor) -> Tensor:
+        """(N, C, ...) as patches (G, N, R, d_in)."""
+        image, axes = self.image(a)
+        return patches(image, self.groups, *axes)
+
+    def mean_inputs(self, a: Tensor) -> tuple[Tensor, int]:
+        """Mean patches (G, N, d_in), and R."""
+        image, axes = self.image(a)
+        R = _num_positions(axes)
+        means = patch_sums(at_least_float32(image), *axes) / R  # (N, C, *kernel)
+        return means.flatten(1).unflatten(1, (self.groups, -1)).movedim(1, 0), R
+
+    def new_input_gram(self) -> Any:
+        """Of patches under expand."""
+        if self.by_example:
+            return super().new_input_gram()
+        return new_patch_gram(self.layer.in_channels, self.layer.kernel_size, self.groups)
 
     def add_input_gram(self, a: Tensor) -> int:
         """Add all patches to A; returns R."""
-        y, x = self._windows(a)
-        if isinstance(self.A, PatchGram):
-            self.A.add_images(at_least_float32(a), y, x)
-        else:
-            super().add_input_gram(a)
-        return y.positions * x.positions
+        image, axes = self.image(a)
+        self.A.gram.add_images(at_least_float32(image), *axes)
+        return _num_positions(axes)
 
-    def _windows(self, a: Tensor):
-        if a.dim() != 4:
-            raise ValueError(
-                f"{self.layer} got shape {tuple(a.shape)}; needs a batch (N, C, H, W)."
-            )
-        return windows(self.layer, a)
+
+class Conv1dRule(ConvolutionRule):
+    """nn.Conv1d, as a convolution of images of height 1."""
+
+    def image(self, a: Tensor) -> tuple[Tensor, Axes]:
+        """(N, C, L) as (N, C, 1, L)."""
+        return one_high(a, *windows(self.layer, a))
+
+
+class Conv2dRule(ConvolutionRule):
+    """nn.Conv2d; nothing is unfolded without groups."""
+
+
+class Conv3dRule(ConvolutionRule):
+    """nn.Conv3d; patches are unfolded under expand, some examples at a time."""
+
+
+def new_patch_gram(channels: int, kernel_size: Sequence[int], groups: int) -> Any:
+    """What the Gram matrix of patches is summed up in, by its ``add_images(image, *axes)``.
+
+    By shifted images for one axis (made `one_high`) or two, without groups; else by unfolding.
+    """
+    if groups > 1 or len(kernel_size) > 2:
+        return UnfoldedGram(groups)
+    return PatchGram(channels, (1, *kernel_size)[-2:])
+
+
+def one_high(a: Float[Tensor, "N C L"], x: Window) -> tuple[Float[Tensor, "N C 1 L"], Axes]:
+    """Lines as images of height 1, for a kernel of that height."""
+    return a[:, :, None], (Window(1, 1, 1, 1, 0, 0, x.padding_mode), x)
+
+
+def _num_positions(axes: Axes) -> int:
+    """R, over all axes."""
+    return math.prod(window.positions for window in axes)

@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from jaxtyping import Float
+from torch import Tensor
 
-__all__ = ["Window", "pad", "windows"]
+__all__ = ["Window", "pad", "patches", "windows"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Window:
     """Padded entries behind."""
     padding_mode: str
     """As F.pad calls it: "constant" (zeros), "reflect", "replicate" or "circular"."""
+    most_positions: int | None = None
+    """What R is at most, although the kernel may fit more often."""
 
     @property
     def padded(self) -> int:
@@ -35,9 +39,15 @@ class Window:
         return self.before + self.size + self.after
 
     @property
+    def reach(self) -> int:
+        """Entries from the kernel's first to its last."""
+        return self.dilation * (self.kernel - 1) + 1
+
+    @property
     def positions(self) -> int:
-        """R, how many times the kernel fits."""
-        return (self.padded - self.dilation * (self.kernel - 1) - 1) // self.stride + 1
+        """R, how many times the kernel fits, or ``most_positions`` if that is less."""
+        fits = (self.padded - self.reach) // self.stride + 1
+        return fits if self.most_positions is None else min(fits, self.most_positions)
 
     @property
     def content(self) -> range:
@@ -56,11 +66,11 @@ class Window:
         return _counts(self, like.dtype, like.device)
 
 
-def windows(layer: nn.Conv2d, a: Tensor) -> tuple[Window, Window]:
-    """The axes of height and width of a layer's input (N, C, H, W)."""
+def windows(layer: Any, a: Float[Tensor, "N C *sizes"]) -> tuple[Window, ...]:
+    """The axes of the input of an nn.Conv1d, Conv2d or Conv3d, in their order."""
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     axes = []
-    for axis in (0, 1):
+    for axis, size in enumerate(a.shape[2:]):
         if layer.padding == "valid":
             before, after = 0, 0
         elif layer.padding == "same":
@@ -71,7 +81,7 @@ def windows(layer: nn.Conv2d, a: Tensor) -> tuple[Window, Window]:
             before = after = int(layer.padding[axis])
         axes.append(
             Window(
-                a.shape[2 + axis],
+                size,
                 layer.kernel_size[axis],
                 layer.stride[axis],
                 layer.dilation[axis],
@@ -80,13 +90,27 @@ def windows(layer: nn.Conv2d, a: Tensor) -> tuple[Window, Window]:
                 mode,
             )
         )
-    return axes[0], axes[1]
+    return tuple(axes)
 
 
-def pad(a: Tensor, y: Window, x: Window) -> Tensor:
-    """The image (N, C, H, W) as the kernel sees it, padded in the layer's own mode."""
-    widths = [x.before, x.after, y.before, y.after]  # F.pad wants the last axis first
-    return F.pad(a, widths, mode=y.padding_mode) if any(widths) else a
+def pad(a: Float[Tensor, "N C *sizes"], *axes: Window) -> Tensor:
+    """The image as the kernel sees it, padded in the layer's own mode."""
+    widths = []
+    for window in reversed(axes):  # F.pad wants the last axis first
+        widths += [window.before, window.after]
+    return F.pad(a, widths, mode=axes[0].padding_mode) if any(widths) else a
+
+
+def patches(
+    a: Float[Tensor, "N C *sizes"], groups: int, *axes: Window
+) -> Float[Tensor, "G N R d_in"]:
+    """What the kernel meets at each position, channels per group × kernel, for any axes."""
+    number, seen = len(axes), pad(a, *axes)
+    for axis, window in enumerate(axes, start=2):  # positions in its place, offsets behind all
+        seen = seen.unfold(axis, window.reach, window.stride)[..., :: window.dilation]
+        seen = seen.narrow(axis, 0, window.positions)
+    by_group = seen.unflatten(1, (groups, -1)).movedim(2, -1 - number)  # (N, G, *R, c, *kernel)
+    return by_group.movedim(1, 0).flatten(-1 - number).flatten(2, -2)
 
 
 @lru_cache(maxsize=256)

@@ -192,10 +192,21 @@ def test_mappings_and_any_iterable():
         kronecker_factors(model, [mapping], "classification")
 
 
+class OwnNorm(nn.Module):
+    """A layer that has no rule."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
+
+    def forward(self, x):
+        return nn.functional.layer_norm(x, x.shape[-1:], self.weight, self.bias)
+
+
 class WithAffineNorm(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.norm, self.last = nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 3)
+        self.first, self.norm, self.last = nn.Linear(3, 4), OwnNorm(4), nn.Linear(4, 3)
 
     def forward(self, x):
         return self.last(torch.tanh(self.norm(self.first(x))))

@@ -66,7 +66,7 @@ def test_damping_adds_roots_to_the_factors():
 
 @pytest.mark.parametrize(
     ("B", "A"),
-    [((3, 4), None), ((3,), None), ((3, 3), (2, 4, 4)), ((2, 3, 3), (4, 4)), ((3, 3), (4, 5))],
+    [((3, 4), None), ((3,), None), ((3, 3), (2, 4, 4)), ((2, 3, 3), (3, 4, 4)), ((3, 3), (4, 5))],
 )
 def test_factors_that_do_not_fit_are_named(B, A):
     with pytest.raises(ValueError, match="Factors of 'w' have shapes"):

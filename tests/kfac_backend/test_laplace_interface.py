@@ -261,11 +261,19 @@ def test_state_dict_of_laplace_torch_round_trips():
 
 
 def test_parameters_without_a_block_are_named():
-    model = nn.Sequential(nn.Flatten(), nn.Linear(32, 4), nn.LayerNorm(4), nn.Linear(4, 3)).double()
+    class Shift(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.by = nn.Parameter(torch.zeros(4))
+
+        def forward(self, x):
+            return x + self.by
+
+    model = nn.Sequential(nn.Flatten(), nn.Linear(32, 4), Shift(), nn.Linear(4, 3)).double()
     la = Laplace(
         model, "classification", "all", backend=KfacGGN, backend_kwargs={"unsupported": "freeze"}
     )
-    with pytest.warns(UserWarning), pytest.raises(ValueError, match="2.weight, 2.bias"):
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="2.by"):
         la.fit(loader("classification"))
 
 

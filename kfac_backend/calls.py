@@ -1,0 +1,110 @@
+"""Calling a model with other parameters, and with layers whose parts hooks can see."""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfac_backend.coverage import Coverage
+
+__all__ = ["arguments", "call_with", "explicit_forwards", "logits_of", "num_examples"]
+
+
+def call_with(
+    model: nn.Module, parameters: dict[str, Tensor], x: Any, channels_last: bool = False
+) -> Any:
+    """The model's output at x with these parameters, and its other parameters as constants.
+
+    A mapping is the model's one argument, unless its forward names the mapping's keys, as those of
+    Hugging Face's models do; an output with ``logits`` is these.
+    """
+    values = {name: p.detach() for name, p in model.named_parameters()} | parameters
+    if channels_last:  # a convolution's output takes its weight's memory format
+        for name, p in values.items():
+            if p.dim() == 4 and name not in parameters:
+                values[name] = p.contiguous(memory_format=torch.channels_last)
+    args, kwargs = arguments(model, x)
+    with _every_layer_called():
+        f = torch.func.functional_call(model, _tied(model, values), args, kwargs, tie_weights=False)
+    return logits_of(f)
+
+
+def logits_of(output: Any) -> Any:
+    """A model's output, or its ``logits`` where it returns an object that has them."""
+    logits = getattr(output, "logits", None)
+    return logits if isinstance(logits, Tensor) and not isinstance(output, Tensor) else output
+
+
+@contextmanager
+def explicit_forwards(coverage: Coverage) -> Iterator[None]:
+    """Layers that are divided into parts run by their parts."""
+    replaced = []
+    try:
+        for divided in coverage.divided:
+            if "forward" in divided.layer.__dict__:
+                raise NotImplementedError(
+                    f"Layer '{divided.name}' ({type(divided.layer).__name__}) has a forward of its "
+                    "own, which the curvature would replace. Derive a class, or freeze it "
+                    "(requires_grad_(False))."
+                )
+            by_parts = partial(divided.by_parts.forward, divided.layer, divided.parts)
+            divided.layer.forward = by_parts
+            replaced.append(divided.layer)
+        yield
+    finally:
+        for layer in replaced:
+            del layer.forward
+
+
+def num_examples(x: Any) -> int | None:
+    """N of an input with the examples in front; None if that cannot be told.
+
+    Such inputs are tensors, mappings of tensors, and objects with a length and a method ``to``.
+    """
+    if not isinstance(x, Tensor | Mapping):
+        return len(x) if hasattr(x, "__len__") and hasattr(x, "to") else None
+    tensors = x.values() if isinstance(x, Mapping) else [x]
+    lengths = {len(t) if isinstance(t, Tensor) and t.dim() > 0 else None for t in tensors}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def arguments(model: nn.Module, x: Any) -> tuple[tuple, dict[str, Any]]:
+    """How a model takes an input: as its one argument, or a mapping's entries by their names.
+
+    Entries that its forward does not name are left out, and so are "labels": such models would
+    compute a loss of them.
+    """
+    if not isinstance(x, Mapping):
+        return (x,), {}
+    named = inspect.signature(model.forward).parameters
+    known = {key: value for key, value in x.items() if key in named and key != "labels"}
+    return ((), known) if known else ((x,), {})
+
+
+def _tied(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The values under all names that tied tensors have, but one for each place.
+
+    functional_call's own tie_weights visits a module with two names twice, and leaves it without
+    its parameters afterwards (pytorch issue 164759).
+    """
+    first = {id(p): name for name, p in model.named_parameters()}
+    return {
+        f"{prefix}.{local}" if prefix else local: values[first[id(p)]]
+        for prefix, module in model.named_modules()  # each module once
+        for local, p in module.named_parameters(recurse=False, remove_duplicate=False)
+    }
+
+
+@contextmanager
+def _every_layer_called() -> Iterator[None]:
+    """Keep PyTorch's fused inference path from running a transformer's layers unseen."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)

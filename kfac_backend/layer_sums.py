@@ -1,0 +1,169 @@
+"""All layers' rules of one pass, and the blocks made of their sums: tied tensors, packed ones."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kfac_backend.block import KroneckerBlock
+from kfac_backend.coverage import Coverage, TrackedLayer
+from kfac_backend.nearest_kronecker import nearest_kronecker
+from kfac_backend.options import Approximation
+from kfac_backend.rules import ExactRule, Rule, Use, WeightSharingRule
+from kfac_backend.sums import GramSums
+from kfac_backend.weight_sharing import PositionSums
+
+__all__ = ["LayerSums"]
+
+
+class _Part(NamedTuple):
+    """One layer's sums of a parameter."""
+
+    slot: tuple[int, int]
+    sums: GramSums
+
+
+class LayerSums:
+    """Sums of Gram matrices, layer by layer.
+
+    Args:
+        coverage: the layers.
+        modes: each layer's mode, by its name.
+
+    Raises:
+        NotImplementedError: a tensor that layers share in ways that have no common block.
+    """
+
+    def __init__(self, coverage: Coverage, modes: Mapping[str, Approximation]) -> None:
+        self._rules: dict[TrackedLayer, Rule] = {
+            tracked: tracked.rule(
+                tracked.layer, modes.get(tracked.name, "expand"), tracked.parameters
+            )
+            for tracked in coverage.all
+        }
+        self._tie()
+
+    def __getitem__(self, tracked: TrackedLayer) -> Rule:
+        return self._rules[tracked]
+
+    def begin_forward(self) -> None:
+        """A forward pass of other examples begins."""
+        for rule in self._rules.values():
+            rule.begin_forward()
+
+    def add_input(self, tracked: TrackedLayer, use: Use) -> None:
+        """Add one use's input."""
+        self._rules[tracked].add_input(use)
+
+    def end_forward(self) -> None:
+        """All layers have run."""
+        for rule in self._rules.values():
+            rule.end_forward()
+
+    def add_gradient(self, tracked: TrackedLayer, use: Use, b: Tensor, sums: PositionSums) -> None:
+        """Add gradients with respect to one use's output."""
+        self._rules[tracked].add_gradient(use, b, sums)
+
+    def end_vector(self) -> None:
+        """A vector has been propagated through all layers."""
+        for rule in self._rules.values():
+            rule.end_vector()
+
+    def blocks(self, model: nn.Module) -> dict[str, KroneckerBlock]:
+        """Parameter name -> block, A a mean over its terms; the sums are used up."""
+        parts: dict[str, list[_Part]] = {}
+        while self._rules:  # one at a time, as what a rule holds may be as large as its sums
+            tracked, rule = self._rules.popitem()
+            for local, gram_sums in rule.gram_sums().items():
+                part = _Part(tracked.slots.get(local, (0, 1)), gram_sums)
+                parts.setdefault(tracked.parameters[local], []).append(part)
+        return {name: _block(model, name, of_name) for name, of_name in parts.items()}
+
+    def _tie(self) -> None:
+        """Let layers that share a tensor sum up together, where both use it the same way."""
+        first: dict[tuple, tuple[Rule, str]] = {}
+        kinds: dict[tuple, dict[tuple, TrackedLayer]] = {}
+        for tracked, rule in self._rules.items():
+            for local, name in tracked.parameters.items():
+                place = (name, tracked.slots.get(local))
+                kind = _kind(rule, local)
+                if (*place, kind) in first:
+                    other, others_local = first[*place, kind]
+                    rule.share(local, other, others_local)
+                else:
+                    first[*place, kind] = rule, local
+                kinds.setdefault(place, {})[kind] = tracked
+        by_name: dict[str, list[tuple]] = {}
+        for name, slot in kinds:
+            by_name.setdefault(name, []).append((name, slot))
+        for name, places in by_name.items():
+            of_name = [kind for place in places for kind in kinds[place]]
+            whole = any(slot is None for _, slot in places)
+            if (whole and len(places) > 1) or (
+                len(of_name) > len(places)
+                and not (len(places) == 1 and all(kind[0] == "weight" for kind in of_name))
+            ):
+                layers = dict.fromkeys(str(t) for place in places for t in kinds[place].values())
+                raise NotImplementedError(
+                    f"Parameter '{name}' is used in different ways by {' and '.join(layers)}, "
+                    "which have no common block. Use separate tensors, or freeze it "
+                    "(requires_grad_(False))."
+                )
+
+
+def _kind(rule: Rule, local: str) -> tuple:
+    """Uses of one kind are one sum; those of a weight stored the other way round are another."""
+    if isinstance(rule, WeightSharingRule):
+        if local == "bias":
+            return ("bias", rule.mode if isinstance(rule.mode, str) else tuple(rule.mode.items()))
+        return ("weight", rule.transposed, rule.groups, str(rule.mode))
+    if isinstance(rule, ExactRule):
+        return ("exact",)
+    return (type(rule), local)
+
+
+def _block(model: nn.Module, name: str, parts: list[_Part]) -> KroneckerBlock:
+    """The block of a parameter: of all its slots, and of both ways that it is used in."""
+    if len(parts) > 1 and parts[0].slot[1] > 1:
+        return _packed(model, name, parts)
+    blocks = [_one_block(model, name, part.sums) for part in parts]
+    return blocks[0] if len(blocks) == 1 else nearest_kronecker(blocks)
+
+
+def _one_block(model: nn.Module, name: str, sums: GramSums) -> KroneckerBlock:
+    p = model.get_parameter(name).detach()
+    if sums.B is None:  # its layer took no part in the output
+        return KroneckerBlock(name, B=p.new_zeros(p.numel(), 1, 1))
+    B = _without_single_group(sums.B)
+    if sums.A is None:
+        return KroneckerBlock(name, B)
+    A = _without_single_group(sums.A.div_(max(sums.num_terms, 1)))
+    return KroneckerBlock(name, B, A, sums.num_terms)
+
+
+def _packed(model: nn.Module, name: str, parts: list[_Part]) -> KroneckerBlock:
+    """Several maps' blocks as groups of one tensor."""
+    number = parts[0].slot[1]
+    ordered = sorted(parts, key=lambda part: part.slot[0])
+    seen = [part for part in ordered if part.sums.B is not None]
+    if not seen:
+        return _one_block(model, name, GramSums(None))
+    B = torch.cat([_like(part.sums.B, seen[0].sums.B) for part in ordered])
+    if len(ordered) != number or len(B) != number:
+        raise AssertionError(f"'{name}' has {len(ordered)} of {number} parts.")
+    if seen[0].sums.A is None:
+        return KroneckerBlock(name, B)
+    terms = tuple(part.sums.num_terms for part in ordered)
+    inputs = [_like(part.sums.A, seen[0].sums.A) / max(part.sums.num_terms, 1) for part in ordered]
+    return KroneckerBlock(name, B, torch.cat(inputs), terms)
+
+
+def _like(factor: Tensor | None, other: Tensor | None) -> Tensor:
+    assert other is not None
+    return torch.zeros_like(other) if factor is None else factor
+
+
+def _without_single_group(factor: Tensor) -> Tensor:
+    """(G, d, d), or (d, d) for one group."""
+    return factor[0] if len(factor) == 1 else factor

@@ -1,0 +1,199 @@
+"""Elementwise affine layers, y = w ∘ z(x) + bias: the exact GGN block of each tensor, in any mode.
+
+An example's gradient is Σ_r z_r ∘ b_r for the weight and Σ_r b_r for the bias; a block is the Gram
+matrix of such gradients, or its diagonal for a large tensor (`sums.LARGEST_DENSE`).
+"""
+
+from abc import abstractmethod
+from collections.abc import Collection
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kfac_backend.options import Approximation
+from kfac_backend.rules.rule import ExampleGradients, Rule, Use
+from kfac_backend.sums import GradientSums, GramSums, gradient_gram
+from kfac_backend.weight_sharing import PositionSums, at_least_float32
+
+__all__ = [
+    "BatchNormRule",
+    "ElementwiseRule",
+    "GroupNormRule",
+    "InstanceNormRule",
+    "LayerNormRule",
+    "PReLURule",
+    "RMSNormRule",
+]
+
+
+class ExactRule(Rule):
+    """Parameters whose gradients are made per example, or per row: nothing is approximated."""
+
+    needs_examples = True
+
+    def __init__(self, layer: Any, mode: Approximation, names: Collection[str]) -> None:
+        super().__init__(layer, mode, names)
+        self.sums = {
+            name: GradientSums(gradient_gram(self.size(name)), by_example=True) for name in names
+        }
+        self._given_away: set[str] = set()
+
+    def size(self, name: str) -> int:
+        """P, how many entries a parameter has."""
+        return getattr(self.layer, name).numel()
+
+    @abstractmethod
+    def gradients(self, use: Use, b: Tensor, sums: PositionSums) -> dict[str, Tensor]:
+        """The gradients of rows (V·M, ...) in each of the parameters ``names``: (V·M, P).
+
+        That of a scalar may come in parts (V·M, k), still to be summed.
+        """
+
+    def begin_forward(self) -> None:
+        """New counts of uses."""
+        for sums in self.sums.values():
+            sums.begin_forward()
+
+    def add_input(self, use: Use) -> None:
+        """Count the use: the block is B alone."""
+        for sums in self.sums.values():
+            sums.count_use()
+
+    def add_gradient(self, use: Use, b: Tensor, sums: PositionSums) -> None:
+        """Add the examples' gradients."""
+        for name, gradients in self.gradients(use, b, sums).items():
+            if use.rows is not None:
+                gradients = use.rows.sums(gradients)
+            self.sums[name].add(gradients[None])
+
+    def end_vector(self) -> None:
+        """Add what waited for other uses."""
+        for sums in self.sums.values():
+            sums.end_vector()
+
+    def share(self, name: str, other: Rule, others_name: str) -> None:
+        """Sum up together with another layer's."""
+        assert isinstance(other, ExactRule)
+        self.sums[name] = other.sums[others_name]
+        self._given_away.add(name)
+
+    def gram_sums(self) -> dict[str, GramSums]:
+        """The parameters' sums."""
+        return {
+            name: GramSums(sums.gram.total())
+            for name, sums in self.sums.items()
+            if name not in self._given_away
+        }
+
+    def position_gradients(self, use: Use, b: Tensor) -> Tensor:
+        """All parameters' gradients, one behind the other, as one position (M, 1, P)."""
+        gradients = self.gradients(use, b, PositionSums())
+        whole = [
+            gradients[name] if self.size(name) > 1 else gradients[name].sum(-1, keepdim=True)
+            for name in self.sums
+        ]
+        return torch.cat(whole, -1)[:, None]
+
+    def example_gradients(self, a: Tensor, b: Tensor) -> dict[str, ExampleGradients]:
+        """The gradients (N, 1, C, P) themselves."""
+        sizes = [self.size(name) for name in self.sums]
+        return {
+            name: ExampleGradients(part[None])
+            for name, part in zip(self.sums, b.split(sizes, -1), strict=True)
+        }
+
+
+class ElementwiseRule(ExactRule):
+    """A layer with a ``weight`` that multiplies, and a ``bias`` that is added, entry by entry."""
+
+    parameter_names = frozenset({"weight", "bias"})
+    needs_input = True
+
+    @abstractmethod
+    def normalised(self, a: Tensor) -> Tensor:
+        """What the weight is multiplied with, in the shape of the output."""
+
+    def shared(self, x: Tensor) -> list[int]:
+        """The axes over which an example's entries share a parameter: all but first and second."""
+        return list(range(2, x.dim()))
+
+    def gradients(self, use: Use, b: Tensor, sums: PositionSums) -> dict[str, Tensor]:
+        """Sums over the shared axes of b ∘ z and of b."""
+        b, axes = at_least_float32(b), self.shared(b)
+        gradients = {}
+        if "weight" in self.names:
+            z = at_least_float32(self.normalised(use.a))
+            product = (b.unflatten(0, (-1, len(z))) * z).flatten(0, 1)
+            gradients["weight"] = _sum_over(product, axes)
+        if "bias" in self.names:
+            gradients["bias"] = _sum_over(b, axes)
+        return gradients
+
+
+class LayerNormRule(ElementwiseRule):
+    """nn.LayerNorm: the last axes have parameters, those before are shared."""
+
+    def shared(self, x: Tensor) -> list[int]:
+        """The axes between the first and the normalised ones."""
+        return list(range(1, x.dim() - len(self.layer.normalized_shape)))
+
+    def normalised(self, a: Tensor) -> Tensor:
+        """The input with mean 0 and variance 1."""
+        return F.layer_norm(a, self.layer.normalized_shape, eps=self.layer.eps)
+
+
+class RMSNormRule(LayerNormRule):
+    """nn.RMSNorm: as LayerNorm, without mean and bias."""
+
+    def normalised(self, a: Tensor) -> Tensor:
+        """The input with mean square 1."""
+        return F.rms_norm(a, self.layer.normalized_shape, eps=self.layer.eps)
+
+
+class GroupNormRule(ElementwiseRule):
+    """nn.GroupNorm: one weight and one bias per channel."""
+
+    def normalised(self, a: Tensor) -> Tensor:
+        """The input with mean 0 and variance 1 in each group."""
+        return F.group_norm(a, self.layer.num_groups, eps=self.layer.eps)
+
+
+class InstanceNormRule(ElementwiseRule):
+    """nn.InstanceNorm1d, 2d, 3d, with or without running statistics."""
+
+    def normalised(self, a: Tensor) -> Tensor:
+        """The input normalised channel by channel of each example."""
+        layer = self.layer
+        own = layer.training or not layer.track_running_stats
+        mean, variance = (None, None) if own else (layer.running_mean, layer.running_var)
+        return F.instance_norm(a, mean, variance, use_input_stats=own, eps=layer.eps)
+
+
+class BatchNormRule(ElementwiseRule):
+    """nn.BatchNorm1d, 2d, 3d in eval mode: a fixed map per channel."""
+
+    def normalised(self, a: Tensor) -> Tensor:
+        """The input normalised by the running statistics."""
+        layer = self.layer
+        return F.batch_norm(a, layer.running_mean, layer.running_var, eps=layer.eps)
+
+
+class PReLURule(ElementwiseRule):
+    """nn.PReLU: the slope multiplies the negative part; one for all channels or one for each."""
+
+    parameter_names = frozenset({"weight"})
+
+    def shared(self, x: Tensor) -> list[int]:
+        """All axes, or all but the channels'."""
+        return list(range(1 if self.layer.num_parameters == 1 else 2, x.dim()))
+
+    def normalised(self, a: Tensor) -> Tensor:
+        """The negative part."""
+        return a.clamp(max=0.0)
+
+
+def _sum_over(x: Tensor, axes: list[int]) -> Tensor:
+    """The sum over some axes, as rows (M, P)."""
+    return (x.sum(axes) if axes else x).reshape(len(x), -1)

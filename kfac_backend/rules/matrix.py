@@ -1,0 +1,196 @@
+"""The rule shared by all layers whose weight is a matrix."""
+
+from abc import abstractmethod
+from collections.abc import Collection
+from typing import Any, ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from kfac_backend.options import Approximation
+from kfac_backend.rows import Rows
+from kfac_backend.rules.rule import ExampleGradients, Rule, Use
+from kfac_backend.rules.shared_axes import reduced_axes
+from kfac_backend.sums import GradientSums, GramSums, InputSums
+from kfac_backend.weight_sharing import GramSum, PositionSums
+
+__all__ = ["WeightSharingRule"]
+
+
+class WeightSharingRule(Rule):
+    """A layer with a matrix ``weight``, applied at R positions, and a ``bias`` added at each.
+
+    The weight's block is B ⊗ A, one per group; the bias's is B over all outputs.
+    """
+
+    parameter_names = frozenset({"weight", "bias"})
+
+    features: ClassVar[int] = -1
+    """The axis of the layer's output that is not a position."""
+
+    same_gradients: ClassVar[bool] = True
+    """Whether weight and bias have the same output gradients."""
+
+    separate_axes: ClassVar[bool] = True
+    """Whether each axis between the first and the last is a shared one; else there is one."""
+
+    def __init__(self, layer: Any, mode: Approximation, names: Collection[str]) -> None:
+        super().__init__(layer, mode, names)
+        last = mode if isinstance(mode, str) else list(mode.values())[-1]
+        self.by_example = last == "reduce" and (isinstance(mode, str) or not self.separate_axes)
+        self.A = InputSums(self.new_input_gram())
+        self.B_weight = GradientSums(GramSum(), self.by_example)
+        self.B_bias = GradientSums(GramSum(), self.by_example)
+        # One matrix for both where they have the same rows.
+        self.B_both = GradientSums(GramSum(), self.by_example)
+        self._given_away: set[str] = set()
+        self._one_B = self.groups == 1 and self.same_gradients and len(names) == 2
+
+    @abstractmethod
+    def inputs(self, a: Tensor) -> Tensor:
+        """The layer's input as (G, N, R, d_in)."""
+
+    def mean_inputs(self, a: Tensor) -> tuple[Tensor, int]:
+        """The means â over positions, (G, N, d_in), and R."""
+        rows = self.inputs(a)
+        return rows.mean(2), rows.shape[2]
+
+    def weight_gradients(self, b: Tensor) -> Float[Tensor, "G M R d_out"]:
+        """Output gradients (M, ...) at the weight's positions."""
+        return self.bias_gradients(b).unflatten(-1, (self.groups, -1)).movedim(-2, 0)
+
+    def bias_gradients(self, b: Tensor) -> Float[Tensor, "M R d_out"]:
+        """Output gradients (M, ...) at all positions of the output, features last."""
+        rows = b.movedim(self.features, -1)  # no copy if the features lie last
+        return rows.flatten(1, -2) if rows.dim() > 2 else rows[:, None]
+
+    @property
+    def groups(self) -> int:
+        """G, the number of independent weight matrices."""
+        return 1
+
+    def new_input_gram(self) -> Any:
+        """What the inputs' Gram matrix is summed up in."""
+        return GramSum()
+
+    def add_input_gram(self, a: Tensor) -> int:
+        """Add the inputs of all positions to A; returns R."""
+        rows = self.inputs(a)
+        self.A.gram.add(rows.flatten(1, 2))
+        return rows.shape[2]
+
+    def begin_forward(self) -> None:
+        """New counts of uses and positions."""
+        for sums in (self.A, self.B_weight, self.B_bias, self.B_both):
+            sums.begin_forward()
+
+    def add_input(self, use: Use) -> None:
+        """The Gram matrix of the weight's inputs; a bias has no input factor."""
+        for sums in (self.B_weight, self.B_bias, self.B_both):
+            sums.count_use()
+        if "weight" not in self.names:
+            return
+        a, rows, mode = reduced_axes(self, use.a, use.rows, mean=True)
+        if mode == "expand":
+            if rows is not None:
+                a = rows.counting(a)
+            self.A.num_terms += len(a) * self.add_input_gram(a)
+            return
+        means, R = self.mean_inputs(a)
+        if rows is None:
+            self.A.add_means(means, R)
+        else:
+            sums = rows.sums(means.movedim(1, 0) * R).movedim(0, 1)
+            self.A.add_sums(sums, rows.counts * R, rows.by_roots)
+
+    def end_forward(self) -> None:
+        """Add examples' means, and let the gradients know their numbers of positions."""
+        self.A.end_forward()
+        self.B_weight.roots = self.A.roots
+
+    def add_gradient(self, use: Use, b: Tensor, sums: PositionSums) -> None:
+        """B per group for the weight, B over all outputs for the bias."""
+        reduced, rows, mode = reduced_axes(self, b, use.rows, mean=False)
+        if reduced is not b:
+            sums = PositionSums()
+        b = reduced
+        if mode == "expand" and rows is not None:
+            b = rows.counting(b)
+        if self._one_B and (mode == "expand" or rows is None):
+            self.B_both.add(self._bias_rows(b, mode, sums))
+            return
+        if "weight" in self.names:
+            self.B_weight.add(self._weight_rows(b, mode, sums, rows))
+        if "bias" in self.names:
+            of_bias = self._bias_rows(b, mode, sums)
+            if mode == "reduce" and rows is not None:
+                of_bias = rows.sums(of_bias[0])[None]
+            self.B_bias.add(of_bias)
+
+    def _bias_rows(self, b: Tensor, mode: str, sums: PositionSums) -> Float[Tensor, "1 M d_out"]:
+        if mode == "reduce":
+            return sums(b, self.features)[None]
+        return self.bias_gradients(b).flatten(0, 1)[None]
+
+    def _weight_rows(self, b: Tensor, mode: str, sums: PositionSums, rows: Rows | None) -> Tensor:
+        if mode == "expand":
+            return self.weight_gradients(b).flatten(1, 2)
+        if self.same_gradients:  # sum first, then share out among the groups
+            by_group = sums(b, self.features).unflatten(-1, (self.groups, -1)).movedim(1, 0)
+        else:
+            by_group = self.weight_gradients(b).sum(2)
+        return by_group if rows is None else rows.sums(by_group.movedim(1, 0)).movedim(0, 1)
+
+    def end_vector(self) -> None:
+        """Add what waited for other uses."""
+        for sums in (self.B_weight, self.B_bias, self.B_both):
+            sums.end_vector()
+
+    def share(self, name: str, other: Rule, others_name: str) -> None:
+        """Sum up together with another layer of this kind, its weight or its bias."""
+        assert isinstance(other, WeightSharingRule) and name == others_name
+        for rule in (self, other):
+            rule._one_B = False
+        if name == "weight":
+            self.A, self.B_weight = other.A, other.B_weight
+        else:
+            self.B_bias = other.B_bias
+        self._given_away.add(name)
+
+    def position_gradients(self, use: Use, b: Tensor) -> Float[Tensor, "M R d_out"]:
+        """The gradients with features last; summed over positions if the weight is frozen."""
+        rows = self.bias_gradients(b)
+        return rows if "weight" in self.names else rows.sum(1, keepdim=True)
+
+    def example_gradients(
+        self, a: Tensor, b: Float[Tensor, "N R C d_out"]
+    ) -> dict[str, ExampleGradients]:
+        """Σ_r b ⊗ a for the weight, Σ_r b for the bias."""
+        gradients = {}
+        if "weight" in self.names:
+            by_group = b.unflatten(-1, (self.groups, -1)).movedim(-2, 0)
+            gradients["weight"] = ExampleGradients(by_group, self.inputs(a))
+        if "bias" in self.names:
+            gradients["bias"] = ExampleGradients(b[None])
+        return gradients
+
+    def gram_sums(self) -> dict[str, GramSums]:
+        """Both blocks' sums."""
+        both = self.B_both.gram.total()
+        B_weight = _either(both, self.B_weight.gram.total())
+        A = self.A.gram.total()
+        sums = {"bias": GramSums(_either(both, self.B_bias.gram.total()))}
+        if B_weight is None:  # no gradient
+            sums["weight"] = GramSums(None)
+        elif self.transposed:  # its rows are the inputs
+            sums["weight"] = GramSums(A, B_weight, self.A.num_terms)
+        else:
+            sums["weight"] = GramSums(B_weight, A, self.A.num_terms)
+        return {name: sums[name] for name in self.names if name not in self._given_away}
+
+
+def _either(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """The sum of both, or the one that there is."""
+    if first is None or second is None:
+        return second if first is None else first
+    return first + second

@@ -1,0 +1,126 @@
+"""Transposed convolutions: every pixel of the input shares the weight."""
+
+from collections.abc import Collection
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from kfac_backend.options import Approximation
+from kfac_backend.rows import Rows
+from kfac_backend.rules.convolution import Axes, ImageRule, new_patch_gram, one_high
+from kfac_backend.rules.patch_sums import patch_sums
+from kfac_backend.rules.rule import ExampleGradients, Use
+from kfac_backend.rules.shared_axes import reduced_axes
+from kfac_backend.rules.window import Window, patches
+from kfac_backend.sums import GradientSums
+from kfac_backend.weight_sharing import PositionSums, at_least_float32
+
+__all__ = ["ConvTransposeRule"]
+
+
+class ConvTransposeRule(ImageRule):
+    """nn.ConvTranspose1d, 2d and 3d with any stride, padding, output padding, dilation and groups.
+
+    Each input pixel q is multiplied with the weight (C_in, C_out/G, *kernel), and that added onto
+    the output at q·stride − padding + k·dilation. The layer's positions are the R input pixels,
+    d_in = C_in/G. Their output gradients are the patches of the output's gradient that they write
+    to, d_out = C_out/G × kernel in the order of ``weight.flatten(1)``, zero where padding crops the
+    output. The weight is stored inputs first: A ⊗ B. The bias's positions are the output's pixels.
+    """
+
+    transposed = True
+    same_gradients = False
+
+    def __init__(self, layer: Any, mode: Approximation, names: Collection[str]) -> None:
+        super().__init__(layer, mode, names)
+        self._sizes: dict[tuple[int, ...], tuple[int, ...]] = {}  # images in -> images out
+        if not self.by_example:
+            gram = new_patch_gram(layer.out_channels, layer.kernel_size, layer.groups)
+            self.B_weight = GradientSums(gram, by_example=False)
+
+    def inputs(self, a: Tensor) -> Tensor:
+        """The pixels (G, N, R, d_in) of (N, C_in, ...)."""
+        return a.flatten(2).unflatten(1, (self.groups, -1)).permute(1, 0, 3, 2)
+
+    def mean_inputs(self, a: Tensor) -> tuple[Tensor, int]:
+        """Mean pixels (G, N, d_in), and R."""
+        pixels = at_least_float32(a).flatten(2)
+        return pixels.mean(2).unflatten(1, (self.groups, -1)).movedim(1, 0), pixels.shape[2]
+
+    def weight_gradients(self, b: Tensor) -> Float[Tensor, "G M R d_out"]:
+        """The patches of output gradients (M, C_out, ...) that the input's pixels write to."""
+        image, axes = self.image(b)
+        return patches(image, self.groups, *axes)
+
+    def image(self, b: Tensor) -> tuple[Tensor, Axes]:
+        """Output gradients, and how the kernel meets their axes: as a convolution's would."""
+        layer, axes = self.layer, []
+        for axis, size in enumerate(b.shape[2:]):
+            kernel, stride, dilation, padding, surplus = (
+                option[axis]
+                for option in (
+                    layer.kernel_size,
+                    layer.stride,
+                    layer.dilation,
+                    layer.padding,
+                    layer.output_padding,
+                )
+            )
+            # Output padding of a stride or more lets the kernel fit where there is no input.
+            fits = (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+            R = fits - surplus // stride
+            axes.append(Window(size, kernel, stride, dilation, padding, padding, "constant", R))
+        inputs = tuple(window.most_positions for window in axes)
+        if inputs not in self._sizes:
+            raise NotImplementedError(
+                f"{layer} made an output of shape {tuple(b.shape)}, which its output_padding does "
+                "not make. Where output_padding is the stride or more, call it without output_size."
+            )
+        return one_high(b, *axes) if len(axes) == 1 else (b, tuple(axes))
+
+    def add_input(self, use: Use) -> None:
+        """Add one use's input."""
+        self._sizes.setdefault(tuple(use.a.shape[2:]), ())
+        super().add_input(use)
+
+    def add_gradient(self, use: Use, b: Tensor, sums: PositionSums) -> None:
+        """Patches of b for the weight, b itself for the bias."""
+        reduced, rows, mode = reduced_axes(self, b, use.rows, mean=False)
+        if mode == "reduce":
+            super().add_gradient(use, b, sums)
+            return
+        b = reduced if rows is None else rows.counting(reduced)
+        if "weight" in self.names:
+            image, axes = self.image(at_least_float32(b))
+            gram: Any = self.B_weight.gram
+            gram.add_images(image, *axes)
+        if "bias" in self.names:
+            self.B_bias.add(self.bias_gradients(b).flatten(0, 1)[None])
+
+    def _weight_rows(self, b: Tensor, mode: str, sums: PositionSums, rows: Rows | None) -> Tensor:
+        assert mode == "reduce"
+        image, axes = self.image(at_least_float32(b))
+        of_patches = patch_sums(image, *axes).flatten(1)  # (M, C_out·kernel)
+        if rows is not None:
+            of_patches = rows.sums(of_patches)
+        return of_patches.unflatten(1, (self.groups, -1)).movedim(1, 0)
+
+    def position_gradients(self, use: Use, b: Tensor) -> Float[Tensor, "M R_out C_out"]:
+        """The gradients at the output's pixels, which both parameters' are made of."""
+        self._sizes[tuple(use.a.shape[2:])] = tuple(b.shape[2:])
+        return super().position_gradients(use, b)
+
+    def example_gradients(
+        self, a: Tensor, b: Float[Tensor, "N R_out C C_out"]
+    ) -> dict[str, ExampleGradients]:
+        """Σ a ⊗ patch over input pixels for the weight, Σ b over output pixels for the bias."""
+        gradients = {}
+        if "weight" in self.names:
+            images = b.permute(0, 2, 3, 1).flatten(0, 1)  # (N·C, C_out, R_out)
+            images = images.unflatten(2, self._sizes[tuple(a.shape[2:])])
+            by_output = self.weight_gradients(images).unflatten(1, (len(a), -1))
+            gradients["weight"] = ExampleGradients(by_output.transpose(2, 3), self.inputs(a))
+        if "bias" in self.names:
+            gradients["bias"] = ExampleGradients(b[None])
+        return gradients
