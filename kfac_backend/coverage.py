@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.rnn import RNNBase, RNNCellBase
+from torch.nn.parameter import is_lazy
 
 from kfac_backend.options import Unsupported
 from kfac_backend.rules import (
@@ -91,6 +92,10 @@ def find_coverage(model: nn.Module, unsupported: Unsupported = "error") -> Cover
             "curvature is wanted."
         )
     for name, p in trainable.items():
+        if is_lazy(p):
+            raise ValueError(
+                f"Parameter '{name}' has no shape yet; run a batch through the model first."
+            )
         if p.dim() == 0:
             raise ValueError(
                 f"Parameter '{name}' is 0-dimensional, which laplace-torch cannot hold. "

@@ -38,7 +38,11 @@ def gradient_covariance(
     """
     b = gradients.b.to(block.Q_B.dtype)
     if gradients.a is None or block.Q_A is None:
-        b = _rotated(b.sum(2), _grouped(block.Q_B))  # (G, N, C, d_out)
+        b = b.sum(2)  # (G, N, C, d_out)
+        if block.Q_B.shape[-1] == 1:  # a diagonal, for P groups of one entry or one of P
+            b = b.movedim(0, 2).flatten(2)  # (N, C, P)
+            return b / spectrum.flatten() @ b.mT
+        b = _rotated(b, _grouped(block.Q_B))
         return (b / _grouped(spectrum)[:, None, None, :, 0] @ b.mT).sum(0)
     a = gradients.a.to(block.Q_A.dtype)
     Q_B, Q_A, spectrum = _bases(block, spectrum, transposed)

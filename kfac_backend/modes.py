@@ -21,6 +21,11 @@ def check_kfac_approx(kfac_approx: KfacApprox) -> None:
     if not kfac_approx:
         raise ValueError("kfac_approx is an empty mapping; give '*' a mode for all layers.")
     for pattern, mode in kfac_approx.items():
+        if isinstance(mode, Mapping) and not mode:
+            raise ValueError(
+                f"kfac_approx[{pattern!r}] names no axis; give each shared axis a mode, such as "
+                "{'space': 'reduce'}."
+            )
         axes = mode if isinstance(mode, Mapping) else {"": mode}
         for axis, of_axis in axes.items():
             where = f"kfac_approx[{pattern!r}]" + (f"[{axis!r}]" if axis else "")

@@ -182,7 +182,8 @@ class WeightSharingRule(Rule):
         sums = {"bias": GramSums(_either(both, self.B_bias.gram.total()))}
         if B_weight is None:  # no gradient
             sums["weight"] = GramSums(None)
-        elif self.transposed:  # its rows are the inputs
+        elif self.transposed:  # its rows are the inputs; the bias's sum is not the one to be scaled
+            B_weight = B_weight.clone() if B_weight is both else B_weight
             sums["weight"] = GramSums(A, B_weight, self.A.num_terms)
         else:
             sums["weight"] = GramSums(B_weight, A, self.A.num_terms)

@@ -54,6 +54,7 @@ RULES: dict[type[nn.Module], AnyRule] = {
     nn.BatchNorm1d: BatchNormRule,
     nn.BatchNorm2d: BatchNormRule,
     nn.BatchNorm3d: BatchNormRule,
+    nn.SyncBatchNorm: BatchNormRule,
     nn.PReLU: PReLURule,
     nn.MultiheadAttention: AttentionByParts,
     nn.TransformerEncoderLayer: SequenceFirst,

@@ -1,6 +1,7 @@
 """Transposed convolutions: every pixel of the input shares the weight."""
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 from jaxtyping import Float
@@ -56,22 +57,20 @@ class ConvTransposeRule(ImageRule):
     def image(self, b: Tensor) -> tuple[Tensor, Axes]:
         """Output gradients, and how the kernel meets their axes: as a convolution's would."""
         layer, axes = self.layer, []
-        for axis, size in enumerate(b.shape[2:]):
-            kernel, stride, dilation, padding, surplus = (
-                option[axis]
-                for option in (
-                    layer.kernel_size,
-                    layer.stride,
-                    layer.dilation,
-                    layer.padding,
-                    layer.output_padding,
-                )
-            )
-            # Output padding of a stride or more lets the kernel fit where there is no input.
-            fits = (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
-            R = fits - surplus // stride
-            axes.append(Window(size, kernel, stride, dilation, padding, padding, "constant", R))
-        inputs = tuple(window.most_positions for window in axes)
+        for size, kernel, stride, dilation, padding, surplus in zip(
+            b.shape[2:],
+            layer.kernel_size,
+            layer.stride,
+            layer.dilation,
+            layer.padding,
+            layer.output_padding,
+            strict=True,
+        ):
+            window = Window(size, kernel, stride, dilation, padding, padding, "constant")
+            if surplus >= stride:  # the kernel fits where there is no input pixel
+                window = replace(window, most_positions=window.positions - surplus // stride)
+            axes.append(window)
+        inputs = tuple(window.positions for window in axes)
         if inputs not in self._sizes:
             raise NotImplementedError(
                 f"{layer} made an output of shape {tuple(b.shape)}, which its output_padding does "

@@ -106,6 +106,15 @@ def patches(
 ) -> Float[Tensor, "G N R d_in"]:
     """What the kernel meets at each position, channels per group × kernel, for any axes."""
     number, seen = len(axes), pad(a, *axes)
+    if number == 2 and all(window.most_positions is None for window in axes):
+        y, x = axes
+        unfolded = F.unfold(
+            seen,
+            (y.kernel, x.kernel),
+            dilation=(y.dilation, x.dilation),
+            stride=(y.stride, x.stride),
+        )  # (N, C·k1·k2, R)
+        return unfolded.unflatten(1, (groups, -1)).permute(1, 0, 3, 2)
     for axis, window in enumerate(axes, start=2):  # positions in its place, offsets behind all
         seen = seen.unfold(axis, window.reach, window.stride)[..., :: window.dilation]
         seen = seen.narrow(axis, 0, window.positions)

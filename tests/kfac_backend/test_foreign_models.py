@@ -1,0 +1,225 @@
+"""Models in the style of Hugging Face: mappings in, objects out; adapters; recurrent cells."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from laplace import Laplace
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from kfac_backend import counted_positions, kronecker_factors
+from kfac_backend.laplace_interface import KfacGGN
+from marglik import KronLaplace
+from marglik.loaders import CountedLoader
+from tests import oracles
+
+MODES = ["expand", "reduce"]
+
+
+@dataclass
+class Output:
+    """What such models return."""
+
+    logits: Tensor
+    loss: Tensor | None = None
+
+
+class Conv1D(nn.Module):
+    """GPT-2's linear layer, whose weight is stored (d_in, d_out)."""
+
+    def __init__(self, d_out, d_in):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(d_in, d_out) / 2)
+        self.bias = nn.Parameter(torch.zeros(d_out))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x.flatten(0, -2), self.weight).view(*x.shape[:-1], -1)
+
+
+Conv1D.__module__ = "transformers.pytorch_utils"
+
+
+class Classifier(nn.Module):
+    """Takes its entries by name, and would compute a loss of labels."""
+
+    def __init__(self, middle=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(7, 4)
+        self.middle = middle or nn.Linear(4, 4)
+        self.head = nn.Linear(4, 3)
+        self.double()
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        assert labels is None
+        mask = attention_mask.bool()
+        with counted_positions(mask):
+            x = torch.tanh(self.middle(self.embedding(input_ids)))
+        x = x.masked_fill(~mask[..., None], 0).sum(1) / mask.sum(1, keepdim=True)
+        return Output(self.head(x))
+
+
+class Plain(nn.Module):
+    """The same as a function of the tokens alone, for full masks."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids):
+        return self.model(input_ids, torch.ones_like(input_ids)).logits
+
+
+def batch(n=5, masked=True):
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(7, (n, 4), generator=generator)
+    mask = torch.ones_like(tokens)
+    if masked:
+        mask[::2, 2:] = 0
+    labels = torch.randint(3, (n,), generator=generator)
+    return {"input_ids": tokens, "attention_mask": mask, "labels": labels, "unknown": tokens}
+
+
+@pytest.mark.parametrize("kfac_approx", MODES)
+@pytest.mark.parametrize("middle", [None, Conv1D(4, 4)], ids=["Linear", "Conv1D"])
+def test_mappings_and_objects(middle, kfac_approx):
+    model, whole = Classifier(middle), batch(masked=False)
+    factors = kronecker_factors(model, [whole], "classification", kfac_approx=kfac_approx)
+    plain = Plain(model)
+    pair = whole["input_ids"], whole["labels"]
+    expected = kronecker_factors(plain, [pair], "classification", kfac_approx=kfac_approx)
+    for name, block in factors.blocks.items():
+        assert_close(block.to_dense(), expected.to_dense(f"model.{name}"))
+    if kfac_approx == "reduce":  # exact behind the mean, but for the tanh
+        ggn = oracles.dense_ggn_blocks(plain, whole["input_ids"], "classification")
+        assert_close(factors.to_dense("head.bias"), ggn["model.head.bias"])
+
+
+def test_padding_is_left_out():
+    model, masked = Classifier(), batch()
+    factors = kronecker_factors(model, [masked], "classification", kfac_approx="expand")
+    assert factors.blocks["middle.weight"].num_terms == int(masked["attention_mask"].sum())
+    changed = masked | {"input_ids": masked["input_ids"].where(masked["attention_mask"] > 0, 6)}
+    again = kronecker_factors(model, [changed], "classification", kfac_approx="expand")
+    for name, block in factors.blocks.items():
+        assert_close(block.to_dense(), again.to_dense(name))
+
+
+def test_gpt2_layer_is_a_linear_layer_stored_the_other_way_round():
+    layer = Conv1D(4, 4)
+    linear = nn.Linear(4, 4)
+    model = Classifier(layer)
+    linear.weight.data, linear.bias.data = layer.weight.data.T.contiguous(), layer.bias.data
+    reference = Classifier(linear)
+    reference.load_state_dict(model.state_dict() | {"middle.weight": layer.weight.T})
+    factors = kronecker_factors(model, [batch()], "classification")
+    expected = kronecker_factors(reference, [batch()], "classification").to_dense("middle.weight")
+    turned = expected.view(4, 4, 4, 4).permute(1, 0, 3, 2).reshape(16, 16)
+    assert_close(factors.to_dense("middle.weight"), turned)
+    assert not torch.allclose(expected, turned)
+
+
+def test_a_subset_of_the_parameters_as_adapters_have_it():
+    model = Classifier()
+    whole = kronecker_factors(model, [batch()], "classification")
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+    model.middle.weight.requires_grad_(True)
+    factors = kronecker_factors(model, [batch()], "classification")
+    assert list(factors.blocks) == ["middle.weight", "head.weight", "head.bias"]
+    for name, block in factors.blocks.items():
+        assert_close(block.to_dense(), whole.to_dense(name))
+
+
+def test_laplace_of_such_a_model():
+    la = KronLaplace(Classifier(), "classification", kfac_approx="auto")
+    la.fit([batch(), batch(3)])
+    assert la.factors is not None and la.factors.kfac_approx == "reduce"
+    probabilities = la(batch())
+    assert probabilities.shape == (5, 3)
+    assert_close(probabilities.sum(1), torch.ones(5, dtype=torch.float64))
+
+
+def test_through_laplace_torch():
+    class Whole(nn.Module):
+        """laplace-torch calls a model with the mapping itself."""
+
+        def __init__(self):
+            super().__init__()
+            self.inner = Classifier()
+
+        def forward(self, batch):
+            return self.inner(batch["input_ids"], batch["attention_mask"]).logits
+
+    la = Laplace(Whole(), "classification", "all", "kron", backend=KfacGGN)
+    la.fit(CountedLoader([batch()]))
+    ours = KronLaplace(Whole(), "classification")
+    ours.fit([batch()])
+    assert_close(la.H_facs.to_matrix(), ours.H_facs.to_matrix())
+
+
+class Cell(nn.Module):
+    """An LSTM's cell of one linear layer (Hochreiter & Schmidhuber 1997)."""
+
+    def __init__(self, d_in, d):
+        super().__init__()
+        self.gates = nn.Linear(d_in + d, 4 * d)
+
+    def forward(self, x, state):
+        h, c = state
+        i, f, g, o = self.gates(torch.cat([x, h], -1)).chunk(4, -1)
+        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+        return torch.sigmoid(o) * torch.tanh(c), c
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = Cell(3, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        state = (x.new_zeros(len(x), 4),) * 2
+        for x_t in x.unbind(1):
+            state = self.cell(x_t, state)
+        return self.head(state[0])
+
+
+def steps(model, x):
+    """Inputs (N, R, 7) of the cell's layer, Jacobians (N, R, C, 16) of the outputs in its own."""
+    inputs, jacobians = [], []
+    for x_n in x[:, None]:
+        seen, outputs = [], []
+
+        def record(layer, args, output, seen=seen, outputs=outputs):
+            seen.append(args[0].detach())
+            outputs.append(output)
+
+        handle = model.cell.gates.register_forward_hook(record)
+        f = model(x_n)[0]
+        handle.remove()
+        rows = [torch.autograd.grad(f_c, outputs, retain_graph=True) for f_c in f]  # C of R
+        inputs.append(torch.cat(seen))
+        jacobians.append(torch.stack([torch.cat(row) for row in rows], 1))
+    return torch.stack(inputs), torch.stack(jacobians)
+
+
+@pytest.mark.parametrize("kfac_approx", MODES)
+def test_a_recurrent_cell_is_a_layer_that_runs_once_per_step(kfac_approx):
+    torch.manual_seed(0)
+    model, x = Recurrent().double(), torch.randn(5, 3, 3).double()
+    f = model(x).detach()
+    Lambda = torch.stack([oracles.loss_hessian(f_n, "classification") for f_n in f])
+    a, b = steps(model, x)
+    if kfac_approx == "reduce":
+        a, b = a.mean(1, keepdim=True), b.sum(1, keepdim=True)
+    A = torch.einsum("nri,nrj->ij", a, a) / a.shape[:2].numel()
+    B = torch.einsum("nrco,ncd,nrdp->op", b, Lambda, b)
+    y = torch.zeros(5).long()
+    factors = kronecker_factors(model, [(x, y)], "classification", kfac_approx=kfac_approx)
+    assert_close(factors.to_dense("cell.gates.weight"), torch.kron(B, A))
+    assert_close(factors.to_dense("cell.gates.bias"), B)
+    # Negative control: the last use alone is something else.
+    last = b[:, -1:]
+    alone = torch.einsum("nrco,ncd,nrdp->op", last, Lambda, last)
+    assert kfac_approx == "reduce" or (alone - B).norm() > 0.1 * B.norm()

@@ -1,0 +1,205 @@
+"""Rules of a user's own: a layer, a layer made of parts, and what happens when they are wrong."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.testing import assert_close
+
+from kfac_backend import kronecker_factors, register_rule
+from kfac_backend.rules import LayerByParts, LinearPart, WeightSharingRule, registry
+from tests import oracles
+
+MODES = ["expand", "reduce"]
+
+
+@pytest.fixture(autouse=True)
+def registry_as_it_was(monkeypatch):
+    monkeypatch.setattr(registry, "RULES", dict(registry.RULES))
+    monkeypatch.setattr(registry, "RULES_BY_NAME", dict(registry.RULES_BY_NAME))
+
+
+class LoRALinear(nn.Module):
+    """W x + s B A x with W frozen (Hu et al. 2021)."""
+
+    def __init__(self, d_in, d_out, rank):
+        super().__init__()
+        self.base = nn.Linear(d_in, d_out).requires_grad_(False)
+        self.A = nn.Parameter(torch.randn(rank, d_in))
+        self.B = nn.Parameter(torch.randn(d_out, rank))
+        self.scale = 0.5
+
+    def forward(self, x):
+        return self.base(x) + self.scale * (x @ self.A.T @ self.B.T)
+
+
+class LoRAByParts(LayerByParts):
+    def parts(self, layer):
+        return {"down": LinearPart(layer, "A"), "up": LinearPart(layer, "B")}
+
+    def forward(self, layer, parts, x):
+        return layer.base(x) + layer.scale * parts["up"](parts["down"](x))
+
+
+class Written(nn.Module):
+    """The same of nn.Linear layers, which are covered anyway."""
+
+    def __init__(self, lora):
+        super().__init__()
+        self.base, self.scale = lora.base, lora.scale
+        self.down = nn.Linear(*lora.A.shape[::-1], bias=False)
+        self.up = nn.Linear(*lora.B.shape[::-1], bias=False)
+        self.down.weight.data, self.up.weight.data = lora.A.data, lora.B.data
+
+    def forward(self, x):
+        return self.base(x) + self.scale * self.up(self.down(x))
+
+
+class Head(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.out = layer, nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.out(torch.tanh(self.layer(x)).mean(1))
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(5, 4, 6, generator=generator, dtype=torch.float64)
+    return x, torch.randint(3, (5,), generator=generator)
+
+
+def lora_model():
+    torch.manual_seed(0)
+    return Head(LoRALinear(6, 4, 2)).double()
+
+
+@pytest.mark.parametrize("kfac_approx", MODES)
+def test_lora_by_parts_is_lora_of_linear_layers(kfac_approx):
+    register_rule(LoRALinear)(LoRAByParts)
+    model = lora_model()
+    factors = kronecker_factors(model, [data()], "classification", kfac_approx=kfac_approx)
+    assert list(factors.blocks) == ["layer.A", "layer.B", "out.weight", "out.bias"]
+    written = Head(Written(model.layer)).double()
+    written.out = model.out
+    expected = oracles.kfac_blocks(written, data()[0], "classification", kfac_approx)
+    for mine, theirs in {"A": "down", "B": "up"}.items():
+        assert_close(factors.to_dense(f"layer.{mine}"), expected[f"layer.{theirs}.weight"])
+    assert "forward" not in model.layer.__dict__
+
+
+def test_without_a_rule_the_error_names_the_way():
+    with pytest.raises(NotImplementedError, match="'layer.A' of layer 'layer' .*register_rule"):
+        kronecker_factors(lora_model(), [data()], "classification")
+
+
+def test_parts_that_compute_something_else():
+    @register_rule(LoRALinear)
+    class Wrong(LoRAByParts):
+        def forward(self, layer, parts, x):
+            return layer.base(x) + parts["up"](parts["down"](x))
+
+    with pytest.raises(NotImplementedError, match="'layer' .*something else than Wrong"):
+        kronecker_factors(lora_model(), [data()], "classification")
+
+
+def test_parts_with_another_derivative_only():
+    @register_rule(LoRALinear)
+    class Wrong(LoRAByParts):
+        def forward(self, layer, parts, x):
+            return layer.base(x) + layer.scale * (x @ layer.A.T @ layer.B.T).detach()
+
+    with pytest.raises(NotImplementedError, match="'layer' .*something else than Wrong"):
+        kronecker_factors(lora_model(), [data()], "classification")
+
+
+class Turned(nn.Module):
+    """A linear layer with its weight stored (d_in, d_out)."""
+
+    def __init__(self, d_in, d_out):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(d_in, d_out))
+        self.bias = nn.Parameter(torch.zeros(d_out))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+class TurnedRule(WeightSharingRule):
+    transposed = True
+
+    def inputs(self, a):
+        return a.flatten(1, -2)[None]
+
+
+@pytest.mark.parametrize("kfac_approx", MODES)
+def test_a_rule_for_a_layer(kfac_approx):
+    register_rule(Turned)(TurnedRule)
+    torch.manual_seed(0)
+    model = Head(Turned(6, 4)).double()
+    factors = kronecker_factors(model, [data()], "classification", kfac_approx=kfac_approx)
+    linear = nn.Linear(6, 4).double()
+    linear.weight.data, linear.bias.data = model.layer.weight.data.T.contiguous(), model.layer.bias
+    reference = Head(linear).double()
+    reference.out = model.out
+    expected = oracles.kfac_blocks(reference, data()[0], "classification", kfac_approx)
+    block = expected["layer.weight"].unflatten(0, (4, 6)).unflatten(-1, (4, 6))
+    block = block.permute(1, 0, 3, 2).reshape(24, 24)
+    assert_close(factors.to_dense("layer.weight"), block)
+    assert_close(factors.to_dense("layer.bias"), expected["layer.bias"])
+    # Both halves of the data add up to the whole.
+    x, y = data()
+    parts = [
+        kronecker_factors(model, [(x[s], y[s])], "classification", kfac_approx=kfac_approx)
+        for s in (slice(2), slice(2, 5))
+    ]
+    assert_close((parts[0] + parts[1]).to_dense("layer.weight"), block)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda rule: setattr(rule, "transposed", False),
+        lambda rule: setattr(rule, "inputs", lambda self, a: 2 * a.flatten(1, -2)[None]),
+        lambda rule: setattr(rule, "bias_gradients", lambda self, b: b.flatten(1, -2)[:, :1]),
+    ],
+    ids=["stored the other way round", "other inputs", "other gradients"],
+)
+def test_a_wrong_rule_is_found_out(wrong):
+    class Wrong(TurnedRule):
+        pass
+
+    wrong(Wrong)
+    register_rule(Turned)(Wrong)
+    torch.manual_seed(0)
+    model = Head(Turned(4, 4)).double()
+    x, y = data()
+    with pytest.raises(NotImplementedError, match="'layer' .*and the rule for it"):
+        kronecker_factors(model, [(x[..., :4], y)], "classification")
+
+
+def test_a_rule_holds_for_derived_classes_and_can_be_replaced():
+    class Special(nn.Linear):
+        pass
+
+    class Other(nn.Linear):
+        def forward(self, input):
+            return F.linear(input, self.weight, self.bias)
+
+    assert registry.registered(Special(2, 2)).rule is registry.RULES[nn.Linear]
+    register_rule(Special)(TurnedRule)
+    assert registry.registered(Special(2, 2)).rule is TurnedRule
+    assert not registry.registered(Special(2, 2)).built_in
+    assert registry.registered(Other(2, 2)).built_in
+
+
+@pytest.mark.parametrize("wrong", [(), (3,), (int,), (nn.Linear(2, 2),)])
+def test_register_rule_wants_classes_of_layers(wrong):
+    with pytest.raises(TypeError, match="register_rule"):
+        register_rule(*wrong)
+
+
+def test_register_rule_wants_a_rule():
+    with pytest.raises(TypeError, match="Head is no rule"):
+        register_rule(Turned)(Head)
