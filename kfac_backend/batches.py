@@ -58,7 +58,7 @@ def to_device(value: Any, device: torch.device) -> Any:
     return value
 
 
-def examples(x: Any, which: slice) -> Any:
+def examples(x: Any, which: slice | Tensor) -> Any:
     """Some examples of an input that has them in front, or can be sliced by examples."""
     if isinstance(x, Mapping):
         return {key: tensor[which] for key, tensor in x.items()}

@@ -28,8 +28,9 @@ def call_with(
             if p.dim() == 4 and name not in parameters:
                 values[name] = p.contiguous(memory_format=torch.channels_last)
     args, kwargs = arguments(model, x)
+    state = _tied(model, values) | _changing_buffers(model)
     with _every_layer_called():
-        f = torch.func.functional_call(model, _tied(model, values), args, kwargs, tie_weights=False)
+        f = torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
     return logits_of(f)
 
 
@@ -96,6 +97,16 @@ def _tied(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
         f"{prefix}.{local}" if prefix else local: values[first[id(p)]]
         for prefix, module in model.named_modules()  # each module once
         for local, p in module.named_parameters(recurse=False, remove_duplicate=False)
+    }
+
+
+def _changing_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of what modules in train mode may change in place, such as running statistics."""
+    return {
+        f"{prefix}.{local}" if prefix else local: buffer.clone()
+        for prefix, module in model.named_modules()
+        if module.training
+        for local, buffer in module.named_buffers(recurse=False)
     }
 
 

@@ -66,6 +66,7 @@ class Capture:
         self._keep_inputs = keep_inputs
         self._handles: list[RemovableHandle] = []
         self._sources: list[Tensor] = []
+        self._num_examples: int | None = None
 
     def __enter__(self) -> "Capture":
         for tracked in self._coverage.layers:
@@ -84,6 +85,7 @@ class Capture:
     def forward(self, x: Any) -> Any:
         """The model's output at x, with a graph down to the first tracked outputs."""
         self._sources.clear()
+        self._num_examples = num_examples(x)
         with torch.enable_grad(), explicit_forwards(self._coverage):
             copies = self._copies_of_own_parameters(x)
             return call_with(self._model, copies, x, self._channels_last)
@@ -119,11 +121,18 @@ class Capture:
             if on_vector_end is not None:
                 on_vector_end()
 
+    def _for_each_example(self, x: Tensor) -> Tensor:
+        """What is the same for all examples, (...) or (1, ...), as (N, ...); no copy."""
+        N = self._num_examples
+        if N is None:
+            return x
+        return x.expand(N, *x.shape[1:]) if x.shape[0] == 1 else x.expand(N, *x.shape)
+
     def _copies_of_own_parameters(self, x: Any) -> dict[str, Tensor]:
         """Name -> copies (N, ...), the gradients of which are shown as layers' are."""
         copies = {}
         for tracked in self._coverage.own_parameters:
-            N = num_examples(x)
+            N = self._num_examples
             if N is None:
                 raise NotImplementedError(
                     f"Parameter '{tracked.name}' needs a copy for each example, whose number "
@@ -162,6 +171,8 @@ class Capture:
         def hook(layer: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
             a = first_input(args, kwargs).detach()
             rows = rows_of(tracked, a)
+            if layer in self._coverage.broadcast and rows is None:
+                a, output = self._for_each_example(a), self._for_each_example(output)
             seen = Use(a if rows is None else rows.flatten(a), rows)
             self._on_input(tracked, seen)
             if self._keep_inputs or tracked.rule.needs_input:

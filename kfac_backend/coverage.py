@@ -65,6 +65,8 @@ class Coverage:
     diagonal: list[str]
     names: list[str]
     """All parameters that get a block, in the order of ``model.named_parameters()``."""
+    broadcast: frozenset[nn.Module] = frozenset()
+    """Layers that run once for all examples: see `broadcast`."""
 
     @property
     def all(self) -> list[TrackedLayer]:
@@ -183,6 +185,13 @@ def _own_parameter(
             "register_parameters needs the shape, beginning with 1, as which it is broadcast: "
             f"{local}=(1, ...)."
         )
+    try:
+        p.detach().reshape(view)
+    except RuntimeError as error:
+        raise ValueError(
+            f"Parameter '{full}' of {type(module).__name__} has shape {tuple(p.shape)}, of which "
+            f"register_parameters cannot make {tuple(view)}; one entry may be -1, for all the rest."
+        ) from error
     name = f"{prefix}.{local}" if prefix else local
     layer = OwnParameter(module, local, view)
     return TrackedLayer(name, layer, OwnParameterRule, {local: full}, OwnParameter)

@@ -1,6 +1,5 @@
 """The curvature pass over the data: sums of Gram matrices, and all scaling of them."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +9,11 @@ from torch import Tensor, nn
 from kfac_backend.backward_vectors import BackwardVectors
 from kfac_backend.batches import Plan, make_plan, parts, splits_by_example, to_device
 from kfac_backend.block import KroneckerBlock
+from kfac_backend.broadcast import with_broadcast_layers
 from kfac_backend.capture import Capture
 from kfac_backend.coverage import TrackedLayer, find_coverage
 from kfac_backend.diagonal import ggn_diagonal
+from kfac_backend.finite import check_finite
 from kfac_backend.kronecker import KroneckerFactors
 from kfac_backend.layer_sums import LayerSums
 from kfac_backend.loss_hessian import check_targets, counted_terms, loss_sum, num_counted_terms
@@ -52,7 +53,7 @@ class CurvaturePass:
         batched: bool = False,
         ignore_index: int | None = None,
     ) -> None:
-        check_kfac_approx(kfac_approx)
+        kfac_approx = check_kfac_approx(kfac_approx)
         check_option("unsupported", unsupported, Unsupported)
         self._options = BackwardVectors(
             likelihood, fisher, mc_samples, generator, rank_tolerance, ignore_index
@@ -146,7 +147,7 @@ class CurvaturePass:
         with self._capture() as capture:
             f = capture.forward(x)
             check_targets(f, y, self._options.likelihood, self._options.ignore_index)
-            self._check_finite(f, x)
+            check_finite(self._model, f, x)
             self._check_rows(len(f))
             # Autocast has done its part in the forward pass; Gram matrices need none of it.
             with self._no_autocast(), backward_arithmetic(self._backward_precision):
@@ -225,6 +226,8 @@ class CurvaturePass:
         if self._uses_verified and (self._independence_verified or not several):
             return
         if splits_by_example(x, y):
+            if not self._uses_verified:
+                self._coverage = with_broadcast_layers(self._model, self._coverage, x)
             self._plan = make_plan(self._model, x, self._device)
         if self._plan.part_size is not None:
             x, y = next(parts(x, y, max(2, self._plan.part_size)))
@@ -280,21 +283,3 @@ class CurvaturePass:
         )
         for name, diagonal in diagonals.items():
             self._diagonal[name] = self._diagonal.get(name, 0) + diagonal
-
-    def _check_finite(self, f: Tensor, x: Any) -> None:
-        if torch.isfinite(f).all():
-            return
-        for name, p in self._model.named_parameters():
-            if not torch.isfinite(p).all():
-                raise ValueError(
-                    f"Parameter '{name}' contains NaN or infinity; training has diverged. "
-                    "Go back to an earlier state, with a smaller learning rate."
-                )
-        tensors = x.values() if isinstance(x, Mapping) else [x]
-        for tensor in tensors:
-            if isinstance(tensor, Tensor) and not torch.isfinite(tensor).all():
-                raise ValueError("The inputs contain NaN or infinity; clean the data.")
-        raise ValueError(
-            "The model's output contains NaN or infinity though its parameters and inputs are "
-            "finite; activations overflow. Normalise the inputs, or use float32 or float64."
-        )

@@ -6,7 +6,7 @@ from torch import nn
 __all__ = ["is_out_of_memory", "out_of_memory"]
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     """Whether an allocation failed, on a GPU or on the host."""
     host = ("can't allocate memory", "not enough memory")  # in the words of Linux and of Windows
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in host)

@@ -8,8 +8,12 @@ from kfac_backend.options import Approximation, KfacApprox, Mode, check_option
 __all__ = ["automatic_mode", "check_kfac_approx", "modes_of_layers"]
 
 
-def check_kfac_approx(kfac_approx: KfacApprox) -> None:
-    """Raise a ValueError unless it is a mode, "auto", or a mapping of patterns to modes."""
+def check_kfac_approx(kfac_approx: KfacApprox) -> KfacApprox:
+    """What was asked for, as a copy of plain dicts.
+
+    Raises:
+        ValueError: neither a mode, "auto", nor a mapping of patterns to modes.
+    """
     if not isinstance(kfac_approx, Mapping):
         if kfac_approx not in ("expand", "reduce", "auto"):
             raise ValueError(
@@ -17,7 +21,7 @@ def check_kfac_approx(kfac_approx: KfacApprox) -> None:
                 "'auto', or a mapping of layers' names or patterns to modes, such as "
                 "{'head*': 'expand', '*': 'reduce'}."
             )
-        return
+        return kfac_approx
     if not kfac_approx:
         raise ValueError("kfac_approx is an empty mapping; give '*' a mode for all layers.")
     for pattern, mode in kfac_approx.items():
@@ -30,6 +34,10 @@ def check_kfac_approx(kfac_approx: KfacApprox) -> None:
         for axis, of_axis in axes.items():
             where = f"kfac_approx[{pattern!r}]" + (f"[{axis!r}]" if axis else "")
             check_option(where, of_axis, Mode)
+    return {
+        pattern: dict(mode) if isinstance(mode, Mapping) else mode
+        for pattern, mode in kfac_approx.items()
+    }
 
 
 def automatic_mode(num_dimensions: int) -> Mode:

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from kfac_backend.batches import Plan, detached, example_shapes, examples, make_plan
+from kfac_backend.broadcast import with_broadcast_layers
 from kfac_backend.calls import call_with, num_examples
 from kfac_backend.capture import Capture
 from kfac_backend.coverage import TrackedLayer, coverage_of_blocks
@@ -102,6 +103,8 @@ class OutputCovariance:
         """How many examples fit; and, once, the proof that the hooks see all."""
         N = num_examples(x)
         some = x if N is None else examples(x, slice(2))
+        if not self._uses_verified:
+            self._coverage = with_broadcast_layers(self._model, self._coverage, some)
         if N is not None and N > 1 and not self._independence_verified:
             self._independence_verified = verify_independence(self._model, self._coverage, some)
         if not self._uses_verified:

@@ -10,9 +10,10 @@ from kfac_backend.calls import call_with
 from kfac_backend.capture import Capture
 from kfac_backend.comparison import close, noise_like, same_with_derivatives
 from kfac_backend.coverage import Coverage, DividedLayer, TrackedLayer
+from kfac_backend.memory import is_out_of_memory
 from kfac_backend.rules import Use
 
-__all__ = ["verify_divided", "verify_own_parameters"]
+__all__ = ["no_copies", "verify_divided", "verify_own_parameters"]
 
 
 def verify_divided(model: nn.Module, coverage: Coverage, x: Any) -> None:
@@ -63,7 +64,8 @@ def verify_own_parameters(model: nn.Module, coverage: Coverage, x: Any) -> None:
         for name in tracked.parameters.values():
             gradients[name] = gradients.get(name, 0) + b.sum(0).flatten()
 
-    names = [name for t in coverage.own_parameters for name in t.parameters.values()]
+    own = [name for t in coverage.own_parameters for name in t.parameters.values()]
+    names = list(dict.fromkeys(own))  # modules may share one
     leaves = {name: model.get_parameter(name).detach().requires_grad_() for name in names}
     only = Coverage([], coverage.own_parameters, coverage.divided, [], names)
     with torch.enable_grad(), torch.random.fork_rng():
@@ -71,10 +73,14 @@ def verify_own_parameters(model: nn.Module, coverage: Coverage, x: Any) -> None:
         f = call_with(model, leaves, x)
         torch.set_rng_state(state)
         capture = Capture(model, only, lambda tracked, use: None, record)
+        if not isinstance(f, Tensor):
+            return  # reported with the targets
         try:
             g = capture.forward(x)
-        except RuntimeError as error:
-            raise _no_copies(names) from error
+        except Exception as error:  # whatever the forward does with copies
+            if isinstance(error, NotImplementedError) or is_out_of_memory(error):
+                raise
+            raise no_copies(names) from error
         u = noise_like(f)
         same = close(f.detach(), g.detach())
         if same and f.requires_grad:
@@ -85,15 +91,16 @@ def verify_own_parameters(model: nn.Module, coverage: Coverage, x: Any) -> None:
                     does = gradients.get(name, torch.zeros_like(gradient).flatten())
                     same = same and close(gradient.flatten(), does)
     if not same:
-        raise _no_copies(names)
+        raise no_copies(names)
 
 
-def _no_copies(names: list[str]) -> NotImplementedError:
+def no_copies(names: list[str]) -> NotImplementedError:
+    """What to say of own parameters whose copies the forward does not take."""
     return NotImplementedError(
         f"The forward does not take a copy for each example of {', '.join(map(repr, names))}: with "
-        "(N, ...) in place of (1, ...) its output is another. Use them elementwise, give "
-        "register_parameters the shape as which they are broadcast, or freeze them "
-        "(requires_grad_(False))."
+        "(N, ...) in place of (1, ...) its output is another, or examples mix. Use them "
+        "elementwise, give register_parameters the shape as which they are broadcast, or freeze "
+        "them (requires_grad_(False))."
     )
 
 

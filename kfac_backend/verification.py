@@ -17,7 +17,8 @@ from kfac_backend.comparison import close, noise_like, same_with_derivatives
 from kfac_backend.coverage import Coverage, TrackedLayer
 from kfac_backend.dense_gradients import layer_gradients
 from kfac_backend.rules import Use
-from kfac_backend.substitution import verify_divided, verify_own_parameters
+from kfac_backend.rules.own_parameters import OwnParameter
+from kfac_backend.substitution import no_copies, verify_divided, verify_own_parameters
 
 __all__ = ["verify_independence", "verify_uses"]
 
@@ -26,7 +27,7 @@ def verify_uses(model: nn.Module, coverage: Coverage, x: Any) -> Any:
     """Prove with a forward pass that each parameter acts through its layer's class alone.
 
     Each tracked layer's output is cut off; whatever then depends on a parameter bypassed a hook.
-    Further forward passes compare layers made of parts, and copies of own parameters, if there are.
+    A further forward pass compares layers made of parts, if there are any.
 
     Returns:
         The model's output.
@@ -71,8 +72,6 @@ def verify_uses(model: nn.Module, coverage: Coverage, x: Any) -> Any:
             handle.remove()
     if isinstance(f, Tensor) and f.requires_grad:
         raise _used_outside(parameters, f, "the model's output")
-    if coverage.own_parameters and isinstance(f, Tensor):
-        verify_own_parameters(model, coverage, x)
     unused = [str(tracked) for tracked in coverage.layers if tracked.name not in called]
     if unused:
         warnings.warn(
@@ -91,6 +90,8 @@ def verify_independence(
 ) -> bool:
     """Prove with one forward pass that no row of a layer belongs to two examples.
 
+    Further ones compare copies of modules' own parameters, if there are any.
+
     Args:
         model: the model.
         coverage: its tracked layers.
@@ -103,8 +104,10 @@ def verify_independence(
 
     Raises:
         NotImplementedError: the first example's output reaches a row that another's reaches, or a
-            row that does not count.
+            row that does not count; own parameters that are not used elementwise.
     """
+    if coverage.own_parameters:
+        verify_own_parameters(model, coverage, x)
     reached: dict[tuple[TrackedLayer, Use], list[Tensor]] = {}
     finite = True
 
@@ -146,6 +149,8 @@ def verify_independence(
             mixed = by_first[1:].any() or by_rest[:1].any()
         else:
             mixed = (by_first & by_rest).any()
+        if mixed and isinstance(tracked.layer, OwnParameter):
+            raise no_copies([tracked.name])
         if mixed:
             raise NotImplementedError(
                 f"In layer {tracked} the rows of different examples mix: its input has no batch "

@@ -119,8 +119,13 @@ class ElementwiseRule(ExactRule):
         """The axes over which an example's entries share a parameter: all but first and second."""
         return list(range(2, x.dim()))
 
+    def first_own_axis(self, dimensions: int) -> int:
+        """The first axis that has parameters of its own."""
+        return 1
+
     def gradients(self, use: Use, b: Tensor, sums: PositionSums) -> dict[str, Tensor]:
         """Sums over the shared axes of b ∘ z and of b."""
+        self._check_rows(use, b)
         b, axes = at_least_float32(b), self.shared(b)
         gradients = {}
         if "weight" in self.names:
@@ -131,13 +136,26 @@ class ElementwiseRule(ExactRule):
             gradients["bias"] = _sum_over(b, axes)
         return gradients
 
+    def _check_rows(self, use: Use, b: Tensor) -> None:
+        number = 1 if use.rows is None else len(use.rows.axes)
+        if number > self.first_own_axis(b.dim() + number - 1):
+            raise NotImplementedError(
+                f"{self.layer} has parameters of its own for an axis that examples_of_rows, or "
+                f"counted_positions, takes for rows: the first {number}. Call the layer outside of "
+                "it, or flatten the rows to one axis."
+            )
+
 
 class LayerNormRule(ElementwiseRule):
     """nn.LayerNorm: the last axes have parameters, those before are shared."""
 
     def shared(self, x: Tensor) -> list[int]:
         """The axes between the first and the normalised ones."""
-        return list(range(1, x.dim() - len(self.layer.normalized_shape)))
+        return list(range(1, self.first_own_axis(x.dim())))
+
+    def first_own_axis(self, dimensions: int) -> int:
+        """The first of those that are normalised."""
+        return dimensions - len(self.layer.normalized_shape)
 
     def normalised(self, a: Tensor) -> Tensor:
         """The input with mean 0 and variance 1."""
@@ -188,6 +206,10 @@ class PReLURule(ElementwiseRule):
     def shared(self, x: Tensor) -> list[int]:
         """All axes, or all but the channels'."""
         return list(range(1 if self.layer.num_parameters == 1 else 2, x.dim()))
+
+    def first_own_axis(self, dimensions: int) -> int:
+        """The channels', if they have a slope each."""
+        return dimensions if self.layer.num_parameters == 1 else 1
 
     def normalised(self, a: Tensor) -> Tensor:
         """The negative part."""

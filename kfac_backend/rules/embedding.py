@@ -93,9 +93,7 @@ class EmbeddingRule(WeightSharingRule):
         """Shares of the tokens in each example (1, N, V), and R."""
         tokens = a.flatten(1).long() if a.dim() > 1 else a[:, None].long()
         R = tokens.shape[1]
-        shares = torch.zeros(
-            len(a), self.layer.num_embeddings, device=a.device, dtype=self._dtype
-        )
+        shares = torch.zeros(len(a), self.layer.num_embeddings, device=a.device, dtype=self._dtype)
         shares.scatter_add_(1, tokens, torch.full_like(tokens, 1 / R, dtype=self._dtype))
         return shares[None], R
 

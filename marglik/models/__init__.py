@@ -1,7 +1,11 @@
 """Networks for classification that K-FAC covers in every layer."""
 
+from marglik.models.gcn import GCN
+from marglik.models.gpt import GPT
+from marglik.models.graph_network import GraphNetwork
 from marglik.models.lenet import LeNet
 from marglik.models.mlp import MLP
+from marglik.models.vision_transformer import VisionTransformer
 from marglik.models.wide_resnet_fixup import WideResNetFixup
 
-__all__ = ["MLP", "LeNet", "WideResNetFixup"]
+__all__ = ["GCN", "GPT", "MLP", "GraphNetwork", "LeNet", "VisionTransformer", "WideResNetFixup"]

@@ -113,14 +113,14 @@ NOT_IMPLEMENTED = {
         with_patched_forward(nn.Linear(3, 2)),
         "computes something else",
     ),
-    "no batch axis": (
+    "one for all, not broadcast": (
         Lambda(
-            lambda m, x: m.out(torch.tanh(x[:, None] + m.pos(m.grid))).sum(1),
+            lambda m, x: m.out(torch.tanh(x * m.pos(m.grid).sum(0))),
             pos=nn.Linear(3, 3),
             out=nn.Linear(3, 2),
             grid=torch.randn(5, 3),
         ),
-        "layer 'pos' \\(Linear\\) the rows of different examples mix",
+        "'pos' \\(Linear\\) has the same input for all examples.*rows of different examples mix",
     ),
     "positions first, as many as examples": (
         Lambda(lambda m, x: m.fc(x[:, None] * torch.ones(4, 4, 1)).mean(0), fc=nn.Linear(3, 2)),
@@ -165,10 +165,30 @@ def test_a_tensor_that_a_layer_without_a_rule_shares(unsupported):
         factors(shared_with_an_unknown_layer(), unsupported=unsupported)
 
 
+@pytest.mark.parametrize("grid", [torch.randn(5, 3), torch.randn(1, 5, 3)])
+@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
+@pytest.mark.parametrize("n", [1, 4])
+def test_a_layer_that_runs_once_for_all_examples(grid, kfac_approx, n):
+    layers = {"pos": nn.Linear(3, 3), "out": nn.Linear(3, 2)}
+    once = Lambda(
+        lambda m, x: m.out(torch.tanh(x[:, None] + m.pos(m.grid))).sum(1), **layers, grid=grid
+    )
+    each = Lambda(
+        lambda m, x: m.out(torch.tanh(x[:, None] + m.pos(m.grid.expand(len(x), 5, 3)))).sum(1),
+        **layers,
+        grid=grid,
+    )
+    found = factors(once, X[:n], Y[:n], kfac_approx=kfac_approx)
+    expected = factors(each, X[:n], Y[:n], kfac_approx=kfac_approx)
+    for name, block in found.blocks.items():
+        torch.testing.assert_close(block.to_dense(), expected.to_dense(name))
+        assert block.num_terms == expected.blocks[name].num_terms
+
+
 def test_examples_that_mix_after_a_first_batch_of_one():
-    model, message = NOT_IMPLEMENTED["no batch axis"]
+    model = Lambda(lambda m, x: m.out(m.fc(x).roll(1, 0)), fc=nn.Linear(3, 3), out=nn.Linear(3, 2))
     factors(model, X[:1], Y[:1])  # one example mixes with none
-    with pytest.raises(NotImplementedError, match=message):
+    with pytest.raises(NotImplementedError, match="layer 'fc' .*rows of different examples mix"):
         kronecker_factors(model, [(X[:1], Y[:1]), (X, Y)], "classification")
 
 

@@ -1,0 +1,196 @@
+"""Batches of graphs, one behind the other in one set of tensors."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+__all__ = ["Graphs", "sum_by"]
+
+
+@dataclass(frozen=True, eq=False)
+class Graphs:
+    """G directed graphs with V nodes and E edges in all, concatenated.
+
+    Graph 0's nodes come first, then graph 1's, and so on; the edges lie in the same order. Edge e
+    points from node ``senders[e]`` to node ``receivers[e]``, which count through all V nodes; an
+    undirected edge is two edges. Graphs without edges or without nodes are graphs, too.
+
+    Models and loaders treat it as a tensor of G examples: ``len``, ``graphs[which]`` and
+    ``graphs.to(device)``. Nothing is checked on the way; `check` does so once, where data comes in.
+    """
+
+    nodes: Tensor
+    """(V, d_v) features, of floating point."""
+    edges: Tensor
+    """(E, d_e) features, of floating point; d_e may be 0."""
+    senders: Tensor
+    """(E,) int64: the node that each edge comes from."""
+    receivers: Tensor
+    """(E,) int64: the node that each edge points to."""
+    node_counts: Tensor
+    """(G,) int64: how many nodes each graph has."""
+    edge_counts: Tensor
+    """(G,) int64: how many edges each graph has."""
+
+    @property
+    def node_graph(self) -> Tensor:
+        """(V,) int64: the graph of each node."""
+        return _owners(self.node_counts, len(self.nodes))
+
+    @property
+    def edge_graph(self) -> Tensor:
+        """(E,) int64: the graph of each edge."""
+        return _owners(self.edge_counts, len(self.senders))
+
+    def __len__(self) -> int:
+        """G, the number of graphs."""
+        return len(self.node_counts)
+
+    def __getitem__(self, which: int | slice | Tensor) -> "Graphs":
+        """Return some graphs, in this order; their nodes are renumbered.
+
+        Args:
+            which: a slice, or (K,) the numbers of graphs or a truth value per graph, on the device
+                of the graphs; a number n stands for the slice that has graph n alone.
+
+        Raises:
+            IndexError: a graph that is not there, or indices that are not one-dimensional.
+        """
+        numbers = torch.arange(len(self), device=self.node_counts.device)[which]
+        if numbers.dim() > 1:
+            raise IndexError(
+                f"Graphs were indexed by a tensor of shape {tuple(numbers.shape)}; use a slice or "
+                "a one-dimensional tensor of graph numbers."
+            )
+        numbers = numbers.reshape(-1)
+        node_counts, edge_counts = self.node_counts[numbers], self.edge_counts[numbers]
+        first_nodes = _starts(self.node_counts)[numbers]
+        node_index, _ = _members(first_nodes, node_counts)
+        edge_index, owners = _members(_starts(self.edge_counts)[numbers], edge_counts)
+        shift = (_starts(node_counts) - first_nodes)[owners]  # (E',)
+        return Graphs(
+            self.nodes[node_index],
+            self.edges[edge_index],
+            self.senders[edge_index] + shift,
+            self.receivers[edge_index] + shift,
+            node_counts,
+            edge_counts,
+        )
+
+    def to(self, *args: Any, **kwargs: Any) -> "Graphs":
+        """Return the graphs on a device; a dtype, if any, is that of the features."""
+        nodes, edges = self.nodes.to(*args, **kwargs), self.edges.to(*args, **kwargs)
+        numbers = (self.senders, self.receivers, self.node_counts, self.edge_counts)
+        return Graphs(nodes, edges, *(tensor.to(nodes.device) for tensor in numbers))
+
+    def clone(self) -> "Graphs":
+        """Return a copy that shares no memory."""
+        return self._map(Tensor.clone)
+
+    def detach(self) -> "Graphs":
+        """Return the same tensors, cut off from what they were computed from."""
+        return self._map(Tensor.detach)
+
+    def check(self) -> Self:
+        """Return the graphs themselves, if they fit together.
+
+        Raises:
+            ValueError: if there is no graph, a tensor has the wrong shape, dtype or device, counts
+                are negative or do not add up, or an edge leads to a node that is not there or
+                belongs to another graph.
+        """
+        self._check_tensors()
+        V, E = len(self.nodes), len(self.edges)
+        sizes = {"node_counts": ("nodes", V), "edge_counts": ("edges", E)}
+        for name, (what, total) in sizes.items():
+            counts = getattr(self, name)
+            if counts.min() < 0:
+                raise ValueError(
+                    f"{name} has {int(counts.min())} for graph {int(counts.argmin())}; a graph has "
+                    f"0 {what} or more."
+                )
+            if counts.sum() != total:
+                raise ValueError(
+                    f"{name} adds up to {int(counts.sum())}, but there are {total} {what}; each "
+                    "belongs to exactly one graph."
+                )
+        node_graph, edge_graph = self.node_graph, self.edge_graph
+        for name in ("senders", "receivers"):
+            numbers = getattr(self, name)
+            if outside := _first((numbers < 0) | (numbers >= V)):
+                raise ValueError(
+                    f"{name} has node {int(numbers[outside[0]])} for edge {outside[0]}, but there "
+                    f"are {V} nodes; numbers must be 0 to V - 1 and count through all graphs."
+                )
+            if foreign := _first(node_graph[numbers] != edge_graph):
+                edge = foreign[0]
+                raise ValueError(
+                    f"Edge {edge} is counted to graph {int(edge_graph[edge])}, but {name} has node "
+                    f"{int(numbers[edge])} of graph {int(node_graph[numbers[edge]])} for it; edges "
+                    "stay within a graph, lie in the order of the graphs, and number the nodes "
+                    "through all graphs."
+                )
+        return self
+
+    def _check_tensors(self) -> None:
+        """Raise a ValueError unless every tensor has the shape, dtype and device of its place."""
+        for name in ("nodes", "edges"):
+            tensor = getattr(self, name)
+            if tensor.dim() != 2 or not tensor.is_floating_point():
+                raise ValueError(
+                    f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}; it needs "
+                    f"floating point numbers, (number of {name}, features of one)."
+                )
+        E, G = len(self.edges), self.node_counts.numel()
+        lengths = {"senders": E, "receivers": E, "node_counts": G, "edge_counts": G}
+        if self.node_counts.shape == (0,):
+            raise ValueError("node_counts is empty, so there is no graph; a batch has at least 1.")
+        for name, length in lengths.items():
+            tensor = getattr(self, name)
+            if tensor.shape != (length,) or tensor.dtype != torch.int64:
+                raise ValueError(
+                    f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}; it needs "
+                    f"shape ({length},) and int64: senders and receivers have a number for each "
+                    "edge, node_counts and edge_counts for each graph."
+                )
+            if tensor.device != self.nodes.device or self.edges.device != self.nodes.device:
+                raise ValueError(
+                    f"nodes are on {self.nodes.device}, edges on {self.edges.device}, and {name} "
+                    f"on {tensor.device}; use graphs.to(device)."
+                )
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> "Graphs":
+        names = ("nodes", "edges", "senders", "receivers", "node_counts", "edge_counts")
+        return Graphs(*(function(getattr(self, name)) for name in names))
+
+
+def sum_by(index: Tensor, x: Tensor, size: int) -> Tensor:
+    """Sums of the rows of x (M, d) with the same index: (size, d), zero where there are none."""
+    return x.new_zeros(size, x.shape[1]).index_add(0, index, x)
+
+
+def _owners(counts: Tensor, total: int) -> Tensor:
+    """0 counts[0] times, then 1 counts[1] times, ...; (total,)."""
+    numbers = torch.arange(len(counts), device=counts.device)
+    return numbers.repeat_interleave(counts, output_size=total)
+
+
+def _starts(counts: Tensor) -> Tensor:
+    """Where each graph's share begins."""
+    return counts.cumsum(0) - counts
+
+
+def _members(starts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """The old numbers of starts[k], ..., starts[k] + counts[k] - 1 for each k, and k itself."""
+    owners = _owners(counts, int(counts.sum()))
+    return torch.arange(len(owners), device=counts.device) + (starts - _starts(counts))[
+        owners
+    ], owners
+
+
+def _first(wrong: Tensor) -> list[int]:
+    """The number of the first true entry, if there is any."""
+    return wrong.nonzero()[:1].flatten().tolist()

@@ -1,0 +1,119 @@
+"""Models with attention, each with its reference for one example, and batches for them."""
+
+import torch
+from torch import Tensor, nn
+
+from tests.kfac_backend.blocks import normal
+from tests.sharing_attention import attention, decoder_layer, encoder_layer, linear
+
+
+class Attending(nn.Module):
+    """Attention between two sequences, and a linear head on each position or on their mean."""
+
+    def __init__(self, pool: bool, attn_mask: Tensor | None = None, **options):
+        super().__init__()
+        options = {"batch_first": True, **options}
+        self.attention = nn.MultiheadAttention(options.pop("embed_dim", 4), 2, **options)
+        self.head = nn.Linear(self.attention.embed_dim, 3)
+        self.pool, self.attn_mask = pool, attn_mask
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        inputs = [batch["query"], batch["key"], batch.get("value", batch["key"])]
+        if not self.attention.batch_first:
+            inputs = [x.transpose(0, 1) for x in inputs]
+        mask, padding = batch.get("mask", self.attn_mask), batch.get("padding")
+        if mask is not None and mask.dim() == 4:  # (N, heads, R, S)
+            mask = mask.flatten(0, 1)
+        x, _ = self.attention(*inputs, attn_mask=mask, key_padding_mask=padding, need_weights=False)
+        x = x if self.attention.batch_first else x.transpose(0, 1)
+        return self.head(x.mean(1) if self.pool else x)
+
+
+def attending(taps, model: Attending, example: dict[str, Tensor]) -> Tensor:
+    """Reference of `Attending` for one example."""
+    inputs = [example["query"], example["key"], example.get("value", example["key"])]
+    masks = (example.get("mask", model.attn_mask), example.get("padding"))
+    x = attention(taps, model.attention, "attention.", *inputs, *masks)
+    return linear(taps, model.head, "head", x.mean(0) if model.pool else x)
+
+
+def examples_of(model: nn.Module, batch: dict[str, Tensor]) -> list[tuple]:
+    N = len(batch["labels"])
+    return [(model, {k: v[n] for k, v in batch.items() if k != "labels"}) for n in range(N)]
+
+
+def batch_of(pool: bool, N: int = 3, R: int = 3, S: int = 4, d=(4, 4, 4), **more) -> dict:
+    shape = (N,) if pool else (N, R)
+    labels = torch.randint(3, shape, generator=torch.Generator().manual_seed(3))
+    batch = {"query": normal(N, R, d[0]), "key": normal(N, S, d[1], seed=1), **more}
+    if d[2] != d[1]:
+        batch["value"] = normal(N, S, d[2], seed=2)
+    return {**batch, "labels": labels}
+
+
+PADDING = torch.tensor([[False] * 2 + [True] * 2, [False, True, False, False], [False] * 4])
+CAUSAL = torch.ones(3, 4).triu(1).bool()
+
+
+class Layered(nn.Module):
+    """An encoder layer, a decoder layer with another sequence for memory, and a linear head."""
+
+    def __init__(self, pool: bool, causal: bool = False, **options):
+        super().__init__()
+        options = {"dropout": 0.0, "batch_first": True, **options}
+        self.encoder = nn.TransformerEncoderLayer(4, 2, 6, **options)
+        self.decoder = nn.TransformerDecoderLayer(4, 2, 6, **options)
+        self.head = nn.Linear(4, 3)
+        self.pool = pool
+        self.batch_first = options["batch_first"]
+        self.mask = torch.ones(3, 3).triu(1).bool() if causal else None
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        x, memory, padding = batch["query"], batch["key"], batch.get("padding")
+        if not self.batch_first:
+            x, memory = x.transpose(0, 1), memory.transpose(0, 1)
+        memory = self.encoder(memory, src_key_padding_mask=padding)
+        x = self.decoder(x, memory, tgt_mask=self.mask, memory_key_padding_mask=padding)
+        x = x if self.batch_first else x.transpose(0, 1)
+        return self.head(x.mean(1) if self.pool else x)
+
+
+def layered(taps, model: Layered, example: dict[str, Tensor]) -> Tensor:
+    """Reference of `Layered` for one example."""
+    padding = example.get("padding")
+    memory = encoder_layer(
+        taps, model.encoder, "encoder.", example["key"], key_padding_mask=padding
+    )
+    x = decoder_layer(
+        taps,
+        model.decoder,
+        "decoder.",
+        example["query"],
+        memory,
+        tgt_mask=model.mask,
+        memory_key_padding_mask=padding,
+    )
+    return linear(taps, model.head, "head", x.mean(0) if model.pool else x)
+
+
+class Stack(nn.Module):
+    """Several encoder layers with padding, pooled over positions that all examples have."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(4, 2, 3, 0.0, batch_first=True)
+        self.stack = nn.TransformerEncoder(layer, 2)  # nested tensors, were gradients off
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        x = self.stack(batch["key"], src_key_padding_mask=batch["padding"])
+        return self.head(x[:, 1:3].mean(1))
+
+
+def stack(taps, model: Stack, example: dict[str, Tensor]) -> Tensor:
+    """Reference of `Stack` for one example."""
+    x = example["key"]
+    for i, layer in enumerate(model.stack.layers):
+        name = f"stack.layers.{i}."
+        x = encoder_layer(taps, layer, name, x, key_padding_mask=example["padding"])
+    return linear(taps, model.head, "head", x[1:3].mean(0))

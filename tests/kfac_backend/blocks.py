@@ -1,0 +1,74 @@
+"""Comparing the product's blocks with an oracle's, in both modes."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from kfac_backend import KroneckerFactors, kronecker_factors
+from tests.taps import Taps
+
+OTHER = {"expand": "reduce", "reduce": "expand"}
+MODES = list(OTHER)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def randomize(module: nn.Module, std: float = 0.7) -> nn.Module:
+    """The module in float64 and evaluation mode, all of its parameters normal."""
+    generator = torch.Generator().manual_seed(0)
+    module = module.double().eval()
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(std * torch.randn(p.shape, generator=generator, dtype=torch.float64))
+    return module
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    """Relative, in the Frobenius norm."""
+    return float((found - exact).norm() / exact.norm())
+
+
+def assert_blocks(factors: KroneckerFactors, expected: dict[str, Tensor]) -> None:
+    """Blocks of all names in ``expected`` are those, up to rounding in float64."""
+    for name, block in expected.items():
+        scale = float(block.abs().max())
+        found = factors.to_dense(name)
+        assert_close(found, block, rtol=1e-9, atol=1e-11 * max(scale, 1), msg=_named(name))
+
+
+def _named(name: str):
+    return lambda message: f"Block of {name}: {message}"
+
+
+def assert_reference(reference, examples: list[tuple], outputs: Iterable[Tensor]) -> None:
+    """A reference model makes the model's outputs, one tensor for each example."""
+    for example, f in zip(examples, outputs, strict=True):
+        assert_close(reference(Taps(), *example), f, rtol=1e-12, atol=1e-12)
+
+
+def assert_modes_differ(model, data, likelihood: str, names, least: float = 0.02) -> None:
+    """Negative control: expand and reduce give these parameters different blocks."""
+    blocks = [kronecker_factors(model, data, likelihood, kfac_approx=mode) for mode in MODES]
+    for name in names:
+        first, second = (factors.to_dense(name) for factors in blocks)
+        assert error(first, second) > least, name
+
+
+def assert_batches_do_not_matter(
+    model, batches, likelihood: str, mode: str, whole: KroneckerFactors
+) -> None:
+    """Factors of several batches are those of all examples at once."""
+    split = kronecker_factors(model, batches, likelihood, kfac_approx=mode)
+    assert list(split.blocks) == list(whole.blocks)
+    assert_blocks(split, {name: whole.to_dense(name) for name in whole.blocks})
+
+
+def parts(batch: dict[str, Tensor], sizes: list[int]) -> list[dict[str, Tensor]]:
+    """A batch that is a mapping as several of these numbers of examples."""
+    pieces = [tensor.split(sizes) for tensor in batch.values()]
+    return [dict(zip(batch, piece, strict=True)) for piece in zip(*pieces, strict=True)]

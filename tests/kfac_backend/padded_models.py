@@ -1,0 +1,204 @@
+"""Models of padded sequences and of graphs, each with its reference for one example.
+
+A reference sees an example alone, and of it only the positions that count.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from kfac_backend import counted_positions, examples_of_rows
+from tests.kfac_backend.blocks import normal
+from tests.sharing_attention import encoder_layer, layer_norm, linear
+from tests.taps import Taps
+
+MASK = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 0], [0, 0, 1, 0]]).bool()  # what counts, (N, R)
+TOKENS = torch.tensor([[1, 0, 2, 2], [3, 4, 0, 0], [0, 1, 4, 3]])
+IGNORED = -100
+
+
+def batch_of(mask: Tensor = MASK, per_position: bool = False) -> dict[str, Tensor]:
+    """Sequences with labels 0 or 1, one for each example or each position; padding is ignored."""
+    N, R = mask.shape
+    labels = torch.randint(2, (N, R), generator=torch.Generator().manual_seed(2))
+    labels = labels.masked_fill(~mask, IGNORED) if per_position else labels[:, 0]
+    return {"x": normal(N, R, 3), "mask": mask, "labels": labels}
+
+
+def real_positions(model: nn.Module, batch: dict[str, Tensor]) -> list[tuple]:
+    """Arguments of the references, example by example."""
+    return [(model, x_n[mask_n]) for x_n, mask_n in zip(batch["x"], batch["mask"], strict=True)]
+
+
+def ragged_linear(taps: Taps, layer: nn.Linear, name: str, x: Tensor) -> Tensor:
+    """A layer of which reduce scales by 1/√R_n."""
+    names = (f"{name}.weight", f"{name}.bias")
+    return taps.linear(x, layer.weight, layer.bias, names, ragged=True)
+
+
+WAYS = {
+    # How the positions that count are declared: whether reduce scales by 1/√R_n.
+    "counted": False,
+    "index": True,
+    "index, means": False,
+    "sequence first": True,
+    "rows": True,
+    "rows, means": False,
+}
+
+
+class Padded(nn.Module):
+    """Two layers on padded sequences, aggregated over positions that count; or no aggregation.
+
+    Aggregation: "sum", "mean", "root" (Σ_r / √R_n) or "none". Way: of `WAYS`, or "not at all".
+    """
+
+    def __init__(self, aggregation: str, way: str = "counted", head: bool = True, linear=False):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 3)
+        self.head = nn.Linear(3, 2) if head else None
+        self.aggregation, self.way, self.linear = aggregation, way, linear
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        mask = batch["mask"]
+        f = self.layers_of_padded(batch["x"], mask)
+        if self.aggregation != "none":
+            f = torch.where(mask[..., None], f, 0).sum(1)
+            f = f * scale_of(self.aggregation, mask.sum(1))[:, None]
+        return f if self.head is None else self.head(f)
+
+    def layers(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.second(x if self.linear else x.tanh())
+
+    def layers_of_padded(self, x: Tensor, mask: Tensor) -> Tensor:
+        N, R = mask.shape
+        example = torch.arange(N)[:, None].expand(N, R)
+        index = example.masked_fill(~mask, -1)
+        by_roots = WAYS.get(self.way, True)
+        if self.way == "counted":
+            with counted_positions(mask):
+                return self.layers(x)
+        if self.way.startswith("index"):
+            with examples_of_rows(index, N, by_roots=by_roots):
+                return self.layers(x)
+        if self.way == "sequence first":
+            with examples_of_rows(index.T, N):
+                return self.layers(x.transpose(0, 1)).transpose(0, 1)
+        if self.way.startswith("rows"):  # concatenated, in another order: the last example first
+            order = example[mask].argsort(descending=True)
+            with examples_of_rows(example[mask][order], N, by_roots=by_roots):
+                rows = self.layers(x[mask][order])
+            f = torch.zeros(N, R, rows.shape[-1], dtype=rows.dtype)
+            return f.index_put(mask.nonzero()[order].unbind(1), rows)
+        return self.layers(x)
+
+
+def scale_of(aggregation: str, count: Tensor) -> Tensor:
+    """Factor of Σ_r, of shape of ``count``."""
+    count = count.clamp(min=1).double()
+    return {"sum": torch.ones_like(count), "mean": 1 / count, "root": count.rsqrt()}[aggregation]
+
+
+def padded(taps: Taps, model: Padded, x: Tensor) -> Tensor:
+    """Reference of `Padded`."""
+    layer = ragged_linear if WAYS[model.way] else linear
+    x = layer(taps, model.first, "first", x)
+    x = layer(taps, model.second, "second", x if model.linear else x.tanh())
+    if model.aggregation != "none":
+        x = x.sum(0) * scale_of(model.aggregation, torch.tensor(len(x)))
+    return x if model.head is None else linear(taps, model.head, "head", x)
+
+
+class PaddedTransformer(nn.Module):
+    """A Transformer layer of padded sequences, all of it for positions that count."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(3, 1, 4, 0.0, batch_first=True)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        mask = batch["mask"]
+        with counted_positions(mask):
+            x = self.layer(batch["x"], src_key_padding_mask=~mask)
+        x = torch.where(mask[..., None], x, 0).sum(1)
+        return self.head(x / mask.sum(1, keepdim=True))
+
+
+def padded_transformer(taps: Taps, model: PaddedTransformer, x: Tensor) -> Tensor:
+    """Reference of `PaddedTransformer`."""
+    return linear(taps, model.head, "head", encoder_layer(taps, model.layer, "layer.", x).mean(0))
+
+
+class PaddedTokens(nn.Module):
+    """Embedding and layer of padded sentences, the embedding with or without ``padding_idx``."""
+
+    def __init__(self, padding_idx: int | None):
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(5, 3, padding_idx), nn.Linear(3, 3)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        mask = batch["mask"]
+        with counted_positions(mask):
+            x = self.layer(self.embed(batch["x"])).tanh()
+        x = torch.where(mask[..., None], x, 0).sum(1)
+        return self.head(x / mask.sum(1, keepdim=True))
+
+
+def padded_tokens(taps: Taps, model: PaddedTokens, tokens: Tensor) -> Tensor:
+    """Reference of `PaddedTokens`."""
+    x = taps.embedding(tokens, model.embed.weight, "embed.weight", model.embed.padding_idx)
+    x = linear(taps, model.layer, "layer", x).tanh()
+    return linear(taps, model.head, "head", x.mean(0))
+
+
+class Graphs(nn.Module):
+    """Messages along edges, twice with one layer, between nodes of graphs of different sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm = nn.Linear(3, 4), nn.LayerNorm(4)
+        self.message, self.update = nn.Linear(8, 4), nn.Linear(8, 4, bias=False)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        mask, N = batch["mask"], len(batch["mask"])
+        graph_of_node = torch.arange(N)[:, None].expand_as(mask)[mask]
+        number = (mask.flatten().cumsum(0) - 1).reshape(mask.shape)  # of each node in the batch
+        graph, source, target = batch["edges"].nonzero().unbind(1)
+        source, target = number[graph, source], number[graph, target]
+        with examples_of_rows(graph_of_node, N):
+            h = self.norm(self.embed(batch["x"][mask])).tanh()
+        for _ in range(2):
+            with examples_of_rows(graph, N):
+                messages = self.message(torch.cat([h[source], h[target]], -1)).tanh()
+            received = torch.zeros_like(h).index_add(0, target, messages)
+            with examples_of_rows(graph_of_node, N):
+                h = h + self.update(torch.cat([h, received], -1)).tanh()
+        total = torch.zeros(N, 4, dtype=h.dtype).index_add(0, graph_of_node, h)
+        return self.head(total / mask.sum(1)[:, None])
+
+
+def graph_network(taps: Taps, model: Graphs, x: Tensor, edges: Tensor) -> Tensor:
+    """Reference of `Graphs`: x (V, d), edges (V, V) of bool."""
+    source, target = edges.nonzero().unbind(1)
+    h = layer_norm(model.norm, ragged_linear(taps, model.embed, "embed", x)).tanh()
+    for _ in range(2):
+        ends = torch.cat([h[source], h[target]], -1)
+        messages = ragged_linear(taps, model.message, "message", ends).tanh()
+        received = torch.stack([messages[target == v].sum(0) for v in range(len(x))])
+        h = h + ragged_linear(taps, model.update, "update", torch.cat([h, received], -1)).tanh()
+    return linear(taps, model.head, "head", h.mean(0))
+
+
+def graphs(model: Graphs) -> tuple[dict[str, Tensor], list[tuple]]:
+    """Three graphs, the last one of a single node and no edge; and the reference's examples."""
+    batch = batch_of()
+    edges = torch.rand(3, 4, 4, generator=torch.Generator().manual_seed(4)) > 0.4
+    both = MASK[:, :, None] & MASK[:, None, :]
+    batch["edges"] = edges & both & ~torch.eye(4, dtype=torch.bool)
+    examples = [
+        (model, batch["x"][n][MASK[n]], batch["edges"][n][MASK[n]][:, MASK[n]]) for n in range(3)
+    ]
+    return batch, examples

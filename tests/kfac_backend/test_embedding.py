@@ -1,0 +1,122 @@
+"""Embedding: a linear layer whose inputs are one-hot vectors."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from kfac_backend import kronecker_factors
+from tests.kfac_backend.blocks import (
+    MODES,
+    OTHER,
+    assert_batches_do_not_matter,
+    assert_blocks,
+    error,
+    randomize,
+)
+from tests.sharing_convolutions import layer_blocks
+from tests.sharing_oracles import ggn_blocks
+
+
+class Tokens(nn.Module):
+    """Embedding, nonlinearity or not, Linear; outputs per token, or their scaled sum."""
+
+    def __init__(self, pool: bool, linear: bool = False, vocabulary: int = 5, **options):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocabulary, 3, **options), nn.Linear(3, 2)
+        self.pool, self.linear = pool, linear
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        f = self.head(x if self.linear else x.tanh())
+        return -0.5 * f.flatten(1, -2).sum(1) if self.pool else f
+
+
+def tokens_of(*shape: int, vocabulary: int = 5, seed: int = 0) -> Tensor:
+    return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def labels_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    return tokens_of(*model(tokens).shape[:-1], vocabulary=2, seed=1)
+
+
+SHAPES = {"one token": (6,), "sentence": (3, 4), "grid": (3, 2, 2)}
+PADDINGS = {"none": {}, "first": {"padding_idx": 0}, "last": {"padding_idx": -1}}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("pool", [False, True])
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_blocks_are_those_of_the_definition(shape, padding, pool, mode):
+    if pool and shape == "one token":
+        pytest.skip("nothing to pool")
+    model, tokens = randomize(Tokens(pool, **PADDINGS[padding])), tokens_of(*SHAPES[shape])
+    y = labels_of(model, tokens)
+    factors = kronecker_factors(model, [(tokens, y)], "classification", kfac_approx=mode)
+    expected = layer_blocks(model, "embed", tokens, "classification", mode)
+    assert_blocks(factors, expected)
+    split = [(tokens[:1], y[:1]), (tokens[1:], y[1:])]
+    assert_batches_do_not_matter(model, split, "classification", mode, factors)
+
+    if padding != "none":  # the padding's row is a constant
+        row = model.embed.padding_idx
+        entries = slice(3 * row, 3 * row + 3)
+        assert not factors.to_dense("embed.weight")[entries].any()
+    if shape != "one token":
+        other = layer_blocks(model, "embed", tokens, "classification", OTHER[mode])
+        assert error(other["embed.weight"], expected["embed.weight"]) > 0.1
+
+
+@pytest.mark.parametrize(("mode", "pool"), [("expand", False), ("reduce", True)])
+def test_exact_in_its_setting(mode, pool):
+    model, tokens = randomize(Tokens(pool, linear=True)), tokens_of(4, 3)
+    y = torch.zeros_like(model(tokens))
+    exact = ggn_blocks(model, lambda run: run(tokens), "regression")
+    assert_blocks(kronecker_factors(model, [(tokens, y)], "regression", kfac_approx=mode), exact)
+    other = kronecker_factors(model, [(tokens, y)], "regression", kfac_approx=OTHER[mode])
+    assert error(other.to_dense("embed.weight"), exact["embed.weight"]) > 0.1
+
+
+def test_padding_is_what_makes_the_difference():
+    plain, padded = (randomize(Tokens(True, **PADDINGS[p])) for p in ("none", "first"))
+    tokens = tokens_of(3, 4)
+    tokens[:, 0] = 0
+    y = labels_of(plain, tokens)
+    for mode in MODES:
+        first, second = (
+            kronecker_factors(m, [(tokens, y)], "classification", kfac_approx=mode)
+            for m in (plain, padded)
+        )
+        kept = slice(3, None)  # tokens that are no padding
+        blocks = [f.to_dense("embed.weight")[kept, kept] for f in (first, second)]
+        assert error(*blocks) > 0.05
+        assert_blocks(first, {k: second.to_dense(k) for k in second.blocks if "head" in k})
+
+
+def test_tokens_that_do_not_occur_have_a_block_of_zeros():
+    model, tokens = randomize(Tokens(False)), torch.tensor([[0, 1], [3, 1]])
+    factors = kronecker_factors(
+        model, [(tokens, labels_of(model, tokens))], "classification", kfac_approx="expand"
+    )
+    block = factors.to_dense("embed.weight")
+    assert not block[6:9].any() and not block[12:].any() and block[9:12, 9:12].any()
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    N=st.integers(1, 3),
+    inner=st.lists(st.integers(1, 3), max_size=2),
+    vocabulary=st.integers(1, 6),
+    padded=st.booleans(),
+    mode=st.sampled_from(MODES),
+    seed=st.integers(0, 9),
+)
+def test_any_shape(N, inner, vocabulary, padded, mode, seed):
+    options = {"padding_idx": 0} if padded else {}
+    model = randomize(Tokens(False, vocabulary=vocabulary, **options))
+    tokens = tokens_of(N, *inner, vocabulary=vocabulary, seed=seed)
+    y = labels_of(model, tokens)
+    factors = kronecker_factors(model, [(tokens, y)], "classification", kfac_approx=mode)
+    assert_blocks(factors, layer_blocks(model, "embed", tokens, "classification", mode))

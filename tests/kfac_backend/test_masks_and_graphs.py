@@ -1,0 +1,182 @@
+"""Positions that do not count, and examples with different numbers of positions."""
+
+import pytest
+import torch
+
+from kfac_backend import kronecker_factors
+from tests.kfac_backend.blocks import (
+    MODES,
+    OTHER,
+    assert_batches_do_not_matter,
+    assert_blocks,
+    assert_reference,
+    error,
+    parts,
+    randomize,
+)
+from tests.kfac_backend.padded_models import (
+    IGNORED,
+    MASK,
+    TOKENS,
+    WAYS,
+    Graphs,
+    Padded,
+    PaddedTokens,
+    PaddedTransformer,
+    batch_of,
+    graph_network,
+    graphs,
+    padded,
+    padded_tokens,
+    padded_transformer,
+    real_positions,
+)
+from tests.sharing_oracles import ggn_blocks
+from tests.taps import reference_blocks
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_references_are_the_models(way):
+    model, batch = randomize(Padded("mean", way)), batch_of()
+    assert_reference(padded, real_positions(model, batch), model(batch))
+    model = randomize(Padded("none", way, head=False))
+    outputs = [f_n[mask_n] for f_n, mask_n in zip(model(batch), MASK, strict=True)]
+    assert_reference(padded, real_positions(model, batch), outputs)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("aggregation", ["sum", "mean"])
+@pytest.mark.parametrize("way", WAYS)
+def test_blocks_are_those_of_the_positions_that_count(way, aggregation, mode):
+    model, batch = randomize(Padded(aggregation, way)), batch_of()
+    examples = real_positions(model, batch)
+    expected = reference_blocks(padded, examples, "classification", mode)
+    factors = kronecker_factors(model, [batch], "classification", kfac_approx=mode)
+    assert_blocks(factors, expected)
+    several = parts(batch, [1, 2])
+    assert_batches_do_not_matter(model, several, "classification", mode, factors)
+    other = reference_blocks(padded, examples, "classification", OTHER[mode])
+    assert error(other["first.weight"], expected["first.weight"]) > 0.1
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", ["counted", "sequence first"])
+def test_a_loss_term_for_each_position_that_counts(way, mode):
+    model, batch = randomize(Padded("none", way, head=False)), batch_of(per_position=True)
+    expected = reference_blocks(padded, real_positions(model, batch), "classification", mode)
+    for batches in ([batch], parts(batch, [2, 1])):
+        factors = kronecker_factors(
+            model, batches, "classification", kfac_approx=mode, ignore_index=IGNORED
+        )
+        assert_blocks(factors, expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", ["counted", "rows"])
+def test_an_example_without_positions_counts_as_an_example(way, mode):
+    model = randomize(Padded("mean", way))
+    batch = batch_of(torch.cat([MASK, torch.zeros(1, 4, dtype=torch.bool)]))
+    expected = reference_blocks(padded, real_positions(model, batch), "classification", mode)
+    factors = kronecker_factors(model, [batch], "classification", kfac_approx=mode)
+    assert_blocks(factors, expected)
+    # A batch that has no position at all.
+    several = parts(batch, [3, 1])
+    assert_batches_do_not_matter(model, several, "classification", mode, factors)
+    without = kronecker_factors(model, several[:1], "classification", kfac_approx=mode)
+    first = factors.to_dense("first.weight")
+    # Reduce: A is a mean over examples, B a sum. Expand: A is a mean over positions.
+    assert_blocks(without, {"first.weight": first * (4 / 3 if mode == "reduce" else 1)})
+    bias = ggn_blocks(model, lambda run: run(batch), "classification")["first.bias"]
+    if mode == "reduce":
+        assert_blocks(factors, {"first.bias": bias})  # exact: no input, so nothing to average
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_padding_that_is_not_declared_changes_the_blocks(mode):
+    blocks = [
+        kronecker_factors(
+            randomize(Padded("mean", way)), [batch_of()], "classification", kfac_approx=mode
+        ).to_dense("first.weight")
+        for way in ("counted", "not at all")
+    ]
+    assert error(*blocks) > 0.1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_padded_positions_hold_makes_no_difference(mode):
+    model, batch = randomize(Padded("mean")), batch_of()
+    filled = {**batch, "x": torch.where(MASK[..., None], batch["x"], 7.0)}
+    first, second = (
+        kronecker_factors(model, [b], "classification", kfac_approx=mode) for b in (batch, filled)
+    )
+    assert_blocks(first, {name: second.to_dense(name) for name in second.blocks})
+
+
+EXACT = {("counted", "mean"), ("rows, means", "mean"), ("rows", "root"), ("index", "root")}
+
+
+@pytest.mark.parametrize("aggregation", ["sum", "mean", "root"])
+@pytest.mark.parametrize("way", ["counted", "rows, means", "rows", "index"])
+def test_reduce_is_exact_for_the_aggregation_of_its_scale(way, aggregation):
+    # Deep linear, Gaussian likelihood: means for the mean, 1/√R_n for Σ_r / √R_n, and no other.
+    model, batch = randomize(Padded(aggregation, way, head=False, linear=True)), batch_of()
+    batch["labels"] = torch.zeros_like(model(batch))
+    exact = ggn_blocks(model, lambda run: run(batch), "regression")
+    factors = kronecker_factors(model, [batch], "regression", kfac_approx="reduce")
+    expand = kronecker_factors(model, [batch], "regression", kfac_approx="expand")
+    for name in ("first.weight", "second.weight"):
+        if (way, aggregation) in EXACT:
+            assert_blocks(factors, {name: exact[name]})
+        else:
+            assert error(factors.to_dense(name), exact[name]) > 0.05
+        assert error(expand.to_dense(name), exact[name]) > 0.1
+    assert_blocks(factors, {name: b for name, b in exact.items() if name.endswith("bias")})
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_padded_transformer_is_that_of_shorter_sequences(mode):
+    model, batch = randomize(PaddedTransformer()), batch_of()
+    examples = real_positions(model, batch)
+    assert_reference(padded_transformer, examples, model(batch))
+    expected = reference_blocks(padded_transformer, examples, "classification", mode)
+    factors = kronecker_factors(model, [batch], "classification", kfac_approx=mode)
+    assert_blocks(factors, expected)
+    exact = ggn_blocks(model, lambda run: run(batch), "classification")
+    assert_blocks(factors, {name: block for name, block in exact.items() if "norm" in name})
+    several = parts(batch, [1, 2])
+    assert_batches_do_not_matter(model, several, "classification", mode, factors)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("padding_idx", [None, 0])
+def test_padded_tokens(padding_idx, mode):
+    # With padding_idx=0 there is a padding token at a position that counts, too: no position of
+    # the embedding, but one of the layer.
+    model, batch = randomize(PaddedTokens(padding_idx)), {**batch_of(), "x": TOKENS}
+    examples = real_positions(model, batch)
+    assert_reference(padded_tokens, examples, model(batch))
+    expected = reference_blocks(padded_tokens, examples, "classification", mode)
+    factors = kronecker_factors(model, [batch], "classification", kfac_approx=mode)
+    assert_blocks(factors, expected)
+    several = parts(batch, [2, 1])
+    assert_batches_do_not_matter(model, several, "classification", mode, factors)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_graph_network(mode):
+    model = randomize(Graphs())
+    batch, examples = graphs(model)
+    assert not batch["edges"][2].any()  # a batch of this graph alone has no edge
+    assert_reference(graph_network, examples, model(batch))
+    expected = reference_blocks(graph_network, examples, "classification", mode)
+    exact = ggn_blocks(model, lambda run: run(batch), "classification")
+    norms = {k: block for k, block in exact.items() if k.startswith("norm")}
+    assert set(expected) | set(norms) == set(exact)
+    factors = kronecker_factors(model, [batch], "classification", kfac_approx=mode)
+    assert_blocks(factors, expected)
+    assert_blocks(factors, norms)
+    for sizes in ([1, 2], [2, 1], [1, 1, 1]):
+        assert_batches_do_not_matter(model, parts(batch, sizes), "classification", mode, factors)
+    other = reference_blocks(graph_network, examples, "classification", OTHER[mode])
+    assert error(other["message.weight"], expected["message.weight"]) > 0.1
+    assert error(other["update.weight"], expected["update.weight"]) > 0.1

@@ -1,0 +1,175 @@
+"""Weights that are used more than once: the uses are one more axis that shares the weight."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kfac_backend import kronecker_factors
+from tests.kfac_backend import tied_models
+from tests.kfac_backend.blocks import (
+    MODES,
+    OTHER,
+    assert_batches_do_not_matter,
+    assert_blocks,
+    assert_reference,
+    error,
+    normal,
+    randomize,
+)
+from tests.kfac_backend.tied_models import LanguageModel, Pooled
+from tests.sharing_oracles import ggn_blocks, kfac_blocks_from_uses, loss_hessians
+from tests.taps import reference_blocks, uses_of
+
+IGNORED = -100
+
+
+MODELS = {
+    # name: (model, a parameter that it uses several times)
+    "layer called twice": (tied_models.CalledTwice, "layer.weight"),
+    "two layers with one weight": (tied_models.TwoLayers, "first.weight"),
+    "two layers with one bias": (tied_models.TiedBias, "first.bias"),
+    "one layer, two names": (tied_models.TwoNames, "first.weight"),
+    "recurrent": (tied_models.Recurrent, "state.weight"),
+    "positions, then their mean": (tied_models.PositionsThenMean, "layer.weight"),
+    "convolution called twice": (tied_models.ConvolvedTwice, "layer.weight"),
+    "convolution with groups called twice": (tied_models.GroupsTwice, "layer.weight"),
+    "encoder layer called twice": (tied_models.EncoderTwice, "layer.linear1.weight"),
+    "language model": (tied_models.LanguageModel, "embed.weight"),
+    "language model with padding": (tied_models.PaddedLanguageModel, "embed.weight"),
+    "embedded twice, read out twice": (tied_models.EmbeddedTwice, "embed.weight"),
+    "autoencoder": (tied_models.Autoencoder, "encode.weight"),
+}
+
+
+def setting(name: str, pool: bool, N: int = 3) -> tuple[Pooled, Tensor, Tensor]:
+    """Model, inputs and labels."""
+    model_class, _ = MODELS[name]
+    torch.manual_seed(0)
+    model = randomize(model_class())
+    model.pool = pool
+    generator = torch.Generator().manual_seed(1)
+    if issubclass(model_class, LanguageModel):
+        x = torch.randint(5, (N, 3), generator=generator)
+    else:
+        x = normal(N, 4 if "conv" in name or name == "autoencoder" else 3, 3)
+    f = model(x)
+    return model, x, torch.randint(f.shape[-1], f.shape[:-1], generator=generator)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_reference_is_the_model(name):
+    model, x, _ = setting(name, pool=False)
+    assert_reference(model.reference, [(x_n,) for x_n in x], model(x))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("pool", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_uses_are_one_more_sharing_axis(name, pool, mode):
+    model, x, y = setting(name, pool)
+    factors = kronecker_factors(model, [(x, y)], "classification", kfac_approx=mode)
+    uses, outputs = uses_of(model.reference, [(x_n,) for x_n in x])
+    hessians = loss_hessians(outputs, "classification")
+    expected = kfac_blocks_from_uses(uses, hessians, mode)
+    assert {k for k, _ in model.named_parameters()} - set(expected) == {
+        k for k, _ in model.named_parameters() if "norm" in k
+    }
+    assert_blocks(factors, expected)
+    split = [(x[:1], y[:1]), (x[1:], y[1:])]
+    assert_batches_do_not_matter(model, split, "classification", mode, factors)
+
+    # Negative controls: neither one use alone, nor the other mode.
+    tied = MODELS[name][1]
+    keys = [key for key in uses if key[0] == tied]
+    for use in range(len(uses[keys[0]])):
+        assert len(uses[keys[0]]) > 1
+        one_use = {key: [uses[key][use]] for key in keys}
+        alone = kfac_blocks_from_uses(one_use, hessians, mode)[tied]
+        assert error(alone, expected[tied]) > 0.02
+    other = kfac_blocks_from_uses(uses, hessians, OTHER[mode])
+    assert error(other[tied], expected[tied]) > 0.02
+
+
+class TwoNorms(Pooled):
+    """Two normalizations that share their weight, but not their bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.layer, self.second = nn.LayerNorm(3), nn.Linear(3, 3), nn.LayerNorm(3)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.layer(self.first(x)).tanh())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", ["layer called twice", "two layers"])
+def test_elementwise_parameters_used_twice_are_exact(case, mode):
+    model, x, y = setting("encoder layer called twice", pool=True)
+    norms = [name for name, _ in model.named_parameters() if "norm" in name]
+    if case == "two layers":
+        model, norms = randomize(TwoNorms()), ["first.weight", "first.bias", "second.bias"]
+        y = torch.zeros(3, 3, dtype=torch.long)
+    exact = ggn_blocks(model, lambda run: run(x), "classification")
+    norms = {name: exact[name] for name in norms}
+    assert len(norms) >= 3
+    factors = kronecker_factors(model, [(x, y)], "classification", kfac_approx=mode)
+    assert_blocks(factors, norms)
+
+
+@pytest.mark.parametrize(("mode", "pool"), [("expand", False), ("reduce", True)])
+def test_parallel_uses_are_exact_in_their_setting(mode, pool):
+    # As if it were one call with all positions; the modes differ.
+    model, x, _ = setting("layer called twice", pool)
+    y = torch.zeros_like(model(x))
+    exact = ggn_blocks(model, lambda run: run(x), "regression")
+    assert_blocks(kronecker_factors(model, [(x, y)], "regression", kfac_approx=mode), exact)
+    other = kronecker_factors(model, [(x, y)], "regression", kfac_approx=OTHER[mode])
+    assert error(other.to_dense("layer.weight"), exact["layer.weight"]) > 0.1
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["two layers with one weight", "language model"])
+def test_ignored_loss_terms_have_inputs_but_no_gradients(name, mode):
+    model, x, y = setting(name, pool=False)
+    y[:, 0] = IGNORED
+    y[1] = IGNORED
+    ignored = list(y == IGNORED)
+    examples = [(x_n,) for x_n in x]
+    expected = reference_blocks(model.reference, examples, "classification", mode, ignored)
+    factors = kronecker_factors(
+        model, [(x, y)], "classification", kfac_approx=mode, ignore_index=IGNORED
+    )
+    assert_blocks(factors, expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["encoder layer called twice", "language model"])
+@pytest.mark.parametrize("pool", [False, True])
+def test_empirical_fisher(name, pool, mode):
+    # The loss Hessian's place is taken by the label's own gradient, of each loss term apart.
+    model, x, y = setting(name, pool)
+    uses, outputs = uses_of(model.reference, [(x_n,) for x_n in x])
+    squares = []
+    for f_n, y_n in zip(outputs, y, strict=True):
+        gradients = f_n.softmax(-1) - torch.eye(f_n.shape[-1]).double()[y_n.reshape(-1)]
+        squares.append([torch.outer(g, g) for g in gradients])
+    factors = kronecker_factors(
+        model, [(x, y)], "classification", kfac_approx=mode, fisher="empirical"
+    )
+    assert_blocks(factors, kfac_blocks_from_uses(uses, squares, mode))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_frozen_tied_weights_have_no_block(name):
+    model, x, y = setting(name, pool=True)
+    tied = MODELS[name][1]
+    model.get_parameter(tied).requires_grad_(False)
+    trainable = [k for k, p in model.named_parameters() if p.requires_grad]
+    if not trainable:
+        pytest.skip("the only parameter")
+    factors = kronecker_factors(model, [(x, y)], "classification", kfac_approx="reduce")
+    assert list(factors.blocks) == trainable
+    examples = [(x_n,) for x_n in x]
+    expected = reference_blocks(model.reference, examples, "classification", "reduce")
+    assert_blocks(factors, {k: block for k, block in expected.items() if k != tied})

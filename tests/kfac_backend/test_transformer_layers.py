@@ -1,0 +1,65 @@
+"""nn.Transformer's layers against a brute-force reference of their uses."""
+
+import pytest
+import torch
+
+from kfac_backend import kronecker_factors
+from tests.kfac_backend.attention_models import (
+    PADDING,
+    Layered,
+    Stack,
+    batch_of,
+    examples_of,
+    layered,
+    stack,
+)
+from tests.kfac_backend.blocks import (
+    MODES,
+    assert_batches_do_not_matter,
+    assert_blocks,
+    assert_reference,
+    parts,
+    randomize,
+)
+from tests.sharing_oracles import ggn_blocks
+from tests.taps import reference_blocks
+
+LAYERS = {
+    "relu": {},
+    "gelu": {"activation": "gelu"},
+    "norm first": {"norm_first": True},
+    "norm first, gelu, no bias": {"norm_first": True, "activation": "gelu", "bias": False},
+    "sequence first, causal": {"batch_first": False, "causal": True},
+    "padding": {"causal": True},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("pool", [True, False])
+@pytest.mark.parametrize("case", LAYERS)
+def test_transformer_layers(case, pool, mode):
+    model = randomize(Layered(pool, **LAYERS[case]))
+    more = {"padding": PADDING[:2]} if case == "padding" else {}
+    batch = batch_of(pool, N=2, **more)
+    assert_reference(layered, examples_of(model, batch), model(batch))
+    expected = reference_blocks(layered, examples_of(model, batch), "classification", mode)
+    exact = ggn_blocks(model, lambda run: run(batch), "classification")
+    norms = {k: block for k, block in exact.items() if "norm" in k}
+    assert set(expected) | set(norms) == set(exact) and len(norms) >= 5
+    assert min(block.abs().max() for block in expected.values()) > 1e-6  # no comparison of zeros
+    factors = kronecker_factors(model, [batch], "classification", kfac_approx=mode)
+    assert_blocks(factors, expected)
+    assert_blocks(factors, norms)
+    several = parts(batch, [1, 1])
+    assert_batches_do_not_matter(model, several, "classification", mode, factors)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("gradients", [True, False])
+def test_stack_of_encoder_layers(gradients, mode):
+    padding = torch.tensor([[False] * 4, [True, False, False, True], [False] * 3 + [True]])
+    model, batch = randomize(Stack()), batch_of(True, padding=padding)
+    expected = reference_blocks(stack, examples_of(model, batch), "classification", mode)
+    with torch.set_grad_enabled(gradients):
+        factors = kronecker_factors(model, [batch], "classification", kfac_approx=mode)
+    assert_blocks(factors, expected)

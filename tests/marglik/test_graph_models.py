@@ -1,0 +1,281 @@
+"""Networks of graphs: formulas written out, batches, symmetries, rows declared, errors."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, jacrev
+from torch.nn.functional import cross_entropy
+from torch.testing import assert_close
+
+from kfac_backend.rows import current_rows
+from marglik.models import GCN, GraphNetwork
+from marglik.models.gcn import propagate
+from tests.marglik.some_graphs import SHAPES, assembled, features, some_graphs
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def randomised(model):
+    """The model in float64, with random biases and norms too, so that each parameter matters."""
+    torch.manual_seed(0)
+    model.double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.2 * torch.randn_like(p))
+    return model
+
+
+def graph_network(depth=2, num_classes=4):
+    return randomised(GraphNetwork(3, num_classes, edge_features=2, dim=5, depth=depth))
+
+
+def gcn(depth=2):
+    return randomised(GCN(3, num_classes=4, dim=5, depth=depth))
+
+
+def norm(module, x):
+    centred = x - x.mean()
+    return centred / (centred.square().mean() + module.eps).sqrt() * module.weight + module.bias
+
+
+def updated(update, *inputs):
+    linear = update.linear
+    return norm(update.norm, linear.weight @ torch.cat(inputs) + linear.bias).clamp(min=0)
+
+
+def encoded(encoder, x):
+    return norm(encoder[1], encoder[0].weight @ x + encoder[0].bias)
+
+
+def graph_network_written_out(model, nodes, edges, pairs):
+    """The logits of one graph, edge by edge and node by node."""
+    v = [encoded(model.node_encoder, x) for x in nodes]
+    e = [encoded(model.edge_encoder, x) for x in edges]
+    zero = torch.zeros(5, dtype=torch.float64)
+    u = zero[:0]
+    for block in model.blocks:
+        e = [
+            updated(block.edge_update, x, v[s], v[r], u) for x, (s, r) in zip(e, pairs, strict=True)
+        ]
+        new = []
+        for i, x in enumerate(v):
+            incoming = sum((y for y, (_, r) in zip(e, pairs, strict=True) if r == i), zero)
+            new.append(updated(block.node_update, x, incoming, u))
+        v = new
+        u = updated(block.global_update, u, sum(v, zero), sum(e, zero))
+    return model.head.weight @ u + model.head.bias
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_graph_network_equals_its_formula_written_out(depth):
+    model, values = graph_network(depth), features(SHAPES)
+    expected = [
+        graph_network_written_out(model, *pair, edges)
+        for pair, (_, edges) in zip(values, SHAPES, strict=True)
+    ]
+    assert_close(model(assembled(SHAPES, values)), torch.stack(expected))
+
+
+def test_graphs_of_a_batch_do_not_see_each_other():
+    model, graphs = graph_network(), some_graphs()
+    together = model(graphs)
+    alone = torch.cat([model(graphs[n : n + 1]) for n in range(len(graphs))])
+    assert_close(together, alone)
+    order = torch.tensor([4, 2, 2, 0])
+    assert_close(model(graphs[order]), together[order])
+    # Negative control: the graphs' logits differ.
+    assert torch.cdist(together, together).fill_diagonal_(1).min() > 1e-3
+
+
+def test_numbering_of_nodes_and_order_of_edges_do_not_matter():
+    model = graph_network()
+    n, pairs = 4, ((0, 1), (1, 2), (2, 0), (2, 3), (3, 1))
+    ((nodes, edges),) = features([(n, pairs)])
+    expected = model(assembled([(n, pairs)], [(nodes, edges)]))
+    number = [2, 0, 3, 1]  # node i becomes node number[i]
+    new_nodes = nodes[torch.tensor(number).argsort()]
+    renumbered = tuple((number[s], number[r]) for s, r in pairs)
+    assert_close(model(assembled([(n, renumbered)], [(new_nodes, edges)])), expected)
+    backwards = [(n, renumbered[::-1])], [(new_nodes, edges.flip(0))]
+    assert_close(model(assembled(*backwards)), expected)
+    # Negative controls: edges that keep the old numbers, and edges turned round.
+    turned = tuple((r, s) for s, r in pairs)
+    for wrong in (([(n, pairs)], [(new_nodes, edges)]), ([(n, turned)], [(nodes, edges)])):
+        assert (model(assembled(*wrong)) - expected).abs().max() > 1e-3
+
+
+def test_every_layer_on_nodes_or_edges_declares_whose_rows_it_sees():
+    """Curvature would else take every node and every edge for an example."""
+    model, graphs = graph_network(depth=2), some_graphs()
+    owners = {len(graphs.nodes): graphs.node_graph, len(graphs.edges): graphs.edge_graph}
+    assert len(owners | {len(graphs): None}) == 3  # no two sizes are alike
+    seen = []
+
+    def look(module, args):
+        rows = current_rows()
+        if len(args[0]) == len(graphs):
+            assert rows is None
+        else:
+            assert rows is not None and rows.num_examples == len(graphs)
+            assert torch.equal(rows.index, owners[len(args[0])])
+        seen.append(module)
+
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear | nn.LayerNorm)]
+    for layer in layers:
+        layer.register_forward_pre_hook(look)
+    model(graphs)
+    assert len(layers) == len(set(seen)) == 4 + 2 * 6 + 1
+
+
+def test_nodes_of_the_gcn_belong_to_its_one_example():
+    model, graph, seen = gcn(depth=3), some_graphs()[2], []
+
+    def look(module, args):
+        rows = current_rows()
+        assert rows is not None
+        seen.append((rows.num_examples, rows.index.tolist()))
+
+    for layer in model.layers:
+        layer.register_forward_pre_hook(look)
+    model(graph)
+    assert seen == [(1, [0, 0, 0, 0])] * 3
+
+
+@pytest.mark.parametrize("shapes", [[(2, ()), (0, ()), (1, ())], [(0, ())]])
+def test_graphs_without_any_edge(shapes):
+    model = graph_network()
+    graphs = some_graphs(shapes)
+    logits = model(graphs)
+    expected = [graph_network_written_out(model, *pair, ()) for pair in features(shapes)]
+    assert_close(logits, torch.stack(expected))
+    logits.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def dense_gcn(model, graph):
+    A = torch.zeros(len(graph.nodes), len(graph.nodes), dtype=torch.float64)
+    for s, r in zip(graph.senders, graph.receivers, strict=True):
+        A[r, s] += 1
+    A += torch.eye(len(A))
+    root = torch.diag(A.sum(1) ** -0.5)
+    A = root @ A @ root
+    x = graph.nodes
+    for i, layer in enumerate(model.layers):
+        x = A @ x @ layer.weight.T + layer.bias
+        x = x.clamp(min=0) if i + 1 < len(model.layers) else x
+    return x[None], A
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("number", [0, 1, 2, 3, 4, 5])
+def test_gcn_equals_the_dense_formula(depth, number):
+    model, graph = gcn(depth), some_graphs()[number]
+    expected, A = dense_gcn(model, graph)
+    assert model(graph).shape == (1, len(graph.nodes), 4)
+    assert_close(model(graph), expected)
+    assert_close(propagate(graph, graph.nodes), A @ graph.nodes)
+
+
+def test_gcn_of_an_undirected_graph_is_symmetric_and_hears_depth_steps():
+    path = [(5, tuple((i, j) for i in range(5) for j in range(5) if abs(i - j) == 1))]
+    graph = some_graphs(path)
+    A = propagate(graph, torch.eye(5, dtype=torch.float64))
+    assert_close(A, A.T)
+    assert_close(A[0, :2], torch.tensor([1 / 2, 6**-0.5], dtype=torch.float64))
+    model = gcn(depth=2)
+    graph.nodes.requires_grad_()
+    (grad,) = torch.autograd.grad(model(graph)[0, 0].square().sum(), graph.nodes)
+    assert grad.any(1).tolist() == [True, True, True, False, False]
+
+
+def test_parameters_of_the_graph_network():
+    model = GraphNetwork(37, 2)  # NCI1's
+    d, norms = 32, 2 * 32
+    encoders = (37 * d + d + norms) + (d + d + norms)
+    first = (3 * d * d + d + norms) + 2 * (2 * d * d + d + norms)
+    second = (4 * d * d + d + norms) + 2 * (3 * d * d + d + norms)
+    total = sum(p.numel() for p in model.parameters())
+    assert total == encoders + first + second + 2 * d + 2 == 19_458
+    names = dict(model.named_parameters())
+    assert {"node_encoder.0.weight", "blocks.1.global_update.norm.bias", "head.bias"} <= set(names)
+
+
+def test_parameters_of_the_gcn():
+    """Cora's: 1,433 features, 7 classes, 16 hidden features."""
+    assert sum(p.numel() for p in GCN(1433, 7).parameters()) == 1433 * 16 + 16 + 16 * 7 + 7
+    assert [tuple(layer.weight.shape) for layer in GCN(8, 3, 5, depth=3).layers] == [
+        (5, 8),
+        (5, 5),
+        (3, 5),
+    ]
+
+
+@pytest.mark.parametrize("build", [graph_network, gcn])
+def test_jacobians_by_functional_transforms(build):
+    model, graphs = build(), some_graphs()
+    graphs = graphs[0] if build is gcn else graphs[:3]
+    parameters = {k: p.detach() for k, p in model.named_parameters()}
+    jacobians = jacrev(lambda p: functional_call(model, p, (graphs,)).flatten())(parameters)
+    for c, output in enumerate(model(graphs).flatten()):
+        grads = torch.autograd.grad(output, list(model.parameters()), retain_graph=True)
+        for (name, _), grad in zip(model.named_parameters(), grads, strict=True):
+            assert_close(jacobians[name][c], grad)
+
+
+def trained_loss(model, graphs, y):
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = cross_entropy(model(graphs).flatten(0, -2), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert all(p.grad is not None and p.grad.any() for p in model.parameters())
+    return losses[-1]
+
+
+def test_graph_network_learns_what_only_the_edges_tell():
+    """Directed cycles of six nodes, or pairs of cycles of three: alike but for who knows whom."""
+    six = tuple((i, (i + 1) % 6) for i in range(6))
+    threes = tuple((i, (i + 1) % 3 + i // 3 * 3) for i in range(6))
+    shapes = [(6, six), (6, threes)] * 6
+    torch.manual_seed(0)
+    nodes = torch.eye(6).repeat(12, 1)  # each node knows its number
+    graphs = replace(some_graphs(shapes), nodes=nodes, edges=torch.ones(72, 1)).check()
+    assert trained_loss(GraphNetwork(6, 2), graphs, torch.arange(12) % 2) < 0.2
+
+
+def test_gcn_learns():
+    torch.manual_seed(0)
+    pairs = tuple((i, j) for i in range(12) for j in range(12) if i // 6 == j // 6 and i != j)
+    graph = some_graphs([(12, pairs)]).to(torch.float32)
+    assert trained_loss(GCN(3, 2), graph, torch.arange(12) // 6) < 0.3
+
+
+@pytest.mark.parametrize("argument", ["node_features", "num_classes", "edge_features", "depth"])
+def test_graph_network_sizes_must_be_positive(argument):
+    with pytest.raises(ValueError, match=f"{argument}=0: must be at least 1"):
+        GraphNetwork(**{"node_features": 3, "num_classes": 2, argument: 0})
+
+
+@pytest.mark.parametrize("argument", ["in_features", "num_classes", "dim", "depth"])
+def test_gcn_sizes_must_be_positive(argument):
+    with pytest.raises(ValueError, match=f"{argument}=0: must be at least 1"):
+        GCN(**{"in_features": 3, "num_classes": 2, argument: 0})
+
+
+def test_graphs_with_other_features_are_named():
+    with pytest.raises(ValueError, match="4 features per node and 2 per edge, .* for 3 and 2"):
+        graph_network()(some_graphs(node_features=4))
+    with pytest.raises(ValueError, match="3 features per node and 1 per edge"):
+        graph_network()(some_graphs(edge_features=1))
+    with pytest.raises(ValueError, match="nodes with 2 features and was built for 3"):
+        gcn()(some_graphs(node_features=2)[0])
+
+
+def test_gcn_takes_one_graph():
+    with pytest.raises(ValueError, match=r"got 6 graphs; it takes one.*graphs\[0\]"):
+        gcn()(some_graphs())

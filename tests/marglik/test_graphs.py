@@ -1,0 +1,163 @@
+"""Batches of graphs: who owns what, choosing some, errors."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from marglik.graphs import Graphs, sum_by
+from tests.marglik.some_graphs import SHAPES, assembled, features, some_graphs
+
+NAMES = [field.name for field in fields(Graphs)]
+
+
+def assert_same(graphs, expected):
+    for name in NAMES:
+        assert_close(getattr(graphs, name), getattr(expected, name), rtol=0, atol=0, msg=name)
+
+
+def test_every_node_and_edge_has_its_graph():
+    graphs = some_graphs()
+    assert len(graphs) == 6
+    assert graphs.node_graph.tolist() == [0, 0, 0, 1, 2, 2, 2, 2, 4, 4, 5, 5, 5]
+    assert graphs.edge_graph.tolist() == [0, 0, 0, 0, 2, 2, 2, 4, 4]
+    assert graphs.senders.tolist() == [0, 1, 1, 2, 4, 7, 7, 9, 8]
+
+
+@pytest.mark.parametrize(
+    ("which", "numbers"),
+    [
+        (slice(None), [0, 1, 2, 3, 4, 5]),
+        (slice(2, 5), [2, 3, 4]),
+        (slice(None, None, 2), [0, 2, 4]),
+        (slice(-2, None), [4, 5]),
+        (slice(3, 4), [3]),
+        (slice(2, 2), []),
+        (torch.tensor([4, 0, 2]), [4, 0, 2]),
+        (torch.tensor([2, 2, -1, 2]), [2, 2, 5, 2]),
+        (torch.tensor([], dtype=torch.int64), []),
+        (torch.tensor([False, True, True, False, False, True]), [1, 2, 5]),
+        (2, [2]),
+        (-2, [4]),
+    ],
+)
+def test_chosen_graphs_are_those_that_loops_put_together(which, numbers):
+    values = features(SHAPES)
+    chosen = assembled(SHAPES, values)[which]
+    if not numbers:
+        assert len(chosen) == len(chosen.nodes) == len(chosen.senders) == 0
+        assert chosen.nodes.shape == (0, 3) and chosen.edges.shape == (0, 2)
+        return
+    assert_same(chosen, assembled([SHAPES[n] for n in numbers], [values[n] for n in numbers]))
+
+
+def test_nodes_of_chosen_graphs_are_renumbered():
+    """Negative control: their old numbers would be those of other nodes, or of none."""
+    graphs = some_graphs()
+    late = graphs[4:]
+    assert late.senders.tolist() == [1, 0]
+    with pytest.raises(ValueError, match="senders has node 9 for edge 0"):
+        replace(late, senders=graphs.senders[7:]).check()
+
+
+def test_graphs_without_any_edge():
+    graphs = some_graphs([(2, ()), (0, ()), (1, ())])
+    assert graphs.edge_graph.shape == graphs.senders.shape == (0,)
+    chosen = graphs[torch.tensor([2, 0])].check()
+    assert chosen.node_counts.tolist() == [1, 2]
+    assert_close(chosen.nodes, graphs.nodes[[2, 0, 1]])
+
+
+def test_graphs_can_be_iterated_over():
+    graphs = some_graphs()
+    single = list(graphs)  # pyright: ignore[reportArgumentType]
+    assert [len(graph.nodes) for graph in single] == [n for n, _ in SHAPES]
+    with pytest.raises(IndexError):
+        graphs[6]
+
+
+def test_indices_have_one_dimension():
+    with pytest.raises(IndexError, match=r"shape \(2, 1\); use a slice or a one-dimensional"):
+        some_graphs()[torch.tensor([[0], [1]])]
+
+
+def test_moving_changes_the_dtype_of_features_alone():
+    graphs = some_graphs()
+    moved = graphs.to("meta", torch.float32)
+    assert all(getattr(moved, name).device.type == "meta" for name in NAMES)
+    assert moved.nodes.dtype == moved.edges.dtype == torch.float32
+    assert all(getattr(moved, name).dtype == torch.int64 for name in NAMES[2:])
+    assert_same(graphs.to("cpu"), graphs)
+
+
+def test_clones_share_no_memory_and_detached_graphs_share_it():
+    graphs = some_graphs()
+    graphs.nodes.requires_grad_()
+    clone, detached = graphs.clone(), graphs.detach()
+    assert clone.nodes.requires_grad and not detached.nodes.requires_grad
+    for name in NAMES:
+        assert getattr(clone, name).data_ptr() != getattr(graphs, name).data_ptr()
+        assert getattr(detached, name).data_ptr() == getattr(graphs, name).data_ptr()
+
+
+def test_gradients_pass_through_the_choice():
+    graphs = some_graphs()
+    graphs.nodes.requires_grad_()
+    graphs[torch.tensor([0, 4, 0])].nodes.sum().backward()
+    times = torch.tensor([2.0, 0, 0, 0, 1, 0], dtype=torch.float64)
+    assert_close(graphs.nodes.grad, times[graphs.node_graph][:, None].expand(-1, 3))
+
+
+def test_sums_by_index():
+    x = torch.tensor([[1.0, 2], [3, 4], [5, 6]])
+    assert sum_by(torch.tensor([2, 0, 2]), x, 4).tolist() == [[3, 4], [0, 0], [6, 8], [0, 0]]
+    assert sum_by(torch.tensor([], dtype=torch.int64), x[:0], 2).tolist() == [[0, 0], [0, 0]]
+
+
+INT = torch.int64
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"nodes": torch.zeros(13)}, r"nodes has shape \(13,\) .* floating point"),
+        ({"nodes": torch.zeros(13, 3, dtype=INT)}, "nodes has .* dtype torch.int64; it needs"),
+        ({"edges": torch.zeros(9)}, r"edges has shape \(9,\)"),
+        ({"edges": torch.zeros(8, 2)}, r"senders has shape \(9,\) .* shape \(8,\) and int64"),
+        ({"senders": torch.zeros(9)}, "senders has .* torch.float32; it needs"),
+        ({"receivers": torch.zeros(9, 1, dtype=INT)}, r"receivers has shape \(9, 1\)"),
+        ({"node_counts": torch.tensor(13)}, r"node_counts has shape \(\) .* each graph"),
+        ({"node_counts": torch.tensor([3, 1, 4, 0, 5])}, r"edge_counts has shape \(6,\) .* \(5,\)"),
+        ({"node_counts": torch.tensor([3, 1, 4, 0, 2, 4])}, "adds up to 14, but there are 13"),
+        ({"edge_counts": torch.tensor([4, 0, 3, 0, 2, 1])}, "adds up to 10, but there are 9"),
+        ({"node_counts": torch.tensor([3, 1, 4, -1, 3, 3])}, "node_counts has -1 for graph 3"),
+        ({"edge_counts": torch.tensor([4, 0, -2, 0, 7, 0])}, "edge_counts has -2 for graph 2"),
+        (
+            {"receivers": torch.tensor([1, 0, 2, 0, 4, 5, 5, 8, 13])},
+            "receivers has node 13 for .* 8",
+        ),
+        ({"senders": torch.tensor([0, 1, -1, 2, 4, 7, 7, 9, 8])}, "senders has node -1 for edge 2"),
+        (
+            {"senders": torch.tensor([0, 1, 1, 3, 4, 7, 7, 9, 8])},
+            "Edge 3 is counted to graph 0, but senders has node 3 of graph 1",
+        ),
+        (  # numbered within each graph, as files often do
+            {"receivers": torch.tensor([1, 0, 2, 0, 0, 1, 1, 0, 1])},
+            "Edge 4 is counted to graph 2, but receivers has node 0 of graph 0",
+        ),
+        ({"edge_counts": torch.tensor([4, 0, 2, 0, 3, 0])}, "Edge 6 is counted to graph 4"),
+        ({"senders": torch.zeros(9, dtype=INT, device="meta")}, "senders on meta; use .*to"),
+        ({"edges": torch.zeros(9, 2, device="meta")}, "edges on meta"),
+    ],
+)
+def test_what_does_not_fit_is_named(change, message):
+    graphs = some_graphs()
+    assert graphs.check() is graphs
+    with pytest.raises(ValueError, match=message):
+        replace(graphs, **change).check()
+
+
+def test_a_batch_has_a_graph():
+    with pytest.raises(ValueError, match="no graph"):
+        some_graphs()[:0].check()

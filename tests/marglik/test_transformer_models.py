@@ -1,0 +1,264 @@
+"""Vision transformer and language model: sizes, formulas written out, causality, errors."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, jacrev
+from torch.nn.functional import cross_entropy, gelu, layer_norm
+from torch.testing import assert_close
+
+from kfac_backend.rules.registry import declared_parameters
+from marglik.models import GPT, VisionTransformer
+from marglik.models.transformer import SelfAttention, TransformerBlock
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def randomised(model):
+    """The model in float64, with random biases and norms too, so that each parameter matters."""
+    torch.manual_seed(0)
+    model.double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    return model
+
+
+def small_vit(**kwargs):
+    sizes = dict(num_classes=3, in_channels=2, image_size=8, patch_size=4, dim=6, depth=2, heads=2)
+    return randomised(VisionTransformer(**sizes | kwargs))
+
+
+def small_gpt(**kwargs):
+    sizes = dict(vocab_size=7, context=6, dim=6, depth=2, heads=3)
+    return randomised(GPT(**sizes | kwargs))
+
+
+def written_out(p, x, heads, causal):
+    """A block for one example x (R, d), head by head and position by position."""
+    R, d = x.shape
+    size = d // heads
+
+    def linear(name, a):
+        return a @ p[f"{name}.weight"].T + p[f"{name}.bias"]
+
+    def norm(name, a):
+        return layer_norm(a, (d,), p[f"{name}.weight"], p[f"{name}.bias"])
+
+    q, k, v = linear("attention.qkv", norm("norm1", x)).split(d, dim=1)
+    attended = torch.zeros_like(x)
+    for h in range(heads):
+        part = slice(h * size, (h + 1) * size)
+        for r in range(R):
+            seen = r + 1 if causal else R
+            scores = torch.stack([q[r, part] @ k[s, part] / math.sqrt(size) for s in range(seen)])
+            weights = scores.exp() / scores.exp().sum()
+            attended[r, part] = sum(weights[s] * v[s, part] for s in range(seen))
+    x = x + linear("attention.projection", attended)
+    return x + linear("fc2", gelu(linear("fc1", norm("norm2", x))))
+
+
+def blocks_written_out(model, x, heads, causal):
+    p = dict(model.named_parameters())
+    for i in range(len(model.blocks)):
+        start = f"blocks.{i}."
+        block = {k.removeprefix(start): v for k, v in p.items() if k.startswith(start)}
+        x = written_out(block, x, heads, causal)
+    return layer_norm(x, x.shape[1:], p["norm.weight"], p["norm.bias"])
+
+
+@pytest.mark.parametrize("pool", ["mean", "class_token"])
+def test_vision_transformer_equals_its_formula_written_out(pool):
+    model = small_vit(pool=pool)
+    p = dict(model.named_parameters())
+    images = torch.randn(3, 2, 8, 8, dtype=torch.float64)
+    for image, logits in zip(images, model(images), strict=True):
+        rows = [p["class_token"][0, 0]] if pool == "class_token" else []
+        for top in (0, 4):
+            for left in (0, 4):
+                patch = image[:, top : top + 4, left : left + 4]
+                weighted = (p["patch_embedding.weight"] * patch).sum((1, 2, 3))
+                rows.append(weighted + p["patch_embedding.bias"])
+        x = torch.stack(rows) + p["position_embedding"][0]
+        x = blocks_written_out(model, x, heads=2, causal=False)
+        x = x[0] if pool == "class_token" else x.mean(0)
+        assert_close(logits, p["head.weight"] @ x + p["head.bias"])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_gpt_equals_its_formula_written_out(tied):
+    model = small_gpt(tied=tied)
+    p = dict(model.named_parameters())
+    tokens = torch.randint(7, (3, 5))
+    head = p["token_embedding.weight" if tied else "head.weight"]
+    for sequence, logits in zip(tokens, model(tokens), strict=True):
+        x = torch.stack([p["token_embedding.weight"][t] for t in sequence])
+        x = x + p["position_embedding.weight"][:5]
+        assert_close(logits, blocks_written_out(model, x, heads=3, causal=True) @ head.T)
+
+
+def test_vision_transformer_has_the_papers_parameters():
+    """ViT-B/16 on ImageNet, as published."""
+    with torch.device("meta"):
+        model = VisionTransformer(1000, 3, 224, 16, 768, 12, 12, 4.0, "class_token")
+    assert sum(p.numel() for p in model.parameters()) == 86_567_656
+    assert model.position_embedding.shape == (1, 197, 768)
+    assert model.class_token is not None and model.class_token.shape == (1, 1, 768)
+
+
+def test_vision_transformer_without_class_token_has_none():
+    names = dict(small_vit().named_parameters())
+    assert "class_token" not in names and names["position_embedding"].shape == (1, 4, 6)
+    assert "class_token" in dict(small_vit(pool="class_token").named_parameters())
+
+
+def test_gpt_2_has_the_published_parameters():
+    with torch.device("meta"):
+        model = GPT(50257, 1024, 768, depth=12, heads=12)
+    assert sum(p.numel() for p in model.parameters()) == 124_439_808
+
+
+def test_tied_weights_are_one_parameter():
+    tied, untied = small_gpt(), small_gpt(tied=False)
+    assert tied.head.weight is tied.token_embedding.weight
+    assert "head.weight" not in dict(tied.named_parameters())
+    assert untied.head.weight is not untied.token_embedding.weight
+    assert len(list(untied.parameters())) == len(list(tied.parameters())) + 1
+    tied(torch.tensor([[1, 2]])).sum().backward()
+    # Token 5 does not occur: it has a gradient as an output alone.
+    assert tied.token_embedding.weight.grad is not None
+    assert tied.token_embedding.weight.grad[5].any()
+
+
+@pytest.mark.parametrize("r", [0, 2, 4])
+def test_gpt_is_causal(r):
+    model = small_gpt()
+    tokens = torch.randint(7, (2, 5))
+    changed = tokens.clone()
+    changed[:, r] = (changed[:, r] + 1) % 7
+    before, after = model(tokens), model(changed)
+    assert_close(before[:, :r], after[:, :r], rtol=0, atol=1e-12)
+    # Negative control: this and all later outputs change.
+    assert ((before - after).abs().amax((0, 2))[r:] > 1e-3).all()
+
+
+def test_attention_that_is_not_causal_sees_what_follows():
+    attention = randomised(SelfAttention(4, 2))
+    x = torch.randn(1, 3, 4, dtype=torch.float64)
+    changed = torch.cat([x[:, :2], -x[:, 2:]], dim=1)
+    assert ((attention(x) - attention(changed)).abs().amax((0, 2)) > 1e-3).all()
+    attention.causal = True
+    assert_close(attention(x)[:, :2], attention(changed)[:, :2])
+
+
+def test_gpt_logits_do_not_depend_on_what_was_cut_off():
+    model = small_gpt()
+    tokens = torch.randint(7, (2, 6))
+    for R in (0, 1, 4):
+        assert_close(model(tokens[:, :R]), model(tokens)[:, :R])
+
+
+def test_position_embedding_sees_a_row_per_sequence():
+    """So that curvature knows which positions are whose."""
+    model, seen = small_gpt(), []
+    model.position_embedding.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
+    model(torch.randint(7, (3, 4)))
+    assert [s.tolist() for s in seen] == [[[0, 1, 2, 3]] * 3]
+
+
+def test_order_of_patches_matters_by_the_position_embedding_alone():
+    model = small_vit()
+    x = torch.randn(2, 2, 8, 8, dtype=torch.float64)
+    swapped = torch.cat([x[..., 4:], x[..., :4]], dim=-1)
+    assert (model(x) - model(swapped)).abs().max() > 1e-3
+    nn.init.zeros_(model.position_embedding)
+    assert_close(model(x), model(swapped))
+
+
+@pytest.mark.parametrize("pool", ["mean", "class_token"])
+def test_each_image_may_have_its_own_copy_of_the_bare_parameters(pool):
+    """What declaring them for curvature promises."""
+    model = small_vit(pool=pool)
+    p = dict(model.named_parameters())
+    names = p.keys() & declared_parameters(model)
+    assert names == {name for name in p if "." not in name}
+    assert len(names) == 1 + (pool == "class_token")
+    x = torch.randn(3, 2, 8, 8, dtype=torch.float64)
+    copies = {name: p[name].repeat(3, 1, 1) for name in names}
+    assert_close(functional_call(model, copies, (x,)), model(x))
+    copies["position_embedding"][1] += torch.randn(1, 6, dtype=torch.float64)
+    changed = (functional_call(model, copies, (x,)) - model(x)).abs().amax(1) > 1e-3
+    assert changed.tolist() == [False, True, False]
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of attention, under vmap
+@pytest.mark.parametrize("build", [small_vit, small_gpt])
+def test_jacobians_by_functional_transforms(build):
+    model = build(depth=1)
+    x = torch.randint(7, (1, 3)) if build is small_gpt else torch.randn(1, 2, 8, 8).double()
+    parameters = {k: p.detach() for k, p in model.named_parameters()}
+    jacobians = jacrev(lambda p: functional_call(model, p, (x,)).flatten())(parameters)
+    for c, output in enumerate(model(x).flatten()):
+        grads = torch.autograd.grad(output, list(model.parameters()), retain_graph=True)
+        for (name, _), grad in zip(model.named_parameters(), grads, strict=True):
+            assert_close(jacobians[name][c], grad)
+
+
+def test_gpt_initial_standard_deviations():
+    torch.manual_seed(0)
+    model = GPT(dim=96, depth=8)
+    residual = 0
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            assert not p.any()
+        elif "norm" in name:
+            assert (p == 1).all()
+        else:
+            last = name.endswith(("projection.weight", "fc2.weight"))
+            residual += last
+            expected = 0.02 / 4 if last else 0.02
+            assert p.std().item() == pytest.approx(expected, rel=0.05)
+    assert residual == 16
+
+
+def test_vision_transformer_initial_standard_deviations():
+    torch.manual_seed(0)
+    model = VisionTransformer(dim=96)
+    for block in model.blocks:
+        assert isinstance(block, TransformerBlock)
+        # Three maps from d to d: that of one map from d to 3 d would be 1 / √(2 d).
+        assert block.attention.qkv.weight.std().item() == pytest.approx(96**-0.5, rel=0.03)
+        assert block.fc1.weight.std().item() == pytest.approx((2 / (3 * 96)) ** 0.5, rel=0.03)
+        assert not block.attention.qkv.bias.any() and not block.fc2.bias.any()
+    patch = model.patch_embedding
+    assert patch.weight.std().item() == pytest.approx((2 / (48 + 96)) ** 0.5, rel=0.05)
+    assert model.position_embedding.std().item() == pytest.approx(0.02, rel=0.05)
+
+
+@pytest.mark.parametrize("pool", ["mean", "class_token"])
+def test_vision_transformer_learns(pool):
+    torch.manual_seed(0)
+    model = VisionTransformer(3, 1, 8, 4, dim=16, depth=2, heads=2, pool=pool)
+    x, y = torch.randn(12, 1, 8, 8), torch.arange(12) % 3
+    assert trained_loss(model, x, y) < 0.2
+
+
+def test_gpt_learns():
+    torch.manual_seed(0)
+    model = GPT(vocab_size=5, context=8, dim=16, depth=2, heads=2)
+    tokens = torch.arange(9).repeat(5, 1).add(torch.arange(5)[:, None]) % 5
+    assert trained_loss(model, tokens[:, :-1], tokens[:, 1:]) < 0.2
+
+
+def trained_loss(model, x, y):
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    loss = torch.tensor(math.inf)
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x).flatten(0, -2), y.flatten())
+        loss.backward()
+        optimizer.step()
+    assert all(p.grad is not None and p.grad.any() for p in model.parameters())
+    return loss.item()
