@@ -51,7 +51,7 @@ def verify_uses(model: nn.Module, coverage: Coverage, x: Any) -> Any:
             if a.requires_grad:
                 raise _used_outside(parameters, a, f"the input of layer {tracked}")
             own = {local: parameters[name] for local, name in tracked.parameters.items()}
-            if not _computes_its_class(tracked, own, a, output):
+            if not _computes_its_class(tracked, own, args, kwargs, output):
                 raise NotImplementedError(
                     f"Layer {tracked} computes something else than its class "
                     f"{tracked.layer_type.__name__} and the rule for it (an overridden forward, a "
@@ -163,7 +163,7 @@ def verify_independence(
 
 
 def _computes_its_class(
-    tracked: TrackedLayer, own: dict[str, Tensor], a: Tensor, output: Any
+    tracked: TrackedLayer, own: dict[str, Tensor], args: tuple, kwargs: dict, output: Any
 ) -> bool:
     """Whether output and its derivative in the layer's own parameters are the class's.
 
@@ -171,12 +171,13 @@ def _computes_its_class(
     """
     if not isinstance(output, Tensor):
         return False
-    expected = tracked.layer_type.forward(tracked.layer, a)
+    expected = tracked.layer_type.forward(tracked.layer, *args, **kwargs)
     tensors = list(own.values())
     if not same_with_derivatives(expected, output, tensors):
         return False
     if tracked.built_in:
         return True
+    a = first_input(args, kwargs)
     rows = rows_of(tracked, a)
     u = noise_like(output)
     flat = u if rows is None else rows.flatten(u)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from experiments import bench_curvature_report, table2_report
+from kfac_backend.rules import registry
 
 ROOT = Path(__file__).parents[1]
 
@@ -78,6 +79,17 @@ def test_python_examples_run(capsys, monkeypatch, tmp_path):
     assert (tmp_path / "reliability.png").stat().st_size > 1000
     assert len(set(namespace["laplace"].prior_precision.tolist())) == 10
     assert "torch.Size([75, 75])" in capsys.readouterr().out
+
+
+def test_examples_of_layers_run(capsys, monkeypatch):
+    text = (ROOT / "kfac_backend/README.md").read_text()
+    monkeypatch.setattr(registry, "RULES", dict(registry.RULES))
+    monkeypatch.setattr(registry, "PARAMETERS", dict(registry.PARAMETERS))
+    namespace: dict = {}
+    for example in re.findall(r"```python\n(.*?)```", text, re.S):
+        exec(example, namespace)
+    blocks = ["0.class_token", "0.gain", "1.A", "1.B", "3.weight", "3.bias"]
+    assert capsys.readouterr().out.strip() == str(blocks)
 
 
 def test_table_2_is_that_of_the_json():

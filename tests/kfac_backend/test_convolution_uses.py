@@ -1,0 +1,202 @@
+"""Convolutions of all kinds: rows of an example, weights used twice, frozen halves, covariances."""
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from kfac_backend import kronecker_factors
+from kfac_backend.output_covariance import OutputCovariance
+from kfac_backend.rows import Rows
+from kfac_backend.rules import Use
+from kfac_backend.rules.convolution import Conv1dRule, Conv2dRule, Conv3dRule
+from kfac_backend.rules.transposed_convolution import ConvTransposeRule
+from tests import oracles
+from tests.kfac_backend.blocks import MODES, assert_blocks, error, normal
+from tests.kfac_backend.rule_checks import assert_sums, some_vectors, sums_of
+from tests.kfac_backend.test_output_covariance import brute_force, posterior
+from tests.sharing_convolutions import TRANSPOSED, layer_blocks, positions_of
+from tests.sharing_oracles import Use as OracleUse
+from tests.sharing_oracles import kfac_blocks_from_uses, loss_hessians
+
+RULES = {
+    nn.Conv1d: Conv1dRule,
+    nn.Conv2d: Conv2dRule,
+    nn.Conv3d: Conv3dRule,
+    nn.ConvTranspose1d: ConvTransposeRule,
+    nn.ConvTranspose2d: ConvTransposeRule,
+    nn.ConvTranspose3d: ConvTransposeRule,
+}
+SIZES = {
+    nn.Conv1d: (6,),
+    nn.Conv2d: (4, 5),
+    nn.Conv3d: (3, 4, 3),
+    nn.ConvTranspose1d: (4,),
+    nn.ConvTranspose2d: (3, 2),
+    nn.ConvTranspose3d: (2, 3, 2),
+}
+
+
+def network(layer_type, options):
+    torch.manual_seed(0)
+    layer = layer_type(4, 2, **options)
+    model = nn.Sequential(layer, nn.Tanh(), nn.Flatten(), nn.LazyLinear(3)).double()
+    x = torch.randn(3, 4, *SIZES[layer_type], dtype=torch.float64)
+    model(x)
+    return model, x
+
+
+@pytest.mark.parametrize("by_roots", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("layer_type", RULES)
+def test_rows_of_an_example(layer_type, groups, mode, by_roots):
+    """Two examples of one and three images, and an image that does not count."""
+    layer = layer_type(2, 4, 2, stride=2, padding=1, groups=groups)
+    rows = Rows((5,), torch.tensor([1, 0, 2, 1, 1]), 2, all_count=False, by_roots=by_roots)
+    a, vectors = some_vectors(layer, SIZES[layer_type], N=5)
+    assert_sums(RULES[layer_type], layer, mode, a, vectors, rows)
+
+
+@pytest.mark.parametrize("of_pixels", MODES)
+@pytest.mark.parametrize("layer_type", RULES)
+def test_a_mode_for_rows_and_one_for_pixels(layer_type, of_pixels):
+    layer = layer_type(2, 4, 3, padding=1, groups=2)
+    a, vectors = some_vectors(layer, SIZES[layer_type], N=4)
+    rows = Rows((4,), torch.tensor([0, 0, 1, 1]), 2, all_count=True)
+    rule_type, mode = RULES[layer_type], {"views": "reduce", "pixels": of_pixels}
+    found = sums_of(rule_type, layer, mode, a, vectors, rows)
+    views = a.unflatten(0, (2, 2)).mean(1), vectors.unflatten(1, (2, 2)).sum(2)
+    expected = sums_of(rule_type, layer, of_pixels, *views)
+    for name in expected:
+        assert_close(found[name], expected[name])
+
+
+class Twice(nn.Module):
+    """Two layers of other options with one weight."""
+
+    def __init__(self, layer_type, first, second):
+        super().__init__()
+        self.first = layer_type(2, 2, 2, bias=False, **first)
+        self.second = layer_type(2, 2, 2, bias=False, **second)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x))).square().flatten(2).mean(2)
+
+
+OPTIONS_OF_BOTH = {  # R of both is the same, as loops without rows want it
+    "convolution": ({"padding": 1}, {"dilation": 2, "padding": 1}),
+    "transposed": ({"stride": 2}, {"dilation": 2, "output_padding": 1}),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layer_type", RULES)
+def test_one_weight_in_layers_of_other_options(layer_type, mode):
+    """Both uses are one more shared axis; each is unfolded by its own options."""
+    torch.manual_seed(0)
+    kind = "transposed" if RULES[layer_type] is ConvTransposeRule else "convolution"
+    model = Twice(layer_type, *OPTIONS_OF_BOTH[kind]).double()
+    x = normal(3, 2, *[2] * len(SIZES[layer_type]))
+    factors = kronecker_factors(model, [(x, torch.zeros(3, 2))], "regression", kfac_approx=mode)
+    uses = {("first.weight", 0): [oracle_use(model, name, x) for name in ("first", "second")]}
+    hessians = loss_hessians(list(model(x).detach()), "regression")
+    assert_blocks(factors, kfac_blocks_from_uses(uses, hessians, mode))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("layer_type", "back", "outputs"),
+    [
+        (nn.Conv1d, nn.ConvTranspose1d, 6),
+        (nn.Conv2d, nn.ConvTranspose2d, 12),
+        (nn.Conv3d, nn.ConvTranspose3d, 24),
+    ],
+)
+def test_one_weight_in_a_convolution_and_in_a_transposed_one(layer_type, back, outputs, mode):
+    """As in an autoencoder: the nearest Kronecker product of both uses' blocks."""
+    torch.manual_seed(0)
+    encoder, decoder = layer_type(2, 3, 2, bias=False), back(3, 2, 2, bias=False)
+    decoder.weight = encoder.weight
+    model = nn.Sequential(encoder, nn.Tanh(), decoder, nn.Flatten(), nn.Linear(outputs, 2))
+    x = normal(3, 2, 3, *[2] * (len(SIZES[back]) - 1))
+    model = model.double()
+    factors = kronecker_factors(model, [(x, torch.zeros(3, 2))], "regression", kfac_approx=mode)
+    uses = {("0.weight", 0): [oracle_use(model, name, x) for name in ("0", "2")]}
+    hessians = loss_hessians(list(model(x).detach()), "regression")
+    assert_blocks(factors, kfac_blocks_from_uses(uses, hessians, mode))
+
+
+def oracle_use(model, name, x):
+    """The inputs and Jacobians of a layer of one group for all examples."""
+    layer = model.get_submodule(name)
+    a, b = oracles.layer_jacobians(model, name, x)
+    found = [positions_of(layer, a_n, b_n)[0] for a_n, b_n in zip(a, b, strict=True)]
+    transposed = isinstance(layer, TRANSPOSED)
+    return OracleUse([a for _, a, _ in found], [b for _, _, b in found], input_first=transposed)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize(
+    ("layer_type", "options"),
+    [
+        (nn.Conv1d, {"kernel_size": 3, "stride": 2, "padding": 1}),
+        (nn.Conv1d, {"kernel_size": 2, "groups": 2, "dilation": 2}),
+        (nn.Conv3d, {"kernel_size": 2, "padding": (1, 0, 1)}),
+        (nn.ConvTranspose1d, {"kernel_size": 3, "stride": 2, "output_padding": 1}),
+        (nn.ConvTranspose2d, {"kernel_size": 3, "stride": 2, "padding": 1}),
+        (nn.ConvTranspose2d, {"kernel_size": 2, "groups": 2, "stride": 2, "padding": 1}),
+        (nn.ConvTranspose2d, {"kernel_size": 2, "stride": 2, "dilation": 4, "output_padding": 3}),
+        (nn.ConvTranspose3d, {"kernel_size": 2}),
+    ],
+)
+def test_covariance_of_outputs_is_that_of_the_dense_jacobian(layer_type, options, batched):
+    model, x = network(layer_type, options)
+    blocks, dense = posterior(model, x)
+    expected = brute_force(model, x, dense)
+    for memory in (1, None):
+        covariance = OutputCovariance(model, blocks, batched=batched, memory=memory)
+        assert_close(covariance(x)[1], expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("frozen", ["0.weight", "0.bias"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layer_type", RULES)
+def test_half_frozen_layer(layer_type, frozen, mode):
+    model, x = network(layer_type, {"kernel_size": 2, "stride": 2, "padding": 1})
+    expected = layer_blocks(model, "0", x, "classification", mode)
+    model.get_parameter(frozen).requires_grad_(False)
+    blocks, dense = posterior(model, x, mode)
+    assert frozen not in blocks
+    data = [(x, torch.arange(3) % 2)]
+    factors = kronecker_factors(model, data, "classification", kfac_approx=mode)
+    assert_blocks(factors, {name: block for name, block in expected.items() if name != frozen})
+    assert_close(OutputCovariance(model, blocks)(x)[1], brute_force(model, x, dense))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("layer_type", RULES)
+def test_half_precision_is_summed_in_float32(layer_type, groups, mode, dtype):
+    layer = layer_type(2, 2, 2, groups=groups)
+    a, vectors = some_vectors(layer, SIZES[layer_type])
+    a, vectors = a.to(dtype), vectors.to(dtype)
+    found = sums_of(RULES[layer_type], layer, mode, a, vectors)["weight"]
+    expected = sums_of(RULES[layer_type], layer, mode, a.double(), vectors.double())["weight"]
+    assert found.A.dtype == found.B.dtype == torch.float32
+    assert error(found.A.double(), expected.A) < 1e-5
+    assert error(found.B.double(), expected.B) < 1e-5
+
+
+SHAPES = {1: r"\(N, C, L\)", 2: r"\(N, C, H, W\)", 3: r"\(N, C, D, H, W\)"}
+
+
+@pytest.mark.parametrize("names", [{"weight", "bias"}, {"bias"}])
+@pytest.mark.parametrize("layer_type", RULES)
+def test_an_image_without_a_batch_axis_is_named(layer_type, names):
+    rule, size = RULES[layer_type](layer_type(2, 2, 2), "reduce", names), SIZES[layer_type]
+    needed = SHAPES[len(size)]
+    with pytest.raises(ValueError, match=rf"Conv.* got shape \(2, .*; needs a batch {needed}"):
+        rule.add_input(Use(torch.zeros(2, *size)))

@@ -1,0 +1,229 @@
+"""Conv1d and Conv3d against loops over positions, the dense GGN and autograd, in float64."""
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.testing import assert_close
+
+from kfac_backend import kronecker_factors
+from kfac_backend.rules import unfolded_gram
+from kfac_backend.rules.convolution import Conv1dRule, Conv2dRule, Conv3dRule
+from kfac_backend.rules.unfolded_gram import UnfoldedGram
+from kfac_backend.rules.window import windows
+from tests import oracles
+from tests.kfac_backend.blocks import (
+    MODES,
+    OTHER,
+    assert_batches_do_not_matter,
+    assert_blocks,
+    assert_modes_differ,
+    error,
+    normal,
+)
+from tests.kfac_backend.rule_checks import (
+    assert_gradients,
+    assert_sums,
+    some_vectors,
+    sums_of,
+)
+from tests.sharing_convolutions import layer_blocks
+
+RULES = {nn.Conv1d: Conv1dRule, nn.Conv2d: Conv2dRule, nn.Conv3d: Conv3dRule}
+
+LINES = {
+    "plain": {"kernel_size": 3},
+    "no bias": {"kernel_size": 3, "bias": False},
+    "pointwise": {"kernel_size": 1},
+    "pointwise, strided": {"kernel_size": 1, "stride": 2},
+    "padding": {"kernel_size": 3, "padding": 1},
+    "more padding than kernel": {"kernel_size": 2, "padding": 3},
+    "stride": {"kernel_size": 3, "stride": 2, "padding": 1},
+    "stride beyond the kernel": {"kernel_size": 2, "stride": 3},
+    "dilation": {"kernel_size": 3, "dilation": 2, "padding": 2},
+    "even kernel, same": {"kernel_size": 4, "padding": "same"},
+    "same, dilation": {"kernel_size": 2, "padding": "same", "dilation": 3},
+    "valid": {"kernel_size": 3, "padding": "valid"},
+    "groups": {"kernel_size": 3, "groups": 2, "padding": 1},
+    "depthwise": {"kernel_size": 2, "groups": 4, "bias": False},
+    "reflect": {"kernel_size": 3, "padding": 2, "padding_mode": "reflect"},
+    "replicate": {"kernel_size": 3, "padding": 2, "padding_mode": "replicate", "stride": 2},
+    "circular": {"kernel_size": 2, "padding": 1, "padding_mode": "circular", "groups": 2},
+    "same, circular": {"kernel_size": 4, "padding": "same", "padding_mode": "circular"},
+}
+VOLUMES = {
+    "plain": {"kernel_size": 2},
+    "no bias": {"kernel_size": 2, "bias": False},
+    "pointwise": {"kernel_size": 1},
+    "padding": {"kernel_size": 3, "padding": 1},
+    "uneven": {"kernel_size": (1, 2, 3), "stride": (2, 1, 2), "padding": (1, 0, 2)},
+    "dilation": {"kernel_size": 2, "dilation": (1, 3, 2), "padding": 1},
+    "same, dilation": {"kernel_size": (2, 1, 2), "padding": "same", "dilation": (3, 1, 2)},
+    "valid": {"kernel_size": 2, "padding": "valid"},
+    "groups": {"kernel_size": 2, "groups": 2, "stride": 2},
+    "depthwise": {"kernel_size": 2, "groups": 4, "bias": False},
+    "reflect": {"kernel_size": 2, "padding": 1, "padding_mode": "reflect"},
+    "replicate": {"kernel_size": 2, "padding": (1, 0, 2), "padding_mode": "replicate"},
+    "circular": {"kernel_size": 2, "padding": 1, "padding_mode": "circular", "groups": 2},
+}
+CASES = [(nn.Conv1d, (6,), case, options) for case, options in LINES.items()] + [
+    (nn.Conv3d, (3, 4, 3), case, options) for case, options in VOLUMES.items()
+]
+NAMES = [f"{layer_type.__name__}, {case}" for layer_type, _, case, _ in CASES]
+LAYERS = [(layer_type, size, options) for layer_type, size, _, options in CASES]
+
+
+def network(layer_type, size, options, outputs=2):
+    torch.manual_seed(0)
+    layer = layer_type(4, 4, **options)
+    model = nn.Sequential(
+        layer_type(2, 4, 1), nn.Tanh(), layer, nn.Tanh(), nn.Flatten(), nn.LazyLinear(outputs)
+    ).double()
+    x = torch.randn(3, 2, *size, dtype=torch.float64)
+    model(x)
+    return model, x
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("layer_type", "size", "options"), LAYERS, ids=NAMES)
+def test_blocks_are_those_of_loops_over_positions(layer_type, size, options, mode):
+    model, x = network(layer_type, size, options)
+    y = torch.arange(3) % 2
+    factors = kronecker_factors(model, [(x, y)], "classification", kfac_approx=mode)
+    assert_blocks(factors, layer_blocks(model, "2", x, "classification", mode))
+    if mode == "reduce":  # a bias has one input, 1
+        ggn = oracles.dense_ggn_blocks(model, x, "classification")
+        assert_blocks(factors, {name: ggn[name] for name in ggn if name.endswith("bias")})
+    split = [(x[:1], y[:1]), (x[1:], y[1:])]
+    assert_batches_do_not_matter(model, split, "classification", mode, factors)
+
+
+@pytest.mark.parametrize("layer_type", [nn.Conv1d, nn.Conv3d])
+def test_modes_differ(layer_type):
+    model, x = network(
+        layer_type, (6,) if layer_type is nn.Conv1d else (3, 4, 3), {"kernel_size": 2}
+    )
+    assert_modes_differ(model, [(x, torch.zeros(3, 2))], "regression", ["2.weight", "2.bias"])
+
+
+AXES = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
+
+
+@st.composite
+def layers(draw):
+    """A convolution of any options, and the size of an image that it takes."""
+    layer_type = draw(st.sampled_from([nn.Conv1d, nn.Conv1d, nn.Conv3d]))
+    axes = AXES[layer_type]
+
+    def for_each_axis(least, most):
+        return draw(st.tuples(*[st.integers(least, most)] * axes))
+
+    kernel, dilation, size = for_each_axis(1, 3), for_each_axis(1, 3), for_each_axis(3, 5)
+    mode = draw(st.sampled_from(["zeros", "reflect", "replicate", "circular"]))
+    stride, padding = (1,) * axes, draw(st.sampled_from(["same", "valid", "numbers"]))
+    reach = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+    if padding == "same":
+        pads = [(r + 1) // 2 for r in reach]
+    else:
+        stride = for_each_axis(1, 3)
+        padding = for_each_axis(0, 2) if padding == "numbers" else padding
+        pads = [0] * axes if padding == "valid" else list(padding)
+        assume(all(s + 2 * p > r for s, p, r in zip(size, pads, reach, strict=True)))
+    assume(
+        all(p < s for p, s in zip(pads, size, strict=True))
+    )  # torch's limit of reflect, circular
+    groups, bias = draw(st.sampled_from([1, 2])), draw(st.booleans())
+    return layer_type(2, 4, kernel, stride, padding, dilation, groups, bias, mode), size
+
+
+@settings(max_examples=40, deadline=None)
+@given(layer=layers(), mode=st.sampled_from(MODES))
+def test_any_shape(layer, mode):
+    layer, size = layer
+    rule_type = RULES[type(layer)]
+    a, vectors = some_vectors(layer, size)
+    assert_sums(rule_type, layer, mode, a, vectors)
+    assert_gradients(rule_type, layer, a, vectors, layer)
+
+
+def circular(layer_type, pool):
+    options = {"kernel_size": 3, "padding": 1, "padding_mode": "circular"}
+    return nn.Sequential(
+        layer_type(2, 3, **options), layer_type(3, 4, **options), pool(1), nn.Flatten()
+    )
+
+
+def strided(layer_type, pool):
+    return nn.Sequential(layer_type(2, 3, 2, stride=2), pool(1), nn.Flatten(), nn.Linear(3, 2))
+
+
+class PixelsLast(nn.Module):
+    def forward(self, x):
+        return x.movedim(1, -1)
+
+
+def pointwise(layer_type, pool):
+    return nn.Sequential(layer_type(2, 3, 1), layer_type(3, 2, 1), PixelsLast())
+
+
+@pytest.mark.parametrize(
+    ("exact_mode", "build"), [("reduce", circular), ("reduce", strided), ("expand", pointwise)]
+)
+@pytest.mark.parametrize(
+    ("layer_type", "pool", "size"),
+    [(nn.Conv1d, nn.AdaptiveAvgPool1d, (5,)), (nn.Conv3d, nn.AdaptiveAvgPool3d, (4, 3, 4))],
+)
+def test_mode_is_exact_in_its_setting_and_the_other_is_not(
+    layer_type, pool, size, exact_mode, build
+):
+    torch.manual_seed(0)
+    model = build(layer_type, pool).double()
+    x = normal(4, 2, *size)
+    data = [(x, torch.zeros_like(model(x)))]
+    ggn = oracles.dense_ggn_blocks(model, x, "regression")
+    exact = kronecker_factors(model, data, "regression", kfac_approx=exact_mode)
+    assert_blocks(exact, ggn)
+    other = kronecker_factors(model, data, "regression", kfac_approx=OTHER[exact_mode])
+    for name, layer in model.named_children():
+        if isinstance(layer, layer_type):
+            assert error(other.to_dense(f"{name}.weight"), ggn[f"{name}.weight"]) > 0.1
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", LINES)
+def test_a_line_is_an_image_of_height_one(case, mode):
+    line = nn.Conv1d(4, 6, **LINES[case] | {"groups": 1}).double()
+    wide = {k: v for k, v in LINES[case].items() if k in ("bias", "padding_mode")}
+    for name in ("kernel_size", "stride", "dilation"):
+        wide[name] = (1, *getattr(line, name))
+    wide["padding"] = line.padding if isinstance(line.padding, str) else (0, *line.padding)
+    image = nn.Conv2d(4, 6, **wide).double()
+    a, vectors = some_vectors(line, (7,))
+    found = sums_of(Conv1dRule, line, mode, a, vectors)
+    expected = sums_of(Conv2dRule, image, mode, a[:, :, None], vectors[..., None, :])
+    for name in expected:
+        assert_close(found[name], expected[name])
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_unfolds_some_images_at_a_time(monkeypatch, groups):
+    layer, images = nn.Conv3d(2, 2, 2, padding=1, groups=groups), normal(5, 2, 3, 2, 3)
+
+    def gram(patch_bytes):
+        monkeypatch.setitem(unfolded_gram.PATCH_BYTES, "cpu", patch_bytes)
+        added, total = [], UnfoldedGram(groups)
+        monkeypatch.setattr(total, "add", lambda rows: added.append(rows.shape[1]))
+        total.add_images(images, *windows(layer, images))
+        monkeypatch.undo()
+        monkeypatch.setitem(unfolded_gram.PATCH_BYTES, "cpu", patch_bytes)
+        total.add_images(images, *windows(layer, images))
+        return added, total.total()
+
+    R = 4 * 3 * 4
+    one_by_one, some, all_at_once = gram(1), gram(2 * R * 16 * 8 + 1), gram(2**30)
+    assert one_by_one[0] == [R] * 5
+    assert some[0] == [2 * R, 2 * R, R]
+    assert all_at_once[0] == [5 * R]
+    assert_close(one_by_one[1], all_at_once[1])
+    assert_close(some[1], all_at_once[1])

@@ -1,0 +1,208 @@
+"""ConvTranspose1d, 2d, 3d against loops over positions, the dense GGN and autograd, in float64."""
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.testing import assert_close
+
+from kfac_backend import kronecker_factors
+from kfac_backend.rules import Use
+from kfac_backend.rules.transposed_convolution import ConvTransposeRule
+from kfac_backend.weight_sharing import PositionSums
+from tests import oracles
+from tests.kfac_backend.blocks import (
+    MODES,
+    OTHER,
+    assert_batches_do_not_matter,
+    assert_blocks,
+    assert_modes_differ,
+    error,
+    normal,
+)
+from tests.kfac_backend.rule_checks import assert_gradients, assert_sums, some_vectors, sums_of
+from tests.sharing_convolutions import layer_blocks
+
+SIZES = {nn.ConvTranspose1d: (4,), nn.ConvTranspose2d: (3, 2), nn.ConvTranspose3d: (2, 3, 2)}
+PLAIN = {
+    nn.ConvTranspose1d: nn.Conv1d,
+    nn.ConvTranspose2d: nn.Conv2d,
+    nn.ConvTranspose3d: nn.Conv3d,
+}
+
+OPTIONS = {
+    "plain": {"kernel_size": 2},
+    "no bias": {"kernel_size": 3, "bias": False},
+    "pointwise": {"kernel_size": 1},
+    "kernel = stride": {"kernel_size": 2, "stride": 2},
+    "stride beyond the kernel": {"kernel_size": 2, "stride": 3},
+    "overlap": {"kernel_size": 3, "stride": 2},
+    "cropped": {"kernel_size": 3, "stride": 2, "padding": 1},
+    "cropped more than a kernel": {"kernel_size": 2, "stride": 3, "padding": 2},
+    "output padding": {"kernel_size": 3, "stride": 2, "padding": 1, "output_padding": 1},
+    "pixels beyond all patches": {"kernel_size": 1, "stride": 3, "output_padding": 2},
+    "dilation": {"kernel_size": 2, "dilation": 2, "padding": 1},
+    "output padding of the stride": {"kernel_size": 2, "dilation": 2, "output_padding": 1},
+    "output padding of two strides": {"kernel_size": 2, "dilation": 3, "output_padding": 2},
+    "output padding beyond the stride": {
+        "kernel_size": 2, "stride": 2, "dilation": 4, "output_padding": 3, "padding": 1,
+    },
+    "groups": {"kernel_size": 2, "groups": 2, "stride": 2, "padding": 1},
+    "groups, output padding": {
+        "kernel_size": 2, "groups": 2, "dilation": 3, "output_padding": 1, "bias": False,
+    },
+}  # fmt: skip
+UNEVEN = [
+    (
+        nn.ConvTranspose2d,
+        {"kernel_size": (2, 3), "stride": (3, 1), "padding": (0, 1), "output_padding": (2, 0)},
+    ),
+    (nn.ConvTranspose2d, {"kernel_size": (3, 1), "dilation": (2, 3), "output_padding": (1, 2)}),
+    (
+        nn.ConvTranspose3d,
+        {"kernel_size": (1, 2, 3), "stride": (1, 3, 2), "padding": (0, 1, 2), "groups": 2},
+    ),
+]
+CASES = [(layer_type, options) for layer_type in SIZES for options in OPTIONS.values()] + UNEVEN
+NAMES = [f"{layer_type.__name__}, {case}" for layer_type in SIZES for case in OPTIONS]
+NAMES += [f"{layer_type.__name__}, uneven {i}" for i, (layer_type, _) in enumerate(UNEVEN)]
+
+
+def network(layer_type, options, outputs=2):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        PLAIN[layer_type](2, 4, 1),
+        nn.Tanh(),
+        layer_type(4, 2, **options),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.LazyLinear(outputs),
+    ).double()
+    x = torch.randn(2, 2, *SIZES[layer_type], dtype=torch.float64)
+    model(x)
+    return model, x
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("layer_type", "options"), CASES, ids=NAMES)
+def test_blocks_are_those_of_loops_over_positions(layer_type, options, mode):
+    model, x = network(layer_type, options)
+    y = torch.tensor([0, 1])
+    factors = kronecker_factors(model, [(x, y)], "classification", kfac_approx=mode)
+    assert_blocks(factors, layer_blocks(model, "2", x, "classification", mode))
+    if mode == "reduce":  # a bias has one input, 1
+        ggn = oracles.dense_ggn_blocks(model, x, "classification")
+        assert_blocks(factors, {name: ggn[name] for name in ggn if name.endswith("bias")})
+    split = [(x[:1], y[:1]), (x[1:], y[1:])]
+    assert_batches_do_not_matter(model, split, "classification", mode, factors)
+
+
+@pytest.mark.parametrize("layer_type", SIZES)
+def test_modes_differ(layer_type):
+    model, x = network(layer_type, {"kernel_size": 2})
+    assert_modes_differ(model, [(x, torch.zeros(2, 2))], "regression", ["2.weight", "2.bias"])
+
+
+@st.composite
+def layers(draw):
+    """A transposed convolution of any options, and the size of an image that it takes."""
+    layer_type = draw(st.sampled_from(list(SIZES)))
+    axes = len(SIZES[layer_type])
+
+    def for_each_axis(least, most):
+        return draw(st.tuples(*[st.integers(least, most)] * axes))
+
+    kernel, stride, dilation = for_each_axis(1, 3), for_each_axis(1, 3), for_each_axis(1, 4)
+    padding, size = for_each_axis(0, 2), for_each_axis(1, 3)
+    surplus = tuple(
+        draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True)
+    )
+    options = zip(size, stride, padding, dilation, kernel, surplus, strict=True)
+    assume(all((n - 1) * s - 2 * p + d * (k - 1) + o + 1 >= 1 for n, s, p, d, k, o in options))
+    groups, bias = draw(st.sampled_from([1, 2])), draw(st.booleans())
+    layer = layer_type(2, 4, kernel, stride, padding, surplus, groups, bias, dilation)
+    return layer, size
+
+
+@settings(max_examples=50, deadline=None)
+@given(layer=layers(), mode=st.sampled_from(MODES))
+def test_any_shape(layer, mode):
+    layer, size = layer
+    a, vectors = some_vectors(layer, size)
+    assert_sums(ConvTransposeRule, layer, mode, a, vectors)
+    assert_gradients(ConvTransposeRule, layer, a, vectors, layer)
+
+
+class PixelsLast(nn.Module):
+    def forward(self, x):
+        return x.movedim(1, -1)
+
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return x.flatten(2).mean(2)
+
+
+def upsampling(layer_type, kernel=2):
+    """An output per pixel, made of one input pixel if the kernel is the stride."""
+    return nn.Sequential(
+        PLAIN[layer_type](2, 3, 1), layer_type(3, 2, kernel, stride=2), PixelsLast()
+    )
+
+
+def averaged(layer_type, padding=0):
+    """All input pixels write the same onto the mean, unless some of it is cropped."""
+    return nn.Sequential(
+        PLAIN[layer_type](2, 3, 1), layer_type(3, 2, 3, stride=2, padding=padding), Mean()
+    )
+
+
+def errors(model, size, mode):
+    x = normal(4, 2, *size)
+    ggn = oracles.dense_ggn_blocks(model, x, "regression")
+    data = [(x, torch.zeros_like(model(x)))]
+    factors = kronecker_factors(model, data, "regression", kfac_approx=mode)
+    return {name: error(factors.to_dense(name), ggn[name]) for name in ggn}
+
+
+@pytest.mark.parametrize(("exact_mode", "build"), [("expand", upsampling), ("reduce", averaged)])
+@pytest.mark.parametrize("layer_type", SIZES)
+def test_mode_is_exact_in_its_setting_and_the_other_is_not(layer_type, build, exact_mode):
+    torch.manual_seed(0)
+    model, size = build(layer_type).double(), SIZES[layer_type]
+    assert max(errors(model, size, exact_mode).values()) < 1e-12
+    other = errors(model, size, OTHER[exact_mode])
+    assert min(other["0.weight"], other["1.weight"]) > 0.1
+
+
+@pytest.mark.parametrize("layer_type", SIZES)
+def test_exact_only_where_all_positions_are_alike(layer_type):
+    """Negative controls: patches that overlap, pixels whose patches are cropped."""
+    torch.manual_seed(0)
+    size = SIZES[layer_type]
+    assert errors(upsampling(layer_type, kernel=3).double(), size, "expand")["1.weight"] > 0.05
+    assert errors(averaged(layer_type, padding=1).double(), size, "reduce")["1.weight"] > 0.05
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layer_type", SIZES)
+def test_output_size_in_place_of_output_padding(layer_type, mode):
+    plain = layer_type(2, 4, 2, stride=3)
+    padded = layer_type(2, 4, 2, stride=3, output_padding=2)
+    a, vectors = some_vectors(padded, SIZES[layer_type])
+    found = sums_of(ConvTransposeRule, plain, mode, a, vectors)
+    expected = sums_of(ConvTransposeRule, padded, mode, a, vectors)
+    for name in expected:
+        assert_close(found[name], expected[name])
+    plain, output_size = plain.double(), list(vectors.shape[3:])
+    assert_gradients(ConvTransposeRule, plain, a, vectors, lambda a: plain(a, output_size))
+
+
+def test_an_output_size_that_says_nothing_of_the_inputs_is_named():
+    layer = nn.ConvTranspose1d(1, 1, 2, dilation=3, output_padding=2).double()
+    a = torch.zeros(1, 1, 4, dtype=torch.float64)
+    rule = ConvTransposeRule(layer, "expand", {"weight"})
+    rule.add_input(Use(a))
+    with pytest.raises(NotImplementedError, match="the stride or more, call it without output_s"):
+        rule.add_gradient(Use(a), layer(a, [7]).detach(), PositionSums())
