@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: train test test-slow test-lowest lint format bench table2 clean
+.PHONY: train test test-slow test-lowest lint format bench exactness table2 clean
 
 train: $(INSTALLED)  ## train on the built-in digits, learn the weight decays, write runs/digits
 	$(BIN)/marglik train --config digits
@@ -27,6 +27,9 @@ bench: $(INSTALLED)  ## curvature pass, evidence update and predictive against t
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
 	$(BIN)/python -m experiments.bench_curvature
 	$(BIN)/python -m experiments.bench_predictive
+
+exactness: $(INSTALLED)  ## where the modes are exact, after the paper's figures 1 and 2: half a minute
+	$(BIN)/python -m experiments.exactness
 
 table2: $(INSTALLED)  ## the paper's Table 2 at the size of two cores: less than two hours; again to go on
 	$(BIN)/python -m experiments.marglik_cifar10
