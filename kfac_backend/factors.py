@@ -40,8 +40,10 @@ def kronecker_factors(
 
     The model runs in the mode (train or eval) it is in; dropout that is on stays on. The first
     batch, or its first part, runs three times: twice to prove that the hooks see all, once for the
-    curvature. (After a first batch of one example, the first that has several runs twice.) On a CPU
-    one and two examples run before that, to see how batches may be split.
+    curvature. (After a first batch of one example, the first that has several runs twice.) One and
+    two examples run before that, to see which layers run once for all examples, and on a CPU how
+    batches may be split; further runs prove that attention by parts and copies of a module's own
+    parameters, where there are any, are what the model computes.
 
     Args:
         model: any model of the supported layers (`kfac_backend.rules`); a layer may run several

@@ -64,6 +64,7 @@ def modes_of_layers(kfac_approx: KfacApprox, names: Iterable[str]) -> dict[str, 
         assert kfac_approx != "auto"
         return dict.fromkeys(names, kfac_approx)
     modes: dict[str, Approximation] = {}
+    used: set[str] = set()
     for name in names:
         fitting = [pattern for pattern in kfac_approx if fnmatchcase(name, pattern)]
         if not fitting:
@@ -72,9 +73,13 @@ def modes_of_layers(kfac_approx: KfacApprox, names: Iterable[str]) -> dict[str, 
                 "or '*' at the end for all others."
             )
         modes[name] = kfac_approx[fitting[0]]
-    unused = [p for p in kfac_approx if not any(fnmatchcase(name, p) for name in names)]
-    if unused and unused != ["*"]:
+        used.add(fitting[0])
+    unused = [pattern for pattern in kfac_approx if pattern not in used and pattern != "*"]
+    if unused:
+        hidden = any(fnmatchcase(name, unused[0]) for name in names)
+        why = " that an earlier pattern does not fit" if hidden else ""
         raise ValueError(
-            f"The pattern '{unused[0]}' of kfac_approx fits no layer; there are {', '.join(names)}."
+            f"The pattern '{unused[0]}' of kfac_approx fits no layer{why}; there are "
+            f"{', '.join(names)}."
         )
     return modes

@@ -80,7 +80,7 @@ def marglik_training(
         enable_backprop: make the returned Laplace's predictive differentiable in the input.
         dict_key_x: the input's key in batches that are mappings.
         dict_key_y: the targets' key in batches that are mappings.
-        kfac_approx: "expand" or "reduce"; our backends only.
+        kfac_approx: a mode, "auto" or modes by layers' names; our backends only.
 
     Returns:
         The Laplace approximation with the best evidence, fitted; the model with its parameters; the

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from jaxtyping import Float
@@ -45,6 +46,7 @@ class WeightSharingRule(Rule):
         self.B_both = GradientSums(GramSum(), self.by_example)
         self._given_away: set[str] = set()
         self._one_B = self.groups == 1 and self.same_gradients and len(names) == 2
+        self._one_B_now = self._one_B  # in this forward pass
 
     @abstractmethod
     def inputs(self, a: Tensor) -> Tensor:
@@ -81,6 +83,7 @@ class WeightSharingRule(Rule):
 
     def begin_forward(self) -> None:
         """New counts of uses and positions."""
+        self._one_B_now = self._one_B
         for sums in (self.A, self.B_weight, self.B_bias, self.B_both):
             sums.begin_forward()
 
@@ -88,6 +91,8 @@ class WeightSharingRule(Rule):
         """The Gram matrix of the weight's inputs; a bias has no input factor."""
         for sums in (self.B_weight, self.B_bias, self.B_both):
             sums.count_use()
+        if use.rows is not None and self.mode != "expand":
+            self._one_B_now = False  # in any use, as examples' sums go over all of them
         if "weight" not in self.names:
             return
         a, rows, mode = reduced_axes(self, use.a, use.rows, mean=True)
@@ -110,22 +115,30 @@ class WeightSharingRule(Rule):
 
     def add_gradient(self, use: Use, b: Tensor, sums: PositionSums) -> None:
         """B per group for the weight, B over all outputs for the bias."""
-        reduced, rows, mode = reduced_axes(self, b, use.rows, mean=False)
-        if reduced is not b:
-            sums = PositionSums()
-        b = reduced
-        if mode == "expand" and rows is not None:
-            b = rows.counting(b)
-        if self._one_B and (mode == "expand" or rows is None):
-            self.B_both.add(self._bias_rows(b, mode, sums))
+        if self._one_B_now:
+            self._add_bias_gradient(self.B_both, use, b, sums)
             return
-        if "weight" in self.names:
-            self.B_weight.add(self._weight_rows(b, mode, sums, rows))
         if "bias" in self.names:
-            of_bias = self._bias_rows(b, mode, sums)
-            if mode == "reduce" and rows is not None:
-                of_bias = rows.sums(of_bias[0])[None]
-            self.B_bias.add(of_bias)
+            self._add_bias_gradient(self.B_bias, use, b, sums)
+        if "weight" in self.names:
+            reduced, rows, mode = reduced_axes(self, b, use.rows, mean=False)
+            if mode == "expand" and rows is not None:
+                reduced = rows.counting(reduced)
+            known = sums if reduced is b else PositionSums()
+            self.B_weight.add(self._weight_rows(reduced, mode, known, rows))
+
+    def _add_bias_gradient(
+        self, total: GradientSums, use: Use, b: Tensor, sums: PositionSums
+    ) -> None:
+        # Of plain sums: a bias has no input, with which to share 1/√R_n.
+        plain = None if use.rows is None else replace(use.rows, by_roots=False)
+        reduced, rows, mode = reduced_axes(self, b, plain, mean=False)
+        if mode == "expand" and rows is not None:
+            reduced = rows.counting(reduced)
+        of_bias = self._bias_rows(reduced, mode, sums if reduced is b else PositionSums())
+        if mode == "reduce" and rows is not None:
+            of_bias = rows.sums(of_bias[0])[None]
+        total.add(of_bias)
 
     def _bias_rows(self, b: Tensor, mode: str, sums: PositionSums) -> Float[Tensor, "1 M d_out"]:
         if mode == "reduce":

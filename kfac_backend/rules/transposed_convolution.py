@@ -89,13 +89,13 @@ class ConvTransposeRule(ImageRule):
         if mode == "reduce":
             super().add_gradient(use, b, sums)
             return
+        if "bias" in self.names:
+            self._add_bias_gradient(self.B_bias, use, b, sums)
         b = reduced if rows is None else rows.counting(reduced)
         if "weight" in self.names:
             image, axes = self.image(at_least_float32(b))
             gram: Any = self.B_weight.gram
             gram.add_images(image, *axes)
-        if "bias" in self.names:
-            self.B_bias.add(self.bias_gradients(b).flatten(0, 1)[None])
 
     def _weight_rows(self, b: Tensor, mode: str, sums: PositionSums, rows: Rows | None) -> Tensor:
         assert mode == "reduce"

@@ -101,7 +101,8 @@ if hasattr(nn, "LinearCrossEntropyLoss"):  # since torch 2.15
     NAMED["LinearCrossEntropyLoss"] = (lambda: nn.LinearCrossEntropyLoss(3, 4), one(3))
 
 NO_LAYERS = {
-    "Module", "Container", "DataParallel", "Sequential", "ModuleList", "ModuleDict", "ParameterList",
+    "Module", "Container", "DataParallel", "Sequential", "ModuleList", "ModuleDict",
+    "ParameterList",
     "ParameterDict", "Parameter", "RNNBase", "RNNCellBase", "UninitializedParameter", "Buffer",
 }  # fmt: skip
 
@@ -198,7 +199,7 @@ def test_right_against_brute_force(name, kfac_approx):
 @pytest.mark.parametrize("name", NAMED)
 def test_named_error(name):
     model, x = around(NAMED, name)
-    message = rf"layer 'layer' \({name}\) has no K-FAC rule|weight' reached .* used functionally"
+    message = rf"layer 'layer' \({name}\) has no K-FAC rule|weight' reached .*used functionally"
     with pytest.raises(NotImplementedError, match=message):
         kronecker_factors(model, [(x, torch.zeros(1).long())], "classification")
 

@@ -1,0 +1,160 @@
+"""Loss terms that do not count: no loss, no gradient, no curvature."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+from kfac_backend.backward_vectors import BackwardVectors
+from kfac_backend.loss_hessian import check_targets, counted_terms, loss_sum, num_counted_terms
+from tests import oracles
+
+IGNORED = -100
+N, R, C = 3, 4, 5
+
+
+def sequences(ignored=IGNORED):
+    """Outputs (N, R, C) and labels (N, R); the third position counts nowhere."""
+    generator = torch.Generator().manual_seed(0)
+    f = torch.randn(N, R, C, dtype=torch.float64, generator=generator)
+    y = torch.randint(1, C, (N, R), generator=generator)
+    y[:, 2] = y[1, 0] = y[2, 3] = ignored
+    return f, y
+
+
+def outer(vectors, f):
+    """Σ_v v_n v_nᵀ over all terms of an example, (N, R C, R C)."""
+    total = torch.zeros(len(f), f[0].numel(), f[0].numel(), dtype=f.dtype)
+    for v in vectors:
+        total += v.flatten(1)[:, :, None] * v.flatten(1)[:, None, :]
+    return total
+
+
+def brute_force(f, y, block, ignored=IGNORED):
+    """A block (C, C) for each term that counts, on the diagonal of (N, R C, R C)."""
+    total = torch.zeros(N, R * C, R * C, dtype=f.dtype)
+    for n in range(N):
+        for r in range(R):
+            if y[n, r] != ignored:
+                part = slice(r * C, (r + 1) * C)
+                total[n, part, part] = block(f[n, r], y[n, r])
+    return total
+
+
+def hessian(f, _):
+    return oracles.loss_hessian(f, "classification")
+
+
+@pytest.mark.parametrize("ignored", [IGNORED, 0])
+def test_loss_is_that_of_the_terms_that_count(ignored):
+    f, y = sequences(ignored)
+    terms = [
+        oracles.negative_log_likelihood(f[n, r], y[n, r], "classification")
+        for n in range(N)
+        for r in range(R)
+        if y[n, r] != ignored
+    ]
+    expected = F.cross_entropy(f.flatten(0, 1), y.flatten(), ignore_index=ignored, reduction="sum")
+    assert_close(loss_sum(f, y, "classification", ignored), sum(terms))
+    assert_close(sum(terms), expected)
+    assert num_counted_terms(f, y, ignored) == len(terms) == N * R - 5
+    assert num_counted_terms(f, y, None) == N * R
+    assert counted_terms(y, None) is None
+    # Negative control: the label 0 counts unless it is ignored.
+    every = loss_sum(f, y.clamp(min=0), "classification")
+    assert abs(every - sum(terms)) > 0.1 * every
+
+
+@pytest.mark.parametrize("ignored", [IGNORED, 0])
+def test_exact_vectors_square_to_the_hessian_of_the_terms_that_count(ignored):
+    f, y = sequences(ignored)
+    vectors = list(BackwardVectors("classification", ignore_index=ignored)(f, y))
+    assert_close(outer(vectors, f), brute_force(f, y, hessian, ignored))
+    assert len(vectors) == (R - 1) * (C - 1)  # none for the position that counts nowhere
+    # Negative control.
+    every = outer(BackwardVectors("classification")(f, y), f)
+    assert (every - outer(vectors, f)).norm() > 0.1 * every.norm()
+
+
+def test_empirical_vectors_are_gradients_of_the_terms_that_count():
+    f, y = sequences()
+    f.requires_grad_()
+    vectors = list(BackwardVectors("classification", "empirical", ignore_index=IGNORED)(f, y))
+    (gradient,) = torch.autograd.grad(loss_sum(f, y, "classification", IGNORED), f)
+    assert_close(sum(vectors), gradient)
+    f = f.detach()
+
+    def gradient_outer(f_nr, label):
+        g = torch.softmax(f_nr, -1) - F.one_hot(label, C)
+        return torch.outer(g, g)
+
+    assert_close(outer(vectors, f), brute_force(f, y, gradient_outer))
+    assert len(vectors) == R - 1
+
+
+def test_sampled_vectors_have_the_hessian_of_the_terms_that_count_as_their_mean():
+    f, y = sequences()
+    expected = brute_force(f, y, hessian)
+
+    def error(samples):
+        generator = torch.Generator().manual_seed(1)
+        options = ("classification", "mc", samples, generator)
+        found = outer(BackwardVectors(*options, ignore_index=IGNORED)(f, y), f)
+        assert not found[:, 2 * C : 3 * C].any() and not found[1, :C].any()
+        return float((found - expected).norm() / expected.norm())
+
+    assert error(20_000) < 0.05
+    # Negative control: a handful of samples is not enough.
+    assert error(3) > 0.2
+
+
+def test_ignored_terms_have_no_part_in_the_trace():
+    f, y = sequences()
+    options = {"rank_tolerance": 0.3, "ignore_index": IGNORED}
+    vectors = BackwardVectors("classification", **options)
+    found = outer(vectors(f, y), f)
+    trace = brute_force(f, y, hessian).diagonal(dim1=1, dim2=2).sum()
+    assert_close(torch.as_tensor(vectors.trace), trace)
+    left_out = trace - found.diagonal(dim1=1, dim2=2).sum()
+    assert_close(torch.as_tensor(vectors.trace_left_out), left_out)
+    assert 0 < left_out <= 0.3 * trace
+
+
+@pytest.mark.parametrize("fisher", ["exact", "mc", "empirical"])
+def test_examples_without_a_label(fisher):
+    """One term an example; the whole batch may have none that counts."""
+    f, y = torch.randn(3, 4), torch.tensor([1, IGNORED, 2])
+    vectors = list(BackwardVectors("classification", fisher, ignore_index=IGNORED)(f, y))
+    assert all(not v[1].any() for v in vectors) and all(v[0].any() for v in vectors)
+    none = list(
+        BackwardVectors("classification", fisher, ignore_index=IGNORED)(f, torch.full((3,), -100))
+    )
+    assert_close(none, [torch.zeros_like(f)])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_outputs_of_ignored_terms_may_be_anything(value):
+    f, y = sequences()
+    f[:, 2] = value
+    for vector in BackwardVectors("classification", ignore_index=IGNORED)(f, y):
+        assert torch.isfinite(vector).all()
+
+
+def test_targets_that_do_not_count_are_in_order():
+    f, y = sequences()
+    check_targets(f, y, "classification", IGNORED)
+    with pytest.raises(ValueError, match="Label -100 .*, pass ignore_index=-100"):
+        check_targets(f, y, "classification")
+    with pytest.raises(ValueError, match="Label -1 is out of range.*, pass ignore_index=-1"):
+        check_targets(f, y.where(y != y[0, 0], -1), "classification", IGNORED)
+    with pytest.raises(ValueError, match="Label 5 is out of range.*Relabel the data"):
+        check_targets(f, y.where(y != y[0, 0], 5), "classification", IGNORED)
+
+
+@pytest.mark.parametrize("likelihood", ["regression", "bernoulli"])
+def test_only_labels_can_be_ignored(likelihood):
+    f = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match="ignore_index=-100 is for the labels of .*'classif"):
+        check_targets(f, f, likelihood, IGNORED)
+    with pytest.raises(ValueError, match="ignore_index=-100 is for the labels of .*'classif"):
+        BackwardVectors(likelihood, ignore_index=IGNORED)

@@ -1,0 +1,173 @@
+"""Modes by the outputs' shape, by layers' names, and by shared axes."""
+
+from dataclasses import replace
+from types import MappingProxyType
+
+import pytest
+import torch
+from laplace import Laplace
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from kfac_backend import KroneckerFactors
+from kfac_backend.laplace_interface import KfacGGN
+from marglik import KronLaplace
+from marglik.posterior_file import load_posterior, save_posterior
+from tests.kfac_backend.blocks import MODES, OTHER, assert_blocks, error, normal, randomize
+from tests.kfac_backend.test_modes_of_axes import Folded, assert_same, factors_of
+
+
+class Positions(nn.Module):
+    """Three linear layers and a norm on positions (N, R, d); logits of these or of examples."""
+
+    def __init__(self, pool: bool = True):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.norm, self.head, self.pool = nn.LayerNorm(4), nn.Linear(4, 3), pool
+
+    def forward(self, x: Tensor) -> Tensor:
+        f = self.head(self.norm(self.body(x)).tanh())
+        return f.mean(1) if self.pool else f
+
+
+def setting(pool: bool = True) -> tuple[nn.Module, list]:
+    model, x = randomize(Positions(pool)), normal(5, 4, 3, seed=1)
+    return model, [(x, torch.arange(model(x)[..., 0].numel()).view(model(x).shape[:-1]) % 3)]
+
+
+@pytest.mark.parametrize(("pool", "mode"), [(True, "reduce"), (False, "expand")])
+def test_auto_follows_the_outputs(pool, mode, tmp_path):
+    model, data = setting(pool)
+    factors = factors_of(model, data, "auto")
+    assert factors.kfac_approx == mode
+    assert_same(factors, factors_of(model, data, mode))
+    other = factors_of(model, data, OTHER[mode])
+    for name in ("body.0.weight", "body.2.weight", "head.weight"):
+        assert error(other.to_dense(name), factors.to_dense(name)) > 0.1
+    factors.save(tmp_path / "factors")
+    assert KroneckerFactors.load(tmp_path / "factors").kfac_approx == mode
+    assert (factors + factors_of(model, data, mode)).kfac_approx == mode
+    with pytest.raises(ValueError, match="kfac_approx 'expand' and 'reduce'|'reduce' and 'expand'"):
+        factors + other
+
+
+MAPPINGS = {
+    # name: (mapping, the layers whose mode is reduce)
+    "names": ({"head": "reduce", "*": "expand"}, ["head"]),
+    "pattern": ({"body.*": "reduce", "*": "expand"}, ["body.0", "body.2"]),
+    "the first that fits": (
+        {"body.2": "expand", "body.?": "reduce", "*": "expand"},
+        ["body.0"],
+    ),
+    "one for all": ({"*": "reduce"}, ["body.0", "body.2", "head"]),
+    "no other": ({"[bh]*": "expand", "norm": "reduce", "*": "reduce"}, []),
+    "an axis": ({"head": {"tokens": "reduce"}, "*": "expand"}, ["head"]),
+}
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("name", MAPPINGS)
+def test_mappings_are_the_single_modes_layer_by_layer(name, batched):
+    mapping, reduced = MAPPINGS[name]
+    model, data = setting()
+    factors = factors_of(model, data, mapping, batched=batched)
+    assert factors.kfac_approx == mapping
+    single = {mode: factors_of(model, data, mode) for mode in MODES}
+    for parameter in factors.blocks:
+        layer = parameter.rpartition(".")[0]
+        mode = "reduce" if layer in reduced else "expand"
+        assert_blocks(factors, {parameter: single[mode].to_dense(parameter)})
+        if layer != "norm":  # negative control
+            other = single[OTHER[mode]].to_dense(parameter)
+            assert error(other, factors.to_dense(parameter)) > 0.1
+
+
+def test_mappings_are_kept_in_their_order(tmp_path):
+    model, data = setting()
+    # Both patterns fit the head.
+    mapping = {"*d": {"tokens": "expand"}, "[bhn]*": "reduce"}
+    factors = factors_of(model, data, mapping)
+    factors.save(tmp_path / "factors")
+    loaded = KroneckerFactors.load(tmp_path / "factors")
+    assert list(loaded.kfac_approx.items()) == list(mapping.items())
+    assert_same(factors + loaded, factors_of(model, 2 * data, mapping))
+    # Equal mappings in another order give other modes.
+    flipped = replace(factors, kfac_approx=dict(reversed(mapping.items())))
+    with pytest.raises(ValueError, match="Cannot add factors with kfac_approx"):
+        factors + flipped
+    # What is kept is a copy, of whatever kind of mapping.
+    changing = {"*": "reduce"}
+    frozen = factors_of(model, data, MappingProxyType(changing))
+    changing["*"] = "expand"
+    frozen.save(tmp_path / "frozen")
+    assert KroneckerFactors.load(tmp_path / "frozen").kfac_approx == {"*": "reduce"}
+
+
+WRONG = {
+    "no pattern fits": ({"body*": "reduce", "head": "expand"}, "layer 'norm': body., head. Add it"),
+    "a pattern fits nothing": (
+        {"heads*": "expand", "*": "reduce"},
+        "'heads.' of kfac_approx fits no layer; there are body.0, body.2, norm, head",
+    ),
+    "a pattern is hidden": (
+        {"*": "reduce", "body.0": "expand"},
+        "'body.0' of kfac_approx fits no layer that an earlier pattern does not fit; there",
+    ),
+    "unknown mode": ({"head": "mean", "*": "reduce"}, r"kfac_approx\['head'\]='mean' is not supp"),
+    "unknown mode of an axis": (
+        {"*": {"time": "sum"}},
+        r"kfac_approx\['\*'\]\['time'\]='sum' is not supported; choose one of 'expand', 'reduce'",
+    ),
+    "auto for one layer": ({"*": "auto"}, r"kfac_approx\['\*'\]='auto' is not supported"),
+    "axes of axes": ({"*": {"a": {"b": "reduce"}}}, r"\['\*'\]\['a'\]=\{'b': 'reduce'\} is not"),
+    "empty": ({}, "empty mapping"),
+    "no axis": ({"*": {}}, r"kfac_approx\['\*'\] names no axis"),
+    "a list": (["expand"], "choose one of 'expand', 'reduce', 'auto', or a mapping"),
+    "none": (None, "kfac_approx=None is not supported"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_modes_are_named_before_any_data(case):
+    kfac_approx, message = WRONG[case]
+    with pytest.raises(ValueError, match=message):
+        factors_of(setting()[0], [], kfac_approx)
+
+
+def images(N: int = 4) -> tuple[nn.Module, list]:
+    model, x = randomize(Folded(nn.Conv2d(2, 4, 2))), normal(N, 2, 2, 3, 3)
+    return model, [(x[:2], torch.tensor([0, 1])), (x[2:], torch.tensor([2, 0]))]
+
+
+LAYERWISE = {"layer": {"augmentation": "reduce", "space": "expand"}, "*": "expand"}
+
+
+def test_mappings_through_laplace_torch_and_ours(tmp_path):
+    model, data = images()
+    options = {"prior_precision": 2.0, "backend": KfacGGN}
+    ours = KronLaplace(model, "classification", kfac_approx=LAYERWISE, **options)
+    ours.fit(data)
+    assert ours.factors is not None
+    assert_same(ours.factors, factors_of(model, data, LAYERWISE))
+    assert ours.factors.kfac_approx == LAYERWISE
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(*(torch.cat(part) for part in zip(*data, strict=True))), 4
+    )
+    evidences = []
+    for kfac_approx in (LAYERWISE, "expand", "reduce", "auto"):
+        theirs = Laplace(
+            model, "classification", "all", "kron", prior_precision=2.0, backend=KfacGGN,
+            backend_kwargs={"kfac_approx": kfac_approx},
+        )  # fmt: skip
+        theirs.fit(loader)
+        evidences.append(theirs.log_marginal_likelihood())
+    assert_close(evidences[0], ours.log_marginal_likelihood().to(evidences[0]))
+    assert_close(evidences[3], evidences[2])  # one loss term for each example
+    assert len({round(float(value), 4) for value in evidences[:3]}) == 3
+
+    save_posterior(ours, tmp_path, model={}, data={})
+    loaded = load_posterior(tmp_path, images()[0])
+    assert torch.equal(loaded.log_marginal_likelihood(), ours.log_marginal_likelihood())
+    assert loaded.factors.kfac_approx == LAYERWISE
+    loaded.fit(data)
+    assert_same(loaded.factors, ours.factors)
