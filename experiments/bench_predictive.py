@@ -174,7 +174,7 @@ def _images(config: Config, device: torch.device) -> tuple[str, list[Tensor]]:
     splits = build_from_spec(ImageData, images("jpeg")).load()
     batches = split_batches(splits, "test", config.batch_size, device=device)
     number = -(-config.num_images // config.batch_size)
-    return splits.name, [x for x, _ in batches][:number]
+    return splits.name, [x for x, _ in batches if isinstance(x, Tensor)][:number]
 
 
 def _peak_resident() -> int:

@@ -11,7 +11,7 @@ from kfac_backend.options import Likelihood
 from marglik.config import Accelerator, CurvatureConfig, Precision
 from marglik.laplace import KronLaplace
 
-__all__ = ["build_from_spec", "build_fabric", "build_laplace"]
+__all__ = ["build_fabric", "build_from_spec", "build_laplace", "fabric_of"]
 
 
 def build_laplace(
@@ -22,12 +22,14 @@ def build_laplace(
     *,
     sigma_noise: Tensor | float = 1.0,
     temperature: float = 1.0,
+    ignore_index: int | None = None,
 ) -> KronLaplace:
     """A posterior with the curvature that the options ask for, not fitted."""
     options: dict[str, Any] = {
         "rank_tolerance": curvature.rank_tolerance,
         "backward_precision": curvature.backward_precision,
         "batched": curvature.batched,
+        "ignore_index": ignore_index,
     }
     empirical = curvature.fisher == "empirical"
     if not empirical:
@@ -59,6 +61,13 @@ def build_fabric(accelerator: Accelerator, precision: Precision = "32-true") -> 
         raise ValueError(
             f"--accelerator {accelerator} is not to be had here: {error} Pass auto or cpu."
         ) from error
+
+
+def fabric_of(model: nn.Module) -> Fabric:
+    """A Fabric on the model's own device, in full precision."""
+    device = next(model.parameters()).device
+    devices: Any = [device.index or 0] if device.type != "cpu" else 1
+    return Fabric(accelerator=device.type, devices=devices, precision="32-true")
 
 
 def build_from_spec(kind: type | tuple[type, ...], spec: dict[str, Any]) -> Any:

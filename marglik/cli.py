@@ -15,7 +15,7 @@ from marglik.commands.options import HelpFormatter
 __all__ = ["main"]
 
 COMMANDS = {
-    "train": "train on images, learn the weight decays",
+    "train": "train on images, sequences or graphs, learn the weight decays",
     "fit": "a posterior for a network that was trained elsewhere",
     "evaluate": "what a posterior's predictions are worth: test, shifted and foreign data",
     "report": "one page about one run, or several side by side",

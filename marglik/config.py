@@ -34,7 +34,9 @@ class CurvatureConfig:
 
     Args:
         kfac_approx: expand treats positions that share a weight as examples; reduce sums over them
-            first, which is faster, and exact where the network does so too.
+            first, which is faster, and exact where the network does so too; auto takes expand for
+            outputs with a loss term for each position, else reduce; patterns of layers' names with
+            a mode for each, such as {"head*": expand, "*": reduce}.
         fisher: exact is the GGN; mc estimates it by labels drawn from the model; empirical uses the
             data's labels.
         mc_samples: labels per example for fisher=mc.
@@ -110,12 +112,13 @@ class RunConfig:
     """How long to train, on what device, and where the results go.
 
     Args:
-        epochs: passes over the training images.
-        batch_size: images per step.
-        augment: whether training crops (after padding by 4) and flips images at random.
+        epochs: passes over the training examples.
+        batch_size: examples (images, sequences, graphs) per step.
+        augment: whether training crops (after padding by 4) and flips images at random; images
+            alone.
         baseline: whether to train a second time with the initial weight decay kept fixed.
-        monitor: epochs between looks at the MAP's NLL and accuracy on the validation images (the
-            test images if there are none), which go into the log and choose nothing; 0 for none.
+        monitor: epochs between looks at the MAP's NLL and accuracy on the validation set (the test
+            set if there is none), which go into the log and choose nothing; 0 for none.
         seed: of initialisation, shuffling, augmentation and sampling.
         output: folder of the run's log, results and plot; runs/NAME OF THE DATA if null.
         overwrite: whether a run that is already in that folder may be replaced.
@@ -130,7 +133,7 @@ class RunConfig:
         precision: Lightning's name of the network steps' precision; parameters, curvature and
             predictions stay in float32.
         channels_last: whether images are laid out in memory as (N, H, W, C), which convolutions
-            are faster with; changes rounding alone.
+            are faster with; images alone, changes rounding alone.
         compile: mode of torch.compile for the network's steps; reduce-overhead records CUDA graphs
             on a GPU. Changes rounding alone.
         progress: whether to show progress bars.

@@ -3,15 +3,15 @@
 from dataclasses import replace
 from typing import Any
 
-from marglik.data import ImageSplits, TensorSplits
+from marglik.data import ImageSplits, Splits
+from marglik.data.tensor_splits import described
+from marglik.graphs import Graphs
 
 __all__ = ["as_trained", "data_record"]
 
 
-def data_record(
-    splits: ImageSplits | TensorSplits, source: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """Name, classes and normalisation, as plain data for JSON.
+def data_record(splits: Splits, source: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Name, classes, and normalisation or what graphs are like, as plain data for JSON.
 
     Args:
         splits: the data.
@@ -25,12 +25,14 @@ def data_record(
             "mean": list(splits.mean),
             "std": list(splits.std),
         }
-    return record
+        return record
+    if splits.classes is not None:
+        record["classes"] = list(splits.classes)
+    graphs = _graphs(splits)
+    return record if graphs is None else record | {"graphs": graphs}
 
 
-def as_trained(
-    splits: ImageSplits | TensorSplits, record: dict[str, Any] | None
-) -> ImageSplits | TensorSplits:
+def as_trained(splits: Splits, record: dict[str, Any] | None) -> Splits:
     """The data, normalised as the training data was.
 
     Args:
@@ -38,31 +40,50 @@ def as_trained(
         record: what `data_record` returned for the training data; None leaves all as it is.
 
     Raises:
-        ValueError: classes or images of another kind than those of the training data.
+        ValueError: classes, images or graphs of another kind than those of the training data.
     """
     if record is None:
         return splits
-    trained_on_images = "image_shape" in record
-    if isinstance(splits, ImageSplits) != trained_on_images:
+    trained_on = {"images": record.get("image_shape"), "graphs": record.get("graphs")}
+    for what, here in (("images", _images(splits)), ("graphs", _graphs(splits))):
+        there = trained_on[what]
+        if (here is None) != (there is None):
+            raise ValueError(
+                f"{splits.name} holds {what if here else f'no {what}'}, unlike {record['name']}, "
+                "which the network was trained on. Pass data of its kind (--data)."
+            )
+    classes = record.get("classes")
+    if classes and splits.classes and list(splits.classes) != classes:
         raise ValueError(
-            f"{splits.name} holds {'images' if not trained_on_images else 'no images'}, unlike "
-            f"{record['name']}, which the network was trained on. Pass data of its kind (--data)."
+            f"{splits.name} has {len(splits.classes)} classes ({_some(splits.classes)}), and the "
+            f"network was trained on {len(classes)} of {record['name']} ({_some(classes)}). Pass "
+            "data with the same classes (--data), or images of other classes as --ood."
+        )
+    if _graphs(splits) != record.get("graphs"):
+        raise ValueError(
+            f"{splits.name} has {_graphs(splits)}, the network was trained on {record['graphs']}. "
+            "Pass such data (--data)."
         )
     if not isinstance(splits, ImageSplits):
         return splits
-    if list(splits.classes) != record["classes"]:
-        raise ValueError(
-            f"{splits.name} has {len(splits.classes)} classes ({_some(splits.classes)}), and the "
-            f"network was trained on {len(record['classes'])} of {record['name']} "
-            f"({_some(record['classes'])}). Pass data with the same classes (--data), or data of "
-            "other classes as --ood."
-        )
-    if list(splits.image_shape) != record["image_shape"]:
+    if _images(splits) != record["image_shape"]:
         raise ValueError(
             f"{splits.name} has images of shape {splits.image_shape}, the network was trained on "
             f"{tuple(record['image_shape'])}. Pass data of that shape (--data)."
         )
     return replace(splits, mean=tuple(record["mean"]), std=tuple(record["std"]))
+
+
+def _images(splits: Splits) -> list[int] | None:
+    """(C, H, W) of images."""
+    return list(splits.image_shape) if isinstance(splits, ImageSplits) else None
+
+
+def _graphs(splits: Splits) -> str | None:
+    """What graphs are like."""
+    if isinstance(splits, ImageSplits) or not isinstance(splits.train[0], Graphs):
+        return None
+    return described(splits.train[0])
 
 
 def _some(classes: Any) -> str:

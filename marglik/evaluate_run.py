@@ -10,7 +10,7 @@ from torch import nn
 from kfac_backend.options import Likelihood
 from marglik.build import build_fabric, build_from_spec
 from marglik.config import Accelerator
-from marglik.data import ImageData, TensorFile
+from marglik.data import DataSource, ImageData
 from marglik.data_record import as_trained
 from marglik.evaluation_record import EvaluationConfig, evaluate
 from marglik.model_check import check_model
@@ -32,7 +32,7 @@ __all__ = ["evaluate_run"]
 def evaluate_run(
     path: str,
     model: nn.Module | None = None,
-    data: ImageData | TensorFile | None = None,
+    data: DataSource | None = None,
     likelihood: Likelihood | None = None,
     sigma_noise: float | None = None,
     methods: list[PredictiveMethod] | None = None,
@@ -83,7 +83,7 @@ def evaluate_run(
                 "--likelihood out."
             )
         model = _saved(path, model, record, "model", nn.Module)
-        data = _saved(path, data, record["data"] or {}, "source", (ImageData, TensorFile))
+        data = _saved(path, data, record["data"] or {}, "source", DataSource)
         assert model is not None and data is not None
         splits = as_trained(data.load(), record["data"])
         if output is None and record["data"] and splits.name != record["data"]["name"]:
@@ -104,12 +104,16 @@ def evaluate_run(
         map_ = map_predictive(model, likelihood, sigma_noise or 1.0)
         folder = Path(output or f"runs/{Path(path).stem}_map")
     folder.mkdir(parents=True, exist_ok=True)  # fails now if it cannot be made
-    check_model(model, splits, None, likelihood)  # pyright: ignore[reportArgumentType]
+    configs = []
+    if laplace is not None:
+        asked = [predictive.method] if methods is None else methods
+        configs = [replace(predictive, method=method) for method in asked]
+    for config in configs or [None]:
+        check_model(model, splits, None, likelihood, config)  # pyright: ignore[reportArgumentType]
     predictives: dict[str, Predictive] = {"MAP": map_}
     if laplace is not None:
-        for method in [predictive.method] if methods is None else methods:
+        for config in configs:
             generator = torch.Generator(fabric.device).manual_seed(seed)
-            config = replace(predictive, method=method)
             predictives[config.label] = laplace_predictive(laplace, config, generator)
     found = evaluate(
         predictives,

@@ -8,6 +8,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from kfac_backend.batches import split_batch
+from kfac_backend.loss_hessian import counted_terms
 from kfac_backend.options import Likelihood
 from marglik.links import Prediction
 from marglik.metrics import bernoulli_metrics, classification_metrics, regression_metrics
@@ -22,27 +23,39 @@ def predict_all(
     batches: Iterable[Any],
     *,
     dict_key_y: str = "labels",
+    ignore_index: int | None = None,
     progress: bool = False,
 ) -> tuple[Prediction, Tensor]:
     """Predictions and targets of all batches, on the CPU.
+
+    The positions of sequences come one after the other, without those that do not count, so that
+    what is computed from them is about positions (tokens), not about sequences.
 
     Args:
         predict: the predictive.
         batches: (x, y), or mappings with targets under ``dict_key_y``.
         dict_key_y: the targets' key.
+        ignore_index: the label of targets that do not count; None: all count.
         progress: whether to show a bar.
 
     Raises:
-        ValueError: no batch.
+        ValueError: no batch, or no target that counts.
     """
     hidden = None if progress else True  # None: shown on a terminal only
     predictions, targets = [], []
     for batch in tqdm(batches, desc="Predicting", unit="batch", leave=False, disable=hidden):
         x, y = split_batch(batch, dict_key_y)
-        predictions.append(predict(x).to("cpu"))
-        targets.append(y.cpu())
+        prediction, y = predict(x).to("cpu"), y.cpu()
+        counted = counted_terms(y, ignore_index)
+        if counted is not None or prediction.mean.dim() > 2:
+            y = y.flatten(0, prediction.mean.dim() - 2) if counted is None else y[counted]
+            prediction = prediction.terms(counted)
+        predictions.append(prediction)
+        targets.append(y)
     if not predictions:
         raise ValueError("The data is empty: the loader yields no batch.")
+    if not sum(map(len, targets)):
+        raise ValueError(f"All targets are {ignore_index}, which do not count.")
     return Prediction.cat(predictions), torch.cat(targets)
 
 

@@ -19,7 +19,7 @@ from marglik.data import (
     ImageData,
     ImageSet,
     ImageSplits,
-    TensorSplits,
+    Splits,
     corrupt,
     out_of_distribution_images,
 )
@@ -58,7 +58,7 @@ class EvaluationConfig:
         if self.uncertain < 0:
             raise ValueError(f"evaluation.uncertain must be 0 or more, not {self.uncertain}.")
 
-    def check(self, splits: ImageSplits | TensorSplits) -> None:
+    def check(self, splits: Splits) -> None:
         """Raise a ValueError unless this can be evaluated on such data."""
         if self.shift and isinstance(splits, ImageSplits) and splits.image_shape[0] not in (1, 3):
             raise ValueError(
@@ -69,7 +69,7 @@ class EvaluationConfig:
 
 def evaluate(
     predictives: Mapping[str, Predictive],
-    splits: ImageSplits | TensorSplits,
+    splits: Splits,
     likelihood: Likelihood,
     config: EvaluationConfig = EvaluationConfig(),  # noqa: B008
     *,
@@ -93,7 +93,8 @@ def evaluate(
     Returns:
         For each predictive the metrics under keys such as ``test/cls/NLL``, ``test/cal/ECE``,
         ``shift/noise/3/cls/NLL`` and ``ood/AUROC``, its reliability curve, histograms of its
-        entropy, and seconds for the test set.
+        entropy, and seconds for the test set. Of sequences all are about positions (tokens) that
+        count, whose number is then there, too.
 
     Raises:
         ValueError: shifts or foreign data for data that are no images, or regression; foreign data
@@ -114,7 +115,8 @@ def evaluate(
         "version": 1,
         "data": splits.name,
         "likelihood": likelihood,
-        "classes": list(images.classes) if images is not None else None,
+        "classes": None if splits.classes is None else list(splits.classes),
+        **work.sizes(),
         "predictives": {},
         "ood": None,
         "shift": None,
@@ -140,7 +142,6 @@ def evaluate(
         if config.shift:
             found |= dict(work.shifted(predict))
         record["predictives"][label] = {"metrics": found, **entry, "seconds": seconds}
-        record["num_test"] = len(targets)
         if images is not None and likelihood == "classification" and config.uncertain:
             examples = _most_uncertain(prediction, images, config.uncertain)
             record["uncertain"] = {"predictive": label, "examples": examples}
@@ -160,7 +161,7 @@ def evaluate(
 class _Evaluation:
     """The data, and how to go through it."""
 
-    splits: ImageSplits | TensorSplits
+    splits: Splits
     likelihood: Likelihood
     batch_size: int
     device: torch.device
@@ -170,7 +171,16 @@ class _Evaluation:
         self, split: Literal["validation", "test"], predict: Predictive
     ) -> tuple[Prediction, Tensor]:
         batches = split_batches(self.splits, split, self.batch_size, device=self.device)
-        return predict_all(predict, batches, progress=self.progress)
+        ignored = self.splits.ignore_index
+        return predict_all(predict, batches, ignore_index=ignored, progress=self.progress)
+
+    def sizes(self) -> dict[str, int | None]:
+        """The numbers of test examples and, of sequences, of their positions that count."""
+        if isinstance(self.splits, ImageSplits):
+            return {"num_test": len(self.splits.test), "num_positions": None}
+        y = self.splits.test[1]
+        several = self.likelihood == "classification" and y.dim() > 1
+        return {"num_test": len(y), "num_positions": self.splits.num_terms if several else None}
 
     def two_inputs(self) -> Any:
         return next(iter(split_batches(self.splits, "test", 2, device=self.device)))[0]

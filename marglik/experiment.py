@@ -12,12 +12,12 @@ from torch import nn
 from marglik.build import build_fabric
 from marglik.checkpoint import Checkpoints
 from marglik.config import CurvatureConfig, PriorConfig, RunConfig
-from marglik.data import ImageData
+from marglik.data import DataSource, ImageData
 from marglik.data.out_of_distribution import out_of_distribution_images
 from marglik.data_record import data_record
 from marglik.evaluation_record import EvaluationConfig
 from marglik.figures import plot_run, save_figure
-from marglik.model_check import check_model
+from marglik.model_check import check_image_options, check_model
 from marglik.optimizers import OptimizerConfig
 from marglik.posterior_file import save_posterior
 from marglik.predictive import PredictiveConfig
@@ -33,7 +33,7 @@ __all__ = ["train"]
 
 def train(
     model: nn.Module,
-    data: ImageData,
+    data: DataSource,
     optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008
     prior: PriorConfig = PriorConfig(),  # noqa: B008
     curvature: CurvatureConfig = CurvatureConfig(),  # noqa: B008
@@ -43,14 +43,19 @@ def train(
     run: RunConfig = RunConfig(),  # noqa: B008
     provenance: Provenance = Provenance(),  # noqa: B008
 ) -> dict[str, Any]:
-    """Train a classifier of images and its weight decays together.
+    """Train a classifier and its weight decays together: of images, tokens or graphs.
+
+    Sequences have a label, and so a loss term, for each position; one sequence is one example. The
+    objective is the sum over its positions, averaged over examples, and metrics are means over
+    positions: "cls/NLL" in nats per token.
 
     Returns what `results.json` holds, and the folder under "output".
 
     Args:
         model: the network, whose outputs are logits; any importable class, such as
             marglik.models.WideResNetFixup, marglik.models.LeNet, marglik.models.MLP.
-        data: the images.
+        data: images (such as marglik.data.Digits), sequences (marglik.data.DART) or graphs
+            (marglik.data.NCI1).
         optimizer: the network's optimiser.
         prior: the prior and its updates.
         curvature: the curvature pass.
@@ -70,6 +75,13 @@ def train(
     start = time.perf_counter()
     fabric = build_fabric(run.accelerator, run.precision)
     splits = data.load()
+    check_image_options(
+        splits,
+        augment=run.augment,
+        channels_last=run.channels_last,
+        ood=ood is not None,
+        evaluation__shift=evaluation.shift,
+    )
     foreign = None if ood is None else out_of_distribution_images(ood, splits)
     evaluation.check(splits)
     model = fabric.to_device(model)

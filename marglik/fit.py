@@ -10,7 +10,7 @@ from torch import nn
 from kfac_backend.options import Likelihood
 from marglik.build import build_fabric, build_laplace
 from marglik.config import CurvatureConfig, PostHocConfig, PostHocRunConfig
-from marglik.data import ImageData, ImageSplits, TensorFile, TensorSplits
+from marglik.data import DataSource, Splits
 from marglik.data.split_batches import split_batches
 from marglik.data_record import data_record
 from marglik.evaluation import metrics, predict_all
@@ -31,7 +31,7 @@ __all__ = ["fit"]
 
 def fit(
     model: nn.Module,
-    data: ImageData | TensorFile,
+    data: DataSource,
     checkpoint: str,
     likelihood: Likelihood = "classification",
     prior: PostHocConfig = PostHocConfig(),  # noqa: B008
@@ -94,6 +94,7 @@ def fit(
         delta,
         sigma_noise=prior.sigma_noise,
         temperature=prior.temperature,
+        ignore_index=splits.ignore_index,
     )
     torch.manual_seed(run.seed)
     with eval_mode(model):
@@ -124,7 +125,7 @@ def _find_prior(
     laplace: KronLaplace,
     prior: PostHocConfig,
     predictive: PredictiveConfig,
-    splits: ImageSplits | TensorSplits,
+    splits: Splits,
     run: PostHocRunConfig,
 ) -> PriorFit | None:
     if prior.method == "evidence":
@@ -138,7 +139,9 @@ def _find_prior(
     def validation_nll(laplace: KronLaplace) -> float:
         generator = torch.Generator(laplace.mean.device).manual_seed(run.seed)
         predict = laplace_predictive(laplace, predictive, generator)
-        prediction, targets = predict_all(predict, batches, progress=run.progress)
+        prediction, targets = predict_all(
+            predict, batches, ignore_index=splits.ignore_index, progress=run.progress
+        )
         return metrics(prediction, targets, likelihood)[key]
 
     return minimize_validation_loss(laplace, validation_nll)

@@ -10,7 +10,7 @@ from torch import Tensor
 __all__ = ["Graphs", "sum_by"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # not frozen, since Lightning turns inputs to a precision by setting fields
 class Graphs:
     """G directed graphs with V nodes and E edges in all, concatenated.
 

@@ -48,8 +48,8 @@ class KronLaplace(OutputDistribution):
         damping: add √δ to both factors' eigenvalues instead of δ to their products.
         backend_kwargs: keywords of the backend, for example ``{"stochastic": True}``.
         asdl_fisher_kwargs: what laplace-torch forwards to ``backend.kron``.
-        kfac_approx: a mode, "auto" or modes by layers' names, see `kronecker_factors`; the backend's
-            own default if None.
+        kfac_approx: a mode, "auto" or modes by layers' names, see `kronecker_factors`; the
+            backend's own default if None.
     """
 
     factors: KroneckerFactors | None = None

@@ -34,7 +34,7 @@ LARGEST_LOG_ALPHA = 60.0
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is predicted for N inputs."""
+    """What is predicted for N inputs; of sequences for N·R positions, or (N, R) ahead of C."""
 
     mean: Float[Tensor, "N C"]
     """Class probabilities, each output's probability of a one (Bernoulli), or the mean."""
@@ -52,6 +52,16 @@ class Prediction:
     def entropy(self) -> Tensor:
         """The entropy of ``mean`` (not for regression): `total`, but for the link "probit"."""
         return _entropy(self.mean) if self.aleatoric.dim() == 1 else _binary_entropy(self.mean)
+
+    def terms(self, counted: Tensor | None = None) -> "Prediction":
+        """The prediction for each loss term, one after the other: (N, R, C) as (M, C).
+
+        Args:
+            counted: (N, R), which terms to keep; all if None.
+        """
+        axes = self.mean.dim() - 1
+        parts = (getattr(self, field.name).flatten(0, axes - 1) for field in fields(self))
+        return Prediction(*(p if counted is None else p[counted.flatten()] for p in parts))
 
     def to(self, device: torch.device | str) -> "Prediction":
         """The prediction on another device."""

@@ -11,18 +11,35 @@ from kfac_backend.loss_hessian import check_targets
 from kfac_backend.options import Likelihood
 from kfac_backend.output_covariance import OutputCovariance, PosteriorPrecision
 from marglik.config import CurvatureConfig
-from marglik.data import ImageSplits, TensorSplits
+from marglik.data import ImageSplits, Splits
 from marglik.data.split_batches import split_batches
+from marglik.data.tensor_splits import described
 from marglik.links import check_link
 from marglik.modes import eval_mode
 from marglik.predictive import PredictiveConfig
 
-__all__ = ["check_model"]
+__all__ = ["check_image_options", "check_model"]
+
+
+def check_image_options(splits: Splits, **asked: bool) -> None:
+    """Raise a ValueError if options are asked for that are for images, and the data has none.
+
+    Args:
+        splits: the data.
+        asked: option -> whether it is asked for; its dots as double underscores.
+    """
+    names = [name.replace("__", ".") for name, is_asked in asked.items() if is_asked]
+    if names and not isinstance(splits, ImageSplits):
+        verb, them = ("is", "it") if len(names) == 1 else ("are", "them")
+        raise ValueError(
+            f"{splits.name} holds no images; {' and '.join(names)} {verb} for images. Leave {them} "
+            "out."
+        )
 
 
 def check_model(
     model: nn.Module,
-    splits: ImageSplits | TensorSplits,
+    splits: Splits,
     curvature: CurvatureConfig | None,
     likelihood: Likelihood = "classification",
     predictive: PredictiveConfig | None = None,
@@ -31,7 +48,8 @@ def check_model(
 
     Raises:
         ValueError: a network that cannot take the inputs, or returns something else than (N, C)
-            with one output per class; targets that do not fit the likelihood.
+            with one output per class, (N, R, C) for class labels (N, R); targets that do not fit
+            the likelihood; a predictive that is not for such outputs.
         TypeError: class labels that are no integers.
         NotImplementedError: a layer without a K-FAC rule, or one that cannot predict.
     """
@@ -40,17 +58,25 @@ def check_model(
     x, y = x.to(parameter.device), y.to(parameter.device)
     with eval_mode(model):
         # Made first: what has no rule is said in its words.
-        curvature_pass = None if curvature is None else _pass(model, curvature, likelihood)
+        curvature_pass = (
+            None if curvature is None else _pass(model, curvature, likelihood, splits.ignore_index)
+        )
         try:
             with torch.no_grad():
                 f: Any = model(x)
-        except (RuntimeError, IndexError) as error:
+        except (RuntimeError, IndexError, TypeError, AttributeError) as error:
+            inputs = described(x)
+            if isinstance(x, Tensor):
+                inputs = f"inputs of shape {tuple(x.shape[1:])}"
+            reason = str(error).rstrip(".")
             raise ValueError(
-                f"{type(model).__name__} cannot take inputs of shape {tuple(x.shape[1:])}: "
-                f"{error}. Set the model's options to fit the data."
+                f"{type(model).__name__} cannot take {inputs}: {reason}. Set the model's options "
+                "to fit the data, or choose another model."
             ) from error
-        _check_output(model, f, splits, len(x))
-        check_targets(f, y, likelihood)
+        _check_output(model, f, splits, y, likelihood)
+        check_targets(f, y, likelihood, splits.ignore_index)
+        if predictive is not None:
+            predictive.check_outputs(f.dim())
         if curvature_pass is not None:
             curvature_pass.add(x, y)
             if predictive is not None and predictive.method != "nn":
@@ -58,7 +84,9 @@ def check_model(
                 OutputCovariance(model, _unit_precision(curvature_pass))(x)
 
 
-def _pass(model: nn.Module, curvature: CurvatureConfig, likelihood: Likelihood) -> CurvaturePass:
+def _pass(
+    model: nn.Module, curvature: CurvatureConfig, likelihood: Likelihood, ignore_index: int | None
+) -> CurvaturePass:
     return CurvaturePass(
         model,
         likelihood,
@@ -66,6 +94,7 @@ def _pass(model: nn.Module, curvature: CurvatureConfig, likelihood: Likelihood) 
         fisher=curvature.fisher,
         rank_tolerance=curvature.rank_tolerance,
         backward_precision=curvature.backward_precision,
+        ignore_index=ignore_index,
     )
 
 
@@ -86,9 +115,9 @@ def _unit(factor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _check_output(
-    model: nn.Module, f: Any, splits: ImageSplits | TensorSplits, examples: int
+    model: nn.Module, f: Any, splits: Splits, y: Tensor, likelihood: Likelihood
 ) -> None:
-    name = type(model).__name__
+    name, examples = type(model).__name__, len(y)
     if not isinstance(f, Tensor):
         raise ValueError(f"{name} returns {type(f).__name__}; logits are needed, a tensor.")
     shape = f"{name} returns shape {tuple(f.shape)} for {examples} examples"
@@ -98,5 +127,14 @@ def _check_output(
                 f"{shape}, but {splits.name} has {splits.num_classes} classes; set "
                 f"--model.num_classes {splits.num_classes}."
             )
-    elif f.dim() != 2 or len(f) != examples:
-        raise ValueError(f"{shape}; (N, C) is needed.")
+        return
+    # Several loss terms an example, one for each label of a sequence.
+    several = likelihood == "classification" and y.dim() > 1
+    if f.dim() != (y.dim() + 1 if several else 2) or len(f) != examples:
+        needed = "(N, R, C) is needed for labels (N, R)" if several else "(N, C) is needed"
+        raise ValueError(f"{shape}; {needed}.")
+    if splits.classes is not None and f.shape[-1] != len(splits.classes):
+        raise ValueError(
+            f"{shape}, but {splits.name} has {len(splits.classes)} classes; give the model as many "
+            f"outputs ({len(splits.classes)})."
+        )

@@ -2,7 +2,9 @@
 
 The objective on a batch of M examples is 1/M Σ ℓ/σ² + ½ Σ_g (T δ_g/N) ‖θ_g‖², −T/N times the
 tempered log joint up to a constant. Gradient steps are taken on σ² times it, so that learning rates
-do not depend on regression's noise.
+do not depend on regression's noise. ℓ is an example's loss, of a sequence the sum over the
+positions that count: where others take the mean over R positions, SGD needs a learning rate R times
+smaller (Adam's steps do not grow with the gradient).
 
 A group that the data does not need gets an ever larger δ. SGD's step on its penalty would
 overshoot and diverge once learning rate times weight decay exceeds 2 (1.36 with Nesterov's momentum
@@ -21,7 +23,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
 
 from kfac_backend.batches import split_batch
-from kfac_backend.loss_hessian import check_targets, loss_sum
+from kfac_backend.calls import arguments, logits_of
+from kfac_backend.loss_hessian import check_targets, counted_terms, loss_sum
 from kfac_backend.options import Likelihood
 from marglik.loaders import Loader
 
@@ -46,6 +49,7 @@ class NetworkTraining:
         scheduler: stepped after every batch.
         compile_mode: `torch.compile`'s mode for the steps, not compiled if None.
         dict_key_y: the targets' key in batches that are mappings.
+        ignore_index: the label of targets that do not count; None: all count.
         hide_bar: as tqdm's ``disable``.
 
     Raises:
@@ -63,6 +67,7 @@ class NetworkTraining:
         scheduler: LRScheduler | None = None,
         compile_mode: CompileMode | None = None,
         dict_key_y: str = "labels",
+        ignore_index: int | None = None,
         hide_bar: bool | None = True,
     ) -> None:
         if any(group.get("weight_decay") for group in optimizer.param_groups):
@@ -76,6 +81,7 @@ class NetworkTraining:
         self.fabric = fabric
         self.scheduler = scheduler
         self.dict_key_y = dict_key_y
+        self.ignore_index = ignore_index
         self._hide_bar = hide_bar
         # Adam's steps do not grow with the gradient.
         self._is_sgd = isinstance(optimizer, torch.optim.SGD)
@@ -104,8 +110,8 @@ class NetworkTraining:
         self.model.train()
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         limited: dict[str, None] = {}
-        totals = torch.zeros(3, dtype=torch.float64, device=parameters[0].device)
-        examples = terms = 0
+        totals = torch.zeros(4, dtype=torch.float64, device=parameters[0].device)
+        examples = 0
         bar = tqdm(self.loader, desc=f"Epoch {epoch}", leave=False, disable=self._hide_bar)
         for batch in bar:
             x, y = split_batch(self.fabric.to_device(batch), self.dict_key_y)
@@ -113,11 +119,10 @@ class NetworkTraining:
             limited |= dict.fromkeys(names)
             totals += self._step(x, y, parameters, stable, variance)
             examples += len(y)
-            terms += y.numel()
         if not examples:
             raise ValueError("The training data is empty: the loader yielded no batch.")
         self._targets_are_checked = True
-        loss, prior, correct = (totals / examples).tolist()
+        loss, prior, correct, terms = (totals / examples).tolist()
         if not torch.isfinite(totals).all():
             raise FloatingPointError(
                 f"The training loss is not finite in epoch {epoch}. Likely causes: NaN in the "
@@ -132,7 +137,7 @@ class NetworkTraining:
             "seconds": time.perf_counter() - start,
         }
         if self.likelihood == "classification":
-            record["accuracy"] = correct * examples / terms
+            record["accuracy"] = correct / terms if terms else 0.0
         if limited:
             record["limited_weight_decay"] = list(limited)
         return record
@@ -145,12 +150,13 @@ class NetworkTraining:
         weight_decays: list[Decay],
         variance: float,
     ) -> Tensor:
-        """One step; returns the batch's sums of losses, of penalties and of correct labels (3,)."""
+        """One step; the batch's sums (4,) of losses, penalties, right labels and labels."""
         self.optimizer.zero_grad()
-        f = self._forward(x)
+        args, kwargs = arguments(self.model, x)
+        f = logits_of(self._forward(*args, **kwargs))
         if not self._targets_are_checked:  # it waits for the device
-            check_targets(f, y, self.likelihood)
-        data_loss = loss_sum(f, y, self.likelihood)
+            check_targets(f, y, self.likelihood, self.ignore_index)
+        data_loss = loss_sum(f, y, self.likelihood, self.ignore_index)
         objective = data_loss / len(f)
         scale: list[Tensor] = []  # by which the gradients are multiplied, in float16
         objective.register_hook(scale.append)
@@ -159,10 +165,13 @@ class NetworkTraining:
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
-        correct = torch.zeros_like(data_loss)
+        correct = terms = torch.zeros_like(data_loss)
         if self.likelihood == "classification":
-            correct = (f.argmax(-1) == y).sum()
-        sums = (data_loss.detach(), penalty * len(f), correct)
+            counted = counted_terms(y, self.ignore_index)
+            right = f.argmax(-1) == y
+            correct = (right if counted is None else right & counted).sum()
+            terms = torch.full_like(data_loss, y.numel()) if counted is None else counted.sum()
+        sums = (data_loss.detach(), penalty * len(f), correct, terms)
         return torch.stack([value.double() for value in sums])
 
     def _stable_decays(

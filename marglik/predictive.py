@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.batches import to_device
-from kfac_backend.capture import call_with
+from kfac_backend.calls import call_with
 from kfac_backend.options import Likelihood, check_option
 from kfac_backend.weight_sharing import at_least_float32
 from marglik.laplace import KronLaplace
@@ -43,6 +43,9 @@ class PredictiveConfig:
         batch_size: test examples at a time.
         memory: MiB that the covariances' gradients may take, besides the activations of a few
             examples; batches are split inside to keep it. 96 on a CPU, 2048 on a GPU if null.
+
+    For sequences, whose outputs are many at once, method nn alone is there; a few networks are
+    enough for a look.
     """
 
     method: PredictiveMethod = "probit"
@@ -65,6 +68,16 @@ class PredictiveConfig:
                 "another method."
             )
 
+    def check_outputs(self, axes: int) -> None:
+        """Raise a ValueError unless outputs with so many axes can be predicted, 2 for (N, C)."""
+        if axes > 2 and self.method != "nn":
+            raise ValueError(
+                f"predictive.method {self.method!r} is for one prediction per example, (N, C), "
+                "since it needs the covariances of all outputs; for sequences take sampled "
+                "networks: --predictive.method nn, with few of them, such as "
+                "--predictive.networks 5."
+            )
+
     @property
     def label(self) -> str:
         """What tables call it."""
@@ -81,7 +94,7 @@ def map_predictive(
     def predict(x: Any) -> Prediction:
         x = to_device(x, next(model.parameters()).device)
         with eval_mode(model):
-            return predict_from_outputs(model(x)[None], likelihood, sigma_noise)
+            return predict_from_outputs(call_with(model, {}, x)[None], likelihood, sigma_noise)
 
     return predict
 

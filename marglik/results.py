@@ -3,16 +3,18 @@
 import hashlib
 import json
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from marglik.checkpoint import check_same_run
 from marglik.config import PriorConfig
-from marglik.data import ImageSplits
+from marglik.data import ImageSet, ImageSplits, Splits
 from marglik.data.out_of_distribution import ForeignImages
+from marglik.graphs import Graphs
 from marglik.laplace import KronLaplace
 from marglik.prior import precision_to_weight_decay
 from marglik.provenance import Provenance
@@ -30,35 +32,55 @@ NOT_OF_THE_RESULT = (
 
 def run_identity(
     model: nn.Module,
-    splits: ImageSplits,
+    splits: Splits,
     foreign: ForeignImages | None,
     options: dict[str, Any],
     provenance: Provenance,
 ) -> dict[str, Any]:
     """What makes a run the run it is: data, network, options; plain data.
 
-    The sums stand for all images, labels and initial parameters.
+    The sums stand for all inputs, labels and initial parameters.
     """
     shapes = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     of_run = {k: v for k, v in options["run"].items() if k not in NOT_OF_THE_RESULT}
-    parts = {"train": splits.train, "validation": splits.validation, "test": splits.test}
-    images = {name: part for name, part in parts.items() if part is not None}
-    tensors = [t for part in images.values() for t in (part.images, part.labels)]
-    return {
+    kind = "images" if isinstance(splits, ImageSplits) else "examples"
+    pairs = _pairs(splits)
+    tensors = [tensor for pair in pairs.values() for part in pair for tensor in _tensors(part)]
+    identity: dict[str, Any] = {
         "data": splits.name,
-        "images": {name: len(part) for name, part in images.items()},
-        "normalisation": {"mean": list(splits.mean), "std": list(splits.std)},
+        kind: {name: len(y) for name, (_, y) in pairs.items()},
+    }
+    if isinstance(splits, ImageSplits):
+        identity["normalisation"] = {"mean": list(splits.mean), "std": list(splits.std)}
+    return identity | {
         "ood": None if foreign is None else foreign.name,
         "model": type(model).__name__,
         "model_options": (provenance.model or {}).get("init_args"),
         "config": options | {"run": of_run},
         "parameters": shapes,
         "sums": {
-            "images": _sum_of(tensors),
+            kind: _sum_of(tensors),
             "ood": None if foreign is None else _sum_of([foreign.images]),
             "initial_parameters": _sum_of(model.state_dict().values()),
         },
     }
+
+
+def _pairs(splits: Splits) -> dict[str, tuple[Any, Any]]:
+    """Split -> inputs and targets."""
+    parts = {"train": splits.train, "validation": splits.validation, "test": splits.test}
+    return {
+        name: (part.images, part.labels) if isinstance(part, ImageSet) else part
+        for name, part in parts.items()
+        if part is not None
+    }
+
+
+def _tensors(values: Tensor | Graphs) -> list[Tensor]:
+    """What inputs or targets are made of."""
+    if isinstance(values, Tensor):
+        return [values]
+    return [getattr(values, field.name) for field in fields(values)]
 
 
 def saved_results(folder: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
@@ -95,6 +117,7 @@ def results_of(
     updates = [record for record in learned.records if record["kind"] == "update"]
     return {
         "num_data": learned.laplace.n_data,
+        "num_positions": evaluation["num_positions"],
         "metrics": metrics_of("fixed" if prior.method == "fixed" else "learned", evaluation),
         "evidence": {
             "first": updates[0]["evidence_before"] if updates else learned.evidence,

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from kfac_backend.batches import to_device
-from kfac_backend.capture import call_with
+from kfac_backend.calls import call_with
 from marglik.modes import eval_mode
 
 __all__ = ["Layers", "freeze_all_but", "last_layer"]

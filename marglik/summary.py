@@ -11,12 +11,13 @@ LAYERS_SHOWN = 20
 def print_summary(results: dict[str, Any], report: Path) -> None:
     """Print evidence, learned weight decays, metrics, and where the files are."""
     num_data, evidence = results["num_data"], results["evidence"]
-    print(f"\n{results['data']}: {num_data} training images, {results['seconds']:.0f} s")
+    print(f"\n{results['data']}: {num_data} training examples, {results['seconds']:.0f} s")
     print(
         f"log marginal likelihood per example: {evidence['first'] / num_data:.4f} at the first "
         f"update, {evidence['kept'] / num_data:.4f} at the kept one (epoch {evidence['epoch']})\n"
     )
     _print_weight_decays(results["weight_decay"])
+    _print_positions(results.get("num_positions"))
     _print_metrics({n: _shifts_averaged(values) for n, values in results["metrics"].items()})
     print(f"\nWritten to {results['output']}; to look at: {report}")
 
@@ -48,12 +49,18 @@ def print_fit(results: dict[str, Any]) -> None:
 def print_evaluation(results: dict[str, Any]) -> None:
     """Print the metrics of each predictive; shifted data as means over kinds and severities."""
     print(f"{results['data']}: {results['num_test']} test examples")
+    _print_positions(results.get("num_positions"))
     if results["ood"]:
         ood = results["ood"]
         note = f", {ood['note']}" if ood["note"] else ""
         print(f"foreign: {ood['num_examples']} of {ood['name']}{note}")
     named = results["predictives"].items()
     _print_metrics({name: _shifts_averaged(entry["metrics"]) for name, entry in named})
+
+
+def _print_positions(number: int | None) -> None:
+    if number is not None:
+        print(f"metrics are means over {number} positions (tokens), the NLL in nats per position")
 
 
 def _shifts_averaged(metrics: dict[str, float]) -> dict[str, float]:

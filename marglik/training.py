@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
 
 from kfac_backend.options import Likelihood, check_option
+from marglik.build import fabric_of
 from marglik.checkpoint import Checkpoints
 from marglik.hyperparameters import Hyperparameters
 from marglik.loaders import Loader, count_examples
@@ -65,6 +66,7 @@ class OnlineTraining:
         fabric: device and precision; the model's own device, in full precision, if None.
         compile_mode: `torch.compile`'s mode for the network's steps, not compiled if None.
         dict_key_y: the targets' key in batches that are mappings.
+        ignore_index: the label of targets that do not count; None: all count.
         monitor: its numbers, after each epoch, become part of the epoch's record; called with the
             epoch, the model in eval mode.
         on_record: called with each epoch's and each update's record as it is made; after a resume
@@ -88,6 +90,7 @@ class OnlineTraining:
         fabric: Fabric | None = None,
         compile_mode: CompileMode | None = None,
         dict_key_y: str = "labels",
+        ignore_index: int | None = None,
         monitor: Callable[[int], Mapping[str, float]] | None = None,
         on_record: Callable[[Record], None] | None = None,
         progress: bool = False,
@@ -104,7 +107,7 @@ class OnlineTraining:
         self.temperature = temperature
         self.scheduler = scheduler
         self.curvature_loader = train_loader if curvature_loader is None else curvature_loader
-        self.fabric = fabric or _fabric_of(model)
+        self.fabric = fabric or fabric_of(model)
         self.monitor = monitor
         self.on_record = on_record
         self.progress = progress
@@ -118,6 +121,7 @@ class OnlineTraining:
             scheduler=scheduler,
             compile_mode=compile_mode,
             dict_key_y=dict_key_y,
+            ignore_index=ignore_index,
             hide_bar=self._hidden,
         )
         self.num_data = count_examples(self.curvature_loader)
@@ -291,10 +295,3 @@ class OnlineTraining:
         self._result.records.append(record)
         if self.on_record is not None:
             self.on_record(record)
-
-
-def _fabric_of(model: nn.Module) -> Fabric:
-    """A Fabric on the model's own device, in full precision."""
-    device = next(model.parameters()).device
-    devices: Any = [device.index or 0] if device.type != "cpu" else 1
-    return Fabric(accelerator=device.type, devices=devices, precision="32-true")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from marglik.build import build_laplace
 from marglik.checkpoint import Checkpoints
 from marglik.config import CurvatureConfig, PriorConfig, RunConfig
-from marglik.data import ImageBatches, ImageSplits
+from marglik.data import Batches, Splits
 from marglik.data.out_of_distribution import ForeignImages
 from marglik.data.split_batches import split_batches
 from marglik.evaluation import metrics, predict_all
@@ -29,9 +29,9 @@ __all__ = ["TrainingSetup"]
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """A classifier of images, trained and evaluated as the options say."""
+    """A classifier, trained and evaluated as the options say."""
 
-    splits: ImageSplits
+    splits: Splits
     optimizer: OptimizerConfig
     prior: PriorConfig
     curvature: CurvatureConfig
@@ -82,6 +82,7 @@ class TrainingSetup:
                 self.curvature,
                 prior_precision,
                 temperature=prior.temperature,
+                ignore_index=self.splits.ignore_index,
             )
 
         return OnlineTraining(
@@ -97,6 +98,7 @@ class TrainingSetup:
             curvature_loader=curvature_batches,
             fabric=self.fabric,
             compile_mode=run.compile,
+            ignore_index=self.splits.ignore_index,
             monitor=self._monitor(model) if run.monitor else None,
             on_record=log.write if log else None,
             progress=run.progress,
@@ -127,22 +129,25 @@ class TrainingSetup:
         return evaluated | {"config": config}
 
     def _monitor(self, model: nn.Module) -> Any:
-        """The MAP's NLL and accuracy on images that are not trained on, every so many epochs."""
+        """The MAP's NLL and accuracy on data that is not trained on, every so many epochs."""
         split = "test" if self.splits.validation is None else "validation"
         batches = self._batches(split, self.predictive.batch_size)
 
         def look(epoch: int) -> Mapping[str, float]:
             if epoch % self.run.monitor and epoch != self.run.epochs:
                 return {}
-            found = metrics(*predict_all(map_predictive(model), batches), "classification")
+            predicted = predict_all(
+                map_predictive(model), batches, ignore_index=self.splits.ignore_index
+            )
+            found = metrics(*predicted, "classification")
             return {f"{split}/{name}": found[name] for name in ("cls/NLL", "cls/accuracy")}
 
         return look
 
     def _batches(
         self, split: Any, batch_size: int, *, shuffle: bool = False, augment: bool = False
-    ) -> ImageBatches:
-        batches = split_batches(
+    ) -> Batches:
+        return split_batches(
             self.splits,
             split,
             batch_size,
@@ -152,5 +157,3 @@ class TrainingSetup:
             device=self.fabric.device,
             channels_last=self.run.channels_last,
         )
-        assert isinstance(batches, ImageBatches)
-        return batches

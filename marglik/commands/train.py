@@ -1,4 +1,4 @@
-"""`marglik train`: train on images, learn the weight decays."""
+"""`marglik train`: train a network, learn the weight decays."""
 
 from typing import Any
 

@@ -1,10 +1,13 @@
 """Labelled images in memory, and what every source of them provides."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
+
+from marglik.data.source import DataSource
 
 __all__ = ["ImageData", "ImageSet", "ImageSplits"]
 
@@ -74,6 +77,8 @@ class ImageSplits:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     name: str
+    ignore_index: ClassVar[None] = None
+    """All labels count; other data may have labels that do not."""
 
     def __post_init__(self) -> None:
         check_normalisation(self.mean, self.std, self.image_shape[0])
@@ -106,7 +111,7 @@ class ImageSplits:
         return len(self.classes)
 
 
-class ImageData(ABC):
+class ImageData(DataSource):
     """A source of labelled images, with a test set of its own."""
 
     @abstractmethod

@@ -6,11 +6,15 @@ from marglik.data.batches import ImageBatches
 from marglik.data.image_sets import ImageSplits
 from marglik.data.tensor_splits import SplitName, TensorBatches, TensorSplits
 
-__all__ = ["split_batches"]
+__all__ = ["Batches", "Splits", "split_batches"]
+
+Splits = ImageSplits | TensorSplits
+"""What a `DataSource` loads."""
+Batches = ImageBatches | TensorBatches
 
 
 def split_batches(
-    splits: ImageSplits | TensorSplits,
+    splits: Splits,
     split: SplitName,
     batch_size: int,
     *,
@@ -19,17 +23,18 @@ def split_batches(
     seed: int = 0,
     device: torch.device | str = "cpu",
     channels_last: bool = False,
-) -> ImageBatches | TensorBatches:
+) -> Batches:
     """Return a loader of a split; images normalised, and cropped and flipped if asked for.
 
-    Only images have a memory format to choose.
-
     Raises:
-        ValueError: if there is no such split, or augmentation for data that are no images.
+        ValueError: if there is no such split, or augmentation or a memory format for data that are
+            no images.
     """
     if isinstance(splits, TensorSplits):
         if augment:
             raise ValueError(f"{splits.name} holds no images; augmentation is for images.")
+        if channels_last:
+            raise ValueError(f"{splits.name} holds no images; channels_last is for images.")
         return splits.batches(split, batch_size, shuffle=shuffle, seed=seed, device=device)
     images = getattr(splits, split)
     if images is None:

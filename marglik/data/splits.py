@@ -11,6 +11,7 @@ __all__ = [
     "pixel_statistics",
     "split_off",
     "split_off_validation",
+    "stratified",
     "subset",
 ]
 
@@ -102,24 +103,47 @@ def split_off(
     images: ImageSet, size: int, classes: tuple[str, ...], seed: int, cause: str
 ) -> tuple[ImageSet, ImageSet]:
     """Return ``size`` stratified random images, and the others; both keep their order."""
+    chosen, rest = stratified(images.labels, size, classes, seed, cause, "image")
+    return images.select(chosen), images.select(rest)
+
+
+def stratified(
+    labels: Tensor, size: int, classes: tuple[str, ...], seed: int, cause: str, example: str
+) -> tuple[Tensor, Tensor]:
+    """Return the numbers of ``size`` random examples with the class shares of all, and of the rest.
+
+    Args:
+        labels: (N,) class indices.
+        size: how many examples.
+        classes: class names.
+        seed: same seed, same examples.
+        cause: the option that asks for it, for messages.
+        example: what an example is, for messages.
+
+    Returns:
+        Both ascending.
+
+    Raises:
+        ValueError: if a class has fewer than two examples.
+    """
     # Here, because importing scikit-learn takes a second that not everyone needs.
     from sklearn.model_selection import train_test_split
 
-    counts = images.labels.bincount(minlength=len(classes))
+    counts = labels.bincount(minlength=len(classes))
     if counts.min() < 2:
         rare = int(counts.argmin())
         raise ValueError(
-            f"{cause}: class {classes[rare]!r} has {counts[rare]} image(s), and a stratified split "
-            "needs two; add images of it, remove the class, or leave the split out."
+            f"{cause}: class {classes[rare]!r} has {counts[rare]} {example}(s), and a stratified "
+            f"split needs two; add {example}s of it, remove the class, or leave the split out."
         )
     chosen, rest = train_test_split(
-        torch.arange(len(images)).numpy(),
+        torch.arange(len(labels)).numpy(),
         train_size=size,
-        stratify=images.labels.numpy(),
+        stratify=labels.numpy(),
         random_state=seed,
     )
     chosen, rest = (torch.from_numpy(part).sort().values for part in (chosen, rest))
-    return images.select(chosen), images.select(rest)
+    return chosen, rest
 
 
 def pixel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:

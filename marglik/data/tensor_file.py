@@ -5,6 +5,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from marglik.data.source import DataSource
 from marglik.data.tensor_splits import TensorSplits
 
 __all__ = ["TensorFile"]
@@ -13,7 +14,7 @@ REQUIRED = ("x_train", "y_train", "x_test", "y_test")
 OPTIONAL = ("x_validation", "y_validation")
 
 
-class TensorFile:
+class TensorFile(DataSource):
     """Inputs and targets from a safetensors file, for regression or several labels at once.
 
     The file holds ``x_train``, ``y_train``, ``x_test`` and ``y_test``, and ``x_validation`` with

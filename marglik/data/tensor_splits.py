@@ -6,24 +6,41 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset
 
-__all__ = ["SplitName", "TensorBatches", "TensorSplits"]
+from marglik.graphs import Graphs
+
+__all__ = ["Inputs", "SplitName", "TensorBatches", "TensorSplits", "described"]
 
 SplitName = Literal["train", "validation", "test"]
 
-Pair = tuple[Tensor, Tensor]
+Inputs = Tensor | Graphs
+"""N examples: a tensor (N, ...), or N graphs."""
+Pair = tuple[Inputs, Tensor]
 """Inputs x and targets y, examples first."""
 
 
+class Examples(Dataset):
+    """Inputs and targets, as many examples as there are targets."""
+
+    def __init__(self, x: Inputs, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, which: int) -> Pair:
+        return self.x[which], self.y[which]
+
+
 class TensorBatches:
-    """Loader of batches (x, y), cut out of two tensors on the device, in their own dtypes.
+    """Loader of batches (x, y), cut out of inputs and targets on the device, in their own dtypes.
 
     All random numbers come from ``generator``, a generator of its own on the CPU: two iterations
     differ, and the same seed gives the same sequence of iterations on every device.
 
     Args:
-        x: inputs, (N, ...).
+        x: inputs, a tensor (N, ...) or N graphs.
         y: targets, (N, ...).
         batch_size: B; the last batch may be smaller.
         shuffle: whether each iteration takes the examples in a new order.
@@ -36,7 +53,7 @@ class TensorBatches:
 
     def __init__(
         self,
-        x: Tensor,
+        x: Inputs,
         y: Tensor,
         batch_size: int,
         *,
@@ -46,7 +63,7 @@ class TensorBatches:
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: must be at least 1.")
-        self.dataset = TensorDataset(x.to(device), y.to(device))
+        self.dataset = Examples(x.to(device), y.to(device))
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.generator = torch.Generator().manual_seed(seed)
@@ -64,39 +81,59 @@ class TensorBatches:
         # Not a DataLoader, which would stack a batch from single examples.
         n = self.num_examples
         order = torch.randperm(n, generator=self.generator) if self.shuffle else torch.arange(n)
-        x, y = self.dataset.tensors
-        return ((x[batch], y[batch]) for batch in order.to(x.device).split(self.batch_size))
+        x, y = self.dataset.x, self.dataset.y
+        return ((x[batch], y[batch]) for batch in order.to(y.device).split(self.batch_size))
 
 
 @dataclass(frozen=True, eq=False)
 class TensorSplits:
-    """A data set of any kind, divided: for regression, several labels at once, and the like.
+    """A data set of any kind, divided: sequences, graphs, regression, several labels at once.
 
     Args:
-        train: inputs x (N, ...) and targets y (N, ...) to learn from.
+        train: inputs x (N, ...), or N graphs, and targets y (N, ...) to learn from.
         validation: the same, kept out of the training examples, or None.
         test: the same, by which nothing is chosen.
         name: what tables and figures call the data.
+        classes: class names; label k stands for ``classes[k]``. None: targets are no class labels,
+            or nobody knows how many classes there are.
+        ignore_index: the label of targets that do not count, such as those of padding; None: all
+            count.
 
     Raises:
         ValueError: if a split has no examples, inputs and targets of different numbers, or values
-            that are not finite, or if the splits differ in an example's shape or dtype.
+            that are not finite, if the splits differ in an example's shape or dtype, or a label has
+            no class.
     """
 
     train: Pair
     validation: Pair | None
     test: Pair
     name: str
+    classes: tuple[str, ...] | None = None
+    ignore_index: int | None = None
 
     def __post_init__(self) -> None:
-        for split, pair in self._pairs().items():
-            self._check_pair(split, *pair)
-            for which, tensor, trained_on in zip("xy", pair, self.train, strict=True):
-                if (tensor.shape[1:], tensor.dtype) != (trained_on.shape[1:], trained_on.dtype):
+        for split, (x, y) in self._pairs().items():
+            self._check_values(f"x_{split}", x)
+            self._check_values(f"y_{split}", y)
+            if len(x) != len(y):
+                raise ValueError(
+                    f"{self.name}: x_{split} has {len(x)} examples and y_{split} {len(y)}; each "
+                    "input needs one target."
+                )
+            for which, values, trained_on in zip("xy", (x, y), self.train, strict=True):
+                if described(values) != described(trained_on):
                     raise ValueError(
-                        f"{self.name}: {which}_{split} has examples of {_described(tensor)}, but "
-                        f"{which}_train of {_described(trained_on)}; all splits must agree."
+                        f"{self.name}: {which}_{split} has examples of {described(values)}, but "
+                        f"{which}_train of {described(trained_on)}; all splits must agree."
                     )
+            self._check_labels(split, y)
+
+    @property
+    def num_terms(self) -> int:
+        """Number of test targets that count: of sequences one for each position."""
+        y = self.test[1]
+        return y.numel() if self.ignore_index is None else int((y != self.ignore_index).sum())
 
     def batches(
         self,
@@ -124,25 +161,51 @@ class TensorSplits:
         pairs = {"train": self.train, "validation": self.validation, "test": self.test}
         return {split: pair for split, pair in pairs.items() if pair is not None}
 
-    def _check_pair(self, split: str, x: Tensor, y: Tensor) -> None:
-        for name, tensor in ((f"x_{split}", x), (f"y_{split}", y)):
-            if tensor.dim() == 0 or not tensor.numel():
-                raise ValueError(
-                    f"{self.name}: {name} is empty (shape {tuple(tensor.shape)}); it needs "
-                    "examples, along its first axis."
-                )
-            bad = (~tensor.isfinite()).nonzero()
-            if len(bad):
-                raise ValueError(
-                    f"{self.name}: {name} holds {len(bad)} value(s) that are NaN or infinite, the "
-                    f"first in example {int(bad[0, 0])}; remove these examples, or fill them in."
-                )
-        if len(x) != len(y):
+    def _check_values(self, name: str, values: Inputs) -> None:
+        if isinstance(values, Graphs):
+            try:
+                values.check()
+            except ValueError as error:
+                raise ValueError(f"{self.name}: {name}: {error}") from error
+            for part in ("nodes", "edges"):
+                self._check_finite(f"{part} of {name}", getattr(values, part), part[:-1])
+            return
+        if values.dim() == 0 or not values.numel():
             raise ValueError(
-                f"{self.name}: x_{split} has {len(x)} examples and y_{split} {len(y)}; each input "
-                "needs one target."
+                f"{self.name}: {name} is empty (shape {tuple(values.shape)}); it needs examples, "
+                "along its first axis."
+            )
+        self._check_finite(name, values, "example")
+
+    def _check_finite(self, name: str, tensor: Tensor, row: str) -> None:
+        bad = (~tensor.isfinite()).nonzero()
+        if len(bad):
+            raise ValueError(
+                f"{self.name}: {name} holds {len(bad)} value(s) that are NaN or infinite, the "
+                f"first in {row} {int(bad[0, 0])}; remove these examples, or fill them in."
+            )
+
+    def _check_labels(self, split: str, y: Tensor) -> None:
+        if self.classes is None:
+            return
+        labels = y if self.ignore_index is None else y[y != self.ignore_index]
+        if not labels.numel():
+            raise ValueError(
+                f"{self.name}: all labels of y_{split} are {self.ignore_index}, which do not count."
+            )
+        low, high = int(labels.min()), int(labels.max())
+        if low < 0 or high >= len(self.classes):
+            raise ValueError(
+                f"{self.name}: labels of y_{split} reach from {low} to {high}; with "
+                f"{len(self.classes)} classes they must lie in 0..{len(self.classes) - 1}."
             )
 
 
-def _described(tensor: Tensor) -> str:
-    return f"shape {tuple(tensor.shape[1:])} and dtype {tensor.dtype}"
+def described(values: Inputs) -> str:
+    """What an example is like: the same for all that a network takes alike."""
+    if isinstance(values, Graphs):
+        return (
+            f"graphs with {values.nodes.shape[1]} features per node and {values.edges.shape[1]} "
+            "per edge"
+        )
+    return f"shape {tuple(values.shape[1:])} and dtype {values.dtype}"

@@ -77,6 +77,11 @@ class Run:
         return (self.results or self.posterior or {}).get("num_data")
 
     @property
+    def num_positions(self) -> int | None:
+        """Number of positions (tokens) that metrics are means over; None: over examples."""
+        return (self.evaluation or {}).get("num_positions")
+
+    @property
     def epochs(self) -> list[dict[str, Any]]:
         """The log's epochs."""
         return [record for record in self.records if record["kind"] == "epoch"]

@@ -90,6 +90,7 @@ EVALUATION = _object(
     {"data": TEXT, "predictives": _mapping(PREDICTIVE)},
     {
         "num_test": COUNT,
+        "num_positions": _or_null(COUNT),
         "ood": _or_null(_object({"name": TEXT}, {"num_examples": COUNT, "note": _or_null(TEXT)})),
         "uncertain": _or_null(_object({"predictive": TEXT, "examples": _list(EXAMPLE)})),
         **ENVIRONMENT,

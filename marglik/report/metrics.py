@@ -133,7 +133,10 @@ def _row(key: str, split: str, columns: Sequence[Predictive]) -> Row:
     shown = [metric.show(value) for value in values]
     data = [one.run.data for one in columns]
     best = _best(metric, values, data) if metric.better is not None else frozenset()
-    detail = ", ".join(filter(None, [metric.unit, metric.direction]))
+    unit = metric.unit
+    if all(one.run.num_positions for one in columns):
+        unit = unit.replace("per example", "per position")
+    detail = ", ".join(filter(None, [unit, metric.direction]))
     return Row(metric.title, shown, best, detail)
 
 

@@ -100,6 +100,10 @@ def summary_section(runs: Sequence[Run]) -> Section:
     blocks: list[Any] = [summary_table(runs)]
     if len({one.run.data for one in predictives(runs)}) > 1:
         blocks.append(Note("The runs have different data; the best values are those of each data."))
+    sequences = dict.fromkeys(f"{r.data} ({r.num_positions:,})" for r in runs if r.num_positions)
+    if sequences:
+        text = "Of sequences, metrics are means over the positions (tokens) of the test set"
+        blocks.append(Note(f"{text}, the NLL in nats per position: {', '.join(sequences)}."))
     other_data = dict.fromkeys(filter(None, map(_ood_text, runs)))
     blocks += [Note(f"Out of distribution: {text}.") for text in other_data]
     return Section(

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from kfac_backend import counted_positions, kronecker_factors
 from kfac_backend.laplace_interface import KfacGGN
-from marglik import KronLaplace
+from marglik import KronLaplace, marglik_training
 from marglik.loaders import CountedLoader
 from tests import oracles
 
@@ -223,3 +223,13 @@ def test_a_recurrent_cell_is_a_layer_that_runs_once_per_step(kfac_approx):
     last = b[:, -1:]
     alone = torch.einsum("nrco,ncd,nrdp->op", last, Lambda, last)
     assert kfac_approx == "reduce" or (alone - B).norm() > 0.1 * B.norm()
+
+
+def test_online_training_of_such_a_model():
+    data = [batch(), batch(3)]
+    laplace, model, evidences, losses = marglik_training(
+        Classifier(), data, n_epochs=4, marglik_frequency=2, n_hypersteps=3, kfac_approx="auto"
+    )
+    assert len(losses) == 4 and losses[-1] < losses[0]
+    assert len(set(laplace.prior_precision.tolist())) > 1
+    assert isinstance(model, Classifier)

@@ -33,6 +33,16 @@ def test_options_reach_the_pass():
     assert laplace.factors.left_out_share > 0
 
 
+def test_labels_that_do_not_count():
+    laplace = build_laplace(network(), "classification", CurvatureConfig(), 2.0, ignore_index=-100)
+    x, y = data("classification")
+    y[0] = -100
+    laplace.fit([(x, y)])
+    assert laplace.factors.num_loss_terms == len(y) - 1
+    with pytest.raises(ValueError, match="pass ignore_index=-100"):
+        build_laplace(network(), "classification", CurvatureConfig(), 2.0).fit([(x, y)])
+
+
 def test_noise_of_regression():
     laplace = build_laplace(network(), "regression", CurvatureConfig(), 2.0, sigma_noise=0.3)
     assert float(laplace.sigma_noise) == pytest.approx(0.3)

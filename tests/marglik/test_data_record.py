@@ -7,6 +7,7 @@ import torch
 
 from marglik.data import ImageSet, ImageSplits, TensorSplits
 from marglik.data_record import as_trained, data_record
+from marglik.graphs import Graphs
 
 
 def images(name="pets", classes=("cat", "dog"), shape=(1, 4, 4), mean=(9.0,), std=(3.0,)):
@@ -19,6 +20,18 @@ def images(name="pets", classes=("cat", "dog"), shape=(1, 4, 4), mean=(9.0,), st
 def tensors(name="waves"):
     pair = torch.zeros(3, 2), torch.zeros(3, 1)
     return TensorSplits(pair, None, pair, name)
+
+
+def graphs(name="molecules", features=3, classes=("inert", "active")):
+    counts, empty = torch.tensor([2, 2]), torch.zeros(0, dtype=torch.int64)
+    x = Graphs(torch.zeros(4, features), torch.zeros(0, 1), empty, empty, counts, 0 * counts)
+    pair = x, torch.tensor([0, 1])
+    return TensorSplits(pair, None, pair, name, classes)
+
+
+def words(name="words", classes=("a", "b")):
+    pair = torch.zeros(3, 2).long(), torch.tensor([[0, 1], [1, 0], [1, -1]])
+    return TensorSplits(pair, None, pair, name, classes, ignore_index=-1)
 
 
 def recorded(splits, source=None):
@@ -36,6 +49,24 @@ def test_record_of_images():
 
 def test_record_of_tensors():
     assert recorded(tensors()) == {"name": "waves", "source": None}
+
+
+def test_record_of_graphs_and_of_sequences():
+    of_graphs, of_words = recorded(graphs()), recorded(words())
+    assert of_graphs == {
+        "name": "molecules", "source": None, "classes": ["inert", "active"],
+        "graphs": "graphs with 3 features per node and 1 per edge",
+    }  # fmt: skip
+    assert of_words == {"name": "words", "source": None, "classes": ["a", "b"]}
+
+
+def test_data_of_the_same_kind_stays_as_it_is():
+    for make in (graphs, words):
+        splits = make("other")
+        assert as_trained(splits, recorded(make())) is splits
+    # What a file's labels are called, nobody knows.
+    assert as_trained(words(classes=None), recorded(words())).classes is None
+    assert as_trained(words(), recorded(tensors())).classes == ("a", "b")
 
 
 def test_images_are_normalised_as_in_training():
@@ -69,6 +100,16 @@ def test_tensors_stay_as_they_are():
             "zoo has 5 classes \\(cat, dog, emu, fox, ...\\), .* 2 of pets \\(cat, dog\\). .*--ood",
         ),
         (images(classes=("dog", "cat")), images(), "pets has 2 classes \\(dog, cat\\)"),
+        (graphs(), images(), "molecules holds no images, unlike pets"),
+        (graphs(), words(), "molecules holds graphs, unlike words, .*Pass data of its kind"),
+        (words(), graphs(), "words holds no graphs, unlike molecules"),
+        (
+            graphs(features=4),
+            graphs(),
+            "molecules has graphs with 4 features per node .*, the network was trained on graphs "
+            "with 3",
+        ),
+        (words(classes=("a", "b", "c")), words(), "words has 3 classes \\(a, b, c\\), .* on 2 of"),
         (images(shape=(3, 4, 4)), images(), "shape \\(3, 4, 4\\), .* trained on \\(1, 4, 4\\)"),
         (images(shape=(1, 8, 8)), images(), "shape \\(1, 8, 8\\), .* trained on \\(1, 4, 4\\)"),
     ],

@@ -36,8 +36,8 @@ TEST = {"test/cls/NLL", "test/cls/accuracy", "test/cls/Brier", "test/cls/AURC", 
         "test/cal/ECE_adaptive"}  # fmt: skip
 OOD = {"ood/AUROC", "ood/AUPR", "ood/FPR95"}
 EVERY_KEY = {
-    "format", "version", "data", "likelihood", "classes", "num_test", "predictives", "ood",
-    "shift", "uncertain", "device", "threads", "python", "versions",
+    "format", "version", "data", "likelihood", "classes", "num_test", "num_positions",
+    "predictives", "ood", "shift", "uncertain", "device", "threads", "python", "versions",
 }  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def test_form(record, digits):
     assert (record["format"], record["version"]) == ("marglik.evaluation", 1)
     assert (record["data"], record["likelihood"]) == ("digits", "classification")
     assert record["classes"] == [str(digit) for digit in range(10)]
-    assert record["num_test"] == 40
+    assert (record["num_test"], record["num_positions"]) == (40, None)
     assert list(record["predictives"]) == ["MAP", "Laplace, mc"]
     assert record["ood"] == {"name": "noise", "num_examples": 30, "score": "entropy", "note": None}
     kinds = ["noise", "blur", "contrast", "jpeg"]

@@ -71,9 +71,7 @@ def test_wrong_turns(case, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("network", "message"),
     [
-        ("RowLSTM", "(LSTM) has no K-FAC rule. Supported: Linear, Conv2d"),
-        ("TwiceLinear", "'fc' (Linear) runs more than once"),
-        ("WithBatchNorm", "(BatchNorm1d) has no K-FAC rule"),
+        ("RowLSTM", "(LSTM) has no K-FAC rule. Supported: "),
         ("ReturnsTuple", "returns tuple; logits are needed"),
     ],
 )

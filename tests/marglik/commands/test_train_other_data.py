@@ -1,0 +1,241 @@
+"""`marglik train` on sequences and on graphs: what a run leaves, its evaluation, wrong turns."""
+
+import json
+import shutil
+
+import pytest
+
+from marglik.cli import main
+from marglik.posterior_file import load_posterior, read_posterior
+from marglik.run_log import read_log
+from tests.marglik import threads
+from tests.marglik.commands.command_line import refusal
+from tests.marglik.data.text_and_graphs import (
+    dart_entries,
+    nci1_texts,
+    write_dart,
+    write_nci1,
+)
+from tests.marglik.linear_networks import NodeCounts, TokenNetwork
+
+TRAIN = [
+    "train", "--optimizer.name", "adamw", "--optimizer.lr", "0.02", "--epochs", "4",
+    "--prior.every", "2", "--prior.steps", "10", "--batch_size", "16", "--no_progress",
+    "--predictive.networks", "2", "--monitor", "2",
+]  # fmt: skip
+KINDS = {
+    "sequences": (
+        "DART", "TokenNetwork",
+        ["--data.context", "16", "--data.num_train", "60", "--data.num_test", "20",
+         "--data.validation", "0.1", "--curvature.fisher", "mc", "--predictive.method", "nn"],
+    ),
+    "graphs": ("NCI1", "NodeCounts", ["--data.validation", "0.2"]),
+}  # fmt: skip
+SIZES = {"sequences": (54, 6, 20), "graphs": (38, 10, 12)}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Where the data is."""
+    folder = tmp_path_factory.mktemp("data")
+    return {
+        "sequences": write_dart(folder / "dart.json.gz", dart_entries(40)),
+        "graphs": write_nci1(folder / "nci1.tar.gz", nci1_texts(60)),
+    }
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def commands(files):
+    """The options of each kind."""
+    return {
+        kind: [
+            *TRAIN, "--data", data, "--data.path", str(files[kind]),
+            "--model", f"tests.marglik.linear_networks.{model}", *options,
+        ]
+        for kind, (data, model, options) in KINDS.items()
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(commands, tmp_path_factory):
+    """What the runs leave; not to be written to."""
+    folder = tmp_path_factory.mktemp("runs")
+    with threads.one_thread():
+        for kind in KINDS:
+            assert main([*commands[kind], "--baseline", "--output", str(folder / kind)]) == 0
+    return folder
+
+
+@pytest.fixture
+def run(kind, trained, tmp_path):
+    return shutil.copytree(trained / kind, tmp_path / "run")
+
+
+def results_of(folder):
+    return json.loads((folder / "results.json").read_text())
+
+
+def evaluated(folder):
+    return json.loads((folder / "evaluation.json").read_text())
+
+
+def without_seconds(evaluation):
+    predictives = {
+        name: {k: v for k, v in one.items() if k != "seconds"}
+        for name, one in evaluation["predictives"].items()
+    }
+    return evaluation | {"predictives": predictives}
+
+
+def test_what_a_run_leaves(kind, run):
+    results, evaluation = results_of(run), evaluated(run)
+    train, validation, test = SIZES[kind]
+    assert results["num_data"] == train
+    assert results["examples"] == {"train": train, "validation": validation, "test": test}
+    assert set(results["sums"]) == {"examples", "ood", "initial_parameters"}
+    assert results["evidence"]["kept"] > results["evidence"]["first"]
+    assert results["complete"] and len(results["metrics"]) == 4
+    assert evaluation["num_test"] == test
+    positions = evaluation["num_positions"]
+    assert results["num_positions"] == positions
+    assert (positions is None) == (kind == "graphs")
+    assert positions is None or test < positions < test * 16
+    for values in results["metrics"].values():
+        assert {"test/cls/NLL", "validation/cls/accuracy", "test/cal/ECE"} <= set(values)
+    updates = [record for record in read_log(run) if record["kind"] == "update"]
+    assert [record["epoch"] for record in updates] == [2, 4]
+    assert "validation/cls/NLL" in [r for r in read_log(run) if r["kind"] == "epoch"][1]
+
+
+def test_the_posterior_remembers_its_data(kind, run):
+    posterior = read_posterior(run)
+    data = posterior["data"]
+    if kind == "sequences":
+        assert len(data["classes"]) == 256 and "graphs" not in data
+    else:
+        assert data["classes"] == ["0", "1"]
+        assert data["graphs"] == "graphs with 3 features per node and 1 per edge"
+    model = TokenNetwork() if kind == "sequences" else NodeCounts()
+    laplace = load_posterior(run, model)
+    kept = results_of(run)["evidence"]["kept"]
+    assert laplace.log_marginal_likelihood().item() == pytest.approx(kept)
+
+
+def test_it_is_evaluated_as_at_its_end(kind, run, capsys):
+    before = evaluated(run)
+    options = ["--progress", "false"]
+    if kind == "sequences":
+        options += ["--predictive.method", "nn", "--predictive.networks", "2"]
+    assert main(["evaluate", str(run), *options]) == 0
+    after = evaluated(run)
+    for key in before.keys() - {"config", "predictives"}:
+        assert after[key] == before[key], key
+    assert without_seconds(after)["predictives"] == without_seconds(before)["predictives"]
+    printed = capsys.readouterr().out
+    per_position = f"means over {before['num_positions']} positions (tokens), the NLL in nats per"
+    assert (per_position in printed) == (kind == "sequences")
+
+
+def test_the_page_says_what_metrics_are_about(kind, run):
+    page = (run / "report.html").read_text()
+    of_sequences = kind == "sequences"
+    assert ("metrics are means over the positions (tokens)" in page) == of_sequences
+    assert ("nats per position, lower is better" in page) == of_sequences
+    assert ("nats per example, lower is better" in page) != of_sequences
+
+
+def test_it_can_be_resumed(kind, run, commands, capsys):
+    """A finished run is returned; with other data it is another run."""
+    command = [*commands[kind], "--baseline", "--output", str(run), "--resume"]
+    capsys.readouterr()
+    assert main(command) == 0
+    assert "log marginal likelihood per example" in capsys.readouterr().out
+    message = refusal(capsys, *command, "--data.seed", "3")
+    assert "sums.examples is" in message or "examples.train is" in message
+
+
+@pytest.mark.parametrize("method", ["fixed", "validation"])
+def test_fit_takes_them_too(kind, run, commands, tmp_path, method):
+    checkpoint = shutil.copy(run / "model.safetensors", tmp_path / "net.safetensors")
+    command = commands[kind]
+    first, last = command.index("--data"), command.index("--predictive.networks")
+    of_data = command[first:]
+    options = ["--checkpoint", str(checkpoint), "--no_progress", "--prior.method", method]
+    out = ["--output", str(tmp_path / "fit")]
+    assert last < first
+    assert main(["fit", *of_data, *options, *out, "--predictive.networks", "2"]) == 0
+    assert read_posterior(tmp_path / "fit")["num_data"] == SIZES[kind][0]
+
+
+def test_mixed_precision(kind, commands, tmp_path):
+    command = [*commands[kind], "--epochs", "1", "--prior.every", "1", "--precision", "bf16-mixed"]
+    assert main([*command, "--output", str(tmp_path)]) == 0
+    assert results_of(tmp_path)["num_data"] == SIZES[kind][0]
+
+
+@pytest.mark.parametrize("approx", ["auto", "{outer: expand, '*': reduce}"])
+def test_modes_of_layers(approx, commands, tmp_path):
+    command = [*commands["sequences"], "--curvature.kfac_approx", approx, "--prior.every", "4"]
+    assert main([*command, "--output", str(tmp_path)]) == 0
+    asked = results_of(tmp_path)["config"]["curvature"]["kfac_approx"]
+    assert asked in ("auto", {"outer": "expand", "*": "reduce"})
+    assert load_posterior(tmp_path, TokenNetwork()).factors.num_data == SIZES["sequences"][0]
+
+
+WRONG = {
+    "a pattern without a layer": (
+        ["--curvature.kfac_approx", "{head: expand, '*': reduce}"],
+        "The pattern 'head' of kfac_approx fits no layer; there are inner, outer",
+    ),
+    "augmentation": (["--augment"], "holds no images; augment is for images. Leave it out"),
+    "a memory format": (["--channels_last"], "holds no images; channels_last is for images"),
+    "foreign images": (["--ood", "marglik.data.Noise"], "holds no images; ood is for images"),
+    "shifted images": (
+        ["--evaluation.shift", "true", "--augment"],
+        "holds no images; augment and evaluation.shift are for images. Leave them out",
+    ),
+    "a network of images": (
+        ["--model", "marglik.models.MLP", "--model.in_features", "16"],
+        "MLP cannot take",
+    ),
+    "a missing file": (["--data.path", "/no/such/file"], "'/no/such/file' is not a file. Get "),
+    "unknown data": (["--data", "marglik.data.Sounds"], "data"),
+    "another option": (["--data.contexts", "3"], "contexts"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_turns(case, kind, commands, tmp_path, capsys):
+    options, message = WRONG[case]
+    output = tmp_path / "run"
+    assert message in refusal(capsys, *commands[kind], "--output", str(output), *options)
+    assert not output.exists()
+
+
+def test_wrong_turns_of_sequences(commands, trained, tmp_path, capsys):
+    command = [*commands["sequences"], "--output", str(tmp_path / "run")]
+    message = "predictive.method 'mc' is for one prediction per example"
+    assert message in refusal(capsys, *command, "--predictive.method", "mc")
+    assert not (tmp_path / "run").exists()
+    assert "'probit' is for one prediction" in refusal(
+        capsys, "evaluate", str(trained / "sequences"), "--output", str(tmp_path / "elsewhere")
+    )
+    message = refusal(capsys, *command, "--model.num_tokens", "300")
+    assert "but DART has 256 classes; give the model as many outputs (256)" in message
+
+
+def test_other_data_is_refused(files, trained, capsys):
+    """Neither images for graphs nor graphs for sequences."""
+    message = refusal(capsys, "evaluate", str(trained / "graphs"), "--data", "Digits")
+    assert "digits holds images, unlike NCI1" in message
+    options = ["--data", "NCI1", "--data.path", str(files["graphs"])]
+    message = refusal(capsys, "evaluate", str(trained / "sequences"), *options)
+    assert "NCI1 holds graphs, unlike DART" in message
+    options = ["--data", "DART", "--data.path", str(files["sequences"]), "--data.num_test", "2"]
+    message = refusal(capsys, "evaluate", str(trained / "graphs"), *options)
+    assert "DART holds no graphs, unlike NCI1" in message

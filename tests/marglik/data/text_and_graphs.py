@@ -1,0 +1,65 @@
+"""Small files in the form of DART and of NCI1."""
+
+import gzip
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+TYPES = 3
+"""Kinds of nodes in the archives."""
+
+
+def dart_entries(number: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Entries with one to three triples; every fifth is about the same as the one before it."""
+    rng = np.random.default_rng(seed)
+    entries: list[dict[str, Any]] = []
+    for i in range(number):
+        triples = [
+            [f"subject {i}", f"REL_{rng.integers(9)}", f"object {rng.integers(99)}"]
+            for _ in range(rng.integers(1, 4))
+        ]
+        if i % 5 == 4:
+            triples = entries[-1]["tripleset"][::-1]
+        sentences = [f"The sentence {k} about {i} is “short”." for k in range(rng.integers(1, 3))]
+        annotations = [{"source": "test", "text": text} for text in sentences]
+        entries.append({"tripleset": triples, "annotations": annotations})
+    return entries
+
+
+def write_dart(path: Path, entries: Any) -> Path:
+    """The entries as DART's file has them."""
+    path.write_bytes(gzip.compress(json.dumps(entries).encode()))
+    return path
+
+
+def nci1_texts(number: int, seed: int = 0) -> dict[str, str]:
+    """Name of a part -> its text: chains of 2 to 5 nodes, with their first node's kind as label."""
+    rng = np.random.default_rng(seed)
+    edges, owners, kinds, labels = [], [], [], []
+    for graph in range(1, number + 1):
+        first, size = len(owners) + 1, int(rng.integers(2, 6))
+        for node in range(first, first + size - 1):
+            edges += [f"{node}, {node + 1}", f"{node + 1}, {node}"]
+        of_nodes = rng.integers(0, TYPES, size).tolist()
+        owners += [graph] * size
+        kinds += of_nodes
+        labels.append(int(of_nodes[0] == 0))
+    lines = {
+        "A": edges, "graph_indicator": owners, "graph_labels": labels, "node_labels": kinds,
+    }  # fmt: skip
+    return {part: "".join(f"{line}\n" for line in values) for part, values in lines.items()}
+
+
+def write_nci1(path: Path, texts: dict[str, str]) -> Path:
+    """The parts as NCI1's archive has them."""
+    with tarfile.open(path, "w:gz") as archive:
+        for part, text in texts.items():
+            content = text.encode()
+            info = tarfile.TarInfo(f"./NCI1_{part}.txt")
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return path

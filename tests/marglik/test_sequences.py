@@ -1,0 +1,214 @@
+"""Sequences: a loss term for each position, some of which do not count; by brute force."""
+
+import json
+import math
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch.testing import assert_close
+
+from kfac_backend import kronecker_factors
+from marglik.build import build_laplace
+from marglik.config import CurvatureConfig
+from marglik.data import TensorSplits
+from marglik.evaluation import metrics, predict_all
+from marglik.evaluation_record import EvaluationConfig, evaluate
+from marglik.model_check import check_model
+from marglik.network_training import NetworkTraining
+from marglik.predictive import PredictiveConfig, laplace_predictive, map_predictive
+from tests import oracles
+from tests.marglik.linear_networks import TokenNetwork
+
+N, R, C = 5, 4, 3
+IGNORED = -100
+
+
+def network():
+    torch.manual_seed(0)
+    model = TokenNetwork(C, hidden=2).double()
+    for p in model.parameters():
+        p.data *= 3  # sure enough that labels matter
+    return model
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randint(C, (N, R), generator=generator) for _ in range(2))
+    y[:, 3] = y[0, 0] = IGNORED
+    y[2] = torch.tensor([IGNORED, 1, IGNORED, IGNORED])
+    return x, y
+
+
+def splits(classes=("a", "b", "c"), ignore_index=IGNORED):
+    return TensorSplits(data(), None, data(), "words", classes, ignore_index)
+
+
+def terms():
+    """The logits and the label of each position that counts."""
+    x, y = data()
+    f = network()(x).detach()
+    return [(f[n, r], y[n, r]) for n in range(N) for r in range(R) if y[n, r] != IGNORED]
+
+
+def losses():
+    return [oracles.negative_log_likelihood(f, y, "classification") for f, y in terms()]
+
+
+@pytest.fixture
+def predicted():
+    x, y = data()
+    predict = map_predictive(network())
+    return predict_all(predict, [(x[:2], y[:2]), (x[2:], y[2:])], ignore_index=IGNORED)
+
+
+def test_metrics_are_means_over_positions_that_count(predicted):
+    prediction, labels = predicted
+    found = metrics(prediction, labels, "classification")
+    count = len(terms())
+    assert prediction.mean.shape == (count, C)
+    assert labels.shape == (count,) and count == 12
+    assert found["cls/NLL"] == pytest.approx(float(sum(losses())) / count)
+    right = [int(f.argmax()) == int(y) for f, y in terms()]
+    assert found["cls/accuracy"] == pytest.approx(sum(right) / count)
+    for row, entropy, (f, _) in zip(prediction.mean, prediction.aleatoric, terms(), strict=True):
+        p = torch.softmax(f, -1)
+        assert_close(row, p)
+        assert_close(entropy, -(p * p.log()).sum())
+    assert_close(prediction.epistemic, torch.zeros(count, dtype=torch.float64))
+
+
+def test_what_does_not_count_would_change_them():
+    """Negative control: with all positions the numbers are others."""
+    x, y = data()
+    prediction, labels = predict_all(map_predictive(network()), [(x, y.clamp(min=0))])
+    assert prediction.mean.shape == (N * R, C)
+    every = metrics(prediction, labels, "classification")["cls/NLL"]
+    assert abs(every - float(sum(losses())) / len(terms())) > 0.05
+
+
+def test_nothing_that_counts_is_named():
+    x, _ = data()
+    nothing = torch.full((N, R), IGNORED)
+    with pytest.raises(ValueError, match="All targets are -100, which do not count"):
+        predict_all(map_predictive(network()), [(x, nothing)], ignore_index=IGNORED)
+
+
+def trained(ignore_index, y, steps_lr=0.1):
+    """The record of an epoch of one batch, and the parameters after its step."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=steps_lr)
+    training = NetworkTraining(
+        model,
+        optimizer,
+        [(data()[0], y)],
+        "classification",
+        Fabric(accelerator="cpu"),
+        ignore_index=ignore_index,
+    )
+    decays = [0.01] * len(list(model.parameters()))
+    return training.epoch(1, decays, 1.0), torch.cat([p.flatten() for p in model.parameters()])
+
+
+def test_the_objective_is_the_sum_over_positions_averaged_over_examples():
+    record, after = trained(IGNORED, data()[1])
+    assert record["loss"] == pytest.approx(float(sum(losses())) / N)
+    right = [int(f.argmax()) == int(y) for f, y in terms()]
+    assert record["accuracy"] == pytest.approx(sum(right) / len(terms()))
+    model = network()
+    total = torch.zeros((), dtype=torch.float64)
+    x, y = data()
+    for f_n, y_n in zip(model(x), y, strict=True):
+        for f, label in zip(f_n, y_n, strict=True):
+            if label != IGNORED:
+                total = total - torch.log_softmax(f, -1)[label]
+    penalty = sum(p.square().sum() for p in model.parameters())
+    (total / N + 0.5 * 0.01 * penalty).backward()
+    expected = torch.cat([(p - 0.1 * p.grad).detach().flatten() for p in model.parameters()])
+    assert_close(after, expected)
+
+
+def test_a_label_that_does_not_count_is_told_from_a_wrong_one():
+    with pytest.raises(ValueError, match="Label -100 is out of range.*pass ignore_index=-100"):
+        trained(None, data()[1])
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_curvature_is_that_of_the_positions_that_count(fisher):
+    """B of the last bias is the sum of Λ, or of the gradients' outer products, over them."""
+    curvature = CurvatureConfig(fisher=fisher, kfac_approx="expand")
+    laplace = build_laplace(network(), "classification", curvature, 1.0, ignore_index=IGNORED)
+    laplace.fit([data()])
+    expected = torch.zeros(C, C, dtype=torch.float64)
+    for f, y in terms():
+        if fisher == "exact":
+            expected += oracles.loss_hessian(f, "classification")
+        else:
+            g = torch.softmax(f, -1) - torch.nn.functional.one_hot(y, C)
+            expected += torch.outer(g, g)
+    factors = laplace.factors
+    assert_close(factors.blocks["outer.bias"].B, expected)
+    assert_close(factors.loss, float(sum(losses())))
+    assert (factors.num_data, factors.num_loss_terms) == (N, len(terms()))
+    # Negative control: all positions give another block.
+    x, y = data()
+    every = kronecker_factors(network(), [(x, y.clamp(min=0))], "classification", fisher=fisher)
+    assert (every.blocks["outer.bias"].B - expected).norm() > 0.1 * expected.norm()
+
+
+def test_sampled_networks_predict_positions():
+    laplace = build_laplace(
+        network(), "classification", CurvatureConfig(), 1.0, ignore_index=IGNORED
+    )
+    laplace.fit([data()])
+    config = PredictiveConfig("nn", networks=3)
+    generator = torch.Generator().manual_seed(0)
+    prediction = laplace_predictive(laplace, config, generator)(data()[0])
+    assert prediction.mean.shape == (N, R, C) and prediction.epistemic.shape == (N, R)
+    assert_close(prediction.mean.sum(-1), torch.ones(N, R, dtype=torch.float64))
+    assert prediction.epistemic.mean() > 0.01
+
+
+def test_the_evaluation_says_how_many_positions_it_is_about():
+    found = evaluate({"MAP": map_predictive(network())}, splits(), "classification", batch_size=2)
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert (found["num_test"], found["num_positions"]) == (N, len(terms()))
+    assert (found["classes"], found["uncertain"]) == (["a", "b", "c"], None)
+    entry = found["predictives"]["MAP"]
+    mean = float(sum(losses())) / len(terms())
+    assert entry["metrics"]["test/cls/NLL"] == pytest.approx(mean)
+    assert sum(entry["reliability"]["counts"]) == sum(entry["entropy"]["test"]) == len(terms())
+    assert entry["entropy"]["edges"][-1] == pytest.approx(math.log(C))
+
+
+@pytest.mark.parametrize("method", ["probit", "bridge", "mc"])
+def test_predictives_of_a_single_prediction_are_refused(method):
+    with pytest.raises(ValueError, match=f"predictive.method '{method}' is for one prediction"):
+        check_model(
+            network(), splits(), CurvatureConfig(), predictive=PredictiveConfig(method=method)
+        )
+    sampled = PredictiveConfig(method="nn")
+    check_model(network(), splits(), CurvatureConfig(), predictive=sampled)
+    check_model(network(), splits(), None, predictive=sampled)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (TokenNetwork(C + 1).double(), "shape \\(2, 4, 4\\) .*words has 3 classes; give the model"),
+        (torch.nn.Linear(R, C).double(), "Linear cannot take inputs of shape \\(4,\\)"),
+        (torch.nn.Embedding(C, C), None),
+        (torch.nn.Flatten(), "Flatten returns shape \\(2, 4\\) .*; \\(N, R, C\\) is needed"),
+    ],
+)
+def test_networks_that_do_not_fit(model, message):
+    if message is None:
+        check_model(model, splits(), None)
+        return
+    with pytest.raises(ValueError, match=message):
+        check_model(model, splits(), None)
+
+
+def test_shifted_sequences_are_refused():
+    with pytest.raises(ValueError, match="words holds no images; shift and ood are for images"):
+        evaluate({}, splits(), "classification", EvaluationConfig(shift=True))
