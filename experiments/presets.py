@@ -55,36 +55,26 @@ def run(config: Config) -> dict[str, Any]:
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
-    """MAP and Laplace, learned and initial: mean ± standard error over seeds."""
+    """MAP and Laplace, learned and initial: means over seeds; differences with standard errors."""
     lines = [
-        "| preset | test NLL of the MAP, learned | initial | learned minus initial | lower in | "
-        "accuracy, learned | initial | Laplace's NLL, learned | initial | minutes |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| learned / initial weight decay | test NLL of the MAP | difference | lower in "
+        "| accuracy | NLL of Laplace | minutes |",
+        "|---|---|---|---|---|---|---|",
     ]
     for preset, name in NAMES.items():
         own = [r for r in runs if r["config"]["preset"] == preset]
         if not own:
             continue
-        nll, initial, laplace, initial_laplace = (
-            [_metric(r, who, "cls/NLL") for r in own]
-            for who in ("learned, MAP", "initial, MAP", "learned, Laplace", "initial, Laplace")
-        )
-        gains = [a - b for a, b in zip(nll, initial, strict=True)]
-        accuracies = [
-            statistics.mean(_metric(r, who, "cls/accuracy") for r in own)
-            for who in ("learned, MAP", "initial, MAP")
-        ]
-        minutes = statistics.mean(r["seconds"] for r in own) / 60
+        learned, initial = ([_metric(r, f"{w}, MAP") for r in own] for w in ("learned", "initial"))
+        gains = [a - b for a, b in zip(learned, initial, strict=True)]
         cells = [
             name,
-            _mean(nll),
-            _mean(initial),
-            _mean(gains, "+"),
-            f"{sum(g < 0 for g in gains)} of {len(gains)} seeds",
-            *(f"{100 * accuracy:.1f} %" for accuracy in accuracies),
-            _mean(laplace),
-            _mean(initial_laplace),
-            f"{minutes:.0f}",
+            _pair(own, "MAP", "cls/NLL", "{:.3f}"),
+            _mean(gains),
+            f"{sum(gain < 0 for gain in gains)} of {len(gains)} seeds",
+            _pair(own, "MAP", "cls/accuracy", "{:.1%}").replace("%", " %"),
+            _pair(own, "Laplace", "cls/NLL", "{:.2f}"),
+            f"{statistics.mean(r['seconds'] for r in own) / 60:.0f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -97,10 +87,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--presets", nargs="*", choices=list(NAMES), default=list(NAMES))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
+    parser.add_argument("--report", action="store_true", help="make the table from the JSON alone")
     parser.add_argument("--jobs", type=int, default=default_jobs("cpu"), help="runs at a time")
     options = parser.parse_args(arguments)
     tasks = [Config(preset, seed) for seed in options.seeds for preset in options.presets]
     known = json.loads(RESULT.read_text())["runs"] if RESULT.exists() else []
+    if options.report:
+        TABLE.write_text(table(known) + "\n")
+        return
     runs = {(r["config"]["preset"], r["config"]["seed"]): r for r in known}
     for config, found in as_they_finish(run, tasks, options.jobs):
         if isinstance(found, Exception):
@@ -114,14 +108,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(table(ordered), flush=True)
 
 
-def _metric(run: dict[str, Any], who: str, name: str) -> float:
+def _metric(run: dict[str, Any], who: str, name: str = "cls/NLL") -> float:
     (key,) = [label for label in run["metrics"] if label.startswith(who)]
     return run["metrics"][key][f"test/{name}"]
 
 
-def _mean(values: Sequence[float], sign: str = "") -> str:
+def _pair(runs: Sequence[dict[str, Any]], which: str, name: str, form: str) -> str:
+    """Means over seeds, learned / initial."""
+    means = [
+        statistics.mean(_metric(run, f"{weight_decay}, {which}", name) for run in runs)
+        for weight_decay in ("learned", "initial")
+    ]
+    return " / ".join(form.format(mean) for mean in means)
+
+
+def _mean(values: Sequence[float]) -> str:
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
-    return f"{statistics.mean(values):{sign}.3f} ± {error:.3f}"
+    return f"{statistics.mean(values):+.3f} ± {error:.3f}"
 
 
 if __name__ == "__main__":

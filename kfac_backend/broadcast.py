@@ -37,8 +37,10 @@ def with_broadcast_layers(model: nn.Module, coverage: Coverage, x: Any) -> Cover
     shapes: dict[nn.Module, list[torch.Size | None]] = {}
 
     def record(layer: nn.Module, args: tuple, kwargs: dict) -> None:
+        rows = current_rows()
         # Rows whose examples are told may be as many by chance.
-        shape = None if current_rows() is not None else first_input(args, kwargs).shape
+        told = rows is not None and not rows.of_positions
+        shape = None if told else first_input(args, kwargs).shape
         shapes.setdefault(layer, []).append(shape)
 
     handles = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in layers]

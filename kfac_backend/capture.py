@@ -170,9 +170,9 @@ class Capture:
     def _forward_hook(self, tracked: TrackedLayer) -> Callable[..., Tensor]:
         def hook(layer: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
             a = first_input(args, kwargs).detach()
-            rows = rows_of(tracked, a)
-            if layer in self._coverage.broadcast and rows is None:
+            if layer in self._coverage.broadcast:
                 a, output = self._for_each_example(a), self._for_each_example(output)
+            rows = rows_of(tracked, a)
             seen = Use(a if rows is None else rows.flatten(a), rows)
             self._on_input(tracked, seen)
             if self._keep_inputs or tracked.rule.needs_input:
@@ -262,7 +262,13 @@ def rows_of(tracked: TrackedLayer, a: Tensor) -> Rows | None:
         ValueError: rows that are not those of the layer's input.
     """
     rows = None if isinstance(tracked.layer, OwnParameter) else current_rows()
-    if rows is not None and tuple(a.shape[: len(rows.axes)]) != rows.axes:
+    if rows is None:
+        return None
+    features = 0 if tracked.rule.takes_integers else 1
+    fits = tuple(a.shape[: len(rows.axes)]) == rows.axes
+    if rows.of_positions and not (fits and a.dim() >= len(rows.axes) + features):
+        return None
+    if not fits:
         raise ValueError(
             f"Layer {tracked} got an input of shape {tuple(a.shape)} where examples_of_rows was "
             f"given an index of shape {rows.axes}; its axes must be the input's first. Call the "

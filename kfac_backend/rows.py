@@ -30,6 +30,8 @@ class Rows:
     """Whether each row belongs to an example."""
     by_roots: bool = False
     """Whether reduce scales sums of both by 1/√R_n, and not those of inputs alone by 1/R_n."""
+    of_positions: bool = False
+    """Whether layers with inputs of other axes are not concerned; it is an error else."""
 
     @cached_property
     def counts(self) -> Tensor:
@@ -94,8 +96,10 @@ class Rows:
 class _Declared:
     """What a model said; looked at in a curvature pass alone: training waits for nothing."""
 
-    def __init__(self, index: Tensor, num_examples: int, by_roots: bool) -> None:
-        self._arguments = index, num_examples, by_roots
+    def __init__(
+        self, index: Tensor, num_examples: int, by_roots: bool, of_positions: bool
+    ) -> None:
+        self._arguments = index, num_examples, by_roots, of_positions
 
     @cached_property
     def rows(self) -> Rows:
@@ -137,20 +141,17 @@ def examples_of_rows(
             all examples have as many positions: exact where a linear network takes the mean over
             an example's rows, as 1/√R_n is where it takes their sum over √R_n.
     """
-    declared = None if index is None else _Declared(index, num_examples, by_roots)
-    token = _current.set(declared)
-    try:
+    with _declared(None if index is None else _Declared(index, num_examples, by_roots, False)):
         yield
-    finally:
-        _current.reset(token)
 
 
 @contextmanager
 def counted_positions(mask: Tensor) -> Iterator[None]:
-    """Say which positions count for the layers called inside, whose inputs are (N, R, ...).
+    """Say which positions count for layers called inside with inputs (N, R, ...).
 
     Others, such as padding, are no part of R_n; reduce takes the mean of an example's inputs and
-    the sum of its gradients.
+    the sum of its gradients. Layers called inside with other inputs, say (N, d) behind a pooling,
+    are not concerned, so that it may be around a whole model.
 
     Args:
         mask: (N, R) of truth values, False for padding.
@@ -163,11 +164,20 @@ def counted_positions(mask: Tensor) -> Iterator[None]:
             f"The mask has dtype {mask.dtype}; it needs truth values, for example mask.bool()."
         )
     numbers = torch.arange(len(mask), device=mask.device).view(-1, *[1] * (mask.dim() - 1))
-    with examples_of_rows(torch.where(mask, numbers, -1), len(mask), by_roots=False):
+    with _declared(_Declared(torch.where(mask, numbers, -1), len(mask), False, True)):
         yield
 
 
-def _rows(index: Tensor, num_examples: int, by_roots: bool) -> Rows:
+@contextmanager
+def _declared(declared: _Declared | None) -> Iterator[None]:
+    token = _current.set(declared)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def _rows(index: Tensor, num_examples: int, by_roots: bool, of_positions: bool) -> Rows:
     if index.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"The examples of rows have dtype {index.dtype}; they must be integers.")
     flat = index.detach().flatten().long()
@@ -179,4 +189,4 @@ def _rows(index: Tensor, num_examples: int, by_roots: bool) -> Rows:
             "must be 0 to N - 1, or -1 for rows that do not count."
         )
     known = torch.where(flat < 0, num_examples, flat)
-    return Rows(tuple(index.shape), known, num_examples, smallest >= 0, by_roots)
+    return Rows(tuple(index.shape), known, num_examples, smallest >= 0, by_roots, of_positions)

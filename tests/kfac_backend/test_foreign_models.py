@@ -233,3 +233,47 @@ def test_online_training_of_such_a_model():
     assert len(losses) == 4 and losses[-1] < losses[0]
     assert len(set(laplace.prior_precision.tolist())) > 1
     assert isinstance(model, Classifier)
+
+
+class Positions(nn.Module):
+    """Adds an embedding of positions that runs once for all examples, and pools by a layer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.positions = nn.Embedding(7, 4), nn.Embedding(4, 4)
+        self.middle, self.pool, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.double()
+
+    def forward(self, input_ids, attention_mask):
+        mask = attention_mask.bool()
+        x = self.tokens(input_ids) + self.positions(torch.arange(4)[None])
+        x = torch.tanh(self.middle(x)).masked_fill(~mask[..., None], 0).sum(1)
+        return Output(self.head(torch.tanh(self.pool(x))))
+
+
+class Masked(nn.Module):
+    """The mask around the whole of a model that knows nothing of it."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, attention_mask):
+        with counted_positions(attention_mask.bool()):
+            return self.model(input_ids, attention_mask)
+
+
+@pytest.mark.parametrize("kfac_approx", MODES)
+def test_a_mask_around_a_whole_model(kfac_approx):
+    model, data = Positions(), batch(4)  # as many examples as positions and features
+    factors = kronecker_factors(Masked(model), [data], "classification", kfac_approx=kfac_approx)
+    counted = int(data["attention_mask"].sum()) if kfac_approx == "expand" else 4
+    for name in ("tokens", "positions", "middle"):
+        assert factors.blocks[f"model.{name}.weight"].num_terms == counted
+    # What lies behind the pooling is as without the mask.
+    plain = kronecker_factors(model, [data], "classification", kfac_approx=kfac_approx)
+    for name in ("pool.weight", "head.weight", "head.bias"):
+        assert_close(factors.to_dense(f"model.{name}"), plain.to_dense(name))
+    uncounted = plain.to_dense("middle.weight")
+    assert (factors.to_dense("model.middle.weight") - uncounted).norm() > 0.1 * uncounted.norm()
