@@ -3,13 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: train test test-slow test-lowest lint format bench exactness table2 clean
+.PHONY: train test test-slow test-lowest lint format bench exactness presets table2 clean
 
 train: $(INSTALLED)  ## train on the built-in digits, learn the weight decays, write runs/digits
 	$(BIN)/marglik train --config digits
 
 test: $(INSTALLED)  ## the default test suite
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto --dist loadfile
 
 test-slow: $(INSTALLED)  ## the tests that take minutes
 	$(BIN)/python -m pytest -q -m slow
@@ -30,6 +30,9 @@ bench: $(INSTALLED)  ## curvature pass, evidence update and predictive against t
 
 exactness: $(INSTALLED)  ## where the modes are exact, after the paper's figures 1 and 2: half a minute
 	$(BIN)/python -m experiments.exactness
+
+presets: $(INSTALLED)  ## learned against initial weight decay for ViT, GPT, GraphNetwork: half an hour
+	$(BIN)/python -m experiments.presets
 
 table2: $(INSTALLED)  ## the paper's Table 2 at the size of two cores: less than two hours; again to go on
 	$(BIN)/python -m experiments.marglik_cifar10

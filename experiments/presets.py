@@ -50,7 +50,7 @@ def run(config: Config) -> dict[str, Any]:
     if status:
         raise RuntimeError(f"marglik train --config {config.preset} ended with status {status}.")
     found = json.loads((Path(config.folder) / RESULTS).read_text())
-    kept = ("examples", "metrics", "evidence", "weight_decay", "threads", "seconds")
+    kept = ("num_data", "metrics", "evidence", "weight_decay", "threads", "seconds")
     return {"config": asdict(config)} | {key: found[key] for key in kept}
 
 

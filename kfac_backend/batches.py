@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.calls import call_with, num_examples
+from kfac_backend.calls import call_with, forked_random_numbers, num_examples
 
 __all__ = [
     "Plan",
@@ -132,7 +132,7 @@ def make_plan(model: nn.Module, x: Any, device: torch.device) -> Plan:
     handles = [module.register_forward_hook(hook) for module in model.modules()]
     try:
         # Dropout that is on must not use up the user's random numbers.
-        with torch.no_grad(), torch.random.fork_rng([] if on_cpu else [device]):
+        with torch.no_grad(), forked_random_numbers(model):
             one = call_with(model, {}, examples(x, slice(1)))
             by_example = largest
             two = call_with(model, {}, examples(x, slice(2)))

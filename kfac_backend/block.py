@@ -77,14 +77,16 @@ class KroneckerBlock:
             )
         if self.A is None or other.A is None:
             return replace(self, B=self.B + other.B)
+        for block in (self, other):
+            if not _terms(block).any() and block.B.any() and block.A is not None and block.A.any():
+                raise ValueError(
+                    f"The block of '{self.name}' needs num_terms for its mean A to be added. That "
+                    "of a tensor used in two ways has none: pass all the data at once."
+                )
         mine, theirs = _terms(self), _terms(other)
-        if not ((mine + theirs) > 0).all() or not (mine.any() and theirs.any()):
-            raise ValueError(
-                f"The block of '{self.name}' needs num_terms for its mean A to be added. That of a "
-                "tensor used in two ways has none: pass all the data at once."
-            )
         total = mine + theirs
-        A = self.A * (mine / total).to(self.A) + other.A * (theirs / total).to(self.A)
+        share = (mine / total.clamp(min=1)).to(self.A)
+        A = self.A * share + other.A * (theirs / total.clamp(min=1)).to(self.A)
         terms: list[int] = total.flatten().long().tolist()
         return replace(
             self, B=self.B + other.B, A=A, num_terms=tuple(terms) if len(terms) > 1 else terms[0]

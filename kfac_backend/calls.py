@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 from kfac_backend.coverage import Coverage
 
-__all__ = ["arguments", "call_with", "explicit_forwards", "logits_of", "num_examples"]
+__all__ = [
+    "arguments",
+    "call_with",
+    "explicit_forwards",
+    "forked_random_numbers",
+    "logits_of",
+    "num_examples",
+]
 
 
 def call_with(
@@ -38,6 +45,14 @@ def logits_of(output: Any) -> Any:
     """A model's output, or its ``logits`` where it returns an object that has them."""
     logits = getattr(output, "logits", None)
     return logits if isinstance(logits, Tensor) and not isinstance(output, Tensor) else output
+
+
+@contextmanager
+def forked_random_numbers(model: nn.Module) -> Iterator[None]:
+    """Dropout that is on does not use up the random numbers, and draws the same ones each time."""
+    device = next(model.parameters()).device
+    with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+        yield
 
 
 @contextmanager
@@ -76,13 +91,17 @@ def num_examples(x: Any) -> int | None:
 def arguments(model: nn.Module, x: Any) -> tuple[tuple, dict[str, Any]]:
     """How a model takes an input: as its one argument, or a mapping's entries by their names.
 
-    Entries that its forward does not name are left out, and so are "labels": such models would
-    compute a loss of them.
+    A forward of one argument takes the mapping whole. Else entries that it does not name are left
+    out, and so are "labels": such models would compute a loss of them.
     """
     if not isinstance(x, Mapping):
         return (x,), {}
-    named = inspect.signature(model.forward).parameters
-    known = {key: value for key, value in x.items() if key in named and key != "labels"}
+    parameters = inspect.signature(model.forward).parameters.values()
+    named = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if len(named) == 1:  # whatever it is called
+        return (x,), {}
+    takes_any = not named and any(p.kind == p.VAR_KEYWORD for p in parameters)
+    known = {key: x[key] for key in x if key != "labels" and (takes_any or key in named)}
     return ((), known) if known else ((x,), {})
 
 

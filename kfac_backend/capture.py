@@ -4,6 +4,7 @@ No parameter requires a gradient meanwhile, so no weight gradient is ever comput
 and gradients as they pass by.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -67,6 +68,7 @@ class Capture:
         self._handles: list[RemovableHandle] = []
         self._sources: list[Tensor] = []
         self._num_examples: int | None = None
+        self._runs_backward = False
 
     def __enter__(self) -> "Capture":
         for tracked in self._coverage.layers:
@@ -85,6 +87,7 @@ class Capture:
     def forward(self, x: Any) -> Any:
         """The model's output at x, with a graph down to the first tracked outputs."""
         self._sources.clear()
+        self._runs_backward = False
         self._num_examples = num_examples(x)
         with torch.enable_grad(), explicit_forwards(self._coverage):
             copies = self._copies_of_own_parameters(x)
@@ -106,6 +109,7 @@ class Capture:
             return vector
 
         vectors = (vector.to(f.dtype) for vector in vectors)
+        self._runs_backward = True
         # Without a graph the output depends on no tracked layer: all gradients are zero.
         if not f.requires_grad:
             return
@@ -120,13 +124,6 @@ class Capture:
             propagate(vector)
             if on_vector_end is not None:
                 on_vector_end()
-
-    def _for_each_example(self, x: Tensor) -> Tensor:
-        """What is the same for all examples, (...) or (1, ...), as (N, ...); no copy."""
-        N = self._num_examples
-        if N is None:
-            return x
-        return x.expand(N, *x.shape[1:]) if x.shape[0] == 1 else x.expand(N, *x.shape)
 
     def _copies_of_own_parameters(self, x: Any) -> dict[str, Tensor]:
         """Name -> copies (N, ...), the gradients of which are shown as layers' are."""
@@ -151,6 +148,12 @@ class Capture:
 
     def _pre_hook(self, tracked: TrackedLayer) -> Callable[..., None]:
         def hook(layer: nn.Module, args: tuple, kwargs: dict) -> None:
+            if self._runs_backward:
+                raise NotImplementedError(
+                    f"Layer {tracked} runs again in the backward pass (torch.utils.checkpoint), "
+                    "where it would be counted twice. Switch checkpointing off, or freeze it "
+                    "(requires_grad_(False))."
+                )
             a = first_input(args, kwargs)
             if a.is_floating_point() == tracked.rule.takes_integers:
                 needs = "integers" if tracked.rule.takes_integers else "floating point"
@@ -170,8 +173,10 @@ class Capture:
     def _forward_hook(self, tracked: TrackedLayer) -> Callable[..., Tensor]:
         def hook(layer: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
             a = first_input(args, kwargs).detach()
-            if layer in self._coverage.broadcast:
-                a, output = self._for_each_example(a), self._for_each_example(output)
+            axes = self._coverage.broadcast.get(layer)
+            if axes is not None and axes.are_those_of(a) and self._num_examples is not None:
+                N = self._num_examples
+                a, output = axes.for_each_example(a, N), axes.for_each_example(output, N)
             rows = rows_of(tracked, a)
             seen = Use(a if rows is None else rows.flatten(a), rows)
             self._on_input(tracked, seen)
@@ -252,7 +257,9 @@ class _Show(torch.autograd.Function):
 
 def first_input(args: tuple, kwargs: dict) -> Tensor:
     """A layer's input, from the arguments that a hook sees."""
-    return args[0] if args else next(iter(kwargs.values()))
+    if args:
+        return args[0]
+    return kwargs.get("input", next(v for v in kwargs.values() if isinstance(v, Tensor)))
 
 
 def rows_of(tracked: TrackedLayer, a: Tensor) -> Rows | None:
@@ -266,7 +273,9 @@ def rows_of(tracked: TrackedLayer, a: Tensor) -> Rows | None:
         return None
     features = 0 if tracked.rule.takes_integers else 1
     fits = tuple(a.shape[: len(rows.axes)]) == rows.axes
-    if rows.of_positions and not (fits and a.dim() >= len(rows.axes) + features):
+    folded = len(rows.axes) > 1 and a.shape[:1] == (math.prod(rows.axes),) != rows.axes[:1]
+    concerned = folded or (fits and a.dim() >= len(rows.axes) + features)
+    if rows.of_positions and not concerned:
         return None
     if not fits:
         raise ValueError(

@@ -30,6 +30,8 @@ def same_with_derivatives(should: Tensor, does: Tensor, parameters: Sequence[Ten
 
 def close(should: Tensor, does: Tensor) -> bool:
     """Whether two tensors agree to the rounding of the second's dtype; also if NaN is expected."""
+    if should.shape != does.shape:
+        return False
     if should.is_sparse or does.is_sparse:
         should, does = should.to_dense(), does.to_dense()
     if not torch.isfinite(should).all():

@@ -10,6 +10,7 @@ from torch.nn.modules.rnn import RNNBase, RNNCellBase
 from torch.nn.parameter import is_lazy
 
 from kfac_backend.options import Unsupported
+from kfac_backend.rows import SharedAxes
 from kfac_backend.rules import (
     LayerByParts,
     LinearPart,
@@ -20,7 +21,13 @@ from kfac_backend.rules import (
 )
 from kfac_backend.rules.own_parameters import OwnParameter, OwnParameterRule, default_view
 
-__all__ = ["Coverage", "DividedLayer", "TrackedLayer", "coverage_of_blocks", "find_coverage"]
+__all__ = [
+    "Coverage",
+    "DividedLayer",
+    "TrackedLayer",
+    "coverage_of_blocks",
+    "find_coverage",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +72,7 @@ class Coverage:
     diagonal: list[str]
     names: list[str]
     """All parameters that get a block, in the order of ``model.named_parameters()``."""
-    broadcast: frozenset[nn.Module] = frozenset()
+    broadcast: Mapping[nn.Module, SharedAxes] = field(default_factory=dict)
     """Layers that run once for all examples: see `broadcast`."""
 
     @property

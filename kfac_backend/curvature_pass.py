@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.backward_vectors import BackwardVectors
-from kfac_backend.batches import Plan, make_plan, parts, splits_by_example, to_device
+from kfac_backend.batches import Plan, detached, make_plan, parts, splits_by_example, to_device
 from kfac_backend.block import KroneckerBlock
 from kfac_backend.broadcast import with_broadcast_layers
 from kfac_backend.capture import Capture
@@ -29,6 +29,7 @@ from kfac_backend.options import (
 )
 from kfac_backend.precision import backward_arithmetic, check_precision, full_float32
 from kfac_backend.rules import Use
+from kfac_backend.substitution import verify_divided
 from kfac_backend.verification import verify_independence, verify_uses
 from kfac_backend.weight_sharing import PositionSums
 
@@ -90,11 +91,12 @@ class CurvaturePass:
             RuntimeError: after a batch that failed, until `reset`.
         """
         self._check_whole()
-        x, y = to_device(x, self._device), to_device(y, self._device)
+        y = to_device(y, self._device)
         if isinstance(y, Tensor) and y.dim() and not len(y):
             raise ValueError("A batch has no examples; drop it, or check the loader's sampler.")
-        if isinstance(x, Tensor):
-            x = x.detach()
+        x = detached(x, self._device)
+        if isinstance(y, Tensor) and y.is_inference():
+            y = y.clone()
         self._failed = True  # until all of the batch is added
         if not self._fits(x, y):
             fitting = self._fitting_size(x, y)
@@ -173,7 +175,7 @@ class CurvaturePass:
                 "factors()."
             )
         self._failed = True  # the sums are used up from here on
-        blocks = self._sums.blocks(self._model) | {
+        blocks = self._sums.blocks() | {
             name: KroneckerBlock(name, d.reshape(-1, 1, 1)) for name, d in self._diagonal.items()
         }
         blocks = {name: blocks[name] for name in self._coverage.names}
@@ -226,11 +228,13 @@ class CurvaturePass:
         if self._uses_verified and (self._independence_verified or not several):
             return
         if splits_by_example(x, y):
-            if not self._uses_verified:
-                self._coverage = with_broadcast_layers(self._model, self._coverage, x)
             self._plan = make_plan(self._model, x, self._device)
         if self._plan.part_size is not None:
             x, y = next(parts(x, y, max(2, self._plan.part_size)))
+        if not self._uses_verified:
+            verify_divided(self._model, self._coverage, x)
+            if splits_by_example(x, y):
+                self._coverage = with_broadcast_layers(self._model, self._coverage, x)
         if not self._independence_verified:
             counted = counted_terms(y, self._options.ignore_index)
             self._independence_verified = verify_independence(

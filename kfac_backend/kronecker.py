@@ -208,9 +208,7 @@ class KroneckerFactors:
     def _check_same_kind(self, other: "KroneckerFactors") -> None:
         for field in ("likelihood", "kfac_approx", "fisher", "num_outputs", "rank_tolerance"):
             mine, theirs = getattr(self, field), getattr(other, field)
-            # The order of a mapping's patterns counts.
-            ordered = not isinstance(mine, dict) or list(mine) == list(theirs)
-            if mine != theirs or not ordered:
+            if json.dumps(mine) != json.dumps(theirs):  # the order of a mapping counts
                 raise ValueError(f"Cannot add factors with {field} {mine!r} and {theirs!r}.")
         if list(self.blocks) != list(other.blocks):
             raise ValueError("Cannot add factors of different parameters.")

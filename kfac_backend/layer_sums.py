@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kfac_backend.block import KroneckerBlock
 from kfac_backend.coverage import Coverage, TrackedLayer
@@ -70,7 +70,7 @@ class LayerSums:
         for rule in self._rules.values():
             rule.end_vector()
 
-    def blocks(self, model: nn.Module) -> dict[str, KroneckerBlock]:
+    def blocks(self) -> dict[str, KroneckerBlock]:
         """Parameter name -> block, A a mean over its terms; the sums are used up."""
         parts: dict[str, list[_Part]] = {}
         while self._rules:  # one at a time, as what a rule holds may be as large as its sums
@@ -78,7 +78,7 @@ class LayerSums:
             for local, gram_sums in rule.gram_sums().items():
                 part = _Part(tracked.slots.get(local, (0, 1)), gram_sums)
                 parts.setdefault(tracked.parameters[local], []).append(part)
-        return {name: _block(model, name, of_name) for name, of_name in parts.items()}
+        return {name: _block(name, of_name) for name, of_name in parts.items()}
 
     def _tie(self) -> None:
         """Let layers that share a tensor sum up together, where both use it the same way."""
@@ -123,18 +123,15 @@ def _kind(rule: Rule, local: str) -> tuple:
     return (type(rule), local)
 
 
-def _block(model: nn.Module, name: str, parts: list[_Part]) -> KroneckerBlock:
+def _block(name: str, parts: list[_Part]) -> KroneckerBlock:
     """The block of a parameter: of all its slots, and of both ways that it is used in."""
     if len(parts) > 1 and parts[0].slot[1] > 1:
-        return _packed(model, name, parts)
-    blocks = [_one_block(model, name, part.sums) for part in parts]
+        return _packed(name, parts)
+    blocks = [_one_block(name, part.sums) for part in parts]
     return blocks[0] if len(blocks) == 1 else nearest_kronecker(blocks)
 
 
-def _one_block(model: nn.Module, name: str, sums: GramSums) -> KroneckerBlock:
-    p = model.get_parameter(name).detach()
-    if sums.B is None:  # its layer took no part in the output
-        return KroneckerBlock(name, B=p.new_zeros(p.numel(), 1, 1))
+def _one_block(name: str, sums: GramSums) -> KroneckerBlock:
     B = _without_single_group(sums.B)
     if sums.A is None:
         return KroneckerBlock(name, B)
@@ -142,26 +139,16 @@ def _one_block(model: nn.Module, name: str, sums: GramSums) -> KroneckerBlock:
     return KroneckerBlock(name, B, A, sums.num_terms)
 
 
-def _packed(model: nn.Module, name: str, parts: list[_Part]) -> KroneckerBlock:
+def _packed(name: str, parts: list[_Part]) -> KroneckerBlock:
     """Several maps' blocks as groups of one tensor."""
-    number = parts[0].slot[1]
     ordered = sorted(parts, key=lambda part: part.slot[0])
-    seen = [part for part in ordered if part.sums.B is not None]
-    if not seen:
-        return _one_block(model, name, GramSums(None))
-    B = torch.cat([_like(part.sums.B, seen[0].sums.B) for part in ordered])
-    if len(ordered) != number or len(B) != number:
-        raise AssertionError(f"'{name}' has {len(ordered)} of {number} parts.")
-    if seen[0].sums.A is None:
+    assert [part.slot[0] for part in ordered] == list(range(parts[0].slot[1]))
+    sums = [part.sums for part in ordered]
+    B = torch.cat([s.B for s in sums])
+    inputs = [s.A / max(s.num_terms, 1) for s in sums if s.A is not None]
+    if not inputs:
         return KroneckerBlock(name, B)
-    terms = tuple(part.sums.num_terms for part in ordered)
-    inputs = [_like(part.sums.A, seen[0].sums.A) / max(part.sums.num_terms, 1) for part in ordered]
-    return KroneckerBlock(name, B, torch.cat(inputs), terms)
-
-
-def _like(factor: Tensor | None, other: Tensor | None) -> Tensor:
-    assert other is not None
-    return torch.zeros_like(other) if factor is None else factor
+    return KroneckerBlock(name, B, torch.cat(inputs), tuple(s.num_terms for s in sums))
 
 
 def _without_single_group(factor: Tensor) -> Tensor:

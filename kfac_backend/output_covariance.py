@@ -22,6 +22,7 @@ from kfac_backend.gradient_covariance import LARGEST_PRODUCT, bytes_per_example,
 from kfac_backend.layer_gradients import LayerGradients, PosteriorPrecision
 from kfac_backend.precision import full_float32
 from kfac_backend.rules import ExampleGradients, Use
+from kfac_backend.substitution import verify_divided
 from kfac_backend.verification import verify_independence, verify_uses
 from kfac_backend.weight_sharing import at_least_float32
 
@@ -104,6 +105,7 @@ class OutputCovariance:
         N = num_examples(x)
         some = x if N is None else examples(x, slice(2))
         if not self._uses_verified:
+            verify_divided(self._model, self._coverage, some)
             self._coverage = with_broadcast_layers(self._model, self._coverage, some)
         if N is not None and N > 1 and not self._independence_verified:
             self._independence_verified = verify_independence(self._model, self._coverage, some)
@@ -221,14 +223,18 @@ class OutputCovariance:
         """Add what parameters without a rule bring; their blocks are diagonal."""
         parameters = {n: self._model.get_parameter(n).detach() for n in self._coverage.diagonal}
 
-        for n in range(len(covariance)):
-            one = examples(x, slice(n, n + 1))
-            jacobians = torch.func.jacrev(lambda p, one=one: call_with(self._model, p, one)[0])(
+        N = len(covariance)
+        # One by one, where the input can be taken apart.
+        apart = num_examples(x) == N
+        for which in [slice(n, n + 1) for n in range(N)] if apart else [slice(N)]:
+            some = examples(x, which) if apart else x
+            jacobians = torch.func.jacrev(lambda p, some=some: call_with(self._model, p, some))(
                 parameters
             )
             for name, jacobian in jacobians.items():
-                b = jacobian.flatten(1).T[:, None, None, :, None]  # (P, 1, 1, C, 1)
-                covariance[n] += gradient_covariance(ExampleGradients(b), *self._precision[name])[0]
+                b = jacobian.flatten(2).movedim(2, 0)[:, :, None, :, None]  # (P, N, 1, C, 1)
+                part = gradient_covariance(ExampleGradients(b), *self._precision[name])
+                covariance[which] += part
 
     def _capture(
         self, on_gradient: Any, channels_last: bool = False, on_input: Any = None

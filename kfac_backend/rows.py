@@ -13,7 +13,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-__all__ = ["Rows", "counted_positions", "current_rows", "examples_of_rows"]
+from kfac_backend.weight_sharing import at_least_float32
+
+__all__ = ["Rows", "SharedAxes", "counted_positions", "current_rows", "examples_of_rows"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,8 +67,8 @@ class Rows:
         return self._by_vector(x)[:, keep].flatten(0, 1)
 
     def sums(self, x: Tensor) -> Tensor:
-        """Each example's sum over its rows: (V·M, ...) as (V·N, ...)."""
-        x = self._by_vector(x)
+        """Each example's sum over its rows: (V·M, ...) as (V·N, ...), in float32 at least."""
+        x = self._by_vector(at_least_float32(x))
         total = x.new_zeros(x.shape[0], self.num_examples + 1, *x.shape[2:])
         return total.index_add_(1, self.index, x)[:, :-1].flatten(0, 1)
 
@@ -91,6 +93,24 @@ class Rows:
     def _by_vector(self, x: Tensor) -> Tensor:
         """(V·M, ...) as (V, M, ...); V cannot be told without rows, and is 1 then."""
         return x.unflatten(0, (-1, len(self.index))) if len(self.index) else x[None]
+
+
+@dataclass(frozen=True)
+class SharedAxes:
+    """The input's axes of a layer that runs once for all examples."""
+
+    with_first: bool
+    """Whether the first is the examples', of one entry; else there is none for them."""
+    number: int
+    """How many there are."""
+
+    def are_those_of(self, a: Tensor) -> bool:
+        """Whether an input is for all examples; else a layer before has given it to each."""
+        return a.dim() == self.number and (not self.with_first or a.shape[0] == 1)
+
+    def for_each_example(self, x: Tensor, N: int) -> Tensor:
+        """Input or output for each example, (N, ...); no copy."""
+        return x.expand(N, *x.shape[1:]) if self.with_first else x.expand(N, *x.shape)
 
 
 class _Declared:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.calls import call_with
+from kfac_backend.calls import call_with, explicit_forwards, forked_random_numbers
 from kfac_backend.capture import Capture
 from kfac_backend.comparison import close, noise_like, same_with_derivatives
 from kfac_backend.coverage import Coverage, DividedLayer, TrackedLayer
@@ -34,6 +34,8 @@ def verify_divided(model: nn.Module, coverage: Coverage, x: Any) -> None:
                 args, kwargs = _without_graph(args), _without_graph(kwargs)
                 should = _tensor_of(type(layer).forward(layer, *args, **kwargs))
                 does = _tensor_of(d.by_parts.forward(layer, d.parts, *args, **kwargs))
+            except TypeError:  # a derived class with other arguments
+                should, does = torch.empty(0), torch.empty(1)
             finally:
                 for module, mode in rates:
                     module.training = mode
@@ -68,15 +70,15 @@ def verify_own_parameters(model: nn.Module, coverage: Coverage, x: Any) -> None:
     names = list(dict.fromkeys(own))  # modules may share one
     leaves = {name: model.get_parameter(name).detach().requires_grad_() for name in names}
     only = Coverage([], coverage.own_parameters, coverage.divided, [], names)
-    with torch.enable_grad(), torch.random.fork_rng():
-        state = torch.get_rng_state()
-        f = call_with(model, leaves, x)
-        torch.set_rng_state(state)
+    with torch.enable_grad():
+        with explicit_forwards(coverage), forked_random_numbers(model):
+            f = call_with(model, leaves, x)
         capture = Capture(model, only, lambda tracked, use: None, record)
         if not isinstance(f, Tensor):
             return  # reported with the targets
         try:
-            g = capture.forward(x)
+            with forked_random_numbers(model):
+                g = capture.forward(x)
         except Exception as error:  # whatever the forward does with copies
             if isinstance(error, NotImplementedError) or is_out_of_memory(error):
                 raise

@@ -25,8 +25,8 @@ MOST_WAITING = 32
 class GramSums(NamedTuple):
     """The sums of one parameter's block, not scaled; rows first, as the parameter is stored."""
 
-    B: Tensor | None
-    """Sum over the data (G, d_out, d_out); None without any gradient."""
+    B: Tensor
+    """Sum over the data (G, d_out, d_out)."""
     A: Tensor | None = None
     """Sum over all terms (G, d_in, d_in), or (d_in, d_in) for all groups; None for a parameter
     without an input factor."""

@@ -18,7 +18,7 @@ from kfac_backend.coverage import Coverage, TrackedLayer
 from kfac_backend.dense_gradients import layer_gradients
 from kfac_backend.rules import Use
 from kfac_backend.rules.own_parameters import OwnParameter
-from kfac_backend.substitution import no_copies, verify_divided, verify_own_parameters
+from kfac_backend.substitution import no_copies, verify_own_parameters
 
 __all__ = ["verify_independence", "verify_uses"]
 
@@ -36,7 +36,6 @@ def verify_uses(model: nn.Module, coverage: Coverage, x: Any) -> Any:
         NotImplementedError: a tracked parameter is used outside of its layer's forward; a layer
             computes something else than the class, the parts or the rule that are supposed.
     """
-    verify_divided(model, coverage, x)
     tracked_names = {name for t in coverage.layers for name in t.parameters.values()}
     parameters = {
         name: p.detach().requires_grad_()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments import bench_curvature_report, table2_report
+from experiments import bench_curvature_report, presets, table2_report
 from kfac_backend.rules import registry
 
 ROOT = Path(__file__).parents[1]
@@ -90,6 +90,16 @@ def test_examples_of_layers_run(capsys, monkeypatch):
         exec(example, namespace)
     blocks = ["0.class_token", "0.gain", "1.A", "1.B", "3.weight", "3.bias"]
     assert capsys.readouterr().out.strip() == str(blocks)
+
+
+def test_table_of_presets_is_that_of_the_json():
+    folder = ROOT / "experiments/results/presets"
+    runs = json.loads((folder / "presets.json").read_text())["runs"]
+    assert [run["config"]["seed"] for run in runs] == 3 * [0, 1, 2]
+    assert (folder / "table.md").read_text() == presets.table(runs) + "\n"
+    readme = (ROOT / "README.md").read_text()
+    for row in presets.table(runs).splitlines():
+        assert row in readme, row
 
 
 def test_table_2_is_that_of_the_json():

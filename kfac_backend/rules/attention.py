@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfac_backend.rows import counted_positions, current_rows, examples_of_rows
+from kfac_backend.rows import current_rows, examples_of_rows
 from kfac_backend.rules.parts import LayerByParts, LinearPart
 
 __all__ = ["AttentionByParts", "SequenceFirst"]
@@ -52,12 +52,11 @@ class AttentionByParts(LayerByParts):
                 f"nn.MultiheadAttention got queries of shape {tuple(query.shape)}; the curvature "
                 "needs a batch of sequences, of three axes."
             )
-        same = key is query
         if not layer.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         with _rows_of(query, layer):
             q = parts["query"](query)  # (N, L, E)
-        with _rows_of_keys(query if same else None, layer, key_padding_mask):
+        with _rows_of(key, layer, key_padding_mask):
             k, v = parts["key"](key), parts["value"](value)  # (N, S, E)
         mask = _mask(attn_mask, key_padding_mask, len(q), layer.num_heads, q.dtype)
         N, more = len(q), 0
@@ -91,16 +90,17 @@ class SequenceFirst(LayerByParts):
         """None: linear maps and attention inside are layers of their own."""
         return {}
 
-    def forward(self, layer: Any, parts: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, layer: Any, parts: Any, *args: Any, **kwargs: Any) -> Tensor:
         """The layer's own forward."""
+        x: Tensor = args[0] if args else kwargs["src" if "src" in kwargs else "tgt"]
         first = layer.layers[0] if hasattr(layer, "layers") else layer
         own = type(layer).forward
         if first.self_attn.batch_first or x.dim() != 3 or current_rows() is not None:
-            return own(layer, x, *args, **kwargs)
+            return own(layer, *args, **kwargs)
         R, N = x.shape[:2]
         index = torch.arange(N, device=x.device).expand(R, N)
         with examples_of_rows(index, N, by_roots=False):
-            return own(layer, x, *args, **kwargs)
+            return own(layer, *args, **kwargs)
 
 
 def _attention(
@@ -145,28 +145,22 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @contextmanager
-def _rows_of(x: Tensor, layer: nn.MultiheadAttention) -> Iterator[None]:
-    """The examples of the rows of x (N, R, E), if the model said them, in the layout it chose."""
+def _rows_of(
+    x: Tensor, layer: nn.MultiheadAttention, padding: Tensor | None = None
+) -> Iterator[None]:
+    """The examples of the rows of x (N, R, E): as the model said them, without what is padding.
+
+    What it said of rows in another number is of other sequences.
+    """
     N, R = x.shape[:2]
-    rows, index = current_rows(), None
+    rows, index, by_roots = current_rows(), None, False
     if rows is not None and rows.axes == ((N, R) if layer.batch_first else (R, N)):
         index = rows.as_given if layer.batch_first else rows.as_given.T
-    with examples_of_rows(index, N, by_roots=rows is not None and rows.by_roots):
-        yield
-
-
-@contextmanager
-def _rows_of_keys(
-    same: Tensor | None, layer: nn.MultiheadAttention, padding: Tensor | None
-) -> Iterator[None]:
-    """Keys that are not hidden; else the queries' rows, if the keys are the ``same``."""
+        by_roots = rows.by_roots
     if padding is not None:
         hidden = padding if padding.dtype == torch.bool else padding == -torch.inf
-        with counted_positions(~hidden):
-            yield
-    elif same is not None:
-        with _rows_of(same, layer):
-            yield
-    else:
-        with examples_of_rows(None):
-            yield
+        if index is None:
+            index = torch.arange(N, device=x.device)[:, None].expand(N, R)
+        index = index.masked_fill(hidden, -1)
+    with examples_of_rows(index, N, by_roots=by_roots):
+        yield

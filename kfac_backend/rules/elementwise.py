@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kfac_backend.options import Approximation
 from kfac_backend.rules.rule import ExampleGradients, Rule, Use
-from kfac_backend.sums import GradientSums, GramSums, gradient_gram
+from kfac_backend.sums import DiagonalSum, GradientSums, GramSums, gradient_gram
 from kfac_backend.weight_sharing import PositionSums, at_least_float32
 
 __all__ = [
@@ -40,9 +40,13 @@ class ExactRule(Rule):
         }
         self._given_away: set[str] = set()
 
+    def parameter(self, name: str) -> Tensor:
+        """The parameter of that name."""
+        return getattr(self.layer, name)
+
     def size(self, name: str) -> int:
         """P, how many entries a parameter has."""
-        return getattr(self.layer, name).numel()
+        return self.parameter(name).numel()
 
     @abstractmethod
     def gradients(self, use: Use, b: Tensor, sums: PositionSums) -> dict[str, Tensor]:
@@ -82,10 +86,18 @@ class ExactRule(Rule):
     def gram_sums(self) -> dict[str, GramSums]:
         """The parameters' sums."""
         return {
-            name: GramSums(sums.gram.total())
+            name: GramSums(self._total(name, sums))
             for name, sums in self.sums.items()
             if name not in self._given_away
         }
+
+    def _total(self, name: str, sums: GradientSums) -> Tensor:
+        total = sums.gram.total()
+        if total is None:  # no row of the data reached the layer
+            size = self.size(name)
+            groups, size = (size, 1) if isinstance(sums.gram, DiagonalSum) else (1, size)
+            total = at_least_float32(self.parameter(name).detach()).new_zeros(groups, size, size)
+        return total
 
     def position_gradients(self, use: Use, b: Tensor) -> Tensor:
         """All parameters' gradients, one behind the other, as one position (M, 1, P)."""

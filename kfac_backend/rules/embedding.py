@@ -15,7 +15,7 @@ from kfac_backend.weight_sharing import GramSum, PositionSums
 
 __all__ = ["EmbeddingRule"]
 
-LARGEST_DENSE = 8192
+LARGEST_VOCABULARY = 8192
 """Tokens up to which reduce makes their dense Gram matrix."""
 
 
@@ -57,10 +57,10 @@ class EmbeddingRule(WeightSharingRule):
                     "positions together; give it one mode by its name."
                 )
             (mode,) = mode.values()
-        if mode == "reduce" and layer.num_embeddings > LARGEST_DENSE:
+        if mode == "reduce" and layer.num_embeddings > LARGEST_VOCABULARY:
             raise NotImplementedError(
                 f"{layer} under reduce needs a dense matrix of {layer.num_embeddings} tokens "
-                f"squared, of at most {LARGEST_DENSE}. Take expand for it, where counts are "
+                f"squared, of at most {LARGEST_VOCABULARY}. Take expand for it, where counts are "
                 "enough: kfac_approx={'NAME OF THE LAYER': 'expand', '*': 'reduce'}."
             )
         self._dtype = torch.promote_types(layer.weight.dtype, torch.float32)
@@ -74,6 +74,11 @@ class EmbeddingRule(WeightSharingRule):
                 f"{layer} has max_norm or scale_grad_by_freq, so that its gradient is not that of "
                 "a linear layer. Leave them out, or freeze it (requires_grad_(False))."
             )
+
+    def _factor_sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Tokens are groups of one entry under expand."""
+        tokens, features = self.layer.weight.shape
+        return (1, tokens) if self.by_example else (tokens, 1), (1, features)
 
     def new_input_gram(self) -> Any:
         """Counts under expand."""

@@ -13,7 +13,7 @@ from kfac_backend.rows import Rows
 from kfac_backend.rules.rule import ExampleGradients, Rule, Use
 from kfac_backend.rules.shared_axes import reduced_axes
 from kfac_backend.sums import GradientSums, GramSums, InputSums
-from kfac_backend.weight_sharing import GramSum, PositionSums
+from kfac_backend.weight_sharing import GramSum, PositionSums, at_least_float32
 
 __all__ = ["WeightSharingRule"]
 
@@ -192,15 +192,33 @@ class WeightSharingRule(Rule):
         both = self.B_both.gram.total()
         B_weight = _either(both, self.B_weight.gram.total())
         A = self.A.gram.total()
-        sums = {"bias": GramSums(_either(both, self.B_bias.gram.total()))}
-        if B_weight is None:  # no gradient
-            sums["weight"] = GramSums(None)
-        elif self.transposed:  # its rows are the inputs; the bias's sum is not the one to be scaled
-            B_weight = B_weight.clone() if B_weight is both else B_weight
-            sums["weight"] = GramSums(A, B_weight, self.A.num_terms)
-        else:
-            sums["weight"] = GramSums(B_weight, A, self.A.num_terms)
-        return {name: sums[name] for name in self.names if name not in self._given_away}
+        sums = {}
+        if "bias" in self.names:
+            B = _either(both, self.B_bias.gram.total())
+            sums["bias"] = GramSums(self._zeros(1, len(self.layer.bias)) if B is None else B)
+        if "weight" in self.names:
+            rows, columns = self._factor_sizes()
+            if self.transposed:  # its rows are the inputs
+                if B_weight is both and both is not None:
+                    B_weight = both.clone()  # the bias's is not the one to be scaled
+                first, second = A, B_weight
+            else:
+                first, second = B_weight, A
+            sums["weight"] = GramSums(
+                self._zeros(*rows) if first is None else first,
+                self._zeros(*columns) if second is None else second,
+                self.A.num_terms,
+            )
+        return {name: of_name for name, of_name in sums.items() if name not in self._given_away}
+
+    def _factor_sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Groups and entries of the weight's two factors, as it is stored."""
+        weight = self.layer.weight
+        return (self.groups, len(weight) // self.groups), (self.groups, weight[0].numel())
+
+    def _zeros(self, groups: int, size: int) -> Tensor:
+        """The sum of a layer that no row of the data reached."""
+        return at_least_float32(self.layer.weight.detach()).new_zeros(groups, size, size)
 
 
 def _either(first: Tensor | None, second: Tensor | None) -> Tensor | None:

@@ -40,9 +40,9 @@ class OwnParameter(nn.Module):
 class OwnParameterRule(ExactRule):
     """The exact block of such a parameter."""
 
-    def size(self, name: str) -> int:
-        """P."""
-        return self.layer.value.numel()
+    def parameter(self, name: str) -> Tensor:
+        """The parameter."""
+        return self.layer.value
 
     def gradients(self, use: Use, b: Tensor, sums: PositionSums) -> dict[str, Tensor]:
         """The copies' gradients."""

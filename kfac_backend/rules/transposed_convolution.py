@@ -107,7 +107,13 @@ class ConvTransposeRule(ImageRule):
 
     def position_gradients(self, use: Use, b: Tensor) -> Float[Tensor, "M R_out C_out"]:
         """The gradients at the output's pixels, which both parameters' are made of."""
-        self._sizes[tuple(use.a.shape[2:])] = tuple(b.shape[2:])
+        inputs, outputs = tuple(use.a.shape[2:]), tuple(b.shape[2:])
+        if self._sizes.setdefault(inputs, outputs) not in ((), outputs):
+            raise NotImplementedError(
+                f"{self.layer} makes outputs of {self._sizes[inputs]} and of {outputs} of inputs "
+                f"of {inputs}; its covariance is there for one output_size. Use separate layers."
+            )
+        self._sizes[inputs] = outputs
         return super().position_gradients(use, b)
 
     def example_gradients(
