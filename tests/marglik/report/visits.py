@@ -62,7 +62,7 @@ def swipe_up(page, selector):
     """By how many pixels the page scrolls when a finger moves up from the middle of an element."""
     centre = "element => element.scrollIntoView({ block: 'center', behavior: 'instant' })"
     page.eval_on_selector(selector, centre)
-    before, box = page.evaluate("scrollY"), page.locator(selector).bounding_box()
+    before, box = _resting_place(page), page.locator(selector).bounding_box()
     x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
     session = page.context.new_cdp_session(page)
 
@@ -73,5 +73,12 @@ def swipe_up(page, selector):
     for moved in range(0, 220, 20):
         touch("touchMove", [{"x": x, "y": y - moved}])
     touch("touchEnd", [])
-    page.wait_for_timeout(200)
-    return page.evaluate("scrollY") - before
+    return _resting_place(page) - before
+
+
+def _resting_place(page):
+    """Where the page is once it scrolls no further, which takes a while on a busy machine."""
+    place = None
+    while place != (place := page.evaluate("scrollY")):
+        page.wait_for_timeout(200)
+    return place
