@@ -1,4 +1,4 @@
-"""The curvature pass over the data: sums of Gram matrices, and all scaling of them."""
+"""The curvature pass over the data: batches in, factors out."""
 
 from dataclasses import replace
 from typing import Any

@@ -88,8 +88,7 @@ class LayerGradients:
     def _covariance(self, terms: list[_Term], block: EigenBlock, spectrum: Tensor) -> Tensor:
         ways = {term.transposed for term in terms if term.gradients.a is not None}
         if len(ways) > 1:
-            dense = [dense_gradients(*term) for term in terms]
-            return dense_covariance(torch.stack(dense).sum(0), block, spectrum)
+            return self._dense(terms, block, spectrum)
         return gradient_covariance(
             _joined([term.gradients for term in terms]),
             block,
@@ -97,6 +96,22 @@ class LayerGradients:
             self._product_bytes,
             transposed=terms[0].transposed,
         )
+
+    def _dense(self, terms: list[_Term], block: EigenBlock, spectrum: Tensor) -> Tensor:
+        """From dense gradients, of as many examples at once as there is room for."""
+        N, _, C = terms[0].gradients.b.shape[1:4]
+        row = C * spectrum.numel() * spectrum.element_size()
+        size = max(1, self._product_bytes // row)
+        parts = []
+        for start in range(0, N, size):
+            some = slice(start, start + size)
+            dense = []
+            for gradients, transposed in terms:
+                a = None if gradients.a is None else gradients.a[:, some]
+                of_some = ExampleGradients(gradients.b[:, some], a)
+                dense.append(dense_gradients(of_some, transposed))
+            parts.append(dense_covariance(torch.stack(dense).sum(0), block, spectrum))
+        return torch.cat(parts)
 
 
 def _places(tracked: TrackedLayer) -> list[tuple[str, tuple[int, int] | None]]:
