@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.random_numbers import error, normal
 from tests.sharing_attention import attention, decoder_layer, encoder_layer, linear
 from tests.sharing_oracles import dense_ggn_of
 from tests.taps import Taps, reference_blocks
@@ -13,14 +14,6 @@ from tests.taps import Taps, reference_blocks
 close = torch.testing.assert_close
 MODES = ["expand", "reduce"]
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def error(found: Tensor, exact: Tensor) -> float:
-    return float((found - exact).norm() / exact.norm())
 
 
 @pytest.fixture(autouse=True)

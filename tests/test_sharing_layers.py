@@ -8,20 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from tests import oracles
+from tests.random_numbers import error, normal
 from tests.sharing_convolutions import layer_blocks, positions_of
 from tests.sharing_oracles import ggn_blocks
 
 close = torch.testing.assert_close
 OTHER = {"expand": "reduce", "reduce": "expand"}
 MODES = list(OTHER)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def error(found: Tensor, exact: Tensor) -> float:
-    return float((found - exact).norm() / exact.norm())
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests import oracles
+from tests.random_numbers import error, normal
 from tests.sharing_oracles import (
     Use,
     dense_ggn_of,
@@ -25,14 +26,6 @@ MODES = list(OTHER)
 
 def tensor(*values) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def error(found: Tensor, exact: Tensor) -> float:
-    return float((found - exact).norm() / exact.norm())
 
 
 @pytest.fixture(autouse=True)
