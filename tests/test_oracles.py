@@ -23,6 +23,7 @@ from tests.oracles import (
     loss_hessian,
     positions,
 )
+from tests.random_numbers import normal
 
 close = torch.testing.assert_close
 
@@ -41,10 +42,6 @@ class Mean(nn.Module):
 
 def tensor(*values) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def differ(a: Tensor, b: Tensor) -> bool:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from tests.kfac_backend.blocks import normal
+from tests.random_numbers import normal
 from tests.sharing_attention import attention, decoder_layer, encoder_layer, linear
 
 

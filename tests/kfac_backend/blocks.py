@@ -7,15 +7,11 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from kfac_backend import KroneckerFactors, kronecker_factors
+from tests.random_numbers import error
 from tests.taps import Taps
 
 OTHER = {"expand": "reduce", "reduce": "expand"}
 MODES = list(OTHER)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def randomize(module: nn.Module, std: float = 0.7) -> nn.Module:
@@ -26,11 +22,6 @@ def randomize(module: nn.Module, std: float = 0.7) -> nn.Module:
         for p in module.parameters():
             p.copy_(std * torch.randn(p.shape, generator=generator, dtype=torch.float64))
     return module
-
-
-def error(found: Tensor, exact: Tensor) -> float:
-    """Relative, in the Frobenius norm."""
-    return float((found - exact).norm() / exact.norm())
 
 
 def assert_blocks(factors: KroneckerFactors, expected: dict[str, Tensor]) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend import counted_positions, examples_of_rows
-from tests.kfac_backend.blocks import normal
+from tests.random_numbers import normal
 from tests.sharing_attention import encoder_layer, layer_norm, linear
 from tests.taps import Taps
 

@@ -21,11 +21,10 @@ from tests.kfac_backend.blocks import (
     assert_blocks,
     assert_modes_differ,
     assert_reference,
-    error,
-    normal,
     parts,
     randomize,
 )
+from tests.random_numbers import error, normal
 from tests.sharing_oracles import ggn_blocks
 from tests.taps import reference_blocks
 

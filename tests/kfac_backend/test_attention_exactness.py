@@ -22,7 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend import kronecker_factors
-from tests.kfac_backend.blocks import MODES, OTHER, error, normal, randomize
+from tests.kfac_backend.blocks import (
+    MODES,
+    OTHER,
+    randomize,
+)
+from tests.random_numbers import error, normal
 from tests.sharing_oracles import ggn_blocks
 
 

@@ -12,9 +12,13 @@ from kfac_backend.rules import Use
 from kfac_backend.rules.convolution import Conv1dRule, Conv2dRule, Conv3dRule
 from kfac_backend.rules.transposed_convolution import ConvTransposeRule
 from tests import oracles
-from tests.kfac_backend.blocks import MODES, assert_blocks, error, normal
+from tests.kfac_backend.blocks import (
+    MODES,
+    assert_blocks,
+)
 from tests.kfac_backend.rule_checks import assert_sums, some_vectors, sums_of
 from tests.kfac_backend.test_output_covariance import brute_force, posterior
+from tests.random_numbers import error, normal
 from tests.sharing_convolutions import TRANSPOSED, layer_blocks, positions_of
 from tests.sharing_oracles import Use as OracleUse
 from tests.sharing_oracles import kfac_blocks_from_uses, loss_hessians

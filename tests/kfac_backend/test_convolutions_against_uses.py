@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kfac_backend import kronecker_factors
-from tests.kfac_backend.blocks import MODES, OTHER, assert_blocks, error, normal, randomize
+from tests.kfac_backend.blocks import (
+    MODES,
+    OTHER,
+    assert_blocks,
+    randomize,
+)
+from tests.random_numbers import error, normal
 from tests.sharing_convolutions import layer_blocks
 
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}

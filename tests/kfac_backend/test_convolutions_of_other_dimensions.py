@@ -19,8 +19,6 @@ from tests.kfac_backend.blocks import (
     assert_batches_do_not_matter,
     assert_blocks,
     assert_modes_differ,
-    error,
-    normal,
 )
 from tests.kfac_backend.rule_checks import (
     assert_gradients,
@@ -28,6 +26,7 @@ from tests.kfac_backend.rule_checks import (
     some_vectors,
     sums_of,
 )
+from tests.random_numbers import error, normal
 from tests.sharing_convolutions import layer_blocks
 
 RULES = {nn.Conv1d: Conv1dRule, nn.Conv2d: Conv2dRule, nn.Conv3d: Conv3dRule}

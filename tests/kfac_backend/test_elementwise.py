@@ -10,13 +10,18 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors, sums
-from tests.kfac_backend.blocks import MODES, assert_blocks, error, normal, randomize
+from tests.kfac_backend.blocks import (
+    MODES,
+    assert_blocks,
+    randomize,
+)
 from tests.oracles import (
     dense_ggn_blocks,
     empirical_fisher_blocks,
     layer_jacobians,
     loss_hessian,
 )
+from tests.random_numbers import error, normal
 from tests.sharing_oracles import ggn_blocks
 
 CASES = {

@@ -5,9 +5,13 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend import counted_positions, examples_of_rows, kronecker_factors
-from tests.kfac_backend.blocks import assert_blocks, normal, randomize
+from tests.kfac_backend.blocks import (
+    assert_blocks,
+    randomize,
+)
 from tests.kfac_backend.test_elementwise import of_layer, with_statistics
 from tests.oracles import dense_ggn_blocks
+from tests.random_numbers import normal
 from tests.sharing_oracles import ggn_blocks
 
 

@@ -12,9 +12,9 @@ from tests.kfac_backend.blocks import (
     OTHER,
     assert_batches_do_not_matter,
     assert_blocks,
-    error,
     randomize,
 )
+from tests.random_numbers import error
 from tests.sharing_convolutions import layer_blocks
 from tests.sharing_oracles import ggn_blocks
 

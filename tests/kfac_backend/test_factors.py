@@ -10,6 +10,7 @@ from kfac_backend import kronecker_factors
 from kfac_backend.curvature_pass import CurvaturePass
 from kfac_backend.layers import Bias, Scale
 from tests import oracles
+from tests.kfac_backend.networks import OwnNorm
 
 MODES = ["expand", "reduce"]
 
@@ -190,17 +191,6 @@ def test_mappings_and_any_iterable():
     assert_same(kronecker_factors(nn.Sequential(model.layer), loader, "classification"), expected)
     with pytest.raises(KeyError, match="dict_key_y"):
         kronecker_factors(model, [mapping], "classification")
-
-
-class OwnNorm(nn.Module):
-    """A layer that has no rule."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
-
-    def forward(self, x):
-        return nn.functional.layer_norm(x, x.shape[-1:], self.weight, self.bias)
 
 
 class WithAffineNorm(nn.Module):

@@ -10,7 +10,6 @@ from tests.kfac_backend.blocks import (
     assert_batches_do_not_matter,
     assert_blocks,
     assert_reference,
-    error,
     parts,
     randomize,
 )
@@ -31,6 +30,7 @@ from tests.kfac_backend.padded_models import (
     padded_transformer,
     real_positions,
 )
+from tests.random_numbers import error
 from tests.sharing_oracles import ggn_blocks
 from tests.taps import reference_blocks
 

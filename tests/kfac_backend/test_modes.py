@@ -13,8 +13,14 @@ from kfac_backend import KroneckerFactors
 from kfac_backend.laplace_interface import KfacGGN
 from marglik import KronLaplace
 from marglik.posterior_file import load_posterior, save_posterior
-from tests.kfac_backend.blocks import MODES, OTHER, assert_blocks, error, normal, randomize
+from tests.kfac_backend.blocks import (
+    MODES,
+    OTHER,
+    assert_blocks,
+    randomize,
+)
 from tests.kfac_backend.test_modes_of_axes import Folded, assert_same, factors_of
+from tests.random_numbers import error, normal
 
 
 class Positions(nn.Module):

@@ -10,8 +10,14 @@ from kfac_backend import (
     kronecker_factors,
 )
 from tests.kfac_backend.attention_models import CAUSAL, PADDING, Attending, batch_of
-from tests.kfac_backend.blocks import MODES, OTHER, assert_blocks, error, normal, randomize
+from tests.kfac_backend.blocks import (
+    MODES,
+    OTHER,
+    assert_blocks,
+    randomize,
+)
 from tests.oracles import layer_jacobians, loss_hessian, positions
+from tests.random_numbers import error, normal
 
 
 def factors_of(model, data, kfac_approx, **options) -> KroneckerFactors:

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from kfac_backend import kronecker_factors, output_covariance
 from kfac_backend.layers import Bias, Scale
 from kfac_backend.output_covariance import OutputCovariance
-from tests.kfac_backend.networks import data, network
+from tests.kfac_backend.networks import OwnNorm, data, network
 
 
 class OverTokens(nn.Module):
@@ -58,7 +58,7 @@ CASES = {
         IMAGES,
     ),
     "no rule": lambda: (
-        nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 3)),
+        nn.Sequential(nn.Linear(6, 5), OwnNorm(5), nn.Tanh(), nn.Linear(5, 3)),
         torch.randn(5, 6),
     ),
 }

@@ -14,11 +14,15 @@ from kfac_backend.output_covariance import OutputCovariance
 from marglik.models import GraphNetwork
 from tests.kfac_backend import attention_models, padded_models, tied_models
 from tests.kfac_backend.attention_models import CAUSAL, PADDING, Attending, Layered, Stack
-from tests.kfac_backend.blocks import MODES, normal, randomize
+from tests.kfac_backend.blocks import (
+    MODES,
+    randomize,
+)
 from tests.kfac_backend.padded_models import MASK, TOKENS, Padded, PaddedTokens, PaddedTransformer
 from tests.kfac_backend.test_elementwise import with_statistics
 from tests.kfac_backend.test_modes_of_axes import Folded
 from tests.marglik.some_graphs import some_graphs
+from tests.random_numbers import normal
 
 
 class Around(nn.Module):

@@ -7,8 +7,13 @@ from torch import Tensor, nn
 from kfac_backend import kronecker_factors, register_parameters, sums
 from kfac_backend.rules import registry
 from marglik.models import VisionTransformer
-from tests.kfac_backend.blocks import MODES, assert_blocks, error, normal, randomize
+from tests.kfac_backend.blocks import (
+    MODES,
+    assert_blocks,
+    randomize,
+)
 from tests.oracles import dense_ggn_blocks, empirical_fisher_blocks
+from tests.random_numbers import error, normal
 from tests.sharing_oracles import ggn_blocks
 
 

@@ -12,11 +12,10 @@ from tests.kfac_backend.blocks import (
     assert_batches_do_not_matter,
     assert_blocks,
     assert_reference,
-    error,
-    normal,
     randomize,
 )
 from tests.kfac_backend.tied_models import LanguageModel, Pooled
+from tests.random_numbers import error, normal
 from tests.sharing_oracles import ggn_blocks, kfac_blocks_from_uses, loss_hessians
 from tests.taps import reference_blocks, uses_of
 

@@ -18,10 +18,9 @@ from tests.kfac_backend.blocks import (
     assert_batches_do_not_matter,
     assert_blocks,
     assert_modes_differ,
-    error,
-    normal,
 )
 from tests.kfac_backend.rule_checks import assert_gradients, assert_sums, some_vectors, sums_of
+from tests.random_numbers import error, normal
 from tests.sharing_convolutions import layer_blocks
 
 SIZES = {nn.ConvTranspose1d: (4,), nn.ConvTranspose2d: (3, 2), nn.ConvTranspose3d: (2, 3, 2)}

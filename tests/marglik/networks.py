@@ -1,5 +1,6 @@
-"""Networks of 8×8 images that the backend does not cover."""
+"""Networks of 8×8 images that the backend does not cover, and networks with random parameters."""
 
+import torch
 from torch import Tensor, nn
 
 
@@ -45,3 +46,13 @@ class ReturnsTuple(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(N, 1, 8, 8) as logits (N, 10) and features (N, 64)."""
         return self.fc(x.flatten(1)), x.flatten(1)
+
+
+def randomised(model: nn.Module) -> nn.Module:
+    """The model in float64, with random biases and norms too, so that each parameter matters."""
+    torch.manual_seed(0)
+    model.double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    return model

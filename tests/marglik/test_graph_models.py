@@ -12,19 +12,10 @@ from torch.testing import assert_close
 from kfac_backend.rows import current_rows
 from marglik.models import GCN, GraphNetwork
 from marglik.models.gcn import propagate
+from tests.marglik.networks import randomised
 from tests.marglik.some_graphs import SHAPES, assembled, features, some_graphs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def randomised(model):
-    """The model in float64, with random biases and norms too, so that each parameter matters."""
-    torch.manual_seed(0)
-    model.double()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.2 * torch.randn_like(p))
-    return model
 
 
 def graph_network(depth=2, num_classes=4):

@@ -12,18 +12,9 @@ from torch.testing import assert_close
 from kfac_backend.rules.registry import declared_parameters
 from marglik.models import GPT, VisionTransformer
 from marglik.models.transformer import SelfAttention, TransformerBlock
+from tests.marglik.networks import randomised
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def randomised(model):
-    """The model in float64, with random biases and norms too, so that each parameter matters."""
-    torch.manual_seed(0)
-    model.double()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.3 * torch.randn_like(p))
-    return model
 
 
 def small_vit(**kwargs):
