@@ -50,8 +50,8 @@ def kronecker_factors(
             times, and layers may share a tensor. Parameters with ``requires_grad=False`` have no
             block and cost nothing. Its parameters, their flags and its mode are not changed.
         data: batches (x, y), or mappings with targets under ``dict_key_y``, which go to the model
-            whole, or by their entries' names if its forward has those; they are moved to the model's device. Examples come first; batches may
-            differ in size.
+            whole, or by their entries' names if its forward has those; they are moved to the
+            model's device. Examples come first; batches may differ in size.
         likelihood: "classification": logits (N, ..., C), labels (N, ...) in 0..C-1. "regression":
             outputs and targets (N, ..., C), noise 1. "bernoulli": C independent logits, targets in
             [0, 1].
