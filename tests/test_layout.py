@@ -79,16 +79,6 @@ def test_conda_environment_installs_python_pip_and_the_project():
     assert through_pip == {"pip": ["-e ."]}
 
 
-def test_files_stay_small():
-    long = [
-        str(path.relative_to(ROOT))
-        for package in PACKAGES
-        for path in (ROOT / package).rglob("*.py")
-        if len(path.read_text().splitlines()) > 300
-    ]
-    assert not long
-
-
 def test_presets_and_marks_of_types_are_packaged():
     assert PYPROJECT["tool"]["setuptools"]["package-data"]["marglik"] == [
         "py.typed",
