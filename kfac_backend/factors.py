@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 
-from kfac_backend.batches import split_batch
+from kfac_backend.batches import each_batch, split_batch
 from kfac_backend.curvature_pass import CurvaturePass
 from kfac_backend.kronecker import KroneckerFactors
 from kfac_backend.options import BackwardPrecision, Fisher, KfacApprox, Likelihood, Unsupported
@@ -106,7 +105,6 @@ def kronecker_factors(
         batched=batched,
         ignore_index=ignore_index,
     )
-    hidden = None if progress else True  # None: shown on a terminal only
-    for batch in tqdm(data, desc="Curvature", unit="batch", leave=False, disable=hidden):
+    for batch in each_batch(data, "Curvature", progress):
         curvature.add(*split_batch(batch, dict_key_y))
     return curvature.factors()

@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
-from kfac_backend.batches import split_batch
+from kfac_backend.batches import each_batch, split_batch
 from kfac_backend.loss_hessian import counted_terms
 from kfac_backend.options import Likelihood
 from marglik.links import Prediction
@@ -41,9 +40,8 @@ def predict_all(
     Raises:
         ValueError: no batch, or no target that counts.
     """
-    hidden = None if progress else True  # None: shown on a terminal only
     predictions, targets = [], []
-    for batch in tqdm(batches, desc="Predicting", unit="batch", leave=False, disable=hidden):
+    for batch in each_batch(batches, "Predicting", progress):
         x, y = split_batch(batch, dict_key_y)
         prediction, y = predict(x).to("cpu"), y.cpu()
         counted = counted_terms(y, ignore_index)

@@ -18,17 +18,19 @@ def count_examples(loader: Loader) -> int:
     """
     if hasattr(loader, "num_examples"):
         return loader.num_examples  # pyright: ignore[reportAttributeAccessIssue]
-    sampler = getattr(loader, "sampler", None)
-    batch_size = getattr(loader, "batch_size", None)
-    if isinstance(sampler, Sized) and batch_size:
-        count = len(sampler)
-        return count - count % batch_size if getattr(loader, "drop_last", False) else count
-    if iter(loader) is loader:
+    for owner in (loader, getattr(loader, "batch_sampler", None)):
+        sampler = getattr(owner, "sampler", None)
+        batch_size = getattr(owner, "batch_size", None)
+        if isinstance(sampler, Sized) and batch_size:
+            count = len(sampler)
+            return count - count % batch_size if getattr(owner, "drop_last", False) else count
+    batches = iter(loader)
+    if batches is loader:
         raise TypeError(
             f"The data is a {type(loader).__name__}, which can be read only once; pass a "
             "DataLoader or a list of batches."
         )
-    return sum(len(_any_tensor(batch)) for batch in loader)
+    return sum(len(_any_tensor(batch)) for batch in batches)
 
 
 class CountedLoader:

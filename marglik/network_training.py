@@ -20,9 +20,8 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from tqdm.auto import tqdm
 
-from kfac_backend.batches import split_batch
+from kfac_backend.batches import each_batch, split_batch
 from kfac_backend.calls import arguments, logits_of
 from kfac_backend.loss_hessian import check_targets, counted_terms, loss_sum
 from kfac_backend.options import Likelihood
@@ -50,7 +49,7 @@ class NetworkTraining:
         compile_mode: `torch.compile`'s mode for the steps, not compiled if None.
         dict_key_y: the targets' key in batches that are mappings.
         ignore_index: the label of targets that do not count; None: all count.
-        hide_bar: as tqdm's ``disable``.
+        progress: whether to show a bar over the batches.
 
     Raises:
         ValueError: an optimiser with a weight decay.
@@ -68,7 +67,7 @@ class NetworkTraining:
         compile_mode: CompileMode | None = None,
         dict_key_y: str = "labels",
         ignore_index: int | None = None,
-        hide_bar: bool | None = True,
+        progress: bool = False,
     ) -> None:
         if any(group.get("weight_decay") for group in optimizer.param_groups):
             raise ValueError(
@@ -82,7 +81,7 @@ class NetworkTraining:
         self.scheduler = scheduler
         self.dict_key_y = dict_key_y
         self.ignore_index = ignore_index
-        self._hide_bar = hide_bar
+        self._progress = progress
         # Adam's steps do not grow with the gradient.
         self._is_sgd = isinstance(optimizer, torch.optim.SGD)
         # Two shapes of batches, the usual one and the last, are compiled; none is made symbolic.
@@ -112,8 +111,7 @@ class NetworkTraining:
         limited: dict[str, None] = {}
         totals = torch.zeros(4, dtype=torch.float64, device=parameters[0].device)
         examples = 0
-        bar = tqdm(self.loader, desc=f"Epoch {epoch}", leave=False, disable=self._hide_bar)
-        for batch in bar:
+        for batch in each_batch(self.loader, f"Epoch {epoch}", self._progress):
             x, y = split_batch(self.fabric.to_device(batch), self.dict_key_y)
             stable, names = self._stable_decays(parameters, weight_decays, variance)
             limited |= dict.fromkeys(names)

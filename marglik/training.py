@@ -111,7 +111,6 @@ class OnlineTraining:
         self.monitor = monitor
         self.on_record = on_record
         self.progress = progress
-        self._hidden = None if progress else True  # None: on a terminal only
         self.network = NetworkTraining(
             model,
             optimizer,
@@ -122,7 +121,7 @@ class OnlineTraining:
             compile_mode=compile_mode,
             dict_key_y=dict_key_y,
             ignore_index=ignore_index,
-            hide_bar=self._hidden,
+            progress=progress,
         )
         self.num_data = count_examples(self.curvature_loader)
         if self.num_data == 0:
@@ -152,7 +151,8 @@ class OnlineTraining:
             else:
                 checkpoints.save(self.state_dict())
         earlier = self._result.seconds
-        bar = tqdm(desc="Training", unit="epoch", disable=self._hidden, total=self.schedule.epochs)
+        hidden = None if self.progress else True  # None: shown on a terminal only
+        bar = tqdm(desc="Training", unit="epoch", disable=hidden, total=self.schedule.epochs)
         with bar, kept_mode(self.model):
             bar.update(self._epoch)
             while not self._is_done:

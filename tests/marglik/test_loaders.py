@@ -1,0 +1,147 @@
+"""Every pass asks a loader for its batches once, and takes each of them once."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+
+from kfac_backend import kronecker_factors
+from marglik import Hyperparameters, KronLaplace, OnlineTraining, PriorGroups, Schedule
+from marglik.drop_in import marglik_training
+from marglik.evaluation import predict_all
+from marglik.loaders import count_examples
+from marglik.predictive import map_predictive
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+EPOCHS, UPDATES = 2, 1
+
+
+class Counting:
+    """A loader that notes what each pass over it was given."""
+
+    def __init__(self, loader):
+        self.loader = loader
+        self.passes = []
+
+    def __getattr__(self, name):
+        return getattr(self.loader, name)
+
+    def __len__(self):
+        return len(self.loader)
+
+    def __iter__(self):
+        taken = []
+        self.passes.append(taken)
+        batches = iter(self.loader)  # now, as a DataLoader does, and not with the first batch
+
+        def each():
+            for x, y in batches:
+                taken.extend(x[:, 0].tolist())
+                yield x, y
+
+        return each()
+
+
+def data():
+    x = torch.arange(24.0).reshape(8, 3)
+    return TensorDataset(x, torch.arange(8) % 2)
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Linear(3, 2)
+
+
+def online(loader, progress=False):
+    model = network()
+    return OnlineTraining(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1e-3),
+        loader,
+        "classification",
+        Hyperparameters(PriorGroups.from_model(model), 1.0),
+        lambda delta, sigma: KronLaplace(model, "classification", sigma, delta),
+        Schedule(EPOCHS, every=2, steps=2),
+        progress=progress,
+    ).run()
+
+
+def drop_in(loader, progress=False):
+    marglik_training(network(), loader, n_epochs=EPOCHS, marglik_frequency=2, progress_bar=progress)
+
+
+PASSES = {
+    "factors": (lambda loader, show: kronecker_factors(
+        network(), loader, "classification", progress=show), 1),
+    "fit": (lambda loader, show: KronLaplace(network(), "classification").fit(
+        loader, progress_bar=show), 1),
+    "predictions": (lambda loader, show: predict_all(
+        map_predictive(network()), loader, progress=show), 1),
+    "online training": (online, EPOCHS + UPDATES),
+    "laplace-torch's function": (drop_in, EPOCHS + UPDATES),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("progress", [False, True])
+@pytest.mark.parametrize("name", PASSES)
+def test_each_pass_iterates_once(name, progress):
+    run, expected = PASSES[name]
+    loader = Counting(DataLoader(data(), 3, shuffle=True))
+    run(loader, progress)
+    assert len(loader.passes) == expected
+    for taken in loader.passes:
+        assert sorted(taken) == [3.0 * i for i in range(8)]
+
+
+def test_a_pass_that_iterates_twice_is_noticed():
+    """Negative control."""
+    loader = Counting(DataLoader(data(), 3))
+    list(zip(loader, loader, strict=True))
+    assert len(loader.passes) == 2
+
+
+def test_the_order_does_not_depend_on_workers():
+    """Nor are more of them started than were asked for."""
+    orders = []
+    for workers in (0, 2):
+        loader = Counting(DataLoader(data(), 3, shuffle=True, num_workers=workers))
+        torch.manual_seed(7)
+        online(loader)
+        orders.append(loader.passes)
+    assert orders[0] == orders[1]
+    assert orders[0][0] != orders[0][1]
+
+
+class Loud(TensorDataset):
+    """Tells a shared counter of each example that is loaded."""
+
+    def __init__(self, *tensors):
+        super().__init__(*tensors)
+        self.loaded = torch.zeros(1).share_memory_()
+
+    def __getitem__(self, index):
+        self.loaded += 1
+        return super().__getitem__(index)
+
+
+def test_examples_are_loaded_once():
+    dataset = Loud(*data().tensors)
+    loader = DataLoader(dataset, 3, num_workers=1)
+    kronecker_factors(network(), loader, "classification")
+    assert dataset.loaded.item() == 8
+
+
+@pytest.mark.parametrize(("drop_last", "expected"), [(False, 8), (True, 6)])
+def test_batch_samplers_are_counted_without_loading(drop_last, expected):
+    dataset = Loud(*data().tensors)
+    sampler = BatchSampler(RandomSampler(dataset), 3, drop_last)
+    assert count_examples(DataLoader(dataset, batch_sampler=sampler)) == expected
+    assert dataset.loaded.item() == 0
+
+
+def test_counting_iterates_once():
+    """A loader that does not tell is read, once."""
+    loader = Counting([tuple(data()[:3]), tuple(data()[3:8])])
+    assert count_examples(loader) == 8
+    assert len(loader.passes) == 1
