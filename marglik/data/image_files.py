@@ -23,6 +23,8 @@ SUFFIXES = frozenset(
 BROKEN_ARCHIVE = (tarfile.TarError, EOFError, OSError, zlib.error, LZMAError, KeyError)
 
 Read = Callable[[], bytes]
+Entries = dict[PurePosixPath, Read | None]
+"""How to read each entry by its path; None for what is no regular file: a pipe, a device."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,11 @@ def open_layout(path: Path) -> Iterator[Layout]:
             f"'{path}' does not exist. Give the path of a folder with train/CLASS/ and test/CLASS/ "
             "in it, or of a .tar, .tar.gz or .tgz archive of one."
         )
+    if not path.is_file():  # opening a pipe would wait for its other end
+        raise ValueError(
+            f"'{path}' is neither a folder nor a regular file; pass a folder, or a .tar, .tar.gz "
+            "or .tgz archive of one."
+        )
     try:
         archive = tarfile.open(path, "r:*")
     except BROKEN_ARCHIVE as error:
@@ -87,10 +94,12 @@ def open_layout(path: Path) -> Iterator[Layout]:
         ) from error
     with archive:
         members = _members(path, archive)
-        entries = {
+        entries: Entries = {
             PurePosixPath(member.name): partial(_read_member, path, archive, member)
-            for member in members
             if member.isfile() or member.islnk() or member.issym()
+            else None
+            for member in members
+            if not member.isdir()
         }
         directories = {PurePosixPath(member.name) for member in members if member.isdir()}
         yield _layout(path, entries, directories)
@@ -132,26 +141,28 @@ def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
 
 
-def _folder_contents(folder: Path) -> tuple[dict[PurePosixPath, Read], set[PurePosixPath]]:
+def _folder_contents(folder: Path) -> tuple[Entries, set[PurePosixPath]]:
     """Files and directories by their paths relative to the folder."""
-    entries: dict[PurePosixPath, Read] = {}
+    entries: Entries = {}
     directories: set[PurePosixPath] = set()
     # followlinks, because data sets are often folders of links.
     for parent, subfolders, names in os.walk(folder, followlinks=True):
         relative = PurePosixPath(Path(parent).relative_to(folder).as_posix())
         directories.update(relative / name for name in subfolders)
-        entries.update({relative / name: Path(parent, name).read_bytes for name in names})
+        for name in names:
+            path = Path(parent, name)
+            # Reading a pipe would wait for ever; a link to nothing is an error when it is read.
+            readable = path.is_file() or not path.exists()
+            entries[relative / name] = path.read_bytes if readable else None
     return entries, directories
 
 
-def _layout(
-    source: Path, entries: dict[PurePosixPath, Read], directories: set[PurePosixPath]
-) -> Layout:
+def _layout(source: Path, entries: Entries, directories: set[PurePosixPath]) -> Layout:
     """Sort files into splits and classes, and check that nothing is missing."""
     entries = {path: read for path, read in entries.items() if not _is_hidden(path)}
     directories = {path for path in directories if not _is_hidden(path)}
     root = _root(source, entries.keys() | directories)
-    images = _images(source, root, list(entries))
+    images = _images(source, root, entries)
     split_at, class_at = len(root.parts), len(root.parts) + 1
     filled = {s: {path.parts[class_at] for path in images[s]} for s in SPLITS}
     empty = {s: {d.name for d in directories if d.parent == root / s} - filled[s] for s in SPLITS}
@@ -161,24 +172,23 @@ def _layout(
     # Sorted, so that a folder and an archive of the same files give the same order.
     position = {path: i for split in SPLITS for i, path in enumerate(sorted(images[split]))}
     files = [
-        ImageFile(path.parts[split_at], i, label[path.parts[class_at]], path, entries[path])
-        for path in entries
-        if (i := position.get(path)) is not None
+        ImageFile(path.parts[split_at], i, label[path.parts[class_at]], path, read)
+        for path, read in entries.items()
+        if read is not None and (i := position.get(path)) is not None
     ]
     return Layout(classes, files)
 
 
-def _images(
-    source: Path, root: PurePosixPath, paths: list[PurePosixPath]
-) -> dict[str, list[PurePosixPath]]:
+def _images(source: Path, root: PurePosixPath, entries: Entries) -> dict[str, list[PurePosixPath]]:
     """The image files of each split; a warning names what else lies there."""
     images: dict[str, list[PurePosixPath]] = {}
     others = []
     for split in SPLITS:
         folder = (root / split).parts
-        inside = [path for path in paths if path.parts[: len(folder)] == folder]
-        images[split] = [path for path in inside if path.suffix.lower() in SUFFIXES]
-        others += [path for path in inside if path.suffix.lower() not in SUFFIXES]
+        inside = [path for path in entries if path.parts[: len(folder)] == folder]
+        is_image = {p: entries[p] is not None and p.suffix.lower() in SUFFIXES for p in inside}
+        images[split] = [path for path in inside if is_image[path]]
+        others += [path for path in inside if not is_image[path]]
         for path in images[split]:
             if len(path.parts) == len(folder) + 1:
                 raise ValueError(
@@ -188,7 +198,8 @@ def _images(
     if others:
         warnings.warn(
             f"'{source}': {len(others)} file(s) that are no images are left out, first "
-            f"'{min(others)}'. Images end with {', '.join(sorted(SUFFIXES))}.",
+            f"'{min(others)}'. Images are regular files that end with "
+            f"{', '.join(sorted(SUFFIXES))}.",
             stacklevel=2,
         )
     return images

@@ -1,9 +1,11 @@
 """Bad folders, archives and images are named in one line."""
 
+import os
 import tarfile
 
 import numpy as np
 import pytest
+import torch
 
 from marglik.data import ImageFolder
 from tests.marglik.data.image_helpers import (
@@ -76,6 +78,34 @@ def test_split_without_class_folders_is_named(tmp_path):
     (path / "train").mkdir()
     with pytest.raises(ValueError, match="train/ holds no class folders"):
         ImageFolder(path).load()
+
+
+@pytest.mark.parametrize("place", ["train/cat/pipe.jpg", "test/dog/pipe.jpg"])
+def test_pipes_are_left_out(tmp_path, place):
+    """Reading one would wait for ever."""
+    whole = ImageFolder(write_folder(tmp_path / "whole", FILES)).load()
+    folder = write_folder(tmp_path / "pets", FILES)
+    os.mkfifo(folder / place)
+    with pytest.warns(UserWarning, match=rf"1 file\(s\) .* left out, first '{place}'.*regular"):
+        found = ImageFolder(folder).load()
+    assert torch.equal(found.train.images, whole.train.images)
+    assert torch.equal(found.test.images, whole.test.images)
+
+
+def test_pipes_in_archives_are_left_out(tmp_path):
+    path = write_archive(tmp_path / "pets.tar", FILES)
+    with tarfile.open(path, "a") as archive:
+        info = tarfile.TarInfo("train/cat/pipe.jpg")
+        info.type = tarfile.FIFOTYPE
+        archive.addfile(info)
+    with pytest.warns(UserWarning, match="left out, first 'train/cat/pipe.jpg'"):
+        assert len(ImageFolder(path).load().train) == 30
+
+
+def test_a_pipe_is_no_archive(tmp_path):
+    os.mkfifo(tmp_path / "pets.tar")
+    with pytest.raises(ValueError, match="neither a folder nor a regular file; pass a folder"):
+        ImageFolder(tmp_path / "pets.tar").load()
 
 
 def test_missing_path_says_what_is_expected(tmp_path):
