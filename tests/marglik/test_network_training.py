@@ -188,7 +188,7 @@ def test_half_precision_on_a_cpu_is_no_silent_failure():
     assert any("bf16" in str(warning.message) for warning in caught)
 
 
-def convolutions(channels_last=False, compile_mode=None, epochs=4):
+def convolutions(channels_last=False, compile_mode=None, epochs=8):
     """Loss curve of a small convolutional network, the layouts of its batches, its parameters."""
     generator = torch.Generator().manual_seed(1)
     pixels = torch.randint(256, (40, 3, 8, 8), generator=generator, dtype=torch.uint8)
