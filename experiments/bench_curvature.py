@@ -39,7 +39,8 @@ from experiments.contenders import (
 from experiments.parts import parse_options, parts_parser, parts_to_measure
 from experiments.timing import interleaved, medians, peak_memory
 from kfac_backend.laplace_interface import KfacGGN
-from marglik.run_log import environment, write_json
+from marglik.record_file import write_json
+from marglik.run_log import environment
 
 RESULTS = Path(__file__).parent / "results"
 GROWTH = {

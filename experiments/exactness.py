@@ -29,7 +29,8 @@ from torch.func import functional_call, jacrev
 from experiments.exactness_networks import Case, Config, Setting, cases
 from experiments.exactness_report import write_report
 from kfac_backend import KroneckerFactors, kronecker_factors
-from marglik.run_log import environment, write_json
+from marglik.record_file import write_json
+from marglik.run_log import environment
 
 __all__ = ["Config", "exact_blocks", "main", "run"]
 

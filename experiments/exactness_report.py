@@ -12,7 +12,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from kfac_backend.files import atomic_path
+from kfac_backend.files import write_file
 from marglik.figures import save_figure
 
 __all__ = ["EXACT", "blocks_figure", "exact_modes", "report", "write_report"]
@@ -30,8 +30,7 @@ MODES = {"expand": "K-FAC-expand", "reduce": "K-FAC-reduce"}
 def write_report(found: dict[str, Any], folder: Path) -> str:
     """Write table.md and a figure for each setting into the folder; returns the table."""
     text = report(found)
-    with atomic_path(folder / "table.md") as temporary:
-        temporary.write_text(text + "\n", encoding="utf-8")
+    write_file(folder / "table.md", (text + "\n").encode())
     for setting, layers in found["matrices"].items():
         save_figure(blocks_figure(layers, setting), folder / f"{setting}_setting.png")
     return text

@@ -53,7 +53,8 @@ from marglik.evaluate_run import evaluate_run
 from marglik.experiment import train
 from marglik.posterior_file import read_posterior
 from marglik.provenance import Provenance
-from marglik.run_log import read_log, write_json
+from marglik.record_file import write_json
+from marglik.run_log import read_log
 
 __all__ = ["configs", "curves", "main", "run"]
 

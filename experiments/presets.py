@@ -18,8 +18,9 @@ import torch
 
 from experiments.processes import as_they_finish, default_jobs
 from marglik.cli import main as marglik
+from marglik.record_file import write_json
 from marglik.run_files import RESULTS
-from marglik.run_log import environment, write_json
+from marglik.run_log import environment
 
 RESULT = Path(__file__).parent / "results/presets/presets.json"
 TABLE = RESULT.with_name("table.md")

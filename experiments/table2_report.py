@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.table2_figures import curves_figure, weight_decay_figure
-from kfac_backend.files import atomic_path
+from kfac_backend.files import write_file
 from marglik.figures import save_figure
 
 __all__ = ["PAPER", "Setting", "gains", "load", "report", "write_report"]
@@ -79,8 +79,7 @@ def write_report(folder: Path) -> str:
             f"{folder.name}."
         )
     text = report(runs)
-    with atomic_path(folder / "table.md") as temporary:
-        temporary.write_text(text + "\n", encoding="utf-8")
+    write_file(folder / "table.md", (text + "\n").encode())
     for preset in PRESETS:
         own = {s: found for s, found in runs.items() if s.preset == preset and s.variant is None}
         learned = {

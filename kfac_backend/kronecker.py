@@ -7,11 +7,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from kfac_backend.block import KroneckerBlock, compute_eigenvalues
-from kfac_backend.files import atomic_path
+from kfac_backend.files import parse_json, write_tensors
 from kfac_backend.options import Fisher, KfacApprox, Likelihood
 
 __all__ = ["KroneckerFactors"]
@@ -145,8 +144,8 @@ class KroneckerFactors:
         product = self.matvec(v)
         return torch.stack([(v[name] * product[name]).sum() for name in self.blocks]).sum()
 
-    def save(self, path: str | Path) -> None:
-        """Write the factors as safetensors with a JSON header, atomically."""
+    def save(self, path: str | Path) -> str:
+        """Write the factors as safetensors with a JSON header, atomically; returns the sum."""
         tensors: dict[str, Tensor] = {}
         for name, block in self.blocks.items():
             # Copies, as a weight and its bias may share B, which safetensors refuses.
@@ -162,8 +161,7 @@ class KroneckerFactors:
                 for n, b in self.blocks.items()
             ],
         }
-        with atomic_path(path) as temporary:
-            save_file(tensors, temporary, metadata={"header": json.dumps(header)})
+        return write_tensors(path, tensors, {"header": json.dumps(header)})
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> "KroneckerFactors":
@@ -177,9 +175,9 @@ class KroneckerFactors:
             raise FileNotFoundError(f"No file of Kronecker factors at {path}.")
         try:
             with safe_open(path, framework="pt", device=str(device)) as file:
-                header = json.loads((file.metadata() or {}).get("header", "{}"))
+                header = parse_json((file.metadata() or {}).get("header", "{}"))
                 tensors = {key: file.get_tensor(key) for key in file.keys()}
-        except (SafetensorError, json.JSONDecodeError) as error:
+        except (SafetensorError, ValueError) as error:
             raise ValueError(f"{path} is not a whole file of Kronecker factors: {error}") from error
         if header.get("format") != "kfac_backend.KroneckerFactors":
             raise ValueError(f"{path} holds no Kronecker factors; write it with save().")

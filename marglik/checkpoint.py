@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from kfac_backend.files import atomic_path
+from kfac_backend.files import write_tensors
 from kfac_backend.kronecker import KroneckerFactors
 from marglik.model_state import read_safetensors
-from marglik.record_file import read_record, sha256, write_record
+from marglik.record_file import read_record, write_record
 
 __all__ = ["Checkpoints", "check_same_run"]
 
@@ -79,8 +78,8 @@ class Checkpoints:
             self._number = self.check()["number"]
         self._number += 1
         of_tensors = f"tensors-{self._number}.safetensors"
-        with atomic_path(self.folder / of_tensors) as temporary:
-            save_file({str(i): t for i, t in enumerate(tensors)}, temporary)
+        named = {str(i): t for i, t in enumerate(tensors)}
+        sum_of_tensors = write_tensors(self.folder / of_tensors, named)
         self._write_factors(factors)
         files = [name for _, name, _ in self._written]
         sums = {name: sum_ for _, name, sum_ in self._written}
@@ -94,8 +93,7 @@ class Checkpoints:
             "factors": files,
             "state": plain,
         }
-        sums[of_tensors] = sha256(self.folder / of_tensors)
-        write_record(self.folder / STATE, record, sums)
+        write_record(self.folder / STATE, record, sums | {of_tensors: sum_of_tensors})
         for path in self.folder.glob("*.safetensors"):
             if path.name not in (of_tensors, *files):
                 path.unlink()
@@ -150,8 +148,7 @@ class Checkpoints:
                 written.append(same[0])
                 continue
             name = f"factors-{self._number}-{i}.safetensors"
-            one.save(self.folder / name)
-            written.append((one, name, sha256(self.folder / name)))
+            written.append((one, name, one.save(self.folder / name)))
         self._written = written
 
 

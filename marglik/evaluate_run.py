@@ -23,8 +23,8 @@ from marglik.predictive import (
     map_predictive,
 )
 from marglik.pretrained import load_pretrained
+from marglik.record_file import write_json
 from marglik.run_files import EVALUATION
-from marglik.run_log import write_json
 
 __all__ = ["evaluate_run"]
 

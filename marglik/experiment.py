@@ -23,9 +23,10 @@ from marglik.posterior_file import save_posterior
 from marglik.predictive import PredictiveConfig
 from marglik.prior import PriorGroups
 from marglik.provenance import Provenance
+from marglik.record_file import write_json
 from marglik.results import metrics_of, results_of, run_identity, saved_results
 from marglik.run_files import CHECKPOINT, EVALUATION, EVIDENCE, RESULTS
-from marglik.run_log import RunLog, discard, environment, run_lock, write_json
+from marglik.run_log import RunLog, discard, environment, run_lock
 from marglik.training_setup import TrainingSetup
 
 __all__ = ["train"]

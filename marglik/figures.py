@@ -4,6 +4,7 @@ All return a `matplotlib.figure.Figure` and leave pyplot alone, whose backend an
 belong to the user.
 """
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from kfac_backend.files import atomic_path
+from kfac_backend.files import write_file
 
 __all__ = [
     "effective_parameters_plot",
@@ -245,5 +246,6 @@ def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[f
 
 def save_figure(figure: Figure, path: Path) -> None:
     """Write a figure as PNG, atomically."""
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, dpi=120)
+    content = io.BytesIO()
+    figure.savefig(content, dpi=120, format="png")
+    write_file(path, content.getvalue())

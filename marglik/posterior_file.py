@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from kfac_backend.files import atomic_path
+from kfac_backend.files import write_tensors
 from kfac_backend.kronecker import KroneckerFactors
 from kfac_backend.laplace_interface import KfacEF, KfacGGN
 from marglik.laplace import KronLaplace
 from marglik.model_state import load_state, tensors_of
-from marglik.record_file import read_record, sha256, write_record
+from marglik.record_file import read_record, write_record
 from marglik.run_files import FACTORS, MODEL, POSTERIOR
 from marglik.run_log import environment
 
@@ -91,10 +90,8 @@ def save_posterior(
     state = tensors_of(laplace.model)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / POSTERIOR).unlink(missing_ok=True)  # it must not name files that are gone
-    factors.save(folder / FACTORS)
-    with atomic_path(folder / MODEL) as temporary:
-        save_file(state, temporary)
-    sums = {name: sha256(folder / name) for name in (FACTORS, MODEL)}
+    sums = {FACTORS: factors.save(folder / FACTORS)}
+    sums[MODEL] = write_tensors(folder / MODEL, state)
     write_record(folder / POSTERIOR, record, sums)
 
 

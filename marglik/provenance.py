@@ -22,8 +22,7 @@ class Provenance:
 
     def write_options(self, folder: Path) -> None:
         """Write the options, if they are known."""
-        from kfac_backend.files import atomic_path  # imports torch, which marglik --help is spared
+        from kfac_backend.files import write_file  # imports torch, which marglik --help is spared
 
         if self.options is not None:
-            with atomic_path(folder / CONFIG) as temporary:
-                temporary.write_text(self.options, encoding="utf-8")
+            write_file(folder / CONFIG, self.options.encode())

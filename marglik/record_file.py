@@ -9,16 +9,21 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from marglik.run_log import write_json
+from kfac_backend.files import parse_json, sha256, write_file
 
-__all__ = ["read_record", "sha256", "write_record"]
+__all__ = ["read_record", "write_json", "write_record"]
 
 
-def write_record(path: Path, record: dict[str, Any], sums: dict[str, str]) -> None:
-    """Write a record with the sums of its files (`sha256` of each, by name) and of itself."""
+def write_record(path: Path, record: dict[str, Any], sums: dict[str, str]) -> str:
+    """Write a record with the sums of its files, by name, and of itself; returns the file's sum."""
     record = json.loads(json.dumps(record))  # as it will be read
     own = {path.name: _sha256_of_record(record, sums)}
-    write_json(path, record | {"sha256": sums | own})
+    return write_json(path, record | {"sha256": sums | own})
+
+
+def write_json(path: Path, content: Any) -> str:
+    """Write a JSON file atomically; returns its SHA-256 sum."""
+    return write_file(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
 def read_record(
@@ -39,8 +44,8 @@ def read_record(
         ValueError: another kind, a newer version, or a file that was truncated or altered.
     """
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        record = parse_json(path.read_bytes())
+    except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}); it was altered. {remedy}") from error
     if not isinstance(record, dict) or record.get("format") != kind:
         raise ValueError(f"{path} describes no {what}. {remedy}")
@@ -59,7 +64,7 @@ def read_record(
         file = path.parent / name
         if not file.is_file():
             raise FileNotFoundError(f"{file} is missing, which {path.name} speaks of. {remedy}")
-        if sha256(file) != expected:
+        if _sha256_of_file(file) != expected:
             raise ValueError(
                 f"{file} is not the one that {path.name} was written with: truncated, altered, or "
                 f"of another run. {remedy}"
@@ -67,8 +72,7 @@ def read_record(
     return record
 
 
-def sha256(path: Path) -> str:
-    """A file's sum, in hexadecimal digits."""
+def _sha256_of_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -76,4 +80,4 @@ def sha256(path: Path) -> str:
 def _sha256_of_record(record: dict[str, Any], sums: dict[str, str]) -> str:
     """Of all that a record says, its own sum left out."""
     text = json.dumps({k: v for k, v in record.items() if k != "sha256"} | {"sha256": sums})
-    return hashlib.sha256(text.encode()).hexdigest()
+    return sha256(text.encode())

@@ -1,8 +1,6 @@
 """What `marglik train` found: the content of ``results.json``."""
 
-import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -10,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kfac_backend.files import sha256_of_tensors
 from marglik.checkpoint import check_same_run
 from marglik.config import PriorConfig
 from marglik.data import ImageSet, ImageSplits, Splits
@@ -59,9 +58,9 @@ def run_identity(
         "config": options | {"run": of_run},
         "parameters": shapes,
         "sums": {
-            kind: _sum_of(tensors),
-            "ood": None if foreign is None else _sum_of([foreign.images]),
-            "initial_parameters": _sum_of(model.state_dict().values()),
+            kind: sha256_of_tensors(tensors),
+            "ood": None if foreign is None else sha256_of_tensors([foreign.images]),
+            "initial_parameters": sha256_of_tensors(model.state_dict().values()),
         },
     }
 
@@ -100,14 +99,6 @@ def saved_results(folder: Path, identity: dict[str, Any]) -> dict[str, Any] | No
         ) from error
     check_same_run(identity | {"complete": there["complete"]}, there, folder)
     return results
-
-
-def _sum_of(tensors: Iterable[Any]) -> str:
-    """The SHA-256 sum of tensors' contents, in hexadecimal digits."""
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
 
 
 def results_of(

@@ -14,7 +14,6 @@ from typing import Any, Self
 import torch
 from filelock import FileLock, Timeout
 
-from kfac_backend.files import atomic_path
 from marglik import run_files
 from marglik.run_files import CHECKPOINT, LOG
 
@@ -26,7 +25,6 @@ __all__ = [
     "environment",
     "read_log",
     "run_lock",
-    "write_json",
 ]
 
 TENSORBOARD = "tensorboard"
@@ -146,12 +144,6 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
     """The records of a run, in their order."""
     with (folder / LOG).open(encoding="utf-8") as file:
         return [json.loads(line) for line in file]
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file atomically."""
-    with atomic_path(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def environment(device: torch.device) -> dict[str, Any]:

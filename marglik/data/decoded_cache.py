@@ -1,16 +1,13 @@
 """Cache of decoded images: one safetensors file per folder or archive, in the user's cache."""
 
-import hashlib
 import json
 import os
 import warnings
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from kfac_backend.files import atomic_path
+from kfac_backend.files import parse_json, sha256, sha256_of_tensors, write_tensors
 from marglik.data.image_files import SPLITS
 from marglik.data.image_sets import ImageSet
 
@@ -41,7 +38,7 @@ def cache_file(source: Path) -> Path:
         state = list(_size_and_time(resolved))
     key = json.dumps([str(resolved), state, FORMAT_VERSION]).encode()
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base, "marglik", f"{hashlib.sha256(key).hexdigest()}.safetensors")
+    return Path(base, "marglik", f"{sha256(key)}.safetensors")
 
 
 def read_cache(file: Path) -> Decoded | None:
@@ -53,14 +50,14 @@ def read_cache(file: Path) -> Decoded | None:
         return None
     try:
         with safe_open(file, framework="pt") as tensors:
-            classes = json.loads((tensors.metadata() or {})["classes"])
+            metadata = tensors.metadata() or {}
+            classes = parse_json(metadata["classes"])
             train, test = (
                 ImageSet(tensors.get_tensor(f"{s}_images"), tensors.get_tensor(f"{s}_labels"))
                 for s in SPLITS
             )
-        top = int(torch.cat([train.labels, test.labels]).max())
-        if top >= len(classes):
-            raise ValueError(f"label {top} with {len(classes)} classes")
+        if metadata.get("sha256") != _sum(train, test, tuple(classes)):
+            raise ValueError("its content does not have the sum that it was written with")
     except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
         warnings.warn(
             f"The cache '{file}' is damaged ({str(error).partition(chr(10))[0]}); the images are "
@@ -83,14 +80,20 @@ def write_cache(file: Path, decoded: Decoded) -> None:
         tensors[f"{split}_images"] = images.images
         tensors[f"{split}_labels"] = images.labels
     try:
-        with atomic_path(file) as temporary:
-            save_file(tensors, temporary, metadata={"classes": json.dumps(classes)})
-    except (OSError, SafetensorError) as error:
+        metadata = {"classes": json.dumps(classes), "sha256": _sum(train, test, classes)}
+        write_tensors(file, tensors, metadata)
+    except OSError as error:
         warnings.warn(
             f"The decoded images could not be cached ({error}); they will be decoded again next "
             "time. Set XDG_CACHE_HOME to a folder with room, or pass cache=False.",
             stacklevel=2,
         )
+
+
+def _sum(train: ImageSet, test: ImageSet, classes: tuple[str, ...]) -> str:
+    """The SHA-256 sum of all that the cache holds."""
+    tensors = (train.images, train.labels, test.images, test.labels)
+    return sha256(json.dumps([sha256_of_tensors(tensors), *classes]).encode())
 
 
 def _size_and_time(*path: str | Path) -> tuple[int, int]:

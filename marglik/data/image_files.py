@@ -11,7 +11,7 @@ from functools import partial
 from lzma import LZMAError
 from pathlib import Path, PurePosixPath
 
-__all__ = ["SPLITS", "ImageFile", "Layout", "open_layout"]
+__all__ = ["BROKEN_ARCHIVE", "SPLITS", "ImageFile", "Layout", "open_layout", "whole_members"]
 
 SPLITS = ("train", "test")
 
@@ -93,7 +93,10 @@ def open_layout(path: Path) -> Iterator[Layout]:
             "Fetch it again if it should be an archive; unpack archives of another kind."
         ) from error
     with archive:
-        members = _members(path, archive)
+        try:
+            members = whole_members(archive)
+        except BROKEN_ARCHIVE as error:
+            raise _broken(path, error) from error
         entries: Entries = {
             PurePosixPath(member.name): partial(_read_member, path, archive, member)
             if member.isfile() or member.islnk() or member.issym()
@@ -105,20 +108,26 @@ def open_layout(path: Path) -> Iterator[Layout]:
         yield _layout(path, entries, directories)
 
 
-def _members(path: Path, archive: tarfile.TarFile) -> list[tarfile.TarInfo]:
-    """All members, in the archive's order."""
-    try:
-        members = archive.getmembers()
-        # To tarfile an archive looks complete if it was cut between two members, or if a later
-        # header is damaged. A whole one has a block of zeros after the last member.
-        if members and archive.fileobj is not None and not members[-1].issparse():
-            last = members[-1]
-            size = last.size if last.isreg() else 0
-            archive.fileobj.seek(last.offset_data + -(-size // 512) * 512)
-            if archive.fileobj.read(512) != bytes(512):
-                raise EOFError(f"no end mark after '{last.name}'")
-    except BROKEN_ARCHIVE as error:
-        raise _broken(path, error) from error
+def whole_members(archive: tarfile.TarFile) -> list[tarfile.TarInfo]:
+    """All members of an archive, in its order, once it is found whole.
+
+    To tarfile an archive looks complete if it was cut between two members, or if a later header is
+    damaged; a whole one has a block of zeros after the last member. And it stops reading there,
+    before the end of the file, where gzip, bzip2 and xz compare their sums of the content.
+
+    Raises:
+        `BROKEN_ARCHIVE`: it is damaged, or ends too early.
+    """
+    members, content = archive.getmembers(), archive.fileobj
+    assert content is not None
+    if members and not members[-1].issparse():
+        last = members[-1]
+        size = last.size if last.isreg() else 0
+        content.seek(last.offset_data + -(-size // 512) * 512)
+        if content.read(512) != bytes(512):
+            raise EOFError(f"no end mark after '{last.name}'")
+    while content.read(2**20):
+        pass
     return members
 
 

@@ -1,7 +1,6 @@
 """NCI1: molecules that do or do not act against lung cancer cells, as graphs."""
 
 import tarfile
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from marglik.data.image_files import BROKEN_ARCHIVE, whole_members
 from marglik.data.source import DataSource, local_file, missing_file
 from marglik.data.splits import check_fraction, check_seed, stratified
 from marglik.data.tensor_splits import TensorSplits
@@ -150,7 +150,7 @@ def _read_files(path: Path) -> _Files:
     texts: dict[str, bytes] = {}
     try:
         with tarfile.open(path) as archive:
-            for member in archive:
+            for member in whole_members(archive):
                 part = Path(member.name).name.removeprefix("NCI1_").removesuffix(".txt")
                 if member.isfile() and part in PARTS:
                     content = archive.extractfile(member)
@@ -161,7 +161,7 @@ def _read_files(path: Path) -> _Files:
             raise ValueError(f"it lacks {', '.join(missing)}")
         numbers = {part: text.replace(b",", b" ").split() for part, text in texts.items()}
         return _Files(**{part: np.array(n).astype(np.int64) for part, n in numbers.items()})
-    except (OSError, EOFError, zlib.error, tarfile.TarError, ValueError) as error:
+    except (*BROKEN_ARCHIVE, ValueError) as error:
         raise ValueError(
             f"'{path}' is damaged, or no archive of NCI1's text files ({error}). Fetch it again."
         ) from error

@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from plotly.offline import get_plotlyjs
 
-from kfac_backend.files import atomic_path
+from kfac_backend.files import write_file
 from marglik.report.contents import Run, read_runs
 from marglik.report.evaluation_sections import (
     entropy_section,
@@ -69,9 +69,7 @@ def write_report(folders: Sequence[Path | str], output: Path | str | None = None
     if path.is_dir():
         raise ValueError(f"{path} is a folder; pass a file such as {path / REPORT}.")
     page = render(runs)
-    with atomic_path(path) as temporary:
-        # The hashes of the scripts are of these bytes, so that newlines have to stay.
-        temporary.write_bytes(page.encode("utf-8"))
+    write_file(path, page.encode("utf-8"))  # bytes, as the hashes of the scripts are of these
     return path
 
 

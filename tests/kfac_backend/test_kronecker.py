@@ -1,6 +1,7 @@
 """Blocks and factors: algebra against dense matrices, eigenvalues, files."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -9,6 +10,9 @@ from torch.autograd import gradcheck
 from torch.testing import assert_close
 
 from kfac_backend import KroneckerBlock, KroneckerFactors, block, kronecker_factors
+
+UMASK = os.umask(0)
+os.umask(UMASK)
 
 
 def gram(*shape, seed=0):
@@ -165,6 +169,7 @@ def test_saved_factors_load_equal(model, tmp_path):
         assert getattr(loaded, field) == getattr(factors, field)
     assert_close(dense(loaded + loaded), dense(factors + factors))
     assert [p.name for p in tmp_path.iterdir()] == ["factors.safetensors"]
+    assert path.stat().st_mode & 0o777 == 0o666 & ~UMASK  # others may read it, if they may
     header = json.loads(path.read_bytes()[8 : 8 + int.from_bytes(path.read_bytes()[:8], "little")])
     assert json.loads(header["__metadata__"]["header"])["version"] == 1
 
@@ -187,6 +192,10 @@ def test_files_that_are_none(model, tmp_path):
     save_file({"x": torch.zeros(1)}, path, metadata={"header": json.dumps(newer)})
     with pytest.raises(ValueError, match="format version 99"):
         KroneckerFactors.load(path)
+    for wrong in ("9" * 5000, "[" * 100_000):  # more than Python's parser takes
+        save_file({"x": torch.zeros(1)}, path, metadata={"header": wrong})
+        with pytest.raises(ValueError, match="not a whole file of Kronecker factors"):
+            KroneckerFactors.load(path)
     altered = newer | {"version": 1}
     save_file({"x": torch.zeros(1)}, path, metadata={"header": json.dumps(altered)})
     with pytest.raises(ValueError, match="lacks 'blocks'; it was altered"):
@@ -198,11 +207,10 @@ def test_a_failed_save_leaves_the_old_file(model, tmp_path, monkeypatch):
     factors_of(model).save(path)
     before = path.read_bytes()
 
-    def broken(tensors, filename, metadata):
-        filename.write_bytes(b"half")
+    def broken(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr("kfac_backend.kronecker.save_file", broken)
+    monkeypatch.setattr("kfac_backend.files.os.fsync", broken)  # all but that is written
     with pytest.raises(OSError, match="disk full"):
         factors_of(model, seed=3).save(path)
     assert path.read_bytes() == before

@@ -61,6 +61,8 @@ def test_truncated_files(kind, size, folder):
         ("[1, 2]", "describes no state of a run"),
         ('{"format": ', "is not JSON"),
         ("\udcff", "is not JSON"),
+        ('{"version": ' + "9" * 5000 + "}", "is not JSON .*digits"),
+        ("[" * 100_000, "is not JSON .*nested"),
         ('{"format": "marglik.checkpoint"}', "altered"),
         ('{"format": "marglik.checkpoint", "version": "1"}', "altered"),
         ('{"format": "marglik.checkpoint", "version": 1}', "altered"),

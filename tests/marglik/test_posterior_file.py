@@ -165,6 +165,8 @@ def test_files_of_another_run(folder, tmp_path):
         ("[1, 2]", "describes no posterior"),
         ('{"format": ', "is not JSON"),
         ("\udcff", "is not JSON"),
+        ('{"version": ' + "9" * 5000 + "}", "is not JSON .*digits"),
+        ("[" * 100_000, "is not JSON .*nested"),
     ],
 )
 def test_other_json(content, message, folder):
@@ -210,9 +212,9 @@ def test_an_interrupted_save_is_no_posterior(stage, old, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         if stage == "factors":
-            patched.setattr("kfac_backend.kronecker.save_file", interrupted)
+            patched.setattr("kfac_backend.kronecker.write_tensors", interrupted)
         elif stage == "model":
-            patched.setattr(posterior_file, "save_file", interrupted)
+            patched.setattr(posterior_file, "write_tensors", interrupted)
         else:
             patched.setattr(record_file, "write_json", interrupted)
         with pytest.raises(KeyboardInterrupt):

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from marglik.figures import plot_run, save_figure
-from marglik.run_log import RunLog, environment, read_log, write_json
+from marglik.record_file import write_json
+from marglik.run_log import RunLog, environment, read_log
 
 RECORDS = [
     {"kind": "epoch", "epoch": 1, "loss": 1.5, "seconds": 0.1},

@@ -1,5 +1,6 @@
 """Bad folders, archives and images are named in one line."""
 
+import gzip
 import os
 import tarfile
 
@@ -153,4 +154,22 @@ def test_archive_with_a_damaged_header_is_named(tmp_path):
     data[header + 10] ^= 255
     path.write_bytes(data)
     with pytest.raises(ValueError, match="is damaged"):
+        ImageFolder(path).load()
+
+
+PIXELS = image_files("bmp")  # whatever the bytes are, they are pixels
+
+
+def test_an_archive_whose_sum_is_wrong_is_named(tmp_path):
+    """Its images can all be decoded: one of them to another."""
+    content = write_archive(tmp_path / "pets.tar", PIXELS).read_bytes()
+    changed = bytearray(content)
+    changed[content.index(PIXELS["test/dog/001.bmp"]) + 80] ^= 1
+    compressed = bytearray(gzip.compress(changed))
+    path = tmp_path / "pets.tar.gz"
+    path.write_bytes(compressed)
+    ImageFolder(path, cache=False).load()  # negative control: this is the content's own sum
+    compressed[-8:-4] = gzip.compress(content)[-8:-4]
+    path.write_bytes(compressed)
+    with pytest.raises(ValueError, match="pets.tar.gz' is damaged.*CRC.*Fetch it again"):
         ImageFolder(path).load()

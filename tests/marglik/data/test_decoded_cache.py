@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from marglik.data import ImageFolder
@@ -57,7 +58,9 @@ def test_cache_is_rebuilt_when_the_source_changes(source, tmp_path):
     assert len(cache_files(tmp_path)) == 2
 
 
-@pytest.mark.parametrize("damage", ["truncated", "garbage", "other tensors"])
+@pytest.mark.parametrize(
+    "damage", ["truncated", "garbage", "other tensors", "a pixel", "a label", "a class"]
+)
 def test_damaged_cache_is_rebuilt_with_a_warning(source, tmp_path, damage, monkeypatch):
     path = source(image_files())
     first = ImageFolder(path).load()
@@ -67,6 +70,17 @@ def test_damaged_cache_is_rebuilt_with_a_warning(source, tmp_path, damage, monke
         file.write_bytes(whole[: len(whole) // 2])
     elif damage == "garbage":
         file.write_bytes(b"garbage")
+    elif damage in ("a pixel", "a label", "a class"):
+        with safe_open(file, "pt") as content:
+            tensors, metadata = (
+                {k: content.get_tensor(k) for k in content.keys()},
+                content.metadata(),
+            )
+        if damage == "a class":
+            metadata["classes"] = metadata["classes"].replace("cat", "cow")
+        else:
+            tensors["test_images" if damage == "a pixel" else "train_labels"].view(-1)[0] ^= 1
+        save_file(tensors, file, metadata)
     else:
         save_file({"train_images": torch.zeros(1)}, file, metadata={"classes": "[]"})
     with pytest.warns(UserWarning, match="cache .* is damaged"):

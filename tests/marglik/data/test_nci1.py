@@ -152,6 +152,16 @@ def test_archives_that_were_cut_off(keep, path):
         NCI1(path).load()
 
 
+def test_an_archive_whose_sum_is_wrong(path):
+    """All of its files can be read: to other numbers."""
+    NCI1(path).load()
+    content = bytearray(path.read_bytes())
+    content[-8] ^= 1  # gzip's sum of the content
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="graphs.tar.gz' is damaged, or no archive.*CRC"):
+        NCI1(path).load()
+
+
 def test_the_real_archive():
     default = Path(__file__).parents[3] / "../shared/data"
     place = Path(os.environ.get("MARGLIK_DATA", default)) / "NCI1.tar.gz"
