@@ -174,10 +174,11 @@ def test_weighted_sums_are_the_factors_of_repeated_data(name, kfac_approx, reque
 
     def assert_same(found, expected):
         assert_close(dense(found), dense(expected))
-        for name, block in expected.blocks.items():
-            assert_close(found.blocks[name].B, block.B)
-            assert_close(found.blocks[name].A, block.A)
-            assert found.blocks[name].num_terms == pytest.approx(block.num_terms, rel=1e-9, abs=0)
+        for name, of_all in expected.blocks.items():
+            of_sum = found.blocks[name]
+            assert_close(of_sum.B, of_all.B)
+            assert_close(of_sum.A, of_all.A)
+            assert of_sum.num_terms == pytest.approx(of_all.num_terms, rel=1e-9, abs=0)
         for field in WEIGHED:
             assert getattr(found, field) == pytest.approx(
                 getattr(expected, field), rel=1e-9, abs=0
