@@ -67,7 +67,7 @@ class KroneckerBlock:
     def scale(self, weight: float) -> "KroneckerBlock":
         """The block of the same data with a weight ≥ 0: B and the terms of A's mean times it."""
         terms = tuple(number * weight for number in _terms(self))
-        return replace(self, B=self.B * weight, num_terms=terms if len(terms) > 1 else terms[0])
+        return replace(self, B=self.B * weight, num_terms=terms[0] if len(terms) == 1 else terms)
 
     def add(self, other: "KroneckerBlock") -> "KroneckerBlock":
         """The block of the union of both data sets: B is summed, A averaged over all terms."""
@@ -94,7 +94,7 @@ class KroneckerBlock:
         share = share[:, None, None] if len(terms) > 1 else share
         A = self.A * (1 - share).to(self.A) + other.A * share.to(self.A)
         return replace(
-            self, B=self.B + other.B, A=A, num_terms=terms if len(terms) > 1 else terms[0]
+            self, B=self.B + other.B, A=A, num_terms=terms[0] if len(terms) == 1 else terms
         )
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None):
