@@ -91,8 +91,7 @@ def find_coverage(model: nn.Module, unsupported: Unsupported = "error") -> Cover
 
     Raises:
         ValueError: no trainable parameter, a 0-dimensional one, BatchNorm in train mode.
-        NotImplementedError: a layer without a rule, or with an option that its rule does not know;
-            a tensor shared by a layer with and one without a rule.
+        NotImplementedError: a layer without a rule, or with an option that its rule does not know.
     """
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if not trainable:
@@ -145,16 +144,13 @@ def find_coverage(model: nn.Module, unsupported: Unsupported = "error") -> Cover
                 known.add(local)
         without_rule += [(prefix, module, own[local]) for local in own if local not in known]
 
+    covered = {full for t in layers + own_parameters for full in t.parameters.values()}
+    # A second name of a layer's tensor, such as masked-language heads have for their output layer's
+    # bias, is no use; `verify_uses` proves that there is none.
+    without_rule = [missed for missed in without_rule if missed[2] not in covered]
     if without_rule and unsupported == "error":
         raise _no_rule(*without_rule[0])
     missing = list(dict.fromkeys(name for _, _, name in without_rule))
-    covered = {full for t in layers + own_parameters for full in t.parameters.values()}
-    for name in missing:
-        if name in covered:
-            raise NotImplementedError(
-                f"Parameter '{name}' is shared by a layer with a K-FAC rule and one without; its "
-                "block would miss a use. Freeze it (requires_grad_(False))."
-            )
     if missing and unsupported == "freeze":
         warnings.warn(
             f"Treated as constants, having no K-FAC rule: {', '.join(missing)}.", stacklevel=2

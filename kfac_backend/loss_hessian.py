@@ -131,6 +131,12 @@ def check_targets(
 
 def _check_labels(f: Tensor, y: Tensor, ignore_index: int | None) -> None:
     C = f.shape[-1]
+    if y.shape != f.shape[:-1] and y.shape == (len(f), *f.shape[2:]) and not y.is_floating_point():
+        last = ", ".join(map(str, (*y.shape, f.shape[1])))
+        raise ValueError(
+            f"The model's output has shape {tuple(f.shape)}, classes second, for labels of shape "
+            f"{tuple(y.shape)}; here classes come last, ({last}). Return f.movedim(1, -1)."
+        )
     if C < 2:
         raise ValueError(
             "likelihood 'classification' needs at least two outputs, the model has one; "

@@ -79,6 +79,14 @@ def test_loss_terms_of_one_example_are_never_mixed():
         (torch.zeros(2, 3), torch.tensor([0.0, 1.0]), "classification", TypeError, "y.long()"),
         (torch.zeros(2, 3), torch.tensor([[0], [1]]), "classification", ValueError, "(2, 1)"),
         (torch.zeros(2, 1), torch.tensor([0, 0]), "classification", ValueError, "bernoulli"),
+        (
+            *(torch.zeros(2, 5, 4, 3), torch.zeros(2, 4, 3).long(), "classification", ValueError),
+            "classes come last, (2, 4, 3, 5). Return f.movedim(1, -1)",
+        ),
+        (
+            *(torch.zeros(2, 5, 1), torch.zeros(2, 1).long(), "classification", ValueError),
+            "classes come last, (2, 1, 5)",
+        ),
         (torch.zeros(2, 1), torch.zeros(2), "regression", ValueError, "same shape"),
         (torch.zeros(1, 1), torch.tensor([[torch.nan]]), "regression", ValueError, "NaN"),
         (torch.zeros(1, 1), torch.tensor([[2.0]]), "bernoulli", ValueError, "[0, 1]"),

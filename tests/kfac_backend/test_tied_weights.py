@@ -172,3 +172,33 @@ def test_frozen_tied_weights_have_no_block(name):
     examples = [(x_n,) for x_n in x]
     expected = reference_blocks(model.reference, examples, "classification", "reduce")
     assert_blocks(factors, {k: block for k, block in expected.items() if k != tied})
+
+
+class MaskedHead(nn.Module):
+    """Holds its output layer's bias under a name of its own, as BERT's does."""
+
+    def __init__(self, adds_it: bool = False):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(5))
+        self.embed, self.decoder = nn.Embedding(5, 3), nn.Linear(3, 5)
+        self.decoder.weight, self.decoder.bias = self.embed.weight, self.bias
+        self.adds_it = adds_it
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        f = self.decoder(self.embed(tokens))
+        return f + self.bias if self.adds_it else f
+
+
+def test_a_second_name_of_a_layers_tensor_is_no_use():
+    model = randomize(MaskedHead())
+    x = torch.tensor([[0, 1, 2], [4, 4, 3]])
+    factors = kronecker_factors(model, [(x, x)], "classification")
+    exact = ggn_blocks(model, lambda run: run(x), "classification")
+    assert list(factors.blocks) == ["bias", "embed.weight"]
+    assert_blocks(factors, {"bias": exact["bias"]})
+    # Negative control: a second use is an error, and would be another block.
+    used = randomize(MaskedHead(adds_it=True))
+    twice = ggn_blocks(used, lambda run: run(x), "classification")["bias"]
+    assert error(exact["bias"], twice) > 0.1
+    with pytest.raises(NotImplementedError, match="'bias' reached the model's output outside of"):
+        kronecker_factors(used, [(x, x)], "classification")
