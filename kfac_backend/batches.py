@@ -1,24 +1,46 @@
-"""Batches: input and targets apart, on a device, and in parts that suit the memory."""
+"""Batches: input and targets apart, what of them counts, and parts that suit the memory."""
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from kfac_backend.calls import call_with, forked_random_numbers, num_examples
+from kfac_backend.calls import (
+    call_with,
+    forked_random_numbers,
+    num_examples,
+    own_loss,
+    takes_labels,
+)
 from kfac_backend.comparison import close
+from kfac_backend.loss_hessian import (
+    check_ignore_index,
+    check_targets,
+    loss_sum,
+    num_counted_terms,
+)
+from kfac_backend.memory import is_out_of_memory
+from kfac_backend.options import Likelihood, ShiftLabels
+from kfac_backend.rows import counted_positions
+from kfac_backend.weight_sharing import at_least_float32
 
 __all__ = [
     "Plan",
+    "Targets",
+    "counting",
     "detached",
     "each_batch",
     "example_shapes",
     "examples",
     "make_plan",
+    "mask_of",
     "parts",
     "split_batch",
     "splits_by_example",
@@ -32,6 +54,10 @@ Larger ones come from fresh pages each time, whose faults cost more than their a
 on two x86-64 cores with WRN-16-4, exact reduce pass over 128 images, in parts whose largest
 activation has 2, 4, 8, 16 and 32 MiB: 4.4, 3.9, 3.7, 3.7 and 4.6 s.
 """
+
+
+IGNORED = -100
+"""What marks a label that does not count, in PyTorch's losses and Hugging Face's models."""
 
 
 def each_batch(loader: Iterable[Any], description: str, progress: bool = False) -> Iterator[Any]:
@@ -70,6 +96,232 @@ def split_batch(batch: Any, dict_key_y: str) -> tuple[Any, Any]:
             f"A batch is {type(batch).__name__}; expected (x, y) or a mapping with '{dict_key_y}'."
         ) from None
     return x, y
+
+
+def mask_of(x: Any, dict_key_mask: str | None) -> Tensor | None:
+    """Which positions of a mapping's examples count (N, R); None if it hides none.
+
+    A mask of other axes, as attention takes for each pair of positions, hides none.
+
+    Raises:
+        ValueError: a mask of floating point that is not of zeros and ones.
+    """
+    mask = x.get(dict_key_mask) if dict_key_mask and isinstance(x, Mapping) else None
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return None
+    counted = mask != 0
+    if mask.is_floating_point() and not torch.equal(counted.to(mask), mask):
+        raise ValueError(
+            f"'{dict_key_mask}' has entries other than 0 (hidden) and 1 (counts). Give it truth "
+            "values, or let all positions count (dict_key_mask=None)."
+        )
+    return None if counted.all() else counted
+
+
+def counting(mask: Tensor | None) -> AbstractContextManager[None]:
+    """A context in which the positions that a mask (of `mask_of`) hides do not count."""
+    return nullcontext() if mask is None else counted_positions(mask)
+
+
+class Targets:
+    """The targets that belong to a model's outputs, of batches whose labels may be otherwise.
+
+    - Causal language models of Hugging Face take labels that stand with their own tokens, and
+      shift them inside: the output at a position predicts the label of the next. "auto" finds out
+      on the first batch whose labels tell: where the model computes a loss of labels, it must be
+      ours, of these labels or of shifted ones. A label of -100 then does not count, as there.
+    - A position that a mapping's mask hides neither counts as a target nor predicts one.
+
+    Args:
+        likelihood: of the targets.
+        ignore_index: the label of targets that do not count; None: all count, but for the above.
+        shift_labels: whether labels (N, R) stand one position behind the outputs that predict
+            them; "auto" asks the model's own loss, and takes them as they are if it has none.
+        dict_key_mask: the key of the mask (N, R) in inputs that are mappings; None: all count.
+
+    Raises:
+        ValueError: an option that is not supported, or not for the likelihood.
+    """
+
+    def __init__(
+        self,
+        likelihood: Likelihood,
+        ignore_index: int | None = None,
+        shift_labels: ShiftLabels = "auto",
+        dict_key_mask: str | None = "attention_mask",
+    ) -> None:
+        check_ignore_index(ignore_index, likelihood)
+        if shift_labels not in (True, False, "auto"):
+            raise ValueError(
+                f"shift_labels={shift_labels!r} is not supported; choose one of True, False, "
+                "'auto'."
+            )
+        if shift_labels is True and likelihood != "classification":
+            raise ValueError(
+                f"shift_labels=True is for the labels of likelihood 'classification', not "
+                f"{likelihood!r}; shift the targets in the data."
+            )
+        self.ignore_index = ignore_index
+        """The label of targets that do not count, as far as is known by now; None: all count."""
+        self._likelihood: Likelihood = likelihood
+        self._shifts = None if shift_labels == "auto" else bool(shift_labels)
+        self._dict_key_mask = dict_key_mask
+        self._hidden_are_told = False
+
+    def __call__(self, model: nn.Module | None, x: Any, y: Any) -> Any:
+        """The targets of a batch, in the shape that they have.
+
+        Raises:
+            ValueError: a loss of the model's own that is neither ours nor that of shifted labels.
+        """
+        if not isinstance(y, Tensor):
+            return y  # reported with the outputs
+        if self._shifts is None and model is not None:
+            self._shifts = self._shifts_inside(model, x, y)
+        mask = mask_of(x, self._dict_key_mask) if self._likelihood == "classification" else None
+        if mask is not None and mask.shape == y.shape:
+            hidden = ~mask.to(y.device)
+        else:
+            hidden = None
+        if hidden is None and not self._shifts:
+            return y
+        if self._shifts and y.dim() < 2:
+            raise ValueError(
+                f"shift_labels=True needs labels (N, R), several an example; these have shape "
+                f"{tuple(y.shape)}. Pass shift_labels=False."
+            )
+        self.ignore_index = self._ignored
+        if hidden is not None:
+            self._tell_hidden(y[hidden])
+            y = y.masked_fill(hidden, self._ignored)
+        if self._shifts:
+            y = F.pad(y[..., 1:], (0, 1), value=self._ignored)
+            y = y if hidden is None else y.masked_fill(hidden, self._ignored)
+        return y
+
+    @property
+    def _ignored(self) -> int:
+        return IGNORED if self.ignore_index is None else self.ignore_index
+
+    def _tell_hidden(self, labels: Tensor) -> None:
+        """Warn, once, of labels that would count if the mask did not hide them."""
+        if self._hidden_are_told or not (labels != self._ignored).any():
+            return
+        self._hidden_are_told = True
+        warnings.warn(
+            f"Labels at positions that '{self._dict_key_mask}' hides do not count. Mark them with "
+            f"{self._ignored} to say the same, or pass dict_key_mask=None to let all count.",
+            stacklevel=3,
+        )
+
+    def _shifts_inside(self, model: nn.Module, x: Any, y: Tensor) -> bool | None:
+        """Whether the model shifts labels in the loss that it computes of them.
+
+        False if it has none; None if that cannot be told from this batch.
+
+        Raises:
+            ValueError: another loss, or one that fails.
+        """
+        if not takes_labels(model, x):
+            return False
+        ignored = self._ignored if self._likelihood == "classification" else None
+        counted = torch.ones_like(y, dtype=torch.bool) if ignored is None else y != ignored
+        if counted.dim() > 1 and counted.shape[-1] > 1:
+            counted[..., 0] = False  # what no output predicts, if labels are shifted
+        device = next(model.parameters()).device
+        x = detached(x, device)
+        if splits_by_example(x, y):
+            telling = counted.flatten(1).any(1) if counted.dim() > 1 else counted
+            which = telling.nonzero().flatten()[:2]
+            x, y = examples(x, which.to(device)), y[which]
+            if not len(which):
+                return None
+        y = y.to(device)
+        with torch.no_grad(), forked_random_numbers(model):
+            try:
+                # Without labels first: the model's own loss must not see any that are out of range.
+                check_targets(call_with(model, {}, x), y, self._likelihood, ignored)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                return None  # reported by name, in the pass itself
+            try:
+                # In its own loss -100 alone does not count.
+                own = own_loss(
+                    model, x, y if ignored is None else y.masked_fill(y == ignored, IGNORED)
+                )
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                raise ValueError(
+                    f"{type(model).__name__} takes labels, but fails to compute a loss of them "
+                    f"({type(error).__name__}: {error}), so that it cannot be told how they stand "
+                    "for its outputs. Say so: pass shift_labels=False if the output at a position "
+                    "predicts its own label, True if the next one."
+                ) from error
+        if own is None:
+            return False
+        f, loss = own
+        if not torch.isfinite(loss) or not torch.isfinite(f).all():
+            return None  # reported by name, in the pass itself
+        ways = {False: y}
+        if ignored is not None and y.dim() > 1:
+            ways[True] = F.pad(y[..., 1:], (0, 1), value=ignored)
+        fitting = [
+            shifts
+            for shifts, labels in ways.items()
+            if _is_our_loss(loss, f, labels, self._likelihood, ignored)
+        ]
+        if len(fitting) == 1:
+            if y.dim() > 1:
+                self.ignore_index = ignored
+            return fitting[0]
+        means = [
+            float(loss_sum(at_least_float32(f), labels, self._likelihood, ignored))
+            / max(num_counted_terms(f, labels, ignored), 1)
+            for labels in ways.values()
+        ]
+        ours = f"ours, {means[0]:.6g} a term" + (
+            f", or {means[1]:.6g} with labels shifted by one position" if len(means) > 1 else ""
+        )
+        if fitting:
+            raise ValueError(
+                f"{type(model).__name__} computes a loss of its own, {float(loss):.6g}, that does "
+                f"not tell whether labels are shifted: {ours}. Say so: pass shift_labels=True if "
+                "the output at a position predicts the next label, False if its own."
+            )
+        raise ValueError(
+            f"{type(model).__name__} computes a loss of its own, {float(loss):.6g}, that is not "
+            f"{ours}: label smoothing, class weights, a further term, or other targets. The "
+            "curvature would be that of another loss. Switch these off, or pass shift_labels=False "
+            "(the output at a position predicts its own label) or True (the next one) to take ours."
+        )
+
+
+def _is_our_loss(
+    loss: Tensor, f: Tensor, y: Tensor, likelihood: Likelihood, ignored: int | None
+) -> bool:
+    """Whether a model's loss is ours: a sum, or the mean over examples, loss terms or outputs.
+
+    That of regression may be the squared error itself, without our ½.
+    """
+    f = at_least_float32(f)
+    ours = loss_sum(f, y, likelihood, ignored).double()
+    sizes = {1, len(f), max(num_counted_terms(f, y, ignored), 1)}
+    if likelihood != "classification":
+        sizes.add(f.numel())
+    relative = 1e-4 if loss.dtype in (torch.float32, torch.float64) else 0.02
+    # log Σ exp of large outputs is rounded as they are.
+    rounding = 4 * torch.finfo(torch.float32).eps * float(f.abs().max())
+    readings = [
+        ours * factor / size
+        for size in sizes
+        for factor in (1, 2)[: 1 + (likelihood == "regression")]
+    ]
+    return any(
+        abs(float(loss) - float(reading)) <= relative * abs(float(reading)) + rounding
+        for reading in readings
+    )
 
 
 def to_device(value: Any, device: torch.device) -> Any:

@@ -18,6 +18,8 @@ __all__ = [
     "forked_random_numbers",
     "logits_of",
     "num_examples",
+    "own_loss",
+    "takes_labels",
 ]
 
 
@@ -29,16 +31,57 @@ def call_with(
     A mapping is the model's one argument, unless its forward names the mapping's keys, as those of
     Hugging Face's models do; an output with ``logits`` is these.
     """
+    return logits_of(_called(model, parameters, *arguments(model, x), channels_last))
+
+
+def takes_labels(model: nn.Module, x: Any) -> bool:
+    """Whether a model's forward can be given labels, of which it may compute a loss."""
+    (args, _), parameters = arguments(model, x), _parameters(model)
+    return (
+        any(p.name == "labels" for p in parameters)
+        or _takes_anything(parameters)
+        or (bool(args) and isinstance(args[0], Mapping) and "labels" in args[0])
+    )
+
+
+def own_loss(model: nn.Module, x: Any, y: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Logits, and the loss that a model that `takes_labels` computes of them; None if it does not.
+
+    Models of Hugging Face do.
+    """
+    (args, kwargs), parameters = arguments(model, x), _parameters(model)
+    if args and isinstance(args[0], Mapping):
+        args = ({**args[0], "labels": y},)
+    else:
+        kwargs = {**kwargs, "labels": y}
+    try:
+        output = _called(model, {}, args, kwargs)
+    except TypeError:
+        if _takes_anything(parameters):  # what it hands its arguments to has no labels
+            return None
+        raise
+    f, loss = logits_of(output), getattr(output, "loss", None)
+    if not isinstance(f, Tensor) or not isinstance(loss, Tensor) or loss.numel() != 1:
+        return None
+    return f, loss
+
+
+def _called(
+    model: nn.Module,
+    parameters: dict[str, Tensor],
+    args: tuple,
+    kwargs: dict[str, Any],
+    channels_last: bool = False,
+) -> Any:
+    """What the model returns."""
     values = {name: p.detach() for name, p in model.named_parameters()} | parameters
     if channels_last:  # a convolution's output takes its weight's memory format
         for name, p in values.items():
             if p.dim() == 4 and name not in parameters:
                 values[name] = p.contiguous(memory_format=torch.channels_last)
-    args, kwargs = arguments(model, x)
     state = _tied(model, values) | _changing_buffers(model)
     with _every_layer_called():
-        f = torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
-    return logits_of(f)
+        return torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
 
 
 def logits_of(output: Any) -> Any:
@@ -96,13 +139,24 @@ def arguments(model: nn.Module, x: Any) -> tuple[tuple, dict[str, Any]]:
     """
     if not isinstance(x, Mapping):
         return (x,), {}
-    parameters = inspect.signature(model.forward).parameters.values()
+    parameters = _parameters(model)
     named = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if len(named) == 1:  # whatever it is called
         return (x,), {}
-    takes_any = not named and any(p.kind == p.VAR_KEYWORD for p in parameters)
+    takes_any = _takes_anything(parameters)
     known = {key: x[key] for key in x if key != "labels" and (takes_any or key in named)}
     return ((), known) if known else ((x,), {})
+
+
+def _parameters(model: nn.Module) -> list[inspect.Parameter]:
+    return list(inspect.signature(model.forward).parameters.values())
+
+
+def _takes_anything(parameters: list[inspect.Parameter]) -> bool:
+    """Whether a forward, such as a wrapper's, names no argument and takes any keyword."""
+    kinds = {p.kind for p in parameters}
+    variable = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    return kinds <= variable and inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def _tied(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ and gradients as they pass by.
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -156,10 +157,12 @@ class Capture:
                 )
             a = first_input(args, kwargs)
             if a.is_floating_point() == tracked.rule.takes_integers:
-                needs = "integers" if tracked.rule.takes_integers else "floating point"
+                needs, way_out = "floating point", "x.float() / 255 for images in uint8"
+                if tracked.rule.takes_integers:
+                    needs, way_out = "integers", "tokens.long() for tokens' numbers"
                 raise TypeError(
                     f"Layer {tracked} got an input of dtype {a.dtype}; it needs {needs}. "
-                    "Convert the data, for example x.float() / 255 for images in uint8."
+                    f"Convert the data, for example {way_out}."
                 )
             if not torch.is_grad_enabled():
                 raise NotImplementedError(
@@ -271,12 +274,15 @@ def rows_of(tracked: TrackedLayer, a: Tensor) -> Rows | None:
     rows = None if isinstance(tracked.layer, OwnParameter) else current_rows()
     if rows is None:
         return None
-    features = 0 if tracked.rule.takes_integers else 1
+    features = a.dim() if tracked.rule.takes_integers else tracked.rule.features % max(a.dim(), 1)
     fits = tuple(a.shape[: len(rows.axes)]) == rows.axes
     folded = len(rows.axes) > 1 and a.shape[:1] == (math.prod(rows.axes),) != rows.axes[:1]
-    concerned = folded or (fits and a.dim() >= len(rows.axes) + features)
+    # As many channels as positions are none.
+    concerned = folded or (fits and features >= len(rows.axes))
     if rows.of_positions and not concerned:
         return None
+    if rows.of_positions and folded:  # which the proof of independence holds against them
+        return replace(rows, axes=(math.prod(rows.axes),))
     if not fits:
         raise ValueError(
             f"Layer {tracked} got an input of shape {tuple(a.shape)} where examples_of_rows was "

@@ -7,7 +7,18 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.backward_vectors import BackwardVectors
-from kfac_backend.batches import Plan, detached, make_plan, parts, splits_by_example, to_device
+from kfac_backend.batches import (
+    Plan,
+    Targets,
+    counting,
+    detached,
+    examples,
+    make_plan,
+    mask_of,
+    parts,
+    splits_by_example,
+    to_device,
+)
 from kfac_backend.block import KroneckerBlock
 from kfac_backend.broadcast import with_broadcast_layers
 from kfac_backend.capture import Capture
@@ -24,6 +35,7 @@ from kfac_backend.options import (
     Fisher,
     KfacApprox,
     Likelihood,
+    ShiftLabels,
     Unsupported,
     check_option,
 )
@@ -53,19 +65,23 @@ class CurvaturePass:
         backward_precision: BackwardPrecision = "float32",
         batched: bool = False,
         ignore_index: int | None = None,
+        shift_labels: ShiftLabels = "auto",
+        dict_key_mask: str | None = "attention_mask",
     ) -> None:
         kfac_approx = check_kfac_approx(kfac_approx)
         check_option("unsupported", unsupported, Unsupported)
         self._options = BackwardVectors(
             likelihood, fisher, mc_samples, generator, rank_tolerance, ignore_index
         )
+        self._targets = Targets(likelihood, ignore_index, shift_labels, dict_key_mask)
+        self._dict_key_mask = dict_key_mask
         self._model = model
         self._kfac_approx: KfacApprox = kfac_approx
         self._coverage = find_coverage(model, unsupported)
         self._backward_precision: BackwardPrecision = backward_precision
         self._batched = batched
         self._plan = Plan()
-        self._uses_verified = self._independence_verified = False
+        self._uses_verified = self._independence_verified = self._mask_verified = False
         if kfac_approx != "auto":  # complains of its names before any data
             modes_of_layers(kfac_approx, self._layer_names)
         self.reset()
@@ -113,7 +129,11 @@ class CurvaturePass:
     def _fits(self, x: Any, y: Any) -> bool:
         """Add the batch; False if the memory is exhausted, which leaves the sums useless."""
         try:
+            y = self._targets(self._model, x, y)
+            self._options.ignore_index = self._vectors.ignore_index = self._targets.ignore_index
             self._verify(x, y)
+            if not self._mask_verified:
+                self._mask_verified = self._verify_mask(x, y)
             for part in parts(x, y, self._plan.part_size):
                 self._add(*part)
         except RuntimeError as error:
@@ -146,11 +166,12 @@ class CurvaturePass:
         self._rows: dict[TrackedLayer, set[int]] = {}
         self._position_sums = PositionSums()
         self._sums.begin_forward()
-        with self._capture() as capture:
+        mask = mask_of(x, self._dict_key_mask)
+        with counting(mask), self._capture() as capture:
             f = capture.forward(x)
             check_targets(f, y, self._options.likelihood, self._options.ignore_index)
             check_finite(self._model, f, x)
-            self._check_rows(len(f))
+            self._check_rows(len(f), hides=mask is not None)
             # Autocast has done its part in the forward pass; Gram matrices need none of it.
             with self._no_autocast(), backward_arithmetic(self._backward_precision):
                 self._sums.end_forward()
@@ -251,11 +272,45 @@ class CurvaturePass:
                 self._kfac_approx = automatic_mode(f.dim())
             self._uses_verified = True
 
-    def _check_rows(self, examples: int) -> None:
-        """Each example's rows must be known, where positions are summed or a layer needs it."""
+    def _verify_mask(self, x: Any, y: Any) -> bool:
+        """Prove, on the first batch with such, that hidden positions reach no output that counts.
+
+        Where that holds the gradients at these positions are zero: they add nothing to B, and only
+        their inputs would be in A. False if the mask hides none.
+        """
+        mask = mask_of(x, self._dict_key_mask)
+        if mask is None:
+            return False
+        if splits_by_example(x, y):
+            hiding = torch.argmin(mask.all(1).int())  # the first example that has such a position
+            which = torch.stack([hiding, (hiding + 1) % len(mask)])[: len(mask)]
+            x, y = examples(x, which), y[which]
+        counted = counted_terms(y, self._options.ignore_index)
+        with counting(mask_of(x, self._dict_key_mask)):
+            verify_independence(
+                self._model,
+                self._coverage,
+                x,
+                self._plan.channels_last,
+                None if counted is None else ~counted,
+            )
+        return True
+
+    def _check_rows(self, examples: int, hides: bool) -> None:
+        """Each example's rows must be known, where positions are summed or a layer needs it.
+
+        So they must where a mask hides positions, lest these count.
+        """
         for tracked in self._coverage.layers:
             wrong = self._rows.get(tracked, set()) - {examples}
             rule = self._sums[tracked]
+            if wrong and hides:
+                raise NotImplementedError(
+                    f"Layer {tracked} got {wrong.pop()} rows in a batch of {examples} examples, so "
+                    f"that it cannot be told which of them '{self._dict_key_mask}' hides. Keep the "
+                    "positions apart, (N, R, ..., d), say which example each row belongs to, -1 "
+                    "for none (examples_of_rows), or let all positions count (dict_key_mask=None)."
+                )
             if wrong and (rule.mode != "expand" or rule.needs_examples):
                 raise NotImplementedError(
                     f"Layer {tracked} got {wrong.pop()} rows in a batch of {examples} examples; "

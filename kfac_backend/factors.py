@@ -9,7 +9,14 @@ from torch import nn
 from kfac_backend.batches import each_batch, split_batch
 from kfac_backend.curvature_pass import CurvaturePass
 from kfac_backend.kronecker import KroneckerFactors
-from kfac_backend.options import BackwardPrecision, Fisher, KfacApprox, Likelihood, Unsupported
+from kfac_backend.options import (
+    BackwardPrecision,
+    Fisher,
+    KfacApprox,
+    Likelihood,
+    ShiftLabels,
+    Unsupported,
+)
 
 __all__ = ["kronecker_factors"]
 
@@ -30,6 +37,8 @@ def kronecker_factors(
     progress: bool = False,
     dict_key_y: str = "labels",
     ignore_index: int | None = None,
+    shift_labels: ShiftLabels = "auto",
+    dict_key_mask: str | None = "attention_mask",
 ) -> KroneckerFactors:
     """Kronecker-factored GGN (K-FAC) of a model on data, B ⊗ A per parameter tensor.
 
@@ -78,12 +87,20 @@ def kronecker_factors(
         progress: whether to show a progress bar over the batches.
         dict_key_y: the targets' key in batches that are mappings.
         ignore_index: label of loss terms that do not count (padding, say), in "classification".
+        shift_labels: whether labels (N, R) stand with their own tokens, and the output at a
+            position predicts the next one, as in causal language models of Hugging Face. "auto"
+            asks the loss that the model computes of labels, if it does: it must be ours, of these
+            labels or of shifted ones, and -100 then does not count, as there.
+        dict_key_mask: key of a mask (N, R) in inputs that are mappings. Positions that it hides
+            count neither in the layers nor as loss terms; the first batch that has some proves
+            that they do not reach the others' outputs. None: all positions count.
 
     On a CPU batches are split inside where parts are faster, and convolutions run in channels_last.
     That changes nothing but rounding and the order in which labels are drawn.
 
     Raises:
-        ValueError: no data, no trainable parameter, targets that do not fit, NaN or infinity in
+        ValueError: no data, no trainable parameter, targets that do not fit, a loss of the model's
+            own that is another one, NaN or infinity in
             outputs (naming the parameter or the inputs that have it, too), BatchNorm in train
             mode, an option that is not supported.
         TypeError: inputs that are not of floating point, outputs that are not a tensor, labels
@@ -104,6 +121,8 @@ def kronecker_factors(
         backward_precision=backward_precision,
         batched=batched,
         ignore_index=ignore_index,
+        shift_labels=shift_labels,
+        dict_key_mask=dict_key_mask,
     )
     for batch in each_batch(data, "Curvature", progress):
         curvature.add(*split_batch(batch, dict_key_y))

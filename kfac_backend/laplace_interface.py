@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from kfac_backend.curvature_pass import CurvaturePass
 from kfac_backend.kronecker import KroneckerFactors
 from kfac_backend.laplace_kron import FactorKron
-from kfac_backend.options import BackwardPrecision, Fisher, KfacApprox, Unsupported
+from kfac_backend.options import BackwardPrecision, Fisher, KfacApprox, ShiftLabels, Unsupported
 
 __all__ = ["KfacEF", "KfacGGN", "KfacInterface", "check_alignment"]
 
@@ -33,6 +33,8 @@ class KfacInterface(CurvatureInterface):
         backward_precision: see `kronecker_factors`.
         batched: see `kronecker_factors`.
         ignore_index: see `kronecker_factors`.
+        shift_labels: see `kronecker_factors`.
+        dict_key_mask: see `kronecker_factors`.
         kwargs: those of laplace-torch's interfaces (``stochastic``, ``num_samples``).
     """
 
@@ -52,6 +54,8 @@ class KfacInterface(CurvatureInterface):
         backward_precision: BackwardPrecision = "float32",
         batched: bool = False,
         ignore_index: int | None = None,
+        shift_labels: ShiftLabels = "auto",
+        dict_key_mask: str | None = "attention_mask",
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -65,6 +69,8 @@ class KfacInterface(CurvatureInterface):
             "backward_precision": backward_precision,
             "batched": batched,
             "ignore_index": ignore_index,
+            "shift_labels": shift_labels,
+            "dict_key_mask": dict_key_mask,
         }
         self._passes: dict[tuple[str, int], CurvaturePass] = {}
 

@@ -10,6 +10,7 @@ __all__ = [
     "KfacApprox",
     "Likelihood",
     "Mode",
+    "ShiftLabels",
     "Unsupported",
     "check_option",
 ]
@@ -24,6 +25,8 @@ Fisher = Literal["exact", "mc", "empirical"]
 Likelihood = Literal["classification", "regression", "bernoulli"]
 Unsupported = Literal["error", "freeze", "diagonal"]
 BackwardPrecision = Literal["float32", "tf32", "bf16"]
+ShiftLabels = bool | Literal["auto"]
+"""Whether labels stand one position behind the outputs that predict them; see `Targets`."""
 
 
 def check_option(name: str, value: object, options: object) -> None:

@@ -167,7 +167,7 @@ def examples_of_rows(
 
 @contextmanager
 def counted_positions(mask: Tensor) -> Iterator[None]:
-    """Say which positions count for layers called inside with inputs (N, R, ...).
+    """Say which positions count for layers called inside with inputs (N, R, ...) or (N·R, ...).
 
     Others, such as padding, are no part of R_n; reduce takes the mean of an example's inputs and
     the sum of its gradients. Layers called inside with other inputs, say (N, d) behind a pooling,

@@ -120,7 +120,7 @@ def verify_independence(
     )
     with capture:
         f = capture.forward(x)
-        if not isinstance(f, Tensor) or f.dim() < 2 or len(f) < 2:
+        if not isinstance(f, Tensor) or f.dim() < 2:
             return False  # a wrong output is reported with the targets
         if not torch.isfinite(f).all():
             return False  # reported by name, after the forward pass
@@ -141,7 +141,8 @@ def verify_independence(
             if (by_first | by_rest)[index == N].any():
                 raise NotImplementedError(
                     f"In layer {tracked} rows that do not count reach the output. Leave them out "
-                    "of whatever pools over positions, or let them count."
+                    "of whatever pools over positions, or let them count (those that a batch's "
+                    "mask hides: dict_key_mask=None)."
                 )
             mixed = by_first[index != 0].any() or by_rest[index == 0].any()
         elif len(by_first) == len(f):  # an example's own row has its own index
@@ -158,7 +159,7 @@ def verify_independence(
                 "(examples_of_rows), make what belongs together one example with several loss "
                 "terms (outputs (N, R, C)), or freeze it (requires_grad_(False))."
             )
-    return True
+    return len(f) > 1
 
 
 def _computes_its_class(
@@ -196,7 +197,8 @@ def _used_outside(parameters: dict[str, Tensor], value: Tensor, where: str) -> N
         f"'{name}'" for name, g in zip(parameters, grads, strict=True) if g is not None
     )
     return NotImplementedError(
-        f"{names} reached {where} outside of the forward of its own layer (used functionally, or "
-        "in a compiled model), where hooks cannot see it. Call the layer itself, pass the model "
-        "before torch.compile, or freeze the parameter (requires_grad_(False))."
+        f"{names} reached {where} outside of the forward of its own layer (used functionally, by "
+        "a layer without a rule, or in a compiled model), where hooks cannot see it. Call the "
+        "layer itself, pass the model before torch.compile, or freeze the parameter "
+        "(requires_grad_(False))."
     )

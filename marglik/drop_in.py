@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from kfac_backend.laplace_interface import KfacGGN
-from kfac_backend.options import KfacApprox, Likelihood
+from kfac_backend.options import KfacApprox, Likelihood, ShiftLabels
 from marglik.hyperparameters import Hyperparameters
 from marglik.laplace import KronLaplace
 from marglik.loaders import CountedLoader
@@ -47,6 +47,9 @@ def marglik_training(
     dict_key_y: str = "labels",
     *,
     kfac_approx: KfacApprox = "expand",
+    ignore_index: int | None = None,
+    shift_labels: ShiftLabels = "auto",
+    dict_key_mask: str | None = "attention_mask",
 ) -> tuple[Any, nn.Module, list[float], list[float]]:
     """Train a network and its hyperparameters together; arguments and returns as in laplace-torch.
 
@@ -81,6 +84,9 @@ def marglik_training(
         dict_key_x: the input's key in batches that are mappings.
         dict_key_y: the targets' key in batches that are mappings.
         kfac_approx: a mode, "auto" or modes by layers' names; our backends only.
+        ignore_index: see `kronecker_factors`; our backends only.
+        shift_labels: see `kronecker_factors`; our backends only.
+        dict_key_mask: see `kronecker_factors`; our backends only.
 
     Returns:
         The Laplace approximation with the best evidence, fitted; the model with its parameters; the
@@ -100,6 +106,18 @@ def marglik_training(
             f"kfac_approx={kfac_approx!r} needs hessian_structure 'kron' and backend KfacGGN or "
             f"KfacEF, not {hessian_structure!r} and {backend.__name__}."
         )
+    targets = {
+        "ignore_index": ignore_index,
+        "shift_labels": shift_labels,
+        "dict_key_mask": dict_key_mask,
+    }
+    if not ours and list(targets.values()) != [None, "auto", "attention_mask"]:
+        raise ValueError(
+            "ignore_index, shift_labels and dict_key_mask need hessian_structure 'kron' and "
+            f"backend KfacGGN or KfacEF, not {hessian_structure!r} and {backend.__name__}."
+        )
+    if not ours:  # laplace-torch takes targets as they are
+        targets |= {"shift_labels": False, "dict_key_mask": None}
     optimizer_kwargs = dict(optimizer_kwargs or {})
     optimizer = optimizer_cls(model.parameters(), **optimizer_kwargs)
     if any(group.get("weight_decay") for group in optimizer.param_groups):
@@ -120,6 +138,7 @@ def marglik_training(
             "backend": backend,
         }
         if ours:
+            arguments["backend_kwargs"] = targets
             return KronLaplace(model, likelihood, kfac_approx=kfac_approx, **arguments)
         return Laplace(model, likelihood, "all", hessian_structure, **arguments)
 
@@ -146,6 +165,7 @@ def marglik_training(
         curvature_loader=train_loader if ours else CountedLoader(train_loader),
         dict_key_y=dict_key_y,
         progress=progress_bar,
+        **targets,
     ).run()
     model.eval()  # as laplace-torch leaves it
     losses = [record["objective"] for record in result.records if record["kind"] == "epoch"]

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_backend.batches import each_batch, split_batch
+from kfac_backend.batches import Targets, each_batch, split_batch
 from kfac_backend.loss_hessian import counted_terms
-from kfac_backend.options import Likelihood
+from kfac_backend.options import Likelihood, ShiftLabels
 from marglik.links import Prediction
 from marglik.metrics import bernoulli_metrics, classification_metrics, regression_metrics
 from marglik.predictive import Predictive
@@ -23,6 +23,8 @@ def predict_all(
     *,
     dict_key_y: str = "labels",
     ignore_index: int | None = None,
+    shift_labels: ShiftLabels = "auto",
+    dict_key_mask: str | None = "attention_mask",
     progress: bool = False,
 ) -> tuple[Prediction, Tensor]:
     """Predictions and targets of all batches, on the CPU.
@@ -35,16 +37,24 @@ def predict_all(
         batches: (x, y), or mappings with targets under ``dict_key_y``.
         dict_key_y: the targets' key.
         ignore_index: the label of targets that do not count; None: all count.
+        shift_labels: see `kronecker_factors`. "auto" asks the network of `map_predictive` and
+            `laplace_predictive`; the targets of other predictives are taken as they are.
+        dict_key_mask: see `kronecker_factors`.
         progress: whether to show a bar.
 
     Raises:
         ValueError: no batch, or no target that counts.
     """
+    model = getattr(predict, "model", None)
+    if model is None and shift_labels == "auto":
+        shift_labels = False
+    likelihood: Any = getattr(predict, "likelihood", "classification")
+    targets_of = Targets(likelihood, ignore_index, shift_labels, dict_key_mask)
     predictions, targets = [], []
     for batch in each_batch(batches, "Predicting", progress):
         x, y = split_batch(batch, dict_key_y)
-        prediction, y = predict(x).to("cpu"), y.cpu()
-        counted = counted_terms(y, ignore_index)
+        prediction, y = predict(x).to("cpu"), targets_of(model, x, y).cpu()
+        counted = counted_terms(y, targets_of.ignore_index)
         if counted is not None or prediction.mean.dim() > 2:
             y = y.flatten(0, prediction.mean.dim() - 2) if counted is None else y[counted]
             prediction = prediction.terms(counted)
@@ -53,7 +63,7 @@ def predict_all(
     if not predictions:
         raise ValueError("The data is empty: the loader yields no batch.")
     if not sum(map(len, targets)):
-        raise ValueError(f"All targets are {ignore_index}, which do not count.")
+        raise ValueError(f"All targets are {targets_of.ignore_index}, which do not count.")
     return Prediction.cat(predictions), torch.cat(targets)
 
 

@@ -46,7 +46,9 @@ class KronLaplace(OutputDistribution):
         dict_key_y: the targets' key in batches that are mappings.
         backend: `KfacGGN` or `KfacEF`.
         damping: add √δ to both factors' eigenvalues instead of δ to their products.
-        backend_kwargs: keywords of the backend, for example ``{"stochastic": True}``.
+        backend_kwargs: keywords of the backend, for example ``{"stochastic": True}``; those of
+            `KfacGGN` say which targets count (``ignore_index``, ``shift_labels``,
+            ``dict_key_mask``).
         asdl_fisher_kwargs: what laplace-torch forwards to ``backend.kron``.
         kfac_approx: a mode, "auto" or modes by layers' names, see `kronecker_factors`; the
             backend's own default if None.
@@ -187,7 +189,7 @@ class KronLaplace(OutputDistribution):
     def _set_factors(self, factors: KroneckerFactors) -> None:
         self.factors = factors
         self.loss = factors.loss
-        self.n_data = factors.num_data  # pyright: ignore  # not whole where data has weights
+        self.n_data = factors.num_data
         self.n_outputs = factors.num_outputs
         self.model.output_size = factors.num_outputs  # pyright: ignore  # laplace-torch reads it
         self.H_facs = FactorKron.from_factors(factors, self._dtype)

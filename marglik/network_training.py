@@ -21,10 +21,10 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from kfac_backend.batches import each_batch, split_batch
+from kfac_backend.batches import Targets, each_batch, split_batch
 from kfac_backend.calls import arguments, logits_of
 from kfac_backend.loss_hessian import check_targets, counted_terms, loss_sum
-from kfac_backend.options import Likelihood
+from kfac_backend.options import Likelihood, ShiftLabels
 from marglik.loaders import Loader
 
 __all__ = ["CompileMode", "NetworkTraining", "Record"]
@@ -49,6 +49,8 @@ class NetworkTraining:
         compile_mode: `torch.compile`'s mode for the steps, not compiled if None.
         dict_key_y: the targets' key in batches that are mappings.
         ignore_index: the label of targets that do not count; None: all count.
+        shift_labels: see `kronecker_factors`.
+        dict_key_mask: see `kronecker_factors`.
         progress: whether to show a bar over the batches.
 
     Raises:
@@ -67,6 +69,8 @@ class NetworkTraining:
         compile_mode: CompileMode | None = None,
         dict_key_y: str = "labels",
         ignore_index: int | None = None,
+        shift_labels: ShiftLabels = "auto",
+        dict_key_mask: str | None = "attention_mask",
         progress: bool = False,
     ) -> None:
         if any(group.get("weight_decay") for group in optimizer.param_groups):
@@ -80,7 +84,7 @@ class NetworkTraining:
         self.fabric = fabric
         self.scheduler = scheduler
         self.dict_key_y = dict_key_y
-        self.ignore_index = ignore_index
+        self._targets = Targets(likelihood, ignore_index, shift_labels, dict_key_mask)
         self._progress = progress
         # Adam's steps do not grow with the gradient.
         self._is_sgd = isinstance(optimizer, torch.optim.SGD)
@@ -113,6 +117,7 @@ class NetworkTraining:
         examples = 0
         for batch in each_batch(self.loader, f"Epoch {epoch}", self._progress):
             x, y = split_batch(self.fabric.to_device(batch), self.dict_key_y)
+            y = self._targets(self.model, x, y)
             stable, names = self._stable_decays(parameters, weight_decays, variance)
             limited |= dict.fromkeys(names)
             totals += self._step(x, y, parameters, stable, variance)
@@ -153,8 +158,8 @@ class NetworkTraining:
         args, kwargs = arguments(self.model, x)
         f = logits_of(self._forward(*args, **kwargs))
         if not self._targets_are_checked:  # it waits for the device
-            check_targets(f, y, self.likelihood, self.ignore_index)
-        data_loss = loss_sum(f, y, self.likelihood, self.ignore_index)
+            check_targets(f, y, self.likelihood, self._targets.ignore_index)
+        data_loss = loss_sum(f, y, self.likelihood, self._targets.ignore_index)
         objective = data_loss / len(f)
         scale: list[Tensor] = []  # by which the gradients are multiplied, in float16
         objective.register_hook(scale.append)
@@ -165,7 +170,7 @@ class NetworkTraining:
             self.scheduler.step()
         correct = terms = torch.zeros_like(data_loss)
         if self.likelihood == "classification":
-            counted = counted_terms(y, self.ignore_index)
+            counted = counted_terms(y, self._targets.ignore_index)
             right = f.argmax(-1) == y
             correct = (right if counted is None else right & counted).sum()
             terms = torch.full_like(data_loss, y.numel()) if counted is None else counted.sum()

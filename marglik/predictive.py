@@ -29,6 +29,18 @@ Predictive = Callable[[Any], Prediction]
 
 
 @dataclass(frozen=True)
+class _OfModel:
+    """A predictive that knows its network, whose own loss tells how labels stand for outputs."""
+
+    predict: Predictive
+    model: nn.Module
+    likelihood: Likelihood
+
+    def __call__(self, x: Any) -> Prediction:
+        return self.predict(x)
+
+
+@dataclass(frozen=True)
 class PredictiveConfig:
     """How the Laplace posterior predicts.
 
@@ -96,7 +108,7 @@ def map_predictive(
         with eval_mode(model):
             return predict_from_outputs(call_with(model, {}, x)[None], likelihood, sigma_noise)
 
-    return predict
+    return _OfModel(predict, model, likelihood)
 
 
 def laplace_predictive(
@@ -132,7 +144,7 @@ def laplace_predictive(
         f, covariance = laplace.output_distribution(x, config.layers, memory)
         return predict_from_gaussian(f, covariance, likelihood, link, noise, laplace.sigma_noise)
 
-    return predict
+    return _OfModel(predict, laplace.model, likelihood)
 
 
 def _network_samples(
@@ -157,4 +169,4 @@ def _network_samples(
                 outputs.append(call_with(model, values, x))
         return predict_from_outputs(torch.stack(outputs), likelihood, laplace.sigma_noise)
 
-    return predict
+    return _OfModel(predict, model, likelihood)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
 
-from kfac_backend.options import Likelihood, check_option
+from kfac_backend.options import Likelihood, ShiftLabels, check_option
 from marglik.build import fabric_of
 from marglik.checkpoint import Checkpoints
 from marglik.hyperparameters import Hyperparameters
@@ -67,6 +67,8 @@ class OnlineTraining:
         compile_mode: `torch.compile`'s mode for the network's steps, not compiled if None.
         dict_key_y: the targets' key in batches that are mappings.
         ignore_index: the label of targets that do not count; None: all count.
+        shift_labels: see `kronecker_factors`; what ``make_laplace`` returns must have the same.
+        dict_key_mask: see `kronecker_factors`; likewise.
         monitor: its numbers, after each epoch, become part of the epoch's record; called with the
             epoch, the model in eval mode.
         on_record: called with each epoch's and each update's record as it is made; after a resume
@@ -91,6 +93,8 @@ class OnlineTraining:
         compile_mode: CompileMode | None = None,
         dict_key_y: str = "labels",
         ignore_index: int | None = None,
+        shift_labels: ShiftLabels = "auto",
+        dict_key_mask: str | None = "attention_mask",
         monitor: Callable[[int], Mapping[str, float]] | None = None,
         on_record: Callable[[Record], None] | None = None,
         progress: bool = False,
@@ -121,6 +125,8 @@ class OnlineTraining:
             compile_mode=compile_mode,
             dict_key_y=dict_key_y,
             ignore_index=ignore_index,
+            shift_labels=shift_labels,
+            dict_key_mask=dict_key_mask,
             progress=progress,
         )
         self.num_data = count_examples(self.curvature_loader)

@@ -26,9 +26,6 @@ class WeightSharingRule(Rule):
 
     parameter_names = frozenset({"weight", "bias"})
 
-    features: ClassVar[int] = -1
-    """The axis of the layer's output that is not a position."""
-
     same_gradients: ClassVar[bool] = True
     """Whether weight and bias have the same output gradients."""
 

@@ -60,6 +60,9 @@ class Rule(ABC):
     takes_integers: ClassVar[bool] = False
     """Whether the layer's input is of integers."""
 
+    features: ClassVar[int] = -1
+    """The axis of the layer's input and output that is not a position."""
+
     transposed: ClassVar[bool] = False
     """Whether the weight is stored (d_in, d_out): its block is A ⊗ B instead of B ⊗ A."""
 

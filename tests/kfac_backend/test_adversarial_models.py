@@ -245,14 +245,26 @@ def test_keys_that_are_not_the_queries_tensor(kfac_approx):
     )
 
 
-def test_positions_folded_inside_of_a_mask():
-    def folded(layers, x):
-        with counted_positions(torch.ones(4, 3, dtype=torch.bool)):
-            y = layers["fc"](x.flatten(0, 1)).unflatten(0, (4, 3))
-        return y.mean(1)
+@pytest.mark.parametrize("kfac_approx", MODES)
+def test_positions_folded_inside_of_a_mask(kfac_approx):
+    mask = torch.tensor([[True, False, True]] * 3 + [[True, True, True]])
 
-    with pytest.raises(ValueError, match="'layers.fc' .*its axes must be the input's first"):
-        factors(Model(folded, fc=nn.Linear(4, 2)), noise(4, 3, 4))
+    def pooled(layers, x, fold):
+        with counted_positions(mask):
+            y = fold(layers["fc"], x)
+        return y.masked_fill(~mask[..., None], 0).mean(1)
+
+    def of(way):
+        model = Model(lambda layers, x: pooled(layers, x, way), fc=nn.Linear(4, 2))
+        return factors(model, noise(4, 3, 4), kfac_approx=kfac_approx)
+
+    def turned(fc, x):  # positions in front of examples
+        return fc(x.transpose(0, 1).flatten(0, 1)).unflatten(0, (3, 4)).transpose(0, 1)
+
+    folded = of(lambda fc, x: fc(x.flatten(0, 1)).unflatten(0, (4, 3)))
+    assert_same_blocks(of(lambda fc, x: fc(x)), folded)
+    with pytest.raises(NotImplementedError, match="'layers.fc'.* (mix|do not count)"):
+        of(turned)
 
 
 def test_a_mapping_with_the_only_arguments_name():

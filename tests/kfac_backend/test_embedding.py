@@ -120,3 +120,11 @@ def test_any_shape(N, inner, vocabulary, padded, mode, seed):
     y = labels_of(model, tokens)
     factors = kronecker_factors(model, [(tokens, y)], "classification", kfac_approx=mode)
     assert_blocks(factors, layer_blocks(model, "embed", tokens, "classification", mode))
+
+
+def test_tokens_in_floating_point():
+    model = nn.Sequential(nn.Embedding(4, 3), nn.Flatten(), nn.Linear(6, 2))
+    with pytest.raises(
+        TypeError, match=r"Embedding\) .*torch.float32; it needs integers.*\.long\(\)"
+    ):
+        kronecker_factors(model, [(torch.ones(3, 2), torch.tensor([0, 1, 1]))], "classification")

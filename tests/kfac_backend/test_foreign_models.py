@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn.functional as F
 from laplace import Laplace
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -41,7 +42,7 @@ Conv1D.__module__ = "transformers.pytorch_utils"
 
 
 class Classifier(nn.Module):
-    """Takes its entries by name, and would compute a loss of labels."""
+    """Takes its entries by name, and computes a loss of labels where it is given them."""
 
     def __init__(self, middle=None):
         super().__init__()
@@ -52,12 +53,12 @@ class Classifier(nn.Module):
         self.double()
 
     def forward(self, input_ids, attention_mask=None, labels=None):
-        assert labels is None
         mask = attention_mask.bool()
         with counted_positions(mask):
             x = torch.tanh(self.middle(self.embedding(input_ids)))
         x = x.masked_fill(~mask[..., None], 0).sum(1) / mask.sum(1, keepdim=True)
-        return Output(self.head(x))
+        f = self.head(x)
+        return Output(f, None if labels is None else F.cross_entropy(f, labels))
 
 
 class Plain(nn.Module):
@@ -271,8 +272,14 @@ def test_a_mask_around_a_whole_model(kfac_approx):
     counted = int(data["attention_mask"].sum()) if kfac_approx == "expand" else 4
     for name in ("tokens", "positions", "middle"):
         assert factors.blocks[f"model.{name}.weight"].num_terms == counted
+    # A mapping's mask counts of itself.
+    of_itself = kronecker_factors(model, [data], "classification", kfac_approx=kfac_approx)
+    for name, block in of_itself.blocks.items():
+        assert_close(block.to_dense(), factors.to_dense(f"model.{name}"))
     # What lies behind the pooling is as without the mask.
-    plain = kronecker_factors(model, [data], "classification", kfac_approx=kfac_approx)
+    plain = kronecker_factors(
+        model, [data], "classification", kfac_approx=kfac_approx, dict_key_mask=None
+    )
     for name in ("pool.weight", "head.weight", "head.bias"):
         assert_close(factors.to_dense(f"model.{name}"), plain.to_dense(name))
     uncounted = plain.to_dense("middle.weight")

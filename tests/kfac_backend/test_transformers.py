@@ -1,0 +1,81 @@
+"""Models of the transformers library itself, tiny ones with random weights."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from kfac_backend import kronecker_factors
+from tests.kfac_backend.test_language_models import IGNORED, MODES, V, assert_same_blocks, batch_of
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = {
+    "vocab_size": V,
+    "hidden_size": 4,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 6,
+    "max_position_embeddings": 32,
+    "num_labels": 3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+NAMES = {
+    "GPT2": {"n_embd": 4, "n_layer": 1, "n_head": 2, "n_positions": 32},
+    "DistilBert": {"dim": 4, "n_layers": 1, "n_heads": 2, "hidden_dim": 6},
+    "OPT": {"ffn_dim": 6, "word_embed_proj_dim": 4},
+}
+NO_RULE = ("norm", "embed_positions")  # classes of their own, in Llama, Qwen2 and OPT
+CAUSAL = ["GPT2LMHeadModel", "LlamaForCausalLM", "OPTForCausalLM", "Qwen2ForCausalLM"]
+MASKED = ["BertForMaskedLM", "RobertaForMaskedLM", "DistilBertForMaskedLM", "ElectraForMaskedLM"]
+ENCODERS = ["BertForSequenceClassification", "GPT2ForSequenceClassification"]
+TOKENS = ["BertForTokenClassification"]
+
+
+def tiny(name):
+    """A model of that name in float64, in eval mode."""
+    family = name.split("For")[0].removesuffix("LMHeadModel")
+    config = getattr(transformers, f"{family}Config")
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(config(**SMALL | NAMES.get(family, {})))
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    if family in ("Llama", "Qwen2", "OPT"):
+        for key, p in model.named_parameters():
+            p.requires_grad_(not any(part in key for part in NO_RULE))
+    return model.double().eval()
+
+
+def data_of(name, length):
+    kind = "causal" if name in CAUSAL else "masked" if name in MASKED + TOKENS else "first"
+    batch = batch_of(kind, length)
+    if name in TOKENS:
+        batch["labels"] = batch["labels"].where(batch["labels"] < 0, batch["labels"] % 3)
+    return {key: batch[key] for key in ("input_ids", "attention_mask", "labels")}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", CAUSAL + MASKED + ENCODERS + TOKENS)
+def test_loss_is_the_models_own_whatever_the_padding(name, mode):
+    model = tiny(name)
+    found = []
+    for length in (5, 9, 16):
+        batch = data_of(name, length)
+        of_length = kronecker_factors(model, [batch], "classification", kfac_approx=mode)
+        mean = of_length.loss / of_length.num_loss_terms
+        assert_close(mean, model(**batch).loss.item(), rtol=1e-5, atol=1e-6)
+        found.append(of_length)
+    for other in found[1:]:
+        assert_same_blocks(found[0], other)
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_head_of_a_masked_language_model_is_exact(name):
+    model, batch = tiny(name), data_of(name, 5)
+    factors = kronecker_factors(model, [batch], "classification")
+    p = model(**{k: v for k, v in batch.items() if k != "labels"}).logits.softmax(-1).detach()
+    expected = sum(torch.diag(q) - torch.outer(q, q) for q in p[batch["labels"] != IGNORED])
+    (bias,) = {id(p): n for n, p in model.named_parameters() if p.shape == (V,)}.values()
+    assert_close(factors.to_dense(bias), expected)
