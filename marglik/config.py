@@ -126,7 +126,8 @@ class RunConfig:
             options, or to start one where there is none: on a CPU with as many threads to the same
             results to the bit. It goes before overwrite.
         checkpoint_minutes: least time between the states that resume goes on from; they are kept
-            at the ends of epochs and of updates, while the run lasts.
+            at the ends of epochs and of updates, and between the batches of the final evaluation,
+            while the run lasts. Before each update one is kept in any case.
         tensorboard: whether to write TensorBoard files as well.
         accelerator: cpu or cuda; auto takes cuda where there is one. (Apple's mps lacks float64,
             which the evidence needs.)

@@ -143,8 +143,9 @@ class OnlineTraining:
         The model comes back in the mode (train or eval) that it was in.
 
         Args:
-            checkpoints: where the state is kept, from the start on; from one that is there training
-                goes on: on a CPU with as many threads to the same result to the bit.
+            checkpoints: where the state is kept, from the start on, and before each update of the
+                prior; from one that is there training goes on: on a CPU with as many threads to the
+                same result to the bit.
 
         Raises:
             FloatingPointError: the loss or the evidence is not finite.
@@ -169,7 +170,11 @@ class OnlineTraining:
                     bar.set_postfix(loss=f"{self._train_epoch()['loss']:.3f}")
                     bar.update()
                 self._result.seconds = earlier + time.perf_counter() - started
-                if checkpoints is not None and (checkpoints.is_due or self._is_done):
+                if checkpoints is not None and (
+                    checkpoints.is_due
+                    or self._update_follows  # which takes longer than the state, or an epoch
+                    or self._is_done
+                ):
                     checkpoints.save(self.state_dict())
             self._finish()
             self._result.seconds = earlier + time.perf_counter() - started

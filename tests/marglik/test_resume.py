@@ -71,6 +71,14 @@ def test_goes_on_from_an_older_state(tmp_path, monkeypatch):
     check("SGD", resumed("SGD", Checkpoints(tmp_path)))
 
 
+@pytest.mark.parametrize(("stop", "expected"), [(2, 0), (3, 2), (4, 2), (6, 5)])
+def test_interrupted_in_an_update_however_rare_states_are(stop, expected, tmp_path):
+    """The pass over the data may take longer than all epochs before it."""
+    run_until(stop, Checkpoints(tmp_path, minutes=60), "SGD", seed=0)
+    assert len(Checkpoints(tmp_path).load()["records"]) == expected
+    check("SGD", resumed("SGD", Checkpoints(tmp_path, minutes=60)))
+
+
 def test_cases_are_what_they_are_called():
     assert uninterrupted("the first is the best")["evidence"][1] == 2
     assert uninterrupted("SGD")["evidence"][1] == 4
