@@ -1,9 +1,30 @@
-"""What a curvature pass says when the memory is exhausted."""
+"""How much memory there is, and what a curvature pass says when it is exhausted."""
+
+import os
+from pathlib import Path
 
 import torch
 from torch import nn
 
-__all__ = ["is_out_of_memory", "out_of_memory"]
+__all__ = ["is_out_of_memory", "out_of_memory", "total_memory"]
+
+LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""Where a container's limit stands."""
+
+
+def total_memory(device: torch.device) -> int | None:
+    """Bytes of memory that a device has: a GPU's, or the machine's; None where it does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    try:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
+    for path in map(Path, LIMITS):
+        text = path.read_text().strip() if path.is_file() else ""
+        if text.isdigit():  # not "max"
+            total = min(total, int(text))
+    return total
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -8,10 +8,12 @@ from torch import Tensor, nn
 from kfac_backend.block import EigenBlock
 from kfac_backend.curvature_pass import CurvaturePass
 from kfac_backend.loss_hessian import check_targets
+from kfac_backend.memory import total_memory
 from kfac_backend.options import Likelihood
 from kfac_backend.output_covariance import OutputCovariance, PosteriorPrecision
+from kfac_backend.weight_sharing import at_least_float32
 from marglik.config import CurvatureConfig
-from marglik.data import ImageSplits, Splits
+from marglik.data import ImageSet, ImageSplits, Splits
 from marglik.data.split_batches import split_batches
 from marglik.data.tensor_splits import described
 from marglik.links import check_link
@@ -49,7 +51,8 @@ def check_model(
     Raises:
         ValueError: a network that cannot take the inputs, or returns something else than (N, C)
             with one output per class, (N, R, C) for class labels (N, R); targets that do not fit
-            the likelihood; a predictive that is not for such outputs.
+            the likelihood; a predictive that is not for such outputs, or whose samples cannot fit
+            into the memory.
         TypeError: class labels that are no integers.
         NotImplementedError: a layer without a K-FAC rule, or one that cannot predict.
     """
@@ -77,11 +80,33 @@ def check_model(
         check_targets(f, y, likelihood, splits.ignore_index)
         if predictive is not None:
             predictive.check_outputs(f.dim())
+            _check_memory(predictive, model, splits, f, likelihood)
         if curvature_pass is not None:
             curvature_pass.add(x, y)
             if predictive is not None and predictive.method != "nn":
                 check_link(predictive.method, likelihood)
                 OutputCovariance(model, _unit_precision(curvature_pass))(x)
+
+
+def _check_memory(
+    predictive: PredictiveConfig,
+    model: nn.Module,
+    splits: Splits,
+    f: Tensor,
+    likelihood: Likelihood,
+) -> None:
+    memory = total_memory(f.device)
+    if memory is None:
+        return
+    parts = [part for part in (splits.train, splits.validation, splits.test) if part is not None]
+    predictive.check_memory(
+        f[0].numel(),
+        max(len(part if isinstance(part, ImageSet) else part[1]) for part in parts),
+        sum(p.numel() for p in model.parameters() if p.requires_grad),
+        likelihood,
+        memory,
+        at_least_float32(f).element_size(),
+    )
 
 
 def _pass(

@@ -27,6 +27,9 @@ __all__ = [
 PredictiveMethod = Literal["probit", "bridge", "mc", "nn"]
 Predictive = Callable[[Any], Prediction]
 
+COPIES = {"classification": 4, "bernoulli": 6, "regression": 2}
+"""How many arrays as large as all networks' outputs there are at once, at the most; measured."""
+
 
 @dataclass(frozen=True)
 class _OfModel:
@@ -89,6 +92,47 @@ class PredictiveConfig:
                 "networks: --predictive.method nn, with few of them, such as "
                 "--predictive.networks 5."
             )
+
+    def check_memory(
+        self,
+        outputs: int,
+        examples: int,
+        parameters: int,
+        likelihood: Likelihood,
+        memory: int,
+        itemsize: int = 4,
+    ) -> None:
+        """Raise a ValueError if the samples cannot fit into the memory.
+
+        Args:
+            outputs: of one example, C or, of a sequence, R·C.
+            examples: the most that can be in a batch; those of the data.
+            parameters: of the network.
+            likelihood: of the predictive.
+            memory: bytes that there are.
+            itemsize: bytes of a number.
+        """
+        batch = min(self.batch_size, examples)
+        if self.method == "nn":
+            option, count = "networks", self.networks
+            of_one = 3 * parameters + COPIES[likelihood] * batch * outputs
+        else:
+            option, count = "samples", self.samples
+            # Standard normal numbers; where there is no closed form, each example's outputs.
+            sampled = likelihood == "classification" and self.method != "bridge"
+            of_one = outputs + (3 * batch * outputs if sampled else 0)
+        if count * of_one * itemsize <= memory:
+            return
+        # Other things need some, too.
+        fitting = _rounded_down(memory // (3 * of_one * itemsize))
+        way_out = "Take smaller batches (predictive.batch_size)"
+        if fitting:
+            way_out = f"{fitting} fit (--predictive.{option} {fitting}), more with smaller batches"
+        raise ValueError(
+            f"predictive.{option} {count} takes about {count * of_one * itemsize / 2**20:,.0f} MiB "
+            f"for batches of {batch} examples with {outputs} outputs, and there are "
+            f"{memory / 2**20:,.0f} MiB. {way_out}."
+        )
 
     @property
     def label(self) -> str:
@@ -170,3 +214,9 @@ def _network_samples(
         return predict_from_outputs(torch.stack(outputs), likelihood, laplace.sigma_noise)
 
     return _OfModel(predict, model, likelihood)
+
+
+def _rounded_down(number: int) -> int:
+    """The number with its first digit alone."""
+    power = 10 ** (len(str(number)) - 1)
+    return number // power * power

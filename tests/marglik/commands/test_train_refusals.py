@@ -45,6 +45,14 @@ WRONG = {
         ["--predictive.method", "nn", "--predictive.layers", "last"],
         "predictive.layers 'last' is not for method 'nn'",
     ),
+    "samples for no machine": (
+        ["--predictive.samples", "1000000000000"],
+        "predictive.samples 1000000000000 takes about",
+    ),
+    "networks for no machine": (
+        ["--predictive.method", "nn", "--predictive.networks", "1000000000"],
+        "fit (--predictive.networks ",
+    ),
     "a negative number of images": (["--evaluation.uncertain", "-1"], "must be 0 or more, not -1"),
     "no foreign images": (["--ood.num_images", "0"], "num_images=0: must be at least 1"),
     "unknown device": (["--accelerator", "tpu"], "accelerator"),
