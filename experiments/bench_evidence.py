@@ -35,7 +35,8 @@ def evidence_work(model: nn.Module, kfac_approx: KfacApprox) -> tuple[Work, Work
 
     peer = LaplaceTorchKronLaplace(model, "classification", backend=CurvlinopsGGN)
     peer.mean = parameters_to_vector(model.parameters()).detach()
-    peer.loss, peer.n_data, peer.n_outputs = factors.loss, factors.num_data, factors.num_outputs
+    peer.loss, peer.n_outputs = factors.loss, factors.num_outputs
+    peer.n_data = int(factors.num_data)
     kfacs = [[F for F in (block.B, block.A) if F is not None] for block in factors.blocks.values()]
     kron = Kron(kfacs)  # pyright: ignore[reportArgumentType]
     peer.H_facs = kron  # pyright: ignore[reportAttributeAccessIssue]

@@ -28,9 +28,9 @@ class KroneckerBlock:
     """Gradient factor, a sum over the data: (d_out, d_out) or (G, d_out, d_out)."""
     A: Tensor | None = None
     """Input factor, a mean over the data: (d_in, d_in) or (G, d_in, d_in)."""
-    num_terms: int | tuple[int, ...] = 0
-    """How many terms A is the mean of: N·R for expand, N for reduce; one number for all groups, or
-    one for each."""
+    num_terms: float | tuple[float, ...] = 0
+    """How many terms A is the mean of, data of weight c counted c times: N·R for expand, N for
+    reduce; one number for all groups, or one for each."""
 
     def __post_init__(self) -> None:
         A_shape = None if self.A is None else self.A.shape
@@ -64,9 +64,10 @@ class KroneckerBlock:
         V = self.B @ V if self.A is None else self.B @ V @ self.A.mT
         return V.reshape(v.shape)
 
-    def scale(self, factor: float) -> "KroneckerBlock":
-        """The block times a factor ≥ 0."""
-        return replace(self, B=self.B * factor)
+    def scale(self, weight: float) -> "KroneckerBlock":
+        """The block of the same data with a weight ≥ 0: B and the terms of A's mean times it."""
+        terms = tuple(number * weight for number in _terms(self))
+        return replace(self, B=self.B * weight, num_terms=terms[0] if len(terms) == 1 else terms)
 
     def add(self, other: "KroneckerBlock") -> "KroneckerBlock":
         """The block of the union of both data sets: B is summed, A averaged over all terms."""
@@ -78,18 +79,22 @@ class KroneckerBlock:
         if self.A is None or other.A is None:
             return replace(self, B=self.B + other.B)
         for block in (self, other):
-            if not _terms(block).any() and block.B.any() and block.A is not None and block.A.any():
+            if not any(_terms(block)) and block.B.any() and block.A is not None and block.A.any():
                 raise ValueError(
                     f"The block of '{self.name}' needs num_terms for its mean A to be added. That "
                     "of a tensor used in two ways has none: pass all the data at once."
                 )
-        mine, theirs = _terms(self), _terms(other)
-        total = mine + theirs
-        share = (mine / total.clamp(min=1)).to(self.A)
-        A = self.A * share + other.A * (theirs / total.clamp(min=1)).to(self.A)
-        terms: list[int] = total.flatten().long().tolist()
+        pairs = list(zip(_terms(self), _terms(other), strict=True))
+        terms = tuple(mine + theirs for mine, theirs in pairs)
+        # The share of each group's terms that is in the other; none where neither has a term.
+        shares = [
+            pair[1] / total if total else 0.0 for pair, total in zip(pairs, terms, strict=True)
+        ]
+        share = torch.tensor(shares, dtype=torch.float64)
+        share = share[:, None, None] if len(terms) > 1 else share
+        A = self.A * (1 - share).to(self.A) + other.A * share.to(self.A)
         return replace(
-            self, B=self.B + other.B, A=A, num_terms=tuple(terms) if len(terms) > 1 else terms[0]
+            self, B=self.B + other.B, A=A, num_terms=terms[0] if len(terms) == 1 else terms
         )
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None):
@@ -147,10 +152,9 @@ class KroneckerBlock:
         return v.reshape(*v.shape[:-1], *self.B.shape[:-1], columns)
 
 
-def _terms(block: KroneckerBlock) -> Tensor:
-    """The numbers of terms, as they multiply A."""
-    terms = torch.as_tensor(block.num_terms, dtype=torch.float64)
-    return terms[:, None, None] if terms.dim() else terms
+def _terms(block: KroneckerBlock) -> tuple[float, ...]:
+    """The numbers of terms: of all groups together, or of each."""
+    return block.num_terms if isinstance(block.num_terms, tuple) else (block.num_terms,)
 
 
 def compute_eigenvalues(blocks: Iterable[KroneckerBlock]) -> None:

@@ -1,8 +1,10 @@
 """Files that are either whole or not there, and the SHA-256 sums of what was written into them."""
 
+import errno
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,27 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-__all__ = ["parse_json", "sha256", "sha256_of_tensors", "write_file", "write_tensors"]
+__all__ = [
+    "DiskFullError",
+    "parse_json",
+    "remove_leftovers",
+    "sha256",
+    "sha256_of_tensors",
+    "temporary_path",
+    "write_file",
+    "write_tensors",
+]
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""A full disk, a quota, a limit on the size of files."""
+PREFIX = ".partial-"
+
+_in_work: set[Path] = set()
+"""Temporary files that this process is writing."""
+
+
+class DiskFullError(OSError):
+    """A file has no room; what was there before is as it was."""
 
 
 def write_file(path: str | Path, content: bytes) -> str:
@@ -20,19 +42,77 @@ def write_file(path: str | Path, content: bytes) -> str:
     The content is on the disk before the name is, so that a crash of the machine leaves the old
     file or the new one. The sum is made of what was handed over: one of what lies at the path
     afterwards would vouch for whatever another process put there.
+
+    Raises:
+        DiskFullError: there is no room for it; it names the bytes that are wanted, and those that
+            are free.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    temporary = temporary_path(path)
+    _in_work.add(temporary)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        temporary.unlink(missing_ok=True)  # what is free then counts
+        raise _disk_full(path, len(content), error) from error
     finally:
         temporary.unlink(missing_ok=True)
+        _in_work.discard(temporary)
     return sha256(content)
+
+
+def temporary_path(path: Path) -> Path:
+    """A hidden name beside a path, for what this process has in work; see `remove_leftovers`."""
+    return path.with_name(f"{PREFIX}{os.getpid()}-{path.name}")
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what processes that were killed had in work in a folder and in those below it.
+
+    What processes of this machine that live have in work stays. Processes of other machines are
+    not seen: whoever calls this holds the folder's lock.
+    """
+    for path in [*folder.rglob(f"{PREFIX}*")]:
+        owner = path.name.removeprefix(PREFIX).partition("-")[0]
+        if not owner.isdigit() or path in _in_work:
+            continue
+        # In a container all processes may have had one number, that of this one.
+        if int(owner) == os.getpid() or not _is_alive(int(owner)):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def _is_alive(process: int) -> bool:
+    if os.name != "posix":  # where asking would end it
+        return True
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # of someone else
+        return True
+    return True
+
+
+def _disk_full(path: Path, wanted: int, error: OSError) -> DiskFullError:
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    free = shutil.disk_usage(folder).free
+    found = DiskFullError(
+        f"{path} cannot be written ({os.strerror(error.errno or 0)}): {wanted:,} bytes are wanted, "
+        f"{free:,} are free. Nothing half-written is left, and what was there before is whole. "
+        "Make room there."
+    )
+    found.errno = error.errno
+    return found
 
 
 def write_tensors(

@@ -34,18 +34,23 @@ LATER_FIELDS = ("rank_tolerance", "trace", "trace_left_out")
 class KroneckerFactors:
     """GGN ≈ block-diag(B ⊗ A) over the parameter tensors: a sum over the data, without the prior.
 
-    Source: Eschenhagen et al. 2023 (arXiv:2311.00636), sections 3.2 and 3.3. For regression the
-    noise is 1; another noise σ and a temperature T divide the curvature: factors * (1/σ²/T).
+    ``c * factors`` are those of the same data with a weight c ≥ 0, as if each example had been seen
+    c times: B, the loss and all counts are multiplied, the mean A stays. So sums are weighted sums
+    over the data, ``0.95 * old + 0.05 * new`` is a moving average of A and of B, and
+    ``factors * (1/T)`` has the likelihood tempered by T. For regression the noise is 1; the
+    curvature and the loss at another σ are those of ``factors * (1/σ²)``.
+
+    Source: Eschenhagen et al. 2023 (arXiv:2311.00636), sections 3.2 and 3.3.
     """
 
     blocks: dict[str, KroneckerBlock]
     """Parameter name -> block, in the order of ``model.named_parameters()``."""
-    num_data: int
-    """N, the examples that were seen."""
+    num_data: float
+    """N, the examples that were seen; one of weight c counts as c."""
     num_outputs: int
     """C, the size of the outputs' last axis."""
-    num_loss_terms: int
-    """Loss terms in all: N unless examples have several."""
+    num_loss_terms: float
+    """Loss terms in all, with their weights: N unless examples have several."""
     loss: float
     """Σ ℓ (nats) over the data: see `loss_hessian.loss_sum`."""
     likelihood: Likelihood
@@ -80,12 +85,20 @@ class KroneckerFactors:
         """The share of Σ tr Λ that was left out; 0 unless a rank_tolerance was asked for."""
         return self.trace_left_out / self.trace if self.trace else 0.0
 
-    def __mul__(self, factor: float) -> "KroneckerFactors":
-        """The curvature times a factor ≥ 0; the loss and the counts stay."""
-        if not 0.0 <= float(factor) < float("inf"):
-            raise ValueError(f"Factors can be multiplied by a finite number ≥ 0, not by {factor}.")
-        scaled = {name: block.scale(float(factor)) for name, block in self.blocks.items()}
-        return replace(self, blocks=scaled)
+    def __mul__(self, weight: float) -> "KroneckerFactors":
+        """The factors of the same data with a weight ≥ 0, as if it were there so many times."""
+        if not 0.0 <= float(weight) < float("inf"):
+            raise ValueError(f"Factors can be multiplied by a finite number ≥ 0, not by {weight}.")
+        c = weight if isinstance(weight, int) else float(weight)  # whole counts stay whole
+        return replace(
+            self,
+            blocks={name: block.scale(c) for name, block in self.blocks.items()},
+            num_data=self.num_data * c,
+            num_loss_terms=self.num_loss_terms * c,
+            loss=self.loss * c,
+            trace=self.trace * c,
+            trace_left_out=self.trace_left_out * c,
+        )
 
     __rmul__ = __mul__
 
@@ -217,5 +230,5 @@ class KroneckerFactors:
             raise KeyError(f"No vector for parameter '{missing[0]}'; pass one per block.")
 
 
-def _number_or_tuple(value: int | list[int]) -> int | tuple[int, ...]:
+def _number_or_tuple(value: float | list[float]) -> float | tuple[float, ...]:
     return tuple(value) if isinstance(value, list) else value

@@ -120,16 +120,18 @@ class _Decomposition:
 
     def __init__(self, blocks: list[KroneckerBlock]) -> None:
         self.blocks = blocks
+        self._eigen: dict[int, EigenBlock] = {}
 
     @cached_property
     def spectra(self) -> Spectra:
         """Eigenvalues without vectors."""
         return Spectra.of(self.blocks)
 
-    @cached_property
-    def eigen(self) -> list[EigenBlock]:
-        """Eigenvalues and -vectors."""
-        return [block.decompose() for block in self.blocks]
+    def eigen(self, index: int) -> EigenBlock:
+        """Eigenvalues and -vectors of one block."""
+        if index not in self._eigen:
+            self._eigen[index] = self.blocks[index].decompose()
+        return self._eigen[index]
 
 
 class EigenKron(KronDecomposed):
@@ -158,7 +160,7 @@ class EigenKron(KronDecomposed):
     @property
     def blocks(self) -> list[EigenBlock]:
         """The scaled blocks, without δ."""
-        return [block.scale(self.scale) for block in self._decomposition.eigen]
+        return [self._decomposition.eigen(i).scale(self.scale) for i in range(len(self))]
 
     @property
     def eigenvalues(self) -> list[list[Tensor]]:  # pyright: ignore
@@ -183,12 +185,14 @@ class EigenKron(KronDecomposed):
 
     __rmul__ = __mul__
 
+    def spectrum(self, index: int) -> tuple[EigenBlock, Tensor]:
+        """One scaled block's eigenvectors, and the eigenvalues of it + δ in their basis."""
+        block = self._decomposition.eigen(index).scale(self.scale)
+        return block, block.spectrum(self.deltas.expand(len(self))[index], self.damping)
+
     def spectra(self) -> list[tuple[EigenBlock, Tensor]]:
-        """Each scaled block's eigenvectors, and the eigenvalues of it + δ in their basis."""
-        return [
-            (block, block.spectrum(delta, self.damping))
-            for block, delta in zip(self.blocks, self.deltas.expand(len(self)), strict=True)
-        ]
+        """The spectrum of each block."""
+        return [self.spectrum(i) for i in range(len(self))]
 
     def logdet(self) -> Tensor:
         """Σ log(βα + δ), differentiable in δ and in a scalar that multiplied the blocks."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_backend.files import write_tensors
+from kfac_backend.files import parse_json, write_tensors
 from kfac_backend.kronecker import KroneckerFactors
 from marglik.model_state import read_safetensors
 from marglik.record_file import read_record, write_record
@@ -79,24 +79,29 @@ class Checkpoints:
         self._number += 1
         of_tensors = f"tensors-{self._number}.safetensors"
         named = {str(i): t for i, t in enumerate(tensors)}
-        sum_of_tensors = write_tensors(self.folder / of_tensors, named)
-        self._write_factors(factors)
-        files = [name for _, name, _ in self._written]
-        sums = {name: sum_ for _, name, sum_ in self._written}
-        record = {
-            "format": FORMAT,
-            "version": FORMAT_VERSION,
-            "number": self._number,
-            "run": self.run,
-            "made_with": self.made_with,
-            "tensors": of_tensors,
-            "factors": files,
-            "state": plain,
-        }
-        write_record(self.folder / STATE, record, sums | {of_tensors: sum_of_tensors})
-        for path in self.folder.glob("*.safetensors"):
-            if path.name not in (of_tensors, *files):
-                path.unlink()
+        try:
+            sum_of_tensors = write_tensors(self.folder / of_tensors, named)
+            written = self._write_factors(factors)
+            files = [name for _, name, _ in written]
+            sums = {name: sum_ for _, name, sum_ in written}
+            record = {
+                "format": FORMAT,
+                "version": FORMAT_VERSION,
+                "number": self._number,
+                "run": self.run,
+                "made_with": self.made_with,
+                "tensors": of_tensors,
+                "factors": files,
+                "state": plain,
+            }
+            write_record(self.folder / STATE, record, sums | {of_tensors: sum_of_tensors})
+        except OSError:  # such as a full disk, which the files of half a state would keep full
+            whole = (self.folder / STATE).is_file()
+            old = parse_json((self.folder / STATE).read_bytes()) if whole else {}
+            self._remove_tensors_but(old.get("tensors"), *old.get("factors", ()))
+            raise
+        self._written = written
+        self._remove_tensors_but(of_tensors, *files)
         self._last = time.monotonic()
 
     def load(self, device: torch.device | str = "cpu") -> dict[str, Any]:
@@ -140,7 +145,10 @@ class Checkpoints:
         check_same_run(self.run, record["run"], self.folder)
         return record
 
-    def _write_factors(self, factors: list[KroneckerFactors]) -> None:
+    def _write_factors(
+        self, factors: list[KroneckerFactors]
+    ) -> list[tuple[KroneckerFactors, str, str]]:
+        """Write those that are new; returns each with its file and the sum of that."""
         written = []
         for i, one in enumerate(factors):
             same = [entry for entry in self._written if entry[0] is one]
@@ -149,7 +157,12 @@ class Checkpoints:
                 continue
             name = f"factors-{self._number}-{i}.safetensors"
             written.append((one, name, one.save(self.folder / name)))
-        self._written = written
+        return written
+
+    def _remove_tensors_but(self, *names: str | None) -> None:
+        for path in self.folder.glob("*.safetensors"):
+            if path.name not in names:
+                path.unlink()
 
 
 def check_same_run(here: dict[str, Any], there: dict[str, Any], folder: Path) -> None:

@@ -21,6 +21,12 @@ COMMANDS = {
     "report": "one page about one run, or several side by side",
 }
 
+GOES_ON = {
+    "train": "the same command with --resume goes on from its last checkpoint",
+    "fit": "the same command goes on, with the curvature pass if that was done",
+}
+"""What a user does whose command was cut off."""
+
 TRACEBACK_VARIABLE = "MARGLIK_TRACEBACK"
 """Set to 1 to see the traceback of an error that otherwise ends in one line."""
 
@@ -40,10 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _module(asked).run(own[asked], options[asked])
         return 0
     except KeyboardInterrupt:
-        what = "what was written so far is kept"
-        if asked == "train":
-            what = "the same command with --resume goes on from its last checkpoint"
-        print(f"\nmarglik: interrupted; {what}.", file=sys.stderr)
+        way_out = GOES_ON.get(asked or "", "what was written so far is kept")
+        print(f"\nmarglik: interrupted; {way_out}.", file=sys.stderr)
         return 130
     except ArgumentError as error:
         _print_error(f"{str(error).rstrip('.')}. See marglik{f' {asked}' if asked else ''} --help.")
@@ -51,8 +55,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, NotImplementedError, OSError, FloatingPointError) as error:
         if os.environ.get(TRACEBACK_VARIABLE) == "1":
             raise
-        _print_error(str(error))
+        _print_error(str(error) + (_way_out(asked, error) if isinstance(error, OSError) else ""))
         return 2
+
+
+def _way_out(asked: str | None, error: OSError) -> str:
+    """How a command goes on that found the disk full."""
+    from kfac_backend.files import DiskFullError  # imports torch, which marglik --help is spared
+
+    if not isinstance(error, DiskFullError) or asked not in GOES_ON:
+        return ""
+    return f" After that, {GOES_ON[asked]}."
 
 
 def _print_error(message: str) -> None:

@@ -35,7 +35,7 @@ class EvidenceTerms:
     """‖θ_b − μ_b‖² per block, (B,), float64."""
     loss: float
     """Σ ℓ over the data (nats) at σ = 1."""
-    num_targets: int
+    num_targets: float
     """Scalars in all targets, N·C for one loss term per example; regression's normaliser."""
     likelihood: Likelihood
 

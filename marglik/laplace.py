@@ -189,7 +189,7 @@ class KronLaplace(OutputDistribution):
     def _set_factors(self, factors: KroneckerFactors) -> None:
         self.factors = factors
         self.loss = factors.loss
-        self.n_data = factors.num_data
+        self.n_data = factors.num_data  # pyright: ignore  # not whole where data has weights
         self.n_outputs = factors.num_outputs
         self.model.output_size = factors.num_outputs  # pyright: ignore  # laplace-torch reads it
         self.H_facs = FactorKron.from_factors(factors, self._dtype)

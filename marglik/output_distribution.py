@@ -8,6 +8,7 @@ import torch
 from laplace import KronLaplace as LaplaceTorchKronLaplace
 from torch import Tensor
 
+from kfac_backend.block import EigenBlock
 from kfac_backend.laplace_kron import EigenKron, FactorKron
 from kfac_backend.options import check_option
 from kfac_backend.output_covariance import OutputCovariance
@@ -46,12 +47,14 @@ class OutputDistribution(LaplaceTorchKronLaplace):
         with self._model_kept():
             return self._output_covariance(x, layers, memory)(x)
 
-    @property
-    def precision_blocks(self) -> dict[str, tuple[Any, Tensor]]:
-        """Parameter name -> eigenvectors and eigenvalues of the posterior precision's block."""
+    def precision_blocks(self, prefix: str = "") -> dict[str, tuple[EigenBlock, Tensor]]:
+        """Parameter name -> eigenvectors and eigenvalues of the posterior precision's block.
+
+        Blocks whose names do not start with the prefix are left out, and not decomposed.
+        """
         precision = cast(EigenKron, self.posterior_precision)
         names = cast(FactorKron, self.H_facs).names
-        return dict(zip(names, precision.spectra(), strict=True))
+        return {n: precision.spectrum(i) for i, n in enumerate(names) if n.startswith(prefix)}
 
     def _output_covariance(self, x: Any, layers: Layers, memory: int | None) -> OutputCovariance:
         """The covariance at the present hyperparameters, made anew when they change."""
@@ -63,12 +66,9 @@ class OutputDistribution(LaplaceTorchKronLaplace):
         )
         known = self._covariances.get((layers, memory))
         if known is None or known[0] != state:
+            name = last_layer(self.model, x) if layers == "last" else ""
             with torch.inference_mode(False), torch.no_grad():
-                blocks = self.precision_blocks
-            if layers == "last":
-                name = last_layer(self.model, x)
-                prefix = f"{name}." if name else ""
-                blocks = {n: block for n, block in blocks.items() if n.startswith(prefix)}
+                blocks = self.precision_blocks(f"{name}." if name else "")
             covariance = OutputCovariance(self.model, blocks, memory=memory)
             self._covariances[layers, memory] = known = (state, covariance)
         return known[1]

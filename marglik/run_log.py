@@ -1,7 +1,6 @@
 """The record of a run: a line of JSON per epoch and update, TensorBoard on request."""
 
 import json
-import os
 import platform
 import shutil
 from collections.abc import Collection, Iterator
@@ -14,6 +13,7 @@ from typing import Any, Self
 import torch
 from filelock import FileLock, Timeout
 
+from kfac_backend.files import remove_leftovers, temporary_path
 from marglik import run_files
 from marglik.run_files import CHECKPOINT, LOG
 
@@ -107,7 +107,7 @@ def clear(folder: Path, keep: Collection[str] = ()) -> None:
 def discard(folder: Path) -> None:
     """Remove a folder if it is there; nobody who comes later sees half of it."""
     if folder.exists():
-        condemned = folder.with_name(f".{folder.name}.{os.getpid()}")
+        condemned = temporary_path(folder)
         folder.rename(condemned)
         shutil.rmtree(condemned)
 
@@ -128,6 +128,7 @@ def run_lock(folder: Path) -> Iterator[None]:
             f"Another process runs in {folder}; wait for it, or pass another --output."
         ) from error
     try:
+        remove_leftovers(folder)
         yield
     finally:
         with suppress(OSError):  # some systems keep a file that is open

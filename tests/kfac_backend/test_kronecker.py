@@ -138,6 +138,82 @@ def test_sum_and_product(model):
         first + other
 
 
+WEIGHED = ("num_data", "num_loss_terms", "loss", "trace", "trace_left_out")
+
+
+@pytest.fixture
+def attention():
+    """Cross-attention, whose packed weight has one number of terms for queries, one for keys."""
+    torch.manual_seed(0)
+
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(2, 1, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            keys = x.flatten(2).mT  # (N, 9, 2)
+            return self.attention(keys[:, :4], keys, keys, need_weights=False)[0].mean(1)
+
+    return Attends().double()
+
+
+@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
+@pytest.mark.parametrize("name", ["model", "attention"])
+def test_weighted_sums_are_the_factors_of_repeated_data(name, kfac_approx, request):
+    model = request.getfixturevalue(name)
+    options = {"kfac_approx": kfac_approx, "rank_tolerance": 0.4}
+    generator = torch.Generator().manual_seed(0)
+    first, second = (
+        (torch.randn(n, 2, 3, 3, dtype=torch.float64, generator=generator), torch.zeros(n).long())
+        for n in (5, 2)
+    )
+    F, G = (kronecker_factors(model, [d], "classification", **options) for d in (first, second))
+    repeated = kronecker_factors(model, [first, first, second], "classification", **options)
+    assert name == "model" or F.blocks["attention.in_proj_weight"].num_terms[0] < 45
+
+    def assert_same(found, expected):
+        assert_close(dense(found), dense(expected))
+        for name, of_all in expected.blocks.items():
+            of_sum = found.blocks[name]
+            assert_close(of_sum.B, of_all.B)
+            assert_close(of_sum.A, of_all.A)
+            assert of_sum.num_terms == pytest.approx(of_all.num_terms, rel=1e-9, abs=0)
+        for field in WEIGHED:
+            assert getattr(found, field) == pytest.approx(
+                getattr(expected, field), rel=1e-9, abs=0
+            ), field
+
+    assert_same(2 * F + G, repeated)
+    assert_same(F + 0.5 * G + F * 1.0 + G * 0.5, repeated)
+    assert_same(1e-6 * (2e-3 * F + 1e-3 * G), repeated * 1e-9)
+    assert_same(0 * F + G, G)
+    assert (F.trace_left_out > 0) == (name == "model")  # two classes have one vector
+    assert isinstance((2 * F).num_data, int) and F.trace > 0
+    mixed = 0.95 * F + 0.05 * G
+    assert mixed.num_data == pytest.approx(0.95 * 5 + 0.05 * 2)
+    plain = F + G  # the control: without weights the mean is another one
+    weight = list(F.blocks)[0]
+    assert (mixed.blocks[weight].A - plain.blocks[weight].A).norm() > 0.01 * plain.blocks[
+        weight
+    ].A.norm()
+
+
+def test_a_moving_average_forgets(model):
+    """F ← 0.9 F + 0.1 F_batch, against the weights 0.9^(t-s) written out."""
+    batches = [factors_of(model, 4, seed) for seed in range(5)]
+    average = batches[0]
+    for batch in batches[1:]:
+        average = 0.9 * average + 0.1 * batch
+    weights = [0.9**4] + [0.1 * 0.9 ** (4 - t) for t in range(1, 5)]
+    assert average.num_data == pytest.approx(4)
+    for part in ("A", "B"):
+        expected = sum(
+            w * getattr(F.blocks["3.weight"], part) for w, F in zip(weights, batches, strict=True)
+        )
+        assert_close(getattr(average.blocks["3.weight"], part), expected)
+
+
 def test_means_without_a_count_cannot_be_added():
     block = KroneckerBlock("w", torch.eye(2), torch.eye(3))
     with pytest.raises(ValueError, match="'w' needs num_terms"):
@@ -168,6 +244,13 @@ def test_saved_factors_load_equal(model, tmp_path):
     ):
         assert getattr(loaded, field) == getattr(factors, field)
     assert_close(dense(loaded + loaded), dense(factors + factors))
+    weighted = 0.3 * factors
+    weighted.save(path)
+    assert KroneckerFactors.load(path).num_data == weighted.num_data != 1
+    assert [b.num_terms for b in KroneckerFactors.load(path).blocks.values()] == [
+        b.num_terms for b in weighted.blocks.values()
+    ]
+    factors.save(path)
     assert [p.name for p in tmp_path.iterdir()] == ["factors.safetensors"]
     assert path.stat().st_mode & 0o777 == 0o666 & ~UMASK  # others may read it, if they may
     header = json.loads(path.read_bytes()[8 : 8 + int.from_bytes(path.read_bytes()[:8], "little")])

@@ -1,7 +1,9 @@
 """A run's state comes back from its folder to the bit, whenever it was cut off; damage is named."""
 
+import errno
 import json
 import math
+import os
 from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kfac_backend.files import DiskFullError
 from marglik import record_file
 from marglik.checkpoint import Checkpoints
 from tests.marglik.posteriors import fitted
@@ -149,7 +152,7 @@ def test_keys_of_other_types_are_refused(key, folder):
 
 
 def test_only_the_latest_state_is_there(folder):
-    (folder / ".tensors-9.1234.safetensors").write_bytes(b"of a process that was killed")
+    (folder / "tensors-9.safetensors").write_bytes(b"of a process that was killed")
     for number in range(3, 7):
         state = states(number)
         state["more"] = [state["factors"]] * (number % 3)
@@ -230,6 +233,30 @@ def test_a_crash_at_any_point_leaves_a_whole_state(late, tmp_path, monkeypatch):
     assert done == [*3 * ["write", "replace", "unlink"], "unlink", "unlink", "all"]
     first = 7 + (not late)  # the one that replaces the record
     assert found == [2] * first + [3] * (len(found) - first)
+
+
+@pytest.mark.parametrize("fails", range(3))
+def test_a_full_disk_leaves_the_state_before(fails, folder, monkeypatch):
+    """And nothing of half a state, which would keep the disk full; there is room later."""
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    checkpoints, real, written = Checkpoints(folder, run={"seed": 1}), os.fsync, 0
+
+    def full(file):
+        nonlocal written
+        written += 1
+        if written > fails:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(file)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(DiskFullError, match=["tensors-3", "factors-3", "state.json"][fails]):
+            checkpoints.save(states(3))
+    assert written == fails + 1
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    checkpoints.save(states(3))
+    assert same(states(3), Checkpoints(folder, run={"seed": 1}).load())
+    assert len(list(folder.iterdir())) == 3
 
 
 def test_a_crash_in_the_first_save_is_no_state(tmp_path, monkeypatch):

@@ -134,6 +134,12 @@ def test_temperature_divides_the_whole_log_likelihood():
     for la in (at_one, at_half):
         la.fit([dataset.tensors])
     assert_close(at_half.log_likelihood, 2 * at_one.log_likelihood)
+    # Tempering is a weight of the data.
+    twice = KronLaplace(model, "regression", sigma_noise=0.4)
+    twice.restore(2 * at_one.factors)
+    assert_close(twice.log_likelihood, at_half.log_likelihood)
+    assert_close(twice.log_marginal_likelihood(), at_half.log_marginal_likelihood())
+    assert (twice.log_likelihood - at_one.log_likelihood).abs() > 1
 
 
 def test_override_false_adds_data():

@@ -8,8 +8,10 @@ from torch import nn
 from torch.func import functional_call, jacrev
 from torch.testing import assert_close
 
+from kfac_backend import block, eigen
 from marglik import KronLaplace
 from marglik.output_distribution import OutputDistribution
+from marglik.subset import last_layer
 from tests import oracles
 from tests.kfac_backend.networks import images, wide_resnet
 from tests.marglik.small_laplace import DELTAS, TakesMapping, data, fitted, network
@@ -155,6 +157,19 @@ def test_last_layer_is_a_laplace_approximation_of_it_alone():
     assert_close(la.output_distribution(x, "last")[1], covariance)
     with pytest.raises(ValueError, match="layers='first' is not supported; choose one of 'all'"):
         la.output_distribution(x, "first")
+
+
+def test_last_layer_decomposes_its_own_factors_alone(monkeypatch):
+    decomposed = []
+    monkeypatch.setattr(
+        block, "eigh", lambda F, name: decomposed.append(name) or eigen.eigh(F, name)
+    )
+    la, x = fitted()
+    la.output_distribution(x, layers="last")
+    name = last_layer(la.model, x)
+    assert decomposed == [f"{name}.weight, B", f"{name}.weight, A", f"{name}.bias, B"]
+    la.output_distribution(x)
+    assert len(set(decomposed)) == len(decomposed) > 3
 
 
 def test_last_layer_of_a_single_layer_and_of_a_model_with_parameters_of_its_own():

@@ -249,6 +249,14 @@ def test_what_is_left_of_a_finished_run_is_removed(whole, cut_off):
     assert results_of(whole) == before
 
 
+def test_what_a_killed_process_was_writing_is_removed(whole):
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    (whole / f".partial-{killed.pid}-posterior.safetensors").write_bytes(b"half")
+    assert main(command(whole, "--resume")) == 0
+    assert names_in(whole) == LEFT
+
+
 def test_without_resume_a_run_that_was_cut_off_is_refused(cut_off, whole, capsys):
     before = content(cut_off)
     assert "--resume to go on with it" in refusal(capsys, *command(cut_off))
