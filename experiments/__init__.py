@@ -1,1 +1,1 @@
-"""One script per table and figure, and the benchmarks; results as JSON in `results/`."""
+"""One script per table and figure, and the benchmarks. `results/` has what the READMEs quote."""

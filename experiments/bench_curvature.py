@@ -5,7 +5,8 @@ weights in channels_last: V = 9 for the exact GGN of ten classes, V = 1 for one 
 All contenders take turns within one run and their medians are compared, so that ratios hold on a
 noisy machine. Float32, CIFAR-10 shapes, all 50 tensors (the peers: those that they can take).
 
-Its parts, each a JSON file in ``results/bench_curvature_DEVICE/`` written when it is done:
+Its parts, each a JSON file in ``results/bench_curvature_DEVICE/`` (of the working directory),
+written when it is done:
 
 - batch_32, batch_128: every contender, and peak memory.
 - growth: how the time of a batch grows with its size, and with the network's width, the images'
@@ -17,9 +18,8 @@ after an interruption and keeps the parts that are there.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,13 +36,12 @@ from experiments.contenders import (
     peer,
     training_step,
 )
-from experiments.parts import parse_options, parts_parser, parts_to_measure
+from experiments.options import parse_options, parts_parser, parts_to_measure
 from experiments.timing import interleaved, medians, peak_memory
 from kfac_backend.laplace_interface import KfacGGN
 from marglik.record_file import write_json
 from marglik.run_log import environment
 
-RESULTS = Path(__file__).parent / "results"
 GROWTH = {
     "batch_size": (8, 32, 128, 256),
     "width": (1, 2, 4, 8),
@@ -184,21 +183,21 @@ def _measured(config: Config, work: dict[str, Work]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the options, measure what is missing, print and write."""
     parser = parts_parser(__doc__ or "", PARTS, Config.device)
     parser.add_argument("--repetitions", type=int, help="instead of each part's own")
-    options = parse_options(parser, PARTS)
+    options = parse_options(parser, PARTS, arguments)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", module="laplace")
-    folder = RESULTS / f"bench_curvature_{options.device}"
+    folder = options.results / f"bench_curvature_{options.device}"
     for name, path in parts_to_measure(options, folder):
         run, differs = PARTS[name]
         if options.repetitions:
             differs = differs | {"repetitions": options.repetitions}
         write_json(path, run(replace(Config(device=options.device), **differs)))
     print(report.write(folder))
-    print(f"Written to experiments/results/{folder.name}/")
+    print(f"Written to {folder}/")
 
 
 if __name__ == "__main__":

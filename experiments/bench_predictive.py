@@ -2,7 +2,8 @@
 
 The limit of a batch is a forward pass and C = 10 backward passes to the inputs only, in
 channels_last. Float32, CIFAR-10 shapes, all 50 tensors (laplace-torch: without Fixup's scalars).
-Its parts, each a JSON file in ``results/bench_predictive_DEVICE/`` written when it is done:
+Its parts, each a JSON file in ``results/bench_predictive_DEVICE/`` (of the working directory),
+written when it is done:
 
 - batch_32: a training step, the limit, ours with all layers and with the last, taking turns; and
   the peak memory of each, beside the posterior's eigenvectors.
@@ -19,6 +20,7 @@ import resource
 import subprocess
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from torch import Tensor
 
 from experiments.cifar10 import default_source, images
 from experiments.contenders import limit, network, training_step
-from experiments.parts import parse_options, parts_parser, parts_to_measure
+from experiments.options import parse_options, parts_parser, parts_to_measure
 from experiments.timing import interleaved, medians, peak_memory, seconds
 from marglik.build import build_from_spec
 from marglik.data import ImageData
@@ -38,8 +40,6 @@ from marglik.record_file import write_json
 from marglik.run_log import environment
 
 __all__ = ["Config", "table"]
-
-RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True)
@@ -182,15 +182,16 @@ def _peak_resident() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the options, measure what is missing, print and write."""
-    options = parse_options(parts_parser(__doc__ or "", PARTS, Config.device), PARTS)
+    options = parse_options(parts_parser(__doc__ or "", PARTS, Config.device), PARTS, arguments)
     warnings.filterwarnings("ignore", category=FutureWarning)
-    folder = RESULTS / f"bench_predictive_{options.device}"
+    folder = options.results / f"bench_predictive_{options.device}"
     for name, path in parts_to_measure(options, folder):
         write_json(path, PARTS[name](replace(Config(), device=options.device)))
     (folder / "table.md").write_text(table(folder) + "\n")
     print(table(folder))
+    print(f"Written to {folder}/")
 
 
 if __name__ == "__main__":

@@ -10,16 +10,15 @@ convolutions, self-attention, and GraphNetworks on graphs of different sizes. Ex
 with the Jacobian from `torch.func.jacrev`, in float64; the approximations are
 `kfac_backend.kronecker_factors`.
 
-``python -m experiments.exactness`` takes half a minute and writes ``results/exactness/``;
-``--report`` makes table and figures anew from the JSON there.
+``python -m experiments.exactness`` takes half a minute and writes ``results/exactness/`` in the
+working directory; ``--report`` makes table and figures anew from the JSON there.
 """
 
 import argparse
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,13 +27,13 @@ from torch.func import functional_call, jacrev
 
 from experiments.exactness_networks import Case, Config, Setting, cases
 from experiments.exactness_report import write_report
+from experiments.options import add_results
 from kfac_backend import KroneckerFactors, kronecker_factors
 from marglik.record_file import write_json
 from marglik.run_log import environment
 
 __all__ = ["Config", "exact_blocks", "main", "run"]
 
-RESULTS = Path(__file__).parent / "results" / "exactness"
 MODES: tuple[Setting, ...] = ("expand", "reduce")
 
 
@@ -105,21 +104,23 @@ def _layer(name: str) -> str:
     return name.removesuffix(".weight").replace(".", ", ")
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the options; compute and write, or write the report alone."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--seeds", type=int, default=Config.seeds, help="default: %(default)s")
-    parser.add_argument("--folder", type=Path, default=RESULTS, help="where results are written")
+    add_results(parser)
     parser.add_argument("--report", action="store_true", help="from the JSON file that is there")
     options = parser.parse_args(arguments)
     if options.seeds < 1:
         parser.error(f"--seeds {options.seeds}: at least one is needed")
-    path = options.folder / "exactness.json"
+    folder = options.results / "exactness"
+    path = folder / "exactness.json"
     if not options.report:
         write_json(path, run(replace(Config(), seeds=options.seeds)))
     elif not path.exists():
-        parser.error(f"--report: no {path.name} in the folder; leave --report out to compute it")
-    print(write_report(json.loads(path.read_text(encoding="utf-8")), options.folder))
+        parser.error(f"--report: no {path}; leave --report out to compute it")
+    print(write_report(json.loads(path.read_text(encoding="utf-8")), folder))
+    print(f"Written to {folder}/")
 
 
 if __name__ == "__main__":

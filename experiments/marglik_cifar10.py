@@ -15,7 +15,8 @@ the initial weight decay. What the paper leaves open are variants, see `table2_s
     python -m experiments.marglik_cifar10 --report             # table and figures alone
 
 Each run keeps its state in ``runs/table2`` and goes on from it when the command is given again. It
-writes one JSON file into ``results/table2``, from which `table2_report` makes table and figures.
+writes one JSON file into ``results/table2`` of the working directory, from which `table2_report`
+makes table and figures. The project's own numbers are in ``experiments/results/table2``.
 """
 
 import argparse
@@ -24,7 +25,7 @@ import signal
 import statistics
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from itertools import product
@@ -35,6 +36,7 @@ import torch
 from torch import nn
 
 from experiments.cifar10 import Source, default_source
+from experiments.options import add_results
 from experiments.processes import as_they_finish, default_jobs
 from experiments.table2_report import write_report
 from experiments.table2_settings import (
@@ -58,7 +60,6 @@ from marglik.run_log import read_log
 
 __all__ = ["configs", "curves", "main", "run"]
 
-RESULTS = Path(__file__).parent / "results" / "table2"
 RUNS = Path("runs/table2")
 
 
@@ -221,6 +222,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--report", action="store_true", help="make table and figures of the results that are there"
     )
+    add_results(parser)
     return parser
 
 
@@ -234,28 +236,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the processes, too
     options.jobs = options.jobs or default_jobs(options.device)
     asked, failed = configs(options), 0
+    paths = {config: options.results / "table2" / f"{config.name}.json" for config in asked}
     if options.list:
-        for config in asked:
-            done = (RESULTS / f"{config.name}.json").exists()
-            print(f"{'finished' if done else 'to do   '}  {config.name}")
+        for config, path in paths.items():
+            print(f"{'finished' if path.exists() else 'to do   '}  {config.name}")
         return 0
     try:
         if not options.report:
-            failed = _run_all(asked, options.jobs)
+            failed = _run_all(paths, options.jobs)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on.", file=sys.stderr)
+        finished = sum(path.exists() for path in paths.values())
+        print(
+            f"interrupted; {finished} of {len(asked)} runs are finished, the same command goes on.",
+            file=sys.stderr,
+        )
         failed = len(asked)
+        if not finished:
+            return 1
+    folder = options.results / "table2" / options.protocol
     try:
-        print(write_report(RESULTS / options.protocol))
+        print(write_report(folder))
     except (FileNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
-        failed += 1
+        return 1
+    print(f"Written to {folder}/")
     return 1 if failed else 0
 
 
-def _run_all(asked: Sequence[Config], jobs: int) -> int:
-    """Run them and write their results; returns how many failed."""
-    failed = 0
+def _run_all(paths: Mapping[Config, Path], jobs: int) -> int:
+    """Run them and write each one's results to its path; returns how many failed."""
+    asked, failed = list(paths), 0
+    print(f"{len(asked)} runs, {jobs} at a time", flush=True)
     with closing(as_they_finish(run, asked, jobs)) as finished:
         for number, (config, found) in enumerate(finished, 1):
             line = f"{number}/{len(asked)} {config.name}: "
@@ -263,7 +274,7 @@ def _run_all(asked: Sequence[Config], jobs: int) -> int:
                 failed += 1
                 print(f"{line}{type(found).__name__}: {found}", file=sys.stderr, flush=True)
                 continue
-            write_json(RESULTS / f"{config.name}.json", found)
+            write_json(paths[config], found)
             nll = found["metrics"]["MAP"]["test/cls/NLL"]
             print(f"{line}test NLL {nll:.3f}, {found['seconds'] / 60:.1f} min", flush=True)
     return failed

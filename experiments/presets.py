@@ -3,12 +3,14 @@
 Each run is ``marglik train --config PRESET --seed N``: the prior learned while the network trains,
 and a second training with the initial weight decay kept. The paper has no such numbers.
 
-``python -m experiments.presets`` takes about half an hour on two cores; again to go on.
+``python -m experiments.presets`` takes about half an hour on two cores; again to go on. It writes
+``results/presets/`` in the working directory.
 """
 
 import argparse
 import json
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,14 +18,13 @@ from typing import Any
 
 import torch
 
+from experiments.options import add_results
 from experiments.processes import as_they_finish, default_jobs
 from marglik.cli import main as marglik
 from marglik.record_file import write_json
 from marglik.run_files import RESULTS
 from marglik.run_log import environment
 
-RESULT = Path(__file__).parent / "results/presets/presets.json"
-TABLE = RESULT.with_name("table.md")
 NAMES = {
     "vit_cifar10": "VisionTransformer, CIFAR-10 (JPEG)",
     "gpt_dart": "GPT, DART, per byte",
@@ -39,9 +40,14 @@ class Config:
     seed: int
 
     @property
+    def name(self) -> str:
+        """What it is called."""
+        return f"{self.preset}_{self.seed}"
+
+    @property
     def folder(self) -> str:
         """Where it is kept."""
-        return f"runs/presets/{self.preset}_{self.seed}"
+        return f"runs/presets/{self.name}"
 
 
 def run(config: Config) -> dict[str, Any]:
@@ -81,8 +87,8 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run all presets and seeds, and write JSON and table."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run all presets and seeds, and write JSON and table; returns the exit status."""
     parser = argparse.ArgumentParser(
         description="Learned against initial weight decay, by presets."
     )
@@ -90,23 +96,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--report", action="store_true", help="make the table from the JSON alone")
     parser.add_argument("--jobs", type=int, default=default_jobs("cpu"), help="runs at a time")
+    add_results(parser)
     options = parser.parse_args(arguments)
+    path = options.results / "presets" / "presets.json"
     tasks = [Config(preset, seed) for seed in options.seeds for preset in options.presets]
-    known = json.loads(RESULT.read_text())["runs"] if RESULT.exists() else []
+    known = json.loads(path.read_text())["runs"] if path.exists() else []
     if options.report:
-        TABLE.write_text(table(known) + "\n")
-        return
+        if not known:
+            parser.error(f"--report: no {path}; leave --report out to run what it is made of")
+        path.with_name("table.md").write_text(table(known) + "\n")
+        print(table(known))
+        return 0
     runs = {(r["config"]["preset"], r["config"]["seed"]): r for r in known}
+    print(f"{len(tasks)} runs, {options.jobs} at a time; results go to {path.parent}/", flush=True)
+    failed = 0
     for config, found in as_they_finish(run, tasks, options.jobs):
         if isinstance(found, Exception):
-            print(f"{config}: {found}")
+            failed += 1
+            print(f"{config.name}: {found}", file=sys.stderr, flush=True)
             continue
         runs[config.preset, config.seed] = found
         ordered = [runs[key] for key in sorted(runs)]
-        RESULT.parent.mkdir(parents=True, exist_ok=True)
-        write_json(RESULT, {"environment": environment(torch.device("cpu")), "runs": ordered})
-        TABLE.write_text(table(ordered) + "\n")
+        write_json(path, {"environment": environment(torch.device("cpu")), "runs": ordered})
+        path.with_name("table.md").write_text(table(ordered) + "\n")
         print(table(ordered), flush=True)
+    return 1 if failed else 0
 
 
 def _metric(run: dict[str, Any], who: str, name: str = "cls/NLL") -> float:
@@ -129,4 +143,4 @@ def _mean(values: Sequence[float]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

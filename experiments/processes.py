@@ -8,6 +8,8 @@ from typing import TypeVar
 
 import torch
 
+from marglik.summary import progress_lines
+
 __all__ = ["as_they_finish", "default_jobs"]
 
 Task = TypeVar("Task")
@@ -27,6 +29,7 @@ def as_they_finish(
 ) -> Generator[tuple[Task, Result | Exception], None, None]:
     """Each task and its result, or the error that ended it; ``jobs`` at a time, from the first on.
 
+    What the tasks log goes to stderr, a line at a time, after the task's name if it has one.
     The processes share the cores evenly. One that dies takes no other along; all end when this
     generator is closed.
     """
@@ -36,7 +39,7 @@ def as_they_finish(
         with ProcessPoolExecutor(
             1, get_context("spawn"), torch.set_num_threads, (threads,)
         ) as process:
-            return process.submit(function, task).result()
+            return process.submit(_with_progress, function, task).result()
 
     with ThreadPoolExecutor(jobs) as pool:
         futures = {pool.submit(in_a_process, task): task for task in tasks}
@@ -50,3 +53,9 @@ def as_they_finish(
             pool.shutdown(wait=False, cancel_futures=True)
             for process in active_children():
                 process.terminate()
+
+
+def _with_progress(function: Callable[[Task], Result], task: Task) -> Result:
+    name = getattr(task, "name", None)
+    with progress_lines(f"{name}: " if name else ""):
+        return function(task)

@@ -36,7 +36,8 @@ def curves_figure(runs: Runs, title: str = "") -> Figure:
         axes.set_xlim(left=0)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
+        if axes.lines:  # a fixed weight decay has no update
+            axes.legend(fontsize="small")
     return figure
 
 

@@ -4,6 +4,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from jsonargparse import ArgumentError, ArgumentParser
 
 from marglik.commands.options import HelpFormatter
+from marglik.summary import progress_lines
 
 __all__ = ["main"]
 
@@ -43,7 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options: Any = parser.parse_args(arguments)
         if asked is None:  # parse_args leaves only for --help and --version
             raise ValueError(f"Pass a command: {', '.join(COMMANDS)}.")
-        _module(asked).run(own[asked], options[asked])
+        module, options = _module(asked), options[asked]
+        # Where stderr is a file or a pipe, bars are hidden.
+        lines = options.get("progress", False) and not sys.stderr.isatty()
+        with progress_lines() if lines else nullcontext():
+            module.run(own[asked], options)
         return 0
     except KeyboardInterrupt:
         way_out = GOES_ON.get(asked or "", "what was written so far is kept")

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -32,6 +33,8 @@ from marglik.predictive import Predictive
 from marglik.run_log import environment
 
 __all__ = ["EvaluationConfig", "evaluate"]
+
+_logger = logging.getLogger(__name__)
 
 ENTROPY_BINS = 30
 
@@ -123,6 +126,7 @@ def evaluate(
         "uncertain": None,
     }
     for label, predict in predictives.items():
+        _logger.info("evaluating %s on %s", label, splits.name)
         predict(work.two_inputs())  # what is done once is not a prediction's cost
         start = time.perf_counter()
         prediction, targets = work.predict("test", predict)
@@ -198,6 +202,7 @@ class _Evaluation:
         test = self.splits.test
         for kind in CORRUPTIONS:
             for severity in SEVERITIES:
+                _logger.info("evaluating on %s of severity %d", kind, severity)
                 prediction = self.predict_images(corrupt(test.images, kind, severity), predict)
                 found = metrics(prediction, test.labels, self.likelihood)
                 yield from _prefixed(f"shift/{kind}/{severity}", found).items()

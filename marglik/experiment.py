@@ -1,5 +1,6 @@
 """One training run from data to results: what `marglik train` does."""
 
+import logging
 import re
 import time
 from copy import deepcopy
@@ -30,6 +31,8 @@ from marglik.run_log import RunLog, discard, environment, run_lock
 from marglik.training_setup import TrainingSetup
 
 __all__ = ["train"]
+
+_logger = logging.getLogger(__name__)
 
 
 def train(
@@ -132,6 +135,7 @@ def train(
         if not results["complete"]:
             assert initial_model is not None
             fixed = replace(prior, method="fixed")
+            _logger.info("second training, with the initial weight decay")
             initial = setup.train(initial_model, fixed, of_baseline)
             trained = time.perf_counter()
             found = setup.evaluate(initial_model, initial.laplace)

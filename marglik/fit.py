@@ -1,5 +1,6 @@
 """A posterior for a network that was trained elsewhere: what `marglik fit` does."""
 
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from marglik.run_log import check_free, clear
 from marglik.subset import freeze_all_but, last_layer
 
 __all__ = ["fit"]
+
+_logger = logging.getLogger(__name__)
 
 
 def fit(
@@ -97,9 +100,11 @@ def fit(
         ignore_index=splits.ignore_index,
     )
     torch.manual_seed(run.seed)
+    _logger.info("curvature pass over %d examples of %s", batches.num_examples, splits.name)
     with eval_mode(model):
         laplace.fit(batches, progress_bar=run.progress)
     before = float(laplace.log_marginal_likelihood())
+    _logger.info("prior by %s", prior.method)
     found = _find_prior(laplace, prior, predictive, splits, run)
     clear(folder)
     provenance.write_options(folder)

@@ -4,6 +4,7 @@ Source: Immer et al. 2021 (arXiv:2104.04975), algorithm 1; the network's steps a
 are in `marglik.network_training`.
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -29,6 +30,8 @@ from marglik.random_state import generators_of, random_state, set_random_state
 from marglik.schedule import Schedule
 
 __all__ = ["OnlineResult", "OnlineTraining"]
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -155,6 +158,7 @@ class OnlineTraining:
         if checkpoints is not None:
             if checkpoints.exists():
                 self.load_state_dict(checkpoints.load(self.fabric.device))
+                _logger.info("going on after epoch %d", self._epoch)
             else:
                 checkpoints.save(self.state_dict())
         earlier = self._result.seconds
@@ -258,6 +262,15 @@ class OnlineTraining:
             with eval_mode(self.model), torch.no_grad():
                 record |= self.monitor(self._epoch)
         self._report(record)
+        looks = "".join(
+            f", {key} {record[key]:.4g}"
+            for key in record
+            if key == "accuracy" or key.startswith(("test/", "validation/"))
+        )
+        _logger.info(
+            "epoch %d of %d: loss %.4g%s (%.1f s)",
+            self._epoch, self.schedule.epochs, record["loss"], looks, record["seconds"],
+        )  # fmt: skip
         self._update_follows = self.schedule.is_due(self._epoch)
         return record
 
@@ -284,6 +297,10 @@ class OnlineTraining:
                 "sigma_noise": hyper.sigma_noise,
             }
         self._report({"kind": "update", "epoch": epoch, **record})
+        _logger.info(
+            "update after epoch %d: log marginal likelihood per example %.4f (%.1f s)",
+            epoch, record["evidence_per_example"], sum(record["seconds"].values()),
+        )  # fmt: skip
 
     def _finish(self) -> None:
         hyper = self.hyperparameters

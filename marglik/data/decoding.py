@@ -1,5 +1,6 @@
 """Image files to uint8 arrays of one size."""
 
+import logging
 from io import BytesIO
 
 import numpy as np
@@ -11,6 +12,8 @@ from marglik.data.image_files import SPLITS, ImageFile, Layout
 from marglik.data.image_sets import ImageSet
 
 __all__ = ["decode_image", "decode_splits"]
+
+_logger = logging.getLogger(__name__)
 
 GREYSCALE = frozenset({"1", "L", "LA"})
 DEEP = ("I", "F")  # and "I;16" and so on; Pillow would clip these to 0..255 instead of scaling
@@ -31,6 +34,7 @@ def decode_splits(layout: Layout, name: str) -> tuple[ImageSet, ImageSet]:
     pixels: dict[str, np.ndarray] = {}
     first: ImageFile | None = None
     size, greyscale = (0, 0), True
+    _logger.info("decoding %s: %d images", name, len(layout.files))
     for file in tqdm(layout.files, desc=f"Decoding {name}", unit="image", disable=None):
         image, is_grey = decode_image(file)
         if first is None:

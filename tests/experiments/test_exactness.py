@@ -142,11 +142,13 @@ def test_results_name_their_settings(found):
 def test_table_and_figures_come_from_the_json_alone(found, tmp_path, monkeypatch):
     for function in ("cases", "exact_blocks", "kronecker_factors"):
         monkeypatch.delattr(exactness, function)
-    (tmp_path / "exactness.json").write_text(json.dumps(found))
-    main(["--report", "--folder", str(tmp_path)])
-    assert (tmp_path / "table.md").read_text() == report(found) + "\n"
+    folder = tmp_path / "exactness"
+    folder.mkdir()
+    (folder / "exactness.json").write_text(json.dumps(found))
+    main(["--report", "--results", str(tmp_path)])
+    assert (folder / "table.md").read_text() == report(found) + "\n"
     for setting in ("expand", "reduce"):
-        png = (tmp_path / f"{setting}_setting.png").read_bytes()
+        png = (folder / f"{setting}_setting.png").read_bytes()
         assert png.startswith(b"\x89PNG")
 
 
@@ -188,12 +190,13 @@ def test_the_program(tmp_path, monkeypatch, capsys):
     assert left.value.code == 0
     assert "--report" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        main(["--report", "--folder", str(tmp_path)])
+        main(["--report", "--results", str(tmp_path)])
     assert "leave --report out" in capsys.readouterr().err
     first = list(cases(TINY))[:2]
     monkeypatch.setattr(exactness, "cases", lambda config: first)
-    main(["--seeds", "1", "--folder", str(tmp_path)])
+    main(["--seeds", "1", "--results", str(tmp_path)])
     printed = capsys.readouterr().out
     assert "| deep linear network | layer 1 |" in printed
-    assert json.loads((tmp_path / "exactness.json").read_text())["config"]["seeds"] == 1
-    assert len(list(tmp_path.glob("*_setting.png"))) == 2
+    folder = tmp_path / "exactness"
+    assert json.loads((folder / "exactness.json").read_text())["config"]["seeds"] == 1
+    assert len(list(folder.glob("*_setting.png"))) == 2
