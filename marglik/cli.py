@@ -11,7 +11,8 @@ from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser
 
-from marglik.commands.options import HelpFormatter
+from marglik.commands.messages import check_values, explained
+from marglik.commands.options import HelpFormatter, whole_names
 from marglik.summary import progress_lines
 
 __all__ = ["main"]
@@ -40,12 +41,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     # The others' options are not needed, whose modules take seconds to import.
     asked = next((a for a in arguments if a in COMMANDS), None)
+    own = {}
     try:
         parser, own = _parsers(asked)
-        options: Any = parser.parse_args(arguments)
+        options: Any = parser.parse_args(arguments if asked is None else whole_names(arguments))
         if asked is None:  # parse_args leaves only for --help and --version
             raise ValueError(f"Pass a command: {', '.join(COMMANDS)}.")
         module, options = _module(asked), options[asked]
+        check_values(own[asked], options)
         # Where stderr is a file or a pipe, bars are hidden.
         lines = options.get("progress", False) and not sys.stderr.isatty()
         with progress_lines() if lines else nullcontext():
@@ -56,12 +59,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\nmarglik: interrupted; {way_out}.", file=sys.stderr)
         return 130
     except ArgumentError as error:
-        _print_error(f"{str(error).rstrip('.')}. See marglik{f' {asked}' if asked else ''} --help.")
+        said = explained(error, own.get(asked or ""), arguments)
+        ends = "" if said.endswith(("?", ".")) else "."
+        _print_error(f"{said}{ends} See marglik{f' {asked}' if asked else ''} --help.")
         return 2
     except (ValueError, TypeError, NotImplementedError, OSError, FloatingPointError) as error:
         if os.environ.get(TRACEBACK_VARIABLE) == "1":
             raise
-        _print_error(str(error) + (_way_out(asked, error) if isinstance(error, OSError) else ""))
+        said = explained(error, own.get(asked or ""), arguments)
+        _print_error(said + (_way_out(asked, error) if isinstance(error, OSError) else ""))
         return 2
 
 

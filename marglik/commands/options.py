@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import fields
 from importlib.resources import files
 from pathlib import Path
@@ -19,6 +20,7 @@ __all__ = [
     "preset_names",
     "provenance_of",
     "take_fields",
+    "whole_names",
 ]
 
 Config = TypeVar("Config")
@@ -42,8 +44,15 @@ class PresetOrFile(ActionConfigFile):
             values = str(files("marglik.presets") / f"{values}.yaml")
         elif not Path(values).is_file():
             raise FileNotFoundError(
-                f"--config {values}: no such file, nor a preset ({', '.join(preset_names())})."
+                f"--config {values or repr('')}: no such file, nor a preset "
+                f"({', '.join(preset_names())})."
             )
+        try:
+            Path(values).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"--config {values}: not a text file ({error}); it must be a YAML file of options."
+            ) from error
         super().__call__(parser, cfg, values, option_string)
 
 
@@ -53,6 +62,24 @@ class HelpFormatter(DefaultHelpFormatter):
     def _get_help_string(self, action: Any) -> str:
         text = super()._get_help_string(action)
         return re.sub(r", known subclasses: torch\.nn\.Module.*\)", ")", text)
+
+
+def whole_names(arguments: Sequence[str]) -> list[str]:
+    """The arguments with --model NAME as the class of `marglik.models`, where it has that name.
+
+    jsonargparse knows classes by their short names, once they are imported; but torchvision has
+    an MLP, too.
+    """
+    from marglik import models
+
+    found = list(arguments)
+    for i, argument in enumerate(found):
+        option, equals, name = argument.partition("=")
+        if option == "--model" and name in models.__all__:
+            found[i] = f"{option}{equals}marglik.models.{name}"
+        elif argument in models.__all__ and found[i - 1] == "--model":
+            found[i] = f"marglik.models.{argument}"
+    return found
 
 
 def add_fields(parser: ArgumentParser, config: type, title: str) -> None:

@@ -1,7 +1,9 @@
 """Runs side by side: results, errors, threads."""
 
+import logging
 import os
 import time
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -29,6 +31,20 @@ def test_results_and_errors_come_with_their_tasks():
 @pytest.mark.parametrize(("device", "expected"), [("cpu", os.cpu_count()), ("cuda", 1)])
 def test_default_number_of_jobs(device, expected):
     assert default_jobs(device) == expected
+
+
+class Named(NamedTuple):
+    name: str
+
+
+def log(task):
+    logging.getLogger("marglik.training").info("at work")
+
+
+def test_what_tasks_log_is_shown_with_their_names(capfd):
+    dict(as_they_finish(log, [Named("first 100%"), Named("second")], jobs=2))
+    lines = capfd.readouterr().err.splitlines()
+    assert sorted(lines) == ["first 100%: at work", "second: at work"]
 
 
 def test_leaving_ends_the_processes(tmp_path):

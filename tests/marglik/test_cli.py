@@ -37,10 +37,10 @@ def test_version(capsys):
         (["trian"], "invalid choice: 'trian' (choose from 'train', 'fit', 'evaluate', 'report')"),
         (["trian", "train"], "invalid choice: 'trian'"),
         (["--nonsense"], "marglik --help"),
-        (["train"], "train.model, train.data. See marglik train --help."),
-        (["fit"], "fit.model, fit.data, fit.checkpoint. See marglik fit --help."),
-        (["evaluate"], "evaluate.path. See marglik evaluate --help."),
-        (["report"], "report.folders. See marglik report --help."),
+        (["train"], "--model and --data must be given. See marglik train --help."),
+        (["fit"], "--model, --data and --checkpoint must be given. See marglik fit --help."),
+        (["evaluate"], "PATH must be given. See marglik evaluate --help."),
+        (["report"], "FOLDERS must be given. See marglik report --help."),
     ],
 )
 def test_incomplete_commands(arguments, message, capsys):

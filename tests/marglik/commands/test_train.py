@@ -195,3 +195,24 @@ def test_train_is_a_function_too(tmp_path):
     )
     assert results["metrics"]["learned, MAP"]["test/cls/NLL"] > 0
     assert read_posterior(tmp_path)["model"] is None  # nobody said how it was made
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_line_for_each_step_where_there_is_no_terminal(terminal, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
+    options = [option for option in SMALL if option != "--no_progress"]
+    assert main([*options, "--monitor", "2", "--baseline", "--output", str(tmp_path / "run")]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    if terminal:  # has bars
+        assert not any(line.startswith("epoch ") for line in lines)
+        return
+    steps = [line.split(":")[0] for line in lines]
+    epochs = [f"epoch {i} of 4" for i in (1, 2, 3, 4)]
+    assert steps == [
+        *epochs[:2], "update after epoch 2", *epochs[2:], "update after epoch 4",
+        "evaluating MAP on digits", "evaluating Laplace, probit on digits",
+        "second training, with the initial weight decay", *epochs,
+        "evaluating MAP on digits", "evaluating Laplace, probit on digits",
+    ]  # fmt: skip
+    assert "loss " in lines[0] and "test/cls/NLL" not in lines[0] and "test/cls/NLL" in lines[1]
+    assert "log marginal likelihood per example -" in lines[2]

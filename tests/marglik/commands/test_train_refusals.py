@@ -17,7 +17,7 @@ WRONG = {
     "unknown value": (["--curvature.kfac_approx", "both"], "curvature.kfac_approx"),
     "an option of before": (
         ["--predictive.method", "linearized"],
-        "'probit', 'bridge', 'mc', 'nn'",
+        "--predictive.method linearized: must be probit, bridge, mc or nn.",
     ),
     "not a number": (["--epochs", "many"], "epochs"),
     "no update ever": (["--prior.every", "0"], "every must be at least 1, not 0"),
