@@ -259,7 +259,7 @@ def test_no_gpu(trained, capsys):
 
 
 def test_no_path(capsys):
-    assert "evaluate.path. See marglik evaluate --help." in refusal(capsys, "evaluate")
+    assert "PATH must be given. See marglik evaluate --help." in refusal(capsys, "evaluate")
 
 
 def test_an_interrupt_leaves_the_last_evaluation(run, capsys, monkeypatch):
