@@ -192,7 +192,7 @@ class Targets:
             )
         self.ignore_index = self._ignored
         if hidden is not None:
-            self._tell_hidden(y[hidden])
+            self._tell_hidden(y, hidden)
             y = y.masked_fill(hidden, self._ignored)
         if self._shifts:
             y = F.pad(y[..., 1:], (0, 1), value=self._ignored)
@@ -203,9 +203,9 @@ class Targets:
     def _ignored(self) -> int:
         return IGNORED if self.ignore_index is None else self.ignore_index
 
-    def _tell_hidden(self, labels: Tensor) -> None:
+    def _tell_hidden(self, y: Tensor, hidden: Tensor) -> None:
         """Warn, once, of labels that would count if the mask did not hide them."""
-        if self._hidden_are_told or not (labels != self._ignored).any():
+        if self._hidden_are_told or not (y[hidden] != self._ignored).any():
             return
         self._hidden_are_told = True
         warnings.warn(
@@ -281,20 +281,21 @@ class Targets:
             / max(num_counted_terms(f, labels, ignored), 1)
             for labels in ways.values()
         ]
-        ours = f"ours, {means[0]:.6g} a term" + (
-            f", or {means[1]:.6g} with labels shifted by one position" if len(means) > 1 else ""
-        )
+        its = f"{type(model).__name__} computes a loss of labels itself, {float(loss):.6g} for the "
+        its += "first examples"
+        ours = f"ours is {means[0]:.6g} a term"
+        if len(means) > 1:
+            ours += f", or {means[1]:.6g} with labels shifted by one position"
         if fitting:
             raise ValueError(
-                f"{type(model).__name__} computes a loss of its own, {float(loss):.6g}, that does "
-                f"not tell whether labels are shifted: {ours}. Say so: pass shift_labels=True if "
-                "the output at a position predicts the next label, False if its own."
+                f"{its}, which does not tell whether it shifts them: {ours}. Say so: pass "
+                "shift_labels=True if the output at a position predicts the next label, False if "
+                "its own."
             )
         raise ValueError(
-            f"{type(model).__name__} computes a loss of its own, {float(loss):.6g}, that is not "
-            f"{ours}: label smoothing, class weights, a further term, or other targets. The "
-            "curvature would be that of another loss. Switch these off, or pass shift_labels=False "
-            "(the output at a position predicts its own label) or True (the next one) to take ours."
+            f"{its}, which is another loss: {ours}. Likely causes: label smoothing, class weights, "
+            "a further term. Switch these off, or take ours all the same: pass shift_labels=False "
+            "if the output at a position predicts its own label, True if the next one."
         )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.coverage import Coverage
+from kfac_backend.memory import is_out_of_memory
 
 __all__ = [
     "arguments",
@@ -56,9 +57,9 @@ def own_loss(model: nn.Module, x: Any, y: Tensor) -> tuple[Tensor, Tensor] | Non
         kwargs = {**kwargs, "labels": y}
     try:
         output = _called(model, {}, args, kwargs)
-    except TypeError:
-        if _takes_anything(parameters):  # what it hands its arguments to has no labels
-            return None
+    except Exception as error:
+        if _takes_anything(parameters) and not is_out_of_memory(error):
+            return None  # what it hands its arguments to takes no labels
         raise
     f, loss = logits_of(output), getattr(output, "loss", None)
     if not isinstance(f, Tensor) or not isinstance(loss, Tensor) or loss.numel() != 1:

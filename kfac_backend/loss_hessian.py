@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kfac_backend.options import Likelihood
+from kfac_backend.weight_sharing import at_least_float32
 
 __all__ = [
     "check_ignore_index",
@@ -30,7 +31,8 @@ __all__ = [
 def loss_sum(
     f: Tensor, y: Tensor, likelihood: Likelihood, ignore_index: int | None = None
 ) -> Tensor:
-    """Σ ℓ over all examples and loss terms that count, a scalar (nats)."""
+    """Σ ℓ over all examples and loss terms that count, a scalar (nats), in float32 at least."""
+    f = at_least_float32(f)
     if likelihood == "classification":
         # PyTorch ignores -100 by default; `check_targets` does not let it through unasked.
         ignored = -100 if ignore_index is None else ignore_index

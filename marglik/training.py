@@ -70,8 +70,9 @@ class OnlineTraining:
         compile_mode: `torch.compile`'s mode for the network's steps, not compiled if None.
         dict_key_y: the targets' key in batches that are mappings.
         ignore_index: the label of targets that do not count; None: all count.
-        shift_labels: see `kronecker_factors`; what ``make_laplace`` returns must have the same.
-        dict_key_mask: see `kronecker_factors`; likewise.
+        shift_labels: see `kronecker_factors`.
+        dict_key_mask: see `kronecker_factors`. What ``make_laplace`` returns must have these three,
+            too.
         monitor: its numbers, after each epoch, become part of the epoch's record; called with the
             epoch, the model in eval mode.
         on_record: called with each epoch's and each update's record as it is made; after a resume
@@ -118,6 +119,11 @@ class OnlineTraining:
         self.monitor = monitor
         self.on_record = on_record
         self.progress = progress
+        self._target_options = {
+            "ignore_index": ignore_index,
+            "shift_labels": shift_labels,
+            "dict_key_mask": dict_key_mask,
+        }
         self.network = NetworkTraining(
             model,
             optimizer,
@@ -127,9 +133,7 @@ class OnlineTraining:
             scheduler=scheduler,
             compile_mode=compile_mode,
             dict_key_y=dict_key_y,
-            ignore_index=ignore_index,
-            shift_labels=shift_labels,
-            dict_key_mask=dict_key_mask,
+            **self._target_options,
             progress=progress,
         )
         self.num_data = count_examples(self.curvature_loader)
@@ -152,9 +156,11 @@ class OnlineTraining:
 
         Raises:
             FloatingPointError: the loss or the evidence is not finite.
-            ValueError: a state of another run.
+            ValueError: a state of another run; a curvature that would be of other targets than the
+                network's steps.
         """
         started = time.perf_counter()
+        self._check_targets()
         if checkpoints is not None:
             if checkpoints.exists():
                 self.load_state_dict(checkpoints.load(self.fabric.device))
@@ -247,6 +253,18 @@ class OnlineTraining:
         hyper = self.hyperparameters
         delta = hyper.groups.for_laplace(hyper.prior_precision)
         return self.make_laplace(delta, hyper.sigma_noise)
+
+    def _check_targets(self) -> None:
+        laplace = self._make_laplace()
+        if not hasattr(laplace, "factors"):  # laplace-torch's take targets as they are
+            return
+        of_curvature = laplace.backend.pass_options
+        for name, value in self._target_options.items():
+            if of_curvature[name] != value:
+                raise ValueError(
+                    f"make_laplace has {name}={of_curvature[name]!r}, OnlineTraining {value!r}: "
+                    "the curvature would be of other targets than the loss. Give both the same."
+                )
 
     def _train_epoch(self) -> Record:
         self._epoch += 1

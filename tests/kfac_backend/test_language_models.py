@@ -16,6 +16,10 @@ from torch.testing import assert_close
 from kfac_backend import kronecker_factors
 from kfac_backend.laplace_interface import KfacGGN
 from marglik import KronLaplace, map_predictive, marglik_training, predict_all
+from marglik.hyperparameters import Hyperparameters
+from marglik.prior import PriorGroups
+from marglik.schedule import Schedule
+from marglik.training import OnlineTraining
 
 MODES = ["expand", "reduce"]
 V = 7
@@ -240,6 +244,23 @@ def test_training_takes_the_loss_of_the_curvature():
     assert_close(losses[0], own / len(LENGTHS))
 
 
+def test_training_and_curvature_of_other_targets_are_refused():
+    model, data = Transformer("causal"), [batch_of("causal")]
+    groups = PriorGroups.from_model(model, "layerwise")
+    training = OnlineTraining(
+        model,
+        torch.optim.Adam(model.parameters()),
+        data,
+        "classification",
+        Hyperparameters(groups, 1.0),
+        lambda delta, sigma: KronLaplace(model, "classification", prior_precision=delta),
+        Schedule(1),
+        shift_labels=False,
+    )
+    with pytest.raises(ValueError, match="has shift_labels='auto', OnlineTraining False"):
+        training.run()
+
+
 @pytest.mark.parametrize("kind", ["causal", "first"])
 def test_another_loss_is_a_named_error(kind):
     model, batch = Transformer(kind, label_smoothing=0.1), batch_of(kind)
@@ -253,9 +274,7 @@ def test_another_loss_is_a_named_error(kind):
     ]
     for call in calls:
         own = f"{model(**two).loss.item():.6g}"  # training changes it
-        with pytest.raises(
-            ValueError, match=f"of its own, {own}, .*label smoothing.*shift_labels="
-        ):
+        with pytest.raises(ValueError, match=f"itself, {own} .*label smoothing.*shift_labels="):
             call()
         call(shift_labels=kind == "causal")
 
@@ -265,7 +284,7 @@ def test_a_loss_that_does_not_tell_is_a_named_error():
     with torch.no_grad():
         model.head.weight.zero_()
         model.head.bias.zero_()
-    with pytest.raises(ValueError, match="does not tell whether labels are shifted.*=True if"):
+    with pytest.raises(ValueError, match="does not tell whether it shifts them.*=True if"):
         factors(model, [batch_of("causal")])
     assert factors(model, [batch_of("causal")], shift_labels=True).num_loss_terms == 10
 

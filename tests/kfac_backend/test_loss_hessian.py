@@ -99,3 +99,10 @@ def test_wrong_targets_are_named(f, y, likelihood, error, message):
         check_targets(f, y, likelihood)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_sums_of_losses_in_half_precision(likelihood):
+    f = torch.randn(4000, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
+    y = torch.zeros(4000).long() if likelihood == "classification" else torch.zeros(4000, 3)
+    assert_close(loss_sum(f, y, likelihood).double(), loss_sum(f.double(), y, likelihood))
