@@ -1,6 +1,6 @@
 """Predictions for whole data sets, and what they are worth."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ def predict_all(
     shift_labels: ShiftLabels = "auto",
     dict_key_mask: str | None = "attention_mask",
     progress: bool = False,
+    earlier: Sequence[tuple[Prediction, Tensor]] = (),
+    on_batch: Callable[[Prediction, Tensor], None] | None = None,
 ) -> tuple[Prediction, Tensor]:
     """Predictions and targets of all batches, on the CPU.
 
@@ -41,6 +43,8 @@ def predict_all(
             `laplace_predictive`; the targets of other predictives are taken as they are.
         dict_key_mask: see `kronecker_factors`.
         progress: whether to show a bar.
+        earlier: predictions and targets of the first batches, if they were made before.
+        on_batch: called with those of each further batch.
 
     Raises:
         ValueError: no batch, or no target that counts.
@@ -50,16 +54,20 @@ def predict_all(
         shift_labels = False
     likelihood: Any = getattr(predict, "likelihood", "classification")
     targets_of = Targets(likelihood, ignore_index, shift_labels, dict_key_mask)
-    predictions, targets = [], []
-    for batch in each_batch(batches, "Predicting", progress):
+    found = list(earlier)
+    for i, batch in enumerate(each_batch(batches, "Predicting", progress)):
+        if i < len(earlier):
+            continue
         x, y = split_batch(batch, dict_key_y)
         prediction, y = predict(x).to("cpu"), targets_of(model, x, y).cpu()
         counted = counted_terms(y, targets_of.ignore_index)
         if counted is not None or prediction.mean.dim() > 2:
             y = y.flatten(0, prediction.mean.dim() - 2) if counted is None else y[counted]
             prediction = prediction.terms(counted)
-        predictions.append(prediction)
-        targets.append(y)
+        found.append((prediction, y))
+        if on_batch is not None:
+            on_batch(prediction, y)
+    predictions, targets = [p for p, _ in found], [y for _, y in found]
     if not predictions:
         raise ValueError("The data is empty: the loader yields no batch.")
     if not sum(map(len, targets)):

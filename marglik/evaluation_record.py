@@ -5,7 +5,7 @@ import io
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kfac_backend.options import Likelihood, check_option
+from marglik.checkpoint import Checkpoints
 from marglik.data import (
     CORRUPTIONS,
     SEVERITIES,
@@ -80,6 +81,7 @@ def evaluate(
     batch_size: int = 256,
     device: torch.device | str = "cpu",
     progress: bool = False,
+    checkpoints: Checkpoints | None = None,
 ) -> dict[str, Any]:
     """Evaluate predictives on the test set, and on validation, shifted and foreign data.
 
@@ -92,6 +94,8 @@ def evaluate(
         batch_size: test examples at a time.
         device: where batches are made.
         progress: whether to show progress bars.
+        checkpoints: where the state is kept between batches; from one that is there the evaluation
+            goes on, to the same predictions.
 
     Returns:
         For each predictive the metrics under keys such as ``test/cls/NLL``, ``test/cal/ECE``,
@@ -108,7 +112,7 @@ def evaluate(
         raise ValueError(
             f"{splits.name} holds no images; shift and ood are for images. Leave them out."
         )
-    work = _Evaluation(splits, likelihood, batch_size, torch.device(device), progress)
+    work = _Evaluation(splits, likelihood, batch_size, torch.device(device), progress, checkpoints)
     config.check(splits)
     foreign = ood if isinstance(ood, ForeignImages) else None
     if isinstance(ood, ImageData) and images is not None:
@@ -120,17 +124,17 @@ def evaluate(
         "likelihood": likelihood,
         "classes": None if splits.classes is None else list(splits.classes),
         **work.sizes(),
-        "predictives": {},
+        "predictives": work.finished,
         "ood": None,
         "shift": None,
         "uncertain": None,
     }
     for label, predict in predictives.items():
+        if label in work.finished:
+            continue
         _logger.info("evaluating %s on %s", label, splits.name)
         predict(work.two_inputs())  # what is done once is not a prediction's cost
-        start = time.perf_counter()
         prediction, targets = work.predict("test", predict)
-        seconds = time.perf_counter() - start
         found = _prefixed("test", metrics(prediction, targets, likelihood))
         if splits.validation is not None:
             of_validation = metrics(*work.predict("validation", predict), likelihood)
@@ -139,16 +143,17 @@ def evaluate(
         if likelihood != "regression":
             entry["entropy"] = _entropies(prediction, likelihood)
         if foreign is not None:
-            of_foreign = work.predict_images(foreign.images, predict)
+            of_foreign = work.predict_images("ood", foreign.images, predict)
             inside, outside = (_score(p, config.ood_score) for p in (prediction, of_foreign))
             found |= out_of_distribution_metrics(inside, outside)
             entry["entropy"]["ood"] = _entropies(of_foreign, likelihood)["test"]
         if config.shift:
-            found |= dict(work.shifted(predict))
-        record["predictives"][label] = {"metrics": found, **entry, "seconds": seconds}
+            found |= work.shifted(predict)
         if images is not None and likelihood == "classification" and config.uncertain:
             examples = _most_uncertain(prediction, images, config.uncertain)
-            record["uncertain"] = {"predictive": label, "examples": examples}
+            work.uncertain = {"predictive": label, "examples": examples}
+        work.finish(label, {"metrics": found, **entry, "seconds": work.seconds["test"]})
+    record["uncertain"] = work.uncertain
     if foreign is not None:
         record["ood"] = {
             "name": foreign.name,
@@ -161,22 +166,80 @@ def evaluate(
     return record | environment(work.device)
 
 
-@dataclass(frozen=True)
 class _Evaluation:
-    """The data, and how to go through it."""
+    """The data, how to go through it, and what was found so far: all that another goes on from."""
 
-    splits: Splits
-    likelihood: Likelihood
-    batch_size: int
-    device: torch.device
-    progress: bool
+    def __init__(
+        self,
+        splits: Splits,
+        likelihood: Likelihood,
+        batch_size: int,
+        device: torch.device,
+        progress: bool,
+        checkpoints: Checkpoints | None,
+    ) -> None:
+        self.splits = splits
+        self.likelihood: Likelihood = likelihood
+        self.batch_size = batch_size
+        self.device = device
+        self.progress = progress
+        self._checkpoints = checkpoints
+        state = checkpoints.load() if checkpoints is not None and checkpoints.exists() else {}
+        self.finished: dict[str, Any] = state.get("finished", {})
+        """Predictive -> its entry of the record."""
+        self.uncertain: dict[str, Any] | None = state.get("uncertain")
+        """The images that the last one of them found uncertain."""
+        # Of the predictive in work, by part of the data:
+        self.seconds: dict[str, float] = state.get("seconds", {})
+        self._batches: dict[str, list[tuple[Prediction, Tensor]]] = {
+            part: [(Prediction(*values), y) for *values, y in batches]
+            for part, batches in state.get("batches", {}).items()
+        }
+        self._shifted: dict[str, float] = state.get("shifted", {})
+
+    def finish(self, label: str, entry: dict[str, Any]) -> None:
+        """Keep a predictive's entry, and begin with the next one."""
+        self.finished[label] = entry
+        self.seconds, self._batches, self._shifted = {}, {}, {}
+
+    def _save(self) -> None:
+        assert self._checkpoints is not None
+        batches = {
+            part: [(p.mean, p.aleatoric, p.epistemic, y) for p, y in found]
+            for part, found in self._batches.items()
+        }
+        self._checkpoints.save(
+            {
+                "finished": self.finished,
+                "uncertain": self.uncertain,
+                "seconds": self.seconds,
+                "batches": batches,
+                "shifted": self._shifted,
+            }
+        )
+
+    def _predict_all(
+        self, part: str, predict: Predictive, batches: Any, **options: Any
+    ) -> tuple[Prediction, Tensor]:
+        """Predictions and targets of a part of the data, from the batches that were kept on."""
+        kept = self._batches.setdefault(part, [])
+        before, start = self.seconds.get(part, 0.0), time.perf_counter()
+
+        def keep(prediction: Prediction, y: Tensor) -> None:
+            kept.append((prediction, y))
+            self.seconds[part] = before + time.perf_counter() - start
+            if self._checkpoints is not None and self._checkpoints.is_due:
+                self._save()
+
+        return predict_all(
+            predict, batches, earlier=[*kept], on_batch=keep, progress=self.progress, **options
+        )
 
     def predict(
         self, split: Literal["validation", "test"], predict: Predictive
     ) -> tuple[Prediction, Tensor]:
         batches = split_batches(self.splits, split, self.batch_size, device=self.device)
-        ignored = self.splits.ignore_index
-        return predict_all(predict, batches, ignore_index=ignored, progress=self.progress)
+        return self._predict_all(split, predict, batches, ignore_index=self.splits.ignore_index)
 
     def sizes(self) -> dict[str, int | None]:
         """The numbers of test examples and, of sequences, of their positions that count."""
@@ -189,23 +252,30 @@ class _Evaluation:
     def two_inputs(self) -> Any:
         return next(iter(split_batches(self.splits, "test", 2, device=self.device)))[0]
 
-    def predict_images(self, images: Tensor, predict: Predictive) -> Prediction:
+    def predict_images(self, part: str, images: Tensor, predict: Predictive) -> Prediction:
         assert isinstance(self.splits, ImageSplits)
         unlabelled = ImageSet(images, torch.zeros(len(images), dtype=torch.int64))
         batches = ImageBatches(
             unlabelled, self.splits.mean, self.splits.std, self.batch_size, device=self.device
         )
-        return predict_all(predict, batches, progress=self.progress)[0]
+        return self._predict_all(part, predict, batches)[0]
 
-    def shifted(self, predict: Predictive) -> Iterator[tuple[str, float]]:
+    def shifted(self, predict: Predictive) -> dict[str, float]:
+        """The metrics on the corrupted test sets."""
         assert isinstance(self.splits, ImageSplits)
         test = self.splits.test
         for kind in CORRUPTIONS:
             for severity in SEVERITIES:
+                part = f"shift/{kind}/{severity}"
+                if any(name.startswith(f"{part}/") for name in self._shifted):
+                    continue
                 _logger.info("evaluating on %s of severity %d", kind, severity)
-                prediction = self.predict_images(corrupt(test.images, kind, severity), predict)
+                images = corrupt(test.images, kind, severity)
+                prediction = self.predict_images(part, images, predict)
                 found = metrics(prediction, test.labels, self.likelihood)
-                yield from _prefixed(f"shift/{kind}/{severity}", found).items()
+                self._shifted |= _prefixed(part, found)
+                del self._batches[part]  # twenty times the test set's
+        return self._shifted
 
 
 def _prefixed(prefix: str, values: Mapping[str, float]) -> dict[str, float]:

@@ -102,14 +102,14 @@ def train(
     )
     identity = run_identity(model, splits, foreign, setup.options(), provenance)
     made_with = environment(fabric.device)
-    of_learned, of_baseline = (
-        Checkpoints(folder / CHECKPOINT / name, run.checkpoint_minutes, identity, made_with)
-        for name in ("learned", "baseline")
-    )
+    states = {
+        name: Checkpoints(folder / CHECKPOINT / name, run.checkpoint_minutes, identity, made_with)
+        for name in ("learned", "learned_evaluation", "baseline", "baseline_evaluation")
+    }
     with run_lock(folder):
         results = saved_results(folder, identity) if run.resume else None
-        goes_on = run.resume and of_learned.exists()
-        for checkpoints in (of_learned, of_baseline):
+        goes_on = run.resume and states["learned"].exists()
+        for checkpoints in states.values():
             if goes_on and checkpoints.exists():
                 checkpoints.check()  # complains before anything is touched
         if results is None:
@@ -118,11 +118,11 @@ def train(
             ) as log:
                 provenance.write_options(folder)
                 ready = time.perf_counter()
-                learned = setup.train(model, prior, of_learned, log)
+                learned = setup.train(model, prior, states["learned"], log)
             trained = time.perf_counter()
             record = data_record(splits, provenance.data)
             save_posterior(learned.laplace, folder, model=provenance.model, data=record)
-            found = setup.evaluate(model, learned.laplace)
+            found = setup.evaluate(model, learned.laplace, states["learned_evaluation"])
             write_json(folder / EVALUATION, found)
             title = f"{type(model).__name__} on {splits.name}"
             figure = plot_run(learned.records, prior.weight_decay, learned.laplace.n_data, title)
@@ -136,9 +136,9 @@ def train(
             assert initial_model is not None
             fixed = replace(prior, method="fixed")
             _logger.info("second training, with the initial weight decay")
-            initial = setup.train(initial_model, fixed, of_baseline)
+            initial = setup.train(initial_model, fixed, states["baseline"])
             trained = time.perf_counter()
-            found = setup.evaluate(initial_model, initial.laplace)
+            found = setup.evaluate(initial_model, initial.laplace, states["baseline_evaluation"])
             results["metrics"] |= metrics_of("initial", found)
             results["seconds"] += initial.seconds + time.perf_counter() - trained
             results["complete"] = True

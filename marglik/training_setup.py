@@ -104,8 +104,10 @@ class TrainingSetup:
             progress=run.progress,
         ).run(checkpoints)
 
-    def evaluate(self, model: nn.Module, laplace: KronLaplace) -> dict[str, Any]:
-        """The content of ``evaluation.json`` for a trained network."""
+    def evaluate(
+        self, model: nn.Module, laplace: KronLaplace, checkpoints: Checkpoints | None = None
+    ) -> dict[str, Any]:
+        """The content of ``evaluation.json`` for a trained network; goes on from a state."""
         generator = torch.Generator(self.fabric.device).manual_seed(self.run.seed)
         predictives = {
             "MAP": map_predictive(model),
@@ -120,6 +122,7 @@ class TrainingSetup:
             batch_size=self.predictive.batch_size,
             device=self.fabric.device,
             progress=self.run.progress,
+            checkpoints=checkpoints,
         )
         config = {
             "predictive": asdict(self.predictive),

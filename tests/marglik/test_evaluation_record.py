@@ -15,6 +15,7 @@ from scipy import special
 from torch import nn
 
 from marglik import KronLaplace
+from marglik.checkpoint import Checkpoints
 from marglik.data import (
     CORRUPTIONS,
     SEVERITIES,
@@ -269,3 +270,55 @@ def test_labelled_images_are_for_classification(likelihood, digits, predictives)
 def test_wrong_options(options, message):
     with pytest.raises(ValueError, match=message):
         EvaluationConfig(**options)
+
+
+class Stopping:
+    """A predictive that counts its batches, and interrupts before one of them."""
+
+    def __init__(self, predict, stop):
+        self.predict, self.stop, self.batches = predict, stop, []
+
+    def __call__(self, x):
+        if len(x) > 2:  # not what is done once
+            if len(self.batches) == self.stop:
+                raise KeyboardInterrupt
+            self.batches.append(len(x))
+        return self.predict(x)
+
+
+def without_seconds(record):
+    entries = {
+        label: {k: v for k, v in entry.items() if k != "seconds"}
+        for label, entry in record["predictives"].items()
+    }
+    return record | {"predictives": entries}
+
+
+# Of 3 batches for the test, 3 for the validation and 2 for the foreign images, 20 times 3 shifted.
+@pytest.mark.parametrize(
+    ("label", "stop"), [("MAP", 1), ("Laplace, mc", 0), ("Laplace, mc", 4), ("Laplace, mc", 31)]
+)
+def test_an_evaluation_goes_on_between_batches(label, stop, record, digits, predictives, tmp_path):
+    def run(stop):
+        counted = predictives | {label: Stopping(predictives[label], stop)}
+        states = Checkpoints(tmp_path, minutes=0)
+        try:
+            found = evaluate(
+                counted, digits, "classification", EvaluationConfig(shift=True, uncertain=5),
+                ood=Noise(num_images=30), batch_size=16, checkpoints=states,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            found = None
+        return found, len(counted[label].batches)
+
+    assert run(stop) == (None, stop)
+    found, batches = run(None)
+    assert batches == 68 - stop  # what is left
+    assert without_seconds(found) == without_seconds(record)
+    assert list(found["predictives"]) == list(record["predictives"])
+    assert found["predictives"][label]["seconds"] > 0
+
+
+def test_states_of_an_evaluation_are_as_rare_as_they_are_asked_for(digits, predictives, tmp_path):
+    evaluate(predictives, digits, "classification", checkpoints=Checkpoints(tmp_path, minutes=60))
+    assert not any(tmp_path.iterdir())

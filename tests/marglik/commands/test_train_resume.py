@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from marglik import experiment
+from marglik import evaluation_record, experiment
 from marglik.checkpoint import Checkpoints
 from marglik.cli import main
 from marglik.config import RunConfig
@@ -69,7 +69,9 @@ def interrupted(folder, where, stop):
 INTERRUPTS = {
     "an update": ("log", 4),
     "the last update": ("learned", RECORDS + 1),  # the first is of the start
+    "the final evaluation": ("learned_evaluation", 2),
     "the baseline's second epoch": ("baseline", 3),
+    "the baseline's evaluation": ("baseline_evaluation", 3),
 }
 
 
@@ -151,7 +153,7 @@ def test_what_was_cut_off_was_not_the_end(where, runs):
     folder = runs / f"cut off after {where}"
     assert (folder / "checkpoint" / "learned" / "state.json").exists()
     records, finished = len(read_log(folder)), where.startswith("the baseline")
-    assert finished or records == {"an update": 4, "the last update": RECORDS}[where]
+    assert finished or records == (4 if where == "an update" else RECORDS)
     assert (folder / "results.json").exists() == finished
     if finished:
         assert len(results_of(folder)["metrics"]) == 2
@@ -224,6 +226,20 @@ def test_only_what_is_missing_is_trained(cut_off, runs, monkeypatch):
     assert numbers == [3, 4, 1, 2, 3, 4]  # the second time for the baseline
     assert names_in(cut_off) == LEFT | {"tensorboard"}
     assert log_of(cut_off) == log_of(runs / "whole")
+
+
+def test_an_evaluation_is_not_begun_anew(runs, tmp_path, monkeypatch):
+    folder = shutil.copytree(runs / "cut off after the final evaluation", tmp_path / "run")
+    kept, predict_all = [], evaluation_record.predict_all
+
+    def counted(*arguments, earlier, **keywords):
+        kept.append(len(earlier))
+        return predict_all(*arguments, earlier=earlier, **keywords)
+
+    monkeypatch.setattr(evaluation_record, "predict_all", counted)
+    assert main(command(folder, "--resume")) == 0
+    # The test set of the MAP, and what follows; then the baseline's.
+    assert kept[0] == 2 and not any(kept[2:])
 
 
 def test_resume_goes_before_overwrite(cut_off, runs):
