@@ -79,3 +79,18 @@ def test_head_of_a_masked_language_model_is_exact(name):
     expected = sum(torch.diag(q) - torch.outer(q, q) for q in p[batch["labels"] != IGNORED])
     (bias,) = {id(p): n for n, p in model.named_parameters() if p.shape == (V,)}.values()
     assert_close(factors.to_dense(bias), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_padding_on_the_left_is_as_on_the_right(mode):
+    model = tiny("GPT2LMHeadModel")
+    right, *left = (
+        kronecker_factors(model, [batch], "classification", kfac_approx=mode)
+        for batch in (
+            batch_of("causal"),
+            batch_of("causal", left=True),
+            batch_of("causal", 9, left=True),
+        )
+    )
+    for factors in left:
+        assert_same_blocks(factors, right)
