@@ -7,6 +7,7 @@ INSTALLED := .venv/.installed
 
 train: $(INSTALLED)  ## train on the built-in digits, learn the weight decays, write runs/digits
 	$(BIN)/marglik train --config digits
+	@echo "marglik is in $(BIN): 'source $(BIN)/activate' makes the README's commands work in this shell."
 
 test: $(INSTALLED)  ## the default test suite
 	$(BIN)/python -m pytest -q -n auto --dist loadfile

@@ -24,7 +24,6 @@ import json
 import signal
 import statistics
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
@@ -232,7 +231,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.jobs is not None and options.jobs < 1:
         parser.error(f"--jobs must be at least 1, not {options.jobs}")
-    warnings.filterwarnings("ignore", category=FutureWarning)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the processes, too
     options.jobs = options.jobs or default_jobs(options.device)
     asked, failed = configs(options), 0

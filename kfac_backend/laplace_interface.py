@@ -4,18 +4,17 @@ from collections.abc import MutableMapping
 from typing import Any
 
 import torch
-from laplace.curvature import CurvatureInterface, EFInterface, GGNInterface
 from torch import Tensor, nn
 
 from kfac_backend.curvature_pass import CurvaturePass
 from kfac_backend.kronecker import KroneckerFactors
-from kfac_backend.laplace_kron import FactorKron
+from kfac_backend.laplace_kron import FactorKron, laplace
 from kfac_backend.options import BackwardPrecision, Fisher, KfacApprox, ShiftLabels, Unsupported
 
 __all__ = ["KfacEF", "KfacGGN", "KfacInterface", "check_alignment"]
 
 
-class KfacInterface(CurvatureInterface):
+class KfacInterface(laplace.curvature.CurvatureInterface):
     """`kron` on top of `CurvaturePass`; what laplace-torch's interfaces have is inherited.
 
     Args:
@@ -136,7 +135,7 @@ class KfacInterface(CurvatureInterface):
         return self._passes[key]
 
 
-class KfacGGN(KfacInterface, GGNInterface):  # pyright: ignore[reportIncompatibleMethodOverride]
+class KfacGGN(KfacInterface, laplace.curvature.GGNInterface):  # pyright: ignore[reportIncompatibleMethodOverride]
     """The GGN by K-FAC, expand or reduce, for laplace-torch 0.3.
 
     Use it as ``Laplace(model, "classification", hessian_structure="kron", backend=KfacGGN,
@@ -150,7 +149,7 @@ class KfacGGN(KfacInterface, GGNInterface):  # pyright: ignore[reportIncompatibl
         return "mc" if self.stochastic else "exact"
 
 
-class KfacEF(KfacInterface, EFInterface):  # pyright: ignore[reportIncompatibleMethodOverride]
+class KfacEF(KfacInterface, laplace.curvature.EFInterface):  # pyright: ignore[reportIncompatibleMethodOverride]
     """The empirical Fisher by K-FAC, expand or reduce, for laplace-torch 0.3.
 
     Gradients are those of −log p(y|f), with unit noise for "regression": ``f − y``. laplace-torch's

@@ -6,18 +6,24 @@ objects, so that grouped convolutions fit, the eigendecomposition falls back ins
 process, damping survives a sum, and the noise has its whole gradient.
 """
 
+import warnings
 from functools import cached_property
 from typing import cast
 
 import torch
-from laplace.utils import Kron, KronDecomposed
 from torch import Tensor
 
 from kfac_backend.block import EigenBlock, KroneckerBlock
 from kfac_backend.kronecker import KroneckerFactors
 from kfac_backend.spectrum import Spectra
 
-__all__ = ["EigenKron", "FactorKron"]
+with warnings.catch_warnings():
+    # It imports ASDL, whose functions are scripted. Only here, so that nobody sees it complain.
+    warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", FutureWarning)
+    import laplace.curvature
+    from laplace.utils import Kron, KronDecomposed
+
+__all__ = ["EigenKron", "FactorKron", "laplace"]
 
 
 class FactorKron(Kron):

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module
@@ -36,8 +35,6 @@ TRACEBACK_VARIABLE = "MARGLIK_TRACEBACK"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status: 0, 2 for bad input, 130 when interrupted."""
-    # Importing torchvision makes torch complain of itself.
-    warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=FutureWarning)
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     # The others' options are not needed, whose modules take seconds to import.
     asked = next((a for a in arguments if a in COMMANDS), None)

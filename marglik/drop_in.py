@@ -3,13 +3,13 @@
 import warnings
 from typing import Any, cast
 
-from laplace import Laplace
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from kfac_backend.laplace_interface import KfacGGN
+from kfac_backend.laplace_kron import laplace as laplace_torch
 from kfac_backend.options import KfacApprox, Likelihood, ShiftLabels
 from marglik.hyperparameters import Hyperparameters
 from marglik.laplace import KronLaplace
@@ -140,7 +140,7 @@ def marglik_training(
         if ours:
             arguments["backend_kwargs"] = targets
             return KronLaplace(model, likelihood, kfac_approx=kfac_approx, **arguments)
-        return Laplace(model, likelihood, "all", hessian_structure, **arguments)
+        return laplace_torch.Laplace(model, likelihood, "all", hessian_structure, **arguments)
 
     groups = PriorGroups.from_model(model, cast(PriorStructure, structures[prior_structure]))
     hyperparameters = Hyperparameters(

@@ -4,14 +4,13 @@ from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
-from laplace import KronLaplace as LaplaceTorchKronLaplace
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from kfac_backend.factors import kronecker_factors
 from kfac_backend.kronecker import KroneckerFactors
 from kfac_backend.laplace_interface import KfacGGN, KfacInterface, check_alignment
-from kfac_backend.laplace_kron import EigenKron, FactorKron
+from kfac_backend.laplace_kron import EigenKron, FactorKron, laplace
 from kfac_backend.options import KfacApprox, Likelihood, check_option
 from marglik import evidence
 from marglik.evidence import EvidenceTerms
@@ -128,7 +127,7 @@ class KronLaplace(OutputDistribution):
             )
         if not (delta > 0).all():
             raise ValueError(f"prior_precision must be positive, not {delta.min().item()}.")
-        inherited: Any = LaplaceTorchKronLaplace.prior_precision
+        inherited: Any = laplace.KronLaplace.prior_precision
         inherited.fset(self, prior_precision)
 
     def fit(

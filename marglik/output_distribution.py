@@ -5,11 +5,10 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from laplace import KronLaplace as LaplaceTorchKronLaplace
 from torch import Tensor
 
 from kfac_backend.block import EigenBlock
-from kfac_backend.laplace_kron import EigenKron, FactorKron
+from kfac_backend.laplace_kron import EigenKron, FactorKron, laplace
 from kfac_backend.options import check_option
 from kfac_backend.output_covariance import OutputCovariance
 from kfac_backend.weight_sharing import at_least_float32
@@ -19,7 +18,7 @@ from marglik.subset import Layers, last_layer
 __all__ = ["OutputDistribution"]
 
 
-class OutputDistribution(LaplaceTorchKronLaplace):
+class OutputDistribution(laplace.KronLaplace):
     """The outputs' Gaussian N(f, J Σ Jᵀ) without Jacobians, and laplace-torch's predictives on it.
 
     Predictions run in eval mode, and restore the mode that was there.

@@ -1,11 +1,19 @@
-"""With several processes of tests (`-n auto`), each takes its share of the cores."""
+"""What all tests share: a working directory of their own, and the cores."""
 
 import os
 
+import pytest
 import torch
 
 
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    """Whatever a test writes without saying where (runs/, results/) stays out of the checkout."""
+    monkeypatch.chdir(tmp_path)
+
+
 def pytest_configure(config):
+    """With several processes of tests (`-n auto`), each takes its share of the cores."""
     workers = os.environ.get("PYTEST_XDIST_WORKER_COUNT")
     if workers:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(workers)))

@@ -1,15 +1,17 @@
-"""The README's Python examples run as they stand, and its numbers are those of the results."""
+"""The README's examples and commands run as they stand; its numbers are those of the results."""
 
 import json
 import re
+import shlex
 import statistics
 from pathlib import Path
 
 import pytest
 import torch
 
-from experiments import bench_curvature_report, presets, table2_report
+from experiments import bench_curvature_report, marglik_cifar10, presets, table2_report
 from kfac_backend.rules import registry
+from marglik.cli import main
 
 ROOT = Path(__file__).parents[1]
 
@@ -79,6 +81,43 @@ def test_python_examples_run(capsys, monkeypatch, tmp_path):
     assert (tmp_path / "reliability.png").stat().st_size > 1000
     assert len(set(namespace["laplace"].prior_precision.tolist())) == 10
     assert "torch.Size([75, 75])" in capsys.readouterr().out
+
+
+def commands(text):
+    """Each command of the shell's blocks, as a list of arguments."""
+    blocks = "\n".join(re.findall(r"```sh\n(.*?)```", text, re.S)).replace("\\\n", " ")
+    return [shlex.split(line, comments=True) for line in blocks.splitlines() if line]
+
+
+@pytest.mark.parametrize("page", ["README.md", "experiments/README.md"])
+def test_commands_are_those_of_the_programs(page, capsys):
+    for program, *arguments in commands((ROOT / page).read_text()):
+        if program == "marglik" and arguments[0] == "train":
+            with pytest.raises(SystemExit) as stopped:
+                main([*arguments, "--print_config"])
+            assert stopped.value.code == 0, arguments
+        elif program == "python":
+            assert arguments[:2] == ["-m", "experiments.marglik_cifar10"]
+            assert marglik_cifar10.main([*arguments[2:], "--list"]) == 0
+        elif program == "source":
+            assert arguments == [".venv/bin/activate"]
+        else:  # those of marglik run below; the Makefile's targets are tested, too
+            assert program == "make" or arguments[0] in ("evaluate", "report", "fit"), program
+
+
+def test_commands_after_make_train_run_as_they_stand(capsys):
+    """But for the epochs of training."""
+    found = commands((ROOT / "README.md").read_text())
+    of_digits = [c[1:] for c in found if c[0] == "marglik" and "digits" in " ".join(c)]
+    assert [c[0] for c in of_digits] == ["evaluate", "train", "report", "fit"]
+    assert main(["train", "--config", "digits", "--epochs", "2"]) == 0  # make train's
+    for command in of_digits:
+        shorter = ["--epochs", "2"] if command[0] == "train" else []
+        assert main([*command, *shorter]) == 0, command
+    for file in ("both.html", "runs/digits/report.html", "runs/fitted/posterior.json"):
+        assert Path(file).stat().st_size > 100
+    shown = capsys.readouterr().out
+    assert "shift/mean/cls/NLL" in shown and "marglik evaluate runs/fitted" in shown
 
 
 def test_examples_of_layers_run(capsys, monkeypatch):

@@ -1,7 +1,9 @@
 """The paper's Table 2 as a program: one run, several in processes, again, and at full size."""
 
 import json
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -118,6 +120,8 @@ def test_where_the_images_are(tmp_path, monkeypatch):
 @pytest.mark.parametrize("approach", ["expand", "reduce"])
 def test_full_size_starts(approach, tmp_path, monkeypatch):
     """The paper's network and settings on the real images: 20 steps, 5 batches of curvature."""
+    default = Path(__file__).parents[2] / "../shared/data"
+    monkeypatch.setenv("MARGLIK_DATA", os.environ.get("MARGLIK_DATA", str(default.resolve())))
     if not archive().exists():
         pytest.skip(f"needs the images in {archive()} (or MARGLIK_DATA)")
     scale = Protocol(max_train=20 * 128, max_test=20, epochs=1)

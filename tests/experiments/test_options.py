@@ -23,13 +23,6 @@ def shipped_sums():
     }
 
 
-@pytest.fixture
-def elsewhere(tmp_path, monkeypatch):
-    """An empty working directory."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def of_preset(config):
     names = [f"{who}, {which}" for who in ("learned", "initial") for which in ("MAP", "Laplace")]
     metrics = {name: {"test/cls/NLL": 7.5, "test/cls/accuracy": 0.5} for name in names}
@@ -42,7 +35,7 @@ def one_by_one(function, tasks, jobs):
         yield task, function(task)
 
 
-def test_only_the_results_that_were_made_here_are_written_and_shown(elsewhere, monkeypatch, capsys):
+def test_only_the_results_that_were_made_here_are_written_and_shown(tmp_path, monkeypatch, capsys):
     before = shipped_sums()
     assert before
     of_table2 = json.loads((SHIPPED / "table2/scaled/paper/fixed_plain_seed0.json").read_text())
@@ -68,7 +61,7 @@ def test_only_the_results_that_were_made_here_are_written_and_shown(elsewhere, m
     assert "one of my own | 7.50" in tables and "batch" not in tables
     assert "3 images of mine" in tables and "laplace-torch" not in tables
     exactness.main([])
-    found = {str(path.relative_to(elsewhere)) for path in elsewhere.rglob("*.*") if path.is_file()}
+    found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*") if path.is_file()}
     assert {Path(name).parts[0] for name in found} == {"results"}
     assert {
         "results/table2/scaled/table.md",
@@ -80,7 +73,7 @@ def test_only_the_results_that_were_made_here_are_written_and_shown(elsewhere, m
     assert shipped_sums() == before
 
 
-def test_what_came_with_the_project_is_nobodys_own(elsewhere, capsys):
+def test_what_came_with_the_project_is_nobodys_own(tmp_path, capsys):
     assert marglik_cifar10.main(["--list"]) == 0
     assert all(line.startswith("to do ") for line in capsys.readouterr().out.splitlines())
     assert marglik_cifar10.main(["--list", "--source", "jpeg", "--results", str(SHIPPED)]) == 0
@@ -91,10 +84,10 @@ def test_what_came_with_the_project_is_nobodys_own(elsewhere, capsys):
         with pytest.raises(SystemExit):
             program.main(["--report"])
         assert "--report: no results/" in capsys.readouterr().err
-    assert not list(elsewhere.iterdir())
+    assert not list(tmp_path.iterdir())
 
 
-def test_an_interrupt_before_the_first_result_shows_no_table(elsewhere, monkeypatch, capsys):
+def test_an_interrupt_before_the_first_result_shows_no_table(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(marglik_cifar10, "as_they_finish", interrupted)
     assert marglik_cifar10.main([]) == 1
     printed = capsys.readouterr()
