@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from kfac_backend.calls import call_with, explicit_forwards, num_examples
 from kfac_backend.coverage import Coverage, TrackedLayer
-from kfac_backend.rows import Rows, current_rows
+from kfac_backend.rows import Rows, Run, SharedAxes, current_rows
 from kfac_backend.rules import Use
 from kfac_backend.rules.own_parameters import OwnParameter
 
@@ -70,6 +70,8 @@ class Capture:
         self._sources: list[Tensor] = []
         self._num_examples: int | None = None
         self._runs_backward = False
+        self._number: dict[TrackedLayer, int] = {}
+        self._reached: dict[tuple[TrackedLayer, int], bool] = {}
 
     def __enter__(self) -> "Capture":
         for tracked in self._coverage.layers:
@@ -88,11 +90,18 @@ class Capture:
     def forward(self, x: Any) -> Any:
         """The model's output at x, with a graph down to the first tracked outputs."""
         self._sources.clear()
+        self._number.clear()
+        self._reached.clear()
         self._runs_backward = False
         self._num_examples = num_examples(x)
         with torch.enable_grad(), explicit_forwards(self._coverage):
             copies = self._copies_of_own_parameters(x)
-            return call_with(self._model, copies, x, self._channels_last)
+            f = call_with(self._model, copies, x, self._channels_last)
+        for tracked, number in self._number.items():
+            known = self._coverage.runs.get(tracked.layer, ())
+            if len(set(known)) > 1 and number != len(known):
+                raise _other_runs(tracked, f"{number} times instead of {len(known)}")
+        return f
 
     def backward(
         self, f: Tensor, vectors: Iterable[Tensor], on_vector_end: Callable[[], None] | None = None
@@ -125,6 +134,40 @@ class Capture:
             propagate(vector)
             if on_vector_end is not None:
                 on_vector_end()
+
+    @property
+    def runs(self) -> dict[TrackedLayer, list[Run]]:
+        """What each run of the layers is, as far as the vectors so far tell.
+
+        Constant, if none has reached it, and some another run of one of its parameters.
+        """
+        reached = {
+            name
+            for (tracked, _), is_reached in self._reached.items()
+            if is_reached
+            for name in tracked.parameters.values()
+        }
+        kinds: dict[TrackedLayer, list[Run]] = {
+            tracked: ["examples"] * number for tracked, number in self._number.items()
+        }
+        for (tracked, number), is_reached in self._reached.items():
+            if not is_reached and reached.intersection(tracked.parameters.values()):
+                kinds[tracked][number] = "constant"
+        return kinds
+
+    def check_runs(self) -> None:
+        """Raise unless the vectors reached the runs of layers that they are supposed to reach."""
+        for tracked, kinds in self.runs.items():
+            if "constant" in kinds:
+                number = kinds.index("constant") + 1
+                raise _other_runs(tracked, f"with a constant output in run {number}")
+
+    def _run(self, tracked: TrackedLayer) -> tuple[int, Run]:
+        """The number of a layer's run that begins, and what it is."""
+        number = self._number.get(tracked, 0)
+        self._number[tracked] = number + 1
+        known = self._coverage.runs.get(tracked.layer, ("examples",))
+        return number, known[min(number, len(known) - 1)]
 
     def _copies_of_own_parameters(self, x: Any) -> dict[str, Tensor]:
         """Name -> copies (N, ...), the gradients of which are shown as layers' are."""
@@ -176,13 +219,16 @@ class Capture:
     def _forward_hook(self, tracked: TrackedLayer) -> Callable[..., Tensor]:
         def hook(layer: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
             a = first_input(args, kwargs).detach()
-            axes = self._coverage.broadcast.get(layer)
-            if axes is not None and axes.are_those_of(a) and self._num_examples is not None:
-                N = self._num_examples
-                a, output = axes.for_each_example(a, N), axes.for_each_example(output, N)
+            number, run = self._run(tracked)
+            N = self._num_examples
+            if isinstance(run, SharedAxes) and run.are_those_of(a) and N is not None:
+                a, output = run.for_each_example(a, N), run.for_each_example(output, N)
             rows = rows_of(tracked, a)
             seen = Use(a if rows is None else rows.flatten(a), rows)
-            self._on_input(tracked, seen)
+            if run != "constant":
+                self._on_input(tracked, seen)
+                if output.numel():
+                    self._reached[tracked, number] = False
             if self._keep_inputs or tracked.rule.needs_input:
                 use = seen
             else:
@@ -192,15 +238,28 @@ class Capture:
                 self._sources.append(source)
                 # In-place activations must not touch a leaf.
                 output = source.clone()
-            return self._shown(output, tracked, use)
+
+            def on_reached() -> None:
+                if run == "constant":
+                    raise _other_runs(tracked, f"without a constant output in run {number + 1}")
+                self._reached[tracked, number] = True
+
+            return self._shown(output, tracked, use, on_reached)
 
         return hook
 
-    def _shown(self, output: Tensor, tracked: TrackedLayer, use: Use) -> Tensor:
+    def _shown(
+        self,
+        output: Tensor,
+        tracked: TrackedLayer,
+        use: Use,
+        on_reached: Callable[[], None] = lambda: None,
+    ) -> Tensor:
         """The output; its gradients are shown to the callback."""
         version = use.a._version  # pyright: ignore[reportPrivateUsage]
 
         def on_gradient(b: Tensor) -> None:
+            on_reached()
             if use.a._version != version:  # pyright: ignore[reportPrivateUsage]
                 raise NotImplementedError(
                     f"The input of layer {tracked} was modified in place after the layer had "
@@ -256,6 +315,14 @@ class _Show(torch.autograd.Function):
         b = b.movedim(in_dims[0], 0)  # (V, N, ...)
         on_gradient(b)
         return b, 0
+
+
+def _other_runs(tracked: TrackedLayer, how: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"Layer {tracked}, which runs on examples and on something else, runs {how} in this batch: "
+        "another way than in the first, so that its runs cannot be told apart. Use separate "
+        "layers, or freeze it (requires_grad_(False))."
+    )
 
 
 def first_input(args: tuple, kwargs: dict) -> Tensor:

@@ -1,18 +1,49 @@
 """Whether two tensors that should be the same are, up to rounding."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-__all__ = ["close", "noise_like", "same_with_derivatives"]
+__all__ = ["DtypesInUse", "close", "noise_like", "same_with_derivatives"]
+
+TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
+OTHER_TOLERANCE = 0.1
 
 
-def same_with_derivatives(should: Tensor, does: Tensor, parameters: Sequence[Tensor]) -> bool:
-    """Whether two outputs agree, and their derivatives in some parameters along random ones."""
+class DtypesInUse(TorchFunctionMode):
+    """A context that sees in which precision is really computed: a norm may cast what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tolerance = 0.0
+        """That of the coarsest dtype so far, among all operations' results."""
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if isinstance(output, Tensor) and output.is_floating_point():
+            self.tolerance = max(self.tolerance, _tolerance(output))
+        return output
+
+
+def same_with_derivatives(
+    should: Tensor, does: Tensor, parameters: Sequence[Tensor], tolerance: float = 0.0
+) -> bool:
+    """Whether two outputs agree, and their derivatives in some parameters along random ones.
+
+    Args:
+        should: the output as expected; its graph is used up.
+        does: the other.
+        parameters: the parameters.
+        tolerance: as of `close`.
+    """
     if should.shape != does.shape or should.requires_grad != does.requires_grad:
         return False
-    if not close(should.detach(), does.detach()):
+    if not close(should.detach(), does.detach(), tolerance):
         return False
     if not parameters:
         return True
@@ -23,20 +54,26 @@ def same_with_derivatives(should: Tensor, does: Tensor, parameters: Sequence[Ten
     first = torch.autograd.grad(should, parameters, u, allow_unused=True)
     second = torch.autograd.grad(does, parameters, u, retain_graph=True, allow_unused=True)
     return all(
-        (a is None) == (b is None) and (a is None or b is None or close(a, b))
+        (a is None) == (b is None) and (a is None or b is None or close(a, b, tolerance))
         for a, b in zip(first, second, strict=True)
     )
 
 
-def close(should: Tensor, does: Tensor) -> bool:
-    """Whether two tensors agree to the rounding of the second's dtype; also if NaN is expected."""
+def close(should: Tensor, does: Tensor, tolerance: float = 0.0) -> bool:
+    """Whether two tensors agree to the rounding of the second's dtype; also if NaN is expected.
+
+    Args:
+        should: the tensor as expected.
+        does: the other.
+        tolerance: of a coarser dtype in which they were computed, see `DtypesInUse`.
+    """
     if should.shape != does.shape:
         return False
     if should.is_sparse or does.is_sparse:
         should, does = should.to_dense(), does.to_dense()
     if not torch.isfinite(should).all():
         return True  # reported with the model's output
-    tolerance = {torch.float64: 1e-8, torch.float32: 1e-3}.get(does.dtype, 0.1)
+    tolerance = max(tolerance, _tolerance(does))
     return bool((should - does).norm() <= tolerance * should.norm())
 
 
@@ -44,3 +81,7 @@ def noise_like(x: Tensor) -> Tensor:
     """The same normal numbers each time: the user's random numbers are not touched."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(x.shape, generator=generator).to(x.device, x.dtype)
+
+
+def _tolerance(x: Tensor) -> float:
+    return TOLERANCES.get(x.dtype, OTHER_TOLERANCE)

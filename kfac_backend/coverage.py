@@ -10,7 +10,7 @@ from torch.nn.modules.rnn import RNNBase, RNNCellBase
 from torch.nn.parameter import is_lazy
 
 from kfac_backend.options import Unsupported
-from kfac_backend.rows import SharedAxes
+from kfac_backend.rows import Run
 from kfac_backend.rules import (
     LayerByParts,
     LinearPart,
@@ -72,8 +72,9 @@ class Coverage:
     diagonal: list[str]
     names: list[str]
     """All parameters that get a block, in the order of ``model.named_parameters()``."""
-    broadcast: Mapping[nn.Module, SharedAxes] = field(default_factory=dict)
-    """Layers that run once for all examples: see `broadcast`."""
+    runs: Mapping[nn.Module, tuple[Run, ...]] = field(default_factory=dict)
+    """Layer -> its runs in a forward pass, one after the other; without those layers that run on
+    rows of examples alone. See `verification.find_runs`."""
 
     @property
     def all(self) -> list[TrackedLayer]:
@@ -90,9 +91,11 @@ def find_coverage(model: nn.Module, unsupported: Unsupported = "error") -> Cover
             that names them, "diagonal" asks for the exact diagonal of their block.
 
     Raises:
+        TypeError: no model, or one that is spread over devices.
         ValueError: no trainable parameter, a 0-dimensional one, BatchNorm in train mode.
         NotImplementedError: a layer without a rule, or with an option that its rule does not know.
     """
+    _check_module(model)
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if not trainable:
         raise ValueError(
@@ -211,6 +214,7 @@ def coverage_of_blocks(model: nn.Module, sizes: Mapping[str, int]) -> Coverage:
         ValueError: no block, one of a parameter that the model lacks or has in another size, or of
             a frozen one.
     """
+    _check_module(model)
     parameters = dict(model.named_parameters())
     unknown = [name for name in sizes if name not in parameters]
     if unknown or not sizes:
@@ -245,6 +249,21 @@ def coverage_of_blocks(model: nn.Module, sizes: Mapping[str, int]) -> Coverage:
         diagonal=[name for name in coverage.diagonal if name in sizes],
         names=list(sizes),
     )
+
+
+def _check_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"The model is {model!r:.80}, of type {type(model).__name__}; a torch.nn.Module is "
+            "needed."
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.DataParallel):
+            which = f"Layer '{name}'" if name else "The model"
+            raise TypeError(
+                f"{which} is in nn.DataParallel, whose copies of the layers hooks cannot follow. "
+                f"Pass what it holds: {f'model.{name}' if name else 'model'}.module."
+            )
 
 
 def _check_batch_norm(model: nn.Module) -> None:

@@ -8,21 +8,18 @@ from torch import Tensor, nn
 
 from kfac_backend.backward_vectors import BackwardVectors
 from kfac_backend.batches import (
-    Plan,
     Targets,
     counting,
     detached,
     examples,
-    make_plan,
     mask_of,
     parts,
     splits_by_example,
     to_device,
 )
 from kfac_backend.block import KroneckerBlock
-from kfac_backend.broadcast import with_broadcast_layers
 from kfac_backend.capture import Capture
-from kfac_backend.coverage import TrackedLayer, find_coverage
+from kfac_backend.coverage import Coverage, TrackedLayer, find_coverage
 from kfac_backend.diagonal import ggn_diagonal
 from kfac_backend.finite import check_finite
 from kfac_backend.kronecker import KroneckerFactors
@@ -41,8 +38,7 @@ from kfac_backend.options import (
 )
 from kfac_backend.precision import backward_arithmetic, check_precision, full_float32
 from kfac_backend.rules import Use
-from kfac_backend.substitution import verify_divided
-from kfac_backend.verification import verify_independence, verify_uses
+from kfac_backend.verification import Proof, verify_independence
 from kfac_backend.weight_sharing import PositionSums
 
 __all__ = ["CurvaturePass"]
@@ -77,11 +73,10 @@ class CurvaturePass:
         self._dict_key_mask = dict_key_mask
         self._model = model
         self._kfac_approx: KfacApprox = kfac_approx
-        self._coverage = find_coverage(model, unsupported)
+        self._proof = Proof(model, find_coverage(model, unsupported))
         self._backward_precision: BackwardPrecision = backward_precision
         self._batched = batched
-        self._plan = Plan()
-        self._uses_verified = self._independence_verified = self._mask_verified = False
+        self._mask_verified = False
         if kfac_approx != "auto":  # complains of its names before any data
             modes_of_layers(kfac_approx, self._layer_names)
         self.reset()
@@ -134,7 +129,7 @@ class CurvaturePass:
             self._verify(x, y)
             if not self._mask_verified:
                 self._mask_verified = self._verify_mask(x, y)
-            for part in parts(x, y, self._plan.part_size):
+            for part in parts(x, y, self._proof.plan.part_size):
                 self._add(*part)
         except RuntimeError as error:
             if not is_out_of_memory(error):
@@ -176,6 +171,7 @@ class CurvaturePass:
             with self._no_autocast(), backward_arithmetic(self._backward_precision):
                 self._sums.end_forward()
                 capture.backward(f, self._vectors(f, y), self._sums.end_vector)
+                capture.check_runs()
             self._position_sums.clear()
         if self._coverage.diagonal:
             self._add_diagonal(x, y)
@@ -236,7 +232,7 @@ class CurvaturePass:
             self._coverage,
             self._add_input,
             self._add_gradient,
-            channels_last=self._plan.channels_last,
+            channels_last=self._proof.plan.channels_last,
             batched=self._batched,
         )
 
@@ -244,33 +240,21 @@ class CurvaturePass:
         return torch.autocast(self._device.type, enabled=False)
 
     def _verify(self, x: Any, y: Any) -> None:
-        """Once per pass; independence on the first batch that has several examples."""
-        several = isinstance(y, Tensor) and y.dim() > 0 and len(y) > 1
-        if self._uses_verified and (self._independence_verified or not several):
+        """Once per pass, and again on the first batch that has several examples."""
+        N = len(y) if isinstance(y, Tensor) and y.dim() else None
+        if self._proof.is_made(N):
             return
-        if splits_by_example(x, y):
-            self._plan = make_plan(self._model, x, self._device)
-        if self._plan.part_size is not None:
-            x, y = next(parts(x, y, max(2, self._plan.part_size)))
-        if not self._uses_verified:
-            verify_divided(self._model, self._coverage, x)
-            if splits_by_example(x, y):
-                self._coverage = with_broadcast_layers(self._model, self._coverage, x)
-        if not self._independence_verified:
-            counted = counted_terms(y, self._options.ignore_index)
-            self._independence_verified = verify_independence(
-                self._model,
-                self._coverage,
-                x,
-                self._plan.channels_last,
-                None if counted is None else ~counted,
-            )
-        if not self._uses_verified:
-            f = verify_uses(self._model, self._coverage, x)
-            if self._kfac_approx == "auto":
-                check_targets(f, y, self._options.likelihood, self._options.ignore_index)
-                self._kfac_approx = automatic_mode(f.dim())
-            self._uses_verified = True
+        which = self._proof.some(x, N)
+        if which is not None:
+            x, y, N = examples(x, which), y[which], len(which)
+        counted = counted_terms(y, self._options.ignore_index)
+        self._proof.make(x, N, None if counted is None else ~counted)
+        if self._kfac_approx == "auto":
+            self._kfac_approx = automatic_mode(self._proof.output_dim)
+
+    @property
+    def _coverage(self) -> Coverage:
+        return self._proof.coverage
 
     def _verify_mask(self, x: Any, y: Any) -> bool:
         """Prove, on the first batch with such, that hidden positions reach no output that counts.
@@ -291,8 +275,8 @@ class CurvaturePass:
                 self._model,
                 self._coverage,
                 x,
-                self._plan.channels_last,
-                None if counted is None else ~counted,
+                channels_last=self._proof.plan.channels_last,
+                ignored=None if counted is None else ~counted,
             )
         return True
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["check_finite"]
+__all__ = ["check_finite", "check_inputs"]
 
 
 def check_finite(model: nn.Module, f: Tensor, x: Any) -> None:
@@ -19,11 +19,16 @@ def check_finite(model: nn.Module, f: Tensor, x: Any) -> None:
                 f"Parameter '{name}' contains NaN or infinity; training has diverged. "
                 "Go back to an earlier state, with a smaller learning rate."
             )
-    tensors = x.values() if isinstance(x, Mapping) else [x]
-    for tensor in tensors:
-        if isinstance(tensor, Tensor) and not torch.isfinite(tensor).all():
-            raise ValueError("The inputs contain NaN or infinity; clean the data.")
+    check_inputs(x)
     raise ValueError(
         "The model's output contains NaN or infinity though its parameters and inputs are "
         "finite; activations overflow. Normalise the inputs, or use float32 or float64."
     )
+
+
+def check_inputs(x: Any) -> None:
+    """Raise a ValueError if the inputs have NaN or infinity."""
+    tensors = x.values() if isinstance(x, Mapping) else [x]
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and not torch.isfinite(tensor).all():
+            raise ValueError("The inputs contain NaN or infinity; clean the data.")

@@ -14,7 +14,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from kfac_backend.batches import Plan, detached, example_shapes, examples, make_plan
-from kfac_backend.broadcast import with_broadcast_layers
 from kfac_backend.calls import call_with, num_examples
 from kfac_backend.capture import Capture
 from kfac_backend.coverage import TrackedLayer, coverage_of_blocks
@@ -22,8 +21,7 @@ from kfac_backend.gradient_covariance import LARGEST_PRODUCT, bytes_per_example,
 from kfac_backend.layer_gradients import LayerGradients, PosteriorPrecision
 from kfac_backend.precision import full_float32
 from kfac_backend.rules import ExampleGradients, Use
-from kfac_backend.substitution import verify_divided
-from kfac_backend.verification import verify_independence, verify_uses
+from kfac_backend.verification import Proof
 from kfac_backend.weight_sharing import at_least_float32
 
 __all__ = ["OutputCovariance", "PosteriorPrecision"]
@@ -68,6 +66,8 @@ class OutputCovariance:
     ) -> None:
         if memory is not None and memory < 1:
             raise ValueError(f"memory must be at least one byte, not {memory}.")
+        sizes = {name: spectrum.numel() for name, (_, spectrum) in precision.items()}
+        self._proof = Proof(model, coverage_of_blocks(model, sizes))
         self._model = model
         self._precision = precision
         device = next(model.parameters()).device.type
@@ -75,11 +75,7 @@ class OutputCovariance:
         largest = LARGEST_PRODUCT.get(device, LARGEST_PRODUCT["cuda"])
         self._product_bytes = max(1, min(largest, self._memory // 8))
         self._batched = batched
-        sizes = {name: spectrum.numel() for name, (_, spectrum) in precision.items()}
-        self._coverage = coverage_of_blocks(model, sizes)
-        self._gradients = LayerGradients(self._coverage, precision, self._product_bytes)
         self._sizes: dict[Any, _Sizes] = {}
-        self._uses_verified = self._independence_verified = False
 
     @full_float32()
     def __call__(self, x: Any) -> tuple[Float[Tensor, "N C"], Float[Tensor, "N C C"]]:
@@ -103,18 +99,17 @@ class OutputCovariance:
     def _sizes_for(self, x: Any) -> _Sizes:
         """How many examples fit; and, once, the proof that the hooks see all."""
         N = num_examples(x)
-        some = x if N is None else examples(x, slice(2))
-        if not self._uses_verified:
-            verify_divided(self._model, self._coverage, some)
-            self._coverage = with_broadcast_layers(self._model, self._coverage, some)
-        if N is not None and N > 1 and not self._independence_verified:
-            self._independence_verified = verify_independence(self._model, self._coverage, some)
-        if not self._uses_verified:
-            verify_uses(self._model, self._coverage, some)
-            self._uses_verified = True
-        key = example_shapes(x), self._independence_verified
+        if not self._proof.is_made(N):
+            which = self._proof.some(x, N)
+            some = x if which is None else examples(x, which)
+            self._proof.make(some, num_examples(some))
+            self._gradients = LayerGradients(
+                self._proof.coverage, self._precision, self._product_bytes
+            )
+            self._sizes.clear()
+        key = example_shapes(x)
         if key not in self._sizes:
-            self._sizes[key] = self._measure(some)
+            self._sizes[key] = self._measure(x if N is None else examples(x, slice(2)))
         return self._sizes[key]
 
     def _measure(self, x: Any) -> _Sizes:
@@ -215,13 +210,15 @@ class OutputCovariance:
                 else:
                     tied.append((tracked, use, gradients))
             self._gradients.add(covariance, tied)
-            if self._coverage.diagonal:
+            if self._proof.coverage.diagonal:
                 self._add_uncovered(covariance, x)
         return f, covariance
 
     def _add_uncovered(self, covariance: Tensor, x: Any) -> None:
         """Add what parameters without a rule bring; their blocks are diagonal."""
-        parameters = {n: self._model.get_parameter(n).detach() for n in self._coverage.diagonal}
+        parameters = {
+            n: self._model.get_parameter(n).detach() for n in self._proof.coverage.diagonal
+        }
 
         N = len(covariance)
         # One by one, where the input can be taken apart.
@@ -241,7 +238,7 @@ class OutputCovariance:
     ) -> Capture:
         return Capture(
             self._model,
-            self._coverage,
+            self._proof.coverage,
             on_input or (lambda tracked, use: None),
             on_gradient,
             channels_last=channels_last,

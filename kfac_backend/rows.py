@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kfac_backend.weight_sharing import at_least_float32
 
-__all__ = ["Rows", "SharedAxes", "counted_positions", "current_rows", "examples_of_rows"]
+__all__ = ["Rows", "Run", "SharedAxes", "counted_positions", "current_rows", "examples_of_rows"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +112,11 @@ class SharedAxes:
     def for_each_example(self, x: Tensor, N: int) -> Tensor:
         """Input or output for each example, (N, ...); no copy."""
         return x.expand(N, *x.shape[1:]) if self.with_first else x.expand(N, *x.shape)
+
+
+Run = SharedAxes | Literal["examples", "constant"]
+"""What one run of a layer in a forward pass is on: rows of examples; what all examples share;
+"constant", where no derivative goes through its output (it is detached, or not used)."""
 
 
 class _Declared:

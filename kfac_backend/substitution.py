@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from kfac_backend.calls import call_with, explicit_forwards, forked_random_numbers
 from kfac_backend.capture import Capture
-from kfac_backend.comparison import close, noise_like, same_with_derivatives
+from kfac_backend.comparison import DtypesInUse, close, noise_like, same_with_derivatives
 from kfac_backend.coverage import Coverage, DividedLayer, TrackedLayer
 from kfac_backend.memory import is_out_of_memory
 from kfac_backend.rules import Use
@@ -29,17 +29,19 @@ def verify_divided(model: nn.Module, coverage: Coverage, x: Any) -> None:
         def hook(layer: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
             own = [p for p in layer.parameters() if p.requires_grad]
             rates = [(m, m.training) for m in layer.modules()]
+            used = DtypesInUse()
             layer.train(False)  # dropout would draw other numbers in the two
             try:
                 args, kwargs = _without_graph(args), _without_graph(kwargs)
-                should = _tensor_of(type(layer).forward(layer, *args, **kwargs))
+                with used:
+                    should = _tensor_of(type(layer).forward(layer, *args, **kwargs))
                 does = _tensor_of(d.by_parts.forward(layer, d.parts, *args, **kwargs))
             except TypeError:  # a derived class with other arguments
                 should, does = torch.empty(0), torch.empty(1)
             finally:
                 for module, mode in rates:
                     module.training = mode
-            if not same_with_derivatives(should, does, own):
+            if not same_with_derivatives(should, does, own, used.tolerance):
                 raise NotImplementedError(
                     f"Layer '{d.name}' ({type(layer).__name__}) computes something else than "
                     f"{type(d.by_parts).__name__} (an overridden forward, other options, or wrong "
@@ -71,7 +73,7 @@ def verify_own_parameters(model: nn.Module, coverage: Coverage, x: Any) -> None:
     leaves = {name: model.get_parameter(name).detach().requires_grad_() for name in names}
     only = Coverage([], coverage.own_parameters, coverage.divided, [], names)
     with torch.enable_grad():
-        with explicit_forwards(coverage), forked_random_numbers(model):
+        with explicit_forwards(coverage), forked_random_numbers(model), DtypesInUse() as used:
             f = call_with(model, leaves, x)
         capture = Capture(model, only, lambda tracked, use: None, record)
         if not isinstance(f, Tensor):
@@ -84,14 +86,14 @@ def verify_own_parameters(model: nn.Module, coverage: Coverage, x: Any) -> None:
                 raise
             raise no_copies(names) from error
         u = noise_like(f)
-        same = close(f.detach(), g.detach())
+        same = close(f.detach(), g.detach(), used.tolerance)
         if same and f.requires_grad:
             should = torch.autograd.grad(f, list(leaves.values()), u, allow_unused=True)
             capture.backward(g, [u])
             for name, gradient in zip(names, should, strict=True):
                 if gradient is not None:
                     does = gradients.get(name, torch.zeros_like(gradient).flatten())
-                    same = same and close(gradient.flatten(), does)
+                    same = same and close(gradient.flatten(), does, used.tolerance)
     if not same:
         raise no_copies(names)
 

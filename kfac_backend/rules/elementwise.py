@@ -182,6 +182,26 @@ class RMSNormRule(LayerNormRule):
         return F.rms_norm(a, self.layer.normalized_shape, eps=self.layer.eps)
 
 
+class ChannelsFirstLayerNormRule(LayerNormRule):
+    """Derived layers that normalise the second axis of (N, C, ...), as those of ConvNeXt do."""
+
+    features = 1
+    shared = ElementwiseRule.shared
+    first_own_axis = ElementwiseRule.first_own_axis
+
+    def normalised(self, a: Tensor) -> Tensor:
+        """The input normalised over the second axis."""
+        return super().normalised(a.movedim(1, -1)).movedim(-1, 1)
+
+
+class ChannelsFirstRMSNormRule(ChannelsFirstLayerNormRule, RMSNormRule):
+    """The same for layers derived from nn.RMSNorm."""
+
+
+LayerNormRule.alternatives = (ChannelsFirstLayerNormRule,)
+RMSNormRule.alternatives = (ChannelsFirstRMSNormRule,)
+
+
 class GroupNormRule(ElementwiseRule):
     """nn.GroupNorm: one weight and one bias per channel."""
 

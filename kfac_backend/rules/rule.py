@@ -66,6 +66,10 @@ class Rule(ABC):
     transposed: ClassVar[bool] = False
     """Whether the weight is stored (d_in, d_out): its block is A ⊗ B instead of B ⊗ A."""
 
+    alternatives: ClassVar[tuple[type["Rule"], ...]] = ()
+    """Rules for derived layers that do the same along other axes; a pass takes the one that it can
+    prove."""
+
     def __init__(self, layer: Any, mode: Approximation, names: Collection[str]) -> None:
         self.layer = layer
         self.mode: Approximation = mode

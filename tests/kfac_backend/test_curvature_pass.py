@@ -67,7 +67,7 @@ def test_parts_of_a_batch_give_what_the_batch_gives(kfac_approx, monkeypatch):
     assert_same(split, whole, rtol=1e-12, atol=1e-14)
     assert split.num_data == 7 and split.loss == pytest.approx(whole.loss, rel=1e-12)
     # The plan, what runs once for all examples, the proof (twice), the parts.
-    assert sizes == [1, 2, 2, 1, 2, 3, 3, 3, 3, 1]
+    assert sizes == [1, 2, 2, 1, 2, 4, 2, 3, 3, 1]
 
 
 def test_a_model_that_takes_whole_batches_only_is_not_split(monkeypatch):

@@ -24,6 +24,26 @@ from tests.oracles import (
 from tests.random_numbers import error, normal
 from tests.sharing_oracles import ggn_blocks
 
+
+class LayerNorm2d(nn.LayerNorm):
+    """ConvNeXt's, over the channels of images (N, C, H, W)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class RMSNorm2d(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+class Residual(nn.LayerNorm):
+    """Another output than the class's, but the same derivative in weight and bias."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input + super().forward(input)
+
+
 CASES = {
     # name: (layer, shape of one example of its input)
     "LayerNorm": (lambda: nn.LayerNorm(4), (4,)),
@@ -33,6 +53,10 @@ CASES = {
     "LayerNorm over two axes, positions": (lambda: nn.LayerNorm((2, 3), eps=0.1), (3, 2, 3)),
     "LayerNorm without bias": (lambda: nn.LayerNorm(4, bias=False), (3, 4)),
     "LayerNorm of one entry": (lambda: nn.LayerNorm(1), (3, 1)),
+    "LayerNorm over channels": (lambda: LayerNorm2d(3), (3, 2, 4)),
+    "LayerNorm over channels, as many as columns": (lambda: LayerNorm2d(3), (3, 2, 3)),
+    "LayerNorm in a derived layer": (lambda: Residual(4), (3, 4)),
+    "RMSNorm over channels": (lambda: RMSNorm2d(3), (3, 2, 2)),
     "RMSNorm": (lambda: nn.RMSNorm(4), (4,)),
     "RMSNorm with eps": (lambda: nn.RMSNorm(4, eps=0.3), (3, 4)),
     "RMSNorm over two axes": (lambda: nn.RMSNorm((2, 3)), (2, 2, 3)),
