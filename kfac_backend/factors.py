@@ -46,10 +46,10 @@ def kronecker_factors(
     reduce where positions are summed or averaged into one output per example. Source: Eschenhagen
     et al. 2023 (arXiv:2311.00636), sections 3.2 and 3.3.
 
-    The model runs in the mode (train or eval) it is in; dropout that is on stays on. The first
-    batch, or its first part, runs three times: twice to prove that the hooks see all, once for the
-    curvature. (After a first batch of one example, the first that has several runs twice.) One and
-    two examples run before that, to see which layers run once for all examples, and on a CPU how
+    The model runs in the mode (train or eval) it is in; dropout that is on stays on. Some thirty
+    examples of the first batch run twice before the pass, to prove that the hooks see all and that
+    no examples mix. (After a first batch of one example, so do those of the first that has
+    several.) One and two run before that, to see which layers run once for all examples, and how
     batches may be split; further runs prove that attention by parts and copies of a module's own
     parameters, where there are any, are what the model computes.
 

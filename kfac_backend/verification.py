@@ -379,9 +379,9 @@ def find_runs(model: nn.Module, coverage: Coverage, x: Any) -> Coverage:
         NotImplementedError: outputs that the model does not broadcast.
     """
     try:
-        runs, shapes = _runs_and_shapes(model, coverage, examples(x, torch.tensor([0])))
-        twins = examples(x, torch.tensor([0, 0]))
-        _, shapes_of_two = _runs_and_shapes(model, coverage, twins)
+        one, twins = (examples(x, torch.tensor(numbers)) for numbers in ([0], [0, 0]))
+        runs, shapes = _runs_and_shapes(model, coverage, one)
+        shapes_of_two = _runs_and_shapes(model, coverage, twins, backward=False)[1]
     except Exception as error:  # the whole batch will show it, if it is wrong, too
         if is_out_of_memory(error):
             raise
@@ -415,7 +415,7 @@ def find_runs(model: nn.Module, coverage: Coverage, x: Any) -> Coverage:
 
 
 def _runs_and_shapes(
-    model: nn.Module, coverage: Coverage, x: Any
+    model: nn.Module, coverage: Coverage, x: Any, backward: bool = True
 ) -> tuple[dict[TrackedLayer, list[Run]], dict[TrackedLayer, list[torch.Size | None]]]:
     """What the layers' runs are, and their inputs' shapes, None where rows say their examples."""
     shapes: dict[TrackedLayer, list[torch.Size | None]] = {}
@@ -430,7 +430,7 @@ def _runs_and_shapes(
     capture = Capture(model, coverage, record, lambda *_: None)
     with capture, forked_random_numbers(model):
         f = capture.forward(x)
-        if isinstance(f, Tensor):
+        if backward and isinstance(f, Tensor):
             capture.backward(f, [noise_like(f)])
         return capture.runs, {t: seen for t, seen in shapes.items() if t in capture.runs}
 
