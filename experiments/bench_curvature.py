@@ -39,8 +39,8 @@ from experiments.contenders import (
 from experiments.options import parse_options, parts_parser, parts_to_measure
 from experiments.timing import interleaved, medians, peak_memory
 from kfac_backend.laplace_interface import KfacGGN
+from marglik.provenance import environment
 from marglik.record_file import write_json
-from marglik.run_log import environment
 
 GROWTH = {
     "batch_size": (8, 32, 128, 256),

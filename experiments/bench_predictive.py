@@ -36,8 +36,8 @@ from marglik.build import build_from_spec
 from marglik.data import ImageData
 from marglik.data.split_batches import split_batches
 from marglik.laplace import KronLaplace
+from marglik.provenance import environment
 from marglik.record_file import write_json
-from marglik.run_log import environment
 
 __all__ = ["Config", "table"]
 

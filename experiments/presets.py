@@ -13,17 +13,18 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from experiments.options import add_results
 from experiments.processes import as_they_finish, default_jobs
+from kfac_backend.files import parse_json
 from marglik.cli import main as marglik
+from marglik.provenance import environment
 from marglik.record_file import write_json
 from marglik.run_files import RESULTS
-from marglik.run_log import environment
+from marglik.run_folder import RunFolder
 
 NAMES = {
     "vit_cifar10": "VisionTransformer, CIFAR-10 (JPEG)",
@@ -56,7 +57,7 @@ def run(config: Config) -> dict[str, Any]:
     status = marglik(["train", *options, "--resume", "--no_progress"])
     if status:
         raise RuntimeError(f"marglik train --config {config.preset} ended with status {status}.")
-    found = json.loads((Path(config.folder) / RESULTS).read_text())
+    found = parse_json(RunFolder(config.folder).read(RESULTS) or b"{}")
     kept = ("num_data", "metrics", "evidence", "weight_decay", "threads", "seconds")
     return {"config": asdict(config)} | {key: found[key] for key in kept}
 

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ def write_file(path: str | Path, content: bytes) -> str:
 
 def temporary_path(path: Path) -> Path:
     """A hidden name beside a path, for what this process has in work; see `remove_leftovers`."""
-    return path.with_name(f"{PREFIX}{os.getpid()}-{path.name}")
+    return path.with_name(f"{PREFIX}{os.getpid()}-{get_ident()}-{path.name}")
 
 
 def remove_leftovers(folder: Path) -> None:

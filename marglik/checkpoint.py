@@ -24,7 +24,7 @@ __all__ = ["Checkpoints", "check_same_run"]
 
 FORMAT, FORMAT_VERSION = "marglik.checkpoint", 1
 STATE = "state.json"
-REMEDY = "Start anew (--overwrite)."
+REMEDY = "Start anew: --overwrite instead of --resume."
 
 
 class Checkpoints:
@@ -61,8 +61,21 @@ class Checkpoints:
         return time.monotonic() - self._last >= self._seconds
 
     def exists(self) -> bool:
-        """Whether there is a state."""
-        return (self.folder / STATE).is_file()
+        """Whether there is a state.
+
+        Raises:
+            FileNotFoundError: there are tensors of one, but ``state.json`` was removed.
+        """
+        if (self.folder / STATE).is_file():
+            return True
+        # The first state's may be there because a process was killed before its record.
+        lost = [p for p in self.folder.glob("tensors-*.safetensors") if p.name != _tensors(1)]
+        if lost:
+            raise FileNotFoundError(
+                f"{self.folder / STATE} is missing, and {lost[0].name} is of no use without it. "
+                f"{REMEDY}"
+            )
+        return False
 
     def save(self, state: dict[str, Any]) -> None:
         """Replace the state.
@@ -77,7 +90,7 @@ class Checkpoints:
         if self.exists() and not self._number:
             self._number = self.check()["number"]
         self._number += 1
-        of_tensors = f"tensors-{self._number}.safetensors"
+        of_tensors = _tensors(self._number)
         named = {str(i): t for i, t in enumerate(tensors)}
         try:
             sum_of_tensors = write_tensors(self.folder / of_tensors, named)
@@ -163,6 +176,11 @@ class Checkpoints:
         for path in self.folder.glob("*.safetensors"):
             if path.name not in names:
                 path.unlink()
+
+
+def _tensors(number: int) -> str:
+    """The file of a state's tensors."""
+    return f"tensors-{number}.safetensors"
 
 
 def check_same_run(here: dict[str, Any], there: dict[str, Any], folder: Path) -> None:

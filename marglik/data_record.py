@@ -1,13 +1,15 @@
-"""What a posterior remembers of its training data, to meet other data in the same form."""
+"""What is remembered of data: to know it again, and to meet other data in the same form."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
-from marglik.data import ImageSplits, Splits
+from torch import Tensor
+
+from marglik.data import ImageSet, ImageSplits, Splits
 from marglik.data.tensor_splits import described
 from marglik.graphs import Graphs
 
-__all__ = ["as_trained", "data_record"]
+__all__ = ["as_trained", "data_record", "tensors_in"]
 
 
 def data_record(splits: Splits, source: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -72,6 +74,14 @@ def as_trained(splits: Splits, record: dict[str, Any] | None) -> Splits:
             f"{tuple(record['image_shape'])}. Pass data of that shape (--data)."
         )
     return replace(splits, mean=tuple(record["mean"]), std=tuple(record["std"]))
+
+
+def tensors_in(part: ImageSet | tuple[Tensor | Graphs, Tensor]) -> list[Tensor]:
+    """What a split is made of: inputs, the targets last."""
+    x, y = (part.images, part.labels) if isinstance(part, ImageSet) else part
+    if isinstance(x, Tensor):
+        return [x, y]
+    return [*(getattr(x, field.name) for field in fields(x)), y]
 
 
 def _images(splits: Splits) -> list[int] | None:

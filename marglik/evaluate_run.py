@@ -1,30 +1,29 @@
 """What `marglik evaluate` does: predictions of a saved posterior, or of a bare checkpoint."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
+from kfac_backend.files import parse_json, sha256
 from kfac_backend.options import Likelihood
 from marglik.build import build_fabric, build_from_spec
 from marglik.config import Accelerator
 from marglik.data import DataSource, ImageData
 from marglik.data_record import as_trained
-from marglik.evaluation_record import EvaluationConfig, evaluate
+from marglik.evaluation_record import EvaluationConfig, combined, evaluate_network
 from marglik.model_check import check_model
 from marglik.posterior_file import load_posterior, read_posterior
 from marglik.predictive import (
-    Predictive,
     PredictiveConfig,
     PredictiveMethod,
-    laplace_predictive,
     map_predictive,
 )
 from marglik.pretrained import load_pretrained
-from marglik.record_file import write_json
-from marglik.run_files import EVALUATION
+from marglik.record_file import as_json
+from marglik.run_files import EVALUATION, POSTERIOR
+from marglik.run_folder import RunFolder
 
 __all__ = ["evaluate_run"]
 
@@ -46,7 +45,9 @@ def evaluate_run(
 ) -> dict[str, Any]:
     """Evaluate a network at its parameters (MAP) and under its posterior.
 
-    Returns the content of ``evaluation.json``, and where it lies under "output".
+    What is found adds to an earlier evaluation of the same posterior and test set in the folder;
+    where it cannot, it takes its place. Returns the content of ``evaluation.json``, and under
+    "output" where it lies, under "replaced" what it replaces, in words.
 
     Args:
         path: a folder of marglik train or marglik fit; or a checkpoint, which needs model and data
@@ -74,7 +75,8 @@ def evaluate_run(
         raise FileNotFoundError(f"{path} does not exist; pass a run's folder or a checkpoint.")
     fabric = build_fabric(accelerator)
     if Path(path).is_dir():
-        record = read_posterior(path)
+        record = RunFolder(path).posterior() or read_posterior(path)  # which says what to do
+        of = sha256((Path(path) / POSTERIOR).read_bytes())
         if sigma_noise is not None:
             raise ValueError(f"{path} knows its noise; leave --sigma_noise out.")
         if likelihood not in (None, record["likelihood"]):
@@ -94,7 +96,7 @@ def evaluate_run(
         laplace = load_posterior(path, model, fabric.device)
         likelihood = record["likelihood"]
         map_ = map_predictive(model, record["likelihood"], laplace.sigma_noise)
-        folder = Path(output or path)
+        folder = RunFolder(output or path)
     else:
         if model is None or data is None:
             raise ValueError(f"{path} is a checkpoint; it needs --model and --data.")
@@ -102,36 +104,37 @@ def evaluate_run(
         model, splits, laplace = fabric.to_device(model), data.load(), None
         likelihood = likelihood or "classification"
         map_ = map_predictive(model, likelihood, sigma_noise or 1.0)
-        folder = Path(output or f"runs/{Path(path).stem}_map")
-    folder.mkdir(parents=True, exist_ok=True)  # fails now if it cannot be made
+        of = sha256(Path(path).read_bytes() + repr(sigma_noise).encode())
+        folder = RunFolder(output or f"runs/{Path(path).stem}_map")
     configs = []
     if laplace is not None:
         asked = [predictive.method] if methods is None else methods
         configs = [replace(predictive, method=method) for method in asked]
     for config in configs or [None]:
         check_model(model, splits, None, likelihood, config)  # pyright: ignore[reportArgumentType]
-    predictives: dict[str, Predictive] = {"MAP": map_}
-    if laplace is not None:
-        for config in configs:
-            generator = torch.Generator(fabric.device).manual_seed(seed)
-            predictives[config.label] = laplace_predictive(laplace, config, generator)
-    found = evaluate(
-        predictives,
-        splits,
-        likelihood,  # pyright: ignore[reportArgumentType]
-        evaluation,
-        ood=ood,
-        batch_size=predictive.batch_size,
-        device=fabric.device,
-        progress=progress,
-    )
-    found["config"] = {
-        "predictive": asdict(predictive),
-        "evaluation": asdict(evaluation),
-        "seed": seed,
-    }
-    write_json(folder / EVALUATION, found)
-    return found | {"output": str(folder)}
+    with folder.locked():
+        folder.check_beside()
+        # Whoever has removed it wants a new one.
+        is_there = (folder.path / EVALUATION).exists()
+        earlier = parse_json(folder.read(EVALUATION) or b"null") if is_there else None
+        found = evaluate_network(
+            map_,
+            laplace,
+            configs,
+            splits,
+            likelihood,  # pyright: ignore[reportArgumentType]
+            evaluation,
+            of=of,
+            seed=seed,
+            ood=ood,
+            batch_size=predictive.batch_size,
+            device=fabric.device,
+            progress=progress,
+        )
+        found, replaced = (found, []) if earlier is None else combined(found, earlier)
+        folder.adopt("evaluate")
+        folder.write(EVALUATION, as_json(found))
+    return found | {"output": str(folder.path), "replaced": replaced}
 
 
 def _saved(path: str, given: Any, record: dict[str, Any], key: str, kinds: Any) -> Any:

@@ -5,13 +5,14 @@ import io
 import logging
 import math
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from kfac_backend.files import sha256_of_tensors
 from kfac_backend.options import Likelihood, check_option
 from marglik.checkpoint import Checkpoints
 from marglik.data import (
@@ -27,13 +28,15 @@ from marglik.data import (
 )
 from marglik.data.out_of_distribution import ForeignImages
 from marglik.data.split_batches import split_batches
+from marglik.data_record import tensors_in
 from marglik.evaluation import metrics, predict_all, reliability_curve
+from marglik.laplace import KronLaplace
 from marglik.links import Prediction
 from marglik.metrics import out_of_distribution_metrics
-from marglik.predictive import Predictive
-from marglik.run_log import environment
+from marglik.predictive import Predictive, PredictiveConfig, laplace_predictive
+from marglik.provenance import environment
 
-__all__ = ["EvaluationConfig", "evaluate"]
+__all__ = ["EvaluationConfig", "combined", "evaluate", "evaluate_network"]
 
 _logger = logging.getLogger(__name__)
 
@@ -160,10 +163,109 @@ def evaluate(
             "num_examples": len(foreign.images),
             "score": config.ood_score,
             "note": foreign.note,
+            "sha256": sha256_of_tensors([foreign.images]),
         }
     if config.shift:
         record["shift"] = {"kinds": list(CORRUPTIONS), "severities": list(SEVERITIES)}
     return record | environment(work.device)
+
+
+def evaluate_network(
+    map_: Predictive,
+    laplace: KronLaplace | None,
+    configs: Sequence[PredictiveConfig],
+    splits: Splits,
+    likelihood: Likelihood,
+    config: EvaluationConfig,
+    *,
+    of: str,
+    seed: int = 0,
+    **options: Any,
+) -> dict[str, Any]:
+    """`evaluate` a network at its parameters and under its posterior, and say what and how.
+
+    Args:
+        map_: the network at its parameters.
+        laplace: the posterior, if there is one.
+        configs: how it predicts, in turn.
+        splits: see `evaluate`.
+        likelihood: of the predictives.
+        config: what is evaluated.
+        of: SHA-256 sum of what is evaluated.
+        seed: of sampling, for each way of predicting.
+        options: see `evaluate`.
+    """
+    predictives, how = {"MAP": map_}, {"MAP": {}}
+    for one in configs:
+        assert laplace is not None
+        generator = torch.Generator(options["device"]).manual_seed(seed)
+        predictives[one.label] = laplace_predictive(laplace, one, generator)
+        of_no_consequence = ("batch_size", "memory")
+        plain = {name: v for name, v in asdict(one).items() if name not in of_no_consequence}
+        how[one.label] = plain | {"seed": seed}
+    record = evaluate(predictives, splits, likelihood, config, **options)
+    for label, entry in record["predictives"].items():
+        entry["options"] = how[label]
+    scale = [splits.mean, splits.std] if isinstance(splits, ImageSplits) else []
+    tensors = [*tensors_in(splits.test), *map(torch.tensor, scale)]
+    return record | {"of": of, "test": sha256_of_tensors(tensors)}
+
+
+def combined(found: dict[str, Any], earlier: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """An evaluation together with an earlier one, and what of that one it replaces, in words.
+
+    Results add to each other where they are of the same network or posterior, test set and way of
+    predicting. There is one set of foreign data in an evaluation.
+    """
+    for key, what in SUBJECT.items():
+        if found[key] != earlier.get(key):
+            return found, [f"all of the former evaluation, which was of {what}"]
+    replaced, entries = [], {}
+    stays = found["ood"] is None or found["ood"] == earlier["ood"]
+    for label, former in earlier["predictives"].items():
+        entry = found["predictives"].get(label)
+        if entry is not None and entry["options"] != former["options"]:
+            before, now = former["options"], entry["options"]
+            changes = [f"{k} {before[k]}, now {now[k]}" for k in now if now[k] != before[k]]
+            replaced.append(f"{label}, which was evaluated with {'; '.join(changes)}")
+            entries[label] = entry
+            continue
+        if not stays:
+            former = _without_foreign(former)
+        entries[label] = former if entry is None else _both(former, entry)
+    if earlier["ood"] and not stays:
+        replaced.append(f"the results on foreign data ({_foreign_name(earlier['ood'])})")
+    former = {key: earlier[key] for key in ("ood", "shift", "uncertain") if found[key] is None}
+    return found | former | {"predictives": found["predictives"] | entries}, replaced
+
+
+SUBJECT = {
+    "of": "another network or posterior",
+    "data": "other data",
+    "test": "another test set",
+    "likelihood": "another likelihood",
+}
+"""Keys of what is evaluated, and what it is called if it is not the same."""
+
+
+def _without_foreign(entry: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: v for key, v in entry["metrics"].items() if not key.startswith("ood/")}
+    entropy = entry.get("entropy") or {}
+    return entry | {
+        "metrics": kept,
+        **({"entropy": {k: v for k, v in entropy.items() if k != "ood"}} if entropy else {}),
+    }
+
+
+def _both(former: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
+    both = former | entry | {"metrics": former["metrics"] | entry["metrics"]}
+    if "entropy" in entry:
+        both["entropy"] = former["entropy"] | entry["entropy"]
+    return both
+
+
+def _foreign_name(ood: dict[str, Any]) -> str:
+    return f"{ood['num_examples']} of {ood['name']}, told apart by {ood['score']}"
 
 
 class _Evaluation:

@@ -5,7 +5,6 @@ import re
 import time
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -17,17 +16,18 @@ from marglik.data import DataSource, ImageData
 from marglik.data.out_of_distribution import out_of_distribution_images
 from marglik.data_record import data_record
 from marglik.evaluation_record import EvaluationConfig
-from marglik.figures import plot_run, save_figure
+from marglik.figures import as_png, plot_run
 from marglik.model_check import check_image_options, check_model
 from marglik.optimizers import OptimizerConfig
 from marglik.posterior_file import save_posterior
 from marglik.predictive import PredictiveConfig
 from marglik.prior import PriorGroups
-from marglik.provenance import Provenance
-from marglik.record_file import write_json
+from marglik.provenance import Provenance, environment
+from marglik.record_file import as_json
 from marglik.results import metrics_of, results_of, run_identity, saved_results
-from marglik.run_files import CHECKPOINT, EVALUATION, EVIDENCE, RESULTS
-from marglik.run_log import RunLog, discard, environment, run_lock
+from marglik.run_files import CHECKPOINT, EVALUATION, EVIDENCE, LOG, POSTERIOR, RESULTS
+from marglik.run_folder import RunFolder
+from marglik.run_log import RunLog
 from marglik.training_setup import TrainingSetup
 
 __all__ = ["train"]
@@ -73,7 +73,8 @@ def train(
         ValueError: options, data or model that do not fit together, a resume with other options
             than before; before any training.
         NotImplementedError: a layer without a K-FAC rule; before any training.
-        FileExistsError: the output folder holds a run already.
+        FileExistsError: the output folder holds a run already, or something else.
+        OSError: nothing can be written there.
         FloatingPointError: training diverged.
     """
     start = time.perf_counter()
@@ -95,7 +96,7 @@ def train(
         raise ValueError(
             "baseline keeps the initial weight decay, as prior.method fixed does; drop one of them."
         )
-    folder = Path(run.output or f"runs/{re.sub('[^a-z0-9]+', '_', splits.name.lower())}")
+    folder = RunFolder(run.output or f"runs/{re.sub('[^a-z0-9]+', '_', splits.name.lower())}")
     initial_model = deepcopy(model) if run.baseline else None
     setup = TrainingSetup(
         splits, optimizer, prior, curvature, predictive, evaluation, foreign, run, fabric
@@ -103,35 +104,44 @@ def train(
     identity = run_identity(model, splits, foreign, setup.options(), provenance)
     made_with = environment(fabric.device)
     states = {
-        name: Checkpoints(folder / CHECKPOINT / name, run.checkpoint_minutes, identity, made_with)
+        name: Checkpoints(
+            folder.path / CHECKPOINT / name, run.checkpoint_minutes, identity, made_with
+        )
         for name in ("learned", "learned_evaluation", "baseline", "baseline_evaluation")
     }
-    with run_lock(folder):
+    with folder.locked():
         results = saved_results(folder, identity) if run.resume else None
         goes_on = run.resume and states["learned"].exists()
         for checkpoints in states.values():
             if goes_on and checkpoints.exists():
                 checkpoints.check()  # complains before anything is touched
+        if run.resume and results is None and not goes_on and folder.read(LOG):
+            raise FileNotFoundError(
+                f"{folder.path} holds a run that was cut off, but not the state that it would go "
+                "on from. Start anew: --overwrite instead of --resume."
+            )
         if results is None:
-            with RunLog(
-                folder, tensorboard=run.tensorboard, overwrite=run.overwrite, resume=goes_on
-            ) as log:
-                provenance.write_options(folder)
+            log = RunLog(folder, tensorboard=run.tensorboard)
+            folder.begin("train", provenance, overwrite=run.overwrite, resume=goes_on)
+            with log:
                 ready = time.perf_counter()
                 learned = setup.train(model, prior, states["learned"], log)
             trained = time.perf_counter()
             record = data_record(splits, provenance.data)
-            save_posterior(learned.laplace, folder, model=provenance.model, data=record)
-            found = setup.evaluate(model, learned.laplace, states["learned_evaluation"])
-            write_json(folder / EVALUATION, found)
+            posterior = save_posterior(
+                learned.laplace, folder.path, model=provenance.model, data=record
+            )
+            folder.vouch(POSTERIOR, posterior)
+            found = setup.evaluate(model, learned.laplace, states["learned_evaluation"], posterior)
+            folder.write(EVALUATION, as_json(found))
             title = f"{type(model).__name__} on {splits.name}"
             figure = plot_run(learned.records, prior.weight_decay, learned.laplace.n_data, title)
-            save_figure(figure, folder / EVIDENCE)
+            folder.write(EVIDENCE, as_png(figure))
             results = identity | results_of(learned, found, prior, fabric.device)
             # The loop's, of all processes that had a part in it, and the rest of this one.
             results["seconds"] = learned.seconds + time.perf_counter() - trained + ready - start
             results["complete"] = initial_model is None
-            write_json(folder / RESULTS, results)  # before the baseline, which may fail
+            folder.write(RESULTS, as_json(results))  # before the baseline, which may fail
         if not results["complete"]:
             assert initial_model is not None
             fixed = replace(prior, method="fixed")
@@ -142,6 +152,6 @@ def train(
             results["metrics"] |= metrics_of("initial", found)
             results["seconds"] += initial.seconds + time.perf_counter() - trained
             results["complete"] = True
-            write_json(folder / RESULTS, results)
-        discard(folder / CHECKPOINT)
-    return results | {"output": str(folder)}
+            folder.write(RESULTS, as_json(results))
+        folder.discard(CHECKPOINT)
+    return results | {"output": str(folder.path)}

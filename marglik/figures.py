@@ -19,6 +19,7 @@ from matplotlib.ticker import MaxNLocator
 from kfac_backend.files import write_file
 
 __all__ = [
+    "as_png",
     "effective_parameters_plot",
     "entropy_histogram",
     "plot_run",
@@ -246,6 +247,11 @@ def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[f
 
 def save_figure(figure: Figure, path: Path) -> None:
     """Write a figure as PNG, atomically."""
+    write_file(path, as_png(figure))
+
+
+def as_png(figure: Figure) -> bytes:
+    """A figure as the content of a PNG file."""
     content = io.BytesIO()
     figure.savefig(content, dpi=120, format="png")
-    write_file(path, content.getvalue())
+    return content.getvalue()

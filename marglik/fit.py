@@ -24,7 +24,8 @@ from marglik.predictive import PredictiveConfig, laplace_predictive
 from marglik.pretrained import load_pretrained
 from marglik.prior import PriorGroups, precision_to_weight_decay, weight_decay_to_precision
 from marglik.provenance import Provenance
-from marglik.run_log import check_free, clear
+from marglik.run_files import POSTERIOR
+from marglik.run_folder import RunFolder
 from marglik.subset import freeze_all_but, last_layer
 
 __all__ = ["fit"]
@@ -59,17 +60,17 @@ def fit(
     Raises:
         ValueError: options, data, checkpoint or model that do not fit together.
         NotImplementedError: a layer without a K-FAC rule.
-        FileExistsError: the output folder holds a run already.
+        FileExistsError: the output folder holds a run already, or something else.
+        OSError: nothing can be written there.
     """
     start = time.perf_counter()
-    folder = Path(run.output or f"runs/{Path(checkpoint).stem}")
-    check_free(folder, run.overwrite)
-    if Path(checkpoint).resolve().parent == folder.resolve():
+    folder = RunFolder(run.output or f"runs/{Path(checkpoint).stem}")
+    if Path(checkpoint).resolve().parent == folder.path.resolve():
         raise ValueError(
             f"The checkpoint {checkpoint} lies in the output folder, which is cleared; pass "
             "another --output."
         )
-    folder.mkdir(parents=True, exist_ok=True)  # fails now if it cannot be made
+    folder.check_free("fit", provenance.preset, run.overwrite)
     fabric = build_fabric(run.accelerator)
     note = load_pretrained(model, checkpoint)
     splits = data.load()
@@ -99,17 +100,19 @@ def fit(
         temperature=prior.temperature,
         ignore_index=splits.ignore_index,
     )
-    torch.manual_seed(run.seed)
-    _logger.info("curvature pass over %d examples of %s", batches.num_examples, splits.name)
-    with eval_mode(model):
-        laplace.fit(batches, progress_bar=run.progress)
-    before = float(laplace.log_marginal_likelihood())
-    _logger.info("prior by %s", prior.method)
-    found = _find_prior(laplace, prior, predictive, splits, run)
-    clear(folder)
-    provenance.write_options(folder)
-    record = data_record(splits, provenance.data)
-    save_posterior(laplace, folder, model=provenance.model, data=record)
+    with folder.locked():
+        folder.check_free("fit", provenance.preset, run.overwrite)  # nobody has come before
+        torch.manual_seed(run.seed)
+        _logger.info("curvature pass over %d examples of %s", batches.num_examples, splits.name)
+        with eval_mode(model):
+            laplace.fit(batches, progress_bar=run.progress)
+        before = float(laplace.log_marginal_likelihood())
+        _logger.info("prior by %s", prior.method)
+        found = _find_prior(laplace, prior, predictive, splits, run)
+        folder.begin("fit", provenance, overwrite=run.overwrite)
+        record = data_record(splits, provenance.data)
+        posterior = save_posterior(laplace, folder.path, model=provenance.model, data=record)
+        folder.vouch(POSTERIOR, posterior)
     decay = precision_to_weight_decay(laplace.prior_precision, laplace.n_data, prior.temperature)
     names = [n for n, p in model.named_parameters() if p.requires_grad]
     return {
@@ -122,7 +125,7 @@ def fit(
         "at_bound": found.at_bound if found else False,
         "note": note,
         "seconds": time.perf_counter() - start,
-        "output": str(folder),
+        "output": str(folder.path),
     }
 
 

@@ -19,9 +19,9 @@ from kfac_backend.kronecker import KroneckerFactors
 from kfac_backend.laplace_interface import KfacEF, KfacGGN
 from marglik.laplace import KronLaplace
 from marglik.model_state import load_state, tensors_of
+from marglik.provenance import environment
 from marglik.record_file import read_record, write_record
 from marglik.run_files import FACTORS, MODEL, POSTERIOR
-from marglik.run_log import environment
 
 __all__ = ["load_posterior", "read_posterior", "save_posterior"]
 
@@ -34,8 +34,11 @@ def save_posterior(
     *,
     model: dict[str, Any] | None = None,
     data: dict[str, Any] | None = None,
-) -> None:
-    """Write a fitted posterior and its network.
+) -> str:
+    """Write a fitted posterior and its network; returns the SHA-256 sum of ``posterior.json``.
+
+    All sums are of what is written. Two processes that write into one folder may leave a mixture of
+    their files, but none that loads.
 
     Args:
         laplace: the posterior.
@@ -92,7 +95,7 @@ def save_posterior(
     (folder / POSTERIOR).unlink(missing_ok=True)  # it must not name files that are gone
     sums = {FACTORS: factors.save(folder / FACTORS)}
     sums[MODEL] = write_tensors(folder / MODEL, state)
-    write_record(folder / POSTERIOR, record, sums)
+    return write_record(folder / POSTERIOR, record, sums)
 
 
 def read_posterior(folder: str | Path) -> dict[str, Any]:

@@ -1,12 +1,14 @@
-"""Where a run's objects come from: what makes it repeatable, and its posterior loadable."""
+"""Where a run's objects and numbers come from: what makes it repeatable, its posterior loadable."""
 
+import platform
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
-from marglik.run_files import CONFIG
+if TYPE_CHECKING:
+    import torch
 
-__all__ = ["Provenance"]
+__all__ = ["Provenance", "environment"]
 
 
 @dataclass(frozen=True)
@@ -19,10 +21,19 @@ class Provenance:
     """``{"class_path": ..., "init_args": {...}}``."""
     data: dict[str, Any] | None = None
     """The same for the data."""
+    preset: str | None = None
+    """The preset that the options started from."""
 
-    def write_options(self, folder: Path) -> None:
-        """Write the options, if they are known."""
-        from kfac_backend.files import write_file  # imports torch, which marglik --help is spared
 
-        if self.options is not None:
-            write_file(folder / CONFIG, self.options.encode())
+def environment(device: "torch.device") -> dict[str, Any]:
+    """Versions and device, for results that others compare."""
+    import torch  # which marglik --help is spared
+
+    packages = ("marglik", "torch", "torchvision", "laplace-torch", "lightning")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return {
+        "device": f"{device.type} ({name})",
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "versions": {package: version(package) for package in packages},
+    }

@@ -11,7 +11,7 @@ from typing import Any
 
 from kfac_backend.files import parse_json, sha256, write_file
 
-__all__ = ["read_record", "write_json", "write_record"]
+__all__ = ["as_json", "read_record", "write_json", "write_record"]
 
 
 def write_record(path: Path, record: dict[str, Any], sums: dict[str, str]) -> str:
@@ -23,7 +23,12 @@ def write_record(path: Path, record: dict[str, Any], sums: dict[str, str]) -> st
 
 def write_json(path: Path, content: Any) -> str:
     """Write a JSON file atomically; returns its SHA-256 sum."""
-    return write_file(path, (json.dumps(content, indent=2) + "\n").encode())
+    return write_file(path, as_json(content))
+
+
+def as_json(content: Any) -> bytes:
+    """Plain data as the content of a JSON file."""
+    return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def read_record(

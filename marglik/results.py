@@ -1,24 +1,21 @@
 """What `marglik train` found: the content of ``results.json``."""
 
-import json
-from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from kfac_backend.files import sha256_of_tensors
+from kfac_backend.files import parse_json, sha256_of_tensors
 from marglik.checkpoint import check_same_run
 from marglik.config import PriorConfig
-from marglik.data import ImageSet, ImageSplits, Splits
+from marglik.data import ImageSplits, Splits
 from marglik.data.out_of_distribution import ForeignImages
-from marglik.graphs import Graphs
+from marglik.data_record import tensors_in
 from marglik.laplace import KronLaplace
 from marglik.prior import precision_to_weight_decay
-from marglik.provenance import Provenance
+from marglik.provenance import Provenance, environment
 from marglik.run_files import RESULTS
-from marglik.run_log import environment
+from marglik.run_folder import RunFolder
 from marglik.training import OnlineResult
 
 __all__ = ["metrics_of", "results_of", "run_identity", "saved_results"]
@@ -43,11 +40,12 @@ def run_identity(
     shapes = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     of_run = {k: v for k, v in options["run"].items() if k not in NOT_OF_THE_RESULT}
     kind = "images" if isinstance(splits, ImageSplits) else "examples"
-    pairs = _pairs(splits)
-    tensors = [tensor for pair in pairs.values() for part in pair for tensor in _tensors(part)]
+    parts = {"train": splits.train, "validation": splits.validation, "test": splits.test}
+    there = {name: part for name, part in parts.items() if part is not None}
+    tensors = [tensor for part in there.values() for tensor in tensors_in(part)]
     identity: dict[str, Any] = {
         "data": splits.name,
-        kind: {name: len(y) for name, (_, y) in pairs.items()},
+        kind: {name: len(tensors_in(part)[-1]) for name, part in there.items()},
     }
     if isinstance(splits, ImageSplits):
         identity["normalisation"] = {"mean": list(splits.mean), "std": list(splits.std)}
@@ -65,39 +63,20 @@ def run_identity(
     }
 
 
-def _pairs(splits: Splits) -> dict[str, tuple[Any, Any]]:
-    """Split -> inputs and targets."""
-    parts = {"train": splits.train, "validation": splits.validation, "test": splits.test}
-    return {
-        name: (part.images, part.labels) if isinstance(part, ImageSet) else part
-        for name, part in parts.items()
-        if part is not None
-    }
-
-
-def _tensors(values: Tensor | Graphs) -> list[Tensor]:
-    """What inputs or targets are made of."""
-    if isinstance(values, Tensor):
-        return [values]
-    return [getattr(values, field.name) for field in fields(values)]
-
-
-def saved_results(folder: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
+def saved_results(folder: RunFolder, identity: dict[str, Any]) -> dict[str, Any] | None:
     """What ``results.json`` in a folder says, None if there is none.
 
     Raises:
-        ValueError: it is of another run.
+        FileNotFoundError: something that the run left is missing.
+        ValueError: it is of another run, or something that it left was altered.
     """
-    if not (folder / RESULTS).is_file():
+    content = folder.read(RESULTS)
+    if content is None:
         return None
-    try:
-        results = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
-        there = {key: results[key] for key in (*identity, "complete")}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{folder / RESULTS} is not as this release writes it; start anew (--overwrite)."
-        ) from error
-    check_same_run(identity | {"complete": there["complete"]}, there, folder)
+    results = parse_json(content)
+    there = {key: results.get(key) for key in identity}
+    check_same_run(identity, there, folder.path)
+    folder.check()
     return results
 
 

@@ -84,6 +84,8 @@ def print_evaluation(results: dict[str, Any]) -> None:
         print(f"foreign: {ood['num_examples']} of {ood['name']}{note}")
     named = results["predictives"].items()
     _print_metrics({name: _shifts_averaged(entry["metrics"]) for name, entry in named})
+    for what in results["replaced"]:
+        print(f"Replaced: {what}.")
 
 
 def _print_positions(number: int | None) -> None:
@@ -115,10 +117,11 @@ def _print_weight_decays(layers: dict[str, dict[str, float]]) -> None:
 
 
 def _print_metrics(metrics: dict[str, dict[str, float]]) -> None:
-    rows = list(next(iter(metrics.values())))
+    rows = list(dict.fromkeys(row for column in metrics.values() for row in column))
     width = max(map(len, rows))
     columns = {name: max(len(name), 8) for name in metrics}
     print("\n" + " " * width + "".join(f"   {name:>{size}}" for name, size in columns.items()))
     for row in rows:
-        values = (f"   {metrics[name][row]:>{size}.4f}" for name, size in columns.items())
-        print(f"{row:<{width}}" + "".join(values))
+        cells = {name: f"{found[row]:.4f}" for name, found in metrics.items() if row in found}
+        values = (f"   {cells.get(name, ''):>{size}}" for name, size in columns.items())
+        print(f"{row:<{width}}{''.join(values)}".rstrip())

@@ -15,11 +15,11 @@ from marglik.data import Batches, Splits
 from marglik.data.out_of_distribution import ForeignImages
 from marglik.data.split_batches import split_batches
 from marglik.evaluation import metrics, predict_all
-from marglik.evaluation_record import EvaluationConfig, evaluate
+from marglik.evaluation_record import EvaluationConfig, evaluate_network
 from marglik.hyperparameters import Hyperparameters, UpdateMethod
 from marglik.laplace import KronLaplace
 from marglik.optimizers import OptimizerConfig, build_optimizer
-from marglik.predictive import PredictiveConfig, laplace_predictive, map_predictive
+from marglik.predictive import PredictiveConfig, map_predictive
 from marglik.prior import PriorGroups, weight_decay_to_precision
 from marglik.run_log import RunLog
 from marglik.training import OnlineResult, OnlineTraining
@@ -105,31 +105,31 @@ class TrainingSetup:
         ).run(checkpoints)
 
     def evaluate(
-        self, model: nn.Module, laplace: KronLaplace, checkpoints: Checkpoints | None = None
+        self,
+        model: nn.Module,
+        laplace: KronLaplace,
+        checkpoints: Checkpoints | None = None,
+        of: str = "",
     ) -> dict[str, Any]:
-        """The content of ``evaluation.json`` for a trained network; goes on from a state."""
-        generator = torch.Generator(self.fabric.device).manual_seed(self.run.seed)
-        predictives = {
-            "MAP": map_predictive(model),
-            self.predictive.label: laplace_predictive(laplace, self.predictive, generator),
-        }
-        evaluated = evaluate(
-            predictives,
+        """The content of ``evaluation.json`` for a network; goes on from a state.
+
+        ``of`` is the sum of the posterior that was saved.
+        """
+        return evaluate_network(
+            map_predictive(model),
+            laplace,
+            [self.predictive],
             self.splits,
             "classification",
             self.evaluation,
+            of=of,
+            seed=self.run.seed,
             ood=self.foreign,
             batch_size=self.predictive.batch_size,
             device=self.fabric.device,
             progress=self.run.progress,
             checkpoints=checkpoints,
         )
-        config = {
-            "predictive": asdict(self.predictive),
-            "evaluation": asdict(self.evaluation),
-            "seed": self.run.seed,
-        }
-        return evaluated | {"config": config}
 
     def _monitor(self, model: nn.Module) -> Any:
         """The MAP's NLL and accuracy on data that is not trained on, every so many epochs."""

@@ -21,7 +21,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(parser: ArgumentParser, options: Any) -> None:
     """Fit, save, and print the prior that was found."""
-    options.pop("config", None)
     provenance = provenance_of(parser, options)
     arguments: Any = parser.instantiate(options).as_dict()
     config = take_fields(arguments, PostHocRunConfig)

@@ -102,6 +102,12 @@ def take_fields(arguments: dict[str, Any], config: type[Config]) -> Config:
 
 
 def provenance_of(parser: ArgumentParser, options: Any) -> Provenance:
-    """The options as they are written down, and how the network and the data are made."""
+    """The options as they are written down, the preset, and how network and data are made.
+
+    --config is taken out of the options, which have what it says.
+    """
+    shipped = {str(files("marglik.presets") / f"{name}.yaml"): name for name in preset_names()}
+    given = [shipped.get(str(path)) for path in options.pop("config", None) or ()]
+    preset = ", ".join(name for name in given if name) or None
     plain = json.loads(parser.dump(options, format="json_compact"))
-    return Provenance(parser.dump(options), plain.get("model"), plain.get("data"))
+    return Provenance(parser.dump(options), plain.get("model"), plain.get("data"), preset)

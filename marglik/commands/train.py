@@ -33,10 +33,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(parser: ArgumentParser, options: Any) -> None:
     """Train, and print what came out."""
-    options.pop("config", None)  # its options are in the others now
+    provenance = provenance_of(parser, options)
     # Before the model is made, whose initial parameters are random.
     torch.manual_seed(options.seed)
-    provenance = provenance_of(parser, options)
     arguments: Any = parser.instantiate(options).as_dict()
     config = take_fields(arguments, RunConfig)
     results = train(**arguments, run=config, provenance=provenance)

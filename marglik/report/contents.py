@@ -1,6 +1,5 @@
 """Run folders read into plain data."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -9,14 +8,17 @@ from typing import Any
 
 import yaml
 
+from kfac_backend.files import parse_json
 from marglik import run_files
 from marglik.report.formats import EVALUATION, POSTERIOR, RECORD, RESULTS, check_format
 from marglik.report.options import flatten, run_labels
+from marglik.run_folder import RunFolder
 
 __all__ = ["Layer", "Run", "read_run", "read_runs"]
 
 MAIN_NAMES = (run_files.RESULTS, run_files.POSTERIOR, run_files.LOG, run_files.EVALUATION)
 """A folder with one of these is a run; the first that is there gives its date."""
+REMEDY = "Write it anew with the marglik command that made the folder."
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ def read_run(folder: Path) -> Run:
 
     Raises:
         FileNotFoundError: there is no such folder.
-        ValueError: it is not of a run, or a file in it is broken or of an unknown version.
+        ValueError: it is not of a run, or a file in it was altered, or is of an unknown version.
     """
     if not folder.exists():
         raise FileNotFoundError(
@@ -176,53 +178,57 @@ def read_run(folder: Path) -> Run:
             f"{folder} is not the folder of a run: it has none of {', '.join(MAIN_NAMES)}. Pass "
             "what marglik train wrote to (--output)."
         )
-    results = _read_json(folder / run_files.RESULTS, RESULTS)
-    options = _read_options(folder / run_files.CONFIG)
+    run = RunFolder(folder)
+    results, posterior, options = (
+        _json(run, run_files.RESULTS, RESULTS),
+        run.posterior(),
+        _options(run),
+    )
+    if posterior is not None:
+        check_format(posterior, POSTERIOR, folder / run_files.POSTERIOR)
     return Run(
         folder=folder,
         results=results,
-        records=_read_log(folder / run_files.LOG),
-        evaluation=_read_json(folder / run_files.EVALUATION, EVALUATION),
-        posterior=_read_json(folder / run_files.POSTERIOR, POSTERIOR),
+        records=_records(run),
+        evaluation=_json(run, run_files.EVALUATION, EVALUATION),
+        posterior=posterior,
         options=_options_of(results) if options is None else options,
         date=datetime.fromtimestamp(main.stat().st_mtime, UTC),
     )
 
 
-def _read_json(path: Path, schema: dict[str, Any]) -> dict[str, Any] | None:
-    if not path.is_file():
+def _json(run: RunFolder, name: str, schema: dict[str, Any]) -> dict[str, Any] | None:
+    content = run.read(name)
+    if content is None:
         return None
-    content = _parse_json(_read_text(path), str(path))
-    check_format(content, schema, path)
-    return content
+    parsed = _parse(content, str(run.path / name))
+    check_format(parsed, schema, run.path / name)
+    return parsed
 
 
-def _read_log(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        return []
-    records = []
-    for number, line in enumerate(_read_text(path).splitlines(), start=1):
-        record = _parse_json(line, f"{path}, line {number}")
+def _records(run: RunFolder) -> list[dict[str, Any]]:
+    path, records = run.path / run_files.LOG, []
+    for number, line in enumerate((run.read(run_files.LOG) or b"").splitlines(), start=1):
+        record = _parse(line, f"{path}, line {number}")
         check_format(record, RECORD, path, number)
         records.append(record)
     return records
 
 
-def _read_options(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
+def _options(run: RunFolder) -> dict[str, Any] | None:
+    content = run.read(run_files.CONFIG)
+    if content is None:
         return None
+    path = run.path / run_files.CONFIG
     try:
-        content = yaml.safe_load(_read_text(path))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML: {error}. Repair it, or take it away.") from (
-            error
-        )
-    if not isinstance(content, dict):
+        options = yaml.safe_load(content)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid YAML: {error}. {REMEDY}") from error
+    if not isinstance(options, dict):
         raise ValueError(
-            f"{path} holds {type(content).__name__}, not a mapping of options. Repair it, or take "
-            "it away."
+            f"{path} holds {type(options).__name__}, not a mapping of options. {REMEDY}"
         )
-    return flatten(content)
+    return flatten(options)
 
 
 def _options_of(results: dict[str, Any] | None) -> dict[str, Any]:
@@ -231,22 +237,11 @@ def _options_of(results: dict[str, Any] | None) -> dict[str, Any]:
     return {name.removeprefix("run."): value for name, value in flat.items()}
 
 
-def _read_text(path: Path) -> str:
+def _parse(text: bytes, where: str) -> Any:
     try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not text in UTF-8: {error}. Repair it or take it away.") from (
-            error
-        )
-
-
-def _parse_json(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{where} is not valid JSON: {error}. Was it cut off? Repair it, or take it away."
-        ) from error
+        return parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"{where} is not valid JSON: {error}. {REMEDY}") from error
 
 
 def _last_part(class_path: Any) -> str | None:

@@ -184,7 +184,7 @@ def check_format(content: Any, schema: Schema, path: Path, line: int | None = No
         message = error.message if len(error.message) < 200 else f"{error.message[:200]}..."
         raise ValueError(
             f"{where}: {message} (at {error.json_path}). The report cannot read this file; write "
-            "it anew with the marglik command that made the folder, or take it away."
+            "it anew with the marglik command that made the folder."
         )
     if schema is EVALUATION:
         _check_lengths(content, where)
@@ -209,8 +209,8 @@ def _check_version(content: Any, where: str, name: str, version: int, command: s
     found = content if isinstance(content, dict) else {}
     if found.get("format") != name:
         raise ValueError(
-            f"{where} has the format {found.get('format')!r}, not {name!r}. Take it away, or write "
-            f"it anew: marglik {command}."
+            f"{where} has the format {found.get('format')!r}, not {name!r}. Write it anew: "
+            f"marglik {command}."
         )
     if found.get("version") != version:
         raise ValueError(

@@ -98,7 +98,10 @@ def test_form(record, digits):
     assert record["classes"] == [str(digit) for digit in range(10)]
     assert (record["num_test"], record["num_positions"]) == (40, None)
     assert list(record["predictives"]) == ["MAP", "Laplace, mc"]
-    assert record["ood"] == {"name": "noise", "num_examples": 30, "score": "entropy", "note": None}
+    assert (
+        record["ood"].items()
+        >= {"name": "noise", "num_examples": 30, "score": "entropy", "note": None}.items()
+    )
     kinds = ["noise", "blur", "contrast", "jpeg"]
     assert record["shift"] == {"kinds": kinds, "severities": [1, 2, 3, 4, 5]}
     assert record["device"].startswith("cpu") and record["threads"] == torch.get_num_threads()
@@ -153,7 +156,10 @@ def test_foreign_images_are_told_by_their_score(score, digits, predictives):
     metrics = found["predictives"]["mc"]["metrics"]
     assert {key: metrics[key] for key in OOD} == pytest.approx(expected)
     assert {key: metrics[key] for key in OOD} != pytest.approx(wrong)  # negative control
-    assert found["ood"] == {"name": "turned", "num_examples": 40, "score": score, "note": None}
+    assert (
+        found["ood"].items()
+        >= {"name": "turned", "num_examples": 40, "score": score, "note": None}.items()
+    )
     assert found["shift"] is None and not any(key.startswith("shift/") for key in metrics)
 
 

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from marglik.figures import plot_run, save_figure
+from marglik.provenance import Provenance, environment
 from marglik.record_file import write_json
-from marglik.run_log import RunLog, environment, read_log
+from marglik.run_folder import RunFolder
+from marglik.run_log import RunLog, read_log
 
 RECORDS = [
     {"kind": "epoch", "epoch": 1, "loss": 1.5, "seconds": 0.1},
@@ -20,30 +22,28 @@ RECORDS = [
 ]  # fmt: skip
 
 
-def test_a_line_per_record_at_once(tmp_path):
-    with RunLog(tmp_path / "run") as log:
+@pytest.fixture
+def folder(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run.begin("train", Provenance())
+    return run
+
+
+def test_a_line_per_record_at_once(folder):
+    with RunLog(folder) as log:
+        assert read_log(folder.path) == []
         log.write(RECORDS[0])
-        assert read_log(tmp_path / "run") == RECORDS[:1]
+        assert read_log(folder.path) == RECORDS[:1]
         log.write(RECORDS[1])
-    assert read_log(tmp_path / "run") == RECORDS[:2]
+    assert read_log(folder.path) == RECORDS[:2]
 
 
-def test_a_run_is_not_overwritten_without_leave(tmp_path):
-    with RunLog(tmp_path) as log:
-        log.write(RECORDS[0])
-    with pytest.raises(FileExistsError, match="--overwrite, or another --output"):
-        RunLog(tmp_path)
-    assert read_log(tmp_path) == RECORDS[:1]
-    with RunLog(tmp_path, overwrite=True):
-        assert read_log(tmp_path) == []
-
-
-def test_tensorboard_has_the_same_scalars(tmp_path):
+def test_tensorboard_has_the_same_scalars(folder):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    with RunLog(tmp_path, tensorboard=True) as log:
+    with RunLog(folder, tensorboard=True) as log:
         for record in RECORDS:
             log.write(record)
-    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events = accumulator.EventAccumulator(str(folder.path / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [
         (1, pytest.approx(1.5)),
@@ -52,7 +52,7 @@ def test_tensorboard_has_the_same_scalars(tmp_path):
     assert events.Scalars("weight_decay/b")[0].value == pytest.approx(2e-3)
 
 
-def test_tensorboard_that_is_not_installed_is_named(tmp_path, monkeypatch):
+def test_tensorboard_that_is_not_installed_is_named(folder, monkeypatch):
     for module in ("tensorboard", "tensorboardX", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr(
@@ -61,17 +61,10 @@ def test_tensorboard_that_is_not_installed_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "lightning.fabric.loggers.tensorboard._TENSORBOARDX_AVAILABLE", False, raising=False
     )
-    (tmp_path / "results.json").write_text("{}")
+    before = [path.name for path in folder.path.iterdir()]
     with pytest.raises(ValueError, match="pip install 'marglik\\[tensorboard\\]'"):
-        RunLog(tmp_path, tensorboard=True, overwrite=True)
-    assert [p.name for p in tmp_path.iterdir()] == ["results.json"]  # nothing is lost
-
-
-def test_results_without_a_log_are_kept(tmp_path):
-    (tmp_path / "config.yaml").write_text("epochs: 3")
-    with pytest.raises(FileExistsError, match="holds a run \\(config.yaml\\)"):
-        RunLog(tmp_path)
-    assert (tmp_path / "config.yaml").exists()
+        RunLog(folder, tensorboard=True)
+    assert [path.name for path in folder.path.iterdir()] == before  # nothing is lost
 
 
 def test_json_is_whole_or_not_there(tmp_path):

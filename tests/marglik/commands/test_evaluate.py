@@ -59,11 +59,84 @@ def test_several_methods_on_noise(run, tmp_path, capsys):
     assert (run / "evaluation.json").read_bytes() == before  # the run's own stays
 
 
+NOISE = ["--ood", "marglik.data.Noise", "--ood.num_images", "40"]
+
+
+def test_evaluations_add_to_each_other(run, capsys):
+    """The README's order: foreign data first, then shifts and another method."""
+    at_end = evaluated(run)
+    assert main(["evaluate", str(run), *QUIET, *NOISE]) == 0
+    first = evaluated(run)
+    more = ["--methods", "[probit, mc]", "--evaluation.shift", "true"]
+    assert main(["evaluate", str(run), *QUIET, *more]) == 0
+    printed = capsys.readouterr().out
+    assert "Replaced" not in printed and "foreign: 40 of noise" in printed
+    both = evaluated(run)
+    assert both["ood"] == first["ood"] and len(both["shift"]["kinds"]) == 4
+    for name in ("MAP", "Laplace, probit"):
+        ours, theirs = both["predictives"][name], first["predictives"][name]
+        assert ours["metrics"].items() > theirs["metrics"].items()
+        assert ours["entropy"] == theirs["entropy"] and "ood" in ours["entropy"]
+        assert theirs["metrics"].items() > at_end["predictives"][name]["metrics"].items()
+        assert "shift/noise/5/cls/NLL" in ours["metrics"]
+    added = both["predictives"]["Laplace, mc"]["metrics"]
+    assert "shift/noise/5/cls/NLL" in added and "ood/AUROC" not in added
+    assert main(["report", str(run)]) == 0
+
+
+def test_an_evaluation_says_what_it_replaces(run, capsys):
+    assert main(["evaluate", str(run), *QUIET, *NOISE, "--methods", "[probit, mc]"]) == 0
+    assert main(["evaluate", str(run), *QUIET, "--methods", "[mc]", "--seed", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "Replaced: Laplace, mc, which was evaluated with seed 0, now 1.\n" in printed
+    assert [name for name, found in metrics(run).items() if "ood/AUROC" in found] == [
+        "MAP", "Laplace, probit",
+    ]  # fmt: skip
+    other = [*NOISE[:-1], "30", "--methods", "[]"]
+    assert main(["evaluate", str(run), *QUIET, *other]) == 0
+    printed = capsys.readouterr().out
+    assert "Replaced: the results on foreign data (40 of noise, told apart by entropy)." in printed
+    assert [name for name, found in metrics(run).items() if "ood/AUROC" in found] == ["MAP"]
+    assert "ood" not in evaluated(run)["predictives"]["Laplace, probit"]["entropy"]
+    data = [*DATA, "--data.data.seed", "3"]
+    assert main(["evaluate", str(run), *QUIET, *data]) == 0
+    assert "Replaced: all of the former evaluation, which was of another test set.\n" in (
+        capsys.readouterr().out
+    )
+    assert list(metrics(run)) == ["MAP", "Laplace, probit"] and evaluated(run)["ood"] is None
+
+
+def test_another_posterior_is_another_evaluation(run, tmp_path, capsys):
+    laplace = load_posterior(run, MLP(64, (12,), 8))
+    out = ["--output", str(tmp_path / "out")]
+    assert main(["evaluate", str(run), *QUIET, *out, *NOISE]) == 0
+    laplace.prior_precision = 3.0
+    save_posterior(laplace, tmp_path / "other")
+    arguments = ["evaluate", str(tmp_path / "other"), *MODEL, *DATA, *QUIET, *out]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "all of the former evaluation, which was of another network or posterior" in printed
+    assert "ood/AUROC" not in metrics(tmp_path / "out")["MAP"]
+
+
+def test_an_evaluation_that_was_altered_is_not_added_to(run, capsys):
+    path = run / "evaluation.json"
+    path.write_bytes(path.read_bytes().replace(b"0.", b"1.", 1))
+    assert "evaluation.json is not as marglik wrote it" in refusal(capsys, "evaluate", str(run))
+
+
+def test_foreign_files_are_not_overwritten(run, tmp_path, capsys):
+    (tmp_path / "evaluation.json").write_text("mine")
+    message = refusal(capsys, "evaluate", str(run), *QUIET, "--output", str(tmp_path))
+    assert "holds evaluation.json and no manifest.json" in message
+    assert (tmp_path / "evaluation.json").read_text() == "mine"
+
+
 def test_held_out_classes(run):
     options = ["--methods", "[mc]", "--evaluation.ood_score", "epistemic"]
     assert main(["evaluate", str(run), *QUIET, *HELD_OUT, *options]) == 0
     found = evaluated(run)["ood"]
-    assert found == {"name": found["name"], "num_examples": 71, "score": "epistemic", "note": None}
+    assert (found["num_examples"], found["score"], found["note"]) == (71, "epistemic", None)
     assert metrics(run)["Laplace, mc"]["ood/AUROC"] > 0.6
     assert metrics(run)["MAP"]["ood/AUROC"] == 0.5  # no parameter is uncertain
 
@@ -168,6 +241,10 @@ def test_no_such_path(tmp_path, capsys):
 
 def test_a_folder_without_a_posterior(run, capsys):
     (run / "posterior.json").unlink()
+    assert "posterior.json is missing, which manifest.json speaks of. Put it back" in refusal(
+        capsys, "evaluate", str(run)
+    )
+    (run / "manifest.json").unlink()
     assert "(posterior.json is missing); make one with marglik train or marglik fit" in refusal(
         capsys, "evaluate", str(run)
     )

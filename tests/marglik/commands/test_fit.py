@@ -11,7 +11,8 @@ from marglik.cli import main
 from marglik.laplace import KronLaplace
 from marglik.models import MLP
 from marglik.posterior_file import load_posterior, read_posterior
-from tests.marglik.commands.command_line import DATA, HELD_OUT, MODEL, is_empty, refusal
+from marglik.run_folder import RunFolder
+from tests.marglik.commands.command_line import DATA, HELD_OUT, MODEL, TRAIN, is_empty, refusal
 from tests.marglik.commands.tensor_problems import SIGMA
 
 TENSORS = ["layers.1.weight", "layers.1.bias", "layers.3.weight", "layers.3.bias"]
@@ -43,7 +44,8 @@ def test_evidence_layer_by_layer(checkpoint, tmp_path, capsys):
         assert f"{name:<15}   weight decay {delta / NUM_DATA:.2e}" in printed
     assert f"{found['evidence'] / NUM_DATA:.4f} at the one found" in printed
     assert f"go on with: marglik evaluate {folder}" in printed
-    files = {"config.yaml", "model.safetensors", "posterior.json", "posterior.safetensors"}
+    files = {"config.yaml", "manifest.json", "model.safetensors"}
+    files |= {"posterior.json", "posterior.safetensors"}
     assert {path.name for path in folder.iterdir()} == files
     state = load_file(checkpoint)
     for name, tensor in load_file(folder / "model.safetensors").items():
@@ -236,14 +238,21 @@ def test_a_layer_without_a_rule(tmp_path, capsys):
     assert "'rnn' (LSTM) has no K-FAC rule" in message
 
 
-def test_a_folder_that_holds_a_run(run, checkpoint, capsys):
+def test_a_folder_that_holds_a_run(run, checkpoint, tmp_path, capsys):
     before = {path.name: path.read_bytes() for path in run.iterdir()}
     arguments = ["fit", *DATA, *MODEL, "--checkpoint", str(checkpoint), "--output", str(run)]
-    assert "already holds a run (config.yaml); pass --overwrite" in refusal(capsys, *arguments)
+    for overwrite in ([], ["--overwrite"]):
+        message = refusal(capsys, *arguments, *overwrite)
+        assert "holds a run of marglik train, which marglik fit does not overwrite" in message
     assert {path.name: path.read_bytes() for path in run.iterdir()} == before
+    fit(checkpoint, tmp_path / "fit")
+    arguments[-1] = str(tmp_path / "fit")
+    assert "already holds a run (posterior.json); pass --overwr" in refusal(capsys, *arguments)
 
 
-def test_an_interrupt_leaves_the_old_run(run, checkpoint, capsys, monkeypatch):
+def test_an_interrupt_leaves_the_old_run(checkpoint, tmp_path, capsys, monkeypatch):
+    run = tmp_path / "fit"
+    fit(checkpoint, run)
     before = {path.name: path.read_bytes() for path in run.iterdir()}
 
     def interrupted(*arguments, **keywords):
@@ -262,3 +271,34 @@ def test_a_checkpoint_in_the_folder_that_would_be_cleared(run, capsys):
     message = refusal(capsys, "fit", *DATA, *MODEL, *arguments, "--overwrite")
     assert "model.safetensors lies in the output folder, which is cleared" in message
     assert {path.name: path.read_bytes() for path in run.iterdir()} == before
+
+
+def test_one_process_at_a_time(checkpoint, tmp_path, capsys):
+    arguments = ["fit", *DATA, *MODEL, "--checkpoint", str(checkpoint)]
+    with RunFolder(tmp_path / "fit").locked():
+        message = refusal(capsys, *arguments, "--output", str(tmp_path / "fit"))
+    assert "Another process runs in" in message
+
+
+@pytest.mark.parametrize("command", ["fit", "evaluate", "train"])
+def test_a_folder_that_cannot_be_written_to(command, trained, tmp_path, capsys, monkeypatch):
+    """It is found before a pass over the data is made."""
+    arguments = {
+        "fit": ["fit", *DATA, *MODEL, "--checkpoint", str(trained / "model.safetensors")],
+        "evaluate": ["evaluate", str(trained)],
+        "train": [*TRAIN, *DATA, *MODEL],
+    }[command]
+
+    def refused(*_):
+        raise PermissionError(13, "Permission denied")
+
+    for work in (
+        "marglik.laplace.KronLaplace.fit",
+        "marglik.evaluation_record.predict_all",
+        "marglik.network_training.NetworkTraining.epoch",
+    ):
+        monkeypatch.setattr(work, None)
+    monkeypatch.setattr("kfac_backend.files.os.fsync", refused)
+    message = refusal(capsys, *arguments, "--output", str(tmp_path / "out"))
+    assert "out cannot be written to (Permission denied)" in message
+    assert not (tmp_path / "out").exists()

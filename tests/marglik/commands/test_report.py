@@ -48,7 +48,7 @@ def test_runs_side_by_side(run, fitted, tmp_path):
         (["{run}/results.json"], "results.json is a file; pass the folder"),
         (["{run}", "{run}"], "is given twice"),
         (["{run}", "--output", "{tmp}"], "is a folder; pass a file such as"),
-        ([], "report.folders. See marglik report --help."),
+        ([], "FOLDERS must be given. See marglik report --help."),
     ],
 )
 def test_refused(arguments, message, run, tmp_path, capsys):
@@ -61,4 +61,12 @@ def test_refused(arguments, message, run, tmp_path, capsys):
 def test_a_broken_file_is_named(run, capsys):
     (run / "evaluation.json").write_text('{"format": ')
     message = refusal(capsys, "report", str(run))
-    assert "evaluation.json is not valid JSON" in message
+    assert "evaluation.json is not as marglik wrote it" in message
+
+
+def test_a_config_that_was_edited_says_how_to_change_options(run, capsys):
+    with (run / "config.yaml").open("a") as file:
+        file.write("epochs: 5\n")
+    message = refusal(capsys, "report", str(run))
+    assert "config.yaml is not as marglik wrote it" in message
+    assert "pass an edited copy from elsewhere as --config" in message

@@ -1,6 +1,8 @@
 """`marglik train`: what a run leaves, and that it can be repeated, interrupted and continued on."""
 
 import json
+import os
+import shutil
 
 import pytest
 import torch
@@ -22,8 +24,8 @@ SMALL = [
     "--prior.steps", "20", "--ood.num_images", "50", "--no_progress",
 ]  # fmt: skip
 FILES = {
-    "config.yaml", "evaluation.json", "evidence.png", "log.jsonl", "model.safetensors",
-    "posterior.json", "posterior.safetensors", "report.html", "results.json",
+    "config.yaml", "evaluation.json", "evidence.png", "log.jsonl", "manifest.json",
+    "model.safetensors", "posterior.json", "posterior.safetensors", "report.html", "results.json",
 }  # fmt: skip
 METRICS = {
     "test/cls/NLL", "test/cls/accuracy", "test/cls/Brier", "test/cls/AURC", "test/cal/ECE",
@@ -118,11 +120,11 @@ def test_digits_preset_keeps_its_promise(tmp_path):
 def test_a_failing_baseline_does_not_take_the_results_along(tmp_path, monkeypatch):
     evaluate, calls = training_setup.TrainingSetup.evaluate, []
 
-    def failing(self, model, laplace):
+    def failing(self, model, laplace, *of):
         calls.append(model)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return evaluate(self, model, laplace)
+        return evaluate(self, model, laplace, *of)
 
     monkeypatch.setattr(training_setup.TrainingSetup, "evaluate", failing)
     options = ["--baseline", "--output", str(tmp_path / "run")]
@@ -166,6 +168,31 @@ def test_a_run_is_kept(run, capsys):
     message = refusal(capsys, *SMALL, "--no_overwrite", "--output", str(run))
     assert "already holds a run" in message
     assert {path.name: path.read_bytes() for path in run.iterdir()} == before
+
+
+def test_the_preset_overwrites_its_own_runs_alone(run, tmp_path, capsys):
+    """It says overwrite, so that `make train` can be repeated."""
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "model.safetensors").write_text("weeks of work")
+    for overwrite in ("--overwrite", "--no_overwrite"):
+        message = refusal(capsys, *SMALL, overwrite, "--output", str(mine))
+        assert "holds model.safetensors and no manifest.json" in message
+    assert [p.read_text() for p in mine.iterdir()] == ["weeks of work"]
+    other = shutil.copytree(run, tmp_path / "run")
+    options = [*SMALL[:1], "--config", str(run / "config.yaml"), "--overwrite"]
+    message = refusal(capsys, *options, "--output", str(other))
+    assert "holds a run of marglik train --config digits, which marglik train does not" in message
+    assert (other / "results.json").read_bytes() == (run / "results.json").read_bytes()
+    assert main([*SMALL, "--epochs", "1", "--output", str(other)]) == 0
+    assert results_of(other)["config"]["run"]["epochs"] == 1
+
+
+def test_all_files_follow_the_umask(run):
+    umask = os.umask(0)
+    os.umask(umask)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in run.iterdir()}
+    assert modes == dict.fromkeys(FILES, 0o666 & ~umask)
 
 
 def test_nan_in_the_data_is_found_before_training(tmp_path, capsys, monkeypatch):

@@ -1,6 +1,7 @@
 """`marglik train --resume`: to the bit in another process, and never into another run."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from marglik.config import RunConfig
 from marglik.data import Digits
 from marglik.models import MLP
 from marglik.network_training import NetworkTraining
-from marglik.run_log import RunLog, read_log, run_lock
+from marglik.run_folder import RunFolder
+from marglik.run_log import RunLog, read_log
 from tests.marglik import threads
 from tests.marglik.commands.command_line import DATA, MODEL, TRAIN, refusal
 
@@ -28,8 +30,8 @@ OPTIONS = [
 ]  # fmt: skip
 RECORDS = 6  # of four epochs and two updates
 LEFT = {
-    "config.yaml", "evaluation.json", "evidence.png", "log.jsonl", "model.safetensors",
-    "posterior.json", "posterior.safetensors", "report.html", "results.json",
+    "config.yaml", "evaluation.json", "evidence.png", "log.jsonl", "manifest.json",
+    "model.safetensors", "posterior.json", "posterior.safetensors", "report.html", "results.json",
 }  # fmt: skip
 
 
@@ -251,9 +253,9 @@ def test_resume_goes_before_overwrite(cut_off, runs):
 
 def test_two_processes_do_not_share_a_folder(cut_off, capsys):
     before = content(cut_off)
-    with run_lock(cut_off):
+    with RunFolder(cut_off).locked():
         assert "Another process runs in" in refusal(capsys, *command(cut_off, "--resume"))
-    assert content(cut_off) == before
+        assert content(cut_off).items() >= before.items()
 
 
 def test_what_is_left_of_a_finished_run_is_removed(whole, cut_off):
@@ -304,6 +306,35 @@ def test_a_damaged_state_is_one_line(name, runs, tmp_path, capsys):
     before = without_seconds(results_of(folder))
     assert tensors.name in refusal(capsys, *command(folder, "--resume"))
     assert without_seconds(results_of(folder)) == before
+
+
+@pytest.mark.parametrize("name", sorted(LEFT - {"report.html"}))
+def test_a_finished_run_of_which_a_byte_is_altered_is_refused(name, whole, capsys):
+    content = bytearray((whole / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (whole / name).write_bytes(content)
+    assert name in refusal(capsys, *command(whole, "--resume"))
+    (whole / name).unlink()
+    assert re.search(f"{name} is missing|no {name}", refusal(capsys, *command(whole, "--resume")))
+
+
+@pytest.mark.parametrize("overwrite", ["--overwrite", "--no_overwrite"])
+@pytest.mark.parametrize("name", ["learned", "baseline"])
+def test_a_state_that_is_missing_is_no_silent_restart(name, overwrite, runs, tmp_path, capsys):
+    folder = shutil.copytree(runs / "cut off after the baseline's second epoch", tmp_path / "run")
+    (folder / "checkpoint" / name / "state.json").unlink()
+    before = content(folder)
+    message = refusal(capsys, *command(folder, "--resume", overwrite))
+    assert f"{name}/state.json is missing" in message and "--overwrite instead of" in message
+    assert content(folder) == before
+
+
+def test_a_folder_of_states_that_is_missing_is_no_silent_restart(cut_off, capsys):
+    shutil.rmtree(cut_off / "checkpoint")
+    before = content(cut_off)
+    message = refusal(capsys, *command(cut_off, "--resume", "--overwrite"))
+    assert "cut off, but not the state that it would go on from. Start anew: --over" in message
+    assert content(cut_off) == before
 
 
 def test_resume_is_not_for_what_another_command_left(checkpoint, tmp_path, capsys):

@@ -11,6 +11,12 @@ import yaml
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from kfac_backend.files import write_file
+from marglik import run_files
+from marglik.provenance import Provenance
+from marglik.record_file import as_json, write_record
+from marglik.run_folder import RunFolder
+
 CLASSES = [str(digit) for digit in range(10)]
 NUM_DATA, NUM_TEST = 1438, 359
 ENVIRONMENT = {
@@ -87,20 +93,19 @@ def write_run(
         "seconds": 10.7,
         **ENVIRONMENT,
     }
-    folder.mkdir(parents=True)
+    RunFolder(folder).begin("train", Provenance(yaml.safe_dump(options, sort_keys=False)))
     write(folder / "results.json", results)
-    lines = [json.dumps(record) for record in records]
-    (folder / "log.jsonl").write_text("\n".join(lines) + "\n")
-    (folder / "config.yaml").write_text(yaml.safe_dump(options, sort_keys=False))
+    write(folder / "log.jsonl", "".join(f"{json.dumps(record)}\n" for record in records))
     if evaluation is not None:
         made = {"classification": classification, "regression": regression}[evaluation]
         write(folder / "evaluation.json", made(seed))
+    RunFolder(folder).settle()
     return folder
 
 
 def write_fit(folder, **more):
     """What marglik fit writes, and more in its posterior.json."""
-    folder.mkdir(parents=True)
+    RunFolder(folder).begin("fit", Provenance(yaml.safe_dump({"seed": 0})))
     names = layer_names(4)
     posterior = {
         "format": "marglik.posterior",
@@ -117,8 +122,9 @@ def write_fit(folder, **more):
         **ENVIRONMENT,
         **more,
     }
-    write(folder / "posterior.json", posterior)
-    (folder / "config.yaml").write_text(yaml.safe_dump({"seed": 0}))
+    sums = {n: write_file(folder / n, b"tensors") for n in (run_files.FACTORS, run_files.MODEL)}
+    path = folder / run_files.POSTERIOR
+    RunFolder(folder).vouch(path.name, write_record(path, posterior, sums))
     return folder
 
 
@@ -255,8 +261,12 @@ def regression(seed=0):
 
 
 def write(path: Path, content):
-    """Write JSON."""
-    path.write_text(json.dumps(content))
+    """Write a run's file, text or JSON, as marglik would."""
+    if isinstance(content, str):
+        content = content.encode()
+    RunFolder(path.parent).write(
+        path.name, content if isinstance(content, bytes) else as_json(content)
+    )
 
 
 def changed(path: Path, change):

@@ -212,7 +212,7 @@ def test_numbers_that_json_lacks_are_gaps(folders, tmp_path):
     lines = (folder / "log.jsonl").read_text().splitlines()
     record = json.loads(lines[2]) | {"loss": math.nan}
     lines[2] = json.dumps(record)
-    (folder / "log.jsonl").write_text("\n".join(lines))
+    write(folder / "log.jsonl", "\n".join(lines))
     chart = charts_of([folder])["curves"][1]
     assert chart.figure["data"][0]["y"][2] is None
     assert chart.table.rows[2].cells[0] == "NaN"

@@ -4,8 +4,20 @@ import json
 
 import pytest
 
+from marglik.provenance import Provenance
 from marglik.report.contents import read_run, read_runs
-from tests.marglik.report.fabricate import CONFIG, NUM_DATA, changed, write_fit, write_run
+from marglik.run_folder import RunFolder
+from tests.marglik.report.fabricate import CONFIG, NUM_DATA, changed, write, write_fit, write_run
+
+
+def without(folder, name):
+    """A copy of a run that has not left a file."""
+    copy = folder.with_name(f"{folder.name} without {name}")
+    RunFolder(copy).begin("train", Provenance())
+    for path in folder.iterdir():
+        if path.name not in (name, "manifest.json"):
+            write(copy / path.name, path.read_bytes())
+    return copy
 
 
 def test_a_trained_run(tmp_path):
@@ -41,8 +53,7 @@ def test_a_fitted_posterior(tmp_path):
 
 
 def test_an_unfinished_run_has_its_log(tmp_path):
-    folder = write_run(tmp_path / "run", evaluation=None)
-    (folder / "results.json").unlink()
+    folder = without(write_run(tmp_path / "run", evaluation=None), "results.json")
     run = read_run(folder)
     assert len(run.updates) == 8
     assert run.layers == {} and run.evidence_per_example is None
@@ -50,8 +61,7 @@ def test_an_unfinished_run_has_its_log(tmp_path):
 
 
 def test_options_of_results_stand_in_for_a_missing_config(tmp_path):
-    folder = write_run(tmp_path / "run")
-    (folder / "config.yaml").unlink()
+    folder = without(write_run(tmp_path / "run"), "config.yaml")
     assert read_run(folder).options == {"epochs": 40, "seed": 0}
 
 
@@ -86,7 +96,11 @@ def test_folders_that_are_of_no_run(tmp_path):
 
 
 BROKEN = {
-    "cut off": ("results.json", '{"data": "dig', r"results.json is not valid JSON: .* cut off\?"),
+    "cut off": (
+        "results.json",
+        '{"data": "dig',
+        "results.json is not valid JSON: .* Write it anew",
+    ),
     "not an object": ("evaluation.json", "[]", "has the format None, not 'marglik.evaluation'"),
     "a line": ("log.jsonl", '{"kind": "epoch", "epoch": 1, "loss"', r"log.jsonl, line 1 is not"),
     "a record without its loss": (
@@ -97,26 +111,66 @@ BROKEN = {
     "no epoch": ("log.jsonl", '{"kind": "other"}', "'epoch' is a required property"),
     "yaml": ("config.yaml", "a: [1,", "config.yaml is not valid YAML"),
     "no mapping": ("config.yaml", "- 1", "holds list, not a mapping of options"),
-    "no text": ("config.yaml", b"\xff\xfe\x00", "is not text in UTF-8"),
-    "posterior": (
-        "posterior.json",
-        '{"format": "marglik.posterior", "version": 1}',
-        "posterior.json: '.*' is a required property",
+    "no text": ("config.yaml", b"\xff\xfe\x00", "config.yaml is not valid YAML"),
+    "no text in JSON": ("results.json", b"\xff\xfe\x00", "results.json is not valid JSON"),
+    "digits": (
+        "results.json",
+        5000 * "9",
+        "results.json is not valid .*digits",
     ),
+    "digits in YAML": ("config.yaml", f"seed: {5000 * '9'}", "config.yaml is not valid .*digits"),
+    "brackets": ("log.jsonl", 100_000 * "[", "log.jsonl, line 1 is not valid JSON: .*too deeply"),
     "a later posterior": (
         "posterior.json",
         '{"format": "marglik.posterior", "version": 2}',
-        "has version 2 of marglik.posterior; this marglik reads version 1",
+        "has format version 2, this release reads up to 1",
     ),
 }
+
+
+@pytest.mark.parametrize("name", ["results.json", "evaluation.json", "log.jsonl", "config.yaml"])
+def test_a_file_that_was_altered_is_named(name, tmp_path):
+    """Any change of one: a bit, a line more, another run's; or that it is gone."""
+    folder, other = write_run(tmp_path / "run"), write_run(tmp_path / "other", seed=1)
+    path, whole = folder / name, (folder / name).read_bytes()
+    position = whole.index(b"0") if b"0" in whole else 0
+    flipped = whole[:position] + b"1" + whole[position + 1 :]
+    for content in (flipped, whole + b"\n", whole[:-1], (other / name).read_bytes(), b""):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"{name} is not as marglik wrote it.*original back"):
+            read_run(folder)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=f"{name} is missing.*Put it back"):
+        read_run(folder)
+    path.write_bytes(whole)
+    read_run(folder)
+
+
+def test_files_without_a_manifest_or_beside_it_are_named(tmp_path):
+    folder = write_run(tmp_path / "run", evaluation=None)
+    stray = write_run(tmp_path / "other") / "evaluation.json"
+    (folder / "evaluation.json").write_bytes(stray.read_bytes())
+    with pytest.raises(ValueError, match="evaluation.json is not of the run in .*Take it away"):
+        read_run(folder)
+    (folder / "manifest.json").unlink()
+    with pytest.raises(ValueError, match="has no manifest.json, so that nothing vouches"):
+        read_run(folder)
+
+
+@pytest.mark.parametrize("name", ["posterior.json", "posterior.safetensors", "model.safetensors"])
+def test_a_posterior_that_was_altered_is_named(name, tmp_path):
+    folder = write_fit(tmp_path / "fit")
+    read_run(folder)
+    (folder / name).write_bytes((folder / name).read_bytes() + b"\n")
+    with pytest.raises(ValueError, match=name):
+        read_run(folder)
 
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_broken_files_are_named(case, tmp_path):
     name, content, message = BROKEN[case]
     folder = write_run(tmp_path / "run")
-    content = content if isinstance(content, bytes) else content.encode()
-    (folder / name).write_bytes(content)
+    write(folder / name, content)
     with pytest.raises(ValueError, match=message):
         read_run(folder)
 

@@ -79,7 +79,7 @@ def test_a_failure_leaves_the_old_page(tmp_path):
     folder = write_run(tmp_path / "run")
     (folder / "report.html").write_text("old")
     (folder / "results.json").write_text("{")
-    with pytest.raises(ValueError, match="not valid JSON"):
+    with pytest.raises(ValueError, match="results.json is not as marglik wrote it"):
         write_report([folder])
     assert (folder / "report.html").read_text() == "old"
 
@@ -196,8 +196,8 @@ def inject(folder):
         if record["kind"] == "update":
             record["weight_decay"] = {EVIL: 0.1, "%{y} <b>bold</b>": 0.2}
             record["seconds"] = {EVIL: 1.0}
-    (folder / "log.jsonl").write_text("\n".join(map(json.dumps, log)))
-    (folder / "config.yaml").write_text(json.dumps({EVIL: EVIL}))
+    write(folder / "log.jsonl", "\n".join(map(json.dumps, log)))
+    write(folder / "config.yaml", {EVIL: EVIL})
     return folder
 
 

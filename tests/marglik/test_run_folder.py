@@ -1,0 +1,181 @@
+"""A run's folder: who writes into it, what vouches for it, and what is never overwritten."""
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from threading import Thread
+
+import pytest
+
+from marglik.posterior_file import load_posterior, save_posterior
+from marglik.provenance import Provenance
+from marglik.run_folder import RunFolder
+from tests.marglik.posteriors import fitted, network
+
+PRESET = Provenance("epochs: 1\n", preset="digits")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run.begin("train", PRESET)
+    run.write("results.json", b"{}")
+    return run
+
+
+def content(path):
+    return {p.name: p.read_bytes() for p in path.iterdir() if p.is_file()}
+
+
+def test_what_was_written_is_read(folder):
+    assert folder.read("results.json") == b"{}"
+    assert folder.read("config.yaml") == b"epochs: 1\n"
+    assert folder.read("log.jsonl") is None
+    folder.write("results.json", b"[]")
+    assert folder.read("results.json") == b"[]"
+    folder.check()
+
+
+def test_a_manifest_that_was_altered(folder):
+    path = folder.path / "manifest.json"
+    whole = path.read_text()
+    for other in (whole.replace("digits", "digit5"), whole[:-3], "9" * 5000, ""):
+        path.write_text(other)
+        for use in (folder.check, lambda: folder.begin("train", PRESET, overwrite=True)):
+            with pytest.raises(ValueError, match="manifest.json .*Put the original back"):
+                use()
+
+
+@pytest.mark.parametrize("stop", range(5))
+def test_a_kill_at_any_point_leaves_what_is_vouched_for(stop, tmp_path, monkeypatch):
+    """Each file is as before or as it should become, and the next command settles which."""
+    run, done = RunFolder(tmp_path), []
+    run.begin("train", Provenance())
+    run.write("results.json", b"old")
+    run.settle()
+
+    def killed(work):
+        def until(*arguments):
+            if len(done) == stop:
+                raise KeyboardInterrupt
+            done.append(work)
+            return work(*arguments)
+
+        return until
+
+    with monkeypatch.context() as patched, suppress(KeyboardInterrupt):
+        patched.setattr(os, "fsync", killed(os.fsync))
+        patched.setattr(os, "replace", killed(os.replace))
+        run.write("results.json", b"new")
+    expected = b"old" if stop < 4 else b"new"  # the manifest is written, then the file
+    assert run.read("results.json") == expected
+    run.check()
+    run.write("log.jsonl", b"")
+    assert manifest(run)["files"]["results.json"] == [hashlib.sha256(expected).hexdigest()]
+
+
+def manifest(run):
+    return json.loads((run.path / "manifest.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.yaml", "checkpoint", "tensorboard"])
+def test_what_is_not_of_a_run_is_never_overwritten(name, tmp_path):
+    if "." in name:
+        (tmp_path / name).write_text("mine")
+    else:
+        (tmp_path / name).mkdir()
+    run = RunFolder(tmp_path)
+    for overwrite in (False, True):
+        with pytest.raises(FileExistsError, match=f"holds {name} and no manifest.json.*never over"):
+            run.begin("train", PRESET, overwrite=overwrite)
+    with pytest.raises(FileExistsError, match="never overwritten"):
+        run.adopt("evaluate")
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    (tmp_path / name).rename(tmp_path / "mine")  # a name that no run has is in nobody's way
+    run.begin("train", PRESET)
+
+
+def test_a_run_is_overwritten_by_its_like_alone(folder):
+    folder.write("log.jsonl", b"")
+    before = content(folder.path)
+    with pytest.raises(FileExistsError, match=r"a run \(results.json\); pass --overwrite, or"):
+        folder.begin("train", PRESET)
+    others = [("train", Provenance()), ("train", Provenance(preset="gpt_dart")), ("fit", PRESET)]
+    for command, provenance in others:
+        with pytest.raises(FileExistsError, match="a run of marglik train --config digits, which"):
+            folder.begin(command, provenance, overwrite=True)
+    assert content(folder.path) == before
+    folder.begin("train", PRESET, overwrite=True)
+    assert content(folder.path).keys() == {"config.yaml", "manifest.json"}
+
+
+def test_a_run_that_came_to_nothing_is_in_nobodys_way(tmp_path):
+    run = RunFolder(tmp_path)
+    run.begin("fit", PRESET)
+    run.begin("fit", PRESET)
+    (tmp_path / "checkpoint").mkdir()
+    with pytest.raises(FileExistsError, match="pass --overwrite, --resume to go on with it, or"):
+        run.begin("fit", PRESET)
+
+
+def test_two_commands_do_not_meet(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    with run.locked(), pytest.raises(ValueError, match="Another process runs in"):
+        with RunFolder(tmp_path / "run").locked():
+            pass
+    assert list(tmp_path.iterdir()) == []  # nothing came of it
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError(13, "Permission denied"), OSError(28, "No space")]
+)
+def test_a_folder_that_cannot_be_written_to_is_named_before_any_work(error, tmp_path, monkeypatch):
+    def refused(*_):
+        raise error
+
+    monkeypatch.setattr("kfac_backend.files.os.fsync", refused)
+    with pytest.raises(OSError, match=f"cannot be written.* .{error.strerror}"):
+        with RunFolder(tmp_path / "run").locked():
+            raise AssertionError("work began")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_the_place_of_the_folder_is_named(tmp_path):
+    (tmp_path / "run").write_text("mine")
+    with pytest.raises(OSError, match="cannot be written to .*pass another --output"):
+        with RunFolder(tmp_path / "run").locked():
+            raise AssertionError("work began")
+    assert (tmp_path / "run").read_text() == "mine"
+
+
+@pytest.mark.parametrize("first", range(8))
+def test_a_posterior_of_two_processes_is_one_of_them_or_none(first, tmp_path, monkeypatch):
+    """One process saves as a whole after any piece of work of the other."""
+    mine, other = fitted(), fitted("regression")
+    done = 0
+
+    def meeting(work):
+        def then(*arguments, **keywords):
+            nonlocal done
+            if done == first:
+                done += 1
+                other_one = Thread(target=save_posterior, args=(other, tmp_path))
+                other_one.start()
+                other_one.join()
+            done += 1
+            return work(*arguments, **keywords)
+
+        return then
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", meeting(os.fsync))
+        patched.setattr(os, "replace", meeting(os.replace))
+        save_posterior(mine, tmp_path)
+    try:
+        loaded = load_posterior(tmp_path, network())
+    except (ValueError, FileNotFoundError) as error:
+        assert any(text in str(error) for text in ("of another run", "missing"))
+        return
+    whole = {"classification": mine, "regression": other}[loaded.likelihood]
+    assert loaded.log_marginal_likelihood() == pytest.approx(float(whole.log_marginal_likelihood()))
