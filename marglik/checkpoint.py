@@ -188,7 +188,8 @@ def check_same_run(here: dict[str, Any], there: dict[str, Any], folder: Path) ->
     for name, asked, found in _differences(here, there):
         raise ValueError(
             f"{folder} is of another run: {name} is {found} there, {asked} here. Resume with the "
-            "options that it was started with, or pass another --output."
+            "options that it was started with, or pass --overwrite to start anew, or another "
+            "--output."
         )
 
 

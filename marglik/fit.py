@@ -2,6 +2,7 @@
 
 import logging
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from kfac_backend.options import Likelihood
 from marglik.build import build_fabric, build_laplace
+from marglik.checkpoint import Checkpoints
 from marglik.config import CurvatureConfig, PostHocConfig, PostHocRunConfig
 from marglik.data import DataSource, Splits
 from marglik.data.split_batches import split_batches
@@ -23,12 +25,16 @@ from marglik.posterior_file import save_posterior
 from marglik.predictive import PredictiveConfig, laplace_predictive
 from marglik.pretrained import load_pretrained
 from marglik.prior import PriorGroups, precision_to_weight_decay, weight_decay_to_precision
-from marglik.provenance import Provenance
-from marglik.run_files import POSTERIOR
+from marglik.provenance import Provenance, environment
+from marglik.results import run_identity
+from marglik.run_files import CHECKPOINT, MANIFEST, POSTERIOR
 from marglik.run_folder import RunFolder
 from marglik.subset import freeze_all_but, last_layer
 
 __all__ = ["fit"]
+
+STATE = "fit"
+"""The folder of the state, in that of all states."""
 
 _logger = logging.getLogger(__name__)
 
@@ -46,6 +52,9 @@ def fit(
 ) -> dict[str, Any]:
     """Fit a Laplace posterior to a trained network, and save it.
 
+    If the process is killed after the curvature pass, the same call goes on from there; only
+    options of the prior and of its search may differ.
+
     Args:
         model: the network, as it was built for training; any importable class.
         data: what it was trained on; its training split is fitted to.
@@ -58,7 +67,8 @@ def fit(
         provenance: the options, and how model and data are made, for whoever loads the posterior.
 
     Raises:
-        ValueError: options, data, checkpoint or model that do not fit together.
+        ValueError: options, data, checkpoint or model that do not fit together, or not with the
+            curvature pass that the output folder holds.
         NotImplementedError: a layer without a K-FAC rule.
         FileExistsError: the output folder holds a run already, or something else.
         OSError: nothing can be written there.
@@ -70,7 +80,8 @@ def fit(
             f"The checkpoint {checkpoint} lies in the output folder, which is cleared; pass "
             "another --output."
         )
-    folder.check_free("fit", provenance.preset, run.overwrite)
+    was_cut_off = Checkpoints(folder.path / CHECKPOINT / STATE).exists()
+    folder.check_free("fit", provenance.preset, run.overwrite or was_cut_off)
     fabric = build_fabric(run.accelerator)
     note = load_pretrained(model, checkpoint)
     splits = data.load()
@@ -100,19 +111,36 @@ def fit(
         temperature=prior.temperature,
         ignore_index=splits.ignore_index,
     )
+    options = {"curvature": asdict(curvature), "likelihood": likelihood, "layers": prior.layers}
+    of_pass = options | {"run": {"batch_size": batch_size, "seed": run.seed}}
+    identity = run_identity(model, splits, None, of_pass, provenance)
+    state = Checkpoints(
+        folder.path / CHECKPOINT / STATE, run=identity, made_with=environment(fabric.device)
+    )
     with folder.locked():
-        folder.check_free("fit", provenance.preset, run.overwrite)  # nobody has come before
-        torch.manual_seed(run.seed)
-        _logger.info("curvature pass over %d examples of %s", batches.num_examples, splits.name)
-        with eval_mode(model):
-            laplace.fit(batches, progress_bar=run.progress)
+        goes_on = _goes_on(state, run.overwrite)
+        # Nobody has come before.
+        folder.check_free("fit", provenance.preset, run.overwrite or goes_on)
+        if goes_on:
+            _logger.info("going on after the curvature pass, which %s holds", state.folder)
+            laplace.restore(state.load(fabric.device)["factors"])
+        else:
+            torch.manual_seed(run.seed)
+            _logger.info("curvature pass over %d examples of %s", batches.num_examples, splits.name)
+            with eval_mode(model):
+                laplace.fit(batches, progress_bar=run.progress)
+            if not (folder.path / MANIFEST).exists():
+                folder.begin("fit", provenance)  # an old run stays until this one is there
+            folder.discard(CHECKPOINT)  # of another fit
+            state.save({"factors": laplace.factors})
         before = float(laplace.log_marginal_likelihood())
         _logger.info("prior by %s", prior.method)
         found = _find_prior(laplace, prior, predictive, splits, run)
-        folder.begin("fit", provenance, overwrite=run.overwrite)
+        folder.begin("fit", provenance, resume=True)
         record = data_record(splits, provenance.data)
         posterior = save_posterior(laplace, folder.path, model=provenance.model, data=record)
         folder.vouch(POSTERIOR, posterior)
+        folder.discard(CHECKPOINT)
     decay = precision_to_weight_decay(laplace.prior_precision, laplace.n_data, prior.temperature)
     names = [n for n, p in model.named_parameters() if p.requires_grad]
     return {
@@ -127,6 +155,23 @@ def fit(
         "seconds": time.perf_counter() - start,
         "output": str(folder.path),
     }
+
+
+def _goes_on(state: Checkpoints, overwrite: bool) -> bool:
+    """Whether there is a state of this fit; with ``overwrite``, one of another fit is none.
+
+    Raises:
+        FileNotFoundError: a file of it is missing.
+        ValueError: a state of another fit, or a damaged one.
+    """
+    try:
+        if state.exists():
+            state.check()
+            return True
+    except (FileNotFoundError, ValueError):
+        if not overwrite:
+            raise
+    return False
 
 
 def _find_prior(

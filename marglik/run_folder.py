@@ -119,7 +119,7 @@ class RunFolder:
                 f"{self.path} already holds a run of {there}, which {_name(command, preset)} "
                 "does not overwrite. Pass another --output, or remove the folder."
             )
-        has_state = (self.path / CHECKPOINT).exists()
+        has_state = any((self.path / CHECKPOINT).glob("*/state.json"))
         left = [name for name in run_files.FOUND if name in manifest["files"]]
         if not overwrite and (left or has_state):
             resume = "--resume to go on with it, " if has_state else ""

@@ -114,7 +114,8 @@ def test_a_run_that_came_to_nothing_is_in_nobodys_way(tmp_path):
     run = RunFolder(tmp_path)
     run.begin("fit", PRESET)
     run.begin("fit", PRESET)
-    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "fit").mkdir(parents=True)
+    (tmp_path / "checkpoint" / "fit" / "state.json").touch()
     with pytest.raises(FileExistsError, match="pass --overwrite, --resume to go on with it, or"):
         run.begin("fit", PRESET)
 
