@@ -73,6 +73,8 @@ def evaluate_run(
     """
     if not Path(path).exists():
         raise FileNotFoundError(f"{path} does not exist; pass a run's folder or a checkpoint.")
+    if sigma_noise is not None and not sigma_noise > 0:
+        raise ValueError(f"sigma_noise must be positive, not {sigma_noise}.")
     fabric = build_fabric(accelerator)
     if Path(path).is_dir():
         record = RunFolder(path).posterior() or read_posterior(path)  # which says what to do

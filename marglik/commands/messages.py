@@ -44,7 +44,7 @@ def explained(error: Exception, parser: ArgumentParser | None, arguments: Sequen
     if found := re.match(r"argument (--\w+)\S*: ignored explicit argument '(.*)'", text):
         return _flag(found[1], found[2])
     if found := re.match(r"unrecognized arguments: (.*)", text, re.S):
-        first = next((a for a in arguments if a and found[1].startswith(a)), found[1])
+        first = max((a for a in arguments if found[1].startswith(a)), key=len, default=found[1])
         return _unknown(parser, first, arguments)
     if found := re.match(r"Subcommand '\w+' does not accept option '(.*)'", text):
         return _unknown(parser, f"--{found[1]}", arguments)

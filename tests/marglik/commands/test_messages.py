@@ -61,6 +61,7 @@ CASES = {
         "--model torch.nn.Linear needs --model.in_features and --model.out_features.",
     ),
     "one too many": (["runs/digits"], "'runs/digits' belongs to no option."),
+    "one that begins as another": (["--seed", "1", "1e3"], "'1e3' belongs to no option."),
 }
 JSONARGPARSE = ("Parser key", "<class", "typing.", "Union", "Subtypes", "class_path", "dot import")
 
@@ -125,3 +126,10 @@ def test_short_names_of_our_models(joined, monkeypatch, tmp_path):
     assert main(["train", *model, *sizes, "--data", "Digits", *output]) == 2
     (found,) = built
     assert type(found).__module__.startswith("marglik.models")
+
+
+@pytest.mark.parametrize("noise", ["0", "-1"])
+def test_noise_of_a_checkpoint_is_positive(noise, tmp_path, capsys):
+    """Zero was taken for none given, and so for one."""
+    said = refusal(capsys, "evaluate", str(tmp_path), "--sigma_noise", noise)
+    assert f"sigma_noise must be positive, not {float(noise)}." in said
