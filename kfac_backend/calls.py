@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from kfac_backend.coverage import Coverage
 from kfac_backend.memory import is_out_of_memory
+from kfac_backend.threads import SharedSetting, turn_of
 
 __all__ = [
     "arguments",
@@ -81,7 +82,7 @@ def _called(
             if p.dim() == 4 and name not in parameters:
                 values[name] = p.contiguous(memory_format=torch.channels_last)
     state = _tied(model, values) | _changing_buffers(model)
-    with _every_layer_called():
+    with turn_of(model), _no_fused_path.held():
         return torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
 
 
@@ -184,12 +185,7 @@ def _changing_buffers(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-@contextmanager
-def _every_layer_called() -> Iterator[None]:
-    """Keep PyTorch's fused inference path from running a transformer's layers unseen."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+_no_fused_path = SharedSetting(
+    torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False
+)
+"""PyTorch's fused inference path would run a transformer's layers unseen."""

@@ -36,8 +36,14 @@ from kfac_backend.options import (
     Unsupported,
     check_option,
 )
-from kfac_backend.precision import backward_arithmetic, check_precision, full_float32
+from kfac_backend.precision import (
+    backward_arithmetic,
+    check_precision,
+    exact_arithmetic,
+    full_float32,
+)
 from kfac_backend.rules import Use
+from kfac_backend.threads import turn_of
 from kfac_backend.verification import Proof, verify_independence
 from kfac_backend.weight_sharing import PositionSums
 
@@ -73,7 +79,8 @@ class CurvaturePass:
         self._dict_key_mask = dict_key_mask
         self._model = model
         self._kfac_approx: KfacApprox = kfac_approx
-        self._proof = Proof(model, find_coverage(model, unsupported))
+        with turn_of(model):
+            self._proof = Proof(model, find_coverage(model, unsupported))
         self._backward_precision: BackwardPrecision = backward_precision
         self._batched = batched
         self._mask_verified = False
@@ -93,9 +100,11 @@ class CurvaturePass:
         # A sum over examples, in float64 since it has many terms; moved to the host at the end.
         self._loss = torch.zeros((), dtype=torch.float64, device=self._device)
 
-    @full_float32()
     def add(self, x: Any, y: Any) -> None:
         """Add one batch: forward passes of its parts, and one backward pass per vector.
+
+        It waits for other threads' passes over layers of this model, and for all of them if one has
+        another backward_precision than float32.
 
         Raises:
             torch.OutOfMemoryError: naming a batch size that fits.
@@ -109,9 +118,10 @@ class CurvaturePass:
         if isinstance(y, Tensor) and y.is_inference():
             y = y.clone()
         self._failed = True  # until all of the batch is added
-        if not self._fits(x, y):
-            fitting = self._fitting_size(x, y)
-            raise out_of_memory(self._model, self._device, len(y), fitting)
+        with turn_of(self._model, self._backward_precision != "float32"), full_float32():
+            if not self._fits(x, y):
+                fitting = self._fitting_size(x, y)
+                raise out_of_memory(self._model, self._device, len(y), fitting)
         self._failed = False
 
     def _check_whole(self) -> None:
@@ -310,10 +320,7 @@ class CurvaturePass:
             self._sums.add_input(tracked, use)
 
     def _add_gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
-        if self._backward_precision == "float32":
-            self._sums.add_gradient(tracked, use, b, self._position_sums)
-            return
-        with full_float32():
+        with exact_arithmetic(self._backward_precision):
             self._sums.add_gradient(tracked, use, b, self._position_sums)
 
     def _add_diagonal(self, x: Any, y: Tensor) -> None:

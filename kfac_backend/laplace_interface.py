@@ -10,6 +10,7 @@ from kfac_backend.curvature_pass import CurvaturePass
 from kfac_backend.kronecker import KroneckerFactors
 from kfac_backend.laplace_kron import FactorKron, laplace
 from kfac_backend.options import BackwardPrecision, Fisher, KfacApprox, ShiftLabels, Unsupported
+from kfac_backend.threads import turn_of
 
 __all__ = ["KfacEF", "KfacGGN", "KfacInterface", "check_alignment"]
 
@@ -203,7 +204,8 @@ def check_alignment(model: nn.Module, factors: KroneckerFactors) -> None:
 
     laplace-torch pairs blocks and parameters by position, in silence.
     """
-    trainable = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    with turn_of(model):
+        trainable = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
     blocks = {name: block.numel for name, block in factors.blocks.items()}
     if list(blocks.items()) != list(trainable.items()):
         differ = [name for name in trainable if blocks.get(name) != trainable[name]]

@@ -21,6 +21,7 @@ from kfac_backend.gradient_covariance import LARGEST_PRODUCT, bytes_per_example,
 from kfac_backend.layer_gradients import LayerGradients, PosteriorPrecision
 from kfac_backend.precision import full_float32
 from kfac_backend.rules import ExampleGradients, Use
+from kfac_backend.threads import turn_of
 from kfac_backend.verification import Proof
 from kfac_backend.weight_sharing import at_least_float32
 
@@ -67,7 +68,8 @@ class OutputCovariance:
         if memory is not None and memory < 1:
             raise ValueError(f"memory must be at least one byte, not {memory}.")
         sizes = {name: spectrum.numel() for name, (_, spectrum) in precision.items()}
-        self._proof = Proof(model, coverage_of_blocks(model, sizes))
+        with turn_of(model):
+            self._proof = Proof(model, coverage_of_blocks(model, sizes))
         self._model = model
         self._precision = precision
         device = next(model.parameters()).device.type
@@ -77,7 +79,6 @@ class OutputCovariance:
         self._batched = batched
         self._sizes: dict[Any, _Sizes] = {}
 
-    @full_float32()
     def __call__(self, x: Any) -> tuple[Float[Tensor, "N C"], Float[Tensor, "N C C"]]:
         """Outputs and covariances at a batch, a tensor or a mapping of tensors; without a graph.
 
@@ -87,7 +88,8 @@ class OutputCovariance:
                 follow.
             ValueError: no examples.
         """
-        with torch.inference_mode(False):  # under it there would be no graph to go back
+        # Under inference mode there would be no graph to go back.
+        with turn_of(self._model), full_float32(), torch.inference_mode(False):
             x = detached(x, next(self._model.parameters()).device)
             if num_examples(x) == 0:
                 raise ValueError("The batch has no examples; leave it out.")

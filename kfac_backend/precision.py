@@ -5,31 +5,43 @@ eigenvalues are differences of large numbers. A backward pass bears it: its erro
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
 from kfac_backend.options import BackwardPrecision, check_option
+from kfac_backend.threads import SharedSetting
 
-__all__ = ["backward_arithmetic", "check_precision", "full_float32"]
+__all__ = ["backward_arithmetic", "check_precision", "exact_arithmetic", "full_float32"]
 
 
-@contextmanager
-def full_float32() -> Iterator[None]:
-    """Multiply float32 in full, whatever the user has set, and restore what was there."""
-    with _fp32_precision("ieee", "ieee"):
-        yield
+def full_float32() -> AbstractContextManager[None]:
+    """Multiply float32 in full, whatever the user has set; the last thread restores what was."""
+    return _full_float32.held()
 
 
 @contextmanager
 def backward_arithmetic(precision: BackwardPrecision) -> Iterator[None]:
-    """Multiply float32 in the backward passes' precision for a while."""
+    """Multiply float32 in the backward passes' precision for a while.
+
+    Another one than "float32" is for a thread that has its turn alone (`threads.turn_of`).
+    """
     if precision == "float32":
         yield
         return
     gpu = "tf32" if precision == "tf32" else "ieee"
     with _fp32_precision("bf16" if precision == "bf16" else "ieee", gpu):
+        yield
+
+
+@contextmanager
+def exact_arithmetic(precision: BackwardPrecision) -> Iterator[None]:
+    """Multiply float32 in full within `backward_arithmetic`."""
+    if precision == "float32":
+        yield
+        return
+    with _fp32_precision("ieee", "ieee"):
         yield
 
 
@@ -47,16 +59,29 @@ def check_precision(precision: BackwardPrecision, device: torch.device) -> None:
 
 @contextmanager
 def _fp32_precision(cpu: str, gpu: str) -> Iterator[None]:
-    mkldnn: Any = torch.backends.mkldnn  # its stubs, and cuDNN's, lack single operators
-    cudnn: Any = torch.backends.cudnn
-    wanted = [(mkldnn.conv, cpu), (mkldnn.matmul, cpu)]
-    if torch.cuda.is_available():
-        wanted += [(cudnn.conv, gpu), (torch.backends.cuda.matmul, gpu)]
-    before = [(backend, backend.fp32_precision) for backend, _ in wanted]
+    before = _read()
     try:
-        for backend, precision in wanted:
-            backend.fp32_precision = precision
+        _write([cpu, cpu, gpu, gpu])
         yield
     finally:
-        for backend, precision in before:
-            backend.fp32_precision = precision
+        _write(before)
+
+
+def _backends() -> list[Any]:
+    mkldnn: Any = torch.backends.mkldnn  # its stubs, and cuDNN's, lack single operators
+    cudnn: Any = torch.backends.cudnn
+    cpu = [mkldnn.conv, mkldnn.matmul]
+    return [*cpu, cudnn.conv, torch.backends.cuda.matmul] if torch.cuda.is_available() else cpu
+
+
+def _read() -> list[str]:
+    return [backend.fp32_precision for backend in _backends()]
+
+
+def _write(precisions: list[str]) -> None:
+    """Set the backends' precisions, those of a GPU where there is one."""
+    for backend, precision in zip(_backends(), precisions, strict=False):
+        backend.fp32_precision = precision
+
+
+_full_float32 = SharedSetting(_read, _write, ["ieee"] * 4)

@@ -12,6 +12,7 @@ from kfac_backend.kronecker import KroneckerFactors
 from kfac_backend.laplace_interface import KfacGGN, KfacInterface, check_alignment
 from kfac_backend.laplace_kron import EigenKron, FactorKron, laplace
 from kfac_backend.options import KfacApprox, Likelihood, check_option
+from kfac_backend.threads import turn_of
 from marglik import evidence
 from marglik.evidence import EvidenceTerms
 from marglik.modes import eval_mode
@@ -141,7 +142,8 @@ class KronLaplace(OutputDistribution):
             progress_bar: whether to show a bar over the batches.
         """
         settings, backend = self._asdl_fisher_kwargs, cast(KfacInterface, self.backend)
-        with eval_mode(self.model):
+        alone = backend.pass_options["backward_precision"] != "float32"
+        with turn_of(self.model, alone), eval_mode(self.model):
             factors = kronecker_factors(
                 self.model,
                 train_loader,

@@ -11,6 +11,7 @@ from kfac_backend.block import EigenBlock
 from kfac_backend.laplace_kron import EigenKron, FactorKron, laplace
 from kfac_backend.options import check_option
 from kfac_backend.output_covariance import OutputCovariance
+from kfac_backend.threads import turn_of
 from kfac_backend.weight_sharing import at_least_float32
 from marglik.modes import eval_mode
 from marglik.subset import Layers, last_layer
@@ -120,12 +121,13 @@ class OutputDistribution(laplace.KronLaplace):
 
     @contextmanager
     def _model_kept(self) -> Iterator[None]:
-        """Eval mode for a while; then parameters own their data, no views of the mean."""
-        try:
-            with eval_mode(self.model):
-                yield
-        finally:
-            storage = cast(Tensor, self.mean).untyped_storage().data_ptr()
-            for p in self.params:
-                if p.untyped_storage().data_ptr() == storage:
-                    p.data = p.data.clone()
+        """Eval mode for a while, in one thread; then parameters are no views of the mean."""
+        with turn_of(self.model):
+            try:
+                with eval_mode(self.model):
+                    yield
+            finally:
+                storage = cast(Tensor, self.mean).untyped_storage().data_ptr()
+                for p in self.params:
+                    if p.untyped_storage().data_ptr() == storage:
+                        p.data = p.data.clone()

@@ -1,6 +1,7 @@
 """The outputs' Gaussian against laplace-torch's Jacobians and dense algebra."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -157,6 +158,20 @@ def test_last_layer_is_a_laplace_approximation_of_it_alone():
     assert_close(la.output_distribution(x, "last")[1], covariance)
     with pytest.raises(ValueError, match="layers='first' is not supported; choose one of 'all'"):
         la.output_distribution(x, "first")
+
+
+def test_threads_take_turns_with_one_posterior():
+    """Each restores the mode that it found: without turns, dropout would come on for another."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Dropout(0.5), nn.Linear(20, 2)).double()
+    la = KronLaplace(model, "classification")
+    x = torch.randn(8, 3, dtype=torch.float64)
+    la.fit([(x, torch.zeros(8).long())])
+    expected = la(x)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: la(x), range(40)))
+    assert all(torch.equal(one, expected) for one in found)
+    assert all(module.training for module in model.modules())
 
 
 def test_last_layer_decomposes_its_own_factors_alone(monkeypatch):
