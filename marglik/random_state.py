@@ -7,7 +7,17 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["generators_of", "random_state", "set_random_state"]
+__all__ = ["check_workers", "generators_of", "random_state", "set_random_state"]
+
+
+def check_workers(*loaders: Any) -> None:
+    """Raise a ValueError for loaders whose workers live on, with random numbers out of reach."""
+    if any(getattr(loader, "persistent_workers", False) for loader in loaders):
+        raise ValueError(
+            "The loader has persistent_workers=True: what its workers draw cannot be kept in a "
+            "checkpoint, and a run that goes on would see its data otherwise shuffled and "
+            "augmented. Pass persistent_workers=False, or train without checkpoints."
+        )
 
 
 def generators_of(*loaders: Any) -> list[torch.Generator]:

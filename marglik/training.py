@@ -26,7 +26,7 @@ from marglik.modes import eval_mode, kept_mode
 from marglik.network_training import CompileMode, NetworkTraining, Record
 from marglik.prior import precision_to_weight_decay
 from marglik.prior_update import update_prior
-from marglik.random_state import generators_of, random_state, set_random_state
+from marglik.random_state import check_workers, generators_of, random_state, set_random_state
 from marglik.schedule import Schedule
 
 __all__ = ["OnlineResult", "OnlineTraining"]
@@ -156,12 +156,13 @@ class OnlineTraining:
 
         Raises:
             FloatingPointError: the loss or the evidence is not finite.
-            ValueError: a state of another run; a curvature that would be of other targets than the
-                network's steps.
+            ValueError: a state of another run; checkpoints of a loader with persistent workers; a
+                curvature that would be of other targets than the network's steps.
         """
         started = time.perf_counter()
         self._check_targets()
         if checkpoints is not None:
+            check_workers(self.train_loader, self.curvature_loader)
             if checkpoints.exists():
                 self.load_state_dict(checkpoints.load(self.fabric.device))
                 _logger.info("going on after epoch %d", self._epoch)

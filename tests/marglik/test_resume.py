@@ -5,6 +5,7 @@ from functools import cache
 import pytest
 import torch
 from laplace import KronLaplace as LaplaceTorchKronLaplace
+from torch.utils.data import DataLoader, TensorDataset
 
 from marglik.checkpoint import Checkpoints
 from tests.marglik import threads
@@ -201,3 +202,14 @@ def test_a_laplace_without_factors_cannot_be_saved(tmp_path):
     run._best, run._result.laplace = {}, theirs(torch.ones(4), 1.0)
     with pytest.raises(TypeError, match="KronLaplace has no state .* use marglik.KronLaplace"):
         run.state_dict()
+
+
+def test_workers_that_live_on_are_refused_before_anything_is_done(tmp_path):
+    """They draw a seed once, a run that goes on another time: its batches would be others."""
+    dataset = TensorDataset(torch.randn(8, 4).double(), torch.zeros(8).long())
+    loader = DataLoader(dataset, 8, num_workers=1, persistent_workers=True)
+    run, records = make("SGD"), []
+    run.curvature_loader, run.on_record = loader, records.append
+    with pytest.raises(ValueError, match="Pass persistent_workers=False, or train without"):
+        run.run(Checkpoints(tmp_path / "state", minutes=0))
+    assert not records and not (tmp_path / "state").exists()
