@@ -25,7 +25,7 @@ from kfac_backend.finite import check_finite
 from kfac_backend.kronecker import KroneckerFactors
 from kfac_backend.layer_sums import LayerSums
 from kfac_backend.loss_hessian import check_targets, counted_terms, loss_sum, num_counted_terms
-from kfac_backend.memory import is_out_of_memory, out_of_memory
+from kfac_backend.memory import give_back_free_memory, is_out_of_memory, out_of_memory
 from kfac_backend.modes import automatic_mode, check_kfac_approx, modes_of_layers
 from kfac_backend.options import (
     BackwardPrecision,
@@ -123,6 +123,7 @@ class CurvaturePass:
                 fitting = self._fitting_size(x, y)
                 raise out_of_memory(self._model, self._device, len(y), fitting)
         self._failed = False
+        give_back_free_memory()
 
     def _check_whole(self) -> None:
         if self._failed:

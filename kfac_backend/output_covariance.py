@@ -19,6 +19,7 @@ from kfac_backend.capture import Capture
 from kfac_backend.coverage import TrackedLayer, coverage_of_blocks
 from kfac_backend.gradient_covariance import LARGEST_PRODUCT, bytes_per_example, gradient_covariance
 from kfac_backend.layer_gradients import LayerGradients, PosteriorPrecision
+from kfac_backend.memory import give_back_free_memory
 from kfac_backend.precision import full_float32
 from kfac_backend.rules import ExampleGradients, Use
 from kfac_backend.threads import turn_of
@@ -96,7 +97,9 @@ class OutputCovariance:
             sizes = self._sizes_for(x)
             parts = [self._part(part, sizes) for part in self._parts(x, sizes)]
             outputs, covariances = zip(*parts, strict=True)
-            return torch.cat(outputs), torch.cat(covariances)
+            result = torch.cat(outputs), torch.cat(covariances)
+        give_back_free_memory()
+        return result
 
     def _sizes_for(self, x: Any) -> _Sizes:
         """How many examples fit; and, once, the proof that the hooks see all."""
