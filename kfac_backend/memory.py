@@ -17,6 +17,8 @@ __all__ = [
 
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 """Where a container's limit stands."""
+RESIDENT = Path("/proc/self/statm")
+"""Where Linux says how many of its pages the process has, second."""
 GROWTH = 1.2
 """How much more memory than a batch has left a later one may leave."""
 
@@ -46,14 +48,14 @@ class _Heap:
     """
 
     def __init__(self) -> None:
-        linux = sys.platform.startswith("linux")
+        linux = sys.platform.startswith("linux") and RESIDENT.is_file()
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if linux else None
         self._usual: int | None = None
 
     def end_of_batch(self) -> None:
         if self._trim is None:  # another allocator, which has its own ways
             return
-        pages = int(Path("/proc/self/statm").read_text().split()[1])  # resident
+        pages = int(RESIDENT.read_text().split()[1])
         if self._usual is None:
             self._usual = pages
         elif pages > GROWTH * self._usual:
