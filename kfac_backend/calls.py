@@ -1,9 +1,14 @@
-"""Calling a model with other parameters, and with layers whose parts hooks can see."""
+"""Calling a model with other parameters, and with layers whose parts hooks can see.
+
+Whatever happens meanwhile, errors and interrupts, the model is afterwards what it was.
+"""
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from operator import call
 from typing import Any
 
 import torch
@@ -16,24 +21,69 @@ from kfac_backend.threads import SharedSetting, turn_of
 __all__ = [
     "arguments",
     "call_with",
+    "check_output",
     "explicit_forwards",
     "forked_random_numbers",
     "logits_of",
     "num_examples",
     "own_loss",
     "takes_labels",
+    "restoration",
 ]
 
 
+def restoration(*modules: nn.Module) -> Callable[[], object]:
+    """A function that puts these modules and all below them back into their present state.
+
+    That is their parameters, as objects, their hooks, forwards and modes, and the thread's grad
+    mode; no values. Python handles signals between its own instructions only, and what is returned
+    here is one call into C, so that Ctrl-C comes before or after it, never half-way. It must be the
+    whole ``finally``, since a context manager's own code can be interrupted before it cleans up::
+
+        restore = restoration(model)
+        try:
+            ...
+        finally:
+            restore()
+    """
+    # torch.no_grad() cleans up in Python, too.
+    steps: list[Callable[[], object]] = [
+        partial(torch._C._set_grad_enabled, torch.is_grad_enabled())
+    ]
+    for module in {m for root in modules for m in root.modules()}:
+        own = vars(module)
+        kinds = ("_forward_hooks", "_forward_pre_hooks")  # and what belongs to them
+        hooks = [value for key, value in own.items() if key.startswith(kinds)]
+        steps += _contents([module._parameters, *hooks])
+        steps.append(partial(own.update, {k: own[k] for k in ("training", "forward") if k in own}))
+        if "forward" not in own:
+            steps.append(partial(own.pop, "forward", None))
+    return _at_once(steps)
+
+
 def call_with(
-    model: nn.Module, parameters: dict[str, Tensor], x: Any, channels_last: bool = False
+    model: nn.Module,
+    parameters: dict[str, Tensor],
+    x: Any,
+    channels_last: bool = False,
+    keywords: Mapping[str, Any] | None = None,
 ) -> Any:
     """The model's output at x with these parameters, and its other parameters as constants.
 
     A mapping is the model's one argument, unless its forward names the mapping's keys, as those of
-    Hugging Face's models do; an output with ``logits`` is these.
+    Hugging Face's models do; an output with ``logits`` is these. Nothing is written into the
+    model's own parameters.
+
+    Args:
+        model: the model.
+        parameters: name -> value, for some of its parameters.
+        x: the input.
+        channels_last: give convolutions' weights that memory format.
+        keywords: further arguments of the forward.
     """
-    return logits_of(_called(model, parameters, *arguments(model, x), channels_last))
+    args, kwargs = arguments(model, x)
+    kwargs = {**kwargs, **(keywords or {})}
+    return logits_of(_called(model, parameters, args, kwargs, channels_last))
 
 
 def takes_labels(model: nn.Module, x: Any) -> bool:
@@ -83,13 +133,30 @@ def _called(
                 values[name] = p.contiguous(memory_format=torch.channels_last)
     state = _tied(model, values) | _changing_buffers(model)
     with turn_of(model), _no_fused_path.held():
-        return torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
+        # functional_call leaves its tensors in place of the parameters if it is interrupted as it
+        # exchanges them.
+        exchanged = [m._parameters for m in model.modules()]
+        exchanged += [m._buffers for m in model.modules() if m.training]
+        restore = _at_once(_contents(exchanged))
+        try:
+            return torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
+        finally:
+            restore()
 
 
 def logits_of(output: Any) -> Any:
     """A model's output, or its ``logits`` where it returns an object that has them."""
     logits = getattr(output, "logits", None)
     return logits if isinstance(logits, Tensor) and not isinstance(output, Tensor) else output
+
+
+def check_output(output: object) -> None:
+    """Raise a TypeError unless a model's output is a tensor."""
+    if not isinstance(output, Tensor):
+        raise TypeError(
+            f"The model returned {type(output).__name__}; a tensor of outputs (N, ..., C) is "
+            "needed. Wrap it in a module that returns its logits alone."
+        )
 
 
 @contextmanager
@@ -159,6 +226,20 @@ def _takes_anything(parameters: list[inspect.Parameter]) -> bool:
     kinds = {p.kind for p in parameters}
     variable = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
     return kinds <= variable and inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def _contents(mappings: Iterable[Any]) -> list[Any]:
+    """What gives dictionaries their present contents back, in calls into C.
+
+    Others, those of TorchScript's modules, which cannot be exchanged anyway, are left out.
+    """
+    own = [mapping for mapping in mappings if isinstance(mapping, dict)]
+    return [m.clear for m in own] + [partial(m.update, m.copy()) for m in own]
+
+
+def _at_once(steps: list[Callable[[], object]]) -> Callable[[], object]:
+    """All these calls into C as a single one."""
+    return partial(deque, map(call, steps), 0)
 
 
 def _tied(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ __all__ = [
     "Coverage",
     "DividedLayer",
     "TrackedLayer",
+    "check_module",
     "coverage_of_blocks",
     "find_coverage",
 ]
@@ -95,7 +96,7 @@ def find_coverage(model: nn.Module, unsupported: Unsupported = "error") -> Cover
         ValueError: no trainable parameter, a 0-dimensional one, BatchNorm in train mode.
         NotImplementedError: a layer without a rule, or with an option that its rule does not know.
     """
-    _check_module(model)
+    check_module(model)
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if not trainable:
         raise ValueError(
@@ -214,7 +215,7 @@ def coverage_of_blocks(model: nn.Module, sizes: Mapping[str, int]) -> Coverage:
         ValueError: no block, one of a parameter that the model lacks or has in another size, or of
             a frozen one.
     """
-    _check_module(model)
+    check_module(model)
     parameters = dict(model.named_parameters())
     unknown = [name for name in sizes if name not in parameters]
     if unknown or not sizes:
@@ -251,21 +252,6 @@ def coverage_of_blocks(model: nn.Module, sizes: Mapping[str, int]) -> Coverage:
     )
 
 
-def _check_module(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"The model is {model!r:.80}, of type {type(model).__name__}; a torch.nn.Module is "
-            "needed."
-        )
-    for name, module in model.named_modules():
-        if isinstance(module, nn.DataParallel):
-            which = f"Layer '{name}'" if name else "The model"
-            raise TypeError(
-                f"{which} is in nn.DataParallel, whose copies of the layers hooks cannot follow. "
-                f"Pass what it holds: {f'model.{name}' if name else 'model'}.module."
-            )
-
-
 def _check_batch_norm(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if not isinstance(module, _BatchNorm):
@@ -296,3 +282,19 @@ def _no_rule(module_name: str, module: nn.Module, parameter: str) -> NotImplemen
         f"rule. Supported: {', '.join(supported_layers())}. Freeze it (requires_grad_(False)), or "
         f'pass unsupported="freeze" or unsupported="diagonal".{hint}'
     )
+
+
+def check_module(model: object) -> None:
+    """Raise a TypeError unless this is a model, in one piece."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"The model is {model!r:.80}, of type {type(model).__name__}; a torch.nn.Module is "
+            "needed."
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.DataParallel):
+            which = f"Layer '{name}'" if name else "The model"
+            raise TypeError(
+                f"{which} is in nn.DataParallel, whose copies of the layers hooks cannot follow. "
+                f"Pass what it holds: {f'model.{name}' if name else 'model'}.module."
+            )

@@ -18,6 +18,7 @@ from kfac_backend.batches import (
     to_device,
 )
 from kfac_backend.block import KroneckerBlock
+from kfac_backend.calls import restoration
 from kfac_backend.capture import Capture
 from kfac_backend.coverage import Coverage, TrackedLayer, find_coverage
 from kfac_backend.diagonal import ggn_diagonal
@@ -47,7 +48,26 @@ from kfac_backend.threads import turn_of
 from kfac_backend.verification import Proof, verify_independence
 from kfac_backend.weight_sharing import PositionSums
 
-__all__ = ["CurvaturePass"]
+__all__ = ["CurvaturePass", "check_one_process"]
+
+
+def check_one_process() -> None:
+    """Raise a NotImplementedError in one of several processes of torch.distributed.
+
+    Each sees a part of the data, and would take it for the whole: with two, the evidence would be
+    that of half the data.
+    """
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return
+    processes = distributed.get_world_size()
+    if processes > 1:
+        raise NotImplementedError(
+            f"This is one of {processes} processes of torch.distributed, and would take its part "
+            "of the data for all of it. Compute curvature and evidence, and train with them, in "
+            "one process that sees all data: without torchrun, or after "
+            "torch.distributed.destroy_process_group()."
+        )
 
 
 class CurvaturePass:
@@ -90,6 +110,7 @@ class CurvaturePass:
 
     def reset(self) -> None:
         """Forget the batches seen so far, and any failure."""
+        check_one_process()
         self._device = next(self._model.parameters()).device
         check_precision(self._backward_precision, self._device)
         self._failed = False
@@ -119,9 +140,14 @@ class CurvaturePass:
             y = y.clone()
         self._failed = True  # until all of the batch is added
         with turn_of(self._model, self._backward_precision != "float32"), full_float32():
-            if not self._fits(x, y):
-                fitting = self._fitting_size(x, y)
-                raise out_of_memory(self._model, self._device, len(y), fitting)
+            layers = (tracked.layer for tracked in self._coverage.layers)
+            restore = restoration(self._model, *layers)
+            try:
+                if not self._fits(x, y):
+                    fitting = self._fitting_size(x, y)
+                    raise out_of_memory(self._model, self._device, len(y), fitting)
+            finally:
+                restore()
         self._failed = False
         give_back_free_memory()
 
@@ -160,7 +186,7 @@ class CurvaturePass:
             self.reset()
             self._failed = True
             try:
-                if self._fits(x[:size], y[:size]):
+                if self._fits(examples(x, slice(size)), y[:size]):
                     return size
             except (RuntimeError, ValueError, IndexError):
                 return None  # the model takes whole batches only

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from kfac_backend.block import KroneckerBlock, compute_eigenvalues
 from kfac_backend.files import parse_json, write_tensors
-from kfac_backend.options import Fisher, KfacApprox, Likelihood
+from kfac_backend.options import Fisher, KfacApprox, Likelihood, check_positive
 
 __all__ = ["KroneckerFactors"]
 
@@ -136,8 +137,7 @@ class KroneckerFactors:
                 f"prior_precision has shape {tuple(delta.shape)}; expected a scalar or "
                 f"({len(self)},), one per block."
             )
-        if not (delta > 0).all():
-            raise ValueError(f"prior_precision must be positive, not {delta.min().item()}.")
+        check_positive("prior_precision", delta)
         terms = [
             (block.eigenvalues() + d.to(block.B.device)).log().sum()
             for block, d in zip(self.blocks.values(), delta.expand(len(self)), strict=True)
@@ -157,14 +157,8 @@ class KroneckerFactors:
         product = self.matvec(v)
         return torch.stack([(v[name] * product[name]).sum() for name in self.blocks]).sum()
 
-    def save(self, path: str | Path) -> str:
-        """Write the factors as safetensors with a JSON header, atomically; returns the sum."""
-        tensors: dict[str, Tensor] = {}
-        for name, block in self.blocks.items():
-            # Copies, as a weight and its bias may share B, which safetensors refuses.
-            tensors[f"{name}/B"] = block.B.detach().clone().contiguous()
-            if block.A is not None:
-                tensors[f"{name}/A"] = block.A.detach().clone().contiguous()
+    def state_dict(self) -> dict[str, Any]:
+        """The factors as plain data and tensors, which `torch.load` reads at its default."""
         header = {
             "format": "kfac_backend.KroneckerFactors",
             "version": FORMAT_VERSION,
@@ -174,7 +168,54 @@ class KroneckerFactors:
                 for n, b in self.blocks.items()
             ],
         }
-        return write_tensors(path, tensors, {"header": json.dumps(header)})
+        tensors = {f"{name}/B": block.B.detach() for name, block in self.blocks.items()}
+        tensors |= {f"{n}/A": b.A.detach() for n, b in self.blocks.items() if b.A is not None}
+        return {"header": header, "tensors": tensors}
+
+    @classmethod
+    def from_state_dict(
+        cls, state: Mapping[str, Any], source: str = "The state"
+    ) -> "KroneckerFactors":
+        """The factors that `state_dict` returned.
+
+        Args:
+            state: what it returned.
+            source: what errors call it.
+
+        Raises:
+            ValueError: not such a state, one of a newer format, or one that lacks something.
+        """
+        header, tensors = state.get("header") or {}, state.get("tensors") or {}
+        if header.get("format") != "kfac_backend.KroneckerFactors":
+            raise ValueError(f"{source} holds no Kronecker factors; write it with save().")
+        if header["version"] > FORMAT_VERSION:
+            raise ValueError(
+                f"{source} has format version {header['version']}, this release reads up to "
+                f"{FORMAT_VERSION}; update marglik."
+            )
+        try:
+            blocks = {
+                entry["name"]: KroneckerBlock(
+                    entry["name"],
+                    tensors[f"{entry['name']}/B"],
+                    tensors[f"{entry['name']}/A"] if entry["A"] else None,
+                    _number_or_tuple(entry["num_terms"]),
+                )
+                for entry in header["blocks"]
+            }
+            later = {field: header[field] for field in LATER_FIELDS if field in header}
+            return cls(blocks, **{field: header[field] for field in FIELDS}, **later)
+        except KeyError as error:
+            raise ValueError(
+                f"{source} lacks {error}; it was altered. Save the factors anew."
+            ) from error
+
+    def save(self, path: str | Path) -> str:
+        """Write the factors as safetensors with a JSON header, atomically; returns the sum."""
+        state = self.state_dict()
+        # Copies, as a weight and its bias may share B, which safetensors refuses.
+        tensors = {name: tensor.clone().contiguous() for name, tensor in state["tensors"].items()}
+        return write_tensors(path, tensors, {"header": json.dumps(state["header"])})
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> "KroneckerFactors":
@@ -192,29 +233,7 @@ class KroneckerFactors:
                 tensors = {key: file.get_tensor(key) for key in file.keys()}
         except (SafetensorError, ValueError) as error:
             raise ValueError(f"{path} is not a whole file of Kronecker factors: {error}") from error
-        if header.get("format") != "kfac_backend.KroneckerFactors":
-            raise ValueError(f"{path} holds no Kronecker factors; write it with save().")
-        if header["version"] > FORMAT_VERSION:
-            raise ValueError(
-                f"{path} has format version {header['version']}, this release reads up to "
-                f"{FORMAT_VERSION}; update marglik."
-            )
-        try:
-            blocks = {
-                entry["name"]: KroneckerBlock(
-                    entry["name"],
-                    tensors[f"{entry['name']}/B"],
-                    tensors[f"{entry['name']}/A"] if entry["A"] else None,
-                    _number_or_tuple(entry["num_terms"]),
-                )
-                for entry in header["blocks"]
-            }
-            later = {field: header[field] for field in LATER_FIELDS if field in header}
-            return cls(blocks, **{field: header[field] for field in FIELDS}, **later)
-        except KeyError as error:
-            raise ValueError(
-                f"{path} lacks {error}; it was altered. Save the factors anew."
-            ) from error
+        return cls.from_state_dict({"header": header, "tensors": tensors}, str(path))
 
     def _check_same_kind(self, other: "KroneckerFactors") -> None:
         for field in ("likelihood", "kfac_approx", "fisher", "num_outputs", "rank_tolerance"):

@@ -1,7 +1,9 @@
-"""The string options of the package, and the one place that checks them."""
+"""The options of the package, and the one place that checks them."""
 
 from collections.abc import Mapping
 from typing import Literal, get_args
+
+import torch
 
 __all__ = [
     "Approximation",
@@ -13,6 +15,7 @@ __all__ = [
     "ShiftLabels",
     "Unsupported",
     "check_option",
+    "check_positive",
 ]
 
 Mode = Literal["expand", "reduce"]
@@ -36,3 +39,14 @@ def check_option(name: str, value: object, options: object) -> None:
         raise ValueError(
             f"{name}={value!r} is not supported; choose one of {', '.join(map(repr, supported))}."
         )
+
+
+def check_positive(name: str, value: object) -> None:
+    """Raise an error unless a number, or each entry of a tensor, is positive and finite."""
+    try:
+        numbers = torch.as_tensor(value).detach().double()
+    except (RuntimeError, TypeError, ValueError):
+        raise TypeError(f"{name} is {value!r}; a number or a tensor is needed.") from None
+    right = numbers.isfinite() & (numbers > 0)
+    if not right.all():
+        raise ValueError(f"{name} must be positive, not {numbers[~right][0].item()}.")

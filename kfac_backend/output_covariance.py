@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from kfac_backend.batches import Plan, detached, example_shapes, examples, make_plan
-from kfac_backend.calls import call_with, num_examples
+from kfac_backend.calls import call_with, check_output, num_examples, restoration
 from kfac_backend.capture import Capture
 from kfac_backend.coverage import TrackedLayer, coverage_of_blocks
 from kfac_backend.gradient_covariance import LARGEST_PRODUCT, bytes_per_example, gradient_covariance
@@ -94,8 +94,13 @@ class OutputCovariance:
             x = detached(x, next(self._model.parameters()).device)
             if num_examples(x) == 0:
                 raise ValueError("The batch has no examples; leave it out.")
-            sizes = self._sizes_for(x)
-            parts = [self._part(part, sizes) for part in self._parts(x, sizes)]
+            layers = (tracked.layer for tracked in self._coverage.layers)
+            restore = restoration(self._model, *layers)
+            try:
+                sizes = self._sizes_for(x)
+                parts = [self._part(part, sizes) for part in self._parts(x, sizes)]
+            finally:
+                restore()
             outputs, covariances = zip(*parts, strict=True)
             result = torch.cat(outputs), torch.cat(covariances)
         give_back_free_memory()
@@ -264,11 +269,7 @@ class OutputCovariance:
             )
 
     def _check_output(self, f: Any, x: Any) -> None:
-        if not isinstance(f, Tensor):
-            raise TypeError(
-                f"The model returned {type(f).__name__}; a tensor of outputs (N, C) is needed. "
-                "Wrap the model."
-            )
+        check_output(f)
         N = num_examples(x)
         if f.dim() != 2 or (N is not None and len(f) != N):
             raise NotImplementedError(

@@ -7,15 +7,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
+from kfac_backend.coverage import check_module
 from kfac_backend.factors import kronecker_factors
 from kfac_backend.kronecker import KroneckerFactors
 from kfac_backend.laplace_interface import KfacGGN, KfacInterface, check_alignment
 from kfac_backend.laplace_kron import EigenKron, FactorKron, laplace
-from kfac_backend.options import KfacApprox, Likelihood, check_option
+from kfac_backend.options import KfacApprox, Likelihood, check_option, check_positive
 from kfac_backend.threads import turn_of
 from marglik import evidence
 from marglik.evidence import EvidenceTerms
-from marglik.modes import eval_mode
+from marglik.modes import in_eval_mode
 from marglik.output_distribution import OutputDistribution
 
 __all__ = ["KronLaplace"]
@@ -75,14 +76,14 @@ class KronLaplace(OutputDistribution):
         *,
         kfac_approx: KfacApprox | None = None,
     ) -> None:
+        check_module(model)
         check_option("likelihood", likelihood, Likelihood)
         if not hasattr(backend, "fisher"):
             raise TypeError(
                 f"backend {backend.__name__} is not one of kfac_backend's; pass KfacGGN or KfacEF, "
                 "or use laplace.Laplace with other backends."
             )
-        if not temperature > 0:
-            raise ValueError(f"temperature must be positive, not {temperature}.")
+        check_positive("temperature", temperature)
         unknown = set(asdl_fisher_kwargs or {}) - {"kfac_approx", "mc_samples"}
         if unknown:
             raise TypeError(
@@ -120,16 +121,26 @@ class KronLaplace(OutputDistribution):
 
     @prior_precision.setter
     def prior_precision(self, prior_precision: float | Tensor) -> None:
+        check_positive("prior_precision", prior_precision)
         delta = torch.as_tensor(prior_precision)
         if delta.dim() > 1 or delta.numel() not in (1, self.n_layers):
             raise ValueError(
                 f"prior_precision has shape {tuple(delta.shape)}; expected a scalar or "
                 f"({self.n_layers},), one per trainable tensor."
             )
-        if not (delta > 0).all():
-            raise ValueError(f"prior_precision must be positive, not {delta.min().item()}.")
         inherited: Any = laplace.KronLaplace.prior_precision
         inherited.fset(self, prior_precision)
+
+    @property
+    def sigma_noise(self) -> Tensor:
+        """σ > 0 of regression; set it to a scalar."""
+        return self._sigma_noise
+
+    @sigma_noise.setter
+    def sigma_noise(self, sigma_noise: float | Tensor) -> None:
+        check_positive("sigma_noise", sigma_noise)
+        inherited: Any = laplace.KronLaplace.sigma_noise
+        inherited.fset(self, sigma_noise)
 
     def fit(
         self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool = False
@@ -143,8 +154,8 @@ class KronLaplace(OutputDistribution):
         """
         settings, backend = self._asdl_fisher_kwargs, cast(KfacInterface, self.backend)
         alone = backend.pass_options["backward_precision"] != "float32"
-        with turn_of(self.model, alone), eval_mode(self.model):
-            factors = kronecker_factors(
+        with turn_of(self.model, alone):
+            factors = in_eval_mode(self.model, kronecker_factors)(
                 self.model,
                 train_loader,
                 self.likelihood,  # pyright: ignore[reportArgumentType]
@@ -267,10 +278,13 @@ class KronLaplace(OutputDistribution):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """laplace-torch's state, with our factors under "H"."""
+        """laplace-torch's state, with our factors' under "H": `torch.load` reads it at its default.
+
+        Without the network's frozen parameters and buffers; see `marglik.save_posterior`.
+        """
         if self.factors is None:
             raise AttributeError("The Laplace approximation is not fitted; call fit() first.")
-        return super().state_dict() | {"H": self.factors}
+        return super().state_dict() | {"H": self.factors.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned.
@@ -278,7 +292,8 @@ class KronLaplace(OutputDistribution):
         Raises:
             ValueError: the state of another model or likelihood.
         """
-        check_alignment(self.model, state_dict["H"])
+        factors = KroneckerFactors.from_state_dict(state_dict["H"]).to(self._device)
+        check_alignment(self.model, factors)
         if state_dict["likelihood"] != self.likelihood:
             raise ValueError(
                 f"The state is of likelihood {state_dict['likelihood']!r}, this object of "
@@ -286,4 +301,4 @@ class KronLaplace(OutputDistribution):
             )
         for name in ("mean", "prior_mean", "prior_precision", "sigma_noise", "temperature"):
             setattr(self, name, state_dict[name])
-        self._set_factors(state_dict["H"])
+        self._set_factors(factors)

@@ -1,11 +1,19 @@
 """Eval mode for a while, and then every module back in the mode it was in."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 from torch import nn
 
-__all__ = ["eval_mode", "kept_mode"]
+from kfac_backend.calls import restoration
+from kfac_backend.threads import turn_of
+
+__all__ = ["eval_mode", "in_eval_mode", "kept_mode"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @contextmanager
@@ -25,3 +33,22 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     with kept_mode(model):
         model.eval()
         yield
+
+
+def in_eval_mode(model: nn.Module, function: Callable[P, T]) -> Callable[P, T]:
+    """The function, with the model in eval mode, in one thread; then, come what may, as it was.
+
+    Not only its mode: laplace-torch's functions, too, leave no hook and no other parameter in it.
+    """
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        with turn_of(model):
+            restore = restoration(model)
+            try:
+                model.eval()
+                return function(*args, **kwargs)
+            finally:
+                restore()
+
+    return run

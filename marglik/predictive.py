@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.batches import to_device
-from kfac_backend.calls import call_with
-from kfac_backend.options import Likelihood, check_option
+from kfac_backend.calls import call_with, check_output
+from kfac_backend.coverage import check_module
+from kfac_backend.options import Likelihood, check_option, check_positive
 from kfac_backend.weight_sharing import at_least_float32
 from marglik.laplace import KronLaplace
 from marglik.links import Prediction, check_link, predict_from_gaussian, predict_from_outputs
-from marglik.modes import eval_mode
+from marglik.modes import in_eval_mode
 from marglik.subset import Layers
 
 __all__ = [
@@ -75,8 +76,11 @@ class PredictiveConfig:
         check_option("predictive.layers", self.layers, Layers)
         for name in ("samples", "networks", "batch_size", "memory"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"predictive.{name} must be positive, not {value}.")
+            if name == "memory" and value is None:
+                continue
+            check_positive(f"predictive.{name}", value)
+            if not isinstance(value, int):
+                raise TypeError(f"predictive.{name} must be a whole number, not {value!r}.")
         if self.method == "nn" and self.layers != "all":
             raise ValueError(
                 f"predictive.layers {self.layers!r} is not for method 'nn'; choose 'all', or "
@@ -145,14 +149,17 @@ def map_predictive(
     model: nn.Module, likelihood: Likelihood = "classification", sigma_noise: float | Tensor = 1.0
 ) -> Predictive:
     """The network's own prediction at its parameters, in eval mode; no epistemic uncertainty."""
+    check_module(model)
+    check_option("likelihood", likelihood, Likelihood)
+    check_positive("sigma_noise", sigma_noise)
 
     @torch.no_grad()
     def predict(x: Any) -> Prediction:
-        x = to_device(x, next(model.parameters()).device)
-        with eval_mode(model):
-            return predict_from_outputs(call_with(model, {}, x)[None], likelihood, sigma_noise)
+        f = call_with(model, {}, to_device(x, next(model.parameters()).device))
+        check_output(f)
+        return predict_from_outputs(f[None], likelihood, sigma_noise)
 
-    return _OfModel(predict, model, likelihood)
+    return _OfModel(in_eval_mode(model, predict), model, likelihood)
 
 
 def laplace_predictive(
@@ -188,7 +195,7 @@ def laplace_predictive(
         f, covariance = laplace.output_distribution(x, config.layers, memory)
         return predict_from_gaussian(f, covariance, likelihood, link, noise, laplace.sigma_noise)
 
-    return _OfModel(predict, laplace.model, likelihood)
+    return _OfModel(in_eval_mode(laplace.model, predict), laplace.model, likelihood)
 
 
 def _network_samples(
@@ -197,23 +204,15 @@ def _network_samples(
     likelihood: Likelihood,
     generator: torch.Generator | None,
 ) -> Predictive:
-    model = laplace.model
-    trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    sizes = [p.numel() for p in trainable.values()]
     samples = laplace.sample(config.networks, generator)
 
     @torch.no_grad()
     def predict(x: Any) -> Prediction:
         x = to_device(x, samples.device)
-        outputs = []
-        with eval_mode(model):
-            for sample in samples:
-                parts = zip(trainable.items(), sample.split(sizes), strict=True)
-                values = {name: part.view_as(p).to(p.dtype) for (name, p), part in parts}
-                outputs.append(call_with(model, values, x))
-        return predict_from_outputs(torch.stack(outputs), likelihood, laplace.sigma_noise)
+        outputs = torch.stack([laplace.sampled_outputs(sample, x) for sample in samples])
+        return predict_from_outputs(outputs, likelihood, laplace.sigma_noise)
 
-    return _OfModel(predict, model, likelihood)
+    return _OfModel(in_eval_mode(laplace.model, predict), laplace.model, likelihood)
 
 
 def _rounded_down(number: int) -> int:

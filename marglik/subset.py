@@ -7,7 +7,7 @@ from torch import nn
 
 from kfac_backend.batches import to_device
 from kfac_backend.calls import call_with
-from marglik.modes import eval_mode
+from marglik.modes import in_eval_mode
 
 __all__ = ["Layers", "freeze_all_but", "last_layer"]
 
@@ -24,17 +24,15 @@ def last_layer(model: nn.Module, x: Any) -> str:
         ValueError: no layer with a trainable parameter of its own runs.
     """
     ran: list[str] = []
-    handles = [
-        module.register_forward_pre_hook(lambda *_, name=name: ran.append(name))
-        for name, module in model.named_modules()
-        if any(p.requires_grad for p in module.parameters(recurse=False))
-    ]
-    try:
-        with torch.no_grad(), eval_mode(model):
+
+    def run() -> None:
+        for name, module in model.named_modules():
+            if any(p.requires_grad for p in module.parameters(recurse=False)):
+                module.register_forward_pre_hook(lambda *_, name=name: ran.append(name))
+        with torch.no_grad():
             call_with(model, {}, to_device(x, next(model.parameters()).device))
-    finally:
-        for handle in handles:
-            handle.remove()
+
+    in_eval_mode(model, run)()  # which takes the hooks away
     if not ran:
         raise ValueError(
             f"{type(model).__name__} runs no layer with trainable parameters; it has no last layer."

@@ -1,5 +1,7 @@
 """KronLaplace: laplace-torch's numbers, our counting, modes and cached eigenvalues."""
 
+import math
+
 import laplace
 import pytest
 import torch
@@ -236,11 +238,27 @@ def test_our_class_does_not_shadow_laplace_torchs():
         ({"asdl_fisher_kwargs": {"kfac_aprox": "reduce"}}, TypeError, "has 'kfac_aprox'"),
         ({"prior_precision": -0.5}, ValueError, "must be positive, not -0.5"),
         ({"prior_precision": torch.tensor(float("nan"))}, ValueError, "must be positive, not nan"),
+        ({"prior_precision": math.inf}, ValueError, "prior_precision must be positive, not inf"),
+        ({"prior_precision": None}, TypeError, "prior_precision is None; a number or a tensor"),
+        ({"temperature": math.inf}, ValueError, "temperature must be positive, not inf"),
+        ({"sigma_noise": 0, "likelihood": "regression"}, ValueError, "sigma_noise must be pos"),
+        ({"sigma_noise": math.nan, "likelihood": "regression"}, ValueError, "noise .*, not nan"),
+        ({"model": None}, TypeError, "The model is None, of type NoneType; a torch.nn.Module"),
+        ({"model": nn.DataParallel(network())}, TypeError, "nn.DataParallel, .* model.module"),
     ],
 )
 def test_wrong_arguments(arguments, error, message):
     with pytest.raises(error, match=message):
-        KronLaplace(network(), **{"likelihood": "classification"} | arguments)
+        KronLaplace(**{"model": network(), "likelihood": "classification"} | arguments)
+
+
+@pytest.mark.parametrize("name", ["prior_precision", "sigma_noise"])
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, "1"])
+def test_wrong_hyperparameters_leave_the_old_ones(name, value):
+    la = KronLaplace(network(), "regression", sigma_noise=0.5, prior_precision=0.5)
+    with pytest.raises((ValueError, TypeError), match=f"{name} (must be positive, not|is '1')"):
+        setattr(la, name, value)
+    assert (la.prior_precision == 0.5).all() and la.sigma_noise == 0.5
 
 
 def test_not_fitted():

@@ -320,3 +320,41 @@ def test_no_more_memory_is_taken_than_was_estimated(likelihood):
     # Besides the list of outputs and the stack of them.
     assert copies <= COPIES[likelihood] - 2 + 0.2
     assert copies > COPIES[likelihood] - 3
+
+
+class Twice(nn.Sequential):
+    """Returns a tuple, where it is told to."""
+
+    returns_tuple = False
+
+    def forward(self, x):
+        f = super().forward(x)
+        return (f, f) if self.returns_tuple else f
+
+
+@pytest.mark.parametrize("method", ["probit", "nn", "MAP", "laplace-torch's nn"])
+def test_outputs_that_are_no_tensor(method):
+    model, x = Twice(nn.Linear(3, 2)), torch.randn(4, 3)
+    la = KronLaplace(model, "classification")
+    la.fit([(x, torch.tensor([0, 1, 0, 1]))])
+    predict = {
+        "MAP": map_predictive(model),
+        "laplace-torch's nn": lambda x: la(x, pred_type="nn", link_approx="mc"),
+    }.get(method) or predictive(la, method)
+    model.returns_tuple = True
+    with pytest.raises(TypeError, match="returned tuple; a tensor of outputs .* is needed. Wrap"):
+        predict(x)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((None,), TypeError, "The model is None"),
+        ((nn.DataParallel(nn.Linear(3, 2)),), TypeError, "DataParallel.* Pass what it holds"),
+        ((nn.Linear(3, 2), "poisson"), ValueError, "'poisson' is not supported"),
+        ((nn.Linear(3, 2), "regression", math.inf), ValueError, "sigma_noise must be positive"),
+    ],
+)
+def test_what_the_map_cannot_predict_with(arguments, error, message):
+    with pytest.raises(error, match=message):
+        map_predictive(*arguments)
