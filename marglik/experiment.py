@@ -129,7 +129,7 @@ def train(
             trained = time.perf_counter()
             record = data_record(splits, provenance.data)
             posterior = save_posterior(
-                learned.laplace, folder.path, model=provenance.model, data=record
+                learned.laplace, folder.path, model=provenance.model, data=record, frozen=True
             )
             folder.vouch(POSTERIOR, posterior)
             found = setup.evaluate(model, learned.laplace, states["learned_evaluation"], posterior)

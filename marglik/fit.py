@@ -3,6 +3,7 @@
 import logging
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,16 @@ from marglik.config import CurvatureConfig, PostHocConfig, PostHocRunConfig
 from marglik.data import DataSource, Splits
 from marglik.data.split_batches import split_batches
 from marglik.data_record import data_record
-from marglik.evaluation import metrics, predict_all
 from marglik.laplace import KronLaplace
 from marglik.model_check import check_model
-from marglik.modes import eval_mode
-from marglik.post_hoc import PriorFit, maximize_evidence, minimize_validation_loss
+from marglik.post_hoc import (
+    PriorFit,
+    maximize_evidence,
+    minimize_validation_loss,
+    validation_nll,
+)
 from marglik.posterior_file import save_posterior
-from marglik.predictive import PredictiveConfig, laplace_predictive
+from marglik.predictive import PredictiveConfig
 from marglik.pretrained import load_pretrained
 from marglik.prior import PriorGroups, precision_to_weight_decay, weight_decay_to_precision
 from marglik.provenance import Provenance, environment
@@ -127,8 +131,7 @@ def fit(
         else:
             torch.manual_seed(run.seed)
             _logger.info("curvature pass over %d examples of %s", batches.num_examples, splits.name)
-            with eval_mode(model):
-                laplace.fit(batches, progress_bar=run.progress)
+            laplace.fit(batches, progress_bar=run.progress)
             if not (folder.path / MANIFEST).exists():
                 folder.begin("fit", provenance)  # an old run stays until this one is there
             folder.discard(CHECKPOINT)  # of another fit
@@ -138,7 +141,9 @@ def fit(
         found = _find_prior(laplace, prior, predictive, splits, run)
         folder.begin("fit", provenance, resume=True)
         record = data_record(splits, provenance.data)
-        posterior = save_posterior(laplace, folder.path, model=provenance.model, data=record)
+        posterior = save_posterior(
+            laplace, folder.path, model=provenance.model, data=record, frozen=True
+        )
         folder.vouch(POSTERIOR, posterior)
         folder.discard(CHECKPOINT)
     decay = precision_to_weight_decay(laplace.prior_precision, laplace.n_data, prior.temperature)
@@ -186,15 +191,11 @@ def _find_prior(
     if prior.method == "fixed":
         return None
     batches = split_batches(splits, "validation", predictive.batch_size, device=laplace.mean.device)
-    likelihood: Any = laplace.likelihood
-    key = "reg/NLL" if likelihood == "regression" else "cls/NLL"
-
-    def validation_nll(laplace: KronLaplace) -> float:
-        generator = torch.Generator(laplace.mean.device).manual_seed(run.seed)
-        predict = laplace_predictive(laplace, predictive, generator)
-        prediction, targets = predict_all(
-            predict, batches, ignore_index=splits.ignore_index, progress=run.progress
-        )
-        return metrics(prediction, targets, likelihood)[key]
-
-    return minimize_validation_loss(laplace, validation_nll)
+    loss = partial(
+        validation_nll,
+        batches=batches,
+        predictive=predictive,
+        seed=run.seed,
+        progress=run.progress,
+    )
+    return minimize_validation_loss(laplace, loss)

@@ -1,21 +1,40 @@
 """A network's parameters and buffers: read, checked against the network, and put into it."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-__all__ = ["check_state", "load_state", "read_safetensors", "tensors_of"]
+__all__ = ["check_state", "read_safetensors", "read_state", "tensors_of", "tensors_of_others"]
 
 
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+def tensors_of_others(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
+    """A network's parameters but for those of these names, themselves, as its state dict has them.
+
+    With the names of the trainable ones: the frozen base, of LoRA say.
+    """
+    named = dict(model.named_parameters())
+    left_out = {id(named[name]) for name in names if name in named}
+    everything = model.state_dict(keep_vars=True).items()  # tied ones under each of their names
+    return {
+        name: p for name, p in everything if isinstance(p, nn.Parameter) and id(p) not in left_out
+    }
+
+
+def tensors_of(model: nn.Module, without: Iterable[str] = ()) -> dict[str, Tensor]:
     """Copies of a network's parameters and buffers, as safetensors takes them.
+
+    Args:
+        model: the network.
+        without: names in its state dict that are left out.
 
     Raises:
         ValueError: a state dict that holds something else than tensors.
     """
-    state = model.state_dict()
+    left_out = set(without)
+    state = {name: value for name, value in model.state_dict().items() if name not in left_out}
     other = [name for name, value in state.items() if not isinstance(value, Tensor)]
     if other:
         raise ValueError(
@@ -38,21 +57,28 @@ def read_safetensors(path: str | Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
 
 
-def load_state(model: nn.Module, path: str | Path) -> None:
-    """Put the tensors of a safetensors file into a network.
+def read_state(
+    model: nn.Module, path: str | Path, without: Iterable[str] = ()
+) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, found to be those that a network needs.
+
+    Args:
+        model: the network.
+        path: the file.
+        without: names in the network's state dict that the file need not have.
 
     Raises:
         ValueError: a file that is broken, or of a network with other names, shapes or dtypes.
     """
-    state = read_safetensors(path)
-    check_state(model, state, str(path))
-    for name, own in model.state_dict().items():
-        if own.dtype != state[name].dtype:  # they would be rounded
+    state, own = read_safetensors(path), model.state_dict()
+    check_state(model, state | {name: own[name] for name in without}, str(path))
+    for name, tensor in state.items():
+        if own[name].dtype != tensor.dtype:  # they would be rounded
             raise ValueError(
-                f"{path} holds '{name}' in {state[name].dtype}, {type(model).__name__} has it in "
-                f"{own.dtype}; pass the network as model.to({state[name].dtype})."
+                f"{path} holds '{name}' in {tensor.dtype}, {type(model).__name__} has it in "
+                f"{own[name].dtype}; pass the network as model.to({tensor.dtype})."
             )
-    model.load_state_dict(state)
+    return state
 
 
 def check_state(model: nn.Module, state: dict[str, Tensor], source: str) -> None:

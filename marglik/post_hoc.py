@@ -6,20 +6,24 @@ Daxberger et al. 2021 (arXiv:2106.14806).
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from scipy.optimize import minimize, minimize_scalar
 
+from kfac_backend.laplace_interface import KfacInterface
 from marglik import evidence
+from marglik.evaluation import compute_metrics, predict_all
 from marglik.hyperparameters import LARGEST_PRECISION, SMALLEST_PRECISION
 from marglik.laplace import KronLaplace
+from marglik.predictive import PredictiveConfig, laplace_predictive
 from marglik.prior import PriorGroups
 
-__all__ = ["PriorFit", "maximize_evidence", "minimize_validation_loss"]
+__all__ = ["PriorFit", "maximize_evidence", "minimize_validation_loss", "validation_nll"]
 
 SMALLEST_NOISE, LARGEST_NOISE = 1e-6, 1e6
 
@@ -100,9 +104,42 @@ def maximize_evidence(
     return PriorFit(groups.summary(delta), float(laplace.sigma_noise), -found.fun, found.nfev)
 
 
+def validation_nll(
+    laplace: KronLaplace,
+    batches: Iterable[Any],
+    predictive: PredictiveConfig = PredictiveConfig(),  # noqa: B008
+    *,
+    seed: int = 0,
+    progress: bool = False,
+) -> float:
+    """The mean NLL (nats) of the posterior's predictive on data, from the same random numbers.
+
+    Which targets count, and for which outputs they stand, is as in the fit.
+
+    Args:
+        laplace: a fitted posterior.
+        batches: (x, y), or mappings with targets under the posterior's ``dict_key_y``.
+        predictive: how it predicts.
+        seed: of its random numbers.
+        progress: whether to show a bar.
+    """
+    options = cast(KfacInterface, laplace.backend).pass_options
+    likelihood: Any = laplace.likelihood
+    generator = torch.Generator(laplace.mean.device).manual_seed(seed)
+    prediction, targets = predict_all(
+        laplace_predictive(laplace, predictive, generator),
+        batches,
+        dict_key_y=laplace.dict_key_y,
+        progress=progress,
+        **{name: options[name] for name in ("ignore_index", "shift_labels", "dict_key_mask")},
+    )
+    key = "reg/NLL" if likelihood == "regression" else "cls/NLL"
+    return compute_metrics(prediction, targets, likelihood)[key]
+
+
 def minimize_validation_loss(
     laplace: KronLaplace,
-    loss: Callable[[KronLaplace], float],
+    loss: Callable[[KronLaplace], float] | Iterable[Any],
     *,
     bounds: tuple[float, float] = (1e-2, 1e8),
     grid_size: int = 11,
@@ -110,23 +147,33 @@ def minimize_validation_loss(
     """Set one δ for all parameters to where a loss on validation data is lowest.
 
     A grid on the logarithm first, as the loss may have several valleys, then Brent's method around
-    its best point.
+    its best point. Where it fails, δ stays as it was.
 
     Args:
         laplace: a fitted posterior, which gets the δ.
-        loss: of a posterior, for example the NLL of its predictive on validation data.
+        loss: a loader of validation data, whose `validation_nll` is the loss; or any function of
+            the posterior.
         bounds: of δ.
         grid_size: points of the grid.
 
     Raises:
+        TypeError: a loss that is neither; an iterator, which could be read only once.
         ValueError: bounds that are no interval of positive numbers, fewer than three points.
         FloatingPointError: a loss that is nowhere finite.
     """
+    if not callable(loss):
+        if isinstance(loss, Iterator) or not isinstance(loss, Iterable):
+            raise TypeError(
+                f"loss is {type(loss).__name__}; pass a loader or a list of batches (x, y), which "
+                "are read once for each δ, or a function of the posterior."
+            )
+        loss = partial(validation_nll, batches=loss)
     if not 0 < bounds[0] < bounds[1] < math.inf:
         raise ValueError(f"bounds of δ must be positive, finite and ascend, not {bounds}.")
     if grid_size < 3:
         raise ValueError(f"grid_size must be at least 3, not {grid_size}.")
     evaluations = 0
+    chosen: float | torch.Tensor = laplace.prior_precision
 
     def at(log_delta: float) -> float:
         nonlocal evaluations
@@ -136,16 +183,21 @@ def minimize_validation_loss(
         return value if np.isfinite(value) else float("inf")
 
     grid = np.linspace(np.log(bounds[0]), np.log(bounds[1]), grid_size)
-    losses = [at(point) for point in grid]
-    best = int(np.argmin(losses))
-    if not np.isfinite(losses[best]):
-        raise FloatingPointError(
-            f"The validation loss is not finite for any δ in {bounds}. Check the network's outputs."
-        )
-    around = grid[max(best - 1, 0)], grid[min(best + 1, grid_size - 1)]
-    found = minimize_scalar(at, bounds=around, method="bounded", options={"xatol": 0.05})
-    log_delta, value = min((found.x, found.fun), (grid[best], losses[best]), key=lambda p: p[1])
-    laplace.prior_precision = float(np.exp(log_delta))
+    try:
+        losses = [at(point) for point in grid]
+        best = int(np.argmin(losses))
+        if not np.isfinite(losses[best]):
+            raise FloatingPointError(
+                f"The validation loss is not finite for any δ in {bounds}. Check the network's "
+                "outputs."
+            )
+        around = grid[max(best - 1, 0)], grid[min(best + 1, grid_size - 1)]
+        found: Any = minimize_scalar(at, bounds=around, method="bounded", options={"xatol": 0.05})
+        candidates = (found.x, found.fun), (grid[best], losses[best])
+        log_delta, value = min(candidates, key=lambda p: p[1])
+        chosen = float(np.exp(log_delta))
+    finally:
+        laplace.prior_precision = chosen
     delta = laplace.prior_precision.item()
     span = grid[1] - grid[0]
     at_bound = min(log_delta - grid[0], grid[-1] - log_delta) < span / 10

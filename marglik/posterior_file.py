@@ -1,7 +1,8 @@
 """A fitted posterior in a folder, to the bit: safetensors and JSON, nothing pickled.
 
 - ``posterior.safetensors``: the Kronecker factors.
-- ``model.safetensors``: the network's parameters and buffers.
+- ``model.safetensors``: the network's parameters and buffers; of a network that stands on a frozen
+  base, as with LoRA, without the base.
 - ``posterior.json``: hyperparameters, how to build the network, what data it is for, and SHA-256
   sums of all three. Written last: where it is, the others are whole.
 """
@@ -14,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from kfac_backend.files import write_tensors
+from kfac_backend.coverage import check_module
+from kfac_backend.files import sha256_of_tensors, write_tensors
 from kfac_backend.kronecker import KroneckerFactors
 from kfac_backend.laplace_interface import KfacEF, KfacGGN
 from marglik.laplace import KronLaplace
-from marglik.model_state import load_state, tensors_of
+from marglik.model_state import read_state, tensors_of, tensors_of_others
 from marglik.provenance import environment
 from marglik.record_file import read_record, write_record
 from marglik.run_files import FACTORS, MODEL, POSTERIOR
@@ -34,6 +36,7 @@ def save_posterior(
     *,
     model: dict[str, Any] | None = None,
     data: dict[str, Any] | None = None,
+    frozen: bool | None = None,
 ) -> str:
     """Write a fitted posterior and its network; returns the SHA-256 sum of ``posterior.json``.
 
@@ -46,6 +49,9 @@ def save_posterior(
         model: how to build the network, ``{"class_path": ..., "init_args": {...}}``; without it,
             loading needs a network.
         data: what it was fitted to, see `marglik.data_record`.
+        frozen: whether frozen parameters are written, too. Without them loading needs a network
+            that has them already, and compares their sum. By default they are written only where
+            ``model`` says how to build the network, which then has no others.
 
     Raises:
         AttributeError: a posterior that is not fitted.
@@ -89,8 +95,11 @@ def save_posterior(
         "data": data,
         **environment(next(laplace.model.parameters()).device),
     }
+    writes_all = model is not None if frozen is None else frozen
+    base = {} if writes_all else tensors_of_others(laplace.model, names)
+    record["frozen_sha256"] = sha256_of_tensors(base.values()) if base else None
     json.dumps(record)  # raises before anything is overwritten
-    state = tensors_of(laplace.model)
+    state = tensors_of(laplace.model, without=base)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / POSTERIOR).unlink(missing_ok=True)  # it must not name files that are gone
     sums = {FACTORS: factors.save(folder / FACTORS)}
@@ -124,19 +133,31 @@ def load_posterior(
 
     Args:
         folder: where it is.
-        model: the network, which gets the saved parameters; those without a posterior are frozen.
+        model: the network, which gets the saved parameters; those without a posterior are frozen,
+            and must be in place already where `save_posterior` left them out.
         device: where to; the model's own if None.
 
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: a file that was altered; a network with other parameters, by name, shape or
-            dtype.
+            dtype; another frozen base.
     """
+    check_module(model)
     record = read_posterior(folder)
     model.to(device)
     device = next(model.parameters()).device
-    load_state(model, Path(folder) / MODEL)
     delta: dict[str, float] = record["prior_precision"]
+    frozen_sum = record.get("frozen_sha256")  # the first release's records lack it
+    base = tensors_of_others(model, delta) if frozen_sum else {}
+    state = read_state(model, Path(folder) / MODEL, without=base)
+    if frozen_sum and sha256_of_tensors(base.values()) != frozen_sum:
+        raise ValueError(
+            f"The posterior in {folder} was saved without the frozen parameters, and those of "
+            f"{type(model).__name__} are not the ones that it was fitted with (their SHA-256 sum "
+            "is another). Load the same pretrained parameters first, in the same dtype, or save "
+            "with save_posterior(..., frozen=True)."
+        )
+    model.load_state_dict(state, strict=False)  # the names are checked
     for name, p in model.named_parameters():
         p.requires_grad_(name in delta)
     factors = KroneckerFactors.load(Path(folder) / FACTORS, device)

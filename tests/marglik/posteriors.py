@@ -52,13 +52,14 @@ def fitted(
     *,
     dtype: torch.dtype = torch.float32,
     frozen: bool = False,
+    seed: int = 2,
     **options: object,
 ) -> KronLaplace:
-    """A fitted posterior; the convolution is known if ``frozen``."""
-    model = network(dtype)
+    """A fitted posterior; the convolution is known if ``frozen``; other factors by the seed."""
+    model = network(dtype, seed - 2)
     model[0].requires_grad_(not frozen)
     laplace = KronLaplace(model, likelihood, **({"prior_precision": 0.7} | options))
-    torch.manual_seed(2)
+    torch.manual_seed(seed)
     laplace.fit([data(likelihood, dtype)])
     return laplace
 

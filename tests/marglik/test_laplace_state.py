@@ -6,7 +6,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from marglik import KronLaplace
-from tests.marglik.posteriors import LIKELIHOODS, data, fitted, network, predictions
+from tests.marglik.posteriors import CASES, LIKELIHOODS, data, fitted, network, predictions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -124,3 +124,74 @@ def test_factors_of_another_model(model):
     with pytest.raises(ValueError, match="needs a block for every trainable parameter"):
         laplace.restore(fitted().factors)
     assert laplace.factors is None
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_state_loads_at_torch_loads_default(case, tmp_path):
+    """Which unpickles nothing but plain data and tensors."""
+    laplace = fitted(**CASES[case])
+    x, _ = data(laplace.likelihood, laplace.mean.dtype)
+    torch.save(laplace.state_dict(), tmp_path / "state.pt")
+    other = fitted(**CASES[case], seed=7)
+    other.model.load_state_dict(laplace.model.state_dict())
+    before = predictions(other, x, ["mc"])["mc"].epistemic
+    other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    for method, prediction in predictions(laplace, x).items():
+        assert torch.equal(predictions(other, x, [method])[method].mean, prediction.mean)
+    assert torch.equal(other.log_marginal_likelihood(), laplace.log_marginal_likelihood())
+    assert not torch.equal(before, predictions(laplace, x, ["mc"])["mc"].epistemic)
+    for name, block in laplace.factors.blocks.items():
+        assert other.factors.blocks[name].num_terms == block.num_terms
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_networks_predict(dtype):
+    """In float32, from parameters rounded as the network's; nothing of it is left behind."""
+    laplace, wide = fitted().to(dtype=dtype), fitted()
+    x, _ = data("classification")
+    uses = {
+        "probit": lambda la, x: la(x),
+        "mc": lambda la, x: la(x, link_approx="mc", n_samples=2000),
+        "nn": lambda la, x: la(x, pred_type="nn", link_approx="mc", n_samples=500),
+        "functional": lambda la, x: la.functional_samples(x, "nn", 500).softmax(-1).mean(0),
+        "predictive": lambda la, x: la.predictive_samples(x, "nn", 500).mean(0),
+        "our mc": lambda la, x: predictions(la, x, ["mc"])["mc"].mean,
+        "our nn": lambda la, x: predictions(la, x, ["nn"])["nn"].mean,
+    }
+    for name, use in uses.items():
+        torch.manual_seed(0)
+        found = use(laplace, x.to(dtype))
+        torch.manual_seed(0)
+        assert found.dtype == torch.float32, name
+        assert_close(found, use(wide, x), atol=0.03, rtol=0, msg=name)
+    assert dtypes(laplace) == {dtype}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_one_sample(dtype):
+    laplace = fitted(dtype=dtype)
+    x, _ = data("classification", dtype)
+    one = laplace.sample(1, torch.Generator().manual_seed(0))
+    assert one.shape == (1, laplace.n_params)
+    assert laplace.sample(3).shape == (3, laplace.n_params)
+    outputs = laplace.functional_samples(x, "nn", 1, generator=torch.Generator().manual_seed(0))
+    other, model = dict(laplace.model.named_parameters()), network(dtype).eval()
+    parts = one[0].split([p.numel() for p in other.values()])
+    model.load_state_dict({n: v.view_as(p) for (n, p), v in zip(other.items(), parts, strict=True)})
+    assert_close(outputs, model(x)[None].detach())
+    assert laplace(x, pred_type="nn", link_approx="mc", n_samples=1).isfinite().all()
+
+
+@pytest.mark.parametrize("n", [0, -1, 1.5, True, None])
+def test_no_samples(n):
+    laplace = fitted()
+    x, _ = data("classification")
+    for use in (
+        lambda: laplace.sample(n),
+        lambda: laplace(x, link_approx="mc", n_samples=n),
+        lambda: laplace(x, pred_type="nn", link_approx="mc", n_samples=n),
+        lambda: laplace.functional_samples(x, n_samples=n),
+        lambda: laplace.predictive_samples(x, "nn", n_samples=n),
+    ):
+        with pytest.raises(ValueError, match=f"n_samples must be a positive integer, not {n}"):
+            use()

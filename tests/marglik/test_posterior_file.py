@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.testing import assert_close
 
@@ -26,7 +27,7 @@ def folder(tmp_path):
 @pytest.mark.parametrize("case", CASES)
 def test_round_trip(case, tmp_path):
     laplace = fitted(**CASES[case])
-    save_posterior(laplace, tmp_path / "run")
+    save_posterior(laplace, tmp_path / "run", frozen=True)
     model = network(next(laplace.model.parameters()).dtype, seed=5)  # other parameters
     loaded = load_posterior(tmp_path / "run", model)
 
@@ -283,3 +284,77 @@ def test_a_device_is_taken(folder):
     assert loaded.mean.device == torch.device("cpu")
     assert_close(loaded.mean, fitted().mean)
     assert json.loads((folder / POSTERIOR).read_text())["device"].startswith("cpu")
+
+
+def lora(rank=2, seed=0):
+    """A frozen base, some of it tied, under small trainable layers; one buffer."""
+    torch.manual_seed(seed)
+
+    class LoRA(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base = nn.Linear(16, 16).requires_grad_(False)
+            self.again = self.base
+            self.down, self.up = nn.Linear(16, rank, bias=False), nn.Linear(rank, 16, bias=False)
+            self.head = nn.Linear(16, 3)
+            self.register_buffer("scale", torch.tensor(0.5))
+
+        def forward(self, x):
+            x = x.flatten(1)
+            return self.head(self.again(x) + self.scale * self.up(self.down(x)))
+
+    return LoRA()
+
+
+@pytest.fixture
+def on_base():
+    laplace = KronLaplace(lora(), "classification", prior_precision=0.7)
+    laplace.fit([data("classification")])
+    return laplace
+
+
+def test_a_frozen_base_is_not_saved(on_base, tmp_path):
+    save_posterior(on_base, tmp_path)
+    names = set(load_file(tmp_path / "model.safetensors"))
+    assert names == {"down.weight", "up.weight", "head.weight", "head.bias", "scale"}
+    model = lora(seed=1)
+    model.base.load_state_dict(on_base.model.base.state_dict())
+    loaded = load_posterior(tmp_path, model)
+    x, _ = data("classification")
+    for method, prediction in predictions(on_base, x).items():
+        assert torch.equal(predictions(loaded, x, [method])[method].mean, prediction.mean)
+    assert torch.equal(loaded.log_marginal_likelihood(), on_base.log_marginal_likelihood())
+    assert not model.base.weight.requires_grad and model.down.weight.requires_grad
+
+
+@pytest.mark.parametrize("change", ["another", "one bit", "dtype"])
+def test_another_base_is_refused_and_the_network_not_touched(change, on_base, tmp_path):
+    save_posterior(on_base, tmp_path)
+    model = lora(seed=1)
+    if change != "another":
+        model.base.load_state_dict(on_base.model.base.state_dict())
+    if change == "one bit":
+        model.base.weight.data.view(torch.int32)[3, 4] ^= 1
+    if change == "dtype":
+        model.base.double()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match="Load the same pretrained parameters first"):
+        load_posterior(tmp_path, model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_base_that_is_saved_too(on_base, tmp_path):
+    """As asked for, or since the network is to be built anew."""
+    for options in ({"frozen": True}, {"model": {"class_path": "somewhere.LoRA"}}):
+        save_posterior(on_base, tmp_path, **options)
+        loaded = load_posterior(tmp_path, lora(seed=1))
+        x, _ = data("classification")
+        assert torch.equal(loaded.output_distribution(x)[0], on_base.output_distribution(x)[0])
+
+
+def test_a_network_of_other_adapters(on_base, tmp_path):
+    save_posterior(on_base, tmp_path)
+    with pytest.raises(ValueError, match="'down.weight' has shape \\(2, 16\\)"):
+        load_posterior(tmp_path, lora(rank=3))
+    with pytest.raises(ValueError, match="of another network: Sequential has no 'down.weight'"):
+        load_posterior(tmp_path, network())

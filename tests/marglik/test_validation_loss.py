@@ -6,10 +6,10 @@ import pytest
 import torch
 from scipy.optimize import minimize_scalar
 
-from marglik.evaluation import metrics, predict_all
+from marglik.evaluation import compute_metrics, predict_all
 from marglik.post_hoc import minimize_validation_loss
 from marglik.predictive import laplace_predictive
-from tests.marglik.posteriors import data, fitted
+from tests.marglik.posteriors import CASES, data, fitted
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -91,7 +91,7 @@ def test_the_loss_of_a_predictive():
 
     def nll(posterior):
         predict = laplace_predictive(posterior, generator=torch.Generator().manual_seed(0))
-        return metrics(*predict_all(predict, batches), "classification")["cls/NLL"]
+        return compute_metrics(*predict_all(predict, batches), "classification")["cls/NLL"]
 
     found = minimize_validation_loss(laplace, nll)
     assert nll(laplace) == found.objective
@@ -110,3 +110,42 @@ def test_a_minimum_at_a_bound_is_named(slope, at_bound):
 
     found = minimize_validation_loss(fitted(), loss)
     assert found.at_bound is at_bound
+
+
+@pytest.mark.parametrize("case", ["classification", "regression", "bernoulli"])
+def test_a_loader_stands_for_the_loss_on_it(case):
+    laplace, other = fitted(**CASES[case]), fitted(**CASES[case])
+    batches = [tuple(t.float() if t.is_floating_point() else t for t in data(case))]
+    key = "reg/NLL" if case == "regression" else "cls/NLL"
+
+    def nll(posterior):
+        predict = laplace_predictive(posterior, generator=torch.Generator().manual_seed(0))
+        return compute_metrics(*predict_all(predict, batches), case)[key]
+
+    found = minimize_validation_loss(laplace, batches)
+    assert found == minimize_validation_loss(other, nll)
+    assert nll(laplace) == found.objective
+    # Negative control: other data, another loss.
+    x, y = batches[0]
+    assert minimize_validation_loss(other, [(x[:3], y[:3])]).objective != found.objective
+
+
+@pytest.mark.parametrize("loss", [None, iter([1]), 3.0])
+def test_what_is_no_loss(loss):
+    with pytest.raises(TypeError, match="pass a loader or a list of batches"):
+        minimize_validation_loss(fitted(), loss)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, FloatingPointError])
+def test_a_search_that_fails_leaves_the_prior(error):
+    laplace, calls = fitted(), []
+
+    def loss(posterior):
+        calls.append(0)
+        if len(calls) == 13:
+            raise error
+        return 1.0
+
+    with pytest.raises(error):
+        minimize_validation_loss(laplace, loss)
+    assert laplace.prior_precision.tolist() == fitted().prior_precision.tolist()
