@@ -1,12 +1,13 @@
 """Backends of laplace-torch: `KfacGGN` and `KfacEF`."""
 
 from collections.abc import MutableMapping
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.curvature_pass import CurvaturePass
+from kfac_backend.curvature_pass import CurvaturePass, check_one_process
 from kfac_backend.kronecker import KroneckerFactors
 from kfac_backend.laplace_kron import FactorKron, laplace
 from kfac_backend.options import BackwardPrecision, Fisher, KfacApprox, ShiftLabels, Unsupported
@@ -149,6 +150,29 @@ class KfacGGN(KfacInterface, laplace.curvature.GGNInterface):  # pyright: ignore
         """Monte Carlo if stochastic, else exact."""
         return "mc" if self.stochastic else "exact"
 
+    def full(  # pyright: ignore[reportIncompatibleMethodOverride]  # names the keywords
+        self, x: Any, y: Tensor, N: int | None = None, mc_samples: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Loss and dense GGN (P, P) of one batch; ``mc_samples`` as in `kron`, N is not needed."""
+        check_one_process()
+        return GGNInterface.full(self._with_samples(mc_samples), x, y)
+
+    def diag(  # pyright: ignore[reportIncompatibleMethodOverride]  # names the keywords
+        self, x: Any, y: Tensor, N: int | None = None, mc_samples: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Loss and diagonal (P,) of the GGN of one batch; arguments as in `full`."""
+        check_one_process()
+        return GGNInterface.diag(self._with_samples(mc_samples), x, y)
+
+    def _with_samples(self, mc_samples: int | None) -> "KfacGGN":
+        if mc_samples is None:
+            return self
+        if mc_samples < 1:
+            raise ValueError(f"mc_samples must be at least 1, not {mc_samples}.")
+        other = copy(self)
+        other.num_samples = mc_samples
+        return other
+
 
 class KfacEF(KfacInterface, laplace.curvature.EFInterface):  # pyright: ignore[reportIncompatibleMethodOverride]
     """The empirical Fisher by K-FAC, expand or reduce, for laplace-torch 0.3.
@@ -177,11 +201,13 @@ class KfacEF(KfacInterface, laplace.curvature.EFInterface):  # pyright: ignore[r
 
     def full(self, x: Any, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Loss and dense empirical Fisher (P, P) of one batch."""
+        check_one_process()
         loss, H = super().full(x, y, **kwargs)
         return loss, self.factor * H
 
     def diag(self, x: Any, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Loss and diagonal (P,) of the empirical Fisher of one batch."""
+        check_one_process()
         loss, H = super().diag(x, y, **kwargs)
         return loss, self.factor * H
 

@@ -8,6 +8,8 @@ from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from kfac_backend.coverage import check_module
+from kfac_backend.curvature_pass import check_one_process
 from kfac_backend.laplace_interface import KfacGGN
 from kfac_backend.laplace_kron import laplace as laplace_torch
 from kfac_backend.options import KfacApprox, Likelihood, ShiftLabels
@@ -92,6 +94,8 @@ def marglik_training(
         The Laplace approximation with the best evidence, fitted; the model with its parameters; the
         negative evidence (nats) at every hyperparameter step; the loss of every epoch.
     """
+    check_module(model)
+    check_one_process()
     structures = {"layerwise": "layerwise", "scalar": "scalar", "diag": "diagonal"}
     if prior_structure not in structures:
         raise ValueError(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kfac_backend.kronecker import KroneckerFactors
-from kfac_backend.options import Likelihood
+from kfac_backend.options import Likelihood, check_positive
 from kfac_backend.spectrum import Spectra
 
 __all__ = [
@@ -90,8 +90,7 @@ def log_marginal_likelihood(
     sigma = _float64(sigma_noise, terms)
     T = _float64(temperature, terms)
     for name, value in (("sigma_noise", sigma), ("temperature", T)):
-        if not value > 0:
-            raise ValueError(f"{name} must be positive, not {value.item()}.")
+        check_positive(name, value)
     if terms.likelihood != "regression" and sigma != 1:
         raise ValueError(f"sigma_noise is {sigma.item()}; only regression has noise other than 1.")
 
@@ -152,8 +151,7 @@ def _per_block(terms: EvidenceTerms, prior_precision: Tensor | float) -> Tensor:
             f"prior_precision has shape {tuple(delta.shape)}; expected a scalar or ({blocks},), "
             "one per parameter tensor."
         )
-    if not (delta > 0).all():
-        raise ValueError(f"prior_precision must be positive, not {delta.min().item()}.")
+    check_positive("prior_precision", delta)
     return delta.expand(blocks)
 
 

@@ -6,6 +6,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from kfac_backend.options import check_positive
 from marglik.prior import PriorGroups
 
 __all__ = ["Hyperparameters", "Laplace", "UpdateMethod"]
@@ -53,10 +54,8 @@ class Hyperparameters:
         lr: float = 0.1,
         device: torch.device | str = "cpu",
     ) -> None:
-        if not sigma_noise > 0:
-            raise ValueError(f"sigma_noise must be positive, not {sigma_noise}.")
-        if not lr > 0:
-            raise ValueError(f"The hyperparameters' learning rate must be positive, not {lr}.")
+        check_positive("sigma_noise", sigma_noise)
+        check_positive("The hyperparameters' learning rate", lr)
         if method not in ("adam", "mackay"):
             raise ValueError(f"method {method!r} is not supported; choose 'adam' or 'mackay'.")
         if method == "mackay" and groups.diagonal:

@@ -13,6 +13,8 @@ from typing import Literal, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
+from kfac_backend.coverage import check_module
+
 __all__ = [
     "PriorGroups",
     "PriorStructure",
@@ -78,6 +80,7 @@ class PriorGroups:
         Raises:
             ValueError: an unknown structure, rules that leave a parameter or a group out.
         """
+        check_module(model)
         trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
         if not trainable:
             raise ValueError("The model has no trainable parameter to put a prior on.")

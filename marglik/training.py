@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
 
-from kfac_backend.options import Likelihood, ShiftLabels, check_option
+from kfac_backend.coverage import check_module
+from kfac_backend.curvature_pass import check_one_process
+from kfac_backend.options import Likelihood, ShiftLabels, check_option, check_positive
 from marglik.build import fabric_of
 from marglik.checkpoint import Checkpoints
 from marglik.hyperparameters import Hyperparameters
@@ -103,9 +105,10 @@ class OnlineTraining:
         on_record: Callable[[Record], None] | None = None,
         progress: bool = False,
     ) -> None:
+        check_module(model)
+        check_one_process()
         check_option("likelihood", likelihood, Likelihood)
-        if not temperature > 0:
-            raise ValueError(f"temperature must be positive, not {temperature}.")
+        check_positive("temperature", temperature)
         self.model = model
         self.train_loader = train_loader
         self.likelihood: Likelihood = likelihood

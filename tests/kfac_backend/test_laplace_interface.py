@@ -150,6 +150,31 @@ def test_keywords_that_laplace_torch_forwards():
 
 
 @pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+def test_monte_carlo_samples_of_one_batch(structure):
+    """mc_samples counts in each structure: the error falls as 1/√samples."""
+    x, y = next(iter(loader("classification", batch_size=11)))
+    exact = _dense(KfacGGN(network(), "classification"), structure, x, y)
+    errors = []
+    for options in ({}, {"mc_samples": 400}):
+        torch.manual_seed(0)
+        backend = KfacGGN(network(), "classification", stochastic=True)
+        errors.append((_dense(backend, structure, x, y, **options) - exact).norm() / exact.norm())
+        assert backend.num_samples == 1
+    assert errors[0] > 0.2 > 0.1 > errors[1] > 0
+    with pytest.raises(ValueError, match="mc_samples must be at least 1, not 0"):
+        _dense(backend, structure, x, y, mc_samples=0)
+    with pytest.raises(TypeError, match="mc_sample"):
+        _dense(backend, structure, x, y, mc_sample=3)
+
+
+def _dense(backend, structure, x, y, **options):
+    """The curvature of one batch as a vector of its entries."""
+    if structure == "kron":
+        return backend.kron(x, y, len(y), **options)[1].to_matrix().flatten()
+    return getattr(backend, structure)(x, y, **options)[1].flatten()
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
 @pytest.mark.parametrize("backend", [KfacGGN, KfacEF])
 def test_batches_that_are_mappings(backend, structure):
     class Rows(Dataset):
