@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from marglik.drop_in import marglik_training
-    from marglik.evaluation import metrics, predict_all, reliability_curve
+    from marglik.evaluation import compute_metrics, predict_all, reliability_curve
     from marglik.evidence import EvidenceTerms, log_marginal_likelihood
     from marglik.hyperparameters import Hyperparameters
     from marglik.laplace import KronLaplace
@@ -31,13 +31,13 @@ __all__ = [
     "PredictiveConfig",
     "PriorGroups",
     "Schedule",
+    "compute_metrics",
     "laplace_predictive",
     "load_posterior",
     "log_marginal_likelihood",
     "map_predictive",
     "marglik_training",
     "maximize_evidence",
-    "metrics",
     "minimize_validation_loss",
     "precision_to_weight_decay",
     "predict_all",
@@ -57,13 +57,13 @@ _MODULES = {
     "PredictiveConfig": "predictive",
     "PriorGroups": "prior",
     "Schedule": "schedule",
+    "compute_metrics": "evaluation",
     "laplace_predictive": "predictive",
     "load_posterior": "posterior_file",
     "log_marginal_likelihood": "evidence",
     "map_predictive": "predictive",
     "marglik_training": "drop_in",
     "maximize_evidence": "post_hoc",
-    "metrics": "evaluation",
     "minimize_validation_loss": "post_hoc",
     "precision_to_weight_decay": "prior",
     "predict_all": "evaluation",

@@ -14,7 +14,7 @@ from marglik.metrics import bernoulli_metrics, classification_metrics, regressio
 from marglik.predictive import Predictive
 from marglik.reliability import coverage_curve, reliability
 
-__all__ = ["metrics", "predict_all", "reliability_curve"]
+__all__ = ["compute_metrics", "predict_all", "reliability_curve"]
 
 
 def predict_all(
@@ -75,7 +75,9 @@ def predict_all(
     return Prediction.cat(predictions), torch.cat(targets)
 
 
-def metrics(prediction: Prediction, targets: Tensor, likelihood: Likelihood) -> dict[str, float]:
+def compute_metrics(
+    prediction: Prediction, targets: Tensor, likelihood: Likelihood
+) -> dict[str, float]:
     """The metrics of `marglik.metrics` that are for this likelihood."""
     if likelihood == "classification":
         return classification_metrics(prediction.mean, targets)

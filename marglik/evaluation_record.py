@@ -29,7 +29,7 @@ from marglik.data import (
 from marglik.data.out_of_distribution import ForeignImages
 from marglik.data.split_batches import split_batches
 from marglik.data_record import tensors_in
-from marglik.evaluation import metrics, predict_all, reliability_curve
+from marglik.evaluation import compute_metrics, predict_all, reliability_curve
 from marglik.laplace import KronLaplace
 from marglik.links import Prediction
 from marglik.metrics import out_of_distribution_metrics
@@ -138,9 +138,9 @@ def evaluate(
         _logger.info("evaluating %s on %s", label, splits.name)
         predict(work.two_inputs())  # what is done once is not a prediction's cost
         prediction, targets = work.predict("test", predict)
-        found = _prefixed("test", metrics(prediction, targets, likelihood))
+        found = _prefixed("test", compute_metrics(prediction, targets, likelihood))
         if splits.validation is not None:
-            of_validation = metrics(*work.predict("validation", predict), likelihood)
+            of_validation = compute_metrics(*work.predict("validation", predict), likelihood)
             found |= _prefixed("validation", of_validation)
         entry = {"reliability": reliability_curve(prediction, targets, likelihood)}
         if likelihood != "regression":
@@ -374,7 +374,7 @@ class _Evaluation:
                 _logger.info("evaluating on %s of severity %d", kind, severity)
                 images = corrupt(test.images, kind, severity)
                 prediction = self.predict_images(part, images, predict)
-                found = metrics(prediction, test.labels, self.likelihood)
+                found = compute_metrics(prediction, test.labels, self.likelihood)
                 self._shifted |= _prefixed(part, found)
                 del self._batches[part]  # twenty times the test set's
         return self._shifted

@@ -14,7 +14,7 @@ from marglik.config import CurvatureConfig, PriorConfig, RunConfig
 from marglik.data import Batches, Splits
 from marglik.data.out_of_distribution import ForeignImages
 from marglik.data.split_batches import split_batches
-from marglik.evaluation import metrics, predict_all
+from marglik.evaluation import compute_metrics, predict_all
 from marglik.evaluation_record import EvaluationConfig, evaluate_network
 from marglik.hyperparameters import Hyperparameters, UpdateMethod
 from marglik.laplace import KronLaplace
@@ -142,7 +142,7 @@ class TrainingSetup:
             predicted = predict_all(
                 map_predictive(model), batches, ignore_index=self.splits.ignore_index
             )
-            found = metrics(*predicted, "classification")
+            found = compute_metrics(*predicted, "classification")
             return {f"{split}/{name}": found[name] for name in ("cls/NLL", "cls/accuracy")}
 
         return look

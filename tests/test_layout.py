@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -113,3 +114,12 @@ def test_readme_commands_are_targets_of_the_makefile():
     targets = set(re.findall(r"^([a-z0-9-]+):", makefile, re.M))
     used = set(re.findall(r"make ([a-z0-9-]+)", readme))
     assert {"train", "test"} <= used <= targets
+
+
+@pytest.mark.parametrize("package", ["kfac_backend", "marglik"])
+def test_a_public_name_means_one_thing(package):
+    """Not also a submodule, which would take its place once it has been imported."""
+    exported = import_module(package).__all__
+    folder = ROOT / package
+    modules = {path.stem for path in folder.glob("*.py")} | {p.name for p in folder.glob("*/")}
+    assert exported and not set(exported) & modules

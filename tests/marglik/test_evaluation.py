@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from marglik.evaluation import metrics, predict_all, reliability_curve
+from marglik.evaluation import compute_metrics, predict_all, reliability_curve
 from marglik.links import Prediction
 from marglik.metrics import bernoulli_metrics, classification_metrics, regression_metrics
 from marglik.predictive import map_predictive
@@ -58,7 +58,7 @@ def test_metrics_over_batches_by_hand():
     p = torch.tensor([[0.8, 0.2], [0.6, 0.4], [0.1, 0.9], [0.3, 0.7]])
     y = torch.tensor([0, 1, 1, 0])
     batches = [(p[:1], y[:1]), (p[1:], y[1:])]
-    found = metrics(*predict_all(prediction, batches), "classification")
+    found = compute_metrics(*predict_all(prediction, batches), "classification")
     expected = -(math.log(0.8) + math.log(0.4) + math.log(0.9) + math.log(0.3)) / 4
     assert found["cls/NLL"] == pytest.approx(expected)
     assert found["cls/accuracy"] == 0.5
@@ -72,11 +72,11 @@ def test_metrics_are_those_of_the_likelihood():
     variances = [torch.rand(30, 3, generator=generator).double() + 0.1 for _ in range(2)]
     labels, yes_no = torch.randint(3, (30,), generator=generator), (p > 0.3).double()
     rows = p / p.sum(1, keepdim=True)
-    assert metrics(prediction(rows), labels, "classification") == classification_metrics(
+    assert compute_metrics(prediction(rows), labels, "classification") == classification_metrics(
         rows, labels
     )
-    assert metrics(prediction(p), yes_no, "bernoulli") == bernoulli_metrics(p, yes_no)
-    found = metrics(prediction(p, *variances), yes_no, "regression")
+    assert compute_metrics(prediction(p), yes_no, "bernoulli") == bernoulli_metrics(p, yes_no)
+    found = compute_metrics(prediction(p, *variances), yes_no, "regression")
     assert found == regression_metrics(p, sum(variances), yes_no)
     # Negative control: without the parameters' variance.
     assert found["reg/NLL"] != regression_metrics(p, variances[0], yes_no)["reg/NLL"]

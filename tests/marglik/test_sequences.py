@@ -12,7 +12,7 @@ from kfac_backend import kronecker_factors
 from marglik.build import build_laplace
 from marglik.config import CurvatureConfig
 from marglik.data import TensorSplits
-from marglik.evaluation import metrics, predict_all
+from marglik.evaluation import compute_metrics, predict_all
 from marglik.evaluation_record import EvaluationConfig, evaluate
 from marglik.model_check import check_model
 from marglik.network_training import NetworkTraining
@@ -64,7 +64,7 @@ def predicted():
 
 def test_metrics_are_means_over_positions_that_count(predicted):
     prediction, labels = predicted
-    found = metrics(prediction, labels, "classification")
+    found = compute_metrics(prediction, labels, "classification")
     count = len(terms())
     assert prediction.mean.shape == (count, C)
     assert labels.shape == (count,) and count == 12
@@ -83,7 +83,7 @@ def test_what_does_not_count_would_change_them():
     x, y = data()
     prediction, labels = predict_all(map_predictive(network()), [(x, y.clamp(min=0))])
     assert prediction.mean.shape == (N * R, C)
-    every = metrics(prediction, labels, "classification")["cls/NLL"]
+    every = compute_metrics(prediction, labels, "classification")["cls/NLL"]
     assert abs(every - float(sum(losses())) / len(terms())) > 0.05
 
 
