@@ -155,14 +155,14 @@ class KfacGGN(KfacInterface, laplace.curvature.GGNInterface):  # pyright: ignore
     ) -> tuple[Tensor, Tensor]:
         """Loss and dense GGN (P, P) of one batch; ``mc_samples`` as in `kron`, N is not needed."""
         check_one_process()
-        return GGNInterface.full(self._with_samples(mc_samples), x, y)
+        return laplace.curvature.GGNInterface.full(self._with_samples(mc_samples), x, y)
 
     def diag(  # pyright: ignore[reportIncompatibleMethodOverride]  # names the keywords
         self, x: Any, y: Tensor, N: int | None = None, mc_samples: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """Loss and diagonal (P,) of the GGN of one batch; arguments as in `full`."""
         check_one_process()
-        return GGNInterface.diag(self._with_samples(mc_samples), x, y)
+        return laplace.curvature.GGNInterface.diag(self._with_samples(mc_samples), x, y)
 
     def _with_samples(self, mc_samples: int | None) -> "KfacGGN":
         if mc_samples is None:

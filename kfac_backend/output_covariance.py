@@ -94,7 +94,7 @@ class OutputCovariance:
             x = detached(x, next(self._model.parameters()).device)
             if num_examples(x) == 0:
                 raise ValueError("The batch has no examples; leave it out.")
-            layers = (tracked.layer for tracked in self._coverage.layers)
+            layers = (tracked.layer for tracked in self._proof.coverage.layers)
             restore = restoration(self._model, *layers)
             try:
                 sizes = self._sizes_for(x)
