@@ -20,7 +20,7 @@ from kfac_backend.batches import (
 from kfac_backend.block import KroneckerBlock
 from kfac_backend.calls import restoration
 from kfac_backend.capture import Capture
-from kfac_backend.coverage import Coverage, TrackedLayer, find_coverage
+from kfac_backend.coverage import Coverage, TrackedLayer, check_module, find_coverage
 from kfac_backend.diagonal import ggn_diagonal
 from kfac_backend.finite import check_finite
 from kfac_backend.kronecker import KroneckerFactors
@@ -97,6 +97,7 @@ class CurvaturePass:
         )
         self._targets = Targets(likelihood, ignore_index, shift_labels, dict_key_mask)
         self._dict_key_mask = dict_key_mask
+        check_module(model)
         self._model = model
         self._kfac_approx: KfacApprox = kfac_approx
         with turn_of(model):

@@ -93,11 +93,15 @@ def test_options_select():
     asked = configs(
         options(
             *("--presets", "redux", "--approaches", "reduce", "--augment", "off"),
-            *("--seeds", "3", "--protocol", "full"),
+            *("--seeds", "3", "--protocol", "full", "--source", "jpeg"),
         )
     )
     assert [config.name for config in asked] == ["full/redux/reduce_plain_seed3"]
-    variants = configs(options("--variants", *VARIANTS, "--seeds", "0", "--approaches", "reduce"))
+    variants = configs(
+        options(
+            "--variants", *VARIANTS, *("--seeds", "0", "--approaches", "reduce", "--source", "jpeg")
+        )
+    )
     names = [config.name for config in variants]
     assert "scaled/paper_burn-in/reduce_plain_seed0" in names
     # Nothing to leave out without augmentation.

@@ -128,9 +128,9 @@ def test_the_posterior_remembers_its_data(kind, run):
 
 def test_it_is_evaluated_as_at_its_end(kind, run, capsys):
     before = evaluated(run)
-    options = ["--progress", "false"]
+    options = ["--progress", "false", "--predictive.networks", "2"]  # as of the run
     if kind == "sequences":
-        options += ["--predictive.method", "nn", "--predictive.networks", "2"]
+        options += ["--predictive.method", "nn"]
     assert main(["evaluate", str(run), *options]) == 0
     after = evaluated(run)
     for key in before.keys() - {"config", "predictives"}:
