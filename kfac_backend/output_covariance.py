@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from kfac_backend.batches import Plan, detached, example_shapes, examples, make_plan
 from kfac_backend.calls import call_with, check_output, num_examples, restoration
 from kfac_backend.capture import Capture
-from kfac_backend.coverage import TrackedLayer, coverage_of_blocks
+from kfac_backend.coverage import TrackedLayer, check_module, coverage_of_blocks
 from kfac_backend.gradient_covariance import LARGEST_PRODUCT, bytes_per_example, gradient_covariance
 from kfac_backend.layer_gradients import LayerGradients, PosteriorPrecision
 from kfac_backend.memory import give_back_free_memory
@@ -68,6 +68,7 @@ class OutputCovariance:
     ) -> None:
         if memory is not None and memory < 1:
             raise ValueError(f"memory must be at least one byte, not {memory}.")
+        check_module(model)
         sizes = {name: spectrum.numel() for name, (_, spectrum) in precision.items()}
         with turn_of(model):
             self._proof = Proof(model, coverage_of_blocks(model, sizes))
