@@ -38,9 +38,9 @@ from experiments.contenders import (
 )
 from experiments.options import parse_options, parts_parser, parts_to_measure
 from experiments.timing import interleaved, medians, peak_memory
-from kfac_backend.laplace_interface import KfacGGN
-from marglik.provenance import environment
-from marglik.record_file import write_json
+from kfac_backend.laplace.interface import KfacGGN
+from marglik.storage.provenance import environment
+from marglik.storage.record_file import write_json
 
 GROWTH = {
     "batch_size": (8, 32, 128, 256),

@@ -9,9 +9,9 @@ from torch.nn.utils import parameters_to_vector
 
 from experiments.contenders import Work
 from kfac_backend.options import KfacApprox
-from marglik.hyperparameters import Hyperparameters
-from marglik.laplace import KronLaplace
-from marglik.prior import PriorGroups
+from marglik.posterior.hyperparameters import Hyperparameters
+from marglik.posterior.laplace_torch import KronLaplace
+from marglik.posterior.prior import PriorGroups
 
 __all__ = ["STEPS", "evidence_work"]
 

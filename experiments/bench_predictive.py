@@ -32,12 +32,12 @@ from experiments.cifar10 import default_source, images
 from experiments.contenders import limit, network, training_step
 from experiments.options import parse_options, parts_parser, parts_to_measure
 from experiments.timing import interleaved, medians, peak_memory, seconds
-from marglik.build import build_from_spec
 from marglik.data import ImageData
-from marglik.data.split_batches import split_batches
-from marglik.laplace import KronLaplace
-from marglik.provenance import environment
-from marglik.record_file import write_json
+from marglik.data.batches import split_batches
+from marglik.posterior.laplace_torch import KronLaplace
+from marglik.runs.build import build_from_spec
+from marglik.storage.provenance import environment
+from marglik.storage.record_file import write_json
 
 __all__ = ["Config", "table"]
 

@@ -13,7 +13,7 @@ from laplace.curvature import CurvlinopsGGN
 from torch import Tensor, nn
 
 from kfac_backend.curvature_pass import CurvaturePass
-from kfac_backend.laplace_interface import KfacGGN
+from kfac_backend.laplace.interface import KfacGGN
 from marglik.models import WideResNetFixup
 
 __all__ = ["PEERS", "Work", "limit", "network", "one_batch_alone", "ours", "peer", "training_step"]

@@ -29,8 +29,8 @@ from experiments.exactness_networks import Case, Config, Setting, cases
 from experiments.exactness_report import write_report
 from experiments.options import add_results
 from kfac_backend import KroneckerFactors, kronecker_factors
-from marglik.provenance import environment
-from marglik.record_file import write_json
+from marglik.storage.provenance import environment
+from marglik.storage.record_file import write_json
 
 __all__ = ["Config", "exact_blocks", "main", "run"]
 

@@ -13,7 +13,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from kfac_backend.files import write_file
-from marglik.figures import save_figure
+from marglik.report.figures import save_figure
 
 __all__ = ["EXACT", "blocks_figure", "exact_modes", "report", "write_report"]
 

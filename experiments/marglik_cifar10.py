@@ -47,15 +47,14 @@ from experiments.table2_settings import (
     Settings,
     changes_training,
 )
-from marglik.build import build_from_spec
-from marglik.config import RunConfig
 from marglik.data import ImageData
-from marglik.evaluate_run import evaluate_run
-from marglik.experiment import train
-from marglik.posterior_file import read_posterior
-from marglik.provenance import Provenance
-from marglik.record_file import write_json
-from marglik.run_log import read_log
+from marglik.runs.build import build_from_spec
+from marglik.runs.config import RunConfig
+from marglik.runs.evaluate import evaluate_run
+from marglik.runs.train import train
+from marglik.storage.provenance import Provenance
+from marglik.storage.record_file import read_posterior, write_json
+from marglik.storage.run_log import read_log
 
 __all__ = ["configs", "curves", "main", "run"]
 

@@ -21,10 +21,10 @@ from experiments.options import add_results
 from experiments.processes import as_they_finish, default_jobs
 from kfac_backend.files import parse_json
 from marglik.cli import main as marglik
-from marglik.provenance import environment
-from marglik.record_file import write_json
-from marglik.run_files import RESULTS
-from marglik.run_folder import RunFolder
+from marglik.storage.provenance import environment
+from marglik.storage.record_file import write_json
+from marglik.storage.run_files import RESULTS
+from marglik.storage.run_folder import RunFolder
 
 NAMES = {
     "vit_cifar10": "VisionTransformer, CIFAR-10 (JPEG)",

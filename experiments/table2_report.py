@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from experiments.table2_figures import curves_figure, weight_decay_figure
 from kfac_backend.files import write_file
-from marglik.figures import save_figure
+from marglik.report.figures import save_figure
 
 __all__ = ["PAPER", "Setting", "gains", "load", "report", "write_report"]
 

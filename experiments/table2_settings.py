@@ -7,9 +7,9 @@ from typing import Any, Literal
 import yaml
 
 from experiments.cifar10 import Source, images
-from marglik.config import CurvatureConfig, PriorConfig
-from marglik.optimizers import OptimizerConfig
-from marglik.predictive import PredictiveConfig, PredictiveMethod
+from marglik.prediction.predictive import PredictiveConfig, PredictiveMethod
+from marglik.runs.config import CurvatureConfig, PriorConfig
+from marglik.training.optimizers import OptimizerConfig
 
 __all__ = [
     "PROTOCOLS",

@@ -1,16 +1,25 @@
 """K-FAC with expand and reduce modes, for torch models and as a backend of laplace-torch.
 
-The backend classes live in `kfac_backend.laplace_interface`.
+`formulas` says what the two modes are. `KfacGGN` and `KfacEF` are imported when first used, since
+laplace-torch takes seconds to import.
 """
 
-from kfac_backend.block import EigenBlock, KroneckerBlock
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from kfac_backend.blocks.block import EigenBlock, KroneckerBlock
+from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.factors import kronecker_factors
-from kfac_backend.kronecker import KroneckerFactors
-from kfac_backend.rows import counted_positions, examples_of_rows
-from kfac_backend.rules import register_parameters, register_rule
+from kfac_backend.layers import register_parameters, register_rule
+from kfac_backend.layers.rows import counted_positions, examples_of_rows
+
+if TYPE_CHECKING:
+    from kfac_backend.laplace.interface import KfacEF, KfacGGN
 
 __all__ = [
     "EigenBlock",
+    "KfacEF",
+    "KfacGGN",
     "KroneckerBlock",
     "KroneckerFactors",
     "counted_positions",
@@ -19,3 +28,9 @@ __all__ = [
     "register_parameters",
     "register_rule",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("KfacEF", "KfacGGN"):
+        return getattr(import_module("kfac_backend.laplace.interface"), name)
+    raise AttributeError(f"module 'kfac_backend' has no attribute '{name}'")

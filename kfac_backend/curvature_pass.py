@@ -1,41 +1,39 @@
 """The curvature pass over the data: batches in, factors out."""
 
-from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.backward_vectors import BackwardVectors
-from kfac_backend.batches import (
-    Targets,
-    counting,
+from kfac_backend.assembly import assemble_blocks, make_rules
+from kfac_backend.blocks.block import KroneckerBlock
+from kfac_backend.blocks.kronecker import KroneckerFactors
+from kfac_backend.diagonal import ggn_diagonal
+from kfac_backend.layers import Rule, Use
+from kfac_backend.layers.uses import PositionSums
+from kfac_backend.loss.hessian import check_targets, counted_terms, loss_sum, num_counted_terms
+from kfac_backend.loss.vectors import BackwardVectors
+from kfac_backend.model.batches import (
     detached,
     examples,
-    mask_of,
     parts,
     splits_by_example,
     to_device,
 )
-from kfac_backend.block import KroneckerBlock
-from kfac_backend.calls import restoration
-from kfac_backend.capture import Capture
-from kfac_backend.coverage import Coverage, TrackedLayer, check_module, find_coverage
-from kfac_backend.diagonal import ggn_diagonal
-from kfac_backend.finite import check_finite
-from kfac_backend.kronecker import KroneckerFactors
-from kfac_backend.layer_sums import LayerSums
-from kfac_backend.loss_hessian import check_targets, counted_terms, loss_sum, num_counted_terms
-from kfac_backend.memory import give_back_free_memory, is_out_of_memory, out_of_memory
-from kfac_backend.modes import automatic_mode, check_kfac_approx, modes_of_layers
+from kfac_backend.model.calls import restoration
+from kfac_backend.model.capture import Capture
+from kfac_backend.model.coverage import Coverage, TrackedLayer, check_module, find_coverage
+from kfac_backend.model.finite import check_finite
+from kfac_backend.model.memory import give_back_free_memory, is_out_of_memory, out_of_memory
+from kfac_backend.model.targets import Targets, counting, mask_of
+from kfac_backend.model.verification import Proof, verify_independence
 from kfac_backend.options import (
-    BackwardPrecision,
-    Fisher,
+    CurvatureKeywords,
+    CurvatureOptions,
     KfacApprox,
     Likelihood,
-    ShiftLabels,
-    Unsupported,
-    check_option,
+    automatic_mode,
+    modes_of_layers,
 )
 from kfac_backend.precision import (
     backward_arithmetic,
@@ -43,10 +41,7 @@ from kfac_backend.precision import (
     exact_arithmetic,
     full_float32,
 )
-from kfac_backend.rules import Use
 from kfac_backend.threads import turn_of
-from kfac_backend.verification import Proof, verify_independence
-from kfac_backend.weight_sharing import PositionSums
 
 __all__ = ["CurvaturePass", "check_one_process"]
 
@@ -71,52 +66,53 @@ def check_one_process() -> None:
 
 
 class CurvaturePass:
-    """Sums over batches, scaled at the end; `kronecker_factors` has the arguments' meanings."""
+    """Sums over batches, scaled at the end.
+
+    Args:
+        model: see `kronecker_factors`.
+        likelihood: of the targets.
+        options: all choices of the pass.
+        generator: source of fisher="mc"'s labels, on the model's device.
+        keywords: single options, in place of those of ``options``.
+
+    Raises:
+        ValueError: options that are not for the likelihood, the device or the model's layers.
+        NotImplementedError: a layer without a rule.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         likelihood: Likelihood,
+        options: CurvatureOptions = CurvatureOptions(),  # noqa: B008
         *,
-        kfac_approx: KfacApprox = "expand",
-        fisher: Fisher = "exact",
-        mc_samples: int = 1,
-        unsupported: Unsupported = "error",
         generator: torch.Generator | None = None,
-        rank_tolerance: float = 0.0,
-        backward_precision: BackwardPrecision = "float32",
-        batched: bool = False,
-        ignore_index: int | None = None,
-        shift_labels: ShiftLabels = "auto",
-        dict_key_mask: str | None = "attention_mask",
+        **keywords: Unpack[CurvatureKeywords],
     ) -> None:
-        kfac_approx = check_kfac_approx(kfac_approx)
-        check_option("unsupported", unsupported, Unsupported)
-        self._options = BackwardVectors(
-            likelihood, fisher, mc_samples, generator, rank_tolerance, ignore_index
-        )
-        self._targets = Targets(likelihood, ignore_index, shift_labels, dict_key_mask)
-        self._dict_key_mask = dict_key_mask
         check_module(model)
+        options = options.but(**keywords)
+        options.check(likelihood)
+        self._likelihood: Likelihood = likelihood
+        self._options = options
+        self._generator = generator
+        self._targets = Targets(likelihood, options)
         self._model = model
-        self._kfac_approx: KfacApprox = kfac_approx
+        self._kfac_approx: KfacApprox = options.kfac_approx
         with turn_of(model):
-            self._proof = Proof(model, find_coverage(model, unsupported))
-        self._backward_precision: BackwardPrecision = backward_precision
-        self._batched = batched
+            self._proof = Proof(model, find_coverage(model, options.unsupported))
         self._mask_verified = False
-        if kfac_approx != "auto":  # complains of its names before any data
-            modes_of_layers(kfac_approx, self._layer_names)
+        if self._kfac_approx != "auto":  # complains of its names before any data
+            modes_of_layers(self._kfac_approx, self._layer_names)
         self.reset()
 
     def reset(self) -> None:
         """Forget the batches seen so far, and any failure."""
         check_one_process()
         self._device = next(self._model.parameters()).device
-        check_precision(self._backward_precision, self._device)
+        check_precision(self._options.backward_precision, self._device)
         self._failed = False
-        self._made_sums: LayerSums | None = None
-        self._vectors = replace(self._options)
+        self._made_rules: dict[TrackedLayer, Rule] | None = None
+        self._vectors = self._new_vectors()
         self._diagonal: dict[str, Tensor] = {}
         self._num_data = self._num_outputs = self._num_loss_terms = 0
         # A sum over examples, in float64 since it has many terms; moved to the host at the end.
@@ -140,7 +136,7 @@ class CurvaturePass:
         if isinstance(y, Tensor) and y.is_inference():
             y = y.clone()
         self._failed = True  # until all of the batch is added
-        with turn_of(self._model, self._backward_precision != "float32"), full_float32():
+        with turn_of(self._model, self._options.backward_precision != "float32"), full_float32():
             layers = (tracked.layer for tracked in self._coverage.layers)
             restore = restoration(self._model, *layers)
             try:
@@ -163,7 +159,6 @@ class CurvaturePass:
         """Add the batch; False if the memory is exhausted, which leaves the sums useless."""
         try:
             y = self._targets(self._model, x, y)
-            self._options.ignore_index = self._vectors.ignore_index = self._targets.ignore_index
             self._verify(x, y)
             if not self._mask_verified:
                 self._mask_verified = self._verify_mask(x, y)
@@ -196,27 +191,29 @@ class CurvaturePass:
 
     def _add(self, x: Any, y: Any) -> None:
         """Add one part of a batch, of any number of examples."""
-        self._rows: dict[TrackedLayer, set[int]] = {}
+        self._rows_seen: dict[TrackedLayer, set[int]] = {}
         self._position_sums = PositionSums()
-        self._sums.begin_forward()
-        mask = mask_of(x, self._dict_key_mask)
+        for rule in self._rules.values():
+            rule.begin_forward()
+        mask = mask_of(x, self._options.dict_key_mask)
         with counting(mask), self._capture() as capture:
             f = capture.forward(x)
-            check_targets(f, y, self._options.likelihood, self._options.ignore_index)
+            check_targets(f, y, self._likelihood, may_ignore=self._targets.may_ignore)
             check_finite(self._model, f, x)
             self._check_rows(len(f), hides=mask is not None)
             # Autocast has done its part in the forward pass; Gram matrices need none of it.
-            with self._no_autocast(), backward_arithmetic(self._backward_precision):
-                self._sums.end_forward()
-                capture.backward(f, self._vectors(f, y), self._sums.end_vector)
+            with self._no_autocast(), backward_arithmetic(self._options.backward_precision):
+                for rule in self._rules.values():
+                    rule.end_forward()
+                capture.backward(f, self._vectors(f, y), self._end_vector)
                 capture.check_runs()
             self._position_sums.clear()
         if self._coverage.diagonal:
             self._add_diagonal(x, y)
         self._num_data += len(f)
         self._num_outputs = f.shape[-1]
-        self._num_loss_terms += num_counted_terms(f, y, self._options.ignore_index)
-        self._loss += loss_sum(f.detach(), y, self._options.likelihood, self._options.ignore_index)
+        self._num_loss_terms += num_counted_terms(f, y, self._likelihood)
+        self._loss += loss_sum(f.detach(), y, self._likelihood)
 
     def factors(self) -> KroneckerFactors:
         """The factors of all batches: A a mean over its terms, B a sum over the data.
@@ -230,7 +227,7 @@ class CurvaturePass:
                 "factors()."
             )
         self._failed = True  # the sums are used up from here on
-        blocks = self._sums.blocks() | {
+        blocks = assemble_blocks(self._rules) | {
             name: KroneckerBlock(name, d.reshape(-1, 1, 1)) for name, d in self._diagonal.items()
         }
         blocks = {name: blocks[name] for name in self._coverage.names}
@@ -240,7 +237,7 @@ class CurvaturePass:
             num_outputs=self._num_outputs,
             num_loss_terms=self._num_loss_terms,
             loss=self._loss.item(),
-            likelihood=self._options.likelihood,
+            likelihood=self._likelihood,
             kfac_approx=self._kfac_approx,
             fisher=self._options.fisher,
             rank_tolerance=self._options.rank_tolerance,
@@ -251,13 +248,13 @@ class CurvaturePass:
         return factors
 
     @property
-    def _sums(self) -> LayerSums:
-        """All layers' sums, made with the first batch."""
-        if self._made_sums is None:
+    def _rules(self) -> dict[TrackedLayer, Rule]:
+        """All layers' rules, which hold the sums; made with the first batch."""
+        if self._made_rules is None:
             assert self._kfac_approx != "auto"
             modes = modes_of_layers(self._kfac_approx, self._layer_names)
-            self._made_sums = LayerSums(self._coverage, modes)
-        return self._made_sums
+            self._made_rules = make_rules(self._coverage, modes)
+        return self._made_rules
 
     @property
     def _layer_names(self) -> list[str]:
@@ -271,7 +268,7 @@ class CurvaturePass:
             self._add_input,
             self._add_gradient,
             channels_last=self._proof.plan.channels_last,
-            batched=self._batched,
+            batched=self._options.batched,
         )
 
     def _no_autocast(self) -> torch.autocast:
@@ -285,7 +282,7 @@ class CurvaturePass:
         which = self._proof.some(x, N)
         if which is not None:
             x, y, N = examples(x, which), y[which], len(which)
-        counted = counted_terms(y, self._options.ignore_index)
+        counted = counted_terms(y, self._likelihood) if isinstance(y, Tensor) else None
         self._proof.make(x, N, None if counted is None else ~counted)
         if self._kfac_approx == "auto":
             self._kfac_approx = automatic_mode(self._proof.output_dim)
@@ -300,15 +297,15 @@ class CurvaturePass:
         Where that holds the gradients at these positions are zero: they add nothing to B, and only
         their inputs would be in A. False if the mask hides none.
         """
-        mask = mask_of(x, self._dict_key_mask)
+        mask = mask_of(x, self._options.dict_key_mask)
         if mask is None:
             return False
         if splits_by_example(x, y):
             hiding = torch.argmin(mask.all(1).int())  # the first example that has such a position
             which = torch.stack([hiding, (hiding + 1) % len(mask)])[: len(mask)]
             x, y = examples(x, which), y[which]
-        counted = counted_terms(y, self._options.ignore_index)
-        with counting(mask_of(x, self._dict_key_mask)):
+        counted = counted_terms(y, self._likelihood)
+        with counting(mask_of(x, self._options.dict_key_mask)):
             verify_independence(
                 self._model,
                 self._coverage,
@@ -324,14 +321,15 @@ class CurvaturePass:
         So they must where a mask hides positions, lest these count.
         """
         for tracked in self._coverage.layers:
-            wrong = self._rows.get(tracked, set()) - {examples}
-            rule = self._sums[tracked]
+            wrong = self._rows_seen.get(tracked, set()) - {examples}
+            rule = self._rules[tracked]
             if wrong and hides:
                 raise NotImplementedError(
                     f"Layer {tracked} got {wrong.pop()} rows in a batch of {examples} examples, so "
-                    f"that it cannot be told which of them '{self._dict_key_mask}' hides. Keep the "
-                    "positions apart, (N, R, ..., d), say which example each row belongs to, -1 "
-                    "for none (examples_of_rows), or let all positions count (dict_key_mask=None)."
+                    f"that it cannot be told which of them '{self._options.dict_key_mask}' hides. "
+                    "Keep the positions apart, (N, R, ..., d), say which example each row belongs "
+                    "to, -1 for none (examples_of_rows), or let all positions count "
+                    "(dict_key_mask=None)."
                 )
             if wrong and (rule.mode != "expand" or rule.needs_examples):
                 raise NotImplementedError(
@@ -343,13 +341,20 @@ class CurvaturePass:
 
     def _add_input(self, tracked: TrackedLayer, use: Use) -> None:
         rows = use.a.shape[:1].numel() if use.rows is None else use.rows.num_examples
-        self._rows.setdefault(tracked, set()).add(rows if use.a.dim() else 0)
+        self._rows_seen.setdefault(tracked, set()).add(rows if use.a.dim() else 0)
         with self._no_autocast():
-            self._sums.add_input(tracked, use)
+            self._rules[tracked].add_input(use)
 
     def _add_gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
-        with exact_arithmetic(self._backward_precision):
-            self._sums.add_gradient(tracked, use, b, self._position_sums)
+        with exact_arithmetic(self._options.backward_precision):
+            self._rules[tracked].add_gradient(use, b, self._position_sums)
+
+    def _new_vectors(self) -> BackwardVectors:
+        return BackwardVectors(self._likelihood, self._options, self._generator)
+
+    def _end_vector(self) -> None:
+        for rule in self._rules.values():
+            rule.end_vector()
 
     def _add_diagonal(self, x: Any, y: Tensor) -> None:
         diagonals = ggn_diagonal(
@@ -357,7 +362,7 @@ class CurvaturePass:
             self._coverage.diagonal,
             x,
             y,
-            replace(self._options),
+            self._new_vectors(),
         )
         for name, diagonal in diagonals.items():
             self._diagonal[name] = self._diagonal.get(name, 0) + diagonal

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.backward_vectors import BackwardVectors
-from kfac_backend.calls import call_with
+from kfac_backend.loss.vectors import BackwardVectors
+from kfac_backend.model.calls import call_with
 
 __all__ = ["ggn_diagonal"]
 

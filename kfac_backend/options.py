@@ -1,21 +1,29 @@
-"""The options of the package, and the one place that checks them."""
+"""The options of a curvature pass, and the one place that checks them."""
 
-from collections.abc import Mapping
-from typing import Literal, get_args
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from fnmatch import fnmatchcase
+from typing import Any, Literal, Self, TypedDict, get_args
 
 import torch
 
 __all__ = [
     "Approximation",
     "BackwardPrecision",
+    "CurvatureKeywords",
+    "CurvatureOptions",
     "Fisher",
     "KfacApprox",
     "Likelihood",
     "Mode",
     "ShiftLabels",
+    "TargetOptions",
     "Unsupported",
+    "automatic_mode",
+    "check_kfac_approx",
     "check_option",
     "check_positive",
+    "modes_of_layers",
 ]
 
 Mode = Literal["expand", "reduce"]
@@ -23,13 +31,161 @@ Approximation = Mode | dict[str, Mode]
 """A layer's mode, or one for each of its shared axes: {"augmentation": "reduce", "space": "expand"}
 names them in their order."""
 KfacApprox = Literal["expand", "reduce", "auto"] | dict[str, Approximation]
-"""One mode for all layers, "auto", or patterns of layers' names with their modes; see `modes`."""
+"""One mode for all layers, "auto", or patterns of layers' names with their modes; see
+`modes_of_layers`."""
 Fisher = Literal["exact", "mc", "empirical"]
 Likelihood = Literal["classification", "regression", "bernoulli"]
 Unsupported = Literal["error", "freeze", "diagonal"]
 BackwardPrecision = Literal["float32", "tf32", "bf16"]
 ShiftLabels = bool | Literal["auto"]
-"""Whether labels stand one position behind the outputs that predict them; see `Targets`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetOptions:
+    """Which targets belong to a model's outputs, in batches as data sets give them.
+
+    Training, curvature and evaluation must agree on it, so it is made once and handed to all.
+
+    Args:
+        dict_key_y: the targets' key in batches that are mappings.
+        ignore_index: the label of loss terms that do not count (padding, say), in "classification".
+        shift_labels: whether labels (N, R) stand one position behind the outputs that predict them,
+            as those of Hugging Face's causal language models do. "auto" compares the loss that such
+            a model computes of labels with ours, and takes labels as they are if it has none.
+        dict_key_mask: the key of a mask (N, R) in inputs that are mappings. Positions that it hides
+            count neither in the layers nor as loss terms; the first batch that has some proves
+            that they do not reach the others' outputs. None: all positions count.
+
+    Raises:
+        ValueError: an option that is not supported.
+    """
+
+    dict_key_y: str = "labels"
+    ignore_index: int | None = None
+    shift_labels: ShiftLabels = "auto"
+    dict_key_mask: str | None = "attention_mask"
+
+    def __post_init__(self) -> None:
+        if self.shift_labels not in (True, False, "auto"):
+            raise ValueError(
+                f"shift_labels={self.shift_labels!r} is not supported; choose one of True, False, "
+                "'auto'."
+            )
+
+    def check(self, likelihood: Likelihood) -> None:
+        """Raise a ValueError unless the options are for this likelihood."""
+        check_option("likelihood", likelihood, Likelihood)
+        if likelihood == "classification":
+            return
+        if self.ignore_index is not None:
+            raise ValueError(
+                f"ignore_index={self.ignore_index} is for the labels of likelihood "
+                f"'classification', not {likelihood!r}; use None, and leave out the examples that "
+                "do not count."
+            )
+        if self.shift_labels is True:
+            raise ValueError(
+                "shift_labels=True is for the labels of likelihood 'classification', not "
+                f"{likelihood!r}; shift the targets in the data."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurvatureOptions(TargetOptions):
+    """Every choice of a curvature pass, checked once and passed whole.
+
+    Args:
+        kfac_approx: "expand" or "reduce" for all layers; "auto" takes expand if examples have
+            several loss terms, outputs (N, ..., C), and reduce if they have one; a mapping gives
+            modes to layers' names or patterns of them, the first that fits: {"head*": "expand",
+            "*": "reduce"}. A layer's mode may name its shared axes in their order, {"*":
+            {"augmentation": "reduce", "space": "expand"}}: first that of the rows if
+            `examples_of_rows` tells their examples, then those of its input; for convolutions
+            height and width are one.
+        fisher: "exact", the GGN (C - 1 or C backward passes a batch for each loss term of an
+            example); "mc", an unbiased estimate with ``mc_samples`` backward passes; "empirical",
+            the labels' own gradients (one backward pass for each loss term).
+        mc_samples: labels drawn per example for fisher="mc".
+        unsupported: parameters without a rule raise ("error"), are constants ("freeze"), or get the
+            exact diagonal of their block ("diagonal", slow: each backward pass once per example).
+        rank_tolerance: share of tr Λ, the loss Hessian's trace, that may be left out for each loss
+            term to save backward passes ("classification", "exact"); 0 leaves nothing out. What it
+            was is in the factors, see `KroneckerFactors.left_out_share`.
+        backward_precision: "float32"; "tf32" (GPU) or "bf16" (CPU) multiply so in the backward
+            passes, faster; A is not touched, B of WRN-16-4 wrong by up to 0.3 % in bf16.
+        batched: propagate a batch's vectors back at once: fewer launches on a GPU, V times the
+            memory.
+        dict_key_y: see `TargetOptions`, as for the three below.
+        ignore_index: the label of loss terms that do not count.
+        shift_labels: whether labels stand one position behind the outputs that predict them.
+        dict_key_mask: the key of a mask of positions in inputs that are mappings.
+
+    Raises:
+        ValueError: an option that is not supported.
+    """
+
+    kfac_approx: KfacApprox = "expand"
+    fisher: Fisher = "exact"
+    mc_samples: int = 1
+    unsupported: Unsupported = "error"
+    rank_tolerance: float = 0.0
+    backward_precision: BackwardPrecision = "float32"
+    batched: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "kfac_approx", check_kfac_approx(self.kfac_approx))
+        check_option("fisher", self.fisher, Fisher)
+        check_option("unsupported", self.unsupported, Unsupported)
+        check_option("backward_precision", self.backward_precision, BackwardPrecision)
+        if self.mc_samples < 1:
+            raise ValueError(f"mc_samples must be at least 1, not {self.mc_samples}.")
+        if not 0 <= self.rank_tolerance < 1:
+            raise ValueError(f"rank_tolerance must be in [0, 1), not {self.rank_tolerance}.")
+
+    def check(self, likelihood: Likelihood) -> None:
+        """Raise a ValueError unless the options are for this likelihood."""
+        super().check(likelihood)
+        if self.rank_tolerance and (likelihood, self.fisher) != ("classification", "exact"):
+            raise ValueError(
+                f"rank_tolerance={self.rank_tolerance} needs likelihood 'classification' and "
+                f"fisher 'exact', not {likelihood!r} and {self.fisher!r}, whose vectors are all "
+                "alike; use 0."
+            )
+
+    def but(self, **changes: Any) -> Self:
+        """These options with some of them changed.
+
+        Raises:
+            TypeError: a name that is no option, with those that there are.
+        """
+        known = [field.name for field in fields(self)]
+        unknown = [name for name in changes if name not in known]
+        if unknown:
+            raise TypeError(
+                f"{unknown[0]!r} is no option of a curvature pass; there are {', '.join(known)}."
+            )
+        return replace(self, **changes)
+
+    def to_json(self) -> dict[str, Any]:
+        """The options as plain data, which ``CurvatureOptions(**data)`` reads."""
+        return asdict(self)
+
+
+class CurvatureKeywords(TypedDict, total=False):
+    """The same options as keywords, for the functions that take them one by one."""
+
+    dict_key_y: str
+    ignore_index: int | None
+    shift_labels: ShiftLabels
+    dict_key_mask: str | None
+    kfac_approx: KfacApprox
+    fisher: Fisher
+    mc_samples: int
+    unsupported: Unsupported
+    rank_tolerance: float
+    backward_precision: BackwardPrecision
+    batched: bool
 
 
 def check_option(name: str, value: object, options: object) -> None:
@@ -50,3 +206,80 @@ def check_positive(name: str, value: object) -> None:
     right = numbers.isfinite() & (numbers > 0)
     if not right.all():
         raise ValueError(f"{name} must be positive, not {numbers[~right][0].item()}.")
+
+
+def check_kfac_approx(kfac_approx: KfacApprox) -> KfacApprox:
+    """What was asked for, as a copy of plain dicts.
+
+    Raises:
+        ValueError: neither a mode, "auto", nor a mapping of patterns to modes.
+    """
+    if not isinstance(kfac_approx, Mapping):
+        if kfac_approx not in ("expand", "reduce", "auto"):
+            raise ValueError(
+                f"kfac_approx={kfac_approx!r} is not supported; choose one of 'expand', 'reduce', "
+                "'auto', or a mapping of layers' names or patterns to modes, such as "
+                "{'head*': 'expand', '*': 'reduce'}."
+            )
+        return kfac_approx
+    if not kfac_approx:
+        raise ValueError("kfac_approx is an empty mapping; give '*' a mode for all layers.")
+    for pattern, mode in kfac_approx.items():
+        if isinstance(mode, Mapping) and not mode:
+            raise ValueError(
+                f"kfac_approx[{pattern!r}] names no axis; give each shared axis a mode, such as "
+                "{'space': 'reduce'}."
+            )
+        axes = mode if isinstance(mode, Mapping) else {"": mode}
+        for axis, of_axis in axes.items():
+            where = f"kfac_approx[{pattern!r}]" + (f"[{axis!r}]" if axis else "")
+            check_option(where, of_axis, Mode)
+    return {
+        pattern: dict(mode) if isinstance(mode, Mapping) else mode
+        for pattern, mode in kfac_approx.items()
+    }
+
+
+def automatic_mode(num_dimensions: int) -> Mode:
+    """What "auto" is for outputs of so many dimensions: expand for (N, ..., C), reduce for (N, C).
+
+    With a loss term at each position the paper's expand setting is at hand, else its reduce setting
+    (Eschenhagen et al. 2023, section 3.1).
+    """
+    return "expand" if num_dimensions > 2 else "reduce"
+
+
+def modes_of_layers(kfac_approx: KfacApprox, names: Iterable[str]) -> dict[str, Approximation]:
+    """Each layer's mode; the first pattern that fits its name counts.
+
+    Args:
+        kfac_approx: not "auto", which is known with the first outputs only.
+        names: layers' names in the model.
+
+    Raises:
+        ValueError: a layer that no pattern fits, a pattern that fits no layer.
+    """
+    names = list(names)
+    if not isinstance(kfac_approx, Mapping):
+        assert kfac_approx != "auto"
+        return dict.fromkeys(names, kfac_approx)
+    modes: dict[str, Approximation] = {}
+    used: set[str] = set()
+    for name in names:
+        fitting = [pattern for pattern in kfac_approx if fnmatchcase(name, pattern)]
+        if not fitting:
+            raise ValueError(
+                f"No pattern of kfac_approx fits layer '{name}': {', '.join(kfac_approx)}. Add it, "
+                "or '*' at the end for all others."
+            )
+        modes[name] = kfac_approx[fitting[0]]
+        used.add(fitting[0])
+    unused = [pattern for pattern in kfac_approx if pattern not in used and pattern != "*"]
+    if unused:
+        hidden = any(fnmatchcase(name, unused[0]) for name in names)
+        why = " that an earlier pattern does not fit" if hidden else ""
+        raise ValueError(
+            f"The pattern '{unused[0]}' of kfac_approx fits no layer{why}; there are "
+            f"{', '.join(names)}."
+        )
+    return modes

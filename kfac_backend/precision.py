@@ -9,11 +9,23 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kfac_backend.options import BackwardPrecision, check_option
 from kfac_backend.threads import SharedSetting
 
-__all__ = ["backward_arithmetic", "check_precision", "exact_arithmetic", "full_float32"]
+__all__ = [
+    "at_least_float32",
+    "backward_arithmetic",
+    "check_precision",
+    "exact_arithmetic",
+    "full_float32",
+]
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """The tensor in float64 if it is, else in float32: sums of half precision lose too much."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def full_float32() -> AbstractContextManager[None]:

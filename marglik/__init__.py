@@ -7,19 +7,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from marglik.drop_in import marglik_training
-    from marglik.evaluation import compute_metrics, predict_all, reliability_curve
-    from marglik.evidence import EvidenceTerms, log_marginal_likelihood
-    from marglik.hyperparameters import Hyperparameters
-    from marglik.laplace import KronLaplace
-    from marglik.links import Prediction
-    from marglik.post_hoc import maximize_evidence, minimize_validation_loss
-    from marglik.posterior_file import load_posterior, save_posterior
-    from marglik.predictive import PredictiveConfig, laplace_predictive, map_predictive
-    from marglik.prior import PriorGroups, precision_to_weight_decay, weight_decay_to_precision
+    from marglik.posterior.evidence import EvidenceTerms, log_marginal_likelihood
+    from marglik.posterior.hyperparameters import Hyperparameters
+    from marglik.posterior.laplace_torch import KronLaplace
+    from marglik.posterior.posterior import Posterior
+    from marglik.posterior.posterior_file import load_posterior, save_posterior
+    from marglik.posterior.prior import (
+        PriorGroups,
+        precision_to_weight_decay,
+        weight_decay_to_precision,
+    )
+    from marglik.prediction.evaluation import compute_metrics, predict_all, reliability_curve
+    from marglik.prediction.links import Prediction
+    from marglik.prediction.predictive import PredictiveConfig, laplace_predictive, map_predictive
     from marglik.report import write_report
-    from marglik.schedule import Schedule
-    from marglik.training import OnlineResult, OnlineTraining
+    from marglik.training.drop_in import marglik_training
+    from marglik.training.loop import OnlineResult, OnlineTraining
+    from marglik.training.post_hoc import maximize_evidence, minimize_validation_loss
+    from marglik.training.schedule import Schedule
 
 __all__ = [
     "EvidenceTerms",
@@ -27,6 +32,7 @@ __all__ = [
     "KronLaplace",
     "OnlineResult",
     "OnlineTraining",
+    "Posterior",
     "Prediction",
     "PredictiveConfig",
     "PriorGroups",
@@ -48,28 +54,29 @@ __all__ = [
 ]
 
 _MODULES = {
-    "EvidenceTerms": "evidence",
-    "Hyperparameters": "hyperparameters",
-    "KronLaplace": "laplace",
-    "OnlineResult": "training",
-    "OnlineTraining": "training",
-    "Prediction": "links",
-    "PredictiveConfig": "predictive",
-    "PriorGroups": "prior",
-    "Schedule": "schedule",
-    "compute_metrics": "evaluation",
-    "laplace_predictive": "predictive",
-    "load_posterior": "posterior_file",
-    "log_marginal_likelihood": "evidence",
-    "map_predictive": "predictive",
-    "marglik_training": "drop_in",
-    "maximize_evidence": "post_hoc",
-    "minimize_validation_loss": "post_hoc",
-    "precision_to_weight_decay": "prior",
-    "predict_all": "evaluation",
-    "reliability_curve": "evaluation",
-    "save_posterior": "posterior_file",
-    "weight_decay_to_precision": "prior",
+    "EvidenceTerms": "posterior.evidence",
+    "Hyperparameters": "posterior.hyperparameters",
+    "KronLaplace": "posterior.laplace_torch",
+    "OnlineResult": "training.loop",
+    "OnlineTraining": "training.loop",
+    "Posterior": "posterior.posterior",
+    "Prediction": "prediction.links",
+    "PredictiveConfig": "prediction.predictive",
+    "PriorGroups": "posterior.prior",
+    "Schedule": "training.schedule",
+    "compute_metrics": "prediction.evaluation",
+    "laplace_predictive": "prediction.predictive",
+    "load_posterior": "posterior.posterior_file",
+    "log_marginal_likelihood": "posterior.evidence",
+    "map_predictive": "prediction.predictive",
+    "marglik_training": "training.drop_in",
+    "maximize_evidence": "training.post_hoc",
+    "minimize_validation_loss": "training.post_hoc",
+    "precision_to_weight_decay": "posterior.prior",
+    "predict_all": "prediction.evaluation",
+    "reliability_curve": "prediction.evaluation",
+    "save_posterior": "posterior.posterior_file",
+    "weight_decay_to_precision": "posterior.prior",
     "write_report": "report",
 }
 

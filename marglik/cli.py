@@ -12,7 +12,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 
 from marglik.commands.messages import check_values, explained
 from marglik.commands.options import HelpFormatter, whole_names
-from marglik.summary import progress_lines
+from marglik.commands.summary import progress_lines
 
 __all__ = ["main"]
 

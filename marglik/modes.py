@@ -7,7 +7,7 @@ from typing import ParamSpec, TypeVar
 
 from torch import nn
 
-from kfac_backend.calls import restoration
+from kfac_backend.model.calls import restoration
 from kfac_backend.threads import turn_of
 
 __all__ = ["eval_mode", "in_eval_mode", "kept_mode"]

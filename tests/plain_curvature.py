@@ -1,16 +1,16 @@
-"""K-FAC as plainly as it can be written: unfolded patches, kept activations, no shortcuts.
+"""The formulas on a whole model, as plainly as can be: unfolded patches, kept activations.
 
-The oracle of the fast implementation where brute force is too large, and the implementation that it
-replaced: every patch is unfolded, every output's gradient kept, each layer by itself. The root of
-the loss Hessian is the package's, which `test_loss_hessian.py` checks by brute force.
+The oracle of the fast pass where brute force is too large. Shares `kfac_backend.formulas` and the
+loss Hessian's root with it, which `test_formulas.py` and `test_loss_hessian.py` check by loops.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from kfac_backend.formulas import layer_factors
 from kfac_backend.layers import Bias, Scale
-from kfac_backend.loss_hessian import loss_hessian_root
+from kfac_backend.loss.hessian import loss_hessian_root
 
 
 def unfolded(layer, a):
@@ -58,27 +58,22 @@ def plain_factors(model, x, kfac_approx, likelihood="classification", vectors=No
     factors = {}
     for name in names:
         layer = model.get_submodule(name)
-        for local, _ in layer.named_parameters(recurse=False):
-            B = sum(_gradient_gram(layer, inputs[name], g[name], kfac_approx) for g in grads)
-            A = _input_gram(layer, inputs[name], kfac_approx) if local == "weight" else None
-            factors[f"{name}.{local}" if name else local] = (B, A)
+        prefix = f"{name}." if name else ""
+        b = torch.stack([g[name] for g in grads])
+        if isinstance(layer, Bias | Scale):
+            (local,) = (local for local, _ in layer.named_parameters())
+            terms = b * inputs[name] if isinstance(layer, Scale) else b
+            factors[prefix + local] = terms.flatten(2).sum(2).square().sum().reshape(1, 1), None
+            continue
+        B, A = layer_factors(*_as_rows(layer, inputs[name], b), kfac_approx)
+        factors[f"{prefix}weight"] = B, A
+        if layer.bias is not None:
+            factors[f"{prefix}bias"] = B, None
     return factors
 
 
-def _input_gram(layer, a, kfac_approx):
-    rows = (
-        unfolded(layer, a) if isinstance(layer, nn.Conv2d) else a.reshape(len(a), -1, a.shape[-1])
-    )
-    rows = rows.mean(1) if kfac_approx == "reduce" else rows.flatten(0, 1)
-    return rows.T @ rows / len(rows)
-
-
-def _gradient_gram(layer, a, b, kfac_approx):
-    if isinstance(layer, Bias | Scale):
-        per_example = (b * a if isinstance(layer, Scale) else b).flatten(1).sum(1)
-        return per_example.square().sum().reshape(1, 1)
+def _as_rows(layer, a, b):
+    """Inputs (N, R, d_in) and gradients (V, N, R, d_out)."""
     if isinstance(layer, nn.Conv2d):
-        b = b.flatten(2).transpose(1, 2)
-    rows = b.reshape(len(b), -1, b.shape[-1])
-    rows = rows.sum(1) if kfac_approx == "reduce" else rows.flatten(0, 1)
-    return rows.T @ rows
+        return unfolded(layer, a), b.flatten(3).transpose(2, 3)
+    return a.reshape(len(a), -1, a.shape[-1]), b.reshape(*b.shape[:2], -1, b.shape[-1])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from experiments import bench_curvature_report, marglik_cifar10, presets, table2_report
-from kfac_backend.rules import registry
+from kfac_backend.layers import registry
 from marglik.cli import main
 
 ROOT = Path(__file__).parents[1]

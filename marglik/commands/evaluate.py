@@ -6,10 +6,10 @@ from typing import Any
 from jsonargparse import ArgumentParser
 
 from marglik.commands.options import PresetOrFile
-from marglik.evaluate_run import evaluate_run
+from marglik.commands.summary import print_evaluation
 from marglik.report import write_report
-from marglik.run_files import EVALUATION
-from marglik.summary import print_evaluation
+from marglik.runs.evaluate import evaluate_run
+from marglik.storage.run_files import EVALUATION
 
 __all__ = ["add_arguments", "run"]
 

@@ -5,9 +5,9 @@ from typing import Any
 from jsonargparse import ArgumentParser
 
 from marglik.commands.options import PresetOrFile, add_fields, provenance_of, take_fields
-from marglik.config import PostHocRunConfig
-from marglik.fit import fit
-from marglik.summary import print_fit
+from marglik.commands.summary import print_fit
+from marglik.runs.config import PostHocRunConfig
+from marglik.runs.fit import fit
 
 __all__ = ["add_arguments", "run"]
 

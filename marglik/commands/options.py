@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_type_hints
 from docstring_parser import parse as parse_docstring
 from jsonargparse import ActionConfigFile, ActionYesNo, ArgumentParser, DefaultHelpFormatter
 
-from marglik.provenance import Provenance
+from marglik.storage.provenance import Provenance
 
 __all__ = [
     "HelpFormatter",

@@ -12,10 +12,10 @@ from marglik.commands.options import (
     provenance_of,
     take_fields,
 )
-from marglik.config import RunConfig
-from marglik.experiment import train
+from marglik.commands.summary import print_summary
 from marglik.report import write_report
-from marglik.summary import print_summary
+from marglik.runs.config import RunConfig
+from marglik.runs.train import train
 
 __all__ = ["add_arguments", "run"]
 

@@ -1,4 +1,4 @@
-"""Batches of images: shuffled, augmented and normalised on the device."""
+"""Batches of images, and of any data's splits."""
 
 from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
@@ -8,9 +8,16 @@ from jaxtyping import Bool, Int64, UInt8
 from torch import Tensor
 from torch.nn.functional import pad
 
-from marglik.data.image_sets import ImageSet, check_normalisation
+from marglik.data.image_sets import ImageSet, ImageSplits, check_normalisation
+from marglik.data.tensors import SplitName, TensorBatches, TensorSplits
 
-__all__ = ["ImageBatches", "crop_and_flip"]
+__all__ = [
+    "Batches",
+    "ImageBatches",
+    "Splits",
+    "crop_and_flip",
+    "split_batches",
+]
 
 Augmentation = Literal["none", "crop_flip"]
 
@@ -151,3 +158,50 @@ def crop_and_flip(
     pixels = rows[:, :, None] * padded.shape[3] + columns[:, None, :]  # (B, H, W)
     pixels = pixels.flatten(1)[:, None].expand(-1, channels, -1)  # (B, C, H W)
     return padded.flatten(2).gather(2, pixels).unflatten(2, (height, width))
+
+
+Splits = ImageSplits | TensorSplits
+"""What a `DataSource` loads."""
+Batches = ImageBatches | TensorBatches
+
+
+def split_batches(
+    splits: Splits,
+    split: SplitName,
+    batch_size: int,
+    *,
+    shuffle: bool = False,
+    augment: bool = False,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    channels_last: bool = False,
+) -> Batches:
+    """Return a loader of a split; images normalised, and cropped and flipped if asked for.
+
+    Raises:
+        ValueError: if there is no such split, or augmentation or a memory format for data that are
+            no images.
+    """
+    if isinstance(splits, TensorSplits):
+        if augment:
+            raise ValueError(f"{splits.name} holds no images; augmentation is for images.")
+        if channels_last:
+            raise ValueError(f"{splits.name} holds no images; channels_last is for images.")
+        return splits.batches(split, batch_size, shuffle=shuffle, seed=seed, device=device)
+    images = getattr(splits, split)
+    if images is None:
+        raise ValueError(
+            f"{splits.name} has no {split} images; keep some back, for example "
+            "--data.validation 0.1."
+        )
+    return ImageBatches(
+        images,
+        splits.mean,
+        splits.std,
+        batch_size,
+        shuffle=shuffle,
+        augment="crop_flip" if augment else "none",
+        device=device,
+        seed=seed,
+        channels_last=channels_last,
+    )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from marglik.data.source import DataSource, local_file, missing_file
 from marglik.data.splits import check_fraction, check_seed
-from marglik.data.tensor_splits import TensorSplits
+from marglik.data.tensors import TensorSplits
 
 __all__ = ["DART"]
 

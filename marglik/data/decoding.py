@@ -1,17 +1,30 @@
-"""Image files to uint8 arrays of one size."""
+"""Image files decoded into one uint8 array, once: it is kept beside a sum that vouches for it."""
 
+import json
 import logging
+import os
+import warnings
 from io import BytesIO
+from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
+from safetensors import SafetensorError, safe_open
 from tqdm.auto import tqdm
 
+from kfac_backend.files import parse_json, sha256, sha256_of_tensors, write_tensors
 from marglik.data.image_files import SPLITS, ImageFile, Layout
 from marglik.data.image_sets import ImageSet
 
-__all__ = ["decode_image", "decode_splits"]
+__all__ = [
+    "Decoded",
+    "cache_file",
+    "decode_image",
+    "decode_splits",
+    "read_cache",
+    "write_cache",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -78,3 +91,91 @@ def decode_image(file: ImageFile) -> tuple[np.ndarray, bool]:
             "bits, so that its values are scaled as you intend."
         )
     return pixels, mode in GREYSCALE
+
+
+FORMAT_VERSION = 1  # raise it whenever the same files would be decoded to something else
+
+Decoded = tuple[ImageSet, ImageSet, tuple[str, ...]]
+"""Training images, test images, class names."""
+
+
+def cache_file(source: Path) -> Path:
+    """Return where the decoded images of a folder or archive belong.
+
+    The name is the SHA-256 of the resolved path, the sizes and the modification times (of the
+    archive, or of every file in the folder) and the format version, so that a changed source never
+    meets an old cache. The folder is ``$XDG_CACHE_HOME/marglik``, or ``~/.cache/marglik``; it can
+    be deleted at any time.
+    """
+    resolved = source.resolve()
+    if resolved.is_dir():
+        state: list = sorted(
+            [Path(parent, name).relative_to(resolved).as_posix(), *_size_and_time(parent, name)]
+            for parent, _, names in os.walk(resolved, followlinks=True)
+            for name in names
+        )
+    else:
+        state = list(_size_and_time(resolved))
+    key = json.dumps([str(resolved), state, FORMAT_VERSION]).encode()
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base, "marglik", f"{sha256(key)}.safetensors")
+
+
+def read_cache(file: Path) -> Decoded | None:
+    """Return the cached images, or None where there are none or they are damaged (with a warning).
+
+    Nothing is unpickled.
+    """
+    if not file.exists():
+        return None
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            metadata = tensors.metadata() or {}
+            classes = parse_json(metadata["classes"])
+            train, test = (
+                ImageSet(tensors.get_tensor(f"{s}_images"), tensors.get_tensor(f"{s}_labels"))
+                for s in SPLITS
+            )
+        if metadata.get("sha256") != _sum(train, test, tuple(classes)):
+            raise ValueError("its content does not have the sum that it was written with")
+    except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
+        warnings.warn(
+            f"The cache '{file}' is damaged ({str(error).partition(chr(10))[0]}); the images are "
+            "decoded again.",
+            stacklevel=2,
+        )
+        return None
+    return train, test, tuple(classes)
+
+
+def write_cache(file: Path, decoded: Decoded) -> None:
+    """Write the cache in one step, so that no process ever reads half of it.
+
+    A cache that cannot be written, on a read-only or full disk, costs time and nothing else: a
+    warning says so.
+    """
+    train, test, classes = decoded
+    tensors = {}
+    for split, images in zip(SPLITS, (train, test), strict=True):
+        tensors[f"{split}_images"] = images.images
+        tensors[f"{split}_labels"] = images.labels
+    try:
+        metadata = {"classes": json.dumps(classes), "sha256": _sum(train, test, classes)}
+        write_tensors(file, tensors, metadata)
+    except OSError as error:
+        warnings.warn(
+            f"The decoded images could not be cached ({error}); they will be decoded again next "
+            "time. Set XDG_CACHE_HOME to a folder with room, or pass cache=False.",
+            stacklevel=2,
+        )
+
+
+def _sum(train: ImageSet, test: ImageSet, classes: tuple[str, ...]) -> str:
+    """The SHA-256 sum of all that the cache holds."""
+    tensors = (train.images, train.labels, test.images, test.labels)
+    return sha256(json.dumps([sha256_of_tensors(tensors), *classes]).encode())
+
+
+def _size_and_time(*path: str | Path) -> tuple[int, int]:
+    stat = Path(*path).stat()
+    return stat.st_size, stat.st_mtime_ns

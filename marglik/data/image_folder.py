@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from marglik.data.decoded_cache import Decoded, cache_file, read_cache, write_cache
-from marglik.data.decoding import decode_splits
+from marglik.data.decoding import Decoded, cache_file, decode_splits, read_cache, write_cache
 from marglik.data.image_files import open_layout
 from marglik.data.image_sets import ImageData, ImageSplits
 from marglik.data.splits import (

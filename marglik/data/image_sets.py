@@ -1,15 +1,23 @@
 """Labelled images in memory, and what every source of them provides."""
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from jaxtyping import UInt8
 from torch import Tensor
 
+from kfac_backend.options import TargetOptions
 from marglik.data.source import DataSource
 
-__all__ = ["ImageData", "ImageSet", "ImageSplits"]
+__all__ = [
+    "ImageData",
+    "ImageSet",
+    "ImageSplits",
+    "map_in_chunks",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +85,7 @@ class ImageSplits:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     name: str
-    ignore_index: ClassVar[None] = None
+    targets: ClassVar[TargetOptions] = TargetOptions()
     """All labels count; other data may have labels that do not."""
 
     def __post_init__(self) -> None:
@@ -132,3 +140,25 @@ def check_normalisation(mean: tuple[float, ...], std: tuple[float, ...], channel
             f"std={tuple(std)} is not positive, as happens where all pixels of a channel are "
             "equal; drop that channel, or pass a positive std."
         )
+
+
+CHUNK = 2**20
+"""Most pixel values at a time: 4 MiB where a function turns them into float32."""
+
+
+def map_in_chunks(
+    function: Callable[[Tensor], Tensor], images: UInt8[Tensor, "N C H W"]
+) -> UInt8[Tensor, "N D I J"]:
+    """Return the function of the images, computed from a part of them at a time.
+
+    For functions that take each image by itself and need much more memory than the uint8 images.
+    How many images a part has depends on their shape alone, and the parts come in order, so that
+    a function that draws random numbers gives the same result each time. No image is one part, so
+    that the function says which shape it would have.
+
+    Args:
+        function: from images (M, C, H, W) to images (M, D, I, J).
+        images: the images.
+    """
+    size = max(1, CHUNK // max(1, images[:1].numel()))
+    return torch.cat([function(part) for part in images.split(size)])

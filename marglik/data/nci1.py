@@ -12,7 +12,7 @@ from torch.nn.functional import one_hot
 from marglik.data.image_files import BROKEN_ARCHIVE, whole_members
 from marglik.data.source import DataSource, local_file, missing_file
 from marglik.data.splits import check_fraction, check_seed, stratified
-from marglik.data.tensor_splits import TensorSplits
+from marglik.data.tensors import TensorSplits
 from marglik.graphs import Graphs
 
 __all__ = ["NCI1"]

@@ -1,15 +1,142 @@
-"""Images of another source, in the shape that a network was trained on."""
+"""Images that a network was not trained on: noise, held-out classes, other data sets."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
+import torch
+from jaxtyping import UInt8
 from torch import Tensor
 
-from marglik.data.chunks import map_in_chunks
-from marglik.data.image_sets import ImageData, ImageSplits
-from marglik.data.noise import NAME, Noise
+from marglik.data.image_sets import ImageData, ImageSet, ImageSplits, map_in_chunks
+from marglik.data.splits import check_seed
 
-__all__ = ["ForeignImages", "out_of_distribution_images"]
+__all__ = [
+    "ClassSubset",
+    "ForeignImages",
+    "NAME",
+    "Noise",
+    "out_of_distribution_images",
+]
+
+NAME = "noise"
+MEAN = 127.5
+STD = ((256**2 - 1) / 12) ** 0.5  # of the uniform distribution over 0, 1, ..., 255
+
+
+class Noise(ImageData):
+    """Images whose pixels are independent and uniform over 0..255; one class, "noise".
+
+    The easiest out-of-distribution data. There is nothing to be learned from it, so training and
+    test images are the same ones. Mean and standard deviation are the distribution's own.
+
+    Args:
+        num_images: number of images.
+        channels: channels of each image.
+        image_size: height and width of each image.
+        seed: same seed, same images.
+
+    Raises:
+        ValueError: if a number is below 1, or the seed is out of range.
+    """
+
+    def __init__(
+        self, num_images: int = 1000, channels: int = 3, image_size: int = 32, seed: int = 0
+    ) -> None:
+        for argument, value in (
+            ("num_images", num_images),
+            ("channels", channels),
+            ("image_size", image_size),
+        ):
+            if value < 1:
+                raise ValueError(f"{argument}={value}: must be at least 1.")
+        check_seed(seed)
+        self.num_images = num_images
+        self.channels = channels
+        self.image_size = image_size
+        self.seed = seed
+
+    def load(self) -> ImageSplits:
+        """Return the images."""
+        images = ImageSet(
+            self.draw(self.channels, self.image_size, self.image_size),
+            torch.zeros(self.num_images, dtype=torch.int64),
+        )
+        mean, std = (MEAN,) * self.channels, (STD,) * self.channels
+        return ImageSplits(images, None, images, (NAME,), mean, std, NAME)
+
+    def draw(self, channels: int, height: int, width: int) -> UInt8[Tensor, "N C H W"]:
+        """Return ``num_images`` images of another shape, of the same seed."""
+        generator = torch.Generator().manual_seed(self.seed)
+        shape = (self.num_images, channels, height, width)
+        return torch.randint(256, shape, generator=generator, dtype=torch.uint8)
+
+
+class ClassSubset(ImageData):
+    """The images of some classes of another source, numbered in the order in which they are named.
+
+    Mean and standard deviation stay those of the whole data, so that classes left out can be
+    shown to a network as they would have been.
+
+    Args:
+        data: the source.
+        classes: names of the classes to keep; class k is the k-th of them. Numbers stand for the
+            names that are written like them.
+
+    Raises:
+        ValueError: if no class is named, one of them twice, or one string given for a list.
+    """
+
+    def __init__(self, data: ImageData, classes: Sequence[str | int]) -> None:
+        if isinstance(classes, str):
+            raise ValueError(f"classes={classes!r} is one string; pass a list, [{classes!r}].")
+        names = tuple(str(name) for name in classes)  # YAML takes the name 1 for a number
+        if not names:
+            raise ValueError("classes=[] keeps no image at all; name at least one class.")
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(
+                f"classes={list(names)} names {_quoted(twice)} more than once; name each once."
+            )
+        self.data = data
+        self.classes = names
+
+    def load(self) -> ImageSplits:
+        """Return the images of these classes.
+
+        Raises:
+            ValueError: if the source has no class of that name.
+        """
+        splits = self.data.load()
+        unknown = [name for name in self.classes if name not in splits.classes]
+        if unknown:
+            raise ValueError(
+                f"{splits.name} has no class {_quoted(unknown)}; its classes are "
+                f"{_quoted(splits.classes)}."
+            )
+        kept = [splits.classes.index(name) for name in self.classes]
+        return ImageSplits(
+            train=_select(splits.train, kept),
+            validation=None if splits.validation is None else _select(splits.validation, kept),
+            test=_select(splits.test, kept),
+            classes=self.classes,
+            mean=splits.mean,
+            std=splits.std,
+            name=f"{splits.name} ({', '.join(self.classes)})",
+        )
+
+
+def _select(images: ImageSet, kept: list[int]) -> ImageSet:
+    """The images whose label is in ``kept``, in their order; the new label is the position."""
+    old = torch.tensor(kept, device=images.labels.device)
+    is_class = images.labels[:, None] == old  # (N, classes)
+    chosen = is_class.any(1)
+    return ImageSet(images.images[chosen], is_class[chosen].int().argmax(1))
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(repr(name) for name in names)
+
 
 Shape = tuple[int, int, int]
 

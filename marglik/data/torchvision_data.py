@@ -1,8 +1,9 @@
-"""What the data sets that torchvision reads have in common."""
+"""Data sets that torchvision downloads: CIFAR-10 and SVHN."""
 
 from abc import abstractmethod
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from marglik.data.image_sets import ImageData, ImageSet, ImageSplits
@@ -14,7 +15,11 @@ from marglik.data.splits import (
     subset,
 )
 
-__all__ = ["TorchvisionData"]
+__all__ = [
+    "CIFAR10",
+    "SVHN",
+    "TorchvisionData",
+]
 
 
 class TorchvisionData(ImageData):
@@ -92,3 +97,65 @@ class TorchvisionData(ImageData):
     def _statistics(self, images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Mean and standard deviation per channel, by default those of the training images."""
         return pixel_statistics(images)
+
+
+# The customary numbers, those of Daxberger et al. 2021 and of the K-FAC paper.
+MEAN = (125.3, 123.0, 113.9)
+STD = (63.0, 62.1, 66.7)
+
+
+class CIFAR10(TorchvisionData):
+    """CIFAR-10: 50,000 training and 10,000 test images of 32×32 pixels, ten classes; 170 MB.
+
+    Source: Krizhevsky 2009, "Learning Multiple Layers of Features from Tiny Images", read from
+    ``cifar-10-batches-py`` in ``root`` by torchvision, which checks the files' MD5 sums. Normalised
+    by mean 125.3, 123.0, 113.9 and standard deviation 63.0, 62.1, 66.7. Arguments and errors are
+    those of `TorchvisionData`.
+    """
+
+    name = "CIFAR-10"
+
+    def _read(self, train: bool) -> tuple[ImageSet, tuple[str, ...]]:
+        from torchvision import datasets  # importing torchvision takes a second
+
+        data = datasets.CIFAR10(self.root, train=train, download=self.download)
+        pixels = torch.from_numpy(data.data)  # (N, H, W, C)
+        images = ImageSet(pixels.permute(0, 3, 1, 2).contiguous(), torch.tensor(data.targets))
+        return images, tuple(data.classes)
+
+    def _by_hand(self, train: bool) -> str:
+        from torchvision import datasets
+
+        folder = self.root / datasets.CIFAR10.base_folder
+        return f"Unpack {datasets.CIFAR10.url} there, so that '{folder}' exists"
+
+    def _statistics(self, images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        return MEAN, STD
+
+
+class SVHN(TorchvisionData):
+    """SVHN: 73,257 training and 26,032 test images of 32×32 pixels, the ten digits; 246 MB.
+
+    Source: Netzer et al. 2011, "Reading Digits in Natural Images with Unsupervised Feature
+    Learning", the cropped digits without the extra set, read from ``train_32x32.mat`` and
+    ``test_32x32.mat`` in ``root`` by torchvision, which checks the files' MD5 sums. Label k is
+    digit k (the files call the zero 10). Normalised by the training pixels' own mean and standard
+    deviation. Arguments and errors are those of `TorchvisionData`.
+    """
+
+    name = "SVHN"
+
+    def _read(self, train: bool) -> tuple[ImageSet, tuple[str, ...]]:
+        from torchvision import datasets  # importing torchvision takes a second
+
+        split = "train" if train else "test"
+        data = datasets.SVHN(self.root, split=split, download=self.download)
+        pixels = torch.from_numpy(data.data)  # (N, C, H, W), a view of what the file holds
+        images = ImageSet(pixels.contiguous(), torch.from_numpy(data.labels))
+        return images, tuple(str(digit) for digit in range(10))
+
+    def _by_hand(self, train: bool) -> str:
+        from torchvision import datasets
+
+        url, file, _ = datasets.SVHN.split_list["train" if train else "test"]
+        return f"Fetch {url} as '{self.root / file}'"

@@ -9,10 +9,10 @@ from typing import Any
 import yaml
 
 from kfac_backend.files import parse_json
-from marglik import run_files
 from marglik.report.formats import EVALUATION, POSTERIOR, RECORD, RESULTS, check_format
 from marglik.report.options import flatten, run_labels
-from marglik.run_folder import RunFolder
+from marglik.storage import run_files
+from marglik.storage.run_folder import RunFolder
 
 __all__ = ["Layer", "Run", "read_run", "read_runs"]
 

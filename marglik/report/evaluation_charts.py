@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from marglik.figures import shift_curves
 from marglik.report.chart import Chart, Trace, axis, line, plain, reference_line, series_style
 from marglik.report.colors import SERIES
+from marglik.report.figures import shift_curves
 from marglik.report.metrics import METRICS
 from marglik.report.tables import Row, Table, number, percentage
 

@@ -30,7 +30,7 @@ from marglik.report.sections import (
     weight_decay_section,
 )
 from marglik.report.tables import NOTHING, duration, number
-from marglik.run_files import REPORT
+from marglik.storage.run_files import REPORT
 
 __all__ = ["write_report"]
 

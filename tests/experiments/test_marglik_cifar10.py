@@ -11,8 +11,8 @@ from experiments import marglik_cifar10, table2_settings
 from experiments.cifar10 import archive, default_source
 from experiments.marglik_cifar10 import main, run
 from experiments.table2_settings import Config, Protocol
-from marglik.posterior_file import read_posterior
-from marglik.run_log import read_log
+from marglik.storage.record_file import read_posterior
+from marglik.storage.run_log import read_log
 from tests.marglik.threads import one_thread
 
 TINY = Protocol(depth=10, widen_factor=1, epochs=2, every=1, monitor=1)

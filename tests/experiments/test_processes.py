@@ -38,7 +38,7 @@ class Named(NamedTuple):
 
 
 def log(task):
-    logging.getLogger("marglik.training").info("at work")
+    logging.getLogger("marglik.training.loop").info("at work")
 
 
 def test_what_tasks_log_is_shown_with_their_names(capfd):

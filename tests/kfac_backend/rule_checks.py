@@ -4,9 +4,9 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from kfac_backend.rows import Rows
-from kfac_backend.rules import Rule, Use
-from kfac_backend.weight_sharing import PositionSums
+from kfac_backend.layers import Rule, Use
+from kfac_backend.layers.rows import Rows
+from kfac_backend.layers.uses import PositionSums
 from tests.sharing_convolutions import positions_of
 
 
@@ -27,7 +27,7 @@ def sums_of(
     for b in vectors:
         rule.add_gradient(use, b, PositionSums())
         rule.end_vector()
-    return rule.gram_sums()
+    return rule.block_sums()
 
 
 def sums_by_loops(

@@ -7,7 +7,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from kfac_backend import counted_positions, examples_of_rows, kronecker_factors
-from kfac_backend.output_covariance import OutputCovariance
+from kfac_backend.covariance.output_covariance import OutputCovariance
 from marglik import KronLaplace
 
 MODES = ["expand", "reduce"]

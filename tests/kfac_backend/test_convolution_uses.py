@@ -6,11 +6,11 @@ from torch import nn
 from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
-from kfac_backend.output_covariance import OutputCovariance
-from kfac_backend.rows import Rows
-from kfac_backend.rules import Use
-from kfac_backend.rules.convolution import Conv1dRule, Conv2dRule, Conv3dRule
-from kfac_backend.rules.transposed_convolution import ConvTransposeRule
+from kfac_backend.covariance.output_covariance import OutputCovariance
+from kfac_backend.layers import Use
+from kfac_backend.layers.convolution import Conv1dRule, Conv2dRule, Conv3dRule
+from kfac_backend.layers.rows import Rows
+from kfac_backend.layers.transposed_convolution import ConvTransposeRule
 from tests import oracles
 from tests.kfac_backend.blocks import (
     MODES,

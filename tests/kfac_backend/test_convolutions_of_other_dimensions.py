@@ -8,10 +8,10 @@ from torch import nn
 from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
-from kfac_backend.rules import unfolded_gram
-from kfac_backend.rules.convolution import Conv1dRule, Conv2dRule, Conv3dRule
-from kfac_backend.rules.unfolded_gram import UnfoldedGram
-from kfac_backend.rules.window import windows
+from kfac_backend.layers.convolution import Conv1dRule, Conv2dRule, Conv3dRule
+from kfac_backend.layers.gram import patch_gram
+from kfac_backend.layers.gram.patch_gram import UnfoldedGram
+from kfac_backend.layers.gram.window import windows
 from tests import oracles
 from tests.kfac_backend.blocks import (
     MODES,
@@ -210,12 +210,12 @@ def test_unfolds_some_images_at_a_time(monkeypatch, groups):
     layer, images = nn.Conv3d(2, 2, 2, padding=1, groups=groups), normal(5, 2, 3, 2, 3)
 
     def gram(patch_bytes):
-        monkeypatch.setitem(unfolded_gram.PATCH_BYTES, "cpu", patch_bytes)
+        monkeypatch.setitem(patch_gram.PATCH_BYTES, "cpu", patch_bytes)
         added, total = [], UnfoldedGram(groups)
         monkeypatch.setattr(total, "add", lambda rows: added.append(rows.shape[1]))
         total.add_images(images, *windows(layer, images))
         monkeypatch.undo()
-        monkeypatch.setitem(unfolded_gram.PATCH_BYTES, "cpu", patch_bytes)
+        monkeypatch.setitem(patch_gram.PATCH_BYTES, "cpu", patch_bytes)
         total.add_images(images, *windows(layer, images))
         return added, total.total()
 

@@ -8,9 +8,9 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from kfac_backend import kronecker_factors
-from kfac_backend.laplace_interface import KfacGGN
+from kfac_backend.covariance.output_covariance import OutputCovariance
+from kfac_backend.laplace.interface import KfacGGN
 from kfac_backend.layers import Bias, Scale
-from kfac_backend.output_covariance import OutputCovariance
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 MODES = ["expand", "reduce"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from kfac_backend import eigen
+from kfac_backend.blocks import eigen
 
 
 def test_negative_eigenvalues_are_clipped_and_counted():

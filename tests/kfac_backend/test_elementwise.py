@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from kfac_backend import kronecker_factors, sums
+from kfac_backend import kronecker_factors
+from kfac_backend.layers.gram import gram
 from tests.kfac_backend.blocks import (
     MODES,
     assert_blocks,
@@ -211,7 +212,7 @@ def test_half_frozen(name, frozen):
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("name", ["LayerNorm, positions", "BatchNorm2d", "PReLU, lines"])
 def test_large_parameters_have_the_exact_diagonal(monkeypatch, name, times, batched):
-    monkeypatch.setattr(sums, "LARGEST_DENSE", 2)
+    monkeypatch.setattr(gram, "LARGEST_DENSE", 2)
     model, x, y = setting(name, times=times)
     exact = of_layer(ggn_blocks(model, lambda run: run(x), "classification"))
     factors = kronecker_factors(model, [(x, y)], "classification", batched=batched)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from kfac_backend import counted_positions, kronecker_factors
-from kfac_backend.laplace_interface import KfacGGN
+from kfac_backend.laplace.interface import KfacGGN
 from marglik import KronLaplace, marglik_training
-from marglik.loaders import CountedLoader
+from marglik.training.loaders import CountedLoader
 from tests import oracles
 
 MODES = ["expand", "reduce"]

@@ -5,11 +5,12 @@ import torch
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from kfac_backend.backward_vectors import BackwardVectors
-from kfac_backend.loss_hessian import check_targets, counted_terms, loss_sum, num_counted_terms
+from kfac_backend.loss.hessian import IGNORED, check_targets, loss_sum, num_counted_terms
+from kfac_backend.loss.vectors import BackwardVectors
+from kfac_backend.model.targets import Targets
+from kfac_backend.options import CurvatureOptions, TargetOptions
 from tests import oracles
 
-IGNORED = -100
 N, R, C = 3, 4, 5
 
 
@@ -30,12 +31,12 @@ def outer(vectors, f):
     return total
 
 
-def brute_force(f, y, block, ignored=IGNORED):
+def brute_force(f, y, block):
     """A block (C, C) for each term that counts, on the diagonal of (N, R C, R C)."""
     total = torch.zeros(N, R * C, R * C, dtype=f.dtype)
     for n in range(N):
         for r in range(R):
-            if y[n, r] != ignored:
+            if y[n, r] != IGNORED:
                 part = slice(r * C, (r + 1) * C)
                 total[n, part, part] = block(f[n, r], y[n, r])
     return total
@@ -45,42 +46,55 @@ def hessian(f, _):
     return oracles.loss_hessian(f, "classification")
 
 
-@pytest.mark.parametrize("ignored", [IGNORED, 0])
-def test_loss_is_that_of_the_terms_that_count(ignored):
-    f, y = sequences(ignored)
+def vectors_of(f, y, **options):
+    return list(BackwardVectors("classification", CurvatureOptions(**options))(f, y))
+
+
+def test_loss_is_that_of_the_terms_that_count():
+    f, y = sequences()
     terms = [
         oracles.negative_log_likelihood(f[n, r], y[n, r], "classification")
         for n in range(N)
         for r in range(R)
-        if y[n, r] != ignored
+        if y[n, r] != IGNORED
     ]
-    expected = F.cross_entropy(f.flatten(0, 1), y.flatten(), ignore_index=ignored, reduction="sum")
-    assert_close(loss_sum(f, y, "classification", ignored), sum(terms))
-    assert_close(sum(terms), expected)
-    assert num_counted_terms(f, y, ignored) == len(terms) == N * R - 5
-    assert num_counted_terms(f, y, None) == N * R
-    assert counted_terms(y, None) is None
-    # Negative control: the label 0 counts unless it is ignored.
+    assert_close(loss_sum(f, y, "classification"), sum(terms))
+    assert num_counted_terms(f, y, "classification") == len(terms) == N * R - 5
+    assert num_counted_terms(f, f, "regression") == N * R
+    # Negative control: another label counts.
     every = loss_sum(f, y.clamp(min=0), "classification")
     assert abs(every - sum(terms)) > 0.1 * every
 
 
-@pytest.mark.parametrize("ignored", [IGNORED, 0])
-def test_exact_vectors_square_to_the_hessian_of_the_terms_that_count(ignored):
-    f, y = sequences(ignored)
-    vectors = list(BackwardVectors("classification", ignore_index=ignored)(f, y))
-    assert_close(outer(vectors, f), brute_force(f, y, hessian, ignored))
+@pytest.mark.parametrize("mark", [IGNORED, 0, 7])
+def test_whatever_label_marks_them_is_turned_into_one(mark):
+    _, y = sequences(mark)
+    targets = Targets("classification", TargetOptions(ignore_index=mark))
+    assert targets.may_ignore
+    assert_close(targets(None, torch.zeros(N), y), sequences()[1])
+    if mark != IGNORED:
+        with pytest.raises(ValueError, match=f"labels -100 beside ignore_index={mark}"):
+            targets(None, torch.zeros(N), sequences()[1])
+    # Negative control: all count unless it is said.
+    untold = Targets("classification")
+    assert untold(None, torch.zeros(N), y) is y and not untold.may_ignore
+
+
+def test_exact_vectors_square_to_the_hessian_of_the_terms_that_count():
+    f, y = sequences()
+    vectors = vectors_of(f, y)
+    assert_close(outer(vectors, f), brute_force(f, y, hessian))
     assert len(vectors) == (R - 1) * (C - 1)  # none for the position that counts nowhere
     # Negative control.
-    every = outer(BackwardVectors("classification")(f, y), f)
+    every = outer(vectors_of(f, y.clamp(min=0)), f)
     assert (every - outer(vectors, f)).norm() > 0.1 * every.norm()
 
 
 def test_empirical_vectors_are_gradients_of_the_terms_that_count():
     f, y = sequences()
     f.requires_grad_()
-    vectors = list(BackwardVectors("classification", "empirical", ignore_index=IGNORED)(f, y))
-    (gradient,) = torch.autograd.grad(loss_sum(f, y, "classification", IGNORED), f)
+    vectors = vectors_of(f, y, fisher="empirical")
+    (gradient,) = torch.autograd.grad(loss_sum(f, y, "classification"), f)
     assert_close(sum(vectors), gradient)
     f = f.detach()
 
@@ -98,8 +112,8 @@ def test_sampled_vectors_have_the_hessian_of_the_terms_that_count_as_their_mean(
 
     def error(samples):
         generator = torch.Generator().manual_seed(1)
-        options = ("classification", "mc", samples, generator)
-        found = outer(BackwardVectors(*options, ignore_index=IGNORED)(f, y), f)
+        options = CurvatureOptions(fisher="mc", mc_samples=samples)
+        found = outer(BackwardVectors("classification", options, generator)(f, y), f)
         assert not found[:, 2 * C : 3 * C].any() and not found[1, :C].any()
         return float((found - expected).norm() / expected.norm())
 
@@ -110,8 +124,7 @@ def test_sampled_vectors_have_the_hessian_of_the_terms_that_count_as_their_mean(
 
 def test_ignored_terms_have_no_part_in_the_trace():
     f, y = sequences()
-    options = {"rank_tolerance": 0.3, "ignore_index": IGNORED}
-    vectors = BackwardVectors("classification", **options)
+    vectors = BackwardVectors("classification", CurvatureOptions(rank_tolerance=0.3))
     found = outer(vectors(f, y), f)
     trace = brute_force(f, y, hessian).diagonal(dim1=1, dim2=2).sum()
     assert_close(torch.as_tensor(vectors.trace), trace)
@@ -124,11 +137,9 @@ def test_ignored_terms_have_no_part_in_the_trace():
 def test_examples_without_a_label(fisher):
     """One term an example; the whole batch may have none that counts."""
     f, y = torch.randn(3, 4), torch.tensor([1, IGNORED, 2])
-    vectors = list(BackwardVectors("classification", fisher, ignore_index=IGNORED)(f, y))
+    vectors = vectors_of(f, y, fisher=fisher)
     assert all(not v[1].any() for v in vectors) and all(v[0].any() for v in vectors)
-    none = list(
-        BackwardVectors("classification", fisher, ignore_index=IGNORED)(f, torch.full((3,), -100))
-    )
+    none = vectors_of(f, torch.full((3,), IGNORED), fisher=fisher)
     assert_close(none, [torch.zeros_like(f)])
 
 
@@ -136,25 +147,23 @@ def test_examples_without_a_label(fisher):
 def test_outputs_of_ignored_terms_may_be_anything(value):
     f, y = sequences()
     f[:, 2] = value
-    for vector in BackwardVectors("classification", ignore_index=IGNORED)(f, y):
+    for vector in vectors_of(f, y):
         assert torch.isfinite(vector).all()
 
 
 def test_targets_that_do_not_count_are_in_order():
     f, y = sequences()
-    check_targets(f, y, "classification", IGNORED)
+    check_targets(f, y, "classification", may_ignore=True)
     with pytest.raises(ValueError, match="Label -100 .*, pass ignore_index=-100"):
         check_targets(f, y, "classification")
     with pytest.raises(ValueError, match="Label -1 is out of range.*, pass ignore_index=-1"):
-        check_targets(f, y.where(y != y[0, 0], -1), "classification", IGNORED)
+        check_targets(f, y.where(y != y[0, 0], -1), "classification", may_ignore=True)
     with pytest.raises(ValueError, match="Label 5 is out of range.*Relabel the data"):
-        check_targets(f, y.where(y != y[0, 0], 5), "classification", IGNORED)
+        check_targets(f, y.where(y != y[0, 0], 5), "classification", may_ignore=True)
 
 
 @pytest.mark.parametrize("likelihood", ["regression", "bernoulli"])
 def test_only_labels_can_be_ignored(likelihood):
-    f = torch.zeros(2, 3)
-    with pytest.raises(ValueError, match="ignore_index=-100 is for the labels of .*'classif"):
-        check_targets(f, f, likelihood, IGNORED)
-    with pytest.raises(ValueError, match="ignore_index=-100 is for the labels of .*'classif"):
-        BackwardVectors(likelihood, ignore_index=IGNORED)
+    for check in (Targets, BackwardVectors):
+        with pytest.raises(ValueError, match="ignore_index=-100 is for the labels of .*'classif"):
+            check(likelihood, CurvatureOptions(ignore_index=IGNORED))

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from kfac_backend.calls import call_with
+from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature_pass import CurvaturePass
 from kfac_backend.factors import kronecker_factors
-from kfac_backend.output_covariance import OutputCovariance
+from kfac_backend.model.calls import call_with
 from tests.interrupts import check_interrupts, everything_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

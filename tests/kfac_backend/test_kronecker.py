@@ -9,7 +9,8 @@ from torch import nn
 from torch.autograd import gradcheck
 from torch.testing import assert_close
 
-from kfac_backend import KroneckerBlock, KroneckerFactors, block, kronecker_factors
+from kfac_backend import KroneckerBlock, KroneckerFactors, kronecker_factors
+from kfac_backend.blocks import block
 
 UMASK = os.umask(0)
 os.umask(UMASK)

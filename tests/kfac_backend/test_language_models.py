@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
-from kfac_backend.laplace_interface import KfacGGN
+from kfac_backend.laplace.interface import KfacGGN
 from marglik import KronLaplace, map_predictive, marglik_training, predict_all
-from marglik.hyperparameters import Hyperparameters
-from marglik.prior import PriorGroups
-from marglik.schedule import Schedule
-from marglik.training import OnlineTraining
+from marglik.posterior.hyperparameters import Hyperparameters
+from marglik.posterior.prior import PriorGroups
+from marglik.training.loop import OnlineTraining
+from marglik.training.schedule import Schedule
 
 MODES = ["expand", "reduce"]
 V = 7

@@ -10,8 +10,8 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from kfac_backend import kronecker_factors
-from kfac_backend.laplace_interface import KfacEF, KfacGGN
-from kfac_backend.laplace_kron import EigenKron, FactorKron
+from kfac_backend.laplace.interface import KfacEF, KfacGGN
+from kfac_backend.laplace.kron import EigenKron, FactorKron
 from kfac_backend.layers import Bias, Scale
 from tests import oracles
 

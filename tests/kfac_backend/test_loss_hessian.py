@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from kfac_backend.backward_vectors import BackwardVectors
-from kfac_backend.loss_hessian import check_targets, loss_hessian_root, loss_sum
+from kfac_backend.loss.hessian import check_targets, loss_hessian_root, loss_sum
+from kfac_backend.loss.vectors import BackwardVectors
+from kfac_backend.options import CurvatureOptions
 from tests import oracles
 
 LIKELIHOODS = ["classification", "regression", "bernoulli"]
@@ -47,7 +48,9 @@ def test_monte_carlo_converges_to_the_hessian(likelihood):
 
     def error(samples, seed):
         generator = torch.Generator().manual_seed(seed)
-        vectors = BackwardVectors(likelihood, "mc", samples, generator)(f, f)
+        options = CurvatureOptions(fisher="mc", mc_samples=samples)
+        y = torch.zeros(1).long() if likelihood == "classification" else f
+        vectors = BackwardVectors(likelihood, options, generator)(f, y)
         return float((outer(vectors)[0] - expected).norm() / expected.norm())
 
     assert error(20_000, seed=0) < 0.05
@@ -60,7 +63,7 @@ def test_label_gradient_is_the_gradient_of_the_loss(likelihood):
     f = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     y = torch.tensor([0, 2, 1, 1]) if likelihood == "classification" else torch.rand(4, 3)
     (expected,) = torch.autograd.grad(loss_sum(f, y, likelihood), f)
-    (vector,) = BackwardVectors(likelihood, "empirical")(f, y)
+    (vector,) = BackwardVectors(likelihood, CurvatureOptions(fisher="empirical"))(f, y)
     assert_close(vector, expected)
 
 

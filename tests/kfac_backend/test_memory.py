@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from experiments.timing import peak_memory
-from kfac_backend import kronecker_factors, memory
+from kfac_backend import kronecker_factors
+from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature_pass import CurvaturePass
-from kfac_backend.output_covariance import OutputCovariance
+from kfac_backend.model import memory
 from tests.kfac_backend.networks import images, wide_resnet
 
 MODES = ["expand", "reduce"]
@@ -43,7 +44,8 @@ def test_out_of_memory_names_a_batch_size_that_fits():
     code = """
 import re, resource, torch
 from torch import nn
-from kfac_backend import batches, kronecker_factors
+from kfac_backend import kronecker_factors
+from kfac_backend.model import batches
 
 batches.LARGEST_ACTIVATION = 2**40  # no parts: they would fit
 model = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(32768, 2))
@@ -73,7 +75,7 @@ def test_holes_of_the_heap_go_back_to_the_system():
     """Every second of 400 MiB in blocks of one is freed: glibc itself gives nothing back."""
     code = """
 import torch
-from kfac_backend.memory import give_back_free_memory
+from kfac_backend.model.memory import give_back_free_memory
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) // 256  # MiB

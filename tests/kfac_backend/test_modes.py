@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from kfac_backend import KroneckerFactors
-from kfac_backend.laplace_interface import KfacGGN
+from kfac_backend.laplace.interface import KfacGGN
 from marglik import KronLaplace
-from marglik.posterior_file import load_posterior, save_posterior
+from marglik.posterior.posterior_file import load_posterior, save_posterior
 from tests.kfac_backend.blocks import (
     MODES,
     OTHER,

@@ -8,9 +8,10 @@ from torch import nn
 from torch.func import functional_call, jacrev
 from torch.testing import assert_close
 
-from kfac_backend import kronecker_factors, output_covariance
+from kfac_backend import kronecker_factors
+from kfac_backend.covariance import output_covariance
+from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.layers import Bias, Scale
-from kfac_backend.output_covariance import OutputCovariance
 from tests.kfac_backend.networks import OwnNorm, data, network
 
 

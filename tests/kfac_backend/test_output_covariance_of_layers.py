@@ -9,8 +9,9 @@ from torch.func import functional_call, jacrev
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
-from kfac_backend import kronecker_factors, register_parameters, sums
-from kfac_backend.output_covariance import OutputCovariance
+from kfac_backend import kronecker_factors, register_parameters
+from kfac_backend.covariance.output_covariance import OutputCovariance
+from kfac_backend.layers.gram import gram
 from marglik.models import GraphNetwork
 from tests.kfac_backend import attention_models, padded_models, tied_models
 from tests.kfac_backend.attention_models import CAUSAL, PADDING, Attending, Layered, Stack
@@ -239,7 +240,7 @@ def test_parameters_without_a_block_are_constants(name):
 
 @pytest.mark.parametrize("name", ["LayerNorm twice", "BatchNorm2d", "own parameters"])
 def test_large_elementwise_parameters(monkeypatch, name):
-    monkeypatch.setattr(sums, "LARGEST_DENSE", 1)
+    monkeypatch.setattr(gram, "LARGEST_DENSE", 1)
     model, x = case(name)
     blocks, dense = posterior(model, x)
     assert any(len(eigen.Q_B) > 1 == eigen.Q_B.shape[-1] for eigen, _ in blocks.values())

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_backend import kronecker_factors, register_parameters, sums
-from kfac_backend.rules import registry
+from kfac_backend import kronecker_factors, register_parameters
+from kfac_backend.layers import registry
+from kfac_backend.layers.gram import gram
 from marglik.models import VisionTransformer
 from tests.kfac_backend.blocks import (
     MODES,
@@ -88,7 +89,7 @@ def test_empirical_fisher_and_batches(positions):
 
 
 def test_large_ones_have_the_exact_diagonal(monkeypatch):
-    monkeypatch.setattr(sums, "LARGEST_DENSE", 8)
+    monkeypatch.setattr(gram, "LARGEST_DENSE", 8)
     declare()
     model, x, y = setting()
     factors = kronecker_factors(model, [(x, y)], "classification")

@@ -6,10 +6,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from kfac_backend.rules import patch_gram
-from kfac_backend.rules.patch_gram import WAYS, PatchGram, cheapest_way
-from kfac_backend.rules.patch_sums import patch_sums
-from kfac_backend.rules.window import windows
+from kfac_backend.layers.gram import patch_gram
+from kfac_backend.layers.gram.patch_gram import WAYS, PatchGram, cheapest_way
+from kfac_backend.layers.gram.window import patch_sums, windows
 from tests.plain_curvature import unfolded
 
 MODES = ["zeros", "reflect", "replicate", "circular"]

@@ -7,7 +7,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors, register_rule
-from kfac_backend.rules import LayerByParts, LinearPart, WeightSharingRule, registry
+from kfac_backend.layers import LayerByParts, LinearPart, WeightSharingRule, registry
 from tests import oracles
 
 MODES = ["expand", "reduce"]

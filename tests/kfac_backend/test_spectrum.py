@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kfac_backend import spectrum
-from kfac_backend.block import KroneckerBlock
-from kfac_backend.spectrum import Spectra
+from kfac_backend.blocks import spectrum
+from kfac_backend.blocks.block import KroneckerBlock
+from kfac_backend.blocks.spectrum import Spectra
 
 SHAPES = {"weight": (64, 150), "wide": (10, 2000), "bias": (30, None), "scalar": (1, None)}
 

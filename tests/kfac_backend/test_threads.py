@@ -10,10 +10,10 @@ from torch import nn
 from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
-from kfac_backend.block import KroneckerBlock, compute_eigenvalues
-from kfac_backend.output_covariance import OutputCovariance
+from kfac_backend.blocks.block import KroneckerBlock, compute_eigenvalues
+from kfac_backend.covariance.output_covariance import OutputCovariance
+from kfac_backend.layers.gram.gram import DenseGram, is_tall, tall_product
 from kfac_backend.threads import turn_of
-from kfac_backend.weight_sharing import GramSum, is_tall, tall_product
 from tests.kfac_backend.networks import assert_same
 
 
@@ -32,7 +32,7 @@ def test_products_of_tall_factors(M):
     right = torch.randn(M, 5, generator=generator, dtype=torch.float64)
     assert is_tall(left)
     assert_close(tall_product(left, right), left.mT @ right)
-    gram = GramSum()
+    gram = DenseGram()
     gram.add(left[None])
     gram.add(left[None])
     assert_close(gram.total(), 2 * (left.mT @ left)[None])

@@ -8,9 +8,9 @@ from torch import nn
 from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
-from kfac_backend.rules import Use
-from kfac_backend.rules.transposed_convolution import ConvTransposeRule
-from kfac_backend.weight_sharing import PositionSums
+from kfac_backend.layers import Use
+from kfac_backend.layers.transposed_convolution import ConvTransposeRule
+from kfac_backend.layers.uses import PositionSums
 from tests import oracles
 from tests.kfac_backend.blocks import (
     MODES,

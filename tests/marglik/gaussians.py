@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from scipy import special
 
-from marglik.links import predict_from_gaussian
+from marglik.prediction.links import predict_from_gaussian
 
 
 def gaussians(C, n=4, scale=1.5, seed=0):

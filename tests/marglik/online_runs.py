@@ -13,12 +13,12 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from kfac_backend.laplace_interface import KfacGGN
+from kfac_backend.laplace.interface import KfacGGN
 from marglik import Hyperparameters, KronLaplace, OnlineTraining, PriorGroups, Schedule
-from marglik.checkpoint import Checkpoints
 from marglik.data import ImageBatches
 from marglik.data.image_sets import ImageSet
-from marglik.training import OnlineResult
+from marglik.storage.checkpoint import Checkpoints
+from marglik.training.loop import OnlineResult
 
 __all__ = ["CASES", "NUM_RECORDS", "make", "outcome", "run_until"]
 

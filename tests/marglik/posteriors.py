@@ -5,10 +5,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.laplace_interface import KfacEF
+from kfac_backend.laplace.interface import KfacEF
 from marglik import KronLaplace
-from marglik.links import Prediction
-from marglik.predictive import PredictiveConfig, laplace_predictive
+from marglik.prediction.links import Prediction
+from marglik.prediction.predictive import PredictiveConfig, laplace_predictive
 
 LIKELIHOODS = ("classification", "regression", "bernoulli")
 METHODS = ("probit", "mc", "nn")

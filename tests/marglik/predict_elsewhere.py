@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from marglik.build import build_from_spec
-from marglik.links import Prediction
-from marglik.posterior_file import load_posterior, read_posterior
+from marglik.posterior.posterior_file import load_posterior
+from marglik.prediction.links import Prediction
+from marglik.runs.build import build_from_spec
+from marglik.storage.record_file import read_posterior
 from tests.marglik.posteriors import predictions
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from kfac_backend.kronecker import KroneckerFactors
+from kfac_backend.blocks.kronecker import KroneckerFactors
 
 __all__ = ["same"]
 

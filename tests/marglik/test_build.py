@@ -4,48 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from marglik.build import build_fabric, build_from_spec, build_laplace
-from marglik.config import CurvatureConfig
 from marglik.data import Digits, ImageData, Noise, TensorFile
 from marglik.models import MLP
-from tests.marglik.posteriors import data, network
-
-
-@pytest.mark.parametrize("fisher", ["exact", "mc", "empirical"])
-@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
-def test_the_curvature_that_was_asked_for(fisher, kfac_approx):
-    curvature = CurvatureConfig(kfac_approx=kfac_approx, fisher=fisher, mc_samples=3)
-    laplace = build_laplace(network(), "classification", curvature, 2.0, temperature=0.5)
-    laplace.fit([data("classification")])
-    assert (laplace.factors.fisher, laplace.factors.kfac_approx) == (fisher, kfac_approx)
-    assert (laplace.temperature, laplace.prior_precision.tolist()) == (0.5, [2.0])
-    if fisher == "mc":
-        assert laplace.backend.num_samples == 3
-
-
-def test_options_reach_the_pass():
-    curvature = CurvatureConfig(rank_tolerance=0.6, backward_precision="bf16", batched=True)
-    laplace = build_laplace(network(), "classification", curvature, 2.0)
-    options = laplace.backend.pass_options
-    assert (options["rank_tolerance"], options["backward_precision"]) == (0.6, "bf16")
-    assert options["batched"]
-    laplace.fit([data("classification")])
-    assert laplace.factors.left_out_share > 0
-
-
-def test_labels_that_do_not_count():
-    laplace = build_laplace(network(), "classification", CurvatureConfig(), 2.0, ignore_index=-100)
-    x, y = data("classification")
-    y[0] = -100
-    laplace.fit([(x, y)])
-    assert laplace.factors.num_loss_terms == len(y) - 1
-    with pytest.raises(ValueError, match="pass ignore_index=-100"):
-        build_laplace(network(), "classification", CurvatureConfig(), 2.0).fit([(x, y)])
-
-
-def test_noise_of_regression():
-    laplace = build_laplace(network(), "regression", CurvatureConfig(), 2.0, sigma_noise=0.3)
-    assert float(laplace.sigma_noise) == pytest.approx(0.3)
+from marglik.runs.build import build_fabric, build_from_spec
 
 
 @pytest.mark.parametrize("accelerator", ["auto", "cpu"])

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kfac_backend.files import DiskFullError
-from marglik import record_file
-from marglik.checkpoint import Checkpoints
+from marglik.storage import record_file
+from marglik.storage.checkpoint import Checkpoints
 from tests.marglik.posteriors import fitted
 from tests.marglik.same_state import same
 

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from marglik.checkpoint import Checkpoints, check_same_run
+from marglik.storage.checkpoint import Checkpoints, check_same_run
 from tests.marglik.posteriors import fitted
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -137,7 +137,7 @@ def test_tuples_of_options_are_lists_in_a_file(folder):
 
 def test_a_state_is_due_when_the_last_is_old_enough(tmp_path, monkeypatch):
     now = 1000.0
-    monkeypatch.setattr("marglik.checkpoint.time.monotonic", lambda: now)
+    monkeypatch.setattr("marglik.storage.checkpoint.time.monotonic", lambda: now)
     checkpoints = Checkpoints(tmp_path / "new", minutes=2.0)
     always = Checkpoints(tmp_path / "all", minutes=0.0)
     assert always.is_due and not checkpoints.is_due

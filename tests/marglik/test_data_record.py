@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from marglik.data import ImageSet, ImageSplits, TensorSplits
-from marglik.data_record import as_trained, data_record
+from marglik.data.record import as_trained, data_record
 from marglik.graphs import Graphs
 
 

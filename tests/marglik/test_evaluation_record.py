@@ -15,7 +15,6 @@ from scipy import special
 from torch import nn
 
 from marglik import KronLaplace
-from marglik.checkpoint import Checkpoints
 from marglik.data import (
     CORRUPTIONS,
     SEVERITIES,
@@ -28,10 +27,11 @@ from marglik.data import (
     corrupt,
     out_of_distribution_images,
 )
-from marglik.evaluation_record import EvaluationConfig, evaluate
-from marglik.links import Prediction
-from marglik.metrics import classification_metrics, out_of_distribution_metrics
-from marglik.predictive import PredictiveConfig, laplace_predictive, map_predictive
+from marglik.prediction.evaluation_record import EvaluationConfig, evaluate
+from marglik.prediction.links import Prediction
+from marglik.prediction.metrics import classification_metrics, out_of_distribution_metrics
+from marglik.prediction.predictive import PredictiveConfig, laplace_predictive, map_predictive
+from marglik.storage.checkpoint import Checkpoints
 
 TEST = {"test/cls/NLL", "test/cls/accuracy", "test/cls/Brier", "test/cls/AURC", "test/cal/ECE",
         "test/cal/ECE_adaptive"}  # fmt: skip

@@ -9,8 +9,8 @@ from torch import nn
 
 from marglik import KronLaplace
 from marglik.data import Noise, TensorSplits
-from marglik.evaluation_record import EvaluationConfig, evaluate
-from marglik.predictive import laplace_predictive
+from marglik.prediction.evaluation_record import EvaluationConfig, evaluate
+from marglik.prediction.predictive import laplace_predictive
 
 
 def tensors(likelihood, validation=True):

@@ -7,10 +7,10 @@ from torch.autograd import gradcheck
 from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
-from kfac_backend.block import KroneckerBlock
+from kfac_backend.blocks.block import KroneckerBlock
+from kfac_backend.blocks.spectrum import Spectra
 from kfac_backend.layers import Bias, Scale
-from kfac_backend.spectrum import Spectra
-from marglik.evidence import (
+from marglik.posterior.evidence import (
     EvidenceTerms,
     effective_parameters,
     log_likelihood,

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from marglik.figures import (
+from marglik.report.figures import (
     effective_parameters_plot,
     entropy_histogram,
     reliability_diagram,
@@ -112,7 +112,7 @@ def test_figures_are_saved_whole(tmp_path):
 
 def test_pyplot_is_left_alone():
     code = (
-        "import sys; from marglik.figures import reliability_diagram as r; "
+        "import sys; from marglik.report.figures import reliability_diagram as r; "
         "r({'levels': [0.5], 'coverage': [0.4]}); assert 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

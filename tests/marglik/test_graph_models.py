@@ -9,7 +9,7 @@ from torch.func import functional_call, jacrev
 from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 
-from kfac_backend.rows import current_rows
+from kfac_backend.layers.rows import current_rows
 from marglik.models import GCN, GraphNetwork
 from marglik.models.gcn import propagate
 from tests.marglik.networks import randomised

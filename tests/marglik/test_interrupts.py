@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from marglik import KronLaplace, PredictiveConfig, laplace_predictive, map_predictive
-from marglik.subset import last_layer
+from marglik.posterior.subset import last_layer
 from tests.interrupts import check_interrupts, everything_of
 
 pytestmark = [

@@ -9,7 +9,7 @@ import torch
 from scipy import integrate, linalg, special, stats
 from torch.testing import assert_close
 
-from marglik.links import Prediction, predict_from_outputs
+from marglik.prediction.links import Prediction, predict_from_outputs
 from tests.marglik.gaussians import entropy, gaussians, predict
 
 

@@ -7,10 +7,10 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 from kfac_backend import kronecker_factors
 from marglik import Hyperparameters, KronLaplace, OnlineTraining, PriorGroups, Schedule
-from marglik.drop_in import marglik_training
-from marglik.evaluation import predict_all
-from marglik.loaders import count_examples
-from marglik.predictive import map_predictive
+from marglik.prediction.evaluation import predict_all
+from marglik.prediction.predictive import map_predictive
+from marglik.training.drop_in import marglik_training
+from marglik.training.loaders import count_examples
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from marglik.metrics import (
+from marglik.prediction.metrics import (
     bernoulli_metrics,
     classification_metrics,
     out_of_distribution_metrics,

@@ -15,7 +15,7 @@ from torchmetrics.functional.classification import (
     multiclass_calibration_error,
 )
 
-from marglik.metrics import bernoulli_metrics, classification_metrics, regression_metrics
+from marglik.prediction.metrics import bernoulli_metrics, classification_metrics, regression_metrics
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 

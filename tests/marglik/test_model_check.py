@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from marglik.config import CurvatureConfig
 from marglik.data import ImageSet, ImageSplits, TensorSplits
-from marglik.model_check import check_model
+from marglik.runs.config import CurvatureConfig
+from marglik.runs.model_check import check_model
 from tests.marglik.networks import ReturnsTuple, RowLSTM, TwiceLinear, WithBatchNorm
 
 pixels = torch.randint(256, (6, 1, 8, 8), dtype=torch.uint8)

@@ -11,10 +11,10 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from marglik import Hyperparameters, KronLaplace, OnlineTraining, PriorGroups
-from marglik.config import PriorConfig
 from marglik.data import ImageBatches
 from marglik.data.image_sets import ImageSet
-from marglik.network_training import NetworkTraining
+from marglik.runs.config import PriorConfig
+from marglik.training.network import NetworkTraining
 from tests.marglik.online_runs import make, outcome, scaled_fabric
 from tests.marglik.same_state import same
 

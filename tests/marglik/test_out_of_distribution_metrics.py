@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchmetrics.functional.classification import binary_auroc, binary_average_precision
 
-from marglik.metrics import out_of_distribution_metrics
+from marglik.prediction.metrics import out_of_distribution_metrics
 
 
 def tensor(*values):

@@ -8,9 +8,12 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.testing import assert_close
 
-from marglik import KronLaplace, posterior_file, record_file
-from marglik.posterior_file import load_posterior, read_posterior, save_posterior
-from marglik.run_files import POSTERIOR
+from marglik import KronLaplace
+from marglik.posterior import posterior_file
+from marglik.posterior.posterior_file import load_posterior, save_posterior
+from marglik.storage import record_file
+from marglik.storage.record_file import read_posterior
+from marglik.storage.run_files import POSTERIOR
 from tests.marglik.posteriors import CASES, data, fitted, network, predictions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -213,7 +216,7 @@ def test_an_interrupted_save_is_no_posterior(stage, old, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         if stage == "factors":
-            patched.setattr("kfac_backend.kronecker.write_tensors", interrupted)
+            patched.setattr("kfac_backend.blocks.kronecker.write_tensors", interrupted)
         elif stage == "model":
             patched.setattr(posterior_file, "write_tensors", interrupted)
         else:

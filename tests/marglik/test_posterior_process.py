@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from marglik import KronLaplace
 from marglik.models import MLP, WideResNetFixup
-from marglik.posterior_file import save_posterior
+from marglik.posterior.posterior_file import save_posterior
 from tests.marglik.posteriors import predictions
 from tests.marglik.predict_elsewhere import as_tensors
 

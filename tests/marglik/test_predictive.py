@@ -12,10 +12,15 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.utils import vector_to_parameters
 from torch.testing import assert_close
 
-from kfac_backend.output_covariance import OutputCovariance
+from kfac_backend.covariance.output_covariance import OutputCovariance
 from marglik import KronLaplace
-from marglik.links import Prediction, predict_from_outputs
-from marglik.predictive import COPIES, PredictiveConfig, laplace_predictive, map_predictive
+from marglik.prediction.links import Prediction, predict_from_outputs
+from marglik.prediction.predictive import (
+    COPIES,
+    PredictiveConfig,
+    laplace_predictive,
+    map_predictive,
+)
 from tests import oracles
 from tests.evidence_oracles import laplace_log_evidence
 from tests.marglik.small_laplace import DELTAS, TakesMapping, data, fitted, network
@@ -151,7 +156,7 @@ def test_memory_reaches_the_covariance(monkeypatch):
             given.append(memory)
             super().__init__(*args, memory=memory)
 
-    monkeypatch.setattr("marglik.output_distribution.OutputCovariance", Recording)
+    monkeypatch.setattr("marglik.posterior.posterior.OutputCovariance", Recording)
     la, x = fitted()
     for memory in (1, 64, 64):
         predictive(la, "probit", memory=memory)(x)

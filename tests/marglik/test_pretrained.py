@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from marglik.pretrained import load_pretrained
+from marglik.posterior.pretrained import load_pretrained
 
 SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
 

@@ -6,7 +6,11 @@ from torch import nn
 from torch.testing import assert_close
 
 from kfac_backend.layers import Bias
-from marglik.prior import PriorGroups, precision_to_weight_decay, weight_decay_to_precision
+from marglik.posterior.prior import (
+    PriorGroups,
+    precision_to_weight_decay,
+    weight_decay_to_precision,
+)
 
 
 @pytest.fixture

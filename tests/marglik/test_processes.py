@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from kfac_backend import kronecker_factors
-from kfac_backend.laplace_interface import KfacEF, KfacGGN
+from kfac_backend.laplace.interface import KfacEF, KfacGGN
 from marglik import Hyperparameters, KronLaplace, OnlineTraining, PriorGroups, Schedule
 from marglik import laplace_predictive, marglik_training
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from marglik.checkpoint import Checkpoints
-from marglik.random_state import random_state, set_random_state
+from marglik.storage.checkpoint import Checkpoints
+from marglik.training.random_state import random_state, set_random_state
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from torchmetrics.functional.classification import binary_calibration_error
 
-from marglik.reliability import coverage_curve, reliability
+from marglik.prediction.reliability import coverage_curve, reliability
 
 
 def tensor(*values):

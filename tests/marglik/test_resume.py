@@ -7,7 +7,7 @@ import torch
 from laplace import KronLaplace as LaplaceTorchKronLaplace
 from torch.utils.data import DataLoader, TensorDataset
 
-from marglik.checkpoint import Checkpoints
+from marglik.storage.checkpoint import Checkpoints
 from tests.marglik import threads
 from tests.marglik.online_runs import CASES, NUM_RECORDS, make, outcome, run_until
 from tests.marglik.same_state import same

@@ -8,9 +8,9 @@ from threading import Thread
 
 import pytest
 
-from marglik.posterior_file import load_posterior, save_posterior
-from marglik.provenance import Provenance
-from marglik.run_folder import RunFolder
+from marglik.posterior.posterior_file import load_posterior, save_posterior
+from marglik.storage.provenance import Provenance
+from marglik.storage.run_folder import RunFolder
 from tests.marglik.posteriors import fitted, network
 
 PRESET = Provenance("epochs: 1\n", preset="digits")

@@ -6,11 +6,11 @@ import sys
 import pytest
 import torch
 
-from marglik.figures import plot_run, save_figure
-from marglik.provenance import Provenance, environment
-from marglik.record_file import write_json
-from marglik.run_folder import RunFolder
-from marglik.run_log import RunLog, read_log
+from marglik.report.figures import plot_run, save_figure
+from marglik.storage.provenance import Provenance, environment
+from marglik.storage.record_file import write_json
+from marglik.storage.run_folder import RunFolder
+from marglik.storage.run_log import RunLog, read_log
 
 RECORDS = [
     {"kind": "epoch", "epoch": 1, "loss": 1.5, "seconds": 0.1},

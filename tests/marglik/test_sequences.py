@@ -9,14 +9,15 @@ from lightning.fabric import Fabric
 from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
-from marglik.build import build_laplace
-from marglik.config import CurvatureConfig
+from kfac_backend.options import TargetOptions
 from marglik.data import TensorSplits
-from marglik.evaluation import compute_metrics, predict_all
-from marglik.evaluation_record import EvaluationConfig, evaluate
-from marglik.model_check import check_model
-from marglik.network_training import NetworkTraining
-from marglik.predictive import PredictiveConfig, laplace_predictive, map_predictive
+from marglik.posterior.posterior import Posterior
+from marglik.prediction.evaluation import compute_metrics, predict_all
+from marglik.prediction.evaluation_record import EvaluationConfig, evaluate
+from marglik.prediction.predictive import PredictiveConfig, laplace_predictive, map_predictive
+from marglik.runs.config import CurvatureConfig
+from marglik.runs.model_check import check_model
+from marglik.training.network import NetworkTraining
 from tests import oracles
 from tests.marglik.linear_networks import TokenNetwork
 
@@ -59,7 +60,7 @@ def losses():
 def predicted():
     x, y = data()
     predict = map_predictive(network())
-    return predict_all(predict, [(x[:2], y[:2]), (x[2:], y[2:])], ignore_index=IGNORED)
+    return predict_all(predict, [(x[:2], y[:2]), (x[2:], y[2:])], targets=splits().targets)
 
 
 def test_metrics_are_means_over_positions_that_count(predicted):
@@ -90,8 +91,8 @@ def test_what_does_not_count_would_change_them():
 def test_nothing_that_counts_is_named():
     x, _ = data()
     nothing = torch.full((N, R), IGNORED)
-    with pytest.raises(ValueError, match="All targets are -100, which do not count"):
-        predict_all(map_predictive(network()), [(x, nothing)], ignore_index=IGNORED)
+    with pytest.raises(ValueError, match="No target counts"):
+        predict_all(map_predictive(network()), [(x, nothing)], targets=splits().targets)
 
 
 def trained(ignore_index, y, steps_lr=0.1):
@@ -104,7 +105,7 @@ def trained(ignore_index, y, steps_lr=0.1):
         [(data()[0], y)],
         "classification",
         Fabric(accelerator="cpu"),
-        ignore_index=ignore_index,
+        targets=TargetOptions(ignore_index=ignore_index),
     )
     decays = [0.01] * len(list(model.parameters()))
     return training.epoch(1, decays, 1.0), torch.cat([p.flatten() for p in model.parameters()])
@@ -137,7 +138,7 @@ def test_a_label_that_does_not_count_is_told_from_a_wrong_one():
 def test_curvature_is_that_of_the_positions_that_count(fisher):
     """B of the last bias is the sum of Λ, or of the gradients' outer products, over them."""
     curvature = CurvatureConfig(fisher=fisher, kfac_approx="expand")
-    laplace = build_laplace(network(), "classification", curvature, 1.0, ignore_index=IGNORED)
+    laplace = Posterior(network(), "classification", curvature.options(splits().targets))
     laplace.fit([data()])
     expected = torch.zeros(C, C, dtype=torch.float64)
     for f, y in terms():
@@ -157,9 +158,8 @@ def test_curvature_is_that_of_the_positions_that_count(fisher):
 
 
 def test_sampled_networks_predict_positions():
-    laplace = build_laplace(
-        network(), "classification", CurvatureConfig(), 1.0, ignore_index=IGNORED
-    )
+    options = CurvatureConfig().options(splits().targets)
+    laplace = Posterior(network(), "classification", options)
     laplace.fit([data()])
     config = PredictiveConfig("nn", networks=3)
     generator = torch.Generator().manual_seed(0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from marglik.subset import freeze_all_but, last_layer
+from marglik.posterior.subset import freeze_all_but, last_layer
 
 
 class Reversed(nn.Module):

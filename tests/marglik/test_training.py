@@ -7,8 +7,8 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 from marglik import Hyperparameters, KronLaplace, OnlineTraining, PriorGroups, Schedule
-from marglik.loaders import count_examples
-from marglik.optimizers import OptimizerConfig, build_optimizer
+from marglik.training.loaders import count_examples
+from marglik.training.optimizers import OptimizerConfig, build_optimizer
 
 
 def data(likelihood="classification", n=40):

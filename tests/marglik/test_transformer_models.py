@@ -9,7 +9,7 @@ from torch.func import functional_call, jacrev
 from torch.nn.functional import cross_entropy, gelu, layer_norm
 from torch.testing import assert_close
 
-from kfac_backend.rules.registry import declared_parameters
+from kfac_backend.layers.registry import declared_parameters
 from marglik.models import GPT, VisionTransformer
 from marglik.models.transformer import SelfAttention, TransformerBlock
 from tests.marglik.networks import randomised

@@ -6,9 +6,9 @@ import pytest
 import torch
 from scipy.optimize import minimize_scalar
 
-from marglik.evaluation import compute_metrics, predict_all
-from marglik.post_hoc import minimize_validation_loss
-from marglik.predictive import laplace_predictive
+from marglik.prediction.evaluation import compute_metrics, predict_all
+from marglik.prediction.predictive import laplace_predictive
+from marglik.training.post_hoc import minimize_validation_loss
 from tests.marglik.posteriors import CASES, data, fitted
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -11,7 +11,7 @@ from PIL import Image
 from marglik.cli import main
 from marglik.data import Digits, ImageData
 from marglik.models import MLP
-from marglik.posterior_file import load_posterior, save_posterior
+from marglik.posterior.posterior_file import load_posterior, save_posterior
 from tests.marglik.commands.command_line import DATA, HELD_OUT, MODEL, refusal
 
 QUIET = ["--progress", "false"]
@@ -345,7 +345,7 @@ def test_an_interrupt_leaves_the_last_evaluation(run, capsys, monkeypatch):
     def interrupted(*arguments, **keywords):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("marglik.evaluation_record.predict_all", interrupted)
+    monkeypatch.setattr("marglik.prediction.evaluation_record.predict_all", interrupted)
     assert main(["evaluate", str(run), *QUIET]) == 130
     assert "interrupted" in capsys.readouterr().err
     assert (run / "evaluation.json").read_bytes() == before

@@ -8,10 +8,11 @@ import yaml
 from safetensors.torch import load_file
 
 from marglik.cli import main
-from marglik.laplace import KronLaplace
 from marglik.models import MLP
-from marglik.posterior_file import load_posterior, read_posterior
-from marglik.run_folder import RunFolder
+from marglik.posterior.posterior import Posterior
+from marglik.posterior.posterior_file import load_posterior
+from marglik.storage.record_file import read_posterior
+from marglik.storage.run_folder import RunFolder
 from tests.marglik.commands.command_line import DATA, HELD_OUT, MODEL, TRAIN, is_empty, refusal
 from tests.marglik.commands.tensor_problems import SIGMA
 
@@ -258,7 +259,7 @@ def test_an_interrupt_leaves_the_old_run(checkpoint, tmp_path, capsys, monkeypat
     def interrupted(*arguments, **keywords):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(KronLaplace, "log_marginal_likelihood", interrupted)
+    monkeypatch.setattr(Posterior, "log_marginal_likelihood", interrupted)
     arguments = ["fit", *DATA, *MODEL, "--checkpoint", str(checkpoint), "--output", str(run)]
     assert main([*arguments, "--overwrite", "--no_progress"]) == 130
     assert "interrupted; the same command goes on" in capsys.readouterr().err
@@ -294,9 +295,9 @@ def test_a_folder_that_cannot_be_written_to(command, trained, tmp_path, capsys, 
         raise PermissionError(13, "Permission denied")
 
     for work in (
-        "marglik.laplace.KronLaplace.fit",
+        "marglik.posterior.posterior.Posterior.fit",
         "marglik.evaluation_record.predict_all",
-        "marglik.network_training.NetworkTraining.epoch",
+        "marglik.training.network.NetworkTraining.epoch",
     ):
         monkeypatch.setattr(work, None)
     monkeypatch.setattr("kfac_backend.files.os.fsync", refused)

@@ -14,7 +14,7 @@ from tests.marglik import threads
 from tests.marglik.commands.command_line import DATA, MODEL, TRAIN
 from tests.small_disk import mounted
 
-fit_module = import_module("marglik.fit")
+fit_module = import_module("marglik.runs.fit")
 ROOT = Path(__file__).parents[3]
 TENSORS = ("model.safetensors", "posterior.safetensors")
 TRAINING = [*TRAIN, *DATA, *MODEL, "--checkpoint_minutes", "0"]
@@ -50,10 +50,10 @@ def same_posterior(folder, expected):
 
 
 FIT_POINTS = {
-    "the pass": ("marglik.laplace.KronLaplace.fit", 1),
+    "the pass": ("marglik.posterior.posterior.Posterior.fit", 1),
     "the state's factors": ("os.fsync", 5),
-    "the search of the prior": ("marglik.fit._find_prior", 1),
-    "the posterior's record": ("marglik.posterior_file.write_record", 1),
+    "the search of the prior": ("marglik.runs.fit._find_prior", 1),
+    "the posterior's record": ("marglik.posterior.posterior_file.write_record", 1),
     "the very end": ("shutil.rmtree", 1),
 }
 
@@ -77,7 +77,7 @@ def test_a_killed_fit_goes_on_with_the_same_command(name, fits, tmp_path, monkey
     has_state = (folder / "checkpoint" / "fit" / "state.json").exists()
     assert has_state == (name in ("the search of the prior", "the posterior's record"))
     if has_state:
-        monkeypatch.setattr("marglik.laplace.kronecker_factors", None)  # no second pass
+        monkeypatch.setattr("marglik.posterior.posterior.kronecker_factors", None)  # no second pass
     if name == "the very end":  # of a fit that is there
         assert "already holds a run" in refuse(fitting(checkpoint, folder))
         return
@@ -162,7 +162,7 @@ def test_a_fit_goes_on_when_there_is_room(fits, tmp_path, monkeypatch):
         assert f"{disk / 'run' / 'posterior.safetensors'} cannot be written (No space left" in line
         assert "8,192 are free" in line and "the same command goes on" in line
         (disk / "filler").unlink()
-        monkeypatch.setattr("marglik.laplace.kronecker_factors", None)  # no second pass
+        monkeypatch.setattr("marglik.posterior.posterior.kronecker_factors", None)  # no second pass
         assert main(command) == 0
         same_posterior(disk / "run", fits / "whole")
         assert names_in(disk / "run") == names_in(fits / "whole")

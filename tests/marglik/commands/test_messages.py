@@ -2,8 +2,9 @@
 
 import pytest
 
-from marglik import cli, training_setup
+from marglik import cli
 from marglik.cli import COMMANDS, main
+from marglik.runs import training_setup
 from tests.marglik.commands.command_line import refusal
 
 DIGITS = ["train", "--config", "digits", "--no_progress"]

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from marglik.cli import main
-from marglik.posterior_file import read_posterior
+from marglik.storage.record_file import read_posterior
 from tests.marglik.data.text_and_graphs import (
     dart_entries,
     nci1_texts,

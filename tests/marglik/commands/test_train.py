@@ -8,14 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from marglik import experiment, training_setup
 from marglik.cli import main
-from marglik.config import RunConfig
 from marglik.data import Digits, ImageBatches
 from marglik.models import MLP
-from marglik.network_training import NetworkTraining
-from marglik.posterior_file import load_posterior, read_posterior
-from marglik.run_log import read_log
+from marglik.posterior.posterior_file import load_posterior
+from marglik.runs import train as experiment
+from marglik.runs import training_setup
+from marglik.runs.config import RunConfig
+from marglik.storage.record_file import read_posterior
+from marglik.storage.run_log import read_log
+from marglik.training.network import NetworkTraining
 from tests.marglik.commands.command_line import refusal
 
 SMALL = [

@@ -6,8 +6,9 @@ import shutil
 import pytest
 
 from marglik.cli import main
-from marglik.posterior_file import load_posterior, read_posterior
-from marglik.run_log import read_log
+from marglik.posterior.posterior_file import load_posterior
+from marglik.storage.record_file import read_posterior
+from marglik.storage.run_log import read_log
 from tests.marglik import threads
 from tests.marglik.commands.command_line import refusal
 from tests.marglik.data.text_and_graphs import (

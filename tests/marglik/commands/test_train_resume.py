@@ -11,15 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from marglik import evaluation_record, experiment
-from marglik.checkpoint import Checkpoints
 from marglik.cli import main
-from marglik.config import RunConfig
 from marglik.data import Digits
 from marglik.models import MLP
-from marglik.network_training import NetworkTraining
-from marglik.run_folder import RunFolder
-from marglik.run_log import RunLog, read_log
+from marglik.prediction import evaluation_record
+from marglik.runs import train as experiment
+from marglik.runs.config import RunConfig
+from marglik.storage.checkpoint import Checkpoints
+from marglik.storage.run_folder import RunFolder
+from marglik.storage.run_log import RunLog, read_log
+from marglik.training.network import NetworkTraining
 from tests.marglik import threads
 from tests.marglik.commands.command_line import DATA, MODEL, TRAIN, refusal
 

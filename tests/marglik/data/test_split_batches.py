@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from marglik.data import ImageSet, ImageSplits, TensorSplits
-from marglik.data.split_batches import split_batches
+from marglik.data.batches import split_batches
 
 
 def part(n, first=0):

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from marglik.data import TensorFile, TensorSplits
-from marglik.loaders import count_examples
+from marglik.training.loaders import count_examples
 
 TRAIN, VALIDATION, TEST = 10, 3, 4
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from marglik.data import TensorSplits
-from marglik.data.split_batches import split_batches
+from marglik.data.batches import split_batches
 from marglik.graphs import Graphs
 
 

@@ -12,10 +12,10 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from kfac_backend.files import write_file
-from marglik import run_files
-from marglik.provenance import Provenance
-from marglik.record_file import as_json, write_record
-from marglik.run_folder import RunFolder
+from marglik.storage import run_files
+from marglik.storage.provenance import Provenance
+from marglik.storage.record_file import as_json, write_record
+from marglik.storage.run_folder import RunFolder
 
 CLASSES = [str(digit) for digit in range(10)]
 NUM_DATA, NUM_TEST = 1438, 359

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from marglik.provenance import Provenance
 from marglik.report.contents import read_run, read_runs
-from marglik.run_folder import RunFolder
+from marglik.storage.provenance import Provenance
+from marglik.storage.run_folder import RunFolder
 from tests.marglik.report.fabricate import CONFIG, NUM_DATA, changed, write, write_fit, write_run
 
 

@@ -1,0 +1,136 @@
+"""From a model's layers to its rules, and from the rules' sums to the parameters' blocks.
+
+Mostly a parameter belongs to one layer, and its block is that layer's B ⊗ A. The rest is here:
+tensors that several layers share (tied), tensors that hold several maps (packed, as attention's
+``in_proj_weight``), and tensors that are used in two ways.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kfac_backend.blocks.block import KroneckerBlock
+from kfac_backend.blocks.nearest_kronecker import nearest_kronecker
+from kfac_backend.layers import ExactRule, Rule, WeightSharingRule
+from kfac_backend.layers.uses import BlockSums
+from kfac_backend.model.coverage import Coverage, TrackedLayer
+from kfac_backend.options import Approximation
+
+__all__ = ["assemble_blocks", "make_rules"]
+
+
+class _Part(NamedTuple):
+    """One layer's sums of a parameter."""
+
+    slot: tuple[int, int]
+    sums: BlockSums
+
+
+def make_rules(coverage: Coverage, modes: Mapping[str, Approximation]) -> dict[TrackedLayer, Rule]:
+    """A rule for each layer, with empty sums; layers that share a tensor share its sums.
+
+    Args:
+        coverage: the layers.
+        modes: each layer's mode, by its name.
+
+    Raises:
+        NotImplementedError: a tensor that layers share in ways that have no common block.
+    """
+    rules: dict[TrackedLayer, Rule] = {
+        tracked: tracked.rule(tracked.layer, modes.get(tracked.name, "expand"), tracked.parameters)
+        for tracked in coverage.all
+    }
+    _tie(rules)
+    return rules
+
+
+def assemble_blocks(rules: dict[TrackedLayer, Rule]) -> dict[str, KroneckerBlock]:
+    """Parameter name -> block, A a mean over its terms.
+
+    The sums become the blocks in place, and ``rules`` is empty afterwards.
+    """
+    parts: dict[str, list[_Part]] = {}
+    while rules:  # one at a time, as what a rule holds may be as large as its sums
+        tracked, rule = rules.popitem()
+        for local, sums in rule.block_sums().items():
+            part = _Part(tracked.slots.get(local, (0, 1)), sums)
+            parts.setdefault(tracked.parameters[local], []).append(part)
+    return {name: _block(name, of_name) for name, of_name in parts.items()}
+
+
+def _tie(rules: Mapping[TrackedLayer, Rule]) -> None:
+    """Let layers that share a tensor sum up together, where both use it the same way."""
+    first: dict[tuple, tuple[Rule, str]] = {}
+    kinds: dict[tuple, dict[tuple, TrackedLayer]] = {}
+    for tracked, rule in rules.items():
+        for local, name in tracked.parameters.items():
+            place = (name, tracked.slots.get(local))
+            kind = _kind(rule, local)
+            if (*place, kind) in first:
+                other, others_local = first[*place, kind]
+                rule.share(local, other, others_local)
+            else:
+                first[*place, kind] = rule, local
+            kinds.setdefault(place, {})[kind] = tracked
+    by_name: dict[str, list[tuple]] = {}
+    for name, slot in kinds:
+        by_name.setdefault(name, []).append((name, slot))
+    for name, places in by_name.items():
+        of_name = [kind for place in places for kind in kinds[place]]
+        whole = any(slot is None for _, slot in places)
+        if (whole and len(places) > 1) or (
+            len(of_name) > len(places)
+            and not (len(places) == 1 and all(kind[0] == "weight" for kind in of_name))
+        ):
+            layers = dict.fromkeys(str(t) for place in places for t in kinds[place].values())
+            raise NotImplementedError(
+                f"Parameter '{name}' is used in different ways by {' and '.join(layers)}, "
+                "which have no common block. Use separate tensors, or freeze it "
+                "(requires_grad_(False))."
+            )
+
+
+def _kind(rule: Rule, local: str) -> tuple:
+    """Uses of one kind are one sum; those of a weight stored the other way round are another."""
+    if isinstance(rule, WeightSharingRule):
+        if local == "bias":
+            return ("bias", rule.mode if isinstance(rule.mode, str) else tuple(rule.mode.items()))
+        return ("weight", rule.transposed, rule.groups, str(rule.mode))
+    if isinstance(rule, ExactRule):
+        return ("exact",)
+    return (type(rule), local)
+
+
+def _block(name: str, parts: list[_Part]) -> KroneckerBlock:
+    """The block of a parameter: of all its slots, and of both ways that it is used in."""
+    if len(parts) > 1 and parts[0].slot[1] > 1:
+        return _packed(name, parts)
+    blocks = [_one_block(name, part.sums) for part in parts]
+    return blocks[0] if len(blocks) == 1 else nearest_kronecker(blocks)
+
+
+def _one_block(name: str, sums: BlockSums) -> KroneckerBlock:
+    B = _without_single_group(sums.B)
+    if sums.A is None:
+        return KroneckerBlock(name, B)
+    A = _without_single_group(sums.A.div_(max(sums.num_terms, 1)))
+    return KroneckerBlock(name, B, A, sums.num_terms)
+
+
+def _packed(name: str, parts: list[_Part]) -> KroneckerBlock:
+    """Several maps' blocks as groups of one tensor."""
+    ordered = sorted(parts, key=lambda part: part.slot[0])
+    assert [part.slot[0] for part in ordered] == list(range(parts[0].slot[1]))
+    sums = [part.sums for part in ordered]
+    B = torch.cat([s.B for s in sums])
+    inputs = [s.A / max(s.num_terms, 1) for s in sums if s.A is not None]
+    if not inputs:
+        return KroneckerBlock(name, B)
+    return KroneckerBlock(name, B, torch.cat(inputs), tuple(s.num_terms for s in sums))
+
+
+def _without_single_group(factor: Tensor) -> Tensor:
+    """(G, d, d), or (d, d) for one group."""
+    return factor[0] if len(factor) == 1 else factor

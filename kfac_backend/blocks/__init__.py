@@ -1,0 +1,1 @@
+"""The curvature's blocks B ⊗ A: algebra, eigenvalues, spectra, files."""

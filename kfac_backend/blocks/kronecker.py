@@ -1,0 +1,270 @@
+"""The Kronecker-factored GGN of a whole model: one block per parameter tensor."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from kfac_backend.blocks.block import KroneckerBlock, compute_eigenvalues
+from kfac_backend.files import parse_json, write_tensors
+from kfac_backend.options import Fisher, KfacApprox, Likelihood, check_positive
+from kfac_backend.threads import turn_of
+
+__all__ = ["KroneckerFactors"]
+
+FORMAT_VERSION = 1
+
+FIELDS = (
+    "num_data",
+    "num_outputs",
+    "num_loss_terms",
+    "loss",
+    "likelihood",
+    "kfac_approx",
+    "fisher",
+)
+# Files of the first release lack these.
+LATER_FIELDS = ("rank_tolerance", "trace", "trace_left_out")
+
+
+@dataclass(frozen=True)
+class KroneckerFactors:
+    """GGN ≈ block-diag(B ⊗ A) over the parameter tensors: a sum over the data, without the prior.
+
+    ``c * factors`` are those of the same data with a weight c ≥ 0, as if each example had been seen
+    c times: B, the loss and all counts are multiplied, the mean A stays. So sums are weighted sums
+    over the data, ``0.95 * old + 0.05 * new`` is a moving average of A and of B, and
+    ``factors * (1/T)`` has the likelihood tempered by T. For regression the noise is 1; the
+    curvature and the loss at another σ are those of ``factors * (1/σ²)``.
+
+    Source: Eschenhagen et al. 2023 (arXiv:2311.00636), sections 3.2 and 3.3.
+    """
+
+    blocks: dict[str, KroneckerBlock]
+    """Parameter name -> block, in the order of ``model.named_parameters()``."""
+    num_data: float
+    """N, the examples that were seen; one of weight c counts as c."""
+    num_outputs: int
+    """C, the size of the outputs' last axis."""
+    num_loss_terms: float
+    """Loss terms in all, with their weights: N unless examples have several."""
+    loss: float
+    """Σ ℓ (nats) over the data: see `loss_hessian.loss_sum`."""
+    likelihood: Likelihood
+    kfac_approx: KfacApprox
+    """What was asked for; "auto" as it was decided."""
+    fisher: Fisher
+    rank_tolerance: float = 0.0
+    """Share of tr Λ that columns of its root, left out, were allowed to have, per loss term."""
+    trace: float = 0.0
+    """Σ tr Λ over the data, if rank_tolerance > 0."""
+    trace_left_out: float = 0.0
+    """The part of it that was left out."""
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __add__(self, other: "KroneckerFactors") -> "KroneckerFactors":
+        """The factors of the union of both data sets, exactly."""
+        self._check_same_kind(other)
+        return replace(
+            self,
+            blocks={name: block.add(other.blocks[name]) for name, block in self.blocks.items()},
+            num_data=self.num_data + other.num_data,
+            num_loss_terms=self.num_loss_terms + other.num_loss_terms,
+            loss=self.loss + other.loss,
+            trace=self.trace + other.trace,
+            trace_left_out=self.trace_left_out + other.trace_left_out,
+        )
+
+    @property
+    def left_out_share(self) -> float:
+        """The share of Σ tr Λ that was left out; 0 unless a rank_tolerance was asked for."""
+        return self.trace_left_out / self.trace if self.trace else 0.0
+
+    def __mul__(self, weight: float) -> "KroneckerFactors":
+        """The factors of the same data with a weight ≥ 0, as if it were there so many times."""
+        if not 0.0 <= float(weight) < float("inf"):
+            raise ValueError(f"Factors can be multiplied by a finite number ≥ 0, not by {weight}.")
+        c = weight if isinstance(weight, int) else float(weight)  # whole counts stay whole
+        return replace(
+            self,
+            blocks={name: block.scale(c) for name, block in self.blocks.items()},
+            num_data=self.num_data * c,
+            num_loss_terms=self.num_loss_terms * c,
+            loss=self.loss * c,
+            trace=self.trace * c,
+            trace_left_out=self.trace_left_out * c,
+        )
+
+    __rmul__ = __mul__
+
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> "KroneckerFactors":
+        """The factors on another device or in another dtype."""
+        moved = {name: block.to(device, dtype) for name, block in self.blocks.items()}
+        return replace(self, blocks=moved)
+
+    def to_dense(self, name: str) -> Tensor:
+        """The block of one parameter as a (P, P) matrix."""
+        if name not in self.blocks:
+            raise KeyError(f"No block for '{name}'; there are {', '.join(self.blocks)}.")
+        return self.blocks[name].to_dense()
+
+    def eigenvalues(self) -> dict[str, Tensor]:
+        """Parameter name -> all eigenvalues (P,) of its block, in float64."""
+        compute_eigenvalues(self.blocks.values())
+        return {name: block.eigenvalues() for name, block in self.blocks.items()}
+
+    def num_clipped(self) -> int:
+        """How many of the factors' eigenvalues rounding made negative (they count as 0)."""
+        return sum(block.num_clipped() for block in self.blocks.values())
+
+    def log_det(self, prior_precision: float | Tensor) -> Tensor:
+        """Log det(GGN + P₀), in float64, differentiable in the prior precision.
+
+        Args:
+            prior_precision: δ > 0, a scalar or one per block (len(self),).
+        """
+        delta = torch.as_tensor(prior_precision, dtype=torch.float64)
+        if delta.numel() not in (1, len(self)) or delta.dim() > 1:
+            raise ValueError(
+                f"prior_precision has shape {tuple(delta.shape)}; expected a scalar or "
+                f"({len(self)},), one per block."
+            )
+        check_positive("prior_precision", delta)
+        terms = [
+            (block.eigenvalues() + d.to(block.B.device)).log().sum()
+            for block, d in zip(self.blocks.values(), delta.expand(len(self)), strict=True)
+        ]
+        return torch.stack(terms).sum()
+
+    def matvec(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """GGN · v for one tensor per parameter, in the parameters' shapes."""
+        self._check_names(v)
+        return {
+            name: block.matvec(v[name].flatten()).view_as(v[name])
+            for name, block in self.blocks.items()
+        }
+
+    def quadratic(self, v: Mapping[str, Tensor]) -> Tensor:
+        """vᵀ · GGN · v for one tensor per parameter."""
+        product = self.matvec(v)
+        return torch.stack([(v[name] * product[name]).sum() for name in self.blocks]).sum()
+
+    def check_alignment(self, model: nn.Module) -> None:
+        """Raise a ValueError unless there is one block per trainable parameter, in the same order.
+
+        laplace-torch pairs blocks and parameters by position, in silence.
+        """
+        with turn_of(model):
+            trainable = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
+        blocks = {name: block.numel for name, block in self.blocks.items()}
+        if list(blocks.items()) != list(trainable.items()):
+            differ = [name for name in trainable if blocks.get(name) != trainable[name]]
+            raise ValueError(
+                "A posterior needs a block for every trainable parameter, but these have none: "
+                f"{', '.join(differ) or list(blocks)}. Freeze them with requires_grad_(False) "
+                "before the Laplace approximation is made."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The factors as plain data and tensors, which `torch.load` reads at its default."""
+        header = {
+            "format": "kfac_backend.KroneckerFactors",
+            "version": FORMAT_VERSION,
+            **{field: getattr(self, field) for field in FIELDS + LATER_FIELDS},
+            "blocks": [
+                {"name": n, "num_terms": b.num_terms, "dtype": str(b.B.dtype), "A": b.A is not None}
+                for n, b in self.blocks.items()
+            ],
+        }
+        tensors = {f"{name}/B": block.B.detach() for name, block in self.blocks.items()}
+        tensors |= {f"{n}/A": b.A.detach() for n, b in self.blocks.items() if b.A is not None}
+        return {"header": header, "tensors": tensors}
+
+    @classmethod
+    def from_state_dict(
+        cls, state: Mapping[str, Any], source: str = "The state"
+    ) -> "KroneckerFactors":
+        """The factors that `state_dict` returned.
+
+        Args:
+            state: what it returned.
+            source: what errors call it.
+
+        Raises:
+            ValueError: not such a state, one of a newer format, or one that lacks something.
+        """
+        header, tensors = state.get("header") or {}, state.get("tensors") or {}
+        if header.get("format") != "kfac_backend.KroneckerFactors":
+            raise ValueError(f"{source} holds no Kronecker factors; write it with save().")
+        if header["version"] > FORMAT_VERSION:
+            raise ValueError(
+                f"{source} has format version {header['version']}, this release reads up to "
+                f"{FORMAT_VERSION}; update marglik."
+            )
+        try:
+            blocks = {
+                entry["name"]: KroneckerBlock(
+                    entry["name"],
+                    tensors[f"{entry['name']}/B"],
+                    tensors[f"{entry['name']}/A"] if entry["A"] else None,
+                    _number_or_tuple(entry["num_terms"]),
+                )
+                for entry in header["blocks"]
+            }
+            later = {field: header[field] for field in LATER_FIELDS if field in header}
+            return cls(blocks, **{field: header[field] for field in FIELDS}, **later)
+        except KeyError as error:
+            raise ValueError(
+                f"{source} lacks {error}; it was altered. Save the factors anew."
+            ) from error
+
+    def save(self, path: str | Path) -> str:
+        """Write the factors as safetensors with a JSON header, atomically; returns the sum."""
+        state = self.state_dict()
+        # Copies, as a weight and its bias may share B, which safetensors refuses.
+        tensors = {name: tensor.clone().contiguous() for name, tensor in state["tensors"].items()}
+        return write_tensors(path, tensors, {"header": json.dumps(state["header"])})
+
+    @classmethod
+    def load(cls, path: str | Path, device: torch.device | str = "cpu") -> "KroneckerFactors":
+        """Read what `save` wrote.
+
+        Raises:
+            FileNotFoundError: no such file.
+            ValueError: not such a file, a truncated one, or one of a newer format.
+        """
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"No file of Kronecker factors at {path}.")
+        try:
+            with safe_open(path, framework="pt", device=str(device)) as file:
+                header = parse_json((file.metadata() or {}).get("header", "{}"))
+                tensors = {key: file.get_tensor(key) for key in file.keys()}
+        except (SafetensorError, ValueError) as error:
+            raise ValueError(f"{path} is not a whole file of Kronecker factors: {error}") from error
+        return cls.from_state_dict({"header": header, "tensors": tensors}, str(path))
+
+    def _check_same_kind(self, other: "KroneckerFactors") -> None:
+        for field in ("likelihood", "kfac_approx", "fisher", "num_outputs", "rank_tolerance"):
+            mine, theirs = getattr(self, field), getattr(other, field)
+            if json.dumps(mine) != json.dumps(theirs):  # the order of a mapping counts
+                raise ValueError(f"Cannot add factors with {field} {mine!r} and {theirs!r}.")
+        if list(self.blocks) != list(other.blocks):
+            raise ValueError("Cannot add factors of different parameters.")
+
+    def _check_names(self, v: Mapping[str, Tensor]) -> None:
+        missing = [name for name in self.blocks if name not in v]
+        if missing:
+            raise KeyError(f"No vector for parameter '{missing[0]}'; pass one per block.")
+
+
+def _number_or_tuple(value: float | list[float]) -> float | tuple[float, ...]:
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,67 @@
+"""One Kronecker product in place of a sum of several: a tensor used in two ways."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kfac_backend.blocks.block import KroneckerBlock
+
+__all__ = ["nearest_kronecker"]
+
+
+def nearest_kronecker(blocks: Sequence[KroneckerBlock]) -> KroneckerBlock:
+    """The block B ⊗ A that is nearest in Frobenius norm to Σ_k B_k ⊗ A_k.
+
+    An embedding whose weight is the output layer's too has two such terms. Rearranged, the sum is
+    the matrix Σ_k vec(B_k) vec(A_k)ᵀ of rank K, whose leading singular vectors are the factors;
+    inner products of the given ones are enough to find them. They are positive semi-definite, as
+    the coefficients of the B_k and of the A_k are not negative (Perron and Frobenius). Source: Van
+    Loan & Pitsianis 1993, "Approximation with Kronecker products".
+
+    The result has no number of terms: it is not the sum of two passes' results.
+
+    Args:
+        blocks: of the same tensor; a factor may be a diagonal, (V, 1, 1).
+    """
+    blocks = [b for b in blocks if b.A is not None and b.B.any() and b.A.any()] or list(blocks[:1])
+    if len(blocks) == 1:
+        return KroneckerBlock(blocks[0].name, blocks[0].B, blocks[0].A)
+    Bs = [_dense(block.B) for block in blocks]
+    As = [_dense(block.A) for block in blocks if block.A is not None]
+    of_B, of_A = _inner_products(Bs), _inner_products(As)  # (K, K) in float64
+    # Bring all B_k to norm one, their A_k take the rest over: the products stay.
+    roots = of_B.diagonal().sqrt()
+    of_B, of_A = of_B / torch.outer(roots, roots), of_A * torch.outer(roots, roots)
+    # Coefficients u of the B_k and w of the A_k: (Σ u_k B_k) ⊗ (Σ w_k A_k), by power iteration's
+    # limit: u = of_A's image of u, the leading eigenvector of of_A of_B.
+    values, vectors = torch.linalg.eig(of_A @ of_B)
+    u = vectors.real[:, values.real.argmax()].abs()
+    norm = u @ of_B @ u
+    B = _combination(u / roots, Bs)
+    # The best A for this B: Σ_k <B, B_k> A_k / <B, B>.
+    A = _combination((of_B @ u) / norm * roots, As)
+    return KroneckerBlock(blocks[0].name, B, A)
+
+
+def _combination(coefficients: Tensor, factors: list[Tensor]) -> Tensor:
+    terms = [float(c) * F for c, F in zip(coefficients, factors, strict=True)]
+    return torch.stack(terms).sum(0)
+
+
+def _inner_products(factors: list[Tensor]) -> Tensor:
+    flat = torch.stack([F.flatten().double() for F in factors])
+    return flat @ flat.mT
+
+
+def _dense(factor: Tensor | None) -> Tensor:
+    """(d, d), of a matrix or of d groups of one entry."""
+    assert factor is not None
+    if factor.dim() == 2:
+        return factor
+    if factor.shape[-1] != 1:
+        raise NotImplementedError(
+            "A tensor in groups is used in two ways, which have no common block. Use separate "
+            "tensors, or freeze it (requires_grad_(False))."
+        )
+    return torch.diag_embed(factor[:, 0, 0])

@@ -1,0 +1,1 @@
+"""Covariances of a network's outputs, without Jacobians."""

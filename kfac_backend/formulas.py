@@ -1,0 +1,113 @@
+"""K-FAC-expand and K-FAC-reduce: from a layer's inputs and output gradients to its block B ⊗ A.
+
+Everything else in this package is about getting these numbers sooner. The fast ways are tested
+against this file, and this file against explicit loops.
+
+The setting. A layer applies one weight W (d_out, d_in) at R positions of each of N examples: the
+pixels of an image, the tokens of a sequence, the nodes of a graph; R = 1 for a plain linear layer.
+It is described by two arrays:
+
+- ``a`` (N, R, d_in): its inputs. For a convolution these are patches, d_in = channels × kernel.
+- ``b`` (V, N, R, d_out): gradients with respect to its outputs, of V vectors v with Σ_v v vᵀ = Λ.
+  Λ (C, C) is the Hessian of the loss in the network's outputs; propagating a column v of its root
+  back gives b = (∂f/∂s)ᵀ v, so that Σ_v b bᵀ is the paper's b Λ bᵀ. Where examples have a loss term
+  for each position, every term has vectors of its own.
+
+The block of W is one of the generalised Gauss-Newton matrix Σ_n Jᵀ Λ J (the paper's eq. 4), a sum
+over the data. W is flattened row by row, as PyTorch flattens it, hence B ⊗ A with B first (the
+paper flattens columns, hence its A ⊗ B). An example's gradient is Σ_r b_nr a_nrᵀ; the two modes
+differ in how they tear that sum apart:
+
+- **expand** treats each position as an example of its own: terms with r ≠ r' are dropped. Exact for
+  deep linear networks and a Gaussian likelihood, if there is a loss term for each position.
+- **reduce** takes the mean of the inputs and the sum of the gradients first. Exact for deep linear
+  networks and a Gaussian likelihood, if the network sums or averages the positions.
+
+A is a mean and B a sum, so that the product is a sum over the data. A bias, which is added at each
+position, has B alone as its block; the mode is the layer's.
+
+Source: Eschenhagen et al. 2023, "Kronecker-Factored Approximate Curvature for Modern Neural Network
+Architectures" (arXiv:2311.00636), sections 3.2 and 3.3.
+"""
+
+from typing import Literal
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+__all__ = [
+    "expand_factors",
+    "gram",
+    "gradient_sums",
+    "input_means",
+    "layer_factors",
+    "reduce_factors",
+    "reduce_factors_of_graphs",
+]
+
+
+def expand_factors(
+    a: Float[Tensor, "N R d_in"], b: Float[Tensor, "V N R d_out"]
+) -> tuple[Float[Tensor, "d_out d_out"], Float[Tensor, "d_in d_in"]]:
+    """B = Σ_v Σ_n Σ_r b_vnr b_vnrᵀ and A = 1/(N R) Σ_n Σ_r a_nr a_nrᵀ (the paper's eq. 7)."""
+    N, R, _ = a.shape
+    return gram(b), gram(a) / (N * R)
+
+
+def reduce_factors(
+    a: Float[Tensor, "N R d_in"], b: Float[Tensor, "V N R d_out"]
+) -> tuple[Float[Tensor, "d_out d_out"], Float[Tensor, "d_in d_in"]]:
+    """B = Σ_v Σ_n b̂_vn b̂_vnᵀ and A = 1/N Σ_n â_n â_nᵀ (the paper's eq. 10).
+
+    With the mean over positions â_n = 1/R Σ_r a_nr and the sum b̂_vn = Σ_r b_vnr.
+    """
+    return gram(gradient_sums(b)), gram(input_means(a)) / len(a)
+
+
+def reduce_factors_of_graphs(
+    a: Float[Tensor, "M d_in"],
+    b: Float[Tensor, "V M d_out"],
+    graph: Int[Tensor, "M"],
+    num_graphs: int,
+) -> tuple[Float[Tensor, "d_out d_out"], Float[Tensor, "d_in d_in"]]:
+    """Reduce where example n has R_n positions: both sums are divided by √R_n.
+
+    Dividing the inputs' sum alone, by R_n, would weigh the examples of A and not those of B (the
+    paper's appendix on K-FAC-reduce for GraphNetworks). Expand needs no formula of its own: all M
+    positions are examples, ``expand_factors(a[None], b[:, None])``.
+
+    Args:
+        a: inputs at all nodes or edges, one graph behind the other.
+        b: gradients there.
+        graph: the graph of each, 0..N-1; -1 for a position that does not count.
+        num_graphs: N, with those that have no position.
+    """
+    counted = graph >= 0
+    a, b, graph = a[counted], b[:, counted], graph[counted]
+    roots = graph.bincount(minlength=num_graphs).clamp(min=1).to(a.dtype).sqrt()[:, None]
+    of_inputs = a.new_zeros(num_graphs, a.shape[-1]).index_add(0, graph, a) / roots
+    of_gradients = b.new_zeros(len(b), num_graphs, b.shape[-1]).index_add(1, graph, b) / roots
+    return gram(of_gradients), gram(of_inputs) / num_graphs
+
+
+def layer_factors(
+    a: Float[Tensor, "N R d_in"], b: Float[Tensor, "V N R d_out"], mode: Literal["expand", "reduce"]
+) -> tuple[Float[Tensor, "d_out d_out"], Float[Tensor, "d_in d_in"]]:
+    """B and A in either mode."""
+    return expand_factors(a, b) if mode == "expand" else reduce_factors(a, b)
+
+
+def input_means(a: Float[Tensor, "*batch R d"]) -> Float[Tensor, "*batch d"]:
+    """â = 1/R Σ_r a_r: the mean over positions, which reduce takes of inputs."""
+    return a.mean(-2)
+
+
+def gradient_sums(b: Float[Tensor, "*batch R d"]) -> Float[Tensor, "*batch d"]:
+    """b̂ = Σ_r b_r: the sum over positions, which reduce takes of output gradients."""
+    return b.sum(-2)
+
+
+def gram(x: Float[Tensor, "*rows d"]) -> Float[Tensor, "d d"]:
+    """Σ x xᵀ over all rows."""
+    rows = x.flatten(0, -2)
+    return rows.mT @ rows

@@ -1,0 +1,200 @@
+"""Backends of laplace-torch: `KfacGGN` and `KfacEF`."""
+
+from collections.abc import MutableMapping
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfac_backend.blocks.kronecker import KroneckerFactors
+from kfac_backend.curvature_pass import CurvaturePass, check_one_process
+from kfac_backend.laplace.kron import FactorKron, laplace
+from kfac_backend.options import CurvatureOptions, Fisher, KfacApprox
+
+__all__ = ["KfacEF", "KfacGGN", "KfacInterface"]
+
+
+class KfacInterface(laplace.curvature.CurvatureInterface):
+    """`kron` on top of `CurvaturePass`; what laplace-torch's interfaces have is inherited.
+
+    Args:
+        model: the network, or laplace-torch's feature extractor around it.
+        likelihood: "classification" or "regression".
+        last_layer: only the last layer's curvature.
+        subnetwork_indices: for laplace-torch's subnetwork Laplace (full, diag).
+        dict_key_x: the input's key in batches that are mappings.
+        dict_key_y: the targets' key in batches that are mappings.
+        generator: source of Monte Carlo labels.
+        kwargs: those of laplace-torch's interfaces (``stochastic``, ``num_samples``), and the
+            options of `CurvatureOptions` but ``fisher`` and ``mc_samples``. laplace-torch needs a
+            block for every trainable parameter: freeze with requires_grad_(False) instead of
+            ``unsupported="freeze"``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str,
+        last_layer: bool = False,
+        subnetwork_indices: torch.LongTensor | None = None,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        *,
+        generator: torch.Generator | None = None,
+        **kwargs: Any,
+    ) -> None:
+        of_laplace = {k: kwargs.pop(k) for k in ("stochastic", "num_samples") if k in kwargs}
+        super().__init__(
+            model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y, **of_laplace
+        )
+        self.generator = generator
+        self.options = CurvatureOptions().but(
+            **{"dict_key_y": dict_key_y} | kwargs,
+            fisher=self.fisher,
+            mc_samples=getattr(self, "num_samples", 1),
+        )
+        """What `kron` computes with."""
+        self._passes: dict[str, CurvaturePass] = {}
+
+    @property
+    def fisher(self) -> Fisher:
+        """The Fisher kind of `kron`."""
+        raise NotImplementedError
+
+    def kron(  # pyright: ignore[reportIncompatibleMethodOverride]  # names the keywords
+        self,
+        x: Tensor | MutableMapping[str, Any],
+        y: Tensor,
+        N: int,
+        kfac_approx: KfacApprox | None = None,
+        mc_samples: int | None = None,
+    ) -> tuple[Tensor, FactorKron]:
+        """Loss (a sum, nats) and curvature of one batch, scaled so that batches add up.
+
+        A is the batch's mean times M/N, B the batch's sum.
+
+        Args:
+            x: input (M, ...) or a mapping.
+            y: targets.
+            N: number of examples in all batches together.
+            kfac_approx: instead of the constructor's.
+            mc_samples: instead of the constructor's ``num_samples``, if stochastic.
+        """
+        model: nn.Module = self.model
+        if self.last_layer:
+            with torch.no_grad():
+                _, x = self.model.forward_with_features(x)  # pyright: ignore
+            model = self.model.last_layer  # pyright: ignore[reportAssignmentType]
+        options = self.options
+        if kfac_approx is not None:
+            options = options.but(kfac_approx=kfac_approx)
+        if mc_samples is not None:
+            options = options.but(mc_samples=mc_samples)
+        curvature = self._curvature_pass(model, options)
+        curvature.reset()
+        curvature.add(x, y)
+        factors = curvature.factors()
+        factors.check_alignment(model)
+        _check_sum(factors, N)
+        kron = FactorKron.from_factors(factors, self.params[0].dtype)
+        for F in kron.kfacs:
+            if len(F) == 2:
+                F[1].mul_(factors.num_data / N)
+        return self.params[0].new_tensor(factors.loss), kron
+
+    def _curvature_pass(self, model: nn.Module, options: CurvatureOptions) -> CurvaturePass:
+        # Kept, since the first batch of each also proves that the model is covered.
+        key = repr(options)
+        if key not in self._passes:
+            likelihood: Any = self.likelihood
+            self._passes[key] = CurvaturePass(model, likelihood, options, generator=self.generator)
+        return self._passes[key]
+
+
+class KfacGGN(KfacInterface, laplace.curvature.GGNInterface):  # pyright: ignore[reportIncompatibleMethodOverride]
+    """The GGN by K-FAC, expand or reduce, for laplace-torch 0.3.
+
+    Use it as ``Laplace(model, "classification", hessian_structure="kron", backend=KfacGGN,
+    backend_kwargs={"kfac_approx": "reduce"})``. With ``stochastic=True`` labels are drawn from the
+    model, ``num_samples`` per example.
+    """
+
+    @property
+    def fisher(self) -> Fisher:
+        """Monte Carlo if stochastic, else exact."""
+        return "mc" if self.stochastic else "exact"
+
+    def full(  # pyright: ignore[reportIncompatibleMethodOverride]  # names the keywords
+        self, x: Any, y: Tensor, N: int | None = None, mc_samples: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Loss and dense GGN (P, P) of one batch; ``mc_samples`` as in `kron`, N is not needed."""
+        check_one_process()
+        return laplace.curvature.GGNInterface.full(self._with_samples(mc_samples), x, y)
+
+    def diag(  # pyright: ignore[reportIncompatibleMethodOverride]  # names the keywords
+        self, x: Any, y: Tensor, N: int | None = None, mc_samples: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Loss and diagonal (P,) of the GGN of one batch; arguments as in `full`."""
+        check_one_process()
+        return laplace.curvature.GGNInterface.diag(self._with_samples(mc_samples), x, y)
+
+    def _with_samples(self, mc_samples: int | None) -> "KfacGGN":
+        if mc_samples is None:
+            return self
+        if mc_samples < 1:
+            raise ValueError(f"mc_samples must be at least 1, not {mc_samples}.")
+        other = copy(self)
+        other.num_samples = mc_samples
+        return other
+
+
+class KfacEF(KfacInterface, laplace.curvature.EFInterface):  # pyright: ignore[reportIncompatibleMethodOverride]
+    """The empirical Fisher by K-FAC, expand or reduce, for laplace-torch 0.3.
+
+    Gradients are those of −log p(y|f), with unit noise for "regression": ``f − y``. laplace-torch's
+    own full and diagonal empirical Fisher are twice that, as they halve the outer product of
+    gradients of the whole squared error.
+    """
+
+    @property
+    def fisher(self) -> Fisher:
+        """Always empirical."""
+        return "empirical"
+
+    def gradients(self, x: Tensor | MutableMapping[str, Any], y: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients (M, P) of each example's ``lossfunc``, and the batch's sum of it."""
+        if not self.last_layer and isinstance(x, Tensor):
+            return super().gradients(x, y)
+        # laplace-torch has no way for mappings or the last layer: chain the Jacobians instead.
+        Js, f = self.last_layer_jacobians(x) if self.last_layer else self.jacobians(x)
+        f = f.detach().requires_grad_()
+        with torch.enable_grad():
+            loss = self.lossfunc(f, y)
+        (g,) = torch.autograd.grad(loss, f)
+        return torch.einsum("nc,ncp->np", g, Js), loss.detach()
+
+    def full(self, x: Any, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Loss and dense empirical Fisher (P, P) of one batch."""
+        check_one_process()
+        loss, H = super().full(x, y, **kwargs)
+        return loss, self.factor * H
+
+    def diag(self, x: Any, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Loss and diagonal (P,) of the empirical Fisher of one batch."""
+        check_one_process()
+        loss, H = super().diag(x, y, **kwargs)
+        return loss, self.factor * H
+
+
+def _check_sum(factors: KroneckerFactors, N: int) -> None:
+    """Raise a NotImplementedError unless batches' factors can be added up to those of all N."""
+    tied = [
+        n for n, b in factors.blocks.items() if b.A is not None and b.num_terms == 0 and b.A.any()
+    ]
+    if tied and factors.num_data != N:
+        raise NotImplementedError(
+            f"Parameter '{tied[0]}' is used in two ways; the factors of its batches cannot be "
+            "added. Fit with marglik.KronLaplace, which passes over all the data at once, or "
+            "freeze it (requires_grad_(False))."
+        )

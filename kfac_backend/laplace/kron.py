@@ -1,0 +1,239 @@
+"""laplace-torch's containers of curvature, with our blocks inside.
+
+laplace-torch holds the curvature as a `Kron`, a list of factors [B, A] or [B] in the order of the
+trainable parameters, adds batches, and decomposes the sum. `FactorKron` and `EigenKron` are such
+objects, so that grouped convolutions fit, the eigendecomposition falls back instead of leaving the
+process, damping survives a sum, and the noise has its whole gradient.
+"""
+
+import warnings
+from functools import cached_property
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from kfac_backend.blocks.block import EigenBlock, KroneckerBlock
+from kfac_backend.blocks.kronecker import KroneckerFactors
+from kfac_backend.blocks.spectrum import Spectra
+
+with warnings.catch_warnings():
+    # It imports ASDL, whose functions are scripted. Only here, so that nobody sees it complain.
+    warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", FutureWarning)
+    import laplace.curvature
+    from laplace.utils import Kron, KronDecomposed
+
+__all__ = ["EigenKron", "FactorKron", "laplace"]
+
+
+class FactorKron(Kron):
+    """laplace-torch's Kron of one model: [B, A] or [B] per trainable parameter, in their order."""
+
+    def __init__(self, kfacs: list[list[Tensor]], names: list[str]) -> None:
+        super().__init__(kfacs)  # pyright: ignore[reportArgumentType]
+        self.names = names
+        self._is_sum = False
+
+    @classmethod
+    def from_factors(cls, factors: KroneckerFactors, dtype: torch.dtype | None = None):
+        """A Kron of these factors, in the parameters' dtype if one is given, float32 at least."""
+        if dtype is not None:
+            dtype = torch.promote_types(dtype, torch.float32)
+        kfacs = [
+            [F.to(dtype) for F in (block.B, block.A) if F is not None]
+            for block in factors.blocks.values()
+        ]
+        return cls(kfacs, list(factors.blocks))
+
+    @property
+    def blocks(self) -> list[KroneckerBlock]:
+        """The factors as blocks."""
+        kfacs = cast(list[list[Tensor]], self.kfacs)
+        return [
+            KroneckerBlock(name, F[0], F[1] if len(F) == 2 else None)
+            for name, F in zip(self.names, kfacs, strict=True)
+        ]
+
+    def __add__(self, other: Kron) -> "FactorKron":
+        """The sum with another Kron of this model, or with laplace-torch's initial zeros."""
+        copy = [[F.clone() for F in Fs] for Fs in cast(list[list[Tensor]], self.kfacs)]
+        total = FactorKron(copy, self.names)
+        total._is_sum = True
+        total += other
+        return total
+
+    # Python asks a subclass's __radd__ before the base's __add__: zeros + batch arrives here.
+    __radd__ = __add__
+
+    def __iadd__(self, other: Kron) -> "FactorKron":
+        """Add in place, as laplace-torch's fit does with each batch."""
+        if not self._is_sum:  # the factors of a batch may share memory among themselves
+            return self + other
+        if not isinstance(other, Kron):
+            raise ValueError(f"Can only add Kron to Kron, not {type(other).__name__}.")
+        kfacs = cast(list[list[Tensor]], self.kfacs)
+        others = cast(list[list[Tensor]], other.kfacs)
+        if isinstance(other, FactorKron):
+            if self.names != other.names:
+                raise ValueError("Can only add curvature of the same parameters.")
+        elif len(other) == len(self) and not any(F.any() for Fs in others for F in Fs):
+            return self
+        # Also what laplace-torch's load_state_dict makes of our factors.
+        if [[F.shape for F in Fs] for Fs in others] != [[F.shape for F in Fs] for Fs in kfacs]:
+            raise ValueError("Can only add curvature from the same backend and model.")
+        for mine, theirs in zip(kfacs, others, strict=True):
+            for F, G in zip(mine, theirs, strict=True):
+                F += G
+        return self
+
+    def __mul__(self, scalar: float | Tensor) -> "FactorKron":
+        """The curvature times a scalar, spread evenly over a block's factors."""
+        return FactorKron(_times(scalar, cast(list[list[Tensor]], self.kfacs)), self.names)
+
+    __rmul__ = __mul__
+
+    def decompose(self, damping: bool = False) -> "EigenKron":
+        """Eigenvalues and -vectors of every factor, computed when they are needed."""
+        # Of the factors as they are now: batches may be added in place later.
+        return EigenKron(_Decomposition((self * 1.0).blocks), damping=damping)
+
+    def _bmm(self, W: Tensor) -> Tensor:
+        parts = W.split([block.numel for block in self.blocks], dim=-1)
+        products = [block.matvec(w) for block, w in zip(self.blocks, parts, strict=True)]
+        return torch.cat(products, dim=-1)
+
+    def diag(self) -> Tensor:
+        """The diagonal (P,)."""
+        parts = []
+        for block in self.blocks:
+            d = block.B.diagonal(dim1=-2, dim2=-1)
+            if block.A is not None:
+                d = d[..., :, None] * block.A.diagonal(dim1=-2, dim2=-1)[..., None, :]
+            parts.append(d.flatten())
+        return torch.cat(parts)
+
+    def logdet(self) -> Tensor:
+        """Log det of the curvature without a prior; −∞ where it is singular."""
+        return torch.stack([b.eigenvalues().log().sum() for b in self.blocks]).sum()
+
+    def to_matrix(self) -> Tensor:
+        """The dense (P, P) matrix; for tests."""
+        return torch.block_diag(*(block.to_dense() for block in self.blocks))
+
+
+class _Decomposition:
+    """What is known of some blocks' spectra, computed when first asked for."""
+
+    def __init__(self, blocks: list[KroneckerBlock]) -> None:
+        self.blocks = blocks
+        self._eigen: dict[int, EigenBlock] = {}
+
+    @cached_property
+    def spectra(self) -> Spectra:
+        """Eigenvalues without vectors."""
+        return Spectra.of(self.blocks)
+
+    def eigen(self, index: int) -> EigenBlock:
+        """Eigenvalues and -vectors of one block."""
+        if index not in self._eigen:
+            self._eigen[index] = self.blocks[index].decompose()
+        return self._eigen[index]
+
+
+class EigenKron(KronDecomposed):
+    """laplace-torch's KronDecomposed: scale · (B ⊗ A) + δ per block, by eigenvalues and -vectors.
+
+    A log determinant asks for eigenvalues alone; vectors wait for a product.
+    """
+
+    def __init__(
+        self,
+        decomposition: _Decomposition,
+        deltas: Tensor | None = None,
+        damping: bool = False,
+        scale: Tensor | float = 1.0,
+    ) -> None:
+        # The base class would want the eigenvectors now.
+        self._decomposition = decomposition
+        B = decomposition.blocks[0].B
+        self.deltas = B.new_zeros(len(decomposition.blocks)) if deltas is None else deltas
+        self.damping = damping
+        self.scale = scale
+
+    def __len__(self) -> int:
+        return len(self._decomposition.blocks)
+
+    @property
+    def blocks(self) -> list[EigenBlock]:
+        """The scaled blocks, without δ."""
+        return [self._decomposition.eigen(i).scale(self.scale) for i in range(len(self))]
+
+    @property
+    def eigenvalues(self) -> list[list[Tensor]]:  # pyright: ignore
+        """[β, α] or [β] of each scaled block."""
+        return [[v for v in (b.beta, b.alpha) if v is not None] for b in self.blocks]
+
+    @property
+    def eigenvectors(self) -> list[list[Tensor]]:  # pyright: ignore
+        """[Q_B, Q_A] or [Q_B] of each block."""
+        return [[Q for Q in (b.Q_B, b.Q_A) if Q is not None] for b in self.blocks]
+
+    def __add__(self, deltas: Tensor) -> "EigenKron":
+        """The blocks + δ, a scalar or one per block."""
+        self._check_deltas(deltas)
+        return EigenKron(self._decomposition, self.deltas + deltas, self.damping, self.scale)
+
+    __radd__ = __add__
+
+    def __mul__(self, scalar: Tensor | float) -> "EigenKron":
+        """The blocks times a scalar, differentiable in it; δ stays."""
+        return EigenKron(self._decomposition, self.deltas, self.damping, self.scale * scalar)
+
+    __rmul__ = __mul__
+
+    def spectrum(self, index: int) -> tuple[EigenBlock, Tensor]:
+        """One scaled block's eigenvectors, and the eigenvalues of it + δ in their basis."""
+        block = self._decomposition.eigen(index).scale(self.scale)
+        return block, block.spectrum(self.deltas.expand(len(self))[index], self.damping)
+
+    def spectra(self) -> list[tuple[EigenBlock, Tensor]]:
+        """The spectrum of each block."""
+        return [self.spectrum(i) for i in range(len(self))]
+
+    def logdet(self) -> Tensor:
+        """Σ log(βα + δ), differentiable in δ and in a scalar that multiplied the blocks."""
+        delta = self.deltas.double().expand(len(self))
+        if not self.damping and (delta > 0).all():
+            sizes = delta.new_tensor([block.numel for block in self._decomposition.blocks])
+            ratios = self._decomposition.spectra.log_det_ratio(self.scale / delta)
+            return (ratios + sizes * delta.log()).sum()
+        return torch.stack([spectrum.log().sum() for _, spectrum in self.spectra()]).sum()
+
+    def _bmm(self, W: Tensor, exponent: float = -1) -> Tensor:
+        spectra = self.spectra()
+        parts = W.split([spectrum.numel() for _, spectrum in spectra], dim=-1)
+        products = [
+            block.power_matvec(w, spectrum, exponent)
+            for (block, spectrum), w in zip(spectra, parts, strict=True)
+        ]
+        return torch.cat(products, dim=-1)
+
+    def diag(self, exponent: float = 1) -> Tensor:
+        """The diagonal (P,) of (H + δ) ** exponent."""
+        return torch.cat([block.diagonal(s, exponent) for block, s in self.spectra()])
+
+    def to_matrix(self, exponent: float = 1) -> Tensor:
+        """(H + δ) ** exponent as a dense (P, P) matrix; for tests."""
+        blocks = []
+        for block, spectrum in self.spectra():
+            identity = torch.eye(spectrum.numel(), device=spectrum.device, dtype=spectrum.dtype)
+            blocks.append(block.power_matvec(identity, spectrum, exponent))
+        return torch.block_diag(*blocks)
+
+
+def _times(scalar: Tensor | float, factors: list[list[Tensor]]) -> list[list[Tensor]]:
+    """Each block times a scalar, spread evenly over its factors, differentiable in the scalar.
+
+    (laplace-torch takes the scalar out of the graph: its noise misses a part of its gradient.)
+    """
+    return [[F * scalar ** (1 / len(Fs)) for F in Fs] for Fs in factors]

@@ -1,0 +1,166 @@
+"""Multi-head attention by its projections, and transformer layers whose batch axis is second."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kfac_backend.layers.parts import LayerByParts, LinearPart
+from kfac_backend.layers.rows import current_rows, examples_of_rows
+
+__all__ = ["AttentionByParts", "SequenceFirst"]
+
+
+class AttentionByParts(LayerByParts):
+    """nn.MultiheadAttention: queries, keys and values are three linear layers, as is the output.
+
+    The block of the packed ``in_proj_weight`` has the three as its groups. Keys that the padding
+    mask hides do not count. Other options are as the class has them.
+    """
+
+    def parts(self, layer: nn.MultiheadAttention) -> dict[str, LinearPart]:
+        """The three projections; the output's is a layer of its own."""
+        bias = None if layer.in_proj_bias is None else "in_proj_bias"
+        packed = layer.in_proj_weight is not None
+        slots = {"weight": 3, "bias": 3} if packed else {"bias": 3}
+        return {
+            name: LinearPart(
+                layer, "in_proj_weight" if packed else f"{name[0]}_proj_weight", bias, slot, slots
+            )
+            for slot, name in enumerate(("query", "key", "value"))
+        }
+
+    def forward(
+        self,
+        layer: nn.MultiheadAttention,
+        parts: Mapping[str, LinearPart],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `nn.MultiheadAttention.forward`; a batch is needed."""
+        if query.dim() != 3:
+            raise ValueError(
+                f"nn.MultiheadAttention got queries of shape {tuple(query.shape)}; the curvature "
+                "needs a batch of sequences, of three axes."
+            )
+        if not layer.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        with _rows_of(query, layer):
+            q = parts["query"](query)  # (N, L, E)
+        with _rows_of(key, layer, key_padding_mask):
+            k, v = parts["key"](key), parts["value"](value)  # (N, S, E)
+        mask = _mask(attn_mask, key_padding_mask, len(q), layer.num_heads, q.dtype)
+        N, more = len(q), 0
+        if layer.bias_k is not None and layer.bias_v is not None:
+            # (1, 1, E), or (N, 1, E) with a copy for each example
+            k = torch.cat([k, layer.bias_k.expand(N, -1, -1)], 1)
+            v = torch.cat([v, layer.bias_v.expand(N, -1, -1)], 1)
+            more += 1
+        if layer.add_zero_attn:
+            k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+            more += 1
+        if mask is not None and more:
+            mask = F.pad(mask, (0, more))
+        q, k, v = (x.unflatten(-1, (layer.num_heads, -1)).transpose(1, 2) for x in (q, k, v))
+        attended, weights = _attention(q, k, v, mask, layer, need_weights)
+        with _rows_of(query, layer):
+            output = layer.out_proj(attended.transpose(1, 2).flatten(2))  # (N, L, E)
+        if not layer.batch_first:
+            output = output.transpose(0, 1)
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(1)
+        return output, weights
+
+
+class SequenceFirst(LayerByParts):
+    """Transformer layers as they are; with the batch axis second, rows are told their examples."""
+
+    is_checked = False
+
+    def parts(self, layer: nn.Module) -> dict[str, LinearPart]:
+        """None: linear maps and attention inside are layers of their own."""
+        return {}
+
+    def forward(self, layer: Any, parts: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """The layer's own forward."""
+        x: Tensor = args[0] if args else kwargs["src" if "src" in kwargs else "tgt"]
+        first = layer.layers[0] if hasattr(layer, "layers") else layer
+        own = type(layer).forward
+        if first.self_attn.batch_first or x.dim() != 3 or current_rows() is not None:
+            return own(layer, *args, **kwargs)
+        R, N = x.shape[:2]
+        index = torch.arange(N, device=x.device).expand(R, N)
+        with examples_of_rows(index, N, by_roots=False):
+            return own(layer, *args, **kwargs)
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    layer: nn.MultiheadAttention,
+    need_weights: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Attended values (N, h, L, E/h), and the weights (N, h, L, S) if they are needed."""
+    dropout = layer.dropout if layer.training else 0.0
+    if not need_weights:
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout), None
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    weights = (scores if mask is None else scores + mask).softmax(-1)
+    weights = F.dropout(weights, dropout) if dropout else weights
+    return weights @ v, weights
+
+
+def _mask(
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    N: int,
+    num_heads: int,
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """What is added to the scores, broadcastable to (N, h, L, S)."""
+    masks = []
+    if attn_mask is not None:
+        mask = _additive(attn_mask, dtype)  # (L, S) or (N·h, L, S)
+        masks.append(mask[None, None] if mask.dim() == 2 else mask.unflatten(0, (N, num_heads)))
+    if key_padding_mask is not None:
+        masks.append(_additive(key_padding_mask, dtype)[:, None, None])
+    return sum(masks[1:], masks[0]) if masks else None
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -torch.inf)
+
+
+@contextmanager
+def _rows_of(
+    x: Tensor, layer: nn.MultiheadAttention, padding: Tensor | None = None
+) -> Iterator[None]:
+    """The examples of the rows of x (N, R, E): as the model said them, without what is padding.
+
+    What it said of rows in another number is of other sequences.
+    """
+    N, R = x.shape[:2]
+    rows, index, by_roots = current_rows(), None, False
+    if rows is not None and rows.axes == ((N, R) if layer.batch_first else (R, N)):
+        index = rows.as_given if layer.batch_first else rows.as_given.T
+        by_roots = rows.by_roots
+    if padding is not None:
+        hidden = padding if padding.dtype == torch.bool else padding == -torch.inf
+        if index is None:
+            index = torch.arange(N, device=x.device)[:, None].expand(N, R)
+        index = index.masked_fill(hidden, -1)
+    with examples_of_rows(index, N, by_roots=by_roots):
+        yield

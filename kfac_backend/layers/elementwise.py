@@ -1,0 +1,345 @@
+"""Elementwise affine layers, y = w ∘ z(x) + bias: the exact GGN block of each tensor, in any mode.
+
+An example's gradient is Σ_r z_r ∘ b_r for the weight and Σ_r b_r for the bias; a block is the Gram
+matrix of such gradients, or its diagonal for a large tensor (`gram.LARGEST_DENSE`).
+"""
+
+from abc import abstractmethod
+from collections.abc import Collection
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from kfac_backend.layers.gram.gram import DiagonalGram, gram_of_gradients
+from kfac_backend.layers.rule import ExampleGradients, Rule
+from kfac_backend.layers.uses import BlockSums, GradientFactor, PositionSums, Use
+from kfac_backend.options import Approximation
+from kfac_backend.precision import at_least_float32
+
+__all__ = [
+    "BiasRule",
+    "BatchNormRule",
+    "ElementwiseRule",
+    "ExactRule",
+    "GroupNormRule",
+    "InstanceNormRule",
+    "LayerNormRule",
+    "OwnParameter",
+    "OwnParameterRule",
+    "PReLURule",
+    "RMSNormRule",
+    "ScaleRule",
+    "default_view",
+]
+
+
+class ExactRule(Rule):
+    """Parameters whose gradients are made per example, or per row: nothing is approximated."""
+
+    needs_examples = True
+
+    def __init__(self, layer: Any, mode: Approximation, names: Collection[str]) -> None:
+        super().__init__(layer, mode, names)
+        self.sums = {
+            name: GradientFactor(gram_of_gradients(self.size(name)), by_example=True)
+            for name in names
+        }
+        self._given_away: set[str] = set()
+
+    def parameter(self, name: str) -> Tensor:
+        """The parameter of that name."""
+        return getattr(self.layer, name)
+
+    def size(self, name: str) -> int:
+        """P, how many entries a parameter has."""
+        return self.parameter(name).numel()
+
+    @abstractmethod
+    def gradients(self, use: Use, b: Tensor, sums: PositionSums) -> dict[str, Tensor]:
+        """The gradients of rows (V·M, ...) in each of the parameters ``names``: (V·M, P).
+
+        That of a scalar may come in parts (V·M, k), still to be summed.
+        """
+
+    def begin_forward(self) -> None:
+        """New counts of uses."""
+        for sums in self.sums.values():
+            sums.begin_forward()
+
+    def add_input(self, use: Use) -> None:
+        """Count the use: the block is B alone."""
+        for sums in self.sums.values():
+            sums.count_use()
+
+    def add_gradient(self, use: Use, b: Tensor, sums: PositionSums) -> None:
+        """Add the examples' gradients."""
+        for name, gradients in self.gradients(use, b, sums).items():
+            if use.rows is not None:
+                gradients = use.rows.sums(gradients)
+            self.sums[name].add(gradients[None])
+
+    def end_vector(self) -> None:
+        """Add what waited for other uses."""
+        for sums in self.sums.values():
+            sums.end_vector()
+
+    def share(self, name: str, other: Rule, others_name: str) -> None:
+        """Sum up together with another layer's."""
+        assert isinstance(other, ExactRule)
+        self.sums[name] = other.sums[others_name]
+        self._given_away.add(name)
+
+    def block_sums(self) -> dict[str, BlockSums]:
+        """The parameters' sums."""
+        return {
+            name: BlockSums(self._total(name, sums))
+            for name, sums in self.sums.items()
+            if name not in self._given_away
+        }
+
+    def _total(self, name: str, sums: GradientFactor) -> Tensor:
+        total = sums.gram.total()
+        if total is None:  # no row of the data reached the layer
+            size = self.size(name)
+            groups, size = (size, 1) if isinstance(sums.gram, DiagonalGram) else (1, size)
+            total = at_least_float32(self.parameter(name).detach()).new_zeros(groups, size, size)
+        return total
+
+    def position_gradients(self, use: Use, b: Tensor) -> Tensor:
+        """All parameters' gradients, one behind the other, as one position (M, 1, P)."""
+        gradients = self.gradients(use, b, PositionSums())
+        whole = [
+            gradients[name] if self.size(name) > 1 else gradients[name].sum(-1, keepdim=True)
+            for name in self.sums
+        ]
+        return torch.cat(whole, -1)[:, None]
+
+    def example_gradients(self, a: Tensor, b: Tensor) -> dict[str, ExampleGradients]:
+        """The gradients (N, 1, C, P) themselves."""
+        sizes = [self.size(name) for name in self.sums]
+        return {
+            name: ExampleGradients(part[None])
+            for name, part in zip(self.sums, b.split(sizes, -1), strict=True)
+        }
+
+
+class ElementwiseRule(ExactRule):
+    """A layer with a ``weight`` that multiplies, and a ``bias`` that is added, entry by entry."""
+
+    parameter_names = frozenset({"weight", "bias"})
+    needs_input = True
+
+    @abstractmethod
+    def normalised(self, a: Tensor) -> Tensor:
+        """What the weight is multiplied with, in the shape of the output."""
+
+    def shared(self, x: Tensor) -> list[int]:
+        """The axes over which an example's entries share a parameter: all but first and second."""
+        return list(range(2, x.dim()))
+
+    def first_own_axis(self, dimensions: int) -> int:
+        """The first axis that has parameters of its own."""
+        return 1
+
+    def gradients(self, use: Use, b: Tensor, sums: PositionSums) -> dict[str, Tensor]:
+        """Sums over the shared axes of b ∘ z and of b."""
+        self._check_rows(use, b)
+        b, axes = at_least_float32(b), self.shared(b)
+        gradients = {}
+        if "weight" in self.names:
+            z = at_least_float32(self.normalised(use.a))
+            product = (b.unflatten(0, (-1, len(z))) * z).flatten(0, 1)
+            gradients["weight"] = _sum_over(product, axes)
+        if "bias" in self.names:
+            gradients["bias"] = _sum_over(b, axes)
+        return gradients
+
+    def _check_rows(self, use: Use, b: Tensor) -> None:
+        number = 1 if use.rows is None else len(use.rows.axes)
+        if number > self.first_own_axis(b.dim() + number - 1):
+            raise NotImplementedError(
+                f"{self.layer} has parameters of its own for an axis that examples_of_rows, or "
+                f"counted_positions, takes for rows: the first {number}. Call the layer outside of "
+                "it, or flatten the rows to one axis."
+            )
+
+
+class LayerNormRule(ElementwiseRule):
+    """nn.LayerNorm: the last axes have parameters, those before are shared."""
+
+    def shared(self, x: Tensor) -> list[int]:
+        """The axes between the first and the normalised ones."""
+        return list(range(1, self.first_own_axis(x.dim())))
+
+    def first_own_axis(self, dimensions: int) -> int:
+        """The first of those that are normalised."""
+        return dimensions - len(self.layer.normalized_shape)
+
+    def normalised(self, a: Tensor) -> Tensor:
+        """The input with mean 0 and variance 1."""
+        return F.layer_norm(a, self.layer.normalized_shape, eps=self.layer.eps)
+
+
+class RMSNormRule(LayerNormRule):
+    """nn.RMSNorm: as LayerNorm, without mean and bias."""
+
+    def normalised(self, a: Tensor) -> Tensor:
+        """The input with mean square 1."""
+        return F.rms_norm(a, self.layer.normalized_shape, eps=self.layer.eps)
+
+
+class ChannelsFirstLayerNormRule(LayerNormRule):
+    """Derived layers that normalise the second axis of (N, C, ...), as those of ConvNeXt do."""
+
+    features = 1
+    shared = ElementwiseRule.shared
+    first_own_axis = ElementwiseRule.first_own_axis
+
+    def normalised(self, a: Tensor) -> Tensor:
+        """The input normalised over the second axis."""
+        return super().normalised(a.movedim(1, -1)).movedim(-1, 1)
+
+
+class ChannelsFirstRMSNormRule(ChannelsFirstLayerNormRule, RMSNormRule):
+    """The same for layers derived from nn.RMSNorm."""
+
+
+LayerNormRule.alternatives = (ChannelsFirstLayerNormRule,)
+RMSNormRule.alternatives = (ChannelsFirstRMSNormRule,)
+
+
+class GroupNormRule(ElementwiseRule):
+    """nn.GroupNorm: one weight and one bias per channel."""
+
+    def normalised(self, a: Tensor) -> Tensor:
+        """The input with mean 0 and variance 1 in each group."""
+        return F.group_norm(a, self.layer.num_groups, eps=self.layer.eps)
+
+
+class InstanceNormRule(ElementwiseRule):
+    """nn.InstanceNorm1d, 2d, 3d, with or without running statistics."""
+
+    def normalised(self, a: Tensor) -> Tensor:
+        """The input normalised channel by channel of each example."""
+        layer = self.layer
+        own = layer.training or not layer.track_running_stats
+        mean, variance = (None, None) if own else (layer.running_mean, layer.running_var)
+        return F.instance_norm(a, mean, variance, use_input_stats=own, eps=layer.eps)
+
+
+class BatchNormRule(ElementwiseRule):
+    """nn.BatchNorm1d, 2d, 3d in eval mode: a fixed map per channel."""
+
+    def normalised(self, a: Tensor) -> Tensor:
+        """The input normalised by the running statistics."""
+        layer = self.layer
+        return F.batch_norm(a, layer.running_mean, layer.running_var, eps=layer.eps)
+
+
+class PReLURule(ElementwiseRule):
+    """nn.PReLU: the slope multiplies the negative part; one for all channels or one for each."""
+
+    parameter_names = frozenset({"weight"})
+
+    def shared(self, x: Tensor) -> list[int]:
+        """All axes, or all but the channels'."""
+        return list(range(1 if self.layer.num_parameters == 1 else 2, x.dim()))
+
+    def first_own_axis(self, dimensions: int) -> int:
+        """The channels', if they have a slope each."""
+        return dimensions if self.layer.num_parameters == 1 else 1
+
+    def normalised(self, a: Tensor) -> Tensor:
+        """The negative part."""
+        return a.clamp(max=0.0)
+
+
+class BiasRule(ExactRule):
+    """`layers.Bias`, x + θ: the derivative is the sum of the output's gradient."""
+
+    parameter_names = frozenset({"bias"})
+
+    def gradients(self, use: Use, b: Tensor, sums: PositionSums) -> dict[str, Tensor]:
+        """Σ b_n, in parts."""
+        if b.dim() <= 2:  # nothing to share, and b itself must not wait
+            return {"bias": at_least_float32(b).reshape(len(b), -1).sum(1, keepdim=True)}
+        # By features first, as the convolution or the linear layer in front needs it, too.
+        return {"bias": sums(b, features=1 if b.dim() == 4 else -1)}
+
+
+class ScaleRule(ExactRule):
+    """`layers.Scale`, θ·x: the derivative is the inner product of input and output gradient."""
+
+    parameter_names = frozenset({"scale"})
+    needs_input = True
+
+    def gradients(self, use: Use, b: Tensor, sums: PositionSums) -> dict[str, Tensor]:
+        """a_n · b_n, in parts."""
+        a, b = at_least_float32(use.a), at_least_float32(b)
+        if a.dim() == 1:
+            a, b = a[:, None], b[:, None]
+        if not a.is_contiguous():  # channels last: bring both into the order in memory
+            a, b = a.movedim(1, -1), b.movedim(1, -1)
+        a, b = a.flatten(1), b.flatten(1).unflatten(0, (-1, len(a)))
+        return {"scale": _inner_products(a, b).flatten(0, 1)}
+
+
+class OwnParameter(nn.Module):
+    """One parameter of a module, declared by `register_parameters`; never run.
+
+    Args:
+        module: whose it is.
+        name: what it is called there.
+        view: the shape, beginning with 1, as which it is broadcast.
+    """
+
+    def __init__(self, module: nn.Module, name: str, view: tuple[int, ...]) -> None:
+        super().__init__()
+        self._module, self.name, self.view = [module], name, view
+
+    @property
+    def value(self) -> nn.Parameter:
+        """The parameter."""
+        return getattr(self._module[0], self.name)
+
+    def copies(self, value: Tensor, N: int) -> Tensor:
+        """A copy (N, ...) for each example, in one place of memory."""
+        one = value.reshape(self.view)
+        return one.expand(N, *one.shape[1:])
+
+    def extra_repr(self) -> str:
+        """Whose it is."""
+        return f"{type(self._module[0]).__name__}.{self.name}"
+
+
+class OwnParameterRule(ExactRule):
+    """The exact block of such a parameter."""
+
+    def parameter(self, name: str) -> Tensor:
+        """The parameter."""
+        return self.layer.value
+
+    def gradients(self, use: Use, b: Tensor, sums: PositionSums) -> dict[str, Tensor]:
+        """The copies' gradients."""
+        (name,) = self.names
+        return {name: at_least_float32(b).flatten(1)}
+
+
+def default_view(p: Tensor) -> tuple[int, ...] | None:
+    """The parameter's own shape if its first axis has one entry."""
+    return tuple(p.shape) if p.dim() > 1 and p.shape[0] == 1 else None
+
+
+def _sum_over(x: Tensor, axes: list[int]) -> Tensor:
+    """The sum over some axes, as rows (M, P)."""
+    return (x.sum(axes) if axes else x).reshape(len(x), -1)
+
+
+def _inner_products(a: Float[Tensor, "N D"], b: Float[Tensor, "V N D"]) -> Float[Tensor, "V N k"]:
+    """a_n · b_vn in k parts, diagonals of small products: half the traffic of (a * b).sum()."""
+    k = next(k for k in (4, 2, 1) if a.shape[-1] % k == 0)
+    a, b = a.unflatten(-1, (k, -1)), b.unflatten(-1, (k, -1))
+    return (a @ b.mT).diagonal(dim1=-2, dim2=-1)

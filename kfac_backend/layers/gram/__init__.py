@@ -1,0 +1,1 @@
+"""Gram matrices of convolutions' patches, without unfolding where that is slower."""

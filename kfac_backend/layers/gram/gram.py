@@ -1,0 +1,184 @@
+"""What rows are added to: Gram matrices Σ x xᵀ that grow batch by batch, in place.
+
+A block's factor is dense, a diagonal, one number, or counts of tokens; each has its own `Gram`,
+with the same two methods. Those of convolutions' patches are in `patch_gram`.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kfac_backend.precision import at_least_float32
+
+__all__ = [
+    "CountGram",
+    "DenseGram",
+    "DiagonalGram",
+    "Gram",
+    "ScalarGram",
+    "gram_of_gradients",
+    "is_tall",
+    "tall_product",
+]
+
+FEWEST_PRODUCTS = 4
+"""A Gram matrix of d×d waits for d / 4 rows; they take a quarter of its memory."""
+
+LARGEST_DENSE = 1024
+"""Entries of an elementwise parameter up to which its block is dense; its diagonal beyond."""
+
+MOST_WAITING = 32
+"""Backward vectors whose derivatives wait to be squared together: fewer, larger operations."""
+
+
+class Gram(ABC):
+    """A Gram matrix in the making, one for each of G groups."""
+
+    @abstractmethod
+    def add(self, rows: Tensor) -> None:
+        """Add the outer products of rows (G, M, d)."""
+
+    @abstractmethod
+    def total(self) -> Float[Tensor, "G d d"] | None:
+        """The sum so far, None before the first rows."""
+
+
+class DenseGram(Gram):
+    """Σ_m x_m x_mᵀ per group over all rows x_m that were added, in place: (G, d, d)."""
+
+    def __init__(self) -> None:
+        self._total: Tensor | None = None
+        self._waiting: list[Tensor] = []
+        self._num_waiting = 0
+
+    def add(self, rows: Float[Tensor, "G M d"]) -> None:
+        """Add the rows' Gram matrices, in float32 at least.
+
+        Few rows wait for others: a product of M rows reads and writes d² entries, whatever M is.
+        """
+        rows = at_least_float32(rows)
+        M, d = rows.shape[1:]
+        if M * FEWEST_PRODUCTS > d:
+            self._add(rows)
+            return
+        self._waiting.append(rows.clone())
+        self._num_waiting += M
+        if self._num_waiting * FEWEST_PRODUCTS > d:
+            self._add_waiting()
+
+    def total(self) -> Float[Tensor, "G d d"] | None:
+        """The sum so far, None before the first rows."""
+        self._add_waiting()
+        return self._total
+
+    def _add_waiting(self) -> None:
+        if self._waiting:
+            self._add(torch.cat(self._waiting, dim=1))
+            self._waiting, self._num_waiting = [], 0
+
+    def _add(self, rows: Tensor) -> None:
+        if len(rows) == 1 and is_tall(rows[0]):
+            gram = tall_product(rows[0], rows[0])[None]
+            self._total = gram if self._total is None else self._total.add_(gram)
+        elif self._total is None:
+            self._total = rows.mT @ rows
+        elif len(rows) == 1:
+            self._total[0].addmm_(rows[0].mT, rows[0])
+        else:
+            self._total.baddbmm_(rows.mT, rows)
+
+
+class DiagonalGram(Gram):
+    """The diagonal of Σ_m x_m x_mᵀ over all rows (1, M, P), as P groups: (P, 1, 1)."""
+
+    def __init__(self) -> None:
+        self._total: Tensor | None = None
+
+    def add(self, rows: Float[Tensor, "1 M P"]) -> None:
+        """Add the rows' squares."""
+        squares = at_least_float32(rows[0]).square().sum(0)
+        self._total = squares if self._total is None else self._total.add_(squares)
+
+    def total(self) -> Float[Tensor, "P 1 1"] | None:
+        """The sum so far, None before the first rows."""
+        return None if self._total is None else self._total[:, None, None]
+
+
+class ScalarGram(Gram):
+    """Σ_m (Σ_k x_mk)²: the Gram matrix (1, 1, 1) of one number per row, given in k parts."""
+
+    def __init__(self) -> None:
+        self._total: Tensor | None = None
+        self._waiting: list[Tensor] = []
+
+    def add(self, rows: Float[Tensor, "1 M k"]) -> None:
+        """Add the squares of the rows' sums, later."""
+        self._waiting.append(rows[0])
+        if len(self._waiting) == MOST_WAITING:
+            self._add_waiting()
+
+    def total(self) -> Float[Tensor, "1 1 1"] | None:
+        """The sum so far, None before the first rows."""
+        self._add_waiting()
+        return None if self._total is None else self._total.reshape(1, 1, 1)
+
+    def _add_waiting(self) -> None:
+        if not self._waiting:
+            return
+        squares = torch.stack([part.sum(1).square().sum() for part in _by_length(self._waiting)])
+        self._total = squares.sum() if self._total is None else self._total + squares.sum()
+        self._waiting = []
+
+
+class CountGram(Gram):
+    """Σ of one-hot tokens' Gram matrices, a diagonal: (V, 1, 1), V groups of one entry."""
+
+    def __init__(self, num_tokens: int, dtype: torch.dtype) -> None:
+        self._num_tokens, self._dtype = num_tokens, dtype
+        self._total: Tensor | None = None
+
+    def add(self, rows: Int[Tensor, "*positions"]) -> None:
+        """Count tokens, given as integers of any shape instead of one-hot rows."""
+        counts = torch.bincount(rows.flatten(), minlength=self._num_tokens)
+        self._total = counts if self._total is None else self._total + counts
+
+    def total(self) -> Tensor | None:
+        """The counts so far, None before the first tokens."""
+        return None if self._total is None else self._total.to(self._dtype)[:, None, None]
+
+
+def gram_of_gradients(size: int) -> Gram:
+    """What the gradients of an elementwise parameter with so many entries are added to."""
+    if size == 1:
+        return ScalarGram()
+    return DenseGram() if size <= LARGEST_DENSE else DiagonalGram()
+
+
+def is_tall(x: Float[Tensor, "M d"]) -> bool:
+    """Whether `tall_product` splits a product of this factor."""
+    M, d = x.shape
+    return x.device.type == "cpu" and d <= 128 and M >= 32 * d and torch.get_num_threads() > 1
+
+
+def tall_product(left: Float[Tensor, "M c"], right: Float[Tensor, "M d"]) -> Float[Tensor, "c d"]:
+    """leftᵀ right, split by rows among a CPU's threads if the factors are tall and narrow.
+
+    A product of few entries is what a BLAS cannot share out well: with two threads 32768×64 rows
+    take 0.80 instead of 1.08 ms, 8192×128 rows 0.69 instead of 0.78 ms.
+    """
+    if not is_tall(left):
+        return left.mT @ right
+    threads = torch.get_num_threads()
+    size = len(left) // threads
+    split, rest = slice(threads * size), slice(threads * size, None)
+    shape = (threads, size)
+    product = (left[split].unflatten(0, shape).mT @ right[split].unflatten(0, shape)).sum(0)
+    return product.addmm_(left[rest].mT, right[rest])
+
+
+def _by_length(rows: list[Tensor]) -> list[Tensor]:
+    """Matrices of the same number of columns, stacked."""
+    lengths = dict.fromkeys(matrix.shape[1] for matrix in rows)
+    return [torch.cat([m for m in rows if m.shape[1] == length]) for length in lengths]

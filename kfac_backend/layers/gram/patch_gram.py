@@ -1,0 +1,214 @@
+"""The Gram matrix of an image's patches: expand's A up to its scale.
+
+With P the padded image and (i, j) over the positions of the kernel, the block of the kernel's
+offsets (a, b) and (a', b') is Σ_ij P[a + i, b + j] P[a' + i, b' + j]ᵀ. Four ways lead to all of
+them; the one with the least arithmetic is taken:
+
+- unfold: every patch in a row of its own, one product. Best for few channels and small images.
+- pairs: patch rows a and a' of all patches, one product for each a ≤ a', as the rest is symmetric.
+- rows, at stride 1 along the height: block rows depend on the lag a' − a alone, but for what the
+  window leaves out at the border (`line_gram`). Patches are unfolded along the width.
+- shifts, at stride 1 along both axes: the same along the width. Nothing is unfolded.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from kfac_backend.layers.gram.gram import DenseGram, tall_product
+from kfac_backend.layers.gram.line_gram import left_out, line_gram, line_products, unfold_width
+from kfac_backend.layers.gram.window import Window, pad, patches
+from kfac_backend.precision import at_least_float32
+
+__all__ = ["ImageGram", "PatchGram", "UnfoldedGram", "cheapest_way"]
+
+OVERHEAD = {"cpu": 5e6, "cuda": 2e8}
+"""Multiplications that take as long as starting a matrix product does.
+
+On a CPU fitted to timings of the four ways (two x86-64 cores; 32 images of 4² to 32² pixels with
+1 to 512 channels, kernels of 3² to 7², padded or not, 120 cases): the choice takes 3 % longer than
+the best way of each case (geometric mean). On a GPU estimated from 8 µs a launch.
+"""
+
+PATCH_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
+"""How much is unfolded at once; one image at least.
+
+On a CPU more leaves its cache: 32 volumes of 16×8×16×16 with kernels of 3³ take 0.61 s (one x86-64
+core) where all is unfolded at once, 0.34 s with 16 MiB at a time.
+"""
+
+Grams = Iterator[tuple[int, int, Float[Tensor, "k2 C k2 C"]]]
+"""(a, a', Gram matrix of all patch rows a with the patch rows a'), for all a ≤ a'."""
+
+
+class ImageGram(DenseGram):
+    """The Gram matrix of images' patches, in the order of ``weight.flatten(1)``."""
+
+    @abstractmethod
+    def add_images(self, image: Float[Tensor, "N C *sizes"], *axes: Window) -> None:
+        """Add all patches of a batch of images, whose axes the kernel meets as ``axes`` say."""
+
+
+class PatchGram(ImageGram):
+    """Σ of patch patchᵀ over images that were added.
+
+    Summed up as (k1, k2, C, k1, k2, C), blocks a ≤ a' only; `total` puts it into the order of
+    ``weight.flatten(1)``, (1, C·k1·k2, C·k1·k2).
+    """
+
+    def __init__(self, channels: int, kernel_size: tuple[int, ...]) -> None:
+        super().__init__()
+        self._shape = (*kernel_size, channels)
+
+    def add_images(self, image: Float[Tensor, "N C H W"], *axes: Window) -> None:
+        """Add all patches of a batch."""
+        y, x = axes
+        first = self._total is None
+        if self._total is None:
+            self._total = image.new_empty(*self._shape, *self._shape)
+        way = cheapest_way(len(image), image.shape[1], y, x, image.device.type)
+        for a, a2, gram in WAYS[way](image, y, x):
+            block = self._total[a, :, :, a2]
+            block.copy_(gram) if first else block.add_(gram)
+
+    def total(self) -> Tensor | None:
+        """The whole symmetric matrix, features in the order (C, k1, k2)."""
+        if self._total is None:
+            return None
+        k1, k2, C = self._shape
+        for a in range(k1):
+            for a2 in range(a):
+                self._total[a, :, :, a2] = self._total[a2, :, :, a].permute(2, 3, 0, 1)
+        return self._total.permute(2, 0, 1, 5, 3, 4).reshape(1, C * k1 * k2, C * k1 * k2)
+
+
+class UnfoldedGram(ImageGram):
+    """Σ of patch patchᵀ over images that were added, (G, d, d) in the order of `patches`."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self._groups = groups
+
+    def add_images(self, image: Float[Tensor, "N C *sizes"], *axes: Window) -> None:
+        """Add all patches of a batch, some images at a time."""
+        image = at_least_float32(image)
+        row = image.shape[1] * image.element_size()
+        for window in axes:
+            row *= window.positions * window.kernel
+        size = max(1, PATCH_BYTES.get(image.device.type, PATCH_BYTES["cuda"]) // row)
+        for some in image.split(size):
+            self.add(patches(some, self._groups, *axes).flatten(1, 2))
+
+
+def _unfold(image: Float[Tensor, "N C H W"], y: Window, x: Window) -> Grams:
+    patch_rows = list(_patch_rows(image, y, x))
+    patches = patch_rows[0] if y.kernel == 1 else torch.cat(patch_rows, dim=1)
+    gram = tall_product(patches, patches)
+    gram = gram.view(y.kernel, x.kernel, -1, y.kernel, x.kernel, image.shape[1])
+    for a in range(y.kernel):
+        for a2 in range(a, y.kernel):
+            yield a, a2, gram[a, :, :, a2]
+
+
+def _pairs(image: Float[Tensor, "N C H W"], y: Window, x: Window) -> Grams:
+    patch_rows = list(_patch_rows(image, y, x))
+    for a in range(y.kernel):
+        for a2 in range(a, y.kernel):
+            gram = tall_product(patch_rows[a], patch_rows[a2])
+            yield a, a2, gram.view(x.kernel, -1, x.kernel, image.shape[1])
+
+
+def _rows(image: Float[Tensor, "N C H W"], y: Window, x: Window, by_lag: bool = False) -> Grams:
+    P = _channels_last(image, y, x)  # (N, Hp, Wp, C)
+    lines = P.flatten(0, 1)
+    for lag in range(y.kernel):
+        shift, same = lag * y.dilation, lag == 0
+        # Shifted over the end of an image a line meets zeros, see _channels_last.
+        whole = line_gram(lines[: len(lines) - shift], lines[shift:], x, same, by_lag)
+        for a in range(y.kernel - lag):
+            gram, missing = whole, left_out(y, a, lag, P.device)
+            if missing is not None:
+                upper, lower = P[:, missing].flatten(0, 1), P[:, missing + shift].flatten(0, 1)
+                gram = whole - line_gram(upper, lower, x, same, by_lag)
+            yield a, a + lag, gram
+
+
+def _shifts(image: Float[Tensor, "N C H W"], y: Window, x: Window) -> Grams:
+    return _rows(image, y, x, by_lag=True)
+
+
+WAYS = {"unfold": _unfold, "pairs": _pairs, "rows": _rows, "shifts": _shifts}
+
+
+@lru_cache(maxsize=1024)
+def cheapest_way(examples: int, channels: int, y: Window, x: Window, device: str) -> str:
+    """The way with the fewest multiplications, counting OVERHEAD for each product."""
+    width = x.kernel * channels
+    positions = examples * y.positions * x.positions
+    pairs = y.kernel * (y.kernel + 1) // 2
+    products = {  # (rows, columns) of the factors of each product
+        "unfold": [(positions, y.kernel * width)],
+        "pairs": [(positions, width)] * pairs,
+    }
+    if y.stride == 1:
+        # (number of lines, whether both are the same) of each product of lines
+        lines = [(examples * _stored(y), lag == 0) for lag in range(y.kernel)]
+        for lag in range(y.kernel):
+            for a in range(y.kernel - lag):
+                missing = left_out(y, a, lag, torch.device("cpu"))
+                lines += [] if missing is None else [(examples * len(missing), lag == 0)]
+        products["rows"] = [(L * x.positions, width) for L, _ in lines]
+        if x.stride == 1:
+            products["shifts"] = [
+                (L * pixels, channels)
+                for L, same in lines
+                for pixels in line_products(x, _stored(x), same)
+            ]
+    overhead = OVERHEAD.get(device, OVERHEAD["cuda"])
+    cost = {
+        way: sum(rows * columns**2 + overhead for rows, columns in factors)
+        for way, factors in products.items()
+    }
+    return min(cost, key=lambda way: cost[way])
+
+
+def _stored(window: Window) -> int:
+    """Entries of the padded axis, with the zeros that shifts need behind it."""
+    return window.padded + _missing_zeros(window)
+
+
+def _missing_zeros(window: Window) -> int:
+    """Zeros to add behind the axis, so that no shift leads from one content to the next."""
+    reach = window.dilation * (window.kernel - 1) if window.stride == 1 else 0
+    return max(0, reach - (window.padded - len(window.content)))
+
+
+def _channels_last(
+    image: Float[Tensor, "N C H W"], y: Window, x: Window
+) -> Float[Tensor, "N Hp Wp C"]:
+    """The padded image, channels last, with zeros behind each line and image for every shift."""
+    widths = [0, 0]  # F.pad wants the last axis first
+    for window in (x, y):
+        before, after = (
+            (window.before, window.after) if window.padding_mode == "constant" else (0, 0)
+        )
+        widths += [before, after + _missing_zeros(window)]
+    if y.padding_mode != "constant":
+        image = pad(image, y, x)
+    rows = image.permute(0, 2, 3, 1)
+    return (F.pad(rows, widths) if any(widths) else rows).contiguous()
+
+
+def _patch_rows(
+    image: Float[Tensor, "N C H W"], y: Window, x: Window
+) -> Iterator[Float[Tensor, "M k2C"]]:
+    """Row a of every patch, for each a."""
+    P = _channels_last(image, y, x)  # (N, Hp, Wp, C)
+    for a in range(y.kernel):
+        seen = y.seen(a)
+        yield unfold_width(P[:, seen[0] : seen[-1] + 1 : y.stride].flatten(0, 1), x)

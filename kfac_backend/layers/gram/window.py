@@ -1,0 +1,163 @@
+"""Where a convolution's kernel looks: its window on an image, the patches, and their sums."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+__all__ = ["Window", "pad", "patch_sums", "patches", "windows"]
+
+
+@dataclass(frozen=True)
+class Window:
+    """One axis: offset k of the kernel meets the padded entries k·dilation + stride·(0, ..., R−1).
+
+    Entries are numbered from the first padded one.
+    """
+
+    size: int
+    """Entries of the image, before padding."""
+    kernel: int
+    stride: int
+    dilation: int
+    before: int
+    """Padded entries in front."""
+    after: int
+    """Padded entries behind."""
+    padding_mode: str
+    """As F.pad calls it: "constant" (zeros), "reflect", "replicate" or "circular"."""
+    most_positions: int | None = None
+    """What R is at most, although the kernel may fit more often."""
+
+    @property
+    def padded(self) -> int:
+        """Entries with the padding."""
+        return self.before + self.size + self.after
+
+    @property
+    def reach(self) -> int:
+        """Entries from the kernel's first to its last."""
+        return self.dilation * (self.kernel - 1) + 1
+
+    @property
+    def positions(self) -> int:
+        """R, how many times the kernel fits, or ``most_positions`` if that is less."""
+        fits = (self.padded - self.reach) // self.stride + 1
+        return fits if self.most_positions is None else min(fits, self.most_positions)
+
+    @property
+    def content(self) -> range:
+        """The padded entries that are not zero by construction."""
+        if self.padding_mode == "constant":
+            return range(self.before, self.before + self.size)
+        return range(self.padded)
+
+    def seen(self, offset: int) -> range:
+        """The padded entries that one offset of the kernel meets, in the order of the positions."""
+        start = offset * self.dilation
+        return range(start, start + self.stride * self.positions, self.stride)
+
+    def counts(self, like: Tensor) -> Tensor:
+        """How often offset k meets entry h of the image, (kernel, size), in the tensor's dtype."""
+        return _counts(self, like.dtype, like.device)
+
+
+def windows(layer: Any, a: Float[Tensor, "N C *sizes"]) -> tuple[Window, ...]:
+    """The axes of the input of an nn.Conv1d, Conv2d or Conv3d, in their order."""
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    axes = []
+    for axis, size in enumerate(a.shape[2:]):
+        if layer.padding == "valid":
+            before, after = 0, 0
+        elif layer.padding == "same":
+            # PyTorch puts the odd one at the end.
+            total = layer.dilation[axis] * (layer.kernel_size[axis] - 1)
+            before, after = total // 2, total - total // 2
+        else:
+            before = after = int(layer.padding[axis])
+        axes.append(
+            Window(
+                size,
+                layer.kernel_size[axis],
+                layer.stride[axis],
+                layer.dilation[axis],
+                before,
+                after,
+                mode,
+            )
+        )
+    return tuple(axes)
+
+
+def pad(a: Float[Tensor, "N C *sizes"], *axes: Window) -> Tensor:
+    """The image as the kernel sees it, padded in the layer's own mode."""
+    widths = []
+    for window in reversed(axes):  # F.pad wants the last axis first
+        widths += [window.before, window.after]
+    return F.pad(a, widths, mode=axes[0].padding_mode) if any(widths) else a
+
+
+def patches(
+    a: Float[Tensor, "N C *sizes"], groups: int, *axes: Window
+) -> Float[Tensor, "G N R d_in"]:
+    """What the kernel meets at each position, channels per group × kernel, for any axes."""
+    number, seen = len(axes), pad(a, *axes)
+    if number == 2 and all(window.most_positions is None for window in axes):
+        y, x = axes
+        unfolded = F.unfold(
+            seen,
+            (y.kernel, x.kernel),
+            dilation=(y.dilation, x.dilation),
+            stride=(y.stride, x.stride),
+        )  # (N, C·k1·k2, R)
+        return unfolded.unflatten(1, (groups, -1)).permute(1, 0, 3, 2)
+    for axis, window in enumerate(axes, start=2):  # positions in its place, offsets behind all
+        seen = seen.unfold(axis, window.reach, window.stride)[..., :: window.dilation]
+        seen = seen.narrow(axis, 0, window.positions)
+    by_group = seen.unflatten(1, (groups, -1)).movedim(2, -1 - number)  # (N, G, *R, c, *kernel)
+    return by_group.movedim(1, 0).flatten(-1 - number).flatten(2, -2)
+
+
+def patch_sums(a: Float[Tensor, "N C *sizes"], *axes: Window) -> Float[Tensor, "N C *kernel"]:
+    """Σ over the kernel's positions of what each of its offsets meets.
+
+    A box sum, separable: first along the axis that lies outside in memory, for all offsets of the
+    kernel in one product, then along the others. Reads the image once: 32 images of 64×32×32
+    take 0.4 ms in channels_last on two x86-64 cores, unfolding them 31 ms.
+    """
+    if len(axes) == 2:
+        return _of_two_axes(a, *axes)
+    sums = a
+    for axis, window in enumerate(axes[:-1], start=2):
+        inner = sums.shape[axis + 1 :]
+        sums = (window.counts(a) @ sums.flatten(axis + 1)).unflatten(-1, inner)
+    return sums @ axes[-1].counts(a).mT
+
+
+def _of_two_axes(a: Float[Tensor, "N C H W"], y: Window, x: Window) -> Float[Tensor, "N C k1 k2"]:
+    counts_y, counts_x = y.counts(a), x.counts(a)
+    rows = a.permute(0, 2, 3, 1)  # (N, H, W, C)
+    if not rows.is_contiguous():
+        return counts_y @ (a @ counts_x.mT)
+    N, H, W, C = rows.shape
+    by_row = (counts_y @ rows.view(N, H, W * C)).view(N, y.kernel, W, C)
+    return (counts_x @ by_row).permute(0, 3, 1, 2)
+
+
+@lru_cache(maxsize=256)
+def _counts(window: Window, dtype: torch.dtype, device: torch.device) -> Tensor:
+    source = torch.arange(window.size, dtype=torch.float64)
+    widths = (window.before, window.after)
+    if window.padding_mode == "constant":
+        source = F.pad(source, widths, value=-1.0)
+    else:
+        source = F.pad(source[None], widths, mode=window.padding_mode)[0]
+    counts = torch.zeros(window.kernel, window.size)
+    for offset in range(window.kernel):
+        met = source[torch.tensor(window.seen(offset))].long()
+        counts[offset] = torch.bincount(met[met >= 0], minlength=window.size)
+    return counts.to(device, dtype)

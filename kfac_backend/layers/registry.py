@@ -1,0 +1,174 @@
+"""Which rule each kind of layer has; users add their own."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+from torch import nn
+
+from kfac_backend.layers.attention import AttentionByParts, SequenceFirst
+from kfac_backend.layers.convolution import Conv1dRule, Conv2dRule, Conv3dRule
+from kfac_backend.layers.elementwise import (
+    BatchNormRule,
+    BiasRule,
+    GroupNormRule,
+    InstanceNormRule,
+    LayerNormRule,
+    PReLURule,
+    RMSNormRule,
+    ScaleRule,
+)
+from kfac_backend.layers.embedding import EmbeddingRule
+from kfac_backend.layers.modules import Bias, Scale
+from kfac_backend.layers.parts import LayerByParts, LinearPart
+from kfac_backend.layers.rule import Rule
+from kfac_backend.layers.transposed_convolution import ConvTransposeRule
+from kfac_backend.layers.weight_sharing import LinearRule, TransposedLinearRule
+
+__all__ = [
+    "Registered",
+    "declared_parameters",
+    "register_parameters",
+    "register_rule",
+    "registered",
+    "supported_layers",
+]
+
+AnyRule = type[Rule] | type[LayerByParts]
+T = TypeVar("T", bound=type)
+
+RULES: dict[type[nn.Module], AnyRule] = {
+    nn.Linear: LinearRule,
+    LinearPart: LinearRule,
+    nn.Conv1d: Conv1dRule,
+    nn.Conv2d: Conv2dRule,
+    nn.Conv3d: Conv3dRule,
+    nn.ConvTranspose1d: ConvTransposeRule,
+    nn.ConvTranspose2d: ConvTransposeRule,
+    nn.ConvTranspose3d: ConvTransposeRule,
+    nn.Embedding: EmbeddingRule,
+    nn.LayerNorm: LayerNormRule,
+    nn.RMSNorm: RMSNormRule,
+    nn.GroupNorm: GroupNormRule,
+    nn.InstanceNorm1d: InstanceNormRule,
+    nn.InstanceNorm2d: InstanceNormRule,
+    nn.InstanceNorm3d: InstanceNormRule,
+    nn.BatchNorm1d: BatchNormRule,
+    nn.BatchNorm2d: BatchNormRule,
+    nn.BatchNorm3d: BatchNormRule,
+    nn.SyncBatchNorm: BatchNormRule,
+    nn.PReLU: PReLURule,
+    nn.MultiheadAttention: AttentionByParts,
+    nn.TransformerEncoderLayer: SequenceFirst,
+    nn.TransformerDecoderLayer: SequenceFirst,
+    nn.TransformerEncoder: SequenceFirst,
+    nn.TransformerDecoder: SequenceFirst,
+    Bias: BiasRule,
+    Scale: ScaleRule,
+}
+
+RULES_BY_NAME: dict[str, AnyRule] = {
+    "transformers.pytorch_utils.Conv1D": TransposedLinearRule,
+    "transformers.modeling_utils.Conv1D": TransposedLinearRule,  # before version 4.28
+}
+"""Layers of libraries that are not imported for them."""
+
+BUILT_IN = dict(RULES)
+
+PARAMETERS: dict[type[nn.Module], dict[str, tuple[int, ...] | None]] = {
+    nn.MultiheadAttention: {"bias_k": None, "bias_v": None}
+}
+
+
+class Registered(NamedTuple):
+    """A layer's rule, and the class that it was registered for."""
+
+    layer_type: type[nn.Module]
+    rule: AnyRule
+    built_in: bool
+
+
+def register_rule(*layer_types: type[nn.Module]) -> Callable[[T], T]:
+    """A class decorator: the rule for these layers, and for those derived from them.
+
+    The rule is a `Rule`, or a `LayerByParts` for a layer that is made of several linear maps. The
+    first batch of each curvature pass checks it: the gradients that it takes apart must be
+    autograd's.
+
+    Args:
+        layer_types: the layers' classes; what was registered for them before is replaced.
+
+    Raises:
+        TypeError: no layer's class, or a decorated class that is no rule.
+    """
+    if not layer_types:
+        raise TypeError("register_rule needs a layer's class: @register_rule(MyLinear).")
+    for layer_type in layer_types:
+        if not (isinstance(layer_type, type) and issubclass(layer_type, nn.Module)):
+            raise TypeError(
+                f"register_rule got {layer_type!r}; it needs a class derived from nn.Module: "
+                "@register_rule(MyLinear)."
+            )
+
+    def register(rule: T) -> T:
+        if not issubclass(rule, Rule | LayerByParts):
+            raise TypeError(
+                f"{rule.__name__} is no rule; derive it from Rule, WeightSharingRule or "
+                "LayerByParts, all of kfac_backend.layers."
+            )
+        RULES.update(dict.fromkeys(layer_types, rule))
+        return rule
+
+    return register
+
+
+def register_parameters(*names: str, **views: tuple[int, ...]) -> Callable[[T], T]:
+    """A class decorator for modules with parameters of their own: biases, scales, class tokens.
+
+    Their forward must use them elementwise, so that each example may be given its own copy (N, ...)
+    in place of (1, ...); their blocks then are exact. The first batch of each pass proves that.
+
+    ``@register_parameters("class_token", "position_embedding", scale=(1, 1, -1))``
+
+    Args:
+        names: parameters whose first axis has one entry.
+        views: for others the shape, beginning with 1, as which they are broadcast: (1, 1, -1) for a
+            scale (d,) of activations (N, R, d).
+
+    Raises:
+        ValueError: a view that does not begin with 1.
+    """
+    for name, view in views.items():
+        if not view or view[0] != 1:
+            raise ValueError(
+                f"The view {view} of parameter '{name}' must begin with 1, which becomes N."
+            )
+
+    def register(module_type: T) -> T:
+        known = PARAMETERS.setdefault(module_type, {})
+        known.update(dict.fromkeys(names), **views)
+        return module_type
+
+    return register
+
+
+def registered(layer: nn.Module) -> Registered | None:
+    """The rule of the layer's class or of its nearest base class; None if there is none."""
+    for cls in type(layer).__mro__:
+        rule = RULES.get(cls) or RULES_BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}")
+        if rule is not None:
+            return Registered(cls, rule, BUILT_IN.get(cls) is rule)
+    return None
+
+
+def declared_parameters(module: nn.Module) -> dict[str, tuple[int, ...] | None]:
+    """The parameters that `register_parameters` was told for a module's class or base classes."""
+    declared: dict[str, Any] = {}
+    for cls in reversed(type(module).__mro__):
+        declared |= PARAMETERS.get(cls, {})
+    return declared
+
+
+def supported_layers() -> list[str]:
+    """Names of the layers that have a rule of their own."""
+    hidden = {LinearPart, *(t for t, rule in RULES.items() if rule is SequenceFirst)}
+    return [layer_type.__name__ for layer_type in RULES if layer_type not in hidden]

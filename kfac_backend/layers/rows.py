@@ -1,0 +1,218 @@
+"""Which example each row of a layer's input belongs to, where that is not simply its number.
+
+Graphs of a batch lie one behind the other, padded positions belong to none, and some layers have
+the batch axis second: a model says so in its own forward, around the calls of its layers.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kfac_backend.precision import at_least_float32
+
+__all__ = ["Rows", "Run", "SharedAxes", "counted_positions", "current_rows", "examples_of_rows"]
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The example of each of M rows, where the first axes of a layer's input are its rows."""
+
+    axes: tuple[int, ...]
+    """Sizes of these axes; M is their product."""
+    index: Tensor
+    """(M,) int64: 0..N-1, or N for a row that does not count."""
+    num_examples: int
+    """N."""
+    all_count: bool
+    """Whether each row belongs to an example."""
+    by_roots: bool = False
+    """Whether reduce scales sums of both by 1/√R_n, and not those of inputs alone by 1/R_n."""
+    of_positions: bool = False
+    """Whether layers with inputs of other axes are not concerned; it is an error else."""
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """(N,) int64: how many rows each example has."""
+        return torch.bincount(self.index, minlength=self.num_examples + 1)[:-1]
+
+    @cached_property
+    def _slots(self) -> Tensor:
+        """(M,): each row's number within its example."""
+        order = self.index.argsort(stable=True)
+        sorted_index = self.index[order]
+        starts = torch.searchsorted(sorted_index, sorted_index)
+        slots = torch.empty_like(order)
+        slots[order] = torch.arange(len(order), device=order.device) - starts
+        return slots
+
+    @property
+    def as_given(self) -> Tensor:
+        """The index in the shape of the rows' axes, -1 for rows that do not count."""
+        return torch.where(self.index < self.num_examples, self.index, -1).view(self.axes)
+
+    def flatten(self, x: Tensor) -> Tensor:
+        """(*axes, ...) as (M, ...)."""
+        return x.flatten(0, len(self.axes) - 1)
+
+    def counting(self, x: Tensor) -> Tensor:
+        """The rows that belong to an example, of (V·M, ...)."""
+        if self.all_count:
+            return x
+        keep = self.index < self.num_examples
+        return self._by_vector(x)[:, keep].flatten(0, 1)
+
+    def sums(self, x: Tensor) -> Tensor:
+        """Each example's sum over its rows: (V·M, ...) as (V·N, ...), in float32 at least."""
+        x = self._by_vector(at_least_float32(x))
+        total = x.new_zeros(x.shape[0], self.num_examples + 1, *x.shape[2:])
+        return total.index_add_(1, self.index, x)[:, :-1].flatten(0, 1)
+
+    def padded(self, x: Tensor) -> Tensor:
+        """Each example's rows, with zeros behind them: (V·M, ...) as (V·N, K, ...)."""
+        x = self._by_vector(x)
+        longest = int(self.counts.max()) if self.num_examples else 0
+        padded = x.new_zeros(x.shape[0], self.num_examples, max(longest, 1), *x.shape[2:])
+        keep = self.index < self.num_examples
+        padded[:, self.index[keep], self._slots[keep]] = x[:, keep]
+        return padded.flatten(0, 1)
+
+    def reduced(self, x: Tensor, *, mean: bool) -> Tensor:
+        """`sums` of inputs (``mean``) or of gradients, scaled as reduce does."""
+        if not (mean or self.by_roots):
+            return self.sums(x)
+        sums = self.sums(x).unflatten(0, (-1, self.num_examples))
+        counts = self.counts.clamp(min=1).to(x.dtype)
+        counts = counts.sqrt() if self.by_roots else counts
+        return (sums / counts.view(1, -1, *[1] * (sums.dim() - 2))).flatten(0, 1)
+
+    def _by_vector(self, x: Tensor) -> Tensor:
+        """(V·M, ...) as (V, M, ...); V cannot be told without rows, and is 1 then."""
+        return x.unflatten(0, (-1, len(self.index))) if len(self.index) else x[None]
+
+
+@dataclass(frozen=True)
+class SharedAxes:
+    """The input's axes of a layer that runs once for all examples."""
+
+    with_first: bool
+    """Whether the first is the examples', of one entry; else there is none for them."""
+    number: int
+    """How many there are."""
+
+    def are_those_of(self, a: Tensor) -> bool:
+        """Whether an input is for all examples; else a layer before has given it to each."""
+        return a.dim() == self.number and (not self.with_first or a.shape[0] == 1)
+
+    def for_each_example(self, x: Tensor, N: int) -> Tensor:
+        """Input or output for each example, (N, ...); no copy."""
+        return x.expand(N, *x.shape[1:]) if self.with_first else x.expand(N, *x.shape)
+
+
+Run = SharedAxes | Literal["examples", "constant"]
+"""What one run of a layer in a forward pass is on: rows of examples; what all examples share;
+"constant", where no derivative goes through its output (it is detached, or not used)."""
+
+
+class _Declared:
+    """What a model said; looked at in a curvature pass alone: training waits for nothing."""
+
+    def __init__(
+        self, index: Tensor, num_examples: int, by_roots: bool, of_positions: bool
+    ) -> None:
+        self._arguments = index, num_examples, by_roots, of_positions
+
+    @cached_property
+    def rows(self) -> Rows:
+        return _rows(*self._arguments)
+
+
+_current: ContextVar[_Declared | None] = ContextVar("kfac_backend.layers.rows", default=None)
+
+
+def current_rows() -> Rows | None:
+    """What the innermost `examples_of_rows` says; None outside of any.
+
+    Raises:
+        TypeError: an index that is not of integers.
+        ValueError: a number outside of -1..N-1.
+    """
+    declared = _current.get()
+    return None if declared is None else declared.rows
+
+
+@contextmanager
+def examples_of_rows(
+    index: Tensor | None, num_examples: int = 0, *, by_roots: bool = True
+) -> Iterator[None]:
+    """Say to which example each row of the layers called inside belongs.
+
+    Without it row n is example n, and all positions behind it count. It changes nothing but the
+    curvature: expand averages over the rows that count; reduce sums over each example's R_n rows,
+    and scales by 1/√R_n both the sum of the inputs and that of the output gradients. Source:
+    Eschenhagen et al. 2023 (arXiv:2311.00636), appendix on graph neural networks.
+
+    ``with examples_of_rows(graphs.edge_graph, len(graphs)): edges = self.edge_update(edges)``
+
+    Args:
+        index: integers in the shape of the first axes of these layers' inputs: the example's
+            number, -1 for a row that does not count. None: as if it were not there.
+        num_examples: N, the examples of the batch, with those that have no row.
+        by_roots: False scales the inputs' sum by 1/R_n and the gradients' not, as reduce does where
+            all examples have as many positions: exact where a linear network takes the mean over
+            an example's rows, as 1/√R_n is where it takes their sum over √R_n.
+    """
+    with _declared(None if index is None else _Declared(index, num_examples, by_roots, False)):
+        yield
+
+
+@contextmanager
+def counted_positions(mask: Tensor) -> Iterator[None]:
+    """Say which positions count for layers called inside with inputs (N, R, ...) or (N·R, ...).
+
+    Others, such as padding, are no part of R_n; reduce takes the mean of an example's inputs and
+    the sum of its gradients. Layers called inside with other inputs, say (N, d) behind a pooling,
+    are not concerned, so that it may be around a whole model.
+
+    Args:
+        mask: (N, R) of truth values, False for padding.
+
+    Raises:
+        TypeError: a mask of another dtype.
+    """
+    if mask.dtype != torch.bool:
+        raise TypeError(
+            f"The mask has dtype {mask.dtype}; it needs truth values, for example mask.bool()."
+        )
+    numbers = torch.arange(len(mask), device=mask.device).view(-1, *[1] * (mask.dim() - 1))
+    with _declared(_Declared(torch.where(mask, numbers, -1), len(mask), False, True)):
+        yield
+
+
+@contextmanager
+def _declared(declared: _Declared | None) -> Iterator[None]:
+    token = _current.set(declared)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def _rows(index: Tensor, num_examples: int, by_roots: bool, of_positions: bool) -> Rows:
+    if index.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"The examples of rows have dtype {index.dtype}; they must be integers.")
+    flat = index.detach().flatten().long()
+    smallest, largest = (0, 0) if not len(flat) else (int(v) for v in torch.aminmax(flat))
+    if len(flat) and (smallest < -1 or largest >= num_examples):
+        wrong = smallest if smallest < -1 else largest
+        raise ValueError(
+            f"A row belongs to example {wrong}, but there are {num_examples} examples; numbers "
+            "must be 0 to N - 1, or -1 for rows that do not count."
+        )
+    known = torch.where(flat < 0, num_examples, flat)
+    return Rows(tuple(index.shape), known, num_examples, smallest >= 0, by_roots, of_positions)

@@ -1,0 +1,151 @@
+"""The contract of a rule."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kfac_backend.layers.uses import BlockSums, PositionSums, Use
+from kfac_backend.options import Approximation
+
+__all__ = ["ExampleGradients", "Rule", "dense_gradients", "summed_gradients"]
+
+
+class ExampleGradients(NamedTuple):
+    """Gradients of C outputs in one parameter, example by example: Σ_r b_nrc ⊗ a_nr per group."""
+
+    b: Float[Tensor, "G N R C d_out"]
+    """Gradients with respect to the layer's output."""
+    a: Float[Tensor, "G N R d_in"] | None = None
+    """The layer's inputs; None for a parameter without an input factor, whose gradient is Σ_r b."""
+
+
+class Rule(ABC):
+    """Sums up, for one layer and one pass, what its inputs and output gradients add to its blocks.
+
+    Rules know nothing of Fisher kinds or autocast, which `curvature_pass.py` sees to. A
+    layer's parameters have their local names here ("weight", not "block.0.weight"). What a rule is
+    given is detached and has its examples, or its rows, in front.
+
+    Args:
+        layer: the layer.
+        mode: expand, reduce, or a mode for each shared axis.
+        names: the trainable parameters of the layer.
+    """
+
+    parameter_names: ClassVar[frozenset[str]]
+    """The local names of the parameters that the rule knows."""
+
+    needs_input: ClassVar[bool] = False
+    """Whether `add_gradient` needs the layer's input, which then is kept until the backward."""
+
+    needs_examples: ClassVar[bool] = False
+    """Whether the block is made of per-example sums under expand, too."""
+
+    takes_integers: ClassVar[bool] = False
+    """Whether the layer's input is of integers."""
+
+    features: ClassVar[int] = -1
+    """The axis of the layer's input and output that is not a position."""
+
+    transposed: ClassVar[bool] = False
+    """Whether the weight is stored (d_in, d_out): its block is A ⊗ B instead of B ⊗ A."""
+
+    alternatives: ClassVar[tuple[type["Rule"], ...]] = ()
+    """Rules for derived layers that do the same along other axes; a pass takes the one that it can
+    prove."""
+
+    def __init__(self, layer: Any, mode: Approximation, names: Collection[str]) -> None:
+        self.layer = layer
+        self.mode: Approximation = mode
+        self.names = names
+
+    @classmethod  # noqa: B027
+    def check(cls, layer: Any) -> None:
+        """Raise a NotImplementedError if the layer has an option that the rule does not know."""
+
+    def begin_forward(self) -> None:  # noqa: B027
+        """Prepare for a forward pass of other examples."""
+
+    @abstractmethod
+    def add_input(self, use: Use) -> None:
+        """Add one use's input."""
+
+    def end_forward(self) -> None:  # noqa: B027
+        """All uses of this forward pass have been added."""
+
+    @abstractmethod
+    def add_gradient(self, use: Use, b: Tensor, sums: PositionSums) -> None:
+        """Add one or more backward vectors' gradients with respect to one use's output.
+
+        Args:
+            use: which; its input is there if `needs_input`.
+            b: the gradients (V·N, ...), the output's shape for V = 1 vector.
+            sums: sums of b over positions, shared between layers.
+        """
+
+    def end_vector(self) -> None:  # noqa: B027
+        """All uses' gradients of this vector, or of these vectors, have been added."""
+
+    @abstractmethod
+    def share(self, name: str, other: "Rule", others_name: str) -> None:
+        """Sum up a parameter together with another layer's, since both are one tensor."""
+
+    @abstractmethod
+    def block_sums(self) -> dict[str, BlockSums]:
+        """The sums so far, for each of ``names`` but those that `share` gave away."""
+
+    @abstractmethod
+    def position_gradients(self, use: Use, b: Tensor) -> Float[Tensor, "M R d_out"]:
+        """What `example_gradients` needs of output gradients, position by position.
+
+        Args:
+            use: the layer's input, (N, ...).
+            b: gradients (M, ...) of one or more vectors, M = V·N.
+        """
+
+    @abstractmethod
+    def example_gradients(
+        self, a: Tensor, b: Float[Tensor, "N R C d_out"]
+    ) -> dict[str, ExampleGradients]:
+        """Each example's, or row's, gradients in the parameters ``names``.
+
+        Args:
+            a: the layer's input (N, ...).
+            b: the C outputs' `position_gradients`.
+        """
+
+
+def dense_gradients(gradients: ExampleGradients, transposed: bool) -> Float[Tensor, "N C P"]:
+    """Σ_r b ⊗ a of each example and output, flattened as PyTorch flattens the parameter.
+
+    Args:
+        gradients: its factors.
+        transposed: whether the parameter is stored inputs first.
+    """
+    if gradients.a is None:
+        return gradients.b.sum(2).movedim(0, 2).flatten(2)  # (G, N, C, d) -> (N, C, G·d)
+    order = "gnrco,gnri->ncgio" if transposed else "gnrco,gnri->ncgoi"
+    return torch.einsum(order, gradients.b, gradients.a.to(gradients.b.dtype)).flatten(2)
+
+
+def summed_gradients(
+    rule: Rule, use: Use, b: Float[Tensor, "M ..."]
+) -> dict[str, Float[Tensor, " P"]]:
+    """Local name -> the gradient of all rows together, for one gradient in the layer's output."""
+    positions = rule.position_gradients(use, b)  # (M, R, d_out)
+    return {
+        name: dense_gradients(_as_one_example(gradients), rule.transposed)[0, 0]
+        for name, gradients in rule.example_gradients(use.a, positions[:, :, None]).items()
+    }
+
+
+def _as_one_example(gradients: ExampleGradients) -> ExampleGradients:
+    """All examples' positions in one, so that no gradient of a single one is ever made."""
+    b, a = gradients
+    return ExampleGradients(
+        b.flatten(1, 2)[:, None], None if a is None else a.flatten(1, 2)[:, None]
+    )

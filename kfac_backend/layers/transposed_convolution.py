@@ -1,0 +1,130 @@
+"""Transposed convolutions: every pixel of the input shares the weight."""
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from kfac_backend.layers.convolution import Axes, ImageRule, new_patch_gram, one_high
+from kfac_backend.layers.gram.patch_gram import ImageGram
+from kfac_backend.layers.gram.window import Window, patch_sums, patches
+from kfac_backend.layers.rows import Rows
+from kfac_backend.layers.rule import ExampleGradients
+from kfac_backend.layers.uses import GradientFactor, PositionSums, Use
+from kfac_backend.options import Approximation
+from kfac_backend.precision import at_least_float32
+
+__all__ = ["ConvTransposeRule"]
+
+
+class ConvTransposeRule(ImageRule):
+    """nn.ConvTranspose1d, 2d and 3d with any stride, padding, output padding, dilation and groups.
+
+    Each input pixel q is multiplied with the weight (C_in, C_out/G, *kernel), and that added onto
+    the output at q·stride − padding + k·dilation. The layer's positions are the R input pixels,
+    d_in = C_in/G. Their output gradients are the patches of the output's gradient that they write
+    to, d_out = C_out/G × kernel in the order of ``weight.flatten(1)``, zero where padding crops the
+    output. The weight is stored inputs first: A ⊗ B. The bias's positions are the output's pixels.
+    """
+
+    transposed = True
+    same_gradients = False
+
+    def __init__(self, layer: Any, mode: Approximation, names: Collection[str]) -> None:
+        super().__init__(layer, mode, names)
+        self._sizes: dict[tuple[int, ...], tuple[int, ...]] = {}  # images in -> images out
+        if not self.by_example:
+            gram = new_patch_gram(layer.out_channels, layer.kernel_size, layer.groups)
+            self.B_weight = GradientFactor(gram, by_example=False)
+
+    def inputs(self, a: Tensor) -> Tensor:
+        """The pixels (G, N, R, d_in) of (N, C_in, ...)."""
+        return a.flatten(2).unflatten(1, (self.groups, -1)).permute(1, 0, 3, 2)
+
+    def mean_inputs(self, a: Tensor) -> tuple[Tensor, int]:
+        """Mean pixels (G, N, d_in), and R."""
+        pixels = at_least_float32(a).flatten(2)
+        return pixels.mean(2).unflatten(1, (self.groups, -1)).movedim(1, 0), pixels.shape[2]
+
+    def weight_gradients(self, b: Tensor) -> Float[Tensor, "G M R d_out"]:
+        """The patches of output gradients (M, C_out, ...) that the input's pixels write to."""
+        image, axes = self.image(b)
+        return patches(image, self.groups, *axes)
+
+    def image(self, b: Tensor) -> tuple[Tensor, Axes]:
+        """Output gradients, and how the kernel meets their axes: as a convolution's would."""
+        layer, axes = self.layer, []
+        for size, kernel, stride, dilation, padding, surplus in zip(
+            b.shape[2:],
+            layer.kernel_size,
+            layer.stride,
+            layer.dilation,
+            layer.padding,
+            layer.output_padding,
+            strict=True,
+        ):
+            window = Window(size, kernel, stride, dilation, padding, padding, "constant")
+            if surplus >= stride:  # the kernel fits where there is no input pixel
+                window = replace(window, most_positions=window.positions - surplus // stride)
+            axes.append(window)
+        inputs = tuple(window.positions for window in axes)
+        if inputs not in self._sizes:
+            raise NotImplementedError(
+                f"{layer} made an output of shape {tuple(b.shape)}, which its output_padding does "
+                "not make. Where output_padding is the stride or more, call it without output_size."
+            )
+        return one_high(b, *axes) if len(axes) == 1 else (b, tuple(axes))
+
+    def add_input(self, use: Use) -> None:
+        """Add one use's input."""
+        self._sizes.setdefault(tuple(use.a.shape[2:]), ())
+        super().add_input(use)
+
+    def add_gradient(self, use: Use, b: Tensor, sums: PositionSums) -> None:
+        """Patches of b for the weight, b itself for the bias."""
+        reduced, rows, mode = self.reduced_axes(b, use.rows, mean=False)
+        if mode == "reduce":
+            super().add_gradient(use, b, sums)
+            return
+        if "bias" in self.names:
+            self._add_bias_gradient(self.B_bias, use, b, sums)
+        b = reduced if rows is None else rows.counting(reduced)
+        if "weight" in self.names:
+            image, axes = self.image(at_least_float32(b))
+            assert isinstance(self.B_weight.gram, ImageGram)
+            self.B_weight.gram.add_images(image, *axes)
+
+    def _weight_rows(self, b: Tensor, mode: str, sums: PositionSums, rows: Rows | None) -> Tensor:
+        assert mode == "reduce"
+        image, axes = self.image(at_least_float32(b))
+        of_patches = patch_sums(image, *axes).flatten(1)  # (M, C_out·kernel)
+        if rows is not None:
+            of_patches = rows.sums(of_patches)
+        return of_patches.unflatten(1, (self.groups, -1)).movedim(1, 0)
+
+    def position_gradients(self, use: Use, b: Tensor) -> Float[Tensor, "M R_out C_out"]:
+        """The gradients at the output's pixels, which both parameters' are made of."""
+        inputs, outputs = tuple(use.a.shape[2:]), tuple(b.shape[2:])
+        if self._sizes.setdefault(inputs, outputs) not in ((), outputs):
+            raise NotImplementedError(
+                f"{self.layer} makes outputs of {self._sizes[inputs]} and of {outputs} of inputs "
+                f"of {inputs}; its covariance is there for one output_size. Use separate layers."
+            )
+        self._sizes[inputs] = outputs
+        return super().position_gradients(use, b)
+
+    def example_gradients(
+        self, a: Tensor, b: Float[Tensor, "N R_out C C_out"]
+    ) -> dict[str, ExampleGradients]:
+        """Σ a ⊗ patch over input pixels for the weight, Σ b over output pixels for the bias."""
+        gradients = {}
+        if "weight" in self.names:
+            images = b.permute(0, 2, 3, 1).flatten(0, 1)  # (N·C, C_out, R_out)
+            images = images.unflatten(2, self._sizes[tuple(a.shape[2:])])
+            by_output = self.weight_gradients(images).unflatten(1, (len(a), -1))
+            gradients["weight"] = ExampleGradients(by_output.transpose(2, 3), self.inputs(a))
+        if "bias" in self.names:
+            gradients["bias"] = ExampleGradients(b[None])
+        return gradients

@@ -1,0 +1,186 @@
+"""The runs of a layer in a forward pass, and one block's factors summed up over all of them.
+
+A parameter may be used several times in a forward pass, by one layer that runs twice or by layers
+that share it. Under expand each use just brings more rows. Where a block is made of one row for
+each example (reduce, elementwise parameters), an example's row is a sum over all uses: it waits
+here until the last use of a forward pass, or of a vector, has been seen.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kfac_backend.layers.gram.gram import Gram, ScalarGram
+from kfac_backend.layers.rows import Rows
+from kfac_backend.precision import at_least_float32
+
+__all__ = ["BlockSums", "GradientFactor", "InputFactor", "PositionSums", "Use"]
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """One run of a layer in a forward pass."""
+
+    a: Tensor
+    """The layer's input, detached: (N, ...), or (M, ...) with `rows`."""
+    rows: Rows | None = None
+    """The examples of the M rows; None where row n is example n."""
+
+
+class BlockSums(NamedTuple):
+    """The sums of one parameter's block, not scaled; rows first, as the parameter is stored."""
+
+    B: Tensor
+    """Sum over the data (G, d_out, d_out)."""
+    A: Tensor | None = None
+    """Sum over all terms (G, d_in, d_in), or (d_in, d_in) for all groups; None for a parameter
+    without an input factor."""
+    num_terms: int = 0
+    """How many terms A is the sum of."""
+
+
+class PositionSums:
+    """Sums over positions, once for all layers that see the very same gradient tensor.
+
+    The gradient with respect to x + θ is also that with respect to x: a convolution and the bias
+    behind it, or the two ends of a residual branch, are handed one tensor.
+    """
+
+    def __init__(self) -> None:
+        self._source: tuple[Tensor, int, int] | None = None
+        self._sums = torch.empty(0)
+
+    def __call__(self, b: Float[Tensor, "N ..."], features: int) -> Float[Tensor, "N d"]:
+        """Σ over all axes of b but the first and the axis ``features``, in float32 at least."""
+        # In-place accumulation by autograd changes the version.
+        version = b._version  # pyright: ignore[reportPrivateUsage]
+        known = self._source
+        if known is None or known[0] is not b or known[1:] != (version, features):
+            self._sums = _over_positions(b, features)
+            self._source = (b, version, features)
+        return self._sums
+
+    def clear(self) -> None:
+        """Let go of the last tensor."""
+        self._source, self._sums = None, torch.empty(0)
+
+
+class GradientFactor:
+    """Σ b bᵀ, where b may be a sum over the parameter's uses.
+
+    Args:
+        gram: what the rows end in.
+        by_example: whether uses are summed before the outer product; they are further rows else.
+    """
+
+    def __init__(self, gram: Gram, by_example: bool) -> None:
+        self.gram = gram
+        self.by_example = by_example
+        self.roots: Tensor | None = None
+        """(N,), what each example's sum is divided by, if anything: see `InputFactor.roots`."""
+        self._uses = self._seen = 0
+        self._waiting: Tensor | None = None
+
+    def begin_forward(self) -> None:
+        """Forget the uses of the last forward pass."""
+        self._uses = 0
+
+    def count_use(self) -> None:
+        """One more use in this forward pass."""
+        self._uses += 1
+
+    def add(self, rows: Float[Tensor, "G M d"]) -> None:
+        """Add one use's rows of one or more vectors, the same rows in each use if by_example."""
+        if not self.by_example or self._uses <= 1:
+            self.gram.add(self._scaled(rows))
+            return
+        rows = at_least_float32(rows.sum(-1, keepdim=True) if self._of_parts else rows)
+        self._waiting = rows.clone() if self._waiting is None else self._waiting.add_(rows)
+        self._seen += 1
+        if self._seen == self._uses:
+            self.end_vector()
+
+    def end_vector(self) -> None:
+        """Add what waits: uses that the vector did not reach have the gradient zero."""
+        if self._waiting is not None:
+            self.gram.add(self._scaled(self._waiting))
+            self._waiting, self._seen = None, 0
+
+    def _scaled(self, rows: Tensor) -> Tensor:
+        if self.roots is None:
+            return rows
+        by_vector = at_least_float32(rows).unflatten(1, (-1, len(self.roots)))
+        return (by_vector / self.roots[:, None].to(by_vector.dtype)).flatten(1, 2)
+
+    @property
+    def _of_parts(self) -> bool:
+        return isinstance(self.gram, ScalarGram)
+
+
+class InputFactor:
+    """Σ a aᵀ over positions, or over examples' means â of the positions of all uses.
+
+    Args:
+        gram: what the rows end in.
+    """
+
+    def __init__(self, gram: Gram) -> None:
+        self.gram = gram
+        self.num_terms = 0
+        self._counts: int | Tensor = 0
+        self._by_roots: bool | None = None
+        self._waiting: Tensor | None = None
+
+    def begin_forward(self) -> None:
+        """Forget the uses of the last forward pass."""
+        self._counts, self._waiting = 0, None
+
+    def add_means(self, means: Float[Tensor, "G N d"], positions: int) -> None:
+        """Add one use's means of each example over so many positions."""
+        self._add(at_least_float32(means) * positions, positions, by_roots=False)
+
+    def add_sums(self, sums: Float[Tensor, "G N d"], positions: Tensor, by_roots: bool) -> None:
+        """Add one use's sums of each example over (N,) positions, to be scaled as `Rows` say."""
+        self._add(at_least_float32(sums), positions, by_roots)
+
+    def _add(self, sums: Tensor, positions: int | Tensor, by_roots: bool) -> None:
+        if self._by_roots not in (None, by_roots):
+            raise NotImplementedError(
+                "A weight's inputs are scaled by their examples' numbers of rows in one use "
+                "(examples_of_rows), and not in another; say the examples in each, or in none."
+            )
+        self._by_roots = by_roots
+        self._waiting = sums if self._waiting is None else self._waiting + sums
+        self._counts = self._counts + positions
+
+    @property
+    def roots(self) -> Tensor | None:
+        """(N,): √R_n, by which an example's gradients are divided, over all uses; None if not."""
+        if not self._by_roots or isinstance(self._counts, int):
+            return None
+        return self._counts.clamp(min=1).double().sqrt()
+
+    def end_forward(self) -> None:
+        """Add the examples' sums of all uses."""
+        if self._waiting is None:
+            return
+        scale: Any = self.roots
+        if scale is None:
+            scale = self._counts
+        if isinstance(scale, Tensor):
+            scale = scale.clamp(min=1).to(self._waiting.dtype)[:, None]
+        means = self._waiting / scale
+        self.gram.add(means)
+        self.num_terms += means.shape[1]
+        self._waiting = None
+
+
+def _over_positions(b: Tensor, features: int) -> Tensor:
+    features %= b.dim()
+    positions = [axis for axis in range(1, b.dim()) if axis != features]
+    if not positions:
+        return at_least_float32(b)
+    return b.sum(positions, dtype=torch.promote_types(b.dtype, torch.float32))

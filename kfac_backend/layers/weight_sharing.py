@@ -1,0 +1,288 @@
+"""The rule of all layers with a weight matrix that positions share, and that of linear layers.
+
+This is where the formulas of `kfac_backend.formulas` meet a layer: `add_input` and `add_gradient`
+take one use's rows as the mode says, and add them to the two factors.
+"""
+
+from abc import abstractmethod
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from kfac_backend.formulas import gradient_sums, input_means
+from kfac_backend.layers.gram.gram import DenseGram, Gram
+from kfac_backend.layers.rows import Rows
+from kfac_backend.layers.rule import ExampleGradients, Rule
+from kfac_backend.layers.uses import BlockSums, GradientFactor, InputFactor, PositionSums, Use
+from kfac_backend.options import Approximation, Mode
+from kfac_backend.precision import at_least_float32
+
+__all__ = ["LinearRule", "TransposedLinearRule", "WeightSharingRule"]
+
+
+class WeightSharingRule(Rule):
+    """A layer with a matrix ``weight``, applied at R positions, and a ``bias`` added at each.
+
+    The weight's block is B ⊗ A, one per group; the bias's is B over all outputs. A layer says what
+    its inputs and gradients are, position by position (`inputs`, `weight_gradients`); what has a
+    faster way than that overrides `mean_inputs` (reduce) and `add_input_gram` (expand).
+    """
+
+    parameter_names = frozenset({"weight", "bias"})
+
+    same_gradients: ClassVar[bool] = True
+    """Whether weight and bias have the same output gradients."""
+
+    separate_axes: ClassVar[bool] = True
+    """Whether each axis between the first and the last is a shared one; else there is one."""
+
+    def __init__(self, layer: Any, mode: Approximation, names: Collection[str]) -> None:
+        super().__init__(layer, mode, names)
+        last = mode if isinstance(mode, str) else list(mode.values())[-1]
+        self.by_example = last == "reduce" and (isinstance(mode, str) or not self.separate_axes)
+        self.A = InputFactor(self.new_input_gram())
+        self.B_weight = GradientFactor(DenseGram(), self.by_example)
+        self.B_bias = GradientFactor(DenseGram(), self.by_example)
+        # One matrix for both where they have the same rows.
+        self.B_both = GradientFactor(DenseGram(), self.by_example)
+        self._given_away: set[str] = set()
+        self._one_B = self.groups == 1 and self.same_gradients and len(names) == 2
+        self._one_B_now = self._one_B  # in this forward pass
+
+    @abstractmethod
+    def inputs(self, a: Tensor) -> Tensor:
+        """The layer's input as (G, N, R, d_in)."""
+
+    def mean_inputs(self, a: Tensor) -> tuple[Tensor, int]:
+        """The means â over positions, (G, N, d_in), and R."""
+        rows = self.inputs(a)
+        return input_means(rows), rows.shape[2]
+
+    def weight_gradients(self, b: Tensor) -> Float[Tensor, "G M R d_out"]:
+        """Output gradients (M, ...) at the weight's positions."""
+        return self.bias_gradients(b).unflatten(-1, (self.groups, -1)).movedim(-2, 0)
+
+    def bias_gradients(self, b: Tensor) -> Float[Tensor, "M R d_out"]:
+        """Output gradients (M, ...) at all positions of the output, features last."""
+        rows = b.movedim(self.features, -1)  # no copy if the features lie last
+        return rows.flatten(1, -2) if rows.dim() > 2 else rows[:, None]
+
+    @property
+    def groups(self) -> int:
+        """G, the number of independent weight matrices."""
+        return 1
+
+    def new_input_gram(self) -> Gram:
+        """What the inputs' Gram matrix is summed up in."""
+        return DenseGram()
+
+    def add_input_gram(self, a: Tensor) -> int:
+        """Add the inputs of all positions to A; returns R."""
+        rows = self.inputs(a)
+        self.A.gram.add(rows.flatten(1, 2))
+        return rows.shape[2]
+
+    def reduced_axes(
+        self, x: Tensor, rows: Rows | None, *, mean: bool
+    ) -> tuple[Tensor, Rows | None, Mode]:
+        """An input or output gradient without the axes to be reduced; its rows; the others' mode.
+
+        The first shared axis is that of the rows, if a model told their examples (`rows`). All
+        layers are linear: reducing their inputs' axes first is reducing the patches'.
+
+        Args:
+            x: the layer's input (M, ...), or gradients with respect to its output (V·M, ...).
+            rows: the rows' examples.
+            mean: whether to take means over positions (an input) or sums (a gradient).
+
+        Raises:
+            ValueError: the number of modes differs from the number of shared axes.
+        """
+        if isinstance(self.mode, str):
+            return x, rows, self.mode
+        inner = range(1, x.dim() - 1) if self.separate_axes else range(1)
+        modes = list(self.mode.values())
+        number = len(inner) + (rows is not None)
+        if number == 0:  # nothing is shared
+            return x, rows, "expand"
+        if number != len(modes):
+            raise ValueError(
+                f"kfac_approx names the axes {', '.join(self.mode)}, but {self.layer} shares its "
+                f"weight over {number} (shape {tuple(x.shape)}, examples first). Name each axis in "
+                "its order, with the rows first where examples_of_rows tells their examples."
+            )
+        if rows is not None:
+            x = rows.reduced(x, mean=mean) if modes.pop(0) == "reduce" else rows.counting(x)
+        if not self.separate_axes:
+            return x, None, modes[0]
+        axes = [axis for axis, mode in zip(inner, modes, strict=True) if mode == "reduce"]
+        if axes:
+            x = x.mean(axes) if mean else x.sum(axes)
+        return x, None, "expand"
+
+    def begin_forward(self) -> None:
+        """New counts of uses and positions."""
+        self._one_B_now = self._one_B
+        for sums in (self.A, self.B_weight, self.B_bias, self.B_both):
+            sums.begin_forward()
+
+    def add_input(self, use: Use) -> None:
+        """The Gram matrix of the weight's inputs; a bias has no input factor."""
+        for sums in (self.B_weight, self.B_bias, self.B_both):
+            sums.count_use()
+        if use.rows is not None and self.mode != "expand":
+            self._one_B_now = False  # in any use, as examples' sums go over all of them
+        if "weight" not in self.names:
+            return
+        a, rows, mode = self.reduced_axes(use.a, use.rows, mean=True)
+        if mode == "expand":
+            if rows is not None:
+                a = rows.counting(a)
+            self.A.num_terms += len(a) * self.add_input_gram(a)
+            return
+        means, R = self.mean_inputs(a)
+        if rows is None:
+            self.A.add_means(means, R)
+        else:
+            sums = rows.sums(means.movedim(1, 0) * R).movedim(0, 1)
+            self.A.add_sums(sums, rows.counts * R, rows.by_roots)
+
+    def end_forward(self) -> None:
+        """Add examples' means, and let the gradients know their numbers of positions."""
+        self.A.end_forward()
+        self.B_weight.roots = self.A.roots
+
+    def add_gradient(self, use: Use, b: Tensor, sums: PositionSums) -> None:
+        """B per group for the weight, B over all outputs for the bias."""
+        if self._one_B_now:
+            self._add_bias_gradient(self.B_both, use, b, sums)
+            return
+        if "bias" in self.names:
+            self._add_bias_gradient(self.B_bias, use, b, sums)
+        if "weight" in self.names:
+            reduced, rows, mode = self.reduced_axes(b, use.rows, mean=False)
+            if mode == "expand" and rows is not None:
+                reduced = rows.counting(reduced)
+            known = sums if reduced is b else PositionSums()
+            self.B_weight.add(self._weight_rows(reduced, mode, known, rows))
+
+    def _add_bias_gradient(
+        self, total: GradientFactor, use: Use, b: Tensor, sums: PositionSums
+    ) -> None:
+        # Of plain sums: a bias has no input, with which to share 1/√R_n.
+        plain = None if use.rows is None else replace(use.rows, by_roots=False)
+        reduced, rows, mode = self.reduced_axes(b, plain, mean=False)
+        if mode == "expand" and rows is not None:
+            reduced = rows.counting(reduced)
+        of_bias = self._bias_rows(reduced, mode, sums if reduced is b else PositionSums())
+        if mode == "reduce" and rows is not None:
+            of_bias = rows.sums(of_bias[0])[None]
+        total.add(of_bias)
+
+    def _bias_rows(self, b: Tensor, mode: str, sums: PositionSums) -> Float[Tensor, "1 M d_out"]:
+        if mode == "reduce":
+            return sums(b, self.features)[None]
+        return self.bias_gradients(b).flatten(0, 1)[None]
+
+    def _weight_rows(self, b: Tensor, mode: str, sums: PositionSums, rows: Rows | None) -> Tensor:
+        if mode == "expand":
+            return self.weight_gradients(b).flatten(1, 2)
+        if self.same_gradients:  # sum first, then share out among the groups
+            by_group = sums(b, self.features).unflatten(-1, (self.groups, -1)).movedim(1, 0)
+        else:
+            by_group = gradient_sums(self.weight_gradients(b))
+        return by_group if rows is None else rows.sums(by_group.movedim(1, 0)).movedim(0, 1)
+
+    def end_vector(self) -> None:
+        """Add what waited for other uses."""
+        for sums in (self.B_weight, self.B_bias, self.B_both):
+            sums.end_vector()
+
+    def share(self, name: str, other: Rule, others_name: str) -> None:
+        """Sum up together with another layer of this kind, its weight or its bias."""
+        assert isinstance(other, WeightSharingRule) and name == others_name
+        for rule in (self, other):
+            rule._one_B = False
+        if name == "weight":
+            self.A, self.B_weight = other.A, other.B_weight
+        else:
+            self.B_bias = other.B_bias
+        self._given_away.add(name)
+
+    def position_gradients(self, use: Use, b: Tensor) -> Float[Tensor, "M R d_out"]:
+        """The gradients with features last; summed over positions if the weight is frozen."""
+        rows = self.bias_gradients(b)
+        return rows if "weight" in self.names else rows.sum(1, keepdim=True)
+
+    def example_gradients(
+        self, a: Tensor, b: Float[Tensor, "N R C d_out"]
+    ) -> dict[str, ExampleGradients]:
+        """Σ_r b ⊗ a for the weight, Σ_r b for the bias."""
+        gradients = {}
+        if "weight" in self.names:
+            by_group = b.unflatten(-1, (self.groups, -1)).movedim(-2, 0)
+            gradients["weight"] = ExampleGradients(by_group, self.inputs(a))
+        if "bias" in self.names:
+            gradients["bias"] = ExampleGradients(b[None])
+        return gradients
+
+    def block_sums(self) -> dict[str, BlockSums]:
+        """Both blocks' sums."""
+        both = self.B_both.gram.total()
+        B_weight = _either(both, self.B_weight.gram.total())
+        A = self.A.gram.total()
+        sums = {}
+        if "bias" in self.names:
+            B = _either(both, self.B_bias.gram.total())
+            sums["bias"] = BlockSums(self._zeros(1, len(self.layer.bias)) if B is None else B)
+        if "weight" in self.names:
+            rows, columns = self._factor_sizes()
+            if self.transposed:  # its rows are the inputs
+                if B_weight is both and both is not None:
+                    B_weight = both.clone()  # the bias's is not the one to be scaled
+                first, second = A, B_weight
+            else:
+                first, second = B_weight, A
+            sums["weight"] = BlockSums(
+                self._zeros(*rows) if first is None else first,
+                self._zeros(*columns) if second is None else second,
+                self.A.num_terms,
+            )
+        return {name: of_name for name, of_name in sums.items() if name not in self._given_away}
+
+    def _factor_sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Groups and entries of the weight's two factors, as it is stored."""
+        weight = self.layer.weight
+        return (self.groups, len(weight) // self.groups), (self.groups, weight[0].numel())
+
+    def _zeros(self, groups: int, size: int) -> Tensor:
+        """The sum of a layer that no row of the data reached."""
+        return at_least_float32(self.layer.weight.detach()).new_zeros(groups, size, size)
+
+
+class LinearRule(WeightSharingRule):
+    """nn.Linear on (N, ..., d_in), with any number of shared axes."""
+
+    def inputs(self, a: Tensor) -> Tensor:
+        """(N, ..., d_in) as (1, N, R, d_in)."""
+        if a.dim() < 2:
+            raise ValueError(
+                f"{self.layer} got shape {tuple(a.shape)}; needs a batch (N, ..., d_in)."
+            )
+        return a.flatten(1, -2)[None] if a.dim() > 2 else a[None, :, None]
+
+
+class TransposedLinearRule(LinearRule):
+    """A layer y = x W + b whose weight is stored (d_in, d_out), as GPT-2's Conv1D."""
+
+    transposed = True
+
+
+def _either(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """The sum of both, or the one that there is."""
+    if first is None or second is None:
+        return second if first is None else first
+    return first + second

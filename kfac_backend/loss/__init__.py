@@ -1,0 +1,1 @@
+"""The loss, its Hessian, and the vectors that are propagated back."""

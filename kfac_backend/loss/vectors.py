@@ -1,0 +1,135 @@
+"""The vectors that a curvature pass propagates back: columns of S, sampled or label gradients."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from kfac_backend.loss.hessian import counted_terms, loss_hessian_root
+from kfac_backend.options import CurvatureOptions, Likelihood
+from kfac_backend.precision import at_least_float32
+
+__all__ = ["BackwardVectors"]
+
+
+@dataclass
+class BackwardVectors:
+    """Vectors v such that Σ_v v vᵀ is Λ or its estimate, for each loss term.
+
+    - exact: the columns of a root S of Λ. With several loss terms an example they come one term at
+      a time, since gradients of different terms must not be mixed in one product.
+    - mc: ``mc_samples`` gradients of ℓ at labels drawn from p(y|f), over √mc_samples. Unbiased;
+      terms are drawn independently, so that mixing them has expectation zero.
+    - empirical: the gradient of ℓ at the label, one term at a time.
+
+    At terms that do not count all vectors are zero; a term that no example of the batch counts has
+    none of its own.
+
+    Args:
+        likelihood: of the targets.
+        options: the pass's; ``fisher``, ``mc_samples`` and ``rank_tolerance`` say which vectors.
+        generator: source of labels.
+
+    Raises:
+        ValueError: options that are not for the likelihood.
+    """
+
+    likelihood: Likelihood
+    options: CurvatureOptions = CurvatureOptions()
+    generator: torch.Generator | None = None
+    trace: float | Tensor = field(default=0.0, init=False)
+    """Σ tr Λ of the terms that count so far, if rank_tolerance > 0."""
+    trace_left_out: float | Tensor = field(default=0.0, init=False)
+    """The part of it that the columns left out had."""
+
+    def __post_init__(self) -> None:
+        self.options.check(self.likelihood)
+
+    def __call__(
+        self, f: Float[Tensor, "N *terms C"], y: Tensor
+    ) -> Iterator[Float[Tensor, "N *terms C"]]:
+        """The vectors at outputs f and targets y."""
+        f = at_least_float32(f.detach())
+        counted = counted_terms(y, self.likelihood)
+        if counted is not None and not counted.any():
+            yield torch.zeros_like(f)  # layers have gradients, if only zeros
+            return
+        if self.options.fisher == "mc":
+            for _ in range(self.options.mc_samples):
+                yield _where(counted, self._sampled_gradient(f) / self.options.mc_samples**0.5)
+        elif self.options.fisher == "empirical":
+            yield from _one_term_at_a_time(self._label_gradient(f, y, counted), counted)
+        else:
+            columns = loss_hessian_root(f, self.likelihood)
+            for column in (
+                self._leading(columns, f, counted) if self.options.rank_tolerance else columns
+            ):
+                yield from _one_term_at_a_time(_where(counted, column), counted)
+
+    def _leading(
+        self, columns: Iterator[Tensor], f: Tensor, counted: Tensor | None
+    ) -> Iterator[Tensor]:
+        """Columns of S until at most ``rank_tolerance`` of tr Λ is missing, zero from then on."""
+        energies = torch.stack(
+            [_where(counted, c).square().sum(-1) for c in loss_hessian_root(f, self.likelihood)],
+            -1,
+        )  # (N, *terms, C - 1)
+        # Summed from the last column, since small remainders must not cancel.
+        missing = energies.flip(-1).cumsum(-1).flip(-1)  # without this column and all after it
+        needed = missing > self.options.rank_tolerance * missing[..., :1]
+        self.trace += energies.sum(dtype=torch.float64)
+        self.trace_left_out += (energies * ~needed).sum(dtype=torch.float64)
+        needed[..., 0] = True  # also where Λ is zero to rounding
+        for column, is_needed in zip(columns, needed.unbind(-1), strict=True):
+            if not is_needed.any():
+                return
+            yield column * is_needed[..., None]
+
+    def _sampled_gradient(self, f: Tensor) -> Tensor:
+        """∇_f ℓ(ŷ, f) at a label ŷ drawn from p(y|f), per loss term; in the shape of f."""
+        if self.likelihood == "classification":
+            p = torch.softmax(f, dim=-1)
+            label = torch.multinomial(p.flatten(0, -2), 1, generator=self.generator)
+            return p - F.one_hot(label.view(f.shape[:-1]), f.shape[-1]).to(f)
+        if self.likelihood == "regression":
+            return torch.randn(f.shape, generator=self.generator, dtype=f.dtype, device=f.device)
+        p = torch.sigmoid(f)
+        return p - torch.bernoulli(p, generator=self.generator)
+
+    def _label_gradient(self, f: Tensor, y: Tensor, counted: Tensor | None) -> Tensor:
+        """∇_f ℓ(y, f) at the label, zero where it does not count; in the shape of f."""
+        if self.likelihood == "classification":
+            label = y.long() if counted is None else y.long().where(counted, 0)
+            one_hot = F.one_hot(label, f.shape[-1]).to(f)
+            return _where(counted, torch.softmax(f, dim=-1) - one_hot)
+        if self.likelihood == "regression":
+            return f - y.to(f)
+        return torch.sigmoid(f) - y.to(f)
+
+
+def _where(counted: Tensor | None, vector: Float[Tensor, "N *terms C"]) -> Tensor:
+    """The vector, zero at terms that do not count."""
+    return vector if counted is None else vector.masked_fill(~counted[..., None], 0.0)
+
+
+def _one_term_at_a_time(
+    vector: Float[Tensor, "N *terms C"], counted: Tensor | None = None
+) -> Iterator[Tensor]:
+    """The vector itself for one loss term per example, else a copy per term, zero elsewhere.
+
+    Terms that no example counts are left out.
+    """
+    if vector.dim() == 2:
+        yield vector
+        return
+    terms = vector.flatten(1, -2)  # (N, T, C)
+    chosen = range(terms.shape[1])
+    if counted is not None:
+        chosen = counted.flatten(1).any(0).nonzero().flatten().tolist()
+    for t in chosen:
+        only = torch.zeros_like(terms)
+        only[:, t] = terms[:, t]
+        yield only.view_as(vector)

@@ -1,0 +1,362 @@
+"""Hooks: one forward pass, then backward passes to the first tracked outputs only.
+
+No parameter requires a gradient meanwhile, so no weight gradient is ever computed. Rules see inputs
+and gradients as they pass by.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from kfac_backend.layers import Use
+from kfac_backend.layers.elementwise import OwnParameter
+from kfac_backend.layers.rows import Rows, Run, SharedAxes, current_rows
+from kfac_backend.model.calls import call_with, explicit_forwards, num_examples
+from kfac_backend.model.coverage import Coverage, TrackedLayer
+
+__all__ = ["Capture", "first_input", "rows_of"]
+
+OnInput = Callable[[TrackedLayer, Use], None]
+OnGradient = Callable[[TrackedLayer, Use, Tensor], None]
+
+
+class Capture:
+    """A context in which the tracked layers show their inputs and their outputs' gradients.
+
+    Args:
+        model: the model.
+        coverage: its tracked layers.
+        on_input: called with (layer, use) in the forward pass, each time that a layer runs.
+        on_gradient: called with (layer, use, output gradient) in each backward pass; the use has
+            its input if the layer's rule needs it to add a gradient.
+        channels_last: run convolutions in that memory format; their outputs and gradients then
+            have it, too.
+        batched: propagate all vectors back at once, by torch.func.vmap. Fewer launches, V times
+            the memory of a backward pass; never faster on a CPU.
+        keep_inputs: hand all layers' inputs to ``on_gradient``, whether their rules need them or
+            not.
+
+    Raises:
+        NotImplementedError: in the forward pass, a layer under no_grad; own parameters with an
+            input whose number of examples is not known.
+        TypeError: in the forward pass, a layer's input that is not of floating point.
+        ValueError: in the forward pass, rows that are not those of a layer's input.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        coverage: Coverage,
+        on_input: OnInput,
+        on_gradient: OnGradient,
+        *,
+        channels_last: bool = False,
+        batched: bool = False,
+        keep_inputs: bool = False,
+    ) -> None:
+        self._model = model
+        self._coverage = coverage
+        self._on_input = on_input
+        self._on_gradient = on_gradient
+        self._channels_last = channels_last
+        self._batched = batched
+        self._keep_inputs = keep_inputs
+        self._handles: list[RemovableHandle] = []
+        self._sources: list[Tensor] = []
+        self._num_examples: int | None = None
+        self._runs_backward = False
+        self._number: dict[TrackedLayer, int] = {}
+        self._reached: dict[tuple[TrackedLayer, int], bool] = {}
+
+    def __enter__(self) -> "Capture":
+        for tracked in self._coverage.layers:
+            before, after = self._pre_hook(tracked), self._forward_hook(tracked)
+            layer = tracked.layer
+            self._handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
+            self._handles.append(layer.register_forward_hook(after, with_kwargs=True))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._sources.clear()
+
+    def forward(self, x: Any) -> Any:
+        """The model's output at x, with a graph down to the first tracked outputs."""
+        self._sources.clear()
+        self._number.clear()
+        self._reached.clear()
+        self._runs_backward = False
+        self._num_examples = num_examples(x)
+        with torch.enable_grad(), explicit_forwards(self._coverage):
+            copies = self._copies_of_own_parameters(x)
+            f = call_with(self._model, copies, x, self._channels_last)
+        for tracked in self._coverage.layers if self._coverage.runs else []:
+            known = self._coverage.runs.get(tracked.layer, ())
+            number = self._number.get(tracked, 0)
+            if len(set(known)) > 1 and number != len(known):
+                raise _other_runs(tracked, f"{number} times instead of {len(known)}")
+        return f
+
+    def backward(
+        self, f: Tensor, vectors: Iterable[Tensor], on_vector_end: Callable[[], None] | None = None
+    ) -> None:
+        """Propagate each vector (in the shape of f) back from f.
+
+        Args:
+            f: what `forward` returned.
+            vectors: the vectors.
+            on_vector_end: called after each, or after all if they are ``batched``.
+        """
+
+        def propagate(vector: Tensor) -> Tensor:
+            torch.autograd.grad(f, self._sources, vector, retain_graph=True, allow_unused=True)
+            return vector
+
+        vectors = (vector.to(f.dtype) for vector in vectors)
+        self._runs_backward = True
+        # Without a graph the output depends on no tracked layer: all gradients are zero.
+        if not f.requires_grad:
+            return
+        if self._batched:
+            vectors = list(vectors)
+            if vectors:
+                torch.func.vmap(propagate)(torch.stack(vectors))
+                if on_vector_end is not None:
+                    on_vector_end()
+            return
+        for vector in vectors:
+            propagate(vector)
+            if on_vector_end is not None:
+                on_vector_end()
+
+    @property
+    def runs(self) -> dict[TrackedLayer, list[Run]]:
+        """What each run of the layers is, as far as the vectors so far tell.
+
+        Constant, if none has reached it, and some another run of one of its parameters.
+        """
+        reached = {
+            name
+            for (tracked, _), is_reached in self._reached.items()
+            if is_reached
+            for name in tracked.parameters.values()
+        }
+        kinds: dict[TrackedLayer, list[Run]] = {
+            tracked: ["examples"] * number for tracked, number in self._number.items()
+        }
+        for (tracked, number), is_reached in self._reached.items():
+            if not is_reached and reached.intersection(tracked.parameters.values()):
+                kinds[tracked][number] = "constant"
+        return kinds
+
+    def check_runs(self) -> None:
+        """Raise unless the vectors reached the runs of layers that they are supposed to reach."""
+        if all(self._reached.values()):
+            return
+        for tracked, kinds in self.runs.items():
+            if "constant" in kinds:
+                number = kinds.index("constant") + 1
+                raise _other_runs(tracked, f"with a constant output in run {number}")
+
+    def _run(self, tracked: TrackedLayer) -> tuple[int, Run]:
+        """The number of a layer's run that begins, and what it is."""
+        number = self._number.get(tracked, 0)
+        self._number[tracked] = number + 1
+        known = self._coverage.runs.get(tracked.layer, ("examples",))
+        return number, known[min(number, len(known) - 1)]
+
+    def _copies_of_own_parameters(self, x: Any) -> dict[str, Tensor]:
+        """Name -> copies (N, ...), the gradients of which are shown as layers' are."""
+        copies = {}
+        for tracked in self._coverage.own_parameters:
+            N = self._num_examples
+            if N is None:
+                raise NotImplementedError(
+                    f"Parameter '{tracked.name}' needs a copy for each example, whose number "
+                    f"cannot be told from an input of type {type(x).__name__}. Pass a tensor or a "
+                    "mapping of tensors, examples first, or give the type a __len__."
+                )
+            layer: Any = tracked.layer
+            (name,) = tracked.parameters.values()
+            source = layer.copies(layer.value.detach(), N).requires_grad_()
+            self._sources.append(source)
+            use = Use(source.new_zeros(N, 0))
+            self._on_input(tracked, use)
+            # In-place activations must not touch a leaf.
+            copies[name] = self._shown(source.clone(), tracked, use)
+        return copies
+
+    def _pre_hook(self, tracked: TrackedLayer) -> Callable[..., None]:
+        def hook(layer: nn.Module, args: tuple, kwargs: dict) -> None:
+            if self._runs_backward:
+                raise NotImplementedError(
+                    f"Layer {tracked} runs again in the backward pass (torch.utils.checkpoint), "
+                    "where it would be counted twice. Switch checkpointing off, or freeze it "
+                    "(requires_grad_(False))."
+                )
+            a = first_input(args, kwargs)
+            if a.is_floating_point() == tracked.rule.takes_integers:
+                needs, way_out = "floating point", "x.float() / 255 for images in uint8"
+                if tracked.rule.takes_integers:
+                    needs, way_out = "integers", "tokens.long() for tokens' numbers"
+                raise TypeError(
+                    f"Layer {tracked} got an input of dtype {a.dtype}; it needs {needs}. "
+                    f"Convert the data, for example {way_out}."
+                )
+            if not torch.is_grad_enabled():
+                raise NotImplementedError(
+                    f"Layer {tracked} runs without gradients (under torch.no_grad, or in a "
+                    "reentrant checkpoint). Freeze it (requires_grad_(False)), or let gradients "
+                    "through."
+                )
+
+        return hook
+
+    def _forward_hook(self, tracked: TrackedLayer) -> Callable[..., Tensor]:
+        def hook(layer: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
+            a = first_input(args, kwargs).detach()
+            number, run = self._run(tracked)
+            N = self._num_examples
+            if isinstance(run, SharedAxes) and run.are_those_of(a) and N is not None:
+                a, output = run.for_each_example(a, N), run.for_each_example(output, N)
+            rows = rows_of(tracked, a)
+            seen = Use(a if rows is None else rows.flatten(a), rows)
+            if run != "constant":
+                self._on_input(tracked, seen)
+                if output.numel():
+                    self._reached[tracked, number] = False
+            if self._keep_inputs or tracked.rule.needs_input:
+                use = seen
+            else:
+                use = Use(a.new_empty(0), rows)  # lets go of the input
+            if not output.requires_grad:
+                source = output.detach().requires_grad_()
+                self._sources.append(source)
+                # In-place activations must not touch a leaf.
+                output = source.clone()
+
+            def on_reached() -> None:
+                if run == "constant":
+                    raise _other_runs(tracked, f"without a constant output in run {number + 1}")
+                self._reached[tracked, number] = True
+
+            return self._shown(output, tracked, use, on_reached)
+
+        return hook
+
+    def _shown(
+        self,
+        output: Tensor,
+        tracked: TrackedLayer,
+        use: Use,
+        on_reached: Callable[[], None] = lambda: None,
+    ) -> Tensor:
+        """The output; its gradients are shown to the callback."""
+        version = use.a._version  # pyright: ignore[reportPrivateUsage]
+
+        def on_gradient(b: Tensor) -> None:
+            on_reached()
+            if use.a._version != version:  # pyright: ignore[reportPrivateUsage]
+                raise NotImplementedError(
+                    f"The input of layer {tracked} was modified in place after the layer had "
+                    "read it, so that it could not be trained either. Modify a copy."
+                )
+            if not b.numel():  # graphs without edges
+                return
+            axes = 1 if use.rows is None else len(use.rows.axes)
+            if self._batched:  # (V, rows, ...)
+                b = b.flatten(0, axes)
+            elif axes > 1:
+                b = b.flatten(0, axes - 1)
+            self._on_gradient(tracked, use, b)
+
+        if self._batched:
+            return _Tap.apply(output, on_gradient)
+        output.register_hook(on_gradient)
+        return output
+
+
+class _Tap(torch.autograd.Function):
+    """The identity; its gradients are shown to a callback, all vectors of a vmap at once."""
+
+    @staticmethod
+    def forward(x: Tensor, on_gradient: Callable[[Tensor], None]) -> Tensor:
+        return x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        x, ctx.on_gradient = inputs
+        ctx.mark_dirty(x)  # no copy, and activations may go on in place
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return _Show.apply(grad_outputs[0], ctx.on_gradient), None
+
+
+class _Show(torch.autograd.Function):
+    """The identity on gradients, which calls back outside of vmap."""
+
+    @staticmethod
+    def forward(b: Tensor, on_gradient: Callable[[Tensor], None]) -> Tensor:
+        on_gradient(b[None])
+        return b.view_as(b)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        """Nothing: there are no second derivatives."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple[Tensor, int]:
+        b, on_gradient = args
+        b = b.movedim(in_dims[0], 0)  # (V, N, ...)
+        on_gradient(b)
+        return b, 0
+
+
+def _other_runs(tracked: TrackedLayer, how: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"Layer {tracked}, which runs on examples and on something else, runs {how} in this batch: "
+        "another way than in the first, so that its runs cannot be told apart. Use separate "
+        "layers, or freeze it (requires_grad_(False))."
+    )
+
+
+def first_input(args: tuple, kwargs: dict) -> Tensor:
+    """A layer's input, from the arguments that a hook sees."""
+    if args:
+        return args[0]
+    return kwargs.get("input", next(v for v in kwargs.values() if isinstance(v, Tensor)))
+
+
+def rows_of(tracked: TrackedLayer, a: Tensor) -> Rows | None:
+    """The examples of a layer's rows, if the model says them.
+
+    Raises:
+        ValueError: rows that are not those of the layer's input.
+    """
+    rows = None if isinstance(tracked.layer, OwnParameter) else current_rows()
+    if rows is None:
+        return None
+    features = a.dim() if tracked.rule.takes_integers else tracked.rule.features % max(a.dim(), 1)
+    fits = tuple(a.shape[: len(rows.axes)]) == rows.axes
+    folded = len(rows.axes) > 1 and a.shape[:1] == (math.prod(rows.axes),) != rows.axes[:1]
+    # As many channels as positions are none.
+    concerned = folded or (fits and features >= len(rows.axes))
+    if rows.of_positions and not concerned:
+        return None
+    if rows.of_positions and folded:  # which the proof of independence holds against them
+        return replace(rows, axes=(math.prod(rows.axes),))
+    if not fits:
+        raise ValueError(
+            f"Layer {tracked} got an input of shape {tuple(a.shape)} where examples_of_rows was "
+            f"given an index of shape {rows.axes}; its axes must be the input's first. Call the "
+            "layer outside of it, or give the index of these rows."
+        )
+    return rows

@@ -1,0 +1,300 @@
+"""Which trainable parameters have a rule; whatever has none is an error that names it."""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.rnn import RNNBase, RNNCellBase
+from torch.nn.parameter import is_lazy
+
+from kfac_backend.layers import (
+    LayerByParts,
+    LinearPart,
+    Rule,
+    declared_parameters,
+    registered,
+    supported_layers,
+)
+from kfac_backend.layers.elementwise import OwnParameter, OwnParameterRule, default_view
+from kfac_backend.layers.rows import Run
+from kfac_backend.options import Unsupported
+
+__all__ = [
+    "Coverage",
+    "DividedLayer",
+    "TrackedLayer",
+    "check_module",
+    "coverage_of_blocks",
+    "find_coverage",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class TrackedLayer:
+    """A layer with a rule and at least one trainable parameter; hashed by identity."""
+
+    name: str
+    layer: nn.Module
+    rule: type[Rule]
+    parameters: dict[str, str]
+    """Local name ("weight") -> name in the model ("stage1.0.conv1.weight")."""
+    layer_type: type[nn.Module]
+    """The class that the rule is for."""
+    built_in: bool = True
+    """Whether the rule is ours, and not registered by a user."""
+    slots: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Local name -> (which, of how many) equal parts of the tensor, one below the other, is its."""
+
+    def __str__(self) -> str:
+        return f"'{self.name}' ({type(self.layer).__name__})"
+
+
+@dataclass(frozen=True, eq=False)
+class DividedLayer:
+    """A layer whose forward is replaced by one that shows its parts."""
+
+    name: str
+    layer: nn.Module
+    by_parts: LayerByParts
+    parts: Mapping[str, LinearPart]
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What a curvature pass computes: the layers with rules, and parameters by their diagonal."""
+
+    layers: list[TrackedLayer]
+    """That run, in a forward pass."""
+    own_parameters: list[TrackedLayer]
+    """Modules' own parameters, each as a layer `OwnParameter`, which does not run."""
+    divided: list[DividedLayer]
+    diagonal: list[str]
+    names: list[str]
+    """All parameters that get a block, in the order of ``model.named_parameters()``."""
+    runs: Mapping[nn.Module, tuple[Run, ...]] = field(default_factory=dict)
+    """Layer -> its runs in a forward pass, one after the other; without those layers that run on
+    rows of examples alone. See `verification.find_runs`."""
+
+    @property
+    def all(self) -> list[TrackedLayer]:
+        """All that has a rule."""
+        return self.layers + self.own_parameters
+
+
+def find_coverage(model: nn.Module, unsupported: Unsupported = "error") -> Coverage:
+    """Sort the trainable parameters of a model into those with a rule and those without.
+
+    Args:
+        model: the model; parameters with ``requires_grad=False`` are left out.
+        unsupported: "error" raises, "freeze" leaves parameters without a rule out with a warning
+            that names them, "diagonal" asks for the exact diagonal of their block.
+
+    Raises:
+        TypeError: no model, or one that is spread over devices.
+        ValueError: no trainable parameter, a 0-dimensional one, BatchNorm in train mode.
+        NotImplementedError: a layer without a rule, or with an option that its rule does not know.
+    """
+    check_module(model)
+    trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    if not trainable:
+        raise ValueError(
+            "The model has no trainable parameter. Call requires_grad_(True) on those whose "
+            "curvature is wanted."
+        )
+    for name, p in trainable.items():
+        if is_lazy(p):
+            raise ValueError(
+                f"Parameter '{name}' has no shape yet; run a batch through the model first."
+            )
+        if p.dim() == 0:
+            raise ValueError(
+                f"Parameter '{name}' is 0-dimensional, which laplace-torch cannot hold. "
+                "Give it shape (1,), for example nn.Parameter(torch.zeros(1))."
+            )
+    _check_batch_norm(model)
+    names = {id(p): name for name, p in trainable.items()}  # a shared tensor has its first name
+
+    layers: list[TrackedLayer] = []
+    own_parameters: list[TrackedLayer] = []
+    divided: list[DividedLayer] = []
+    without_rule: list[tuple[str, nn.Module, str]] = []
+    for prefix, module in model.named_modules():
+        own = {
+            local: names[id(p)]
+            for local, p in module.named_parameters(recurse=False, remove_duplicate=False)
+            if p.requires_grad
+        }
+        found, known = registered(module), set()
+        if found and issubclass(found.rule, LayerByParts):
+            if any(p.requires_grad for p in module.parameters()):
+                by_parts = found.rule()
+                parts = by_parts.parts(module)
+                divided.append(DividedLayer(prefix, module, by_parts, parts))
+                layers += _parts(prefix, parts, own)
+                known = {theirs for p in parts.values() for theirs in p.parameter_of.values()}
+        elif found and issubclass(found.rule, Rule):
+            known = set(own) & found.rule.parameter_names
+            if known:
+                found.rule.check(module)
+                mine = {local: name for local, name in own.items() if local in known}
+                layers.append(
+                    TrackedLayer(prefix, module, found.rule, mine, found.layer_type, found.built_in)
+                )
+        for local, view in declared_parameters(module).items():
+            if local in own and local not in known:
+                own_parameters.append(_own_parameter(prefix, module, local, view, own[local]))
+                known.add(local)
+        without_rule += [(prefix, module, own[local]) for local in own if local not in known]
+
+    covered = {full for t in layers + own_parameters for full in t.parameters.values()}
+    # A second name of a layer's tensor, such as masked-language heads have for their output layer's
+    # bias, is no use; `verify_uses` proves that there is none.
+    without_rule = [missed for missed in without_rule if missed[2] not in covered]
+    if without_rule and unsupported == "error":
+        raise _no_rule(*without_rule[0])
+    missing = list(dict.fromkeys(name for _, _, name in without_rule))
+    if missing and unsupported == "freeze":
+        warnings.warn(
+            f"Treated as constants, having no K-FAC rule: {', '.join(missing)}.", stacklevel=2
+        )
+    diagonal = missing if unsupported == "diagonal" else []
+    covered |= set(diagonal)
+    if not covered:
+        raise ValueError("No trainable parameter of the model has a K-FAC rule.")
+    ordered = [name for name in trainable if name in covered]
+    return Coverage(layers, own_parameters, divided, diagonal, ordered)
+
+
+def _parts(
+    prefix: str, parts: Mapping[str, LinearPart], own: Mapping[str, str]
+) -> Iterator[TrackedLayer]:
+    """The parts of a divided layer that have trainable parameters."""
+    for part_name, part in parts.items():
+        found = registered(part)
+        assert found is not None and issubclass(found.rule, Rule)
+        mine = {local: own[theirs] for local, theirs in part.parameter_of.items() if theirs in own}
+        slots = {local: (part.slot, part.slots[local]) for local in mine if local in part.slots}
+        if mine:
+            name = f"{prefix}.{part_name}" if prefix else part_name
+            yield TrackedLayer(name, part, found.rule, mine, found.layer_type, slots=slots)
+
+
+def _own_parameter(
+    prefix: str, module: nn.Module, local: str, view: tuple[int, ...] | None, full: str
+) -> TrackedLayer:
+    p = getattr(module, local)
+    view = view or default_view(p)
+    if view is None:
+        raise NotImplementedError(
+            f"Parameter '{full}' of {type(module).__name__} has shape {tuple(p.shape)}; "
+            "register_parameters needs the shape, beginning with 1, as which it is broadcast: "
+            f"{local}=(1, ...)."
+        )
+    try:
+        p.detach().reshape(view)
+    except RuntimeError as error:
+        raise ValueError(
+            f"Parameter '{full}' of {type(module).__name__} has shape {tuple(p.shape)}, of which "
+            f"register_parameters cannot make {tuple(view)}; one entry may be -1, for all the rest."
+        ) from error
+    name = f"{prefix}.{local}" if prefix else local
+    layer = OwnParameter(module, local, view)
+    return TrackedLayer(name, layer, OwnParameterRule, {local: full}, OwnParameter)
+
+
+def coverage_of_blocks(model: nn.Module, sizes: Mapping[str, int]) -> Coverage:
+    """The layers and parameters that have a block; the others are constants.
+
+    Args:
+        model: the model.
+        sizes: parameter name -> entries of its block.
+
+    Raises:
+        ValueError: no block, one of a parameter that the model lacks or has in another size, or of
+            a frozen one.
+    """
+    check_module(model)
+    parameters = dict(model.named_parameters())
+    unknown = [name for name in sizes if name not in parameters]
+    if unknown or not sizes:
+        what = f"a block for '{unknown[0]}', which the model lacks" if unknown else "no block"
+        raise ValueError(f"The posterior has {what}; it belongs to another model.")
+    for name, size in sizes.items():
+        if size != parameters[name].numel():
+            raise ValueError(
+                f"The posterior's block of '{name}' has {size} entries, the parameter "
+                f"{parameters[name].numel()}; it belongs to another model."
+            )
+    coverage = find_coverage(model, "diagonal")
+    frozen = [name for name in sizes if name not in coverage.names]
+    if frozen:
+        raise ValueError(
+            f"Parameter '{frozen[0]}' has a posterior, but requires_grad=False. Call "
+            "requires_grad_(True) on it, as it was when the posterior was fitted."
+        )
+
+    def with_blocks(layers: list[TrackedLayer]) -> list[TrackedLayer]:
+        chosen = []
+        for tracked in layers:
+            own = {local: name for local, name in tracked.parameters.items() if name in sizes}
+            if own:
+                chosen.append(replace(tracked, parameters=own))
+        return chosen
+
+    return replace(
+        coverage,
+        layers=with_blocks(coverage.layers),
+        own_parameters=with_blocks(coverage.own_parameters),
+        diagonal=[name for name in coverage.diagonal if name in sizes],
+        names=list(sizes),
+    )
+
+
+def _check_batch_norm(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if not isinstance(module, _BatchNorm):
+            continue
+        if module.training:
+            raise ValueError(
+                f"Layer '{name}' ({type(module).__name__}) is in train mode, where it mixes the "
+                "examples of a batch and the GGN is not defined. Call model.eval() first."
+            )
+        if module.running_mean is None:
+            raise ValueError(
+                f"Layer '{name}' ({type(module).__name__}) keeps no running statistics, so that it "
+                "mixes the examples of a batch in eval mode, too. Use track_running_stats=True."
+            )
+
+
+def _no_rule(module_name: str, module: nn.Module, parameter: str) -> NotImplementedError:
+    hint = ""
+    if isinstance(module, RNNBase | RNNCellBase):
+        hint = (
+            " Recurrent layers of torch.nn hide what their weights see; a cell written with "
+            "nn.Linear works, as a layer that runs once per step."
+        )
+    else:
+        hint = " Or say how it is used: register_rule, register_parameters."
+    return NotImplementedError(
+        f"Parameter '{parameter}' of layer '{module_name}' ({type(module).__name__}) has no K-FAC "
+        f"rule. Supported: {', '.join(supported_layers())}. Freeze it (requires_grad_(False)), or "
+        f'pass unsupported="freeze" or unsupported="diagonal".{hint}'
+    )
+
+
+def check_module(model: object) -> None:
+    """Raise a TypeError unless this is a model, in one piece."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"The model is {model!r:.80}, of type {type(model).__name__}; a torch.nn.Module is "
+            "needed."
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.DataParallel):
+            which = f"Layer '{name}'" if name else "The model"
+            raise TypeError(
+                f"{which} is in nn.DataParallel, whose copies of the layers hooks cannot follow. "
+                f"Pass what it holds: {f'model.{name}' if name else 'model'}.module."
+            )

@@ -1,0 +1,251 @@
+"""From a batch to inputs and targets: which labels belong to the outputs, and which count."""
+
+import warnings
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kfac_backend.layers.rows import counted_positions
+from kfac_backend.loss.hessian import IGNORED, check_targets, loss_sum, num_counted_terms
+from kfac_backend.model.batches import detached, examples, splits_by_example
+from kfac_backend.model.calls import call_with, forked_random_numbers, own_loss, takes_labels
+from kfac_backend.model.memory import is_out_of_memory
+from kfac_backend.options import Likelihood, TargetOptions
+from kfac_backend.precision import at_least_float32
+
+__all__ = ["Targets", "counting", "mask_of", "split_batch"]
+
+
+def split_batch(batch: Any, dict_key_y: str) -> tuple[Any, Any]:
+    """A batch's input and targets; a mapping is the input itself, with targets under the key."""
+    if isinstance(batch, Mapping):
+        if dict_key_y not in batch:
+            raise KeyError(
+                f"A batch has keys {', '.join(map(str, batch))}, but no '{dict_key_y}'; pass the "
+                "targets' key as dict_key_y."
+            )
+        return batch, batch[dict_key_y]
+    try:
+        x, y = batch
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"A batch is {type(batch).__name__}; expected (x, y) or a mapping with '{dict_key_y}'."
+        ) from None
+    return x, y
+
+
+def mask_of(x: Any, dict_key_mask: str | None) -> Tensor | None:
+    """Which positions of a mapping's examples count (N, R); None if it hides none.
+
+    A mask of other axes, as attention takes for each pair of positions, hides none.
+
+    Raises:
+        ValueError: a mask of floating point that is not of zeros and ones.
+    """
+    mask = x.get(dict_key_mask) if dict_key_mask and isinstance(x, Mapping) else None
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return None
+    counted = mask != 0
+    if mask.is_floating_point() and not torch.equal(counted.to(mask), mask):
+        raise ValueError(
+            f"'{dict_key_mask}' has entries other than 0 (hidden) and 1 (counts). Give it truth "
+            "values, or let all positions count (dict_key_mask=None)."
+        )
+    return None if counted.all() else counted
+
+
+def counting(mask: Tensor | None) -> AbstractContextManager[None]:
+    """A context in which the positions that a mask (of `mask_of`) hides do not count."""
+    return nullcontext() if mask is None else counted_positions(mask)
+
+
+class Targets:
+    """The targets that belong to a model's outputs, of batches whose labels may be otherwise.
+
+    - Causal language models of Hugging Face take labels that stand with their own tokens, and
+      shift them inside: the output at a position predicts the label of the next. "auto" finds out
+      on the first batch whose labels tell: where the model computes a loss of labels, it must be
+      ours, of these labels or of shifted ones. A label of -100 then does not count, as there.
+    - A position that a mapping's mask hides neither counts as a target nor predicts one.
+
+    Args:
+        likelihood: of the targets.
+        options: how batches give their targets.
+
+    Raises:
+        ValueError: options that are not for the likelihood.
+    """
+
+    def __init__(
+        self,
+        likelihood: Likelihood,
+        options: TargetOptions = TargetOptions(),  # noqa: B008
+    ) -> None:
+        options.check(likelihood)
+        self.options = options
+        self.may_ignore = options.ignore_index is not None
+        """Whether some targets do not count, as far as is known by now."""
+        self._likelihood: Likelihood = likelihood
+        self._shifts = None if options.shift_labels == "auto" else bool(options.shift_labels)
+        self._hidden_are_told = False
+
+    def __call__(self, model: nn.Module | None, x: Any, y: Any) -> Any:
+        """The targets of a batch, in the shape that they have; `IGNORED` where they do not count.
+
+        Raises:
+            ValueError: a loss of the model's own that is neither ours nor that of shifted labels.
+        """
+        if not isinstance(y, Tensor):
+            return y  # reported with the outputs
+        mark = self.options.ignore_index
+        if mark is not None and mark != IGNORED:
+            if (y == IGNORED).any():
+                raise ValueError(
+                    f"There are labels {IGNORED} beside ignore_index={mark}. Give all that do not "
+                    "count one label."
+                )
+            y = y.masked_fill(y == mark, IGNORED)
+        if self._shifts is None and model is not None:
+            self._shifts = self._shifts_inside(model, x, y)
+        mask = (
+            mask_of(x, self.options.dict_key_mask) if self._likelihood == "classification" else None
+        )
+        if mask is not None and mask.shape == y.shape:
+            hidden = ~mask.to(y.device)
+        else:
+            hidden = None
+        if hidden is None and not self._shifts:
+            return y
+        if self._shifts and y.dim() < 2:
+            raise ValueError(
+                f"shift_labels=True needs labels (N, R), several an example; these have shape "
+                f"{tuple(y.shape)}. Pass shift_labels=False."
+            )
+        self.may_ignore = True
+        if hidden is not None:
+            self._tell_hidden(y, hidden)
+            y = y.masked_fill(hidden, IGNORED)
+        if self._shifts:
+            y = F.pad(y[..., 1:], (0, 1), value=IGNORED)
+            y = y if hidden is None else y.masked_fill(hidden, IGNORED)
+        return y
+
+    def _tell_hidden(self, y: Tensor, hidden: Tensor) -> None:
+        """Warn, once, of labels that would count if the mask did not hide them."""
+        if self._hidden_are_told or not (y[hidden] != IGNORED).any():
+            return
+        self._hidden_are_told = True
+        mark = IGNORED if self.options.ignore_index is None else self.options.ignore_index
+        warnings.warn(
+            f"Labels at positions that '{self.options.dict_key_mask}' hides do not count. Mark "
+            f"them with {mark} to say the same, or pass dict_key_mask=None to let all count.",
+            stacklevel=3,
+        )
+
+    def _shifts_inside(self, model: nn.Module, x: Any, y: Tensor) -> bool | None:
+        """Whether the model shifts labels in the loss that it computes of them.
+
+        False if it has none; None if that cannot be told from this batch.
+
+        Raises:
+            ValueError: another loss, or one that fails.
+        """
+        if not takes_labels(model, x):
+            return False
+        are_labels = self._likelihood == "classification"
+        counted = y != IGNORED if are_labels else torch.ones_like(y, dtype=torch.bool)
+        if counted.dim() > 1 and counted.shape[-1] > 1:
+            counted[..., 0] = False  # what no output predicts, if labels are shifted
+        device = next(model.parameters()).device
+        x = detached(x, device)
+        if splits_by_example(x, y):
+            telling = counted.flatten(1).any(1) if counted.dim() > 1 else counted
+            which = telling.nonzero().flatten()[:2]
+            x, y = examples(x, which.to(device)), y[which]
+            if not len(which):
+                return None
+        y = y.to(device)
+        with torch.no_grad(), forked_random_numbers(model):
+            try:
+                # Without labels first: the model's own loss must not see any that are out of range.
+                check_targets(call_with(model, {}, x), y, self._likelihood, may_ignore=True)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                return None  # reported by name, in the pass itself
+            try:
+                own = own_loss(model, x, y)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                raise ValueError(
+                    f"{type(model).__name__} takes labels, but fails to compute a loss of them "
+                    f"({type(error).__name__}: {error}), so that it cannot be told how they stand "
+                    "for its outputs. Say so: pass shift_labels=False if the output at a position "
+                    "predicts its own label, True if the next one."
+                ) from error
+        if own is None:
+            return False
+        f, loss = own
+        if not torch.isfinite(loss) or not torch.isfinite(f).all():
+            return None  # reported by name, in the pass itself
+        ways = {False: y}
+        if are_labels and y.dim() > 1:
+            ways[True] = F.pad(y[..., 1:], (0, 1), value=IGNORED)
+        fitting = [
+            shifts
+            for shifts, labels in ways.items()
+            if _is_our_loss(loss, f, labels, self._likelihood)
+        ]
+        if len(fitting) == 1:
+            self.may_ignore = self.may_ignore or (are_labels and y.dim() > 1)
+            return fitting[0]
+        means = [
+            float(loss_sum(at_least_float32(f), labels, self._likelihood))
+            / max(num_counted_terms(f, labels, self._likelihood), 1)
+            for labels in ways.values()
+        ]
+        its = f"{type(model).__name__} computes a loss of labels itself, {float(loss):.6g} for the "
+        its += "first examples"
+        ours = f"ours is {means[0]:.6g} a term"
+        if len(means) > 1:
+            ours += f", or {means[1]:.6g} with labels shifted by one position"
+        if fitting:
+            raise ValueError(
+                f"{its}, which does not tell whether it shifts them: {ours}. Say so: pass "
+                "shift_labels=True if the output at a position predicts the next label, False if "
+                "its own."
+            )
+        raise ValueError(
+            f"{its}, which is another loss: {ours}. Likely causes: label smoothing, class weights, "
+            "a further term. Switch these off, or take ours all the same: pass shift_labels=False "
+            "if the output at a position predicts its own label, True if the next one."
+        )
+
+
+def _is_our_loss(loss: Tensor, f: Tensor, y: Tensor, likelihood: Likelihood) -> bool:
+    """Whether a model's loss is ours: a sum, or the mean over examples, loss terms or outputs.
+
+    That of regression may be the squared error itself, without our ½.
+    """
+    f = at_least_float32(f)
+    ours = loss_sum(f, y, likelihood).double()
+    sizes = {1, len(f), max(num_counted_terms(f, y, likelihood), 1)}
+    if likelihood != "classification":
+        sizes.add(f.numel())
+    relative = 1e-4 if loss.dtype in (torch.float32, torch.float64) else 0.02
+    # log Σ exp of large outputs is rounded as they are.
+    rounding = 4 * torch.finfo(torch.float32).eps * float(f.abs().max())
+    readings = [
+        ours * factor / size
+        for size in sizes
+        for factor in (1, 2)[: 1 + (likelihood == "regression")]
+    ]
+    return any(
+        abs(float(loss) - float(reading)) <= relative * abs(float(reading)) + rounding
+        for reading in readings
+    )

@@ -1,0 +1,100 @@
+"""What is remembered of data: to know it again, and to meet other data in the same form."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+from torch import Tensor
+
+from marglik.data import ImageSet, ImageSplits, Splits
+from marglik.data.tensors import described
+from marglik.graphs import Graphs
+
+__all__ = ["as_trained", "data_record", "tensors_in"]
+
+
+def data_record(splits: Splits, source: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Name, classes, and normalisation or what graphs are like, as plain data for JSON.
+
+    Args:
+        splits: the data.
+        source: how it is loaded, ``{"class_path": ..., "init_args": {...}}``.
+    """
+    record: dict[str, Any] = {"name": splits.name, "source": source}
+    if isinstance(splits, ImageSplits):
+        record |= {
+            "classes": list(splits.classes),
+            "image_shape": list(splits.image_shape),
+            "mean": list(splits.mean),
+            "std": list(splits.std),
+        }
+        return record
+    if splits.classes is not None:
+        record["classes"] = list(splits.classes)
+    graphs = _graphs(splits)
+    return record if graphs is None else record | {"graphs": graphs}
+
+
+def as_trained(splits: Splits, record: dict[str, Any] | None) -> Splits:
+    """The data, normalised as the training data was.
+
+    Args:
+        splits: the data.
+        record: what `data_record` returned for the training data; None leaves all as it is.
+
+    Raises:
+        ValueError: classes, images or graphs of another kind than those of the training data.
+    """
+    if record is None:
+        return splits
+    trained_on = {"images": record.get("image_shape"), "graphs": record.get("graphs")}
+    for what, here in (("images", _images(splits)), ("graphs", _graphs(splits))):
+        there = trained_on[what]
+        if (here is None) != (there is None):
+            raise ValueError(
+                f"{splits.name} holds {what if here else f'no {what}'}, unlike {record['name']}, "
+                "which the network was trained on. Pass data of its kind (--data)."
+            )
+    classes = record.get("classes")
+    if classes and splits.classes and list(splits.classes) != classes:
+        raise ValueError(
+            f"{splits.name} has {len(splits.classes)} classes ({_some(splits.classes)}), and the "
+            f"network was trained on {len(classes)} of {record['name']} ({_some(classes)}). Pass "
+            "data with the same classes (--data), or images of other classes as --ood."
+        )
+    if _graphs(splits) != record.get("graphs"):
+        raise ValueError(
+            f"{splits.name} has {_graphs(splits)}, the network was trained on {record['graphs']}. "
+            "Pass such data (--data)."
+        )
+    if not isinstance(splits, ImageSplits):
+        return splits
+    if _images(splits) != record["image_shape"]:
+        raise ValueError(
+            f"{splits.name} has images of shape {splits.image_shape}, the network was trained on "
+            f"{tuple(record['image_shape'])}. Pass data of that shape (--data)."
+        )
+    return replace(splits, mean=tuple(record["mean"]), std=tuple(record["std"]))
+
+
+def tensors_in(part: ImageSet | tuple[Tensor | Graphs, Tensor]) -> list[Tensor]:
+    """What a split is made of: inputs, the targets last."""
+    x, y = (part.images, part.labels) if isinstance(part, ImageSet) else part
+    if isinstance(x, Tensor):
+        return [x, y]
+    return [*(getattr(x, field.name) for field in fields(x)), y]
+
+
+def _images(splits: Splits) -> list[int] | None:
+    """(C, H, W) of images."""
+    return list(splits.image_shape) if isinstance(splits, ImageSplits) else None
+
+
+def _graphs(splits: Splits) -> str | None:
+    """What graphs are like."""
+    if isinstance(splits, ImageSplits) or not isinstance(splits.train[0], Graphs):
+        return None
+    return described(splits.train[0])
+
+
+def _some(classes: Any) -> str:
+    return ", ".join(classes[:4]) + (", ..." if len(classes) > 4 else "")

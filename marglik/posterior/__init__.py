@@ -1,0 +1,1 @@
+"""The posterior: prior, evidence, hyperparameters, priors post hoc, files."""

@@ -1,0 +1,166 @@
+"""The Laplace approximation of the log marginal likelihood, from the curvature's eigenvalues.
+
+log p(D) ≈ log p(D|θ*)/T − ½ θ*ᵀ P₀ θ* − ½ (log det(H/(σ²T) + P₀) − log det P₀), in nats, a sum
+over the data. Source: Immer et al. 2021 (arXiv:2104.04975); the likelihood is tempered here.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kfac_backend.blocks.kronecker import KroneckerFactors
+from kfac_backend.blocks.spectrum import Spectra
+from kfac_backend.options import Likelihood, check_positive
+
+__all__ = [
+    "EvidenceTerms",
+    "effective_parameters",
+    "log_det_posterior_precision",
+    "log_likelihood",
+    "log_marginal_likelihood",
+]
+
+
+@dataclass(frozen=True)
+class EvidenceTerms:
+    """What the evidence needs of a fitted network, all independent of the hyperparameters."""
+
+    spectra: Spectra
+    """The eigenvalues of each block of the curvature at σ = 1."""
+    sizes: Tensor
+    """Parameters per block, (B,), float64."""
+    squared_norms: Tensor
+    """‖θ_b − μ_b‖² per block, (B,), float64."""
+    loss: float
+    """Σ ℓ over the data (nats) at σ = 1."""
+    num_targets: float
+    """Scalars in all targets, N·C for one loss term per example; regression's normaliser."""
+    likelihood: Likelihood
+
+    @classmethod
+    def from_factors(
+        cls, factors: KroneckerFactors, mean: Tensor, prior_mean: Tensor | float = 0.0
+    ) -> "EvidenceTerms":
+        """From the factors at the parameters ``mean`` (P,), in the order of the blocks."""
+        sizes = [block.numel for block in factors.blocks.values()]
+        parts = (mean - prior_mean).double().split(sizes)
+        return cls(
+            spectra=Spectra.of(factors.blocks.values()),
+            sizes=torch.tensor(sizes, dtype=torch.float64, device=mean.device),
+            squared_norms=torch.stack([part.square().sum() for part in parts]),
+            loss=factors.loss,
+            num_targets=factors.num_loss_terms * factors.num_outputs,
+            likelihood=factors.likelihood,
+        )
+
+
+def log_likelihood(
+    terms: EvidenceTerms, sigma_noise: Tensor | float = 1.0, temperature: Tensor | float = 1.0
+) -> Tensor:
+    """Log p(D|θ*) / T (nats), with the Gaussian's normaliser for regression, tempered too."""
+    sigma = _float64(sigma_noise, terms)
+    value = -terms.loss / sigma.square()
+    if terms.likelihood == "regression":
+        value = value - terms.num_targets * (sigma.log() + 0.5 * math.log(2 * math.pi))
+    return value / _float64(temperature, terms)
+
+
+def log_marginal_likelihood(
+    terms: EvidenceTerms,
+    prior_precision: Tensor | float,
+    sigma_noise: Tensor | float = 1.0,
+    temperature: Tensor | float = 1.0,
+) -> Tensor:
+    """The Laplace evidence (nats), a float64 scalar, differentiable in all three hyperparameters.
+
+    Args:
+        terms: the fitted network.
+        prior_precision: δ > 0, a scalar or one per block (B,); includes N, see `prior`.
+        sigma_noise: σ > 0, regression only.
+        temperature: T > 0.
+
+    Raises:
+        ValueError: a precision of wrong length, a hyperparameter that is not positive, noise other
+            than 1 for another likelihood than regression.
+        FloatingPointError: an evidence that is not finite, naming the block.
+    """
+    delta = _per_block(terms, prior_precision)
+    sigma = _float64(sigma_noise, terms)
+    T = _float64(temperature, terms)
+    for name, value in (("sigma_noise", sigma), ("temperature", T)):
+        check_positive(name, value)
+    if terms.likelihood != "regression" and sigma != 1:
+        raise ValueError(f"sigma_noise is {sigma.item()}; only regression has noise other than 1.")
+
+    curvature_factor = _curvature_factor(terms, sigma, T)
+    # log(λ/δ + 1) is log(λ + δ) − log δ without cancellation where the prior dominates.
+    log_det_ratio = terms.spectra.log_det_ratio(curvature_factor / delta).sum()
+    scatter = (delta * terms.squared_norms).sum()
+    evidence = log_likelihood(terms, sigma, T) - 0.5 * (log_det_ratio + scatter)
+    if not torch.isfinite(evidence):
+        raise FloatingPointError(_why_not_finite(terms, delta))
+    return evidence
+
+
+def effective_parameters(
+    terms: EvidenceTerms,
+    prior_precision: Tensor | float,
+    sigma_noise: Tensor | float = 1.0,
+    temperature: Tensor | float = 1.0,
+) -> Tensor:
+    """γ_b = Σ_i λ_i / (λ_i + δ_b): how many directions of each block the data determines, (B,).
+
+    Source: MacKay 1992, "Bayesian interpolation".
+    """
+    delta = _per_block(terms, prior_precision)
+    return terms.spectra.effective(_curvature_factor(terms, sigma_noise, temperature) / delta)
+
+
+def log_det_posterior_precision(
+    terms: EvidenceTerms,
+    prior_precision: Tensor | float,
+    sigma_noise: Tensor | float = 1.0,
+    temperature: Tensor | float = 1.0,
+) -> Tensor:
+    """Log det(H/(σ²T) + P₀), a float64 scalar, differentiable as the evidence is."""
+    delta = _per_block(terms, prior_precision)
+    ratio = _curvature_factor(terms, sigma_noise, temperature) / delta
+    return (terms.spectra.log_det_ratio(ratio) + terms.sizes * delta.log()).sum()
+
+
+def _curvature_factor(
+    terms: EvidenceTerms, sigma_noise: Tensor | float, temperature: Tensor | float
+) -> Tensor:
+    """1/(σ²T), by which the curvature at σ = 1 is multiplied."""
+    return 1 / (_float64(sigma_noise, terms).square() * _float64(temperature, terms))
+
+
+def _float64(value: Tensor | float, terms: EvidenceTerms) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float64).to(terms.squared_norms.device).squeeze()
+
+
+def _per_block(terms: EvidenceTerms, prior_precision: Tensor | float) -> Tensor:
+    """δ as (B,), checked."""
+    blocks = len(terms.squared_norms)
+    delta = torch.as_tensor(prior_precision, dtype=torch.float64)
+    delta = delta.to(terms.squared_norms.device)
+    if delta.dim() > 1 or delta.numel() not in (1, blocks):
+        raise ValueError(
+            f"prior_precision has shape {tuple(delta.shape)}; expected a scalar or ({blocks},), "
+            "one per parameter tensor."
+        )
+    check_positive("prior_precision", delta)
+    return delta.expand(blocks)
+
+
+def _why_not_finite(terms: EvidenceTerms, delta: Tensor) -> str:
+    for b, largest in enumerate(terms.spectra.largest):
+        if not torch.isfinite(largest + terms.squared_norms[b] + delta[b]):
+            return (
+                f"The evidence is not finite: block {b} has eigenvalues up to {largest:.3g}, "
+                f"‖θ‖² = {terms.squared_norms[b]:.3g}, prior precision {delta[b]:.3g}. Likely "
+                "causes: diverged training, or too large a step on the hyperparameters."
+            )
+    return f"The evidence is not finite: the loss is {terms.loss}. Training has diverged."

@@ -1,0 +1,257 @@
+"""`KronLaplace`: the posterior with the interface of laplace-torch's class of that name.
+
+What trains, fits and predicts does without it, and so without laplace-torch.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
+
+from kfac_backend.blocks.kronecker import KroneckerFactors
+from kfac_backend.laplace.interface import KfacGGN, KfacInterface
+from kfac_backend.laplace.kron import EigenKron, FactorKron, laplace
+from kfac_backend.model.batches import to_device
+from kfac_backend.model.coverage import check_module
+from kfac_backend.options import KfacApprox, Likelihood, check_option, check_positive
+from kfac_backend.precision import at_least_float32
+from marglik.modes import in_eval_mode
+from marglik.posterior import evidence
+from marglik.posterior.posterior import Posterior, check_num_samples
+
+__all__ = ["KronLaplace"]
+
+
+class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Laplace approximation with Kronecker factors, for all weights of a network.
+
+    A drop-in for laplace-torch's class of that name. What differs:
+
+    - `fit` counts the examples it sees instead of asking ``len(loader.dataset)``, and leaves the
+      model in the mode it was in; predictions run in eval mode and restore the mode, too.
+    - The evidence uses eigenvalues in float64, computed once; eigenvectors wait until a predictive
+      asks for them.
+    - The linearised predictives need no Jacobian, see `Posterior.output_distribution`. Sampled
+      parameters are passed to the network; its own stay the MAP's, also where a prediction fails.
+    - With a temperature T the whole log-likelihood is divided by T, regression's normaliser
+      included (laplace-torch leaves the normaliser as it is).
+
+    Args:
+        model: the network at its MAP parameters; frozen parameters have no posterior.
+        likelihood: "classification", "regression" or "bernoulli".
+        sigma_noise: σ of regression.
+        prior_precision: δ, a scalar or one per trainable tensor; includes N, see `prior`.
+        prior_mean: μ of the prior.
+        temperature: T of the likelihood.
+        enable_backprop: whether predictives can be differentiated with respect to inputs.
+        dict_key_x: the input's key in batches that are mappings.
+        dict_key_y: the targets' key in batches that are mappings.
+        backend: `KfacGGN` or `KfacEF`.
+        damping: add √δ to both factors' eigenvalues instead of δ to their products.
+        backend_kwargs: keywords of the backend: ``stochastic``, ``num_samples``, and the options of
+            `CurvatureOptions`.
+        asdl_fisher_kwargs: what laplace-torch forwards to ``backend.kron``.
+        kfac_approx: a mode, "auto" or modes by layers' names; the backend's own if None.
+    """
+
+    # laplace-torch finds classes by this key among all subclasses: ours must not shadow its own.
+    _key = ("all", "marglik_kron")
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str,
+        sigma_noise: float | Tensor = 1.0,
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float = 1.0,
+        enable_backprop: bool = False,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        backend: type = KfacGGN,
+        damping: bool = False,
+        backend_kwargs: dict[str, Any] | None = None,
+        asdl_fisher_kwargs: dict[str, Any] | None = None,
+        *,
+        kfac_approx: KfacApprox | None = None,
+    ) -> None:
+        check_module(model)
+        check_option("likelihood", likelihood, Likelihood)
+        check_positive("temperature", temperature)
+        if not hasattr(backend, "fisher"):
+            raise TypeError(
+                f"backend {backend.__name__} is not one of kfac_backend's; pass KfacGGN or KfacEF, "
+                "or use laplace.Laplace with other backends."
+            )
+        settings = dict(asdl_fisher_kwargs or {})
+        unknown = set(settings) - {"kfac_approx", "mc_samples"}
+        if unknown:
+            raise TypeError(
+                f"asdl_fisher_kwargs has {sorted(unknown)[0]!r}; kron(...) takes 'kfac_approx' and "
+                "'mc_samples'."
+            )
+        kwargs = dict(backend_kwargs or {})
+        if kfac_approx is not None:
+            kwargs["kfac_approx"] = kfac_approx
+        laplace.KronLaplace.__init__(
+            self,
+            model,
+            # laplace-torch does not know Bernoulli's, whose every use is overridden.
+            "classification" if likelihood == "bernoulli" else likelihood,
+            sigma_noise,
+            prior_precision,
+            prior_mean,
+            temperature,
+            enable_backprop,
+            dict_key_x,
+            dict_key_y,
+            backend,
+            damping,
+            kwargs,
+            settings,
+        )
+        # Made now, while laplace-torch knows the likelihood.
+        of_backend = cast(KfacInterface, self.backend)
+        Posterior.__init__(
+            self,
+            model,
+            cast(Likelihood, likelihood),
+            of_backend.options.but(**settings),
+            prior_precision=prior_precision,
+            prior_mean=prior_mean,
+            sigma_noise=sigma_noise,
+            temperature=temperature,
+            damping=damping,
+            generator=of_backend.generator,
+        )
+
+    def restore(self, factors: KroneckerFactors) -> None:
+        """Be fitted, with these factors; with ``enable_backprop`` the mean keeps its graph."""
+        super().restore(factors)
+        if self.enable_backprop:
+            self.mean = parameters_to_vector(self.params)
+
+    def _set_factors(self, factors: KroneckerFactors) -> None:
+        super()._set_factors(factors)
+        self.model.output_size = factors.num_outputs  # pyright: ignore  # laplace-torch reads it
+        self.H_facs = FactorKron.from_factors(factors, self._dtype)
+        self._decomposed: EigenKron | None = None
+
+    def _init_H(self) -> None:
+        """Nothing to allocate: the factors come whole from the pass."""
+
+    @property
+    def H(self) -> EigenKron:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The curvature with eigenvectors, computed when first asked for."""
+        factors = self._fitted()
+        if self._decomposed is None:
+            self._decomposed = FactorKron.from_factors(factors, self._dtype).decompose(self.damping)
+        return self._decomposed
+
+    @property
+    def log_det_posterior_precision(self) -> Tensor:
+        """Log det of the posterior precision, from eigenvalues alone unless damped."""
+        if self.factors is None or self.damping:
+            return laplace.KronLaplace.log_det_posterior_precision.fget(self)  # pyright: ignore
+        return evidence.log_det_posterior_precision(
+            self.evidence_terms, self.prior_precision, self.sigma_noise, self.temperature
+        )
+
+    def optimize_prior_precision(self, *args: Any, **kwargs: Any) -> None:
+        """Tune δ post hoc, by evidence or validation; arguments as in laplace-torch."""
+        in_eval_mode(self.model, super().optimize_prior_precision)(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The posterior predictive, in eval mode; arguments as in laplace-torch."""
+        self._refuse_bernoulli()
+        return in_eval_mode(self.model, super().__call__)(*args, **kwargs)
+
+    def functional_samples(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Samples of the network's outputs, in eval mode; arguments as in laplace-torch."""
+        return in_eval_mode(self.model, super().functional_samples)(*args, **kwargs)
+
+    def predictive_samples(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Samples of the predictive, in eval mode; arguments as in laplace-torch."""
+        self._refuse_bernoulli()
+        return in_eval_mode(self.model, super().predictive_samples)(*args, **kwargs)
+
+    def _glm_predictive_distribution(
+        self, X: Any, joint: bool = False, diagonal_output: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """The name laplace-torch has for `output_distribution`; by Jacobians where it must be."""
+        if joint or self.enable_backprop:
+            return super()._glm_predictive_distribution(X, joint, diagonal_output)
+        f, covariance = self.output_distribution(X)
+        f = at_least_float32(f)  # as the covariance is
+        return f, covariance.diagonal(dim1=1, dim2=2) if diagonal_output else covariance
+
+    def _nn_functional_samples(
+        self,
+        X: Any,
+        n_samples: int = 100,
+        generator: torch.Generator | None = None,
+        **model_kwargs: Any,
+    ) -> Tensor:
+        """Outputs (S, N, C) of sampled networks; laplace-torch's writes samples into the model."""
+        x = to_device(X, self._device)
+        outputs = (
+            self.sampled_outputs(sample, x, **model_kwargs)
+            for sample in self.sample(n_samples, generator)
+        )
+        return torch.stack([f if self.enable_backprop else f.detach() for f in outputs])
+
+    def _nn_predictive_classification(
+        self, X: Any, n_samples: int = 100, **model_kwargs: Any
+    ) -> Tensor:
+        """Mean class probabilities (N, C) of sampled networks, which are held one at a time."""
+        x = to_device(X, self._device)
+        total: Any = 0.0
+        for sample in self.sample(n_samples):
+            f = self.sampled_outputs(sample, x, **model_kwargs).detach()
+            total = total + torch.softmax(f, dim=-1)
+        return total / n_samples
+
+    def _glm_functional_samples(
+        self,
+        f_mu: Tensor,
+        f_var: Tensor,
+        n_samples: int,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Samples (S, N, C) of the outputs' Gaussian."""
+        check_num_samples(n_samples)
+        return super()._glm_functional_samples(f_mu, f_var, n_samples, diagonal_output, generator)
+
+    def _refuse_bernoulli(self) -> None:
+        if self.likelihood == "bernoulli":
+            raise NotImplementedError(
+                "laplace-torch's predictives do not know likelihood 'bernoulli'; use "
+                "marglik.laplace_predictive(laplace)(x)."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """laplace-torch's state, with our factors' under "H": `torch.load` reads it at its default.
+
+        Without the network's frozen parameters and buffers; see `marglik.save_posterior`.
+        """
+        factors = self._fitted()
+        return super().state_dict() | {"H": factors.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            ValueError: the state of another model or likelihood.
+        """
+        factors = KroneckerFactors.from_state_dict(state_dict["H"]).to(self._device)
+        factors.check_alignment(self.model)
+        if state_dict["likelihood"] != self.likelihood:
+            raise ValueError(
+                f"The state is of likelihood {state_dict['likelihood']!r}, this object of "
+                f"{self.likelihood!r}."
+            )
+        for name in ("mean", "prior_mean", "prior_precision", "sigma_noise", "temperature"):
+            setattr(self, name, state_dict[name])
+        self._set_factors(factors)

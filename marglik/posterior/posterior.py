@@ -1,0 +1,376 @@
+"""The Laplace posterior: a Gaussian around a trained network, with the curvature's inverse.
+
+p(θ | D) ≈ N(θ*, (H/(σ²T) + P₀)⁻¹), block by block, H the Kronecker-factored GGN and P₀ the prior's
+precision δ for each tensor. Its evidence needs eigenvalues alone; eigenvectors are computed when a
+prediction first asks for them. `KronLaplace` is this posterior with laplace-torch's interface.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Self
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
+
+from kfac_backend.blocks.block import EigenBlock
+from kfac_backend.blocks.kronecker import KroneckerFactors
+from kfac_backend.covariance.output_covariance import OutputCovariance
+from kfac_backend.factors import kronecker_factors
+from kfac_backend.model.calls import call_with, check_output
+from kfac_backend.model.coverage import check_module
+from kfac_backend.options import CurvatureOptions, Likelihood, check_option, check_positive
+from kfac_backend.precision import at_least_float32
+from kfac_backend.threads import turn_of
+from marglik.modes import in_eval_mode
+from marglik.posterior import evidence
+from marglik.posterior.evidence import EvidenceTerms
+from marglik.posterior.subset import Layers, last_layer
+
+__all__ = ["Posterior", "check_num_samples"]
+
+
+class Posterior:
+    """A network's parameters, known up to the curvature of its loss.
+
+    `fit` counts the examples it sees, and leaves the model in the mode it was in; predictions run
+    in eval mode and restore the mode, too. With a temperature T the whole log-likelihood is divided
+    by T, regression's normaliser included.
+
+    Args:
+        model: the network at its MAP parameters; frozen parameters have no posterior.
+        likelihood: "classification", "regression" or "bernoulli".
+        options: of the curvature pass.
+        prior_precision: δ, a scalar or one per trainable tensor; includes N, see `prior`.
+        prior_mean: μ of the prior, one number or one per parameter (P,).
+        sigma_noise: σ of regression.
+        temperature: T of the likelihood.
+        damping: add √δ to both factors' eigenvalues instead of δ to their products.
+        generator: source of fisher="mc"'s labels, on the model's device.
+
+    Raises:
+        ValueError: an option that is not supported, or a hyperparameter that is not positive.
+    """
+
+    factors: KroneckerFactors | None = None
+    """The fitted curvature at σ = T = 1, None before `fit`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood,
+        options: CurvatureOptions = CurvatureOptions(),  # noqa: B008
+        *,
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        sigma_noise: float | Tensor = 1.0,
+        temperature: float = 1.0,
+        damping: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        check_module(model)
+        options.check(likelihood)
+        self.model = model
+        self.likelihood: Likelihood = likelihood
+        self.options = options
+        self.generator = generator
+        self.damping = damping
+        self.params = [p for p in model.parameters() if p.requires_grad]
+        self.n_params = sum(p.numel() for p in self.params)
+        self.n_layers = len(self.params)
+        check_positive("temperature", temperature)
+        self.temperature = temperature
+        self.prior_precision = prior_precision
+        self.prior_mean = prior_mean
+        self.sigma_noise = sigma_noise
+        self.mean: Tensor = self.prior_mean
+        self.n_data, self.n_outputs, self.loss = 0, 0, 0.0
+        self._forget()
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
+
+    @property
+    def prior_precision(self) -> Tensor:
+        """δ > 0, (1,) or one per trainable tensor; set it to a scalar or a tensor."""
+        return self._prior_precision
+
+    @prior_precision.setter
+    def prior_precision(self, prior_precision: float | Tensor) -> None:
+        check_positive("prior_precision", prior_precision)
+        delta = torch.as_tensor(prior_precision)
+        if delta.dim() > 1 or delta.numel() not in (1, self.n_layers):
+            raise ValueError(
+                f"prior_precision has shape {tuple(delta.shape)}; expected a scalar or "
+                f"({self.n_layers},), one per trainable tensor."
+            )
+        self._prior_precision = delta.reshape(-1).to(self._device, self._dtype)
+
+    @property
+    def prior_mean(self) -> Tensor:
+        """μ of the prior, () or (P,)."""
+        return self._prior_mean
+
+    @prior_mean.setter
+    def prior_mean(self, prior_mean: float | Tensor) -> None:
+        mean = torch.as_tensor(prior_mean)
+        if mean.dim() > 1 or mean.numel() not in (1, self.n_params):
+            raise ValueError(
+                f"prior_mean has shape {tuple(mean.shape)}; expected a scalar or "
+                f"({self.n_params},), one per parameter."
+            )
+        self._prior_mean = mean.to(self._device, self._dtype)
+
+    @property
+    def sigma_noise(self) -> Tensor:
+        """σ of regression, 1 for other likelihoods; a scalar."""
+        return self._sigma_noise
+
+    @sigma_noise.setter
+    def sigma_noise(self, sigma_noise: float | Tensor) -> None:
+        check_positive("sigma_noise", sigma_noise)
+        sigma = torch.as_tensor(sigma_noise)
+        if sigma.numel() != 1:
+            raise ValueError(
+                f"sigma_noise has shape {tuple(sigma.shape)}; there is one noise for all outputs."
+            )
+        if self.likelihood != "regression" and sigma != 1:
+            raise ValueError(
+                f"sigma_noise is {sigma.item()}; only regression has noise other than 1."
+            )
+        self._sigma_noise = sigma.reshape(()).to(self._device, self._dtype)
+
+    # --- fitting ---
+
+    def fit(
+        self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool = False
+    ) -> None:
+        """Compute the curvature at the model's present parameters.
+
+        Args:
+            train_loader: any iterable of batches (x, y), or of mappings.
+            override: False adds the data to what was fitted before.
+            progress_bar: whether to show a bar over the batches.
+        """
+        with turn_of(self.model, alone=self.options.backward_precision != "float32"):
+            factors = in_eval_mode(self.model, kronecker_factors)(
+                self.model,
+                train_loader,
+                self.likelihood,
+                self.options,
+                generator=self.generator,
+                progress=progress_bar,
+            )
+        if not override and self.factors is not None:
+            factors = self.factors + factors
+        self.restore(factors)
+
+    def restore(self, factors: KroneckerFactors) -> None:
+        """Be fitted, with these factors, at the model's present parameters.
+
+        Raises:
+            ValueError: factors of another model.
+        """
+        factors.check_alignment(self.model)
+        self.mean = parameters_to_vector(self.params).detach()
+        self._set_factors(factors)
+
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> Self:
+        """Move the network and its posterior, in place, as torch's modules do; returns itself.
+
+        Factors stay in float32 at least.
+        """
+        self.model.to(device, dtype)
+        for name in ("_prior_precision", "_prior_mean", "_sigma_noise", "mean"):
+            value = getattr(self, name)
+            setattr(self, name, value.to(self._device, self._dtype))
+        if self.factors is not None:
+            wide = None if dtype is None else torch.promote_types(dtype, torch.float32)
+            self._set_factors(self.factors.to(device, wide))
+        return self
+
+    def _set_factors(self, factors: KroneckerFactors) -> None:
+        self.factors = factors
+        self.loss = factors.loss
+        self.n_data = factors.num_data
+        self.n_outputs = factors.num_outputs
+        self._forget()
+
+    def _forget(self) -> None:
+        """Nothing that follows from the factors is known yet."""
+        self._eigen: dict[str, EigenBlock] = {}
+        self._covariances: dict[Any, tuple[tuple, OutputCovariance]] = {}
+        self._terms: EvidenceTerms | None = None
+        self._means: tuple[Tensor, ...] = ()
+
+    def _fitted(self) -> KroneckerFactors:
+        if self.factors is None:
+            raise AttributeError("The Laplace approximation is not fitted; call fit() first.")
+        return self.factors
+
+    # --- the evidence ---
+
+    @property
+    def evidence_terms(self) -> EvidenceTerms:
+        """What the evidence needs; the eigenvalues are computed when first asked for."""
+        factors, means = self._fitted(), (self.mean, self.prior_mean)
+        # A mean that was set anew needs new norms.
+        if self._terms is None or any(a is not b for a, b in zip(means, self._means, strict=True)):
+            mean, prior_mean = (m.detach() for m in means)
+            self._terms = EvidenceTerms.from_factors(factors, mean, prior_mean)
+            self._means = means
+        return self._terms
+
+    def log_marginal_likelihood(
+        self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None
+    ) -> Tensor:
+        """The Laplace evidence (nats), float64, differentiable in what is passed.
+
+        Args:
+            prior_precision: sets δ first, a scalar or one per trainable tensor.
+            sigma_noise: sets σ first.
+
+        Raises:
+            AttributeError: a posterior that is not fitted.
+            ValueError: a noise for another likelihood than regression.
+            FloatingPointError: an evidence that is not finite, naming the block.
+        """
+        terms = self.evidence_terms
+        if sigma_noise is not None and self.likelihood != "regression":
+            raise ValueError("sigma_noise can be set for regression only.")
+        if prior_precision is not None:
+            self.prior_precision = prior_precision
+        if sigma_noise is not None:
+            self.sigma_noise = sigma_noise
+        delta = self.prior_precision if prior_precision is None else prior_precision
+        sigma = self.sigma_noise if sigma_noise is None else sigma_noise
+        if self.damping:
+            return self._damped_evidence(delta, sigma)
+        return evidence.log_marginal_likelihood(terms, delta, sigma, self.temperature)
+
+    def _damped_evidence(self, delta: Tensor, sigma: Tensor) -> Tensor:
+        """The evidence with (β + √δ)(α + √δ) in place of βα + δ."""
+        terms, factors = self.evidence_terms, self._fitted()
+        per_block = delta.double().expand(len(factors))
+        scale = 1 / (torch.as_tensor(sigma).double().square() * self.temperature)
+        log_det, scatter = delta.new_zeros((), dtype=torch.float64), terms.squared_norms @ per_block
+        for block, d, size in zip(factors.blocks.values(), per_block, terms.sizes, strict=True):
+            eigen = block.decompose().scale(scale)
+            log_det = log_det + eigen.spectrum(d, damping=True).double().log().sum()
+            log_det = log_det - size * d.log()
+        return evidence.log_likelihood(terms, sigma, self.temperature) - 0.5 * (log_det + scatter)
+
+    @property
+    def log_likelihood(self) -> Tensor:
+        """Log p(D|θ*) / T (nats)."""
+        return evidence.log_likelihood(self.evidence_terms, self.sigma_noise, self.temperature)
+
+    def effective_parameters(self) -> Tensor:
+        """γ per trainable tensor: how many of its directions the data determines."""
+        return evidence.effective_parameters(
+            self.evidence_terms, self.prior_precision, self.sigma_noise, self.temperature
+        )
+
+    # --- the Gaussian ---
+
+    def precision_blocks(self, prefix: str = "") -> dict[str, tuple[EigenBlock, Tensor]]:
+        """Parameter name -> eigenvectors and eigenvalues of the posterior precision's block.
+
+        Blocks whose names do not start with the prefix are left out, and not decomposed.
+        """
+        factors = self._fitted()
+        dtype = torch.promote_types(self._dtype, torch.float32)
+        scale = 1 / (self.sigma_noise.to(dtype).square() * self.temperature)
+        delta = self.prior_precision.to(dtype).expand(len(factors))
+        blocks = {}
+        for (name, block), d in zip(factors.blocks.items(), delta, strict=True):
+            if not name.startswith(prefix):
+                continue
+            if name not in self._eigen:
+                self._eigen[name] = block.to(dtype=dtype).decompose()
+            eigen = self._eigen[name].scale(scale)
+            blocks[name] = eigen, eigen.spectrum(d, self.damping)
+        return blocks
+
+    def sample(
+        self, n_samples: int = 100, generator: torch.Generator | None = None
+    ) -> Float[Tensor, "S P"]:
+        """Parameter vectors of the posterior, in float32 at least.
+
+        Raises:
+            AttributeError: a posterior that is not fitted.
+            ValueError: no samples.
+        """
+        check_num_samples(n_samples)
+        self._fitted()
+        mean = at_least_float32(self.mean.detach())
+        noise = torch.randn(
+            n_samples, self.n_params, device=mean.device, dtype=mean.dtype, generator=generator
+        )
+        parts = noise.split([p.numel() for p in self.params], dim=1)
+        changes = [
+            eigen.power_matvec(part, spectrum, -0.5)
+            for part, (eigen, spectrum) in zip(parts, self.precision_blocks().values(), strict=True)
+        ]
+        return mean + torch.cat(changes, 1)
+
+    def sampled_outputs(self, sample: Float[Tensor, "P"], x: Any, **model_kwargs: Any) -> Tensor:
+        """The network's output at x, in float32 at least, with a sample as its parameters."""
+        parts = sample.split([p.numel() for p in self.params])
+        values = {
+            name: part.view_as(p).to(p.dtype)
+            for name, p, part in zip(self._fitted().blocks, self.params, parts, strict=True)
+        }
+        f = call_with(self.model, values, x, keywords=model_kwargs)
+        check_output(f)
+        return at_least_float32(f)
+
+    def output_distribution(
+        self, x: Any, layers: Layers = "all", memory: int | None = None
+    ) -> tuple[Float[Tensor, "N C"], Float[Tensor, "N C C"]]:
+        """Outputs f and their covariances J Σ Jᵀ in the linearised network.
+
+        No Jacobian is held. Source: Immer, Korzepa & Bauer 2021 (arXiv:2008.08400).
+
+        Args:
+            x: inputs, a tensor or a mapping of tensors; moved to the model's device.
+            layers: "last" takes the other layers as known: the last-layer Laplace approximation,
+                at the cost of a forward pass.
+            memory: bytes that the gradients may take at once, see `OutputCovariance`.
+        """
+        check_option("layers", layers, Layers)
+
+        def distribution() -> tuple[Tensor, Tensor]:
+            return self._output_covariance(x, layers, memory)(x)
+
+        return in_eval_mode(self.model, distribution)()
+
+    def _output_covariance(self, x: Any, layers: Layers, memory: int | None) -> OutputCovariance:
+        """The covariance at the present hyperparameters, made anew when they change."""
+        state = (
+            tuple(self.prior_precision.tolist()),
+            self.sigma_noise.item(),
+            self.temperature,
+            self.damping,
+        )
+        known = self._covariances.get((layers, memory))
+        if known is None or known[0] != state:
+            name = last_layer(self.model, x) if layers == "last" else ""
+            with torch.inference_mode(False), torch.no_grad():
+                blocks = self.precision_blocks(f"{name}." if name else "")
+            covariance = OutputCovariance(self.model, blocks, memory=memory)
+            self._covariances[layers, memory] = known = (state, covariance)
+        return known[1]
+
+
+def check_num_samples(n_samples: int) -> None:
+    """Raise a ValueError unless this is a positive integer."""
+    if isinstance(n_samples, bool) or not isinstance(n_samples, int) or n_samples < 1:
+        raise ValueError(f"n_samples must be a positive integer, not {n_samples!r}.")

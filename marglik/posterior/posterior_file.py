@@ -1,0 +1,162 @@
+"""A fitted posterior in a folder, to the bit: safetensors and JSON, nothing pickled.
+
+- ``posterior.safetensors``: the Kronecker factors.
+- ``model.safetensors``: the network's parameters and buffers; of a network that stands on a frozen
+  base, as with LoRA, without the base.
+- ``posterior.json``: hyperparameters, how to build the network, what data it is for, and SHA-256
+  sums of all three. Written last: where it is, the others are whole.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
+
+from kfac_backend.blocks.kronecker import KroneckerFactors
+from kfac_backend.files import sha256_of_tensors, write_tensors
+from kfac_backend.model.coverage import check_module
+from kfac_backend.options import CurvatureOptions
+from marglik.posterior.posterior import Posterior
+from marglik.storage.model_state import read_state, tensors_of, tensors_of_others
+from marglik.storage.provenance import environment
+from marglik.storage.record_file import (
+    POSTERIOR_FORMAT,
+    POSTERIOR_VERSION,
+    read_posterior,
+    write_record,
+)
+from marglik.storage.run_files import FACTORS, MODEL, POSTERIOR
+
+__all__ = ["load_posterior", "save_posterior"]
+
+
+def save_posterior(
+    laplace: Posterior,
+    folder: str | Path,
+    *,
+    model: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None,
+    frozen: bool | None = None,
+) -> str:
+    """Write a fitted posterior and its network; returns the SHA-256 sum of ``posterior.json``.
+
+    All sums are of what is written. Two processes that write into one folder may leave a mixture of
+    their files, but none that loads.
+
+    Args:
+        laplace: the posterior.
+        folder: where to; made if it is not there.
+        model: how to build the network, ``{"class_path": ..., "init_args": {...}}``; without it,
+            loading needs a network.
+        data: what it was fitted to, see `marglik.data.record`.
+        frozen: whether frozen parameters are written, too. Without them loading needs a network
+            that has them already, and compares their sum. By default they are written only where
+            ``model`` says how to build the network, which then has no others.
+
+    Raises:
+        AttributeError: a posterior that is not fitted.
+        ValueError: a prior mean that is not one number; a network that changed since the fit.
+        TypeError: a model or data that is no plain data.
+    """
+    folder, terms, factors = Path(folder), laplace.evidence_terms, laplace.factors
+    assert factors is not None
+    prior_mean = torch.as_tensor(laplace.prior_mean)
+    if prior_mean.numel() != 1:
+        raise ValueError(
+            f"The prior mean has {prior_mean.numel()} entries; a saved posterior has one number "
+            "for all parameters. Keep laplace.state_dict() instead."
+        )
+    if not torch.equal(parameters_to_vector(laplace.params), cast(Tensor, laplace.mean)):
+        raise ValueError(
+            "The network's parameters are no longer those that the posterior was fitted at; fit "
+            "again."
+        )
+    names = list(factors.blocks)
+    delta = laplace.prior_precision.expand(len(names))
+    record: dict[str, Any] = {
+        "format": POSTERIOR_FORMAT,
+        "version": POSTERIOR_VERSION,
+        "likelihood": laplace.likelihood,
+        "num_data": factors.num_data,
+        "num_outputs": factors.num_outputs,
+        "curvature": laplace.options.to_json(),
+        "prior_precision": dict(zip(names, delta.tolist(), strict=True)),
+        "prior_mean": prior_mean.item(),
+        "sigma_noise": torch.as_tensor(laplace.sigma_noise).item(),
+        "temperature": float(laplace.temperature),
+        "damping": laplace.damping,
+        "evidence": float(laplace.log_marginal_likelihood()),
+        "effective_parameters": dict(
+            zip(names, laplace.effective_parameters().tolist(), strict=True)
+        ),
+        "parameters": dict(zip(names, terms.sizes.int().tolist(), strict=True)),
+        "model": model,
+        "data": data,
+        **environment(next(laplace.model.parameters()).device),
+    }
+    writes_all = model is not None if frozen is None else frozen
+    base = {} if writes_all else tensors_of_others(laplace.model, names)
+    record["frozen_sha256"] = sha256_of_tensors(base.values()) if base else None
+    json.dumps(record)  # raises before anything is overwritten
+    state = tensors_of(laplace.model, without=base)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / POSTERIOR).unlink(missing_ok=True)  # it must not name files that are gone
+    sums = {FACTORS: factors.save(folder / FACTORS)}
+    sums[MODEL] = write_tensors(folder / MODEL, state)
+    return write_record(folder / POSTERIOR, record, sums)
+
+
+def load_posterior(
+    folder: str | Path, model: nn.Module, device: torch.device | str | None = None
+) -> Posterior:
+    """The posterior that `save_posterior` wrote, on a network of the same architecture.
+
+    Args:
+        folder: where it is.
+        model: the network, which gets the saved parameters; those without a posterior are frozen,
+            and must be in place already where `save_posterior` left them out.
+        device: where to; the model's own if None.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file that was altered; a network with other parameters, by name, shape or
+            dtype; another frozen base.
+    """
+    check_module(model)
+    record = read_posterior(folder)
+    model.to(device)
+    device = next(model.parameters()).device
+    delta: dict[str, float] = record["prior_precision"]
+    frozen_sum = record.get("frozen_sha256")  # the first release's records lack it
+    base = tensors_of_others(model, delta) if frozen_sum else {}
+    state = read_state(model, Path(folder) / MODEL, without=base)
+    if frozen_sum and sha256_of_tensors(base.values()) != frozen_sum:
+        raise ValueError(
+            f"The posterior in {folder} was saved without the frozen parameters, and those of "
+            f"{type(model).__name__} are not the ones that it was fitted with (their SHA-256 sum "
+            "is another). Load the same pretrained parameters first, in the same dtype, or save "
+            "with save_posterior(..., frozen=True)."
+        )
+    model.load_state_dict(state, strict=False)  # the names are checked
+    for name, p in model.named_parameters():
+        p.requires_grad_(name in delta)
+    factors = KroneckerFactors.load(Path(folder) / FACTORS, device)
+    if list(factors.blocks) != list(delta):
+        raise ValueError(
+            f"{POSTERIOR} and {FACTORS} in {folder} are about different parameters; fit again."
+        )
+    laplace = Posterior(
+        model,
+        record["likelihood"],
+        CurvatureOptions(**record["curvature"]),
+        prior_precision=torch.tensor(list(delta.values()), dtype=torch.float64),
+        prior_mean=record["prior_mean"],
+        sigma_noise=record["sigma_noise"],
+        temperature=record["temperature"],
+        damping=record["damping"],
+    )
+    laplace.restore(factors)
+    return laplace

@@ -1,0 +1,100 @@
+"""Networks that were trained elsewhere: their parameters, from the files that people keep."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from marglik.storage.model_state import check_state, read_safetensors
+
+__all__ = ["load_pretrained"]
+
+SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
+NESTED = ("state_dict", "model_state_dict", "model")
+PREFIXES = ("module.", "_orig_mod.", "model.", "net.")
+
+
+def load_pretrained(model: nn.Module, path: str | Path) -> str | None:
+    """Put a checkpoint's parameters into a network.
+
+    Reads safetensors, and files of torch.save with the restricted loader (``weights_only``), which
+    runs no code from them. A state dict may lie under "state_dict", "model_state_dict" or "model",
+    and its names may have a prefix in common that wrappers add ("module.", "_orig_mod.", "model.",
+    "net.").
+
+    Returns:
+        What was done to names and dtypes, or None.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a file that is broken, holds more than tensors, or fits another network.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"No checkpoint at {path}.")
+    own = model.state_dict()
+    state, note = _without_prefix(_read(path), set(own))
+    check_state(model, state, str(path))
+    model.load_state_dict(state)
+    cast = [n for n, t in state.items() if t.is_floating_point() and t.dtype != own[n].dtype]
+    if cast:
+        was, now = state[cast[0]].dtype, own[cast[0]].dtype
+        casting = f"{len(cast)} tensors were cast from {was} to {now}"
+        return f"{note}; {casting}" if note else casting
+    return note
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    if path.suffix not in SUFFIXES:
+        raise ValueError(
+            f"{path} has suffix {path.suffix!r}; supported are {', '.join(SUFFIXES)}. Save the "
+            "network's state_dict() as one of them."
+        )
+    if path.suffix == ".safetensors":
+        return _checked(read_safetensors(path), path)
+    try:
+        content: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load raises whatever the broken file leads to
+        foreign = re.search(r"GLOBAL (\S+)", str(error))
+        reason = (
+            f"it holds {foreign[1]}, and objects can run code as they are loaded"
+            if foreign
+            else f"it is damaged, or of another program ({type(error).__name__})"
+        )
+        raise ValueError(
+            f"{path} could not be read as tensors alone: {reason}. Save the network's "
+            "state_dict(), best as safetensors."
+        ) from error
+    for key in NESTED:
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
+    return _checked(content, path)
+
+
+def _checked(content: Any, path: Path) -> dict[str, Tensor]:
+    tensors = isinstance(content, Mapping) and all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
+    )
+    if not tensors or not content:
+        raise ValueError(
+            f"{path} holds no state dict, neither at the top nor under {', '.join(NESTED)}. Save "
+            "the network's state_dict()."
+        )
+    return dict(content)
+
+
+def _without_prefix(
+    state: dict[str, Tensor], names: set[str]
+) -> tuple[dict[str, Tensor], str | None]:
+    """The state with the network's own names, if a wrapper's prefix alone makes the difference."""
+    taken = ""
+    while not names & set(state):
+        prefix = next((p for p in PREFIXES if all(name.startswith(p) for name in state)), None)
+        if prefix is None:
+            break
+        state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+        taken += prefix
+    return state, f"the prefix {taken!r} was taken off all names" if taken else None

@@ -1,0 +1,1 @@
+"""Predictives, and what they are worth."""

@@ -1,0 +1,103 @@
+"""Predictions for whole data sets, and what they are worth."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfac_backend.loss.hessian import counted_terms
+from kfac_backend.model.batches import each_batch
+from kfac_backend.model.targets import Targets, split_batch
+from kfac_backend.options import Likelihood, TargetOptions
+from marglik.prediction.links import Prediction
+from marglik.prediction.metrics import bernoulli_metrics, classification_metrics, regression_metrics
+from marglik.prediction.predictive import Predictive
+from marglik.prediction.reliability import coverage_curve, reliability
+
+__all__ = ["compute_metrics", "predict_all", "reliability_curve"]
+
+
+def predict_all(
+    predict: Predictive,
+    batches: Iterable[Any],
+    *,
+    targets: TargetOptions = TargetOptions(),  # noqa: B008
+    progress: bool = False,
+    earlier: Sequence[tuple[Prediction, Tensor]] = (),
+    on_batch: Callable[[Prediction, Tensor], None] | None = None,
+) -> tuple[Prediction, Tensor]:
+    """Predictions and targets of all batches, on the CPU.
+
+    The positions of sequences come one after the other, without those that do not count, so that
+    what is computed from them is about positions (tokens), not about sequences.
+
+    Args:
+        predict: the predictive.
+        batches: (x, y), or mappings.
+        targets: how batches give their targets. ``shift_labels="auto"`` asks the network of
+            `map_predictive` and `laplace_predictive`; the targets of other predictives are taken as
+            they are.
+        progress: whether to show a bar.
+        earlier: predictions and targets of the first batches, if they were made before.
+        on_batch: called with those of each further batch.
+
+    Raises:
+        ValueError: no batch, or no target that counts.
+    """
+    model = getattr(predict, "model", None)
+    if model is None and targets.shift_labels == "auto":
+        targets = replace(targets, shift_labels=False)
+    likelihood: Likelihood = getattr(predict, "likelihood", "classification")
+    targets_of = Targets(likelihood, targets)
+    found = list(earlier)
+    for i, batch in enumerate(each_batch(batches, "Predicting", progress)):
+        if i < len(earlier):
+            continue
+        x, y = split_batch(batch, targets.dict_key_y)
+        prediction, y = predict(x).to("cpu"), targets_of(model, x, y).cpu()
+        # Targets of a predictive that is none of ours may be of any likelihood.
+        counted = counted_terms(y, likelihood) if y.dim() < prediction.mean.dim() else None
+        if counted is not None:
+            prediction, y = prediction.terms(counted), y[counted]
+        elif prediction.mean.dim() > 2:
+            prediction, y = prediction.terms(), y.flatten(0, prediction.mean.dim() - 2)
+        found.append((prediction, y))
+        if on_batch is not None:
+            on_batch(prediction, y)
+    predictions, all_targets = [p for p, _ in found], [y for _, y in found]
+    if not predictions:
+        raise ValueError("The data is empty: the loader yields no batch.")
+    if not sum(map(len, all_targets)):
+        raise ValueError("No target counts: all labels are marked as ignored, or hidden by a mask.")
+    return Prediction.cat(predictions), torch.cat(all_targets)
+
+
+def compute_metrics(
+    prediction: Prediction, targets: Tensor, likelihood: Likelihood
+) -> dict[str, float]:
+    """The metrics of `marglik.prediction.metrics` that are for this likelihood."""
+    if likelihood == "classification":
+        return classification_metrics(prediction.mean, targets)
+    if likelihood == "bernoulli":
+        return bernoulli_metrics(prediction.mean, targets)
+    return regression_metrics(prediction.mean, prediction.total, targets)
+
+
+def reliability_curve(
+    prediction: Prediction, targets: Tensor, likelihood: Likelihood
+) -> dict[str, list]:
+    """What a reliability diagram shows, as plain lists; see `figures.reliability_diagram`.
+
+    Bins of confidence for classification and Bernoulli (all outputs, of the predicted side), the
+    coverage of central intervals for regression.
+    """
+    if likelihood == "regression":
+        return coverage_curve(prediction.mean, prediction.total, targets)
+    p = prediction.mean
+    if likelihood == "classification":
+        confidence, predicted = p.max(dim=-1)
+        return reliability(confidence, predicted == targets).to_json()
+    confidence = torch.maximum(p, 1 - p).flatten()
+    return reliability(confidence, ((p > 0.5) == (targets > 0.5)).flatten()).to_json()

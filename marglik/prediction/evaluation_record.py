@@ -1,0 +1,430 @@
+"""All that an evaluation finds, as plain data: the content of ``evaluation.json``."""
+
+import base64
+import io
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kfac_backend.files import sha256_of_tensors
+from kfac_backend.options import Likelihood, check_option
+from marglik.data import (
+    CORRUPTIONS,
+    SEVERITIES,
+    ImageBatches,
+    ImageData,
+    ImageSet,
+    ImageSplits,
+    Splits,
+    corrupt,
+    out_of_distribution_images,
+)
+from marglik.data.batches import split_batches
+from marglik.data.out_of_distribution import ForeignImages
+from marglik.data.record import tensors_in
+from marglik.posterior.posterior import Posterior
+from marglik.prediction.evaluation import compute_metrics, predict_all, reliability_curve
+from marglik.prediction.links import Prediction
+from marglik.prediction.metrics import out_of_distribution_metrics
+from marglik.prediction.predictive import Predictive, PredictiveConfig, laplace_predictive
+from marglik.storage.checkpoint import Checkpoints
+from marglik.storage.provenance import environment
+
+__all__ = ["EvaluationConfig", "combined", "evaluate", "evaluate_network"]
+
+_logger = logging.getLogger(__name__)
+
+ENTROPY_BINS = 30
+
+Score = Literal["entropy", "epistemic"]
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """What is evaluated besides the test set.
+
+    Args:
+        shift: whether to evaluate on the test images with noise, blur, less contrast and JPEG
+            artefacts, at five severities each: twenty times the work.
+        ood_score: what tells foreign images: the predictive entropy, or its epistemic part.
+        uncertain: how many of the most uncertain test images to keep for the report.
+    """
+
+    shift: bool = False
+    ood_score: Score = "entropy"
+    uncertain: int = 12
+
+    def __post_init__(self) -> None:
+        check_option("evaluation.ood_score", self.ood_score, Score)
+        if self.uncertain < 0:
+            raise ValueError(f"evaluation.uncertain must be 0 or more, not {self.uncertain}.")
+
+    def check(self, splits: Splits) -> None:
+        """Raise a ValueError unless this can be evaluated on such data."""
+        if self.shift and isinstance(splits, ImageSplits) and splits.image_shape[0] not in (1, 3):
+            raise ValueError(
+                f"{splits.name} has images of {splits.image_shape[0]} channels; evaluation.shift "
+                "is for one or three. Leave it out."
+            )
+
+
+def evaluate(
+    predictives: Mapping[str, Predictive],
+    splits: Splits,
+    likelihood: Likelihood,
+    config: EvaluationConfig = EvaluationConfig(),  # noqa: B008
+    *,
+    ood: ImageData | ForeignImages | None = None,
+    batch_size: int = 256,
+    device: torch.device | str = "cpu",
+    progress: bool = False,
+    checkpoints: Checkpoints | None = None,
+) -> dict[str, Any]:
+    """Evaluate predictives on the test set, and on validation, shifted and foreign data.
+
+    Args:
+        predictives: name -> predictive; the uncertain images are those of the last.
+        splits: the data; images are normalised by its mean and std.
+        likelihood: of the predictives.
+        config: what is evaluated.
+        ood: data from elsewhere.
+        batch_size: test examples at a time.
+        device: where batches are made.
+        progress: whether to show progress bars.
+        checkpoints: where the state is kept between batches; from one that is there the evaluation
+            goes on, to the same predictions.
+
+    Returns:
+        For each predictive the metrics under keys such as ``test/cls/NLL``, ``test/cal/ECE``,
+        ``shift/noise/3/cls/NLL`` and ``ood/AUROC``, its reliability curve, histograms of its
+        entropy, and seconds for the test set. Of sequences all are about positions (tokens) that
+        count, whose number is then there, too.
+
+    Raises:
+        ValueError: shifts or foreign data for data that are no images, or regression; foreign data
+            without images.
+    """
+    images = splits if isinstance(splits, ImageSplits) else None
+    if images is None and (config.shift or ood is not None):
+        raise ValueError(
+            f"{splits.name} holds no images; shift and ood are for images. Leave them out."
+        )
+    work = _Evaluation(splits, likelihood, batch_size, torch.device(device), progress, checkpoints)
+    config.check(splits)
+    foreign = ood if isinstance(ood, ForeignImages) else None
+    if isinstance(ood, ImageData) and images is not None:
+        foreign = out_of_distribution_images(ood, images)
+    record: dict[str, Any] = {
+        "format": "marglik.evaluation",
+        "version": 1,
+        "data": splits.name,
+        "likelihood": likelihood,
+        "classes": None if splits.classes is None else list(splits.classes),
+        **work.sizes(),
+        "predictives": work.finished,
+        "ood": None,
+        "shift": None,
+        "uncertain": None,
+    }
+    for label, predict in predictives.items():
+        if label in work.finished:
+            continue
+        _logger.info("evaluating %s on %s", label, splits.name)
+        predict(work.two_inputs())  # what is done once is not a prediction's cost
+        prediction, targets = work.predict("test", predict)
+        found = _prefixed("test", compute_metrics(prediction, targets, likelihood))
+        if splits.validation is not None:
+            of_validation = compute_metrics(*work.predict("validation", predict), likelihood)
+            found |= _prefixed("validation", of_validation)
+        entry = {"reliability": reliability_curve(prediction, targets, likelihood)}
+        if likelihood != "regression":
+            entry["entropy"] = _entropies(prediction, likelihood)
+        if foreign is not None:
+            of_foreign = work.predict_images("ood", foreign.images, predict)
+            inside, outside = (_score(p, config.ood_score) for p in (prediction, of_foreign))
+            found |= out_of_distribution_metrics(inside, outside)
+            entry["entropy"]["ood"] = _entropies(of_foreign, likelihood)["test"]
+        if config.shift:
+            found |= work.shifted(predict)
+        if images is not None and likelihood == "classification" and config.uncertain:
+            examples = _most_uncertain(prediction, images, config.uncertain)
+            work.uncertain = {"predictive": label, "examples": examples}
+        work.finish(label, {"metrics": found, **entry, "seconds": work.seconds["test"]})
+    record["uncertain"] = work.uncertain
+    if foreign is not None:
+        record["ood"] = {
+            "name": foreign.name,
+            "num_examples": len(foreign.images),
+            "score": config.ood_score,
+            "note": foreign.note,
+            "sha256": sha256_of_tensors([foreign.images]),
+        }
+    if config.shift:
+        record["shift"] = {"kinds": list(CORRUPTIONS), "severities": list(SEVERITIES)}
+    return record | environment(work.device)
+
+
+def evaluate_network(
+    map_: Predictive,
+    laplace: Posterior | None,
+    configs: Sequence[PredictiveConfig],
+    splits: Splits,
+    likelihood: Likelihood,
+    config: EvaluationConfig,
+    *,
+    of: str,
+    seed: int = 0,
+    **options: Any,
+) -> dict[str, Any]:
+    """`evaluate` a network at its parameters and under its posterior, and say what and how.
+
+    Args:
+        map_: the network at its parameters.
+        laplace: the posterior, if there is one.
+        configs: how it predicts, in turn.
+        splits: see `evaluate`.
+        likelihood: of the predictives.
+        config: what is evaluated.
+        of: SHA-256 sum of what is evaluated.
+        seed: of sampling, for each way of predicting.
+        options: see `evaluate`.
+    """
+    predictives, how = {"MAP": map_}, {"MAP": {}}
+    for one in configs:
+        assert laplace is not None
+        generator = torch.Generator(options["device"]).manual_seed(seed)
+        predictives[one.label] = laplace_predictive(laplace, one, generator)
+        of_no_consequence = ("batch_size", "memory")
+        plain = {name: v for name, v in asdict(one).items() if name not in of_no_consequence}
+        how[one.label] = plain | {"seed": seed}
+    record = evaluate(predictives, splits, likelihood, config, **options)
+    for label, entry in record["predictives"].items():
+        entry["options"] = how[label]
+    scale = [splits.mean, splits.std] if isinstance(splits, ImageSplits) else []
+    tensors = [*tensors_in(splits.test), *map(torch.tensor, scale)]
+    return record | {"of": of, "test": sha256_of_tensors(tensors)}
+
+
+def combined(found: dict[str, Any], earlier: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """An evaluation together with an earlier one, and what of that one it replaces, in words.
+
+    Results add to each other where they are of the same network or posterior, test set and way of
+    predicting. There is one set of foreign data in an evaluation.
+    """
+    for key, what in SUBJECT.items():
+        if found[key] != earlier.get(key):
+            return found, [f"all of the former evaluation, which was of {what}"]
+    replaced, entries = [], {}
+    stays = found["ood"] is None or found["ood"] == earlier["ood"]
+    for label, former in earlier["predictives"].items():
+        entry = found["predictives"].get(label)
+        if entry is not None and entry["options"] != former["options"]:
+            before, now = former["options"], entry["options"]
+            changes = [f"{k} {before[k]}, now {now[k]}" for k in now if now[k] != before[k]]
+            replaced.append(f"{label}, which was evaluated with {'; '.join(changes)}")
+            entries[label] = entry
+            continue
+        if not stays:
+            former = _without_foreign(former)
+        entries[label] = former if entry is None else _both(former, entry)
+    if earlier["ood"] and not stays:
+        replaced.append(f"the results on foreign data ({_foreign_name(earlier['ood'])})")
+    former = {key: earlier[key] for key in ("ood", "shift", "uncertain") if found[key] is None}
+    return found | former | {"predictives": found["predictives"] | entries}, replaced
+
+
+SUBJECT = {
+    "of": "another network or posterior",
+    "data": "other data",
+    "test": "another test set",
+    "likelihood": "another likelihood",
+}
+"""Keys of what is evaluated, and what it is called if it is not the same."""
+
+
+def _without_foreign(entry: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: v for key, v in entry["metrics"].items() if not key.startswith("ood/")}
+    entropy = entry.get("entropy") or {}
+    return entry | {
+        "metrics": kept,
+        **({"entropy": {k: v for k, v in entropy.items() if k != "ood"}} if entropy else {}),
+    }
+
+
+def _both(former: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
+    both = former | entry | {"metrics": former["metrics"] | entry["metrics"]}
+    if "entropy" in entry:
+        both["entropy"] = former["entropy"] | entry["entropy"]
+    return both
+
+
+def _foreign_name(ood: dict[str, Any]) -> str:
+    return f"{ood['num_examples']} of {ood['name']}, told apart by {ood['score']}"
+
+
+class _Evaluation:
+    """The data, how to go through it, and what was found so far: all that another goes on from."""
+
+    def __init__(
+        self,
+        splits: Splits,
+        likelihood: Likelihood,
+        batch_size: int,
+        device: torch.device,
+        progress: bool,
+        checkpoints: Checkpoints | None,
+    ) -> None:
+        self.splits = splits
+        self.likelihood: Likelihood = likelihood
+        self.batch_size = batch_size
+        self.device = device
+        self.progress = progress
+        self._checkpoints = checkpoints
+        state = checkpoints.load() if checkpoints is not None and checkpoints.exists() else {}
+        self.finished: dict[str, Any] = state.get("finished", {})
+        """Predictive -> its entry of the record."""
+        self.uncertain: dict[str, Any] | None = state.get("uncertain")
+        """The images that the last one of them found uncertain."""
+        # Of the predictive in work, by part of the data:
+        self.seconds: dict[str, float] = state.get("seconds", {})
+        self._batches: dict[str, list[tuple[Prediction, Tensor]]] = {
+            part: [(Prediction(*values), y) for *values, y in batches]
+            for part, batches in state.get("batches", {}).items()
+        }
+        self._shifted: dict[str, float] = state.get("shifted", {})
+
+    def finish(self, label: str, entry: dict[str, Any]) -> None:
+        """Keep a predictive's entry, and begin with the next one."""
+        self.finished[label] = entry
+        self.seconds, self._batches, self._shifted = {}, {}, {}
+
+    def _save(self) -> None:
+        assert self._checkpoints is not None
+        batches = {
+            part: [(p.mean, p.aleatoric, p.epistemic, y) for p, y in found]
+            for part, found in self._batches.items()
+        }
+        self._checkpoints.save(
+            {
+                "finished": self.finished,
+                "uncertain": self.uncertain,
+                "seconds": self.seconds,
+                "batches": batches,
+                "shifted": self._shifted,
+            }
+        )
+
+    def _predict_all(
+        self, part: str, predict: Predictive, batches: Any, **options: Any
+    ) -> tuple[Prediction, Tensor]:
+        """Predictions and targets of a part of the data, from the batches that were kept on."""
+        kept = self._batches.setdefault(part, [])
+        before, start = self.seconds.get(part, 0.0), time.perf_counter()
+
+        def keep(prediction: Prediction, y: Tensor) -> None:
+            kept.append((prediction, y))
+            self.seconds[part] = before + time.perf_counter() - start
+            if self._checkpoints is not None and self._checkpoints.is_due:
+                self._save()
+
+        return predict_all(
+            predict, batches, earlier=[*kept], on_batch=keep, progress=self.progress, **options
+        )
+
+    def predict(
+        self, split: Literal["validation", "test"], predict: Predictive
+    ) -> tuple[Prediction, Tensor]:
+        batches = split_batches(self.splits, split, self.batch_size, device=self.device)
+        return self._predict_all(split, predict, batches, targets=self.splits.targets)
+
+    def sizes(self) -> dict[str, int | None]:
+        """The numbers of test examples and, of sequences, of their positions that count."""
+        if isinstance(self.splits, ImageSplits):
+            return {"num_test": len(self.splits.test), "num_positions": None}
+        y = self.splits.test[1]
+        several = self.likelihood == "classification" and y.dim() > 1
+        return {"num_test": len(y), "num_positions": self.splits.num_terms if several else None}
+
+    def two_inputs(self) -> Any:
+        return next(iter(split_batches(self.splits, "test", 2, device=self.device)))[0]
+
+    def predict_images(self, part: str, images: Tensor, predict: Predictive) -> Prediction:
+        assert isinstance(self.splits, ImageSplits)
+        unlabelled = ImageSet(images, torch.zeros(len(images), dtype=torch.int64))
+        batches = ImageBatches(
+            unlabelled, self.splits.mean, self.splits.std, self.batch_size, device=self.device
+        )
+        return self._predict_all(part, predict, batches)[0]
+
+    def shifted(self, predict: Predictive) -> dict[str, float]:
+        """The metrics on the corrupted test sets."""
+        assert isinstance(self.splits, ImageSplits)
+        test = self.splits.test
+        for kind in CORRUPTIONS:
+            for severity in SEVERITIES:
+                part = f"shift/{kind}/{severity}"
+                if any(name.startswith(f"{part}/") for name in self._shifted):
+                    continue
+                _logger.info("evaluating on %s of severity %d", kind, severity)
+                images = corrupt(test.images, kind, severity)
+                prediction = self.predict_images(part, images, predict)
+                found = compute_metrics(prediction, test.labels, self.likelihood)
+                self._shifted |= _prefixed(part, found)
+                del self._batches[part]  # twenty times the test set's
+        return self._shifted
+
+
+def _prefixed(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
+    return {f"{prefix}/{key}": value for key, value in values.items()}
+
+
+def _score(prediction: Prediction, kind: Score) -> Tensor:
+    score = prediction.entropy if kind == "entropy" else prediction.epistemic
+    return score if score.dim() == 1 else score.sum(1)
+
+
+def _entropies(prediction: Prediction, likelihood: Likelihood) -> dict[str, list]:
+    outputs = prediction.mean.shape[1] if likelihood == "classification" else 2
+    largest = math.log(outputs)
+    # Rounding may put an entropy above its bound.
+    entropy = prediction.entropy.flatten().double().clamp(0, largest)
+    counts, edges = torch.histogram(entropy, ENTROPY_BINS, range=(0.0, largest))
+    return {"edges": edges.tolist(), "test": [int(count) for count in counts]}
+
+
+def _most_uncertain(
+    prediction: Prediction, splits: ImageSplits, number: int
+) -> list[dict[str, Any]]:
+    entropy = prediction.entropy
+    indices = entropy.argsort(descending=True, stable=True)[:number].tolist()
+    probability, predicted = prediction.mean.max(dim=-1)
+    return [
+        {
+            "index": i,
+            "label": splits.classes[int(splits.test.labels[i])],
+            "predicted": splits.classes[int(predicted[i])],
+            "probability": probability[i].item(),
+            "entropy": entropy[i].item(),
+            "aleatoric": prediction.aleatoric[i].item(),
+            "epistemic": prediction.epistemic[i].item(),
+            "image": _data_uri(splits.test.images[i]),
+        }
+        for i in indices
+    ]
+
+
+def _data_uri(image: Tensor) -> str:
+    """A uint8 image (C, H, W) as a PNG in a data URI; channels beyond three are left out."""
+    from PIL import Image
+
+    channels = 3 if len(image) >= 3 else 1
+    pixels = image[:channels].permute(1, 2, 0).squeeze(-1).cpu().numpy()
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, format="PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")

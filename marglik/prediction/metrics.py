@@ -1,0 +1,180 @@
+"""What predictions are worth: accuracy, likelihood, calibration, out-of-distribution detection.
+
+Each function takes a whole data set, on any device, computes in float64 on the CPU, and returns
+plain numbers. "cls/", "reg/" and "ood/" say how good predictions are, "cal/" how honest.
+"""
+
+import torch
+from torch import Tensor
+
+from marglik.prediction.metric_inputs import (
+    as_binary,
+    as_finite,
+    as_gaussian,
+    as_labels,
+    as_probabilities,
+    check_rows_sum_to_one,
+    check_shapes,
+)
+from marglik.prediction.reliability import coverage_curve, reliability
+
+__all__ = [
+    "bernoulli_metrics",
+    "classification_metrics",
+    "out_of_distribution_metrics",
+    "regression_metrics",
+]
+
+COVERAGE_LEVELS = {"cal/coverage50": 0.5, "cal/coverage90": 0.9, "cal/coverage95": 0.95}
+
+
+def classification_metrics(probabilities: Tensor, labels: Tensor) -> dict[str, float]:
+    """Metrics of class probabilities; the prediction is the first of the most probable classes.
+
+    - "cls/NLL": −log p_y (nats), mean over examples. A probability below the smallest normal
+      number of the dtype that it comes in counts as that number: 87 nats in float32.
+    - "cls/accuracy": share of right predictions.
+    - "cls/Brier": Σ_c (p_c − y_c)², mean over examples, in 0..2 (Brier 1950).
+    - "cls/AURC": area under the risk-coverage curve, the mean over k = 1..N of the error rate among
+      the k most confident (Geifman, Uziel & El-Yaniv 2019, arXiv:1805.08206); of equal confidences
+      the expectation over their random order.
+    - "cal/ECE": expected calibration error of the top probability, 15 bins of equal width (Guo et
+      al. 2017, arXiv:1706.04599, eq. 3).
+    - "cal/ECE_adaptive": the same with 15 bins of equal mass, see `reliability`
+      for ties.
+
+    Args:
+        probabilities: (N, C), C >= 2, any float dtype; rows sum to one.
+        labels: (N,), integers 0..C − 1.
+
+    Raises:
+        TypeError: probabilities that are no floats, labels that are no integers.
+        ValueError: wrong shapes, no examples, labels out of range, logits or NaN for probabilities.
+    """
+    check_shapes(probabilities=(probabilities, "NC"), labels=(labels, "N"))
+    p = as_probabilities("probabilities", probabilities)
+    check_rows_sum_to_one(p, probabilities.dtype)
+    y = as_labels(labels, p.shape[1])[:, None]  # (N, 1)
+    confidence, prediction = p.max(dim=1)
+    correct = prediction == y.squeeze(1)
+    residual = p.scatter_add(1, y, p.new_full(y.shape, -1.0))  # (N, C)
+    return {
+        "cls/NLL": -_log(p.gather(1, y), probabilities.dtype).mean().item(),
+        "cls/accuracy": correct.double().mean().item(),
+        "cls/Brier": residual.square().sum(dim=1).mean().item(),
+        "cls/AURC": _area_under_risk_coverage_curve(confidence, correct),
+        **_calibration_errors(confidence, correct),
+    }
+
+
+def bernoulli_metrics(probabilities: Tensor, targets: Tensor) -> dict[str, float]:
+    """Metrics of independent yes-or-no outputs; the prediction is 1 where p > 0.5.
+
+    - "cls/NLL": −Σ_c log p(y_c) (nats), summed over outputs, mean over examples. A probability of
+      the target below the smallest normal number of its dtype counts as that number; note that
+      float32 cannot tell probabilities above 1 − 3e-8 from 1, which then costs 87 nats where the
+      target is 0. Float64 can.
+    - "cls/accuracy", "cls/Brier" = (p − y)²: means over all outputs, in 0..1.
+    - "cal/ECE", "cal/ECE_adaptive": over all outputs, of the predicted side's probability
+      max(p, 1 − p); as in `classification_metrics`.
+
+    Args:
+        probabilities: (N, C) of the target 1, any float dtype.
+        targets: (N, C), 0 or 1, any dtype.
+
+    Raises:
+        TypeError: probabilities that are no floats.
+        ValueError: wrong shapes, no examples, soft targets, logits or NaN for probabilities.
+    """
+    check_shapes(probabilities=(probabilities, "NC"), targets=(targets, "NC"))
+    p = as_probabilities("probabilities", probabilities)
+    y = as_binary(targets)
+    correct = (p > 0.5) == y
+    likelihood = torch.where(y, p, 1 - p)
+    return {
+        "cls/NLL": -_log(likelihood, probabilities.dtype).sum(dim=1).mean().item(),
+        "cls/accuracy": correct.double().mean().item(),
+        "cls/Brier": (p - y.double()).square().mean().item(),
+        **_calibration_errors(torch.maximum(p, 1 - p).flatten(), correct.flatten()),
+    }
+
+
+def regression_metrics(mean: Tensor, variance: Tensor, targets: Tensor) -> dict[str, float]:
+    """Metrics of Gaussian predictives.
+
+    - "reg/NLL": −Σ_c log N(y_c; mean_c, variance_c) (nats), summed over outputs, mean over
+      examples.
+    - "reg/RMSE": √ of the mean of (y − mean)² over all targets, in the targets' unit.
+    - "cal/coverage50", "cal/coverage90", "cal/coverage95": share of all targets within the central
+      interval of that level; calibrated predictives have 0.5, 0.9 and 0.95.
+
+    Args:
+        mean: (N, C).
+        variance: (N, C), positive, with the noise σ².
+        targets: (N, C).
+
+    Raises:
+        ValueError: shapes that differ, no examples, variances that are not positive, or numbers
+            that are not finite.
+    """
+    predictive, y = as_gaussian(mean, variance, targets)
+    coverage = coverage_curve(mean, variance, targets, tuple(COVERAGE_LEVELS.values()))["coverage"]
+    return {
+        "reg/NLL": -predictive.log_prob(y).sum(dim=1).mean().item(),
+        "reg/RMSE": (y - predictive.mean).square().mean().sqrt().item(),
+        **dict(zip(COVERAGE_LEVELS, coverage, strict=True)),
+    }
+
+
+def out_of_distribution_metrics(inside: Tensor, outside: Tensor) -> dict[str, float]:
+    """How well scores, larger where an input looks stranger, tell foreign data from our own.
+
+    - "ood/AUROC": probability that a foreign example scores higher, equal scores count half.
+    - "ood/AUPR": average precision, the foreign data being positive; chance is M / (N + M).
+    - "ood/FPR95": share of our own examples that are flagged at the largest threshold (score >=
+      threshold) that flags at least 95 % of the foreign ones.
+
+    Source: Hendrycks, Mazeika & Dietterich 2019 (arXiv:1812.04606); there, as here, the foreign
+    data is positive. Others take their own data as positive: another AUPR, another FPR95.
+
+    Args:
+        inside: (N,) scores of examples from the training distribution.
+        outside: (M,) scores of examples from elsewhere.
+
+    Raises:
+        ValueError: no examples on a side, wrong shapes, scores that are not finite.
+    """
+    check_shapes(inside=(inside, "N"), outside=(outside, "M"))
+    # Here, because importing scikit-learn takes a second that not everyone needs.
+    from sklearn.metrics import average_precision_score, roc_auc_score, roc_curve
+
+    sides = [as_finite("inside", inside), as_finite("outside", outside)]
+    scores = torch.cat(sides).numpy()
+    foreign = torch.cat([torch.zeros_like(sides[0]), torch.ones_like(sides[1])]).numpy()
+    # Dropped points of the curve could be the first that reaches 95 %.
+    fpr, tpr, _ = roc_curve(foreign, scores, drop_intermediate=False)
+    return {
+        "ood/AUROC": float(roc_auc_score(foreign, scores)),
+        "ood/AUPR": float(average_precision_score(foreign, scores)),
+        "ood/FPR95": float(fpr[(tpr >= 0.95).argmax()]),
+    }
+
+
+def _log(probabilities: Tensor, dtype: torch.dtype) -> Tensor:
+    """The logarithm, finite: what has underflowed to 0 in ``dtype`` is its smallest number."""
+    return probabilities.clamp(min=torch.finfo(dtype).tiny).log()
+
+
+def _calibration_errors(confidence: Tensor, correct: Tensor) -> dict[str, float]:
+    return {
+        "cal/ECE": reliability(confidence, correct).ece,
+        "cal/ECE_adaptive": reliability(confidence, correct, adaptive=True).ece,
+    }
+
+
+def _area_under_risk_coverage_curve(confidence: Tensor, correct: Tensor) -> float:
+    """AURC; within equal confidences every example has the group's mean error, as on average."""
+    _, group, sizes = confidence.unique(return_inverse=True, return_counts=True)
+    errors = group.bincount(weights=(~correct).double()) / sizes  # per group, least confident first
+    errors = errors.repeat_interleave(sizes).flip(0)  # (N,), most confident first
+    return (errors.cumsum(0) / torch.arange(1, len(errors) + 1)).mean().item()

@@ -1,0 +1,246 @@
+"""Options of a training run; each becomes an option of the command line, with this help."""
+
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from kfac_backend.options import (
+    BackwardPrecision,
+    CurvatureOptions,
+    Fisher,
+    KfacApprox,
+    TargetOptions,
+    Unsupported,
+    check_option,
+)
+from marglik.posterior.hyperparameters import UpdateMethod
+from marglik.posterior.subset import Layers
+from marglik.training.network import CompileMode
+from marglik.training.schedule import Keep, Schedule
+
+__all__ = [
+    "Accelerator",
+    "CurvatureConfig",
+    "PostHocConfig",
+    "PostHocRunConfig",
+    "Precision",
+    "PriorConfig",
+    "PriorMethod",
+    "PriorRules",
+    "RunConfig",
+]
+
+Accelerator = Literal["auto", "cpu", "cuda"]
+Precision = Literal["32-true", "bf16-mixed", "16-mixed"]
+PriorMethod = UpdateMethod | Literal["fixed"]
+PostHocMethod = Literal["evidence", "validation", "fixed"]
+PriorRules = Literal["layerwise", "scalar", "kind", "stage"] | dict[str, str]
+
+
+@dataclass(frozen=True)
+class CurvatureConfig:
+    """The curvature pass.
+
+    Args:
+        kfac_approx: expand treats positions that share a weight as examples; reduce sums over them
+            first, which is faster, and exact where the network does so too; auto takes expand for
+            outputs with a loss term for each position, else reduce; patterns of layers' names with
+            a mode for each, such as {"head*": expand, "*": reduce}.
+        fisher: exact is the GGN; mc estimates it by labels drawn from the model; empirical uses the
+            data's labels.
+        mc_samples: labels per example for fisher=mc.
+        batch_size: examples per batch of the pass; that of training if null.
+        augment: whether the pass sees augmented images when training does, as in the paper.
+        rank_tolerance: share of the loss Hessian's trace that may be left out per image to save
+            backward passes (fisher=exact); what was left out is in the log.
+        backward_precision: float32; bf16 (CPU) or tf32 (GPU) make the backward passes faster, and
+            the gradient factors less exact (0.3 % on WRN-16-4 in bf16).
+        batched: propagate a batch's vectors back at once: fewer launches on a GPU, more memory.
+        unsupported: parameters of layers without a K-FAC rule: error; freeze takes them as known;
+            diagonal gives them the exact diagonal of their block, slowly.
+    """
+
+    kfac_approx: KfacApprox = "expand"
+    fisher: Fisher = "exact"
+    mc_samples: int = 1
+    batch_size: int | None = None
+    augment: bool = True
+    rank_tolerance: float = 0.0
+    backward_precision: BackwardPrecision = "float32"
+    batched: bool = False
+    unsupported: Unsupported = "error"
+
+    def __post_init__(self) -> None:
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ValueError(f"curvature.batch_size must be at least 1, not {self.batch_size}.")
+        try:
+            self.options()
+        except ValueError as error:
+            raise ValueError(f"curvature: {error}") from error
+
+    def options(self, targets: TargetOptions = TargetOptions()) -> CurvatureOptions:  # noqa: B008
+        """The pass's options, for data that gives its targets in this way."""
+        of_pass = asdict(self)
+        del of_pass["batch_size"], of_pass["augment"]
+        return CurvatureOptions(**of_pass | asdict(targets))
+
+
+@dataclass(frozen=True)
+class PriorConfig:
+    """The prior, in units of weight decay, and how it is learned.
+
+    Args:
+        weight_decay: where all groups start; prior precision = weight decay * N / temperature.
+        structure: layerwise (one per parameter tensor), scalar (one for all), kind (weights,
+            biases, scalars), stage (one per top-level child of the model), or rules as a mapping
+            of group names to patterns, such as {convolutions: "stage*.weight", rest: "*"}.
+        every: epochs between updates.
+        burn_in: no update before the end of this epoch.
+        steps: hyperparameter steps per update.
+        method: adam climbs the evidence's gradient; mackay iterates its fixed point; fixed keeps
+            the initial weight decay.
+        lr: Adam's step size on the logarithm of the precision.
+        temperature: T, the likelihood is raised to 1/T.
+        keep: best ends with the parameters of the update with the highest evidence; last with
+            those of the last update.
+    """
+
+    weight_decay: float = 5e-4
+    structure: PriorRules = "layerwise"
+    every: int = 5
+    burn_in: int = 0
+    steps: int = 100
+    method: PriorMethod = "adam"
+    lr: float = 0.1
+    temperature: float = 1.0
+    keep: Keep = "best"
+
+    def __post_init__(self) -> None:
+        for name in ("weight_decay", "lr", "temperature"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"prior.{name} must be positive, not {getattr(self, name)}.")
+        self.schedule(epochs=1)  # complains of what it cannot take
+
+    def schedule(self, epochs: int) -> Schedule:
+        """When updates happen in a run of so many epochs; never if the prior is fixed."""
+        burn_in = epochs + 1 if self.method == "fixed" else self.burn_in
+        return Schedule(epochs, self.every, burn_in, self.steps, keep=self.keep)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """How long to train, on what device, and where the results go.
+
+    Args:
+        epochs: passes over the training examples.
+        batch_size: examples (images, sequences, graphs) per step.
+        augment: whether training crops (after padding by 4) and flips images at random; images
+            alone.
+        baseline: whether to train a second time with the initial weight decay kept fixed.
+        monitor: epochs between looks at the MAP's NLL and accuracy on the validation set (the test
+            set if there is none), which go into the log and choose nothing; 0 for none.
+        seed: of initialisation, shuffling, augmentation and sampling.
+        output: folder of the run's log, results and plot; runs/NAME OF THE DATA if null.
+        overwrite: whether a run that is already in that folder may be replaced.
+        resume: whether to go on with the run in that folder, which was started with the same
+            options, or to start one where there is none: on a CPU with as many threads to the same
+            results to the bit. It goes before overwrite.
+        checkpoint_minutes: least time between the states that resume goes on from; they are kept
+            at the ends of epochs and of updates, and between the batches of the final evaluation,
+            while the run lasts. Before each update one is kept in any case.
+        tensorboard: whether to write TensorBoard files as well.
+        accelerator: cpu or cuda; auto takes cuda where there is one. (Apple's mps lacks float64,
+            which the evidence needs.)
+        precision: Lightning's name of the network steps' precision; parameters, curvature and
+            predictions stay in float32.
+        channels_last: whether images are laid out in memory as (N, H, W, C), which convolutions
+            are faster with; images alone, changes rounding alone.
+        compile: mode of torch.compile for the network's steps; reduce-overhead records CUDA graphs
+            on a GPU. Changes rounding alone.
+        progress: whether to show progress bars.
+    """
+
+    epochs: int = 30
+    batch_size: int = 128
+    augment: bool = False
+    baseline: bool = False
+    monitor: int = 0
+    seed: int = 0
+    output: str | None = None
+    overwrite: bool = False
+    resume: bool = False
+    checkpoint_minutes: float = 1.0
+    tensorboard: bool = False
+    accelerator: Accelerator = "auto"
+    precision: Precision = "32-true"
+    channels_last: bool = False
+    compile: CompileMode | None = None
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        for name in ("monitor", "checkpoint_minutes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}.")
+
+
+@dataclass(frozen=True)
+class PostHocConfig:
+    """The prior of a network that is trained already.
+
+    Args:
+        method: evidence maximises the marginal likelihood; validation minimises the NLL on the
+            validation split, for one precision for all parameters; fixed keeps the weight decay.
+        structure: for method=evidence, as of `marglik train`.
+        weight_decay: where it starts, and what method=fixed keeps; the one that the network was
+            trained with is a good choice. Prior precision = weight decay * N / temperature.
+        temperature: T, the likelihood is raised to 1/T.
+        sigma_noise: regression's noise, learned with method=evidence.
+        layers: all, or the last layer alone: the others are taken as known, which is much faster
+            for large networks.
+    """
+
+    method: PostHocMethod = "evidence"
+    structure: PriorRules = "layerwise"
+    weight_decay: float = 5e-4
+    temperature: float = 1.0
+    sigma_noise: float = 1.0
+    layers: Layers = "all"
+
+    def __post_init__(self) -> None:
+        check_option("prior.method", self.method, PostHocMethod)
+        check_option("prior.layers", self.layers, Layers)
+        for name in ("weight_decay", "temperature", "sigma_noise"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"prior.{name} must be positive, not {getattr(self, name)}.")
+        if self.method == "validation" and self.structure not in ("layerwise", "scalar"):
+            raise ValueError(
+                "prior.method validation tunes one precision for all parameters; leave "
+                "prior.structure out, or choose method evidence."
+            )
+
+
+@dataclass(frozen=True)
+class PostHocRunConfig:
+    """Where and how a posterior is fitted.
+
+    Args:
+        output: folder of the posterior; runs/NAME OF THE CHECKPOINT if null.
+        batch_size: examples per batch of the curvature pass.
+        seed: of sampling.
+        overwrite: whether a run that is already in that folder may be replaced.
+        accelerator: cpu or cuda; auto takes cuda where there is one.
+        progress: whether to show progress bars.
+    """
+
+    output: str | None = None
+    batch_size: int = 128
+    seed: int = 0
+    overwrite: bool = False
+    accelerator: Accelerator = "auto"
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, not {self.batch_size}.")

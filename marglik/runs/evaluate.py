@@ -1,0 +1,149 @@
+"""What `marglik evaluate` does: predictions of a saved posterior, or of a bare checkpoint."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from kfac_backend.files import parse_json, sha256
+from kfac_backend.options import Likelihood
+from marglik.data import DataSource, ImageData
+from marglik.data.record import as_trained
+from marglik.posterior.posterior_file import load_posterior
+from marglik.posterior.pretrained import load_pretrained
+from marglik.prediction.evaluation_record import EvaluationConfig, combined, evaluate_network
+from marglik.prediction.predictive import (
+    PredictiveConfig,
+    PredictiveMethod,
+    map_predictive,
+)
+from marglik.runs.build import build_fabric, build_from_spec
+from marglik.runs.config import Accelerator
+from marglik.runs.model_check import check_model
+from marglik.storage.record_file import as_json, read_posterior
+from marglik.storage.run_files import EVALUATION, POSTERIOR
+from marglik.storage.run_folder import RunFolder
+
+__all__ = ["evaluate_run"]
+
+
+def evaluate_run(
+    path: str,
+    model: nn.Module | None = None,
+    data: DataSource | None = None,
+    likelihood: Likelihood | None = None,
+    sigma_noise: float | None = None,
+    methods: list[PredictiveMethod] | None = None,
+    predictive: PredictiveConfig = PredictiveConfig(),  # noqa: B008
+    evaluation: EvaluationConfig = EvaluationConfig(),  # noqa: B008
+    ood: ImageData | None = None,
+    output: str | None = None,
+    accelerator: Accelerator = "auto",
+    seed: int = 0,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Evaluate a network at its parameters (MAP) and under its posterior.
+
+    What is found adds to an earlier evaluation of the same posterior and test set in the folder;
+    where it cannot, it takes its place. Returns the content of ``evaluation.json``, and under
+    "output" where it lies, under "replaced" what it replaces, in words.
+
+    Args:
+        path: a folder of marglik train or marglik fit; or a checkpoint, which needs model and data
+            and has no posterior.
+        model: the network, where the folder does not say how it is built.
+        data: whose test split to take; the training data's own if left out.
+        likelihood: of a checkpoint, classification if left out; folders know theirs.
+        sigma_noise: σ of a regression checkpoint, 1 if left out; folders know theirs.
+        methods: several posterior predictives in turn, [] for none; predictive.method alone if left
+            out.
+        predictive: how the posterior predicts.
+        evaluation: what is evaluated besides the test set.
+        ood: images from elsewhere, which the predictives should find uncertain.
+        output: folder of evaluation.json; the folder itself if null, or runs/CHECKPOINT_map. Other
+            data than the folder's own need another one.
+        accelerator: cpu or cuda; auto takes cuda where there is one.
+        seed: of sampling.
+        progress: whether to show progress bars.
+
+    Raises:
+        FileNotFoundError: no such folder or file.
+        ValueError: data, model or posterior that do not fit together; files that were altered.
+    """
+    if not Path(path).exists():
+        raise FileNotFoundError(f"{path} does not exist; pass a run's folder or a checkpoint.")
+    if sigma_noise is not None and not sigma_noise > 0:
+        raise ValueError(f"sigma_noise must be positive, not {sigma_noise}.")
+    fabric = build_fabric(accelerator)
+    if Path(path).is_dir():
+        record = RunFolder(path).posterior() or read_posterior(path)  # which says what to do
+        of = sha256((Path(path) / POSTERIOR).read_bytes())
+        if sigma_noise is not None:
+            raise ValueError(f"{path} knows its noise; leave --sigma_noise out.")
+        if likelihood not in (None, record["likelihood"]):
+            raise ValueError(
+                f"{path} is for likelihood {record['likelihood']!r}, not {likelihood!r}; leave "
+                "--likelihood out."
+            )
+        model = _saved(path, model, record, "model", nn.Module)
+        data = _saved(path, data, record["data"] or {}, "source", DataSource)
+        assert model is not None and data is not None
+        splits = as_trained(data.load(), record["data"])
+        if output is None and record["data"] and splits.name != record["data"]["name"]:
+            raise ValueError(
+                f"{splits.name} is not what {path} was trained on ({record['data']['name']}); pass "
+                "--output, so that its numbers get a folder of their own."
+            )
+        laplace = load_posterior(path, model, fabric.device)
+        likelihood = record["likelihood"]
+        map_ = map_predictive(model, record["likelihood"], laplace.sigma_noise)
+        folder = RunFolder(output or path)
+    else:
+        if model is None or data is None:
+            raise ValueError(f"{path} is a checkpoint; it needs --model and --data.")
+        load_pretrained(model, path)
+        model, splits, laplace = fabric.to_device(model), data.load(), None
+        likelihood = likelihood or "classification"
+        map_ = map_predictive(model, likelihood, sigma_noise or 1.0)
+        of = sha256(Path(path).read_bytes() + repr(sigma_noise).encode())
+        folder = RunFolder(output or f"runs/{Path(path).stem}_map")
+    configs = []
+    if laplace is not None:
+        asked = [predictive.method] if methods is None else methods
+        configs = [replace(predictive, method=method) for method in asked]
+    for config in configs or [None]:
+        check_model(model, splits, None, likelihood, config)  # pyright: ignore[reportArgumentType]
+    with folder.locked():
+        folder.check_beside()
+        # Whoever has removed it wants a new one.
+        is_there = (folder.path / EVALUATION).exists()
+        earlier = parse_json(folder.read(EVALUATION) or b"null") if is_there else None
+        found = evaluate_network(
+            map_,
+            laplace,
+            configs,
+            splits,
+            likelihood,  # pyright: ignore[reportArgumentType]
+            evaluation,
+            of=of,
+            seed=seed,
+            ood=ood,
+            batch_size=predictive.batch_size,
+            device=fabric.device,
+            progress=progress,
+        )
+        found, replaced = (found, []) if earlier is None else combined(found, earlier)
+        folder.adopt("evaluate")
+        folder.write(EVALUATION, as_json(found))
+    return found | {"output": str(folder.path), "replaced": replaced}
+
+
+def _saved(path: str, given: Any, record: dict[str, Any], key: str, kinds: Any) -> Any:
+    """What was given, or else what the folder says."""
+    if given is not None:
+        return given
+    if record.get(key) is None:
+        option = "--model" if key == "model" else "--data"
+        raise ValueError(f"{path} does not say how its {option[2:]} is made; pass {option}.")
+    return build_from_spec(kinds, record[key])

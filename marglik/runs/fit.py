@@ -1,0 +1,204 @@
+"""A posterior for a network that was trained elsewhere: what `marglik fit` does."""
+
+import logging
+import time
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from kfac_backend.options import Likelihood
+from marglik.data import DataSource, Splits
+from marglik.data.batches import split_batches
+from marglik.data.record import data_record
+from marglik.posterior.posterior import Posterior
+from marglik.posterior.posterior_file import save_posterior
+from marglik.posterior.pretrained import load_pretrained
+from marglik.posterior.prior import (
+    PriorGroups,
+    precision_to_weight_decay,
+    weight_decay_to_precision,
+)
+from marglik.posterior.subset import freeze_all_but, last_layer
+from marglik.prediction.predictive import PredictiveConfig
+from marglik.runs.build import build_fabric
+from marglik.runs.config import CurvatureConfig, PostHocConfig, PostHocRunConfig
+from marglik.runs.model_check import check_model
+from marglik.runs.results import run_identity
+from marglik.storage.checkpoint import Checkpoints
+from marglik.storage.provenance import Provenance, environment
+from marglik.storage.run_files import CHECKPOINT, MANIFEST, POSTERIOR
+from marglik.storage.run_folder import RunFolder
+from marglik.training.post_hoc import (
+    PriorFit,
+    maximize_evidence,
+    minimize_validation_loss,
+    validation_nll,
+)
+
+__all__ = ["fit"]
+
+STATE = "fit"
+"""The folder of the state, in that of all states."""
+
+_logger = logging.getLogger(__name__)
+
+
+def fit(
+    model: nn.Module,
+    data: DataSource,
+    checkpoint: str,
+    likelihood: Likelihood = "classification",
+    prior: PostHocConfig = PostHocConfig(),  # noqa: B008
+    curvature: CurvatureConfig = CurvatureConfig(),  # noqa: B008
+    predictive: PredictiveConfig = PredictiveConfig(),  # noqa: B008
+    run: PostHocRunConfig = PostHocRunConfig(),  # noqa: B008
+    provenance: Provenance = Provenance(),  # noqa: B008
+) -> dict[str, Any]:
+    """Fit a Laplace posterior to a trained network, and save it.
+
+    If the process is killed after the curvature pass, the same call goes on from there; only
+    options of the prior and of its search may differ.
+
+    Args:
+        model: the network, as it was built for training; any importable class.
+        data: what it was trained on; its training split is fitted to.
+        checkpoint: its parameters, in safetensors, or a state dict that torch.save has written.
+        likelihood: classification; regression; or bernoulli, for independent yes-or-no outputs.
+        prior: the prior, and how it is found.
+        curvature: the curvature pass.
+        predictive: the predictive whose NLL prior.method=validation minimises.
+        run: everything else.
+        provenance: the options, and how model and data are made, for whoever loads the posterior.
+
+    Raises:
+        ValueError: options, data, checkpoint or model that do not fit together, or not with the
+            curvature pass that the output folder holds.
+        NotImplementedError: a layer without a K-FAC rule.
+        FileExistsError: the output folder holds a run already, or something else.
+        OSError: nothing can be written there.
+    """
+    start = time.perf_counter()
+    folder = RunFolder(run.output or f"runs/{Path(checkpoint).stem}")
+    if Path(checkpoint).resolve().parent == folder.path.resolve():
+        raise ValueError(
+            f"The checkpoint {checkpoint} lies in the output folder, which is cleared; pass "
+            "another --output."
+        )
+    was_cut_off = Checkpoints(folder.path / CHECKPOINT / STATE).exists()
+    folder.check_free("fit", provenance.preset, run.overwrite or was_cut_off)
+    fabric = build_fabric(run.accelerator)
+    note = load_pretrained(model, checkpoint)
+    splits = data.load()
+    if prior.method == "validation" and splits.validation is None:
+        raise ValueError(
+            f"prior.method validation needs validation data, and {splits.name} has none; keep some "
+            "back (--data.validation 0.1, or x_validation and y_validation in a TensorFile), or "
+            "choose method evidence."
+        )
+    model = fabric.to_device(model)
+    batch_size = curvature.batch_size or run.batch_size
+    batches = split_batches(splits, "train", batch_size, device=fabric.device)
+    check_model(model, splits, None, likelihood)
+    if prior.layers == "last":
+        freeze_all_but(model, last_layer(model, next(iter(batches))[0]))
+    needed = predictive if prior.method == "validation" else None
+    check_model(model, splits, curvature, likelihood, needed)
+    PriorGroups.from_model(model, prior.structure)  # complains of rules that match nothing
+
+    delta = weight_decay_to_precision(prior.weight_decay, batches.num_examples, prior.temperature)
+    laplace = Posterior(
+        model,
+        likelihood,
+        curvature.options(splits.targets),
+        prior_precision=delta,
+        sigma_noise=prior.sigma_noise,
+        temperature=prior.temperature,
+    )
+    options = {"curvature": asdict(curvature), "likelihood": likelihood, "layers": prior.layers}
+    of_pass = options | {"run": {"batch_size": batch_size, "seed": run.seed}}
+    identity = run_identity(model, splits, None, of_pass, provenance)
+    state = Checkpoints(
+        folder.path / CHECKPOINT / STATE, run=identity, made_with=environment(fabric.device)
+    )
+    with folder.locked():
+        goes_on = _goes_on(state, run.overwrite)
+        # Nobody has come before.
+        folder.check_free("fit", provenance.preset, run.overwrite or goes_on)
+        if goes_on:
+            _logger.info("going on after the curvature pass, which %s holds", state.folder)
+            laplace.restore(state.load(fabric.device)["factors"])
+        else:
+            torch.manual_seed(run.seed)
+            _logger.info("curvature pass over %d examples of %s", batches.num_examples, splits.name)
+            laplace.fit(batches, progress_bar=run.progress)
+            if not (folder.path / MANIFEST).exists():
+                folder.begin("fit", provenance)  # an old run stays until this one is there
+            folder.discard(CHECKPOINT)  # of another fit
+            state.save({"factors": laplace.factors})
+        before = float(laplace.log_marginal_likelihood())
+        _logger.info("prior by %s", prior.method)
+        found = _find_prior(laplace, prior, predictive, splits, run)
+        folder.begin("fit", provenance, resume=True)
+        record = data_record(splits, provenance.data)
+        posterior = save_posterior(
+            laplace, folder.path, model=provenance.model, data=record, frozen=True
+        )
+        folder.vouch(POSTERIOR, posterior)
+        folder.discard(CHECKPOINT)
+    decay = precision_to_weight_decay(laplace.prior_precision, laplace.n_data, prior.temperature)
+    names = [n for n, p in model.named_parameters() if p.requires_grad]
+    return {
+        "data": splits.name,
+        "num_data": laplace.n_data,
+        "evidence": {"before": before, "after": float(laplace.log_marginal_likelihood())},
+        "weight_decay": dict(zip(names, decay.expand(len(names)).tolist(), strict=True)),
+        "sigma_noise": float(laplace.sigma_noise),
+        "evaluations": found.evaluations if found else 0,
+        "at_bound": found.at_bound if found else False,
+        "note": note,
+        "seconds": time.perf_counter() - start,
+        "output": str(folder.path),
+    }
+
+
+def _goes_on(state: Checkpoints, overwrite: bool) -> bool:
+    """Whether there is a state of this fit; with ``overwrite``, one of another fit is none.
+
+    Raises:
+        FileNotFoundError: a file of it is missing.
+        ValueError: a state of another fit, or a damaged one.
+    """
+    try:
+        if state.exists():
+            state.check()
+            return True
+    except (FileNotFoundError, ValueError):
+        if not overwrite:
+            raise
+    return False
+
+
+def _find_prior(
+    laplace: Posterior,
+    prior: PostHocConfig,
+    predictive: PredictiveConfig,
+    splits: Splits,
+    run: PostHocRunConfig,
+) -> PriorFit | None:
+    if prior.method == "evidence":
+        return maximize_evidence(laplace, prior.structure)
+    if prior.method == "fixed":
+        return None
+    batches = split_batches(splits, "validation", predictive.batch_size, device=laplace.mean.device)
+    loss = partial(
+        validation_nll,
+        batches=batches,
+        predictive=predictive,
+        seed=run.seed,
+        progress=run.progress,
+    )
+    return minimize_validation_loss(laplace, loss)

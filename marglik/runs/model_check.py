@@ -1,0 +1,154 @@
+"""Whether a network and data fit together, found out before any work is lost."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfac_backend.blocks.block import EigenBlock
+from kfac_backend.covariance.output_covariance import OutputCovariance, PosteriorPrecision
+from kfac_backend.curvature_pass import CurvaturePass
+from kfac_backend.loss.hessian import check_targets
+from kfac_backend.model.memory import total_memory
+from kfac_backend.model.targets import Targets
+from kfac_backend.options import Likelihood
+from kfac_backend.precision import at_least_float32
+from marglik.data import ImageSet, ImageSplits, Splits
+from marglik.data.batches import split_batches
+from marglik.data.tensors import described
+from marglik.modes import eval_mode
+from marglik.prediction.links import check_link
+from marglik.prediction.predictive import PredictiveConfig
+from marglik.runs.config import CurvatureConfig
+
+__all__ = ["check_image_options", "check_model"]
+
+
+def check_image_options(splits: Splits, **asked: bool) -> None:
+    """Raise a ValueError if options are asked for that are for images, and the data has none.
+
+    Args:
+        splits: the data.
+        asked: option -> whether it is asked for; its dots as double underscores.
+    """
+    names = [name.replace("__", ".") for name, is_asked in asked.items() if is_asked]
+    if names and not isinstance(splits, ImageSplits):
+        verb, them = ("is", "it") if len(names) == 1 else ("are", "them")
+        raise ValueError(
+            f"{splits.name} holds no images; {' and '.join(names)} {verb} for images. Leave {them} "
+            "out."
+        )
+
+
+def check_model(
+    model: nn.Module,
+    splits: Splits,
+    curvature: CurvatureConfig | None,
+    likelihood: Likelihood = "classification",
+    predictive: PredictiveConfig | None = None,
+) -> None:
+    """Run two training examples through the network, the curvature pass and the predictive.
+
+    Raises:
+        ValueError: a network that cannot take the inputs, or returns something else than (N, C)
+            with one output per class, (N, R, C) for class labels (N, R); targets that do not fit
+            the likelihood; a predictive that is not for such outputs, or whose samples cannot fit
+            into the memory.
+        TypeError: class labels that are no integers.
+        NotImplementedError: a layer without a K-FAC rule, or one that cannot predict.
+    """
+    x, y = next(iter(split_batches(splits, "train", 2)))
+    parameter = next(model.parameters(), torch.empty(0))
+    x, y = x.to(parameter.device), y.to(parameter.device)
+    with eval_mode(model):
+        # Made first: what has no rule is said in its words.
+        curvature_pass = None
+        if curvature is not None:
+            curvature_pass = CurvaturePass(model, likelihood, curvature.options(splits.targets))
+        try:
+            with torch.no_grad():
+                f: Any = model(x)
+        except (RuntimeError, IndexError, TypeError, AttributeError) as error:
+            inputs = described(x)
+            if isinstance(x, Tensor):
+                inputs = f"inputs of shape {tuple(x.shape[1:])}"
+            reason = str(error).rstrip(".")
+            raise ValueError(
+                f"{type(model).__name__} cannot take {inputs}: {reason}. Set the model's options "
+                "to fit the data, or choose another model."
+            ) from error
+        _check_output(model, f, splits, y, likelihood)
+        targets = Targets(likelihood, splits.targets)
+        y = targets(model, x, y)
+        check_targets(f, y, likelihood, may_ignore=targets.may_ignore)
+        if predictive is not None:
+            predictive.check_outputs(f.dim())
+            _check_memory(predictive, model, splits, f, likelihood)
+        if curvature_pass is not None:
+            curvature_pass.add(x, y)
+            if predictive is not None and predictive.method != "nn":
+                check_link(predictive.method, likelihood)
+                OutputCovariance(model, _unit_precision(curvature_pass))(x)
+
+
+def _check_memory(
+    predictive: PredictiveConfig,
+    model: nn.Module,
+    splits: Splits,
+    f: Tensor,
+    likelihood: Likelihood,
+) -> None:
+    memory = total_memory(f.device)
+    if memory is None:
+        return
+    parts = [part for part in (splits.train, splits.validation, splits.test) if part is not None]
+    predictive.check_memory(
+        f[0].numel(),
+        max(len(part if isinstance(part, ImageSet) else part[1]) for part in parts),
+        sum(p.numel() for p in model.parameters() if p.requires_grad),
+        likelihood,
+        memory,
+        at_least_float32(f).element_size(),
+    )
+
+
+def _unit_precision(curvature_pass: CurvaturePass) -> PosteriorPrecision:
+    """Blocks that need no eigendecomposition."""
+    precision = {}
+    for name, block in curvature_pass.factors().blocks.items():
+        beta, Q_B = _unit(block.B)
+        alpha, Q_A = (None, None) if block.A is None else _unit(block.A)
+        eigen = EigenBlock(beta, Q_B, alpha, Q_A)
+        precision[name] = eigen, eigen.spectrum(1.0)
+    return precision
+
+
+def _unit(factor: Tensor) -> tuple[Tensor, Tensor]:
+    ones = torch.ones_like(factor[..., 0])
+    return ones, torch.diag_embed(ones)
+
+
+def _check_output(
+    model: nn.Module, f: Any, splits: Splits, y: Tensor, likelihood: Likelihood
+) -> None:
+    name, examples = type(model).__name__, len(y)
+    if not isinstance(f, Tensor):
+        raise ValueError(f"{name} returns {type(f).__name__}; logits are needed, a tensor.")
+    shape = f"{name} returns shape {tuple(f.shape)} for {examples} examples"
+    if isinstance(splits, ImageSplits):
+        if f.shape != (examples, splits.num_classes):
+            raise ValueError(
+                f"{shape}, but {splits.name} has {splits.num_classes} classes; set "
+                f"--model.num_classes {splits.num_classes}."
+            )
+        return
+    # Several loss terms an example, one for each label of a sequence.
+    several = likelihood == "classification" and y.dim() > 1
+    if f.dim() != (y.dim() + 1 if several else 2) or len(f) != examples:
+        needed = "(N, R, C) is needed for labels (N, R)" if several else "(N, C) is needed"
+        raise ValueError(f"{shape}; {needed}.")
+    if splits.classes is not None and f.shape[-1] != len(splits.classes):
+        raise ValueError(
+            f"{shape}, but {splits.name} has {len(splits.classes)} classes; give the model as many "
+            f"outputs ({len(splits.classes)})."
+        )

@@ -1,0 +1,124 @@
+"""What `marglik train` found: the content of ``results.json``."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from kfac_backend.files import parse_json, sha256_of_tensors
+from marglik.data import ImageSplits, Splits
+from marglik.data.out_of_distribution import ForeignImages
+from marglik.data.record import tensors_in
+from marglik.posterior.posterior import Posterior
+from marglik.posterior.prior import precision_to_weight_decay
+from marglik.runs.config import PriorConfig
+from marglik.storage.checkpoint import check_same_run
+from marglik.storage.provenance import Provenance, environment
+from marglik.storage.run_files import RESULTS
+from marglik.storage.run_folder import RunFolder
+from marglik.training.loop import OnlineResult
+
+__all__ = ["metrics_of", "results_of", "run_identity", "saved_results"]
+
+NOT_OF_THE_RESULT = (
+    "output", "overwrite", "resume", "checkpoint_minutes", "tensorboard", "accelerator", "progress",
+)  # fmt: skip
+"""Options of the run that another process may have differently when it goes on."""
+
+
+def run_identity(
+    model: nn.Module,
+    splits: Splits,
+    foreign: ForeignImages | None,
+    options: dict[str, Any],
+    provenance: Provenance,
+) -> dict[str, Any]:
+    """What makes a run the run it is: data, network, options; plain data.
+
+    The sums stand for all inputs, labels and initial parameters.
+    """
+    shapes = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    of_run = {k: v for k, v in options["run"].items() if k not in NOT_OF_THE_RESULT}
+    kind = "images" if isinstance(splits, ImageSplits) else "examples"
+    parts = {"train": splits.train, "validation": splits.validation, "test": splits.test}
+    there = {name: part for name, part in parts.items() if part is not None}
+    tensors = [tensor for part in there.values() for tensor in tensors_in(part)]
+    identity: dict[str, Any] = {
+        "data": splits.name,
+        kind: {name: len(tensors_in(part)[-1]) for name, part in there.items()},
+    }
+    if isinstance(splits, ImageSplits):
+        identity["normalisation"] = {"mean": list(splits.mean), "std": list(splits.std)}
+    return identity | {
+        "ood": None if foreign is None else foreign.name,
+        "model": type(model).__name__,
+        "model_options": (provenance.model or {}).get("init_args"),
+        "config": options | {"run": of_run},
+        "parameters": shapes,
+        "sums": {
+            kind: sha256_of_tensors(tensors),
+            "ood": None if foreign is None else sha256_of_tensors([foreign.images]),
+            "initial_parameters": sha256_of_tensors(model.state_dict().values()),
+        },
+    }
+
+
+def saved_results(folder: RunFolder, identity: dict[str, Any]) -> dict[str, Any] | None:
+    """What ``results.json`` in a folder says, None if there is none.
+
+    Raises:
+        FileNotFoundError: something that the run left is missing.
+        ValueError: it is of another run, or something that it left was altered.
+    """
+    content = folder.read(RESULTS)
+    if content is None:
+        return None
+    results = parse_json(content)
+    there = {key: results.get(key) for key in identity}
+    check_same_run(identity, there, folder.path)
+    folder.check()
+    return results
+
+
+def results_of(
+    learned: OnlineResult, evaluation: dict[str, Any], prior: PriorConfig, device: torch.device
+) -> dict[str, Any]:
+    """Metrics, evidence and weight decays of a run, its device and versions."""
+    updates = [record for record in learned.records if record["kind"] == "update"]
+    return {
+        "num_data": learned.laplace.n_data,
+        "num_positions": evaluation["num_positions"],
+        "metrics": metrics_of("fixed" if prior.method == "fixed" else "learned", evaluation),
+        "evidence": {
+            "first": updates[0]["evidence_before"] if updates else learned.evidence,
+            "kept": learned.evidence,
+            "epoch": learned.epoch,
+        },
+        "weight_decay": _weight_decay_table(learned.laplace, prior.weight_decay, prior.temperature),
+        **environment(device),
+    }
+
+
+def metrics_of(label: str, evaluation: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """The metrics of each predictive, under names such as "learned, MAP"."""
+    predictives = evaluation["predictives"].items()
+    return {f"{label}, {name}": predictive["metrics"] for name, predictive in predictives}
+
+
+def _weight_decay_table(
+    laplace: Posterior, initial: float, temperature: float
+) -> dict[str, dict[str, float]]:
+    """Parameter name -> its learned weight decay, effective and all parameters."""
+    gamma = laplace.effective_parameters()
+    trainable = {n: p for n, p in laplace.model.named_parameters() if p.requires_grad}
+    delta = laplace.prior_precision.expand(len(trainable))
+    weight_decay = precision_to_weight_decay(delta, laplace.n_data, temperature)
+    return {
+        name: {
+            "initial": initial,
+            "learned": weight_decay[i].item(),
+            "effective_parameters": gamma[i].item(),
+            "parameters": p.numel(),
+        }
+        for i, (name, p) in enumerate(trainable.items())
+    }

@@ -1,0 +1,157 @@
+"""One training run from data to results: what `marglik train` does."""
+
+import logging
+import re
+import time
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from marglik.data import DataSource, ImageData
+from marglik.data.out_of_distribution import out_of_distribution_images
+from marglik.data.record import data_record
+from marglik.posterior.posterior_file import save_posterior
+from marglik.posterior.prior import PriorGroups
+from marglik.prediction.evaluation_record import EvaluationConfig
+from marglik.prediction.predictive import PredictiveConfig
+from marglik.report.figures import as_png, plot_run
+from marglik.runs.build import build_fabric
+from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
+from marglik.runs.model_check import check_image_options, check_model
+from marglik.runs.results import metrics_of, results_of, run_identity, saved_results
+from marglik.runs.training_setup import TrainingSetup
+from marglik.storage.checkpoint import Checkpoints
+from marglik.storage.provenance import Provenance, environment
+from marglik.storage.record_file import as_json
+from marglik.storage.run_files import CHECKPOINT, EVALUATION, EVIDENCE, LOG, POSTERIOR, RESULTS
+from marglik.storage.run_folder import RunFolder
+from marglik.storage.run_log import RunLog
+from marglik.training.optimizers import OptimizerConfig
+
+__all__ = ["train"]
+
+_logger = logging.getLogger(__name__)
+
+
+def train(
+    model: nn.Module,
+    data: DataSource,
+    optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008
+    prior: PriorConfig = PriorConfig(),  # noqa: B008
+    curvature: CurvatureConfig = CurvatureConfig(),  # noqa: B008
+    predictive: PredictiveConfig = PredictiveConfig(),  # noqa: B008
+    evaluation: EvaluationConfig = EvaluationConfig(),  # noqa: B008
+    ood: ImageData | None = None,
+    run: RunConfig = RunConfig(),  # noqa: B008
+    provenance: Provenance = Provenance(),  # noqa: B008
+) -> dict[str, Any]:
+    """Train a classifier and its weight decays together: of images, tokens or graphs.
+
+    Sequences have a label, and so a loss term, for each position; one sequence is one example. The
+    objective is the sum over its positions, averaged over examples, and metrics are means over
+    positions: "cls/NLL" in nats per token.
+
+    Returns what `results.json` holds, and the folder under "output".
+
+    Args:
+        model: the network, whose outputs are logits; any importable class, such as
+            marglik.models.WideResNetFixup, marglik.models.LeNet, marglik.models.MLP.
+        data: images (such as marglik.data.Digits), sequences (marglik.data.DART) or graphs
+            (marglik.data.NCI1).
+        optimizer: the network's optimiser.
+        prior: the prior and its updates.
+        curvature: the curvature pass.
+        predictive: the Laplace predictive of the final evaluation.
+        evaluation: what is evaluated besides the test set.
+        ood: images from elsewhere, which the predictives should find uncertain.
+        run: everything else.
+        provenance: the options, and how model and data are made, for whoever loads the posterior.
+
+    Raises:
+        ValueError: options, data or model that do not fit together, a resume with other options
+            than before; before any training.
+        NotImplementedError: a layer without a K-FAC rule; before any training.
+        FileExistsError: the output folder holds a run already, or something else.
+        OSError: nothing can be written there.
+        FloatingPointError: training diverged.
+    """
+    start = time.perf_counter()
+    fabric = build_fabric(run.accelerator, run.precision)
+    splits = data.load()
+    check_image_options(
+        splits,
+        augment=run.augment,
+        channels_last=run.channels_last,
+        ood=ood is not None,
+        evaluation__shift=evaluation.shift,
+    )
+    foreign = None if ood is None else out_of_distribution_images(ood, splits)
+    evaluation.check(splits)
+    model = fabric.to_device(model)
+    check_model(model, splits, curvature, predictive=predictive)
+    PriorGroups.from_model(model, prior.structure)
+    if run.baseline and prior.method == "fixed":
+        raise ValueError(
+            "baseline keeps the initial weight decay, as prior.method fixed does; drop one of them."
+        )
+    folder = RunFolder(run.output or f"runs/{re.sub('[^a-z0-9]+', '_', splits.name.lower())}")
+    initial_model = deepcopy(model) if run.baseline else None
+    setup = TrainingSetup(
+        splits, optimizer, prior, curvature, predictive, evaluation, foreign, run, fabric
+    )
+    identity = run_identity(model, splits, foreign, setup.options(), provenance)
+    made_with = environment(fabric.device)
+    states = {
+        name: Checkpoints(
+            folder.path / CHECKPOINT / name, run.checkpoint_minutes, identity, made_with
+        )
+        for name in ("learned", "learned_evaluation", "baseline", "baseline_evaluation")
+    }
+    with folder.locked():
+        results = saved_results(folder, identity) if run.resume else None
+        goes_on = run.resume and states["learned"].exists()
+        for checkpoints in states.values():
+            if goes_on and checkpoints.exists():
+                checkpoints.check()  # complains before anything is touched
+        if run.resume and results is None and not goes_on and folder.read(LOG):
+            raise FileNotFoundError(
+                f"{folder.path} holds a run that was cut off, but not the state that it would go "
+                "on from. Start anew: --overwrite instead of --resume."
+            )
+        if results is None:
+            log = RunLog(folder, tensorboard=run.tensorboard)
+            folder.begin("train", provenance, overwrite=run.overwrite, resume=goes_on)
+            with log:
+                ready = time.perf_counter()
+                learned = setup.train(model, prior, states["learned"], log)
+            trained = time.perf_counter()
+            record = data_record(splits, provenance.data)
+            posterior = save_posterior(
+                learned.laplace, folder.path, model=provenance.model, data=record, frozen=True
+            )
+            folder.vouch(POSTERIOR, posterior)
+            found = setup.evaluate(model, learned.laplace, states["learned_evaluation"], posterior)
+            folder.write(EVALUATION, as_json(found))
+            title = f"{type(model).__name__} on {splits.name}"
+            figure = plot_run(learned.records, prior.weight_decay, learned.laplace.n_data, title)
+            folder.write(EVIDENCE, as_png(figure))
+            results = identity | results_of(learned, found, prior, fabric.device)
+            # The loop's, of all processes that had a part in it, and the rest of this one.
+            results["seconds"] = learned.seconds + time.perf_counter() - trained + ready - start
+            results["complete"] = initial_model is None
+            folder.write(RESULTS, as_json(results))  # before the baseline, which may fail
+        if not results["complete"]:
+            assert initial_model is not None
+            fixed = replace(prior, method="fixed")
+            _logger.info("second training, with the initial weight decay")
+            initial = setup.train(initial_model, fixed, states["baseline"])
+            trained = time.perf_counter()
+            found = setup.evaluate(initial_model, initial.laplace, states["baseline_evaluation"])
+            results["metrics"] |= metrics_of("initial", found)
+            results["seconds"] += initial.seconds + time.perf_counter() - trained
+            results["complete"] = True
+            folder.write(RESULTS, as_json(results))
+        folder.discard(CHECKPOINT)
+    return results | {"output": str(folder.path)}

@@ -1,0 +1,158 @@
+"""What a learned run and its baseline share: batches, optimiser, loop, monitor, evaluation."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+
+from marglik.data import Batches, Splits
+from marglik.data.batches import split_batches
+from marglik.data.out_of_distribution import ForeignImages
+from marglik.posterior.hyperparameters import Hyperparameters, UpdateMethod
+from marglik.posterior.posterior import Posterior
+from marglik.posterior.prior import PriorGroups, weight_decay_to_precision
+from marglik.prediction.evaluation import compute_metrics, predict_all
+from marglik.prediction.evaluation_record import EvaluationConfig, evaluate_network
+from marglik.prediction.predictive import PredictiveConfig, map_predictive
+from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
+from marglik.storage.checkpoint import Checkpoints
+from marglik.storage.run_log import RunLog
+from marglik.training.loop import OnlineResult, OnlineTraining
+from marglik.training.optimizers import OptimizerConfig, build_optimizer
+
+__all__ = ["TrainingSetup"]
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """A classifier, trained and evaluated as the options say."""
+
+    splits: Splits
+    optimizer: OptimizerConfig
+    prior: PriorConfig
+    curvature: CurvatureConfig
+    predictive: PredictiveConfig
+    evaluation: EvaluationConfig
+    foreign: ForeignImages | None
+    run: RunConfig
+    fabric: Fabric
+
+    def options(self) -> dict[str, Any]:
+        """All options, by group."""
+        groups = ("optimizer", "prior", "curvature", "predictive", "evaluation", "run")
+        return {name: asdict(getattr(self, name)) for name in groups}
+
+    def train(
+        self,
+        model: nn.Module,
+        prior: PriorConfig,
+        checkpoints: Checkpoints | None = None,
+        log: RunLog | None = None,
+    ) -> OnlineResult:
+        """Train a network and its prior, from the latest state if there is one."""
+        run = self.run
+        torch.manual_seed(run.seed)
+        batches = self._batches("train", run.batch_size, shuffle=True, augment=run.augment)
+        curvature_batches = batches
+        if self.curvature.batch_size is not None or (run.augment and not self.curvature.augment):
+            curvature_batches = self._batches(
+                "train",
+                self.curvature.batch_size or run.batch_size,
+                shuffle=self.curvature.augment,
+                augment=run.augment and self.curvature.augment,
+            )
+        num_data = batches.num_examples
+        method: UpdateMethod = "adam" if prior.method == "fixed" else prior.method
+        hyperparameters = Hyperparameters(
+            PriorGroups.from_model(model, prior.structure),
+            weight_decay_to_precision(prior.weight_decay, num_data, prior.temperature),
+            method=method,
+            lr=prior.lr,
+        )
+        optimizer, scheduler = build_optimizer(model, self.optimizer, run.epochs * len(batches))
+
+        def make_posterior(prior_precision: Tensor, sigma_noise: Tensor) -> Posterior:
+            return Posterior(
+                model,
+                "classification",
+                self.curvature.options(self.splits.targets),
+                prior_precision=prior_precision,
+                temperature=prior.temperature,
+            )
+
+        return OnlineTraining(
+            model,
+            optimizer,
+            batches,
+            "classification",
+            hyperparameters,
+            make_posterior,
+            prior.schedule(run.epochs),
+            temperature=prior.temperature,
+            scheduler=scheduler,
+            curvature_loader=curvature_batches,
+            fabric=self.fabric,
+            compile_mode=run.compile,
+            targets=self.splits.targets,
+            monitor=self._monitor(model) if run.monitor else None,
+            on_record=log.write if log else None,
+            progress=run.progress,
+        ).run(checkpoints)
+
+    def evaluate(
+        self,
+        model: nn.Module,
+        laplace: Posterior,
+        checkpoints: Checkpoints | None = None,
+        of: str = "",
+    ) -> dict[str, Any]:
+        """The content of ``evaluation.json`` for a network; goes on from a state.
+
+        ``of`` is the sum of the posterior that was saved.
+        """
+        return evaluate_network(
+            map_predictive(model),
+            laplace,
+            [self.predictive],
+            self.splits,
+            "classification",
+            self.evaluation,
+            of=of,
+            seed=self.run.seed,
+            ood=self.foreign,
+            batch_size=self.predictive.batch_size,
+            device=self.fabric.device,
+            progress=self.run.progress,
+            checkpoints=checkpoints,
+        )
+
+    def _monitor(self, model: nn.Module) -> Any:
+        """The MAP's NLL and accuracy on data that is not trained on, every so many epochs."""
+        split = "test" if self.splits.validation is None else "validation"
+        batches = self._batches(split, self.predictive.batch_size)
+
+        def look(epoch: int) -> Mapping[str, float]:
+            if epoch % self.run.monitor and epoch != self.run.epochs:
+                return {}
+            predicted = predict_all(map_predictive(model), batches, targets=self.splits.targets)
+            found = compute_metrics(*predicted, "classification")
+            return {f"{split}/{name}": found[name] for name in ("cls/NLL", "cls/accuracy")}
+
+        return look
+
+    def _batches(
+        self, split: Any, batch_size: int, *, shuffle: bool = False, augment: bool = False
+    ) -> Batches:
+        return split_batches(
+            self.splits,
+            split,
+            batch_size,
+            shuffle=shuffle,
+            augment=augment,
+            seed=self.run.seed,
+            device=self.fabric.device,
+            channels_last=self.run.channels_last,
+        )

@@ -1,0 +1,120 @@
+"""A JSON record that vouches for itself and for the files beside it, by SHA-256 sums.
+
+Written last and atomically: where it is, the files that it names are whole.
+"""
+
+import hashlib
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from kfac_backend.files import parse_json, sha256, write_file
+from marglik.storage.run_files import FACTORS, MODEL, POSTERIOR
+
+__all__ = [
+    "POSTERIOR_FORMAT",
+    "POSTERIOR_VERSION",
+    "as_json",
+    "read_posterior",
+    "read_record",
+    "write_json",
+    "write_record",
+]
+
+POSTERIOR_FORMAT, POSTERIOR_VERSION = "marglik.posterior", 1
+
+
+def write_record(path: Path, record: dict[str, Any], sums: dict[str, str]) -> str:
+    """Write a record with the sums of its files, by name, and of itself; returns the file's sum."""
+    record = json.loads(json.dumps(record))  # as it will be read
+    own = {path.name: _sha256_of_record(record, sums)}
+    return write_json(path, record | {"sha256": sums | own})
+
+
+def write_json(path: Path, content: Any) -> str:
+    """Write a JSON file atomically; returns its SHA-256 sum."""
+    return write_file(path, as_json(content))
+
+
+def as_json(content: Any) -> bytes:
+    """Plain data as the content of a JSON file."""
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def read_record(
+    path: Path, kind: str, version: int, *, keys: Collection[str] = (), what: str, remedy: str
+) -> dict[str, Any]:
+    """Read a record, and check it and the files that it vouches for.
+
+    Args:
+        path: the record's.
+        kind: its "format".
+        version: the newest that can be read.
+        keys: what it must have besides format, version and sums.
+        what: that it describes, for errors.
+        remedy: what a user can do, a sentence.
+
+    Raises:
+        FileNotFoundError: a file that the record speaks of is missing.
+        ValueError: another kind, a newer version, or a file that was truncated or altered.
+    """
+    try:
+        record = parse_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); it was altered. {remedy}") from error
+    if not isinstance(record, dict) or record.get("format") != kind:
+        raise ValueError(f"{path} describes no {what}. {remedy}")
+    found, sums = record.get("version"), record.get("sha256") or {}
+    if isinstance(found, int) and found > version:
+        raise ValueError(
+            f"{path} has format version {found}, this release reads up to {version}; update "
+            "marglik."
+        )
+    own = sums.get(path.name) if isinstance(sums, dict) else None
+    files = {n: s for n, s in sums.items() if n != path.name} if own else {}
+    lacks = [key for key in keys if key not in record]
+    if own is None or lacks or own != _sha256_of_record(record, files):
+        raise ValueError(f"{path} is not as it was written: it was altered. {remedy}")
+    for name, expected in files.items():
+        file = path.parent / name
+        if not file.is_file():
+            raise FileNotFoundError(f"{file} is missing, which {path.name} speaks of. {remedy}")
+        if _sha256_of_file(file) != expected:
+            raise ValueError(
+                f"{file} is not the one that {path.name} was written with: truncated, altered, or "
+                f"of another run. {remedy}"
+            )
+    return record
+
+
+def _sha256_of_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sha256_of_record(record: dict[str, Any], sums: dict[str, str]) -> str:
+    """Of all that a record says, its own sum left out."""
+    text = json.dumps({k: v for k, v in record.items() if k != "sha256"} | {"sha256": sums})
+    return sha256(text.encode())
+
+
+def read_posterior(folder: str | Path) -> dict[str, Any]:
+    """What ``posterior.json`` says, once the files that it speaks of are found unchanged.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: not such a file, a newer format, or a file that was truncated or altered.
+    """
+    path = Path(folder) / POSTERIOR
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"No posterior in {folder} ({POSTERIOR} is missing); make one with marglik train or "
+            "marglik fit."
+        )
+    record = read_record(
+        path, POSTERIOR_FORMAT, POSTERIOR_VERSION, what="posterior", remedy="Fit again."
+    )
+    if not {FACTORS, MODEL} <= record["sha256"].keys():
+        raise ValueError(f"{path} is not as it was written: it was altered. Fit again.")
+    return record

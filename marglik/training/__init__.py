@@ -1,0 +1,1 @@
+"""The online loop: the network's steps, updates of the prior, checkpoints."""

@@ -1,0 +1,159 @@
+"""`marglik_training`: laplace-torch's function of that name, on our loop and our curvature."""
+
+import warnings
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.optim import Adam, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from kfac_backend.curvature_pass import check_one_process
+from kfac_backend.laplace.interface import KfacGGN
+from kfac_backend.laplace.kron import laplace as laplace_torch
+from kfac_backend.model.coverage import check_module
+from kfac_backend.options import CurvatureOptions, Likelihood
+from marglik.posterior.hyperparameters import Hyperparameters
+from marglik.posterior.laplace_torch import KronLaplace
+from marglik.posterior.prior import PriorGroups, PriorStructure
+from marglik.training.loaders import CountedLoader
+from marglik.training.loop import OnlineTraining
+from marglik.training.schedule import Schedule
+
+__all__ = ["marglik_training"]
+
+
+def marglik_training(
+    model: nn.Module,
+    train_loader: DataLoader,
+    likelihood: str = "classification",
+    hessian_structure: str = "kron",
+    backend: type = KfacGGN,
+    optimizer_cls: type[Optimizer] = Adam,
+    optimizer_kwargs: dict[str, Any] | None = None,
+    scheduler_cls: type[LRScheduler] | None = None,
+    scheduler_kwargs: dict[str, Any] | None = None,
+    n_epochs: int = 300,
+    lr_hyp: float = 1e-1,
+    prior_structure: str = "layerwise",
+    n_epochs_burnin: int = 0,
+    n_hypersteps: int = 10,
+    marglik_frequency: int = 1,
+    prior_prec_init: float = 1.0,
+    sigma_noise_init: float = 1.0,
+    temperature: float = 1.0,
+    fix_sigma_noise: bool = False,
+    progress_bar: bool = False,
+    enable_backprop: bool = False,
+    dict_key_x: str = "input_ids",
+    dict_key_y: str = "labels",
+    **options: Any,
+) -> tuple[Any, nn.Module, list[float], list[float]]:
+    """Train a network and its hyperparameters together; arguments and returns as in laplace-torch.
+
+    What differs: the data that was seen is counted (``drop_last``, samplers); one temperature T
+    holds in loss, evidence and posterior (laplace-torch divides the prior by T in the loss, and
+    multiplies the initial precision by it); ``losses`` are means of `OnlineTraining`'s objective.
+    With "diag", "full" or another backend the evidence is laplace-torch's own, whose Gaussian
+    normaliser is not tempered.
+
+    Args:
+        model: the network; returns logits, or means in regression.
+        train_loader: batches (x, y), or mappings.
+        likelihood: "classification" or "regression"; with this backend and "kron" "bernoulli", too.
+        hessian_structure: "kron", or "diag" and "full" for small networks.
+        backend: `KfacGGN`, `KfacEF`, or one of laplace-torch's.
+        optimizer_cls: the network's optimiser.
+        optimizer_kwargs: its keywords; a weight decay is set to 0 with a warning.
+        scheduler_cls: a schedule, stepped after every batch.
+        scheduler_kwargs: its keywords.
+        n_epochs: epochs.
+        lr_hyp: Adam's step size on the log hyperparameters.
+        prior_structure: "layerwise", "scalar", or "diag" (not with "kron").
+        n_epochs_burnin: no update before the end of this epoch.
+        n_hypersteps: steps per update.
+        marglik_frequency: epochs between updates.
+        prior_prec_init: first prior precision; includes N.
+        sigma_noise_init: first noise σ of regression.
+        temperature: T of the likelihood.
+        fix_sigma_noise: keep σ as it is.
+        progress_bar: whether to show progress.
+        enable_backprop: make the returned Laplace's predictive differentiable in the input.
+        dict_key_x: the input's key in batches that are mappings.
+        dict_key_y: the targets' key in batches that are mappings.
+        options: those of `CurvatureOptions` but ``fisher`` and ``mc_samples``, which the backend
+            says: the mode, which targets count; our backends only.
+
+    Returns:
+        The Laplace approximation with the best evidence, fitted; the model with its parameters; the
+        negative evidence (nats) at every hyperparameter step; the loss of every epoch.
+    """
+    check_module(model)
+    check_one_process()
+    structures = {"layerwise": "layerwise", "scalar": "scalar", "diag": "diagonal"}
+    if prior_structure not in structures:
+        raise ValueError(
+            f"prior_structure {prior_structure!r} is not supported; choose 'layerwise', 'scalar' "
+            "or 'diag'."
+        )
+    if prior_structure == "diag" and hessian_structure == "kron":
+        raise ValueError("Kronecker factors need prior_structure 'layerwise' or 'scalar'.")
+    ours = hasattr(backend, "fisher") and hessian_structure == "kron"
+    if options and not ours:
+        raise ValueError(
+            f"{', '.join(options)} need hessian_structure 'kron' and backend KfacGGN or KfacEF, "
+            f"not {hessian_structure!r} and {backend.__name__}."
+        )
+    # laplace-torch takes targets as they are.
+    of_targets = {} if ours else {"shift_labels": False, "dict_key_mask": None}
+    curvature = CurvatureOptions().but(**{"dict_key_y": dict_key_y, **of_targets, **options})
+    optimizer_kwargs = dict(optimizer_kwargs or {})
+    optimizer = optimizer_cls(model.parameters(), **optimizer_kwargs)
+    if any(group.get("weight_decay") for group in optimizer.param_groups):
+        warnings.warn("The prior takes the place of weight_decay; it is set to 0.", stacklevel=2)
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.0
+    scheduler = scheduler_cls(optimizer, **(scheduler_kwargs or {})) if scheduler_cls else None
+    is_regression = likelihood == "regression"
+
+    def make_laplace(prior_precision: Tensor, sigma_noise: Tensor) -> Any:
+        arguments = {
+            "sigma_noise": sigma_noise if is_regression else 1.0,
+            "prior_precision": prior_precision,
+            "temperature": temperature,
+            "enable_backprop": enable_backprop,
+            "dict_key_x": dict_key_x,
+            "dict_key_y": dict_key_y,
+            "backend": backend,
+        }
+        if ours:
+            return KronLaplace(model, likelihood, backend_kwargs=dict(options), **arguments)
+        return laplace_torch.Laplace(model, likelihood, "all", hessian_structure, **arguments)
+
+    groups = PriorGroups.from_model(model, cast(PriorStructure, structures[prior_structure]))
+    hyperparameters = Hyperparameters(
+        groups,
+        prior_prec_init,
+        sigma_noise=sigma_noise_init if is_regression else 1.0,
+        learn_sigma_noise=is_regression and not fix_sigma_noise,
+        lr=lr_hyp,
+        device=next(model.parameters()).device,
+    )
+    result = OnlineTraining(
+        model,
+        optimizer,
+        train_loader,
+        cast(Likelihood, likelihood),
+        hyperparameters,
+        make_laplace,
+        Schedule(n_epochs, marglik_frequency, n_epochs_burnin, n_hypersteps, last_epoch=False),
+        temperature=temperature,
+        scheduler=scheduler,
+        # laplace-torch takes the length of the dataset for the number of examples that it sees.
+        curvature_loader=train_loader if ours else CountedLoader(train_loader),
+        targets=curvature,
+        progress=progress_bar,
+    ).run()
+    model.eval()  # as laplace-torch leaves it
+    losses = [record["objective"] for record in result.records if record["kind"] == "epoch"]
+    return result.laplace, model, [-evidence for evidence in result.evidences], losses

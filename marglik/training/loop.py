@@ -1,0 +1,346 @@
+"""The online loop: network steps, and every few epochs an update of the prior by the evidence.
+
+Source: Immer et al. 2021 (arXiv:2104.04975), algorithm 1; the network's steps and their objective
+are in `marglik.training.network`.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from tqdm.auto import tqdm
+
+from kfac_backend.curvature_pass import check_one_process
+from kfac_backend.model.coverage import check_module
+from kfac_backend.options import Likelihood, TargetOptions, check_option, check_positive
+from marglik.modes import eval_mode, kept_mode
+from marglik.posterior.hyperparameters import Hyperparameters
+from marglik.posterior.prior import precision_to_weight_decay
+from marglik.storage.checkpoint import Checkpoints
+from marglik.training.loaders import Loader, count_examples
+from marglik.training.network import CompileMode, NetworkTraining, Record
+from marglik.training.random_state import (
+    check_workers,
+    generators_of,
+    random_state,
+    set_random_state,
+)
+from marglik.training.schedule import Schedule
+from marglik.training.update import update_prior
+
+__all__ = ["OnlineResult", "OnlineTraining"]
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass
+class OnlineResult:
+    """What the loop learned; the model holds the best state's parameters."""
+
+    laplace: Any
+    """Fitted at the model's parameters, with the learned hyperparameters."""
+    evidence: float
+    """Its evidence (nats), the best of all updates unless the last is kept."""
+    epoch: int
+    """The epoch of that evidence."""
+    records: list[Record] = field(default_factory=list)
+    """One per epoch and per update, in their order."""
+    evidences: list[float] = field(default_factory=list)
+    """The evidence (nats) at every hyperparameter step."""
+    seconds: float = 0.0
+    """What the loop took, in all processes that had a part in it."""
+
+
+class OnlineTraining:
+    """Trains a network and its prior together.
+
+    Args:
+        model: the network; frozen parameters have neither prior nor curvature.
+        optimizer: the network's optimiser, without weight decay of its own.
+        train_loader: batches (x, y), or mappings, for the network's steps.
+        likelihood: "classification", "regression" or "bernoulli".
+        hyperparameters: what is learned, and how.
+        make_laplace: returns an unfitted Laplace approximation, from (δ for laplace, σ).
+        schedule: when updates happen.
+        temperature: T of the likelihood.
+        scheduler: the optimiser's schedule, stepped after every batch.
+        curvature_loader: data of the curvature pass; the training loader itself if None.
+        fabric: device and precision; the model's own device, in full precision, if None.
+        compile_mode: `torch.compile`'s mode for the network's steps, not compiled if None.
+        targets: how batches give their targets; what ``make_laplace`` returns must have the same.
+        monitor: its numbers, after each epoch, become part of the epoch's record; called with the
+            epoch, the model in eval mode.
+        on_record: called with each epoch's and each update's record as it is made; after a resume
+            with those of before, too.
+        progress: whether to show progress bars.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        train_loader: Loader,
+        likelihood: Likelihood,
+        hyperparameters: Hyperparameters,
+        make_laplace: Callable[[Tensor, Tensor], Any],
+        schedule: Schedule,
+        *,
+        temperature: float = 1.0,
+        scheduler: LRScheduler | None = None,
+        curvature_loader: Loader | None = None,
+        fabric: Fabric | None = None,
+        compile_mode: CompileMode | None = None,
+        targets: TargetOptions = TargetOptions(),  # noqa: B008
+        monitor: Callable[[int], Mapping[str, float]] | None = None,
+        on_record: Callable[[Record], None] | None = None,
+        progress: bool = False,
+    ) -> None:
+        check_module(model)
+        check_one_process()
+        check_option("likelihood", likelihood, Likelihood)
+        check_positive("temperature", temperature)
+        self.model = model
+        self.train_loader = train_loader
+        self.likelihood: Likelihood = likelihood
+        self.hyperparameters = hyperparameters
+        self.make_laplace = make_laplace
+        self.schedule = schedule
+        self.temperature = temperature
+        self.scheduler = scheduler
+        self.curvature_loader = train_loader if curvature_loader is None else curvature_loader
+        self.fabric = fabric or _fabric_of(model)
+        self.monitor = monitor
+        self.on_record = on_record
+        self.progress = progress
+        self._targets = targets
+        self.network = NetworkTraining(
+            model,
+            optimizer,
+            train_loader,
+            likelihood,
+            self.fabric,
+            scheduler=scheduler,
+            compile_mode=compile_mode,
+            targets=targets,
+            progress=progress,
+        )
+        self.num_data = count_examples(self.curvature_loader)
+        if self.num_data == 0:
+            raise ValueError("The data is empty: the loader yields no batch.")
+        self._epoch = 0
+        self._update_follows = False
+        self._result = OnlineResult(None, float("-inf"), 0)
+        self._best: dict[str, Any] | None = None
+
+    def run(self, checkpoints: Checkpoints | None = None) -> OnlineResult:
+        """Train for all epochs, and put the best evidence's parameters back into the model.
+
+        The model comes back in the mode (train or eval) that it was in.
+
+        Args:
+            checkpoints: where the state is kept, from the start on, and before each update of the
+                prior; from one that is there training goes on: on a CPU with as many threads to the
+                same result to the bit.
+
+        Raises:
+            FloatingPointError: the loss or the evidence is not finite.
+            ValueError: a state of another run; checkpoints of a loader with persistent workers; a
+                curvature that would be of other targets than the network's steps.
+        """
+        started = time.perf_counter()
+        self._check_targets()
+        if checkpoints is not None:
+            check_workers(self.train_loader, self.curvature_loader)
+            if checkpoints.exists():
+                self.load_state_dict(checkpoints.load(self.fabric.device))
+                _logger.info("going on after epoch %d", self._epoch)
+            else:
+                checkpoints.save(self.state_dict())
+        earlier = self._result.seconds
+        hidden = None if self.progress else True  # None: shown on a terminal only
+        bar = tqdm(desc="Training", unit="epoch", disable=hidden, total=self.schedule.epochs)
+        with bar, kept_mode(self.model):
+            bar.update(self._epoch)
+            while not self._is_done:
+                if self._update_follows:
+                    self._update(self._epoch)
+                    self._update_follows = False
+                else:
+                    bar.set_postfix(loss=f"{self._train_epoch()['loss']:.3f}")
+                    bar.update()
+                self._result.seconds = earlier + time.perf_counter() - started
+                if checkpoints is not None and (
+                    checkpoints.is_due
+                    or self._update_follows  # which takes longer than the state, or an epoch
+                    or self._is_done
+                ):
+                    checkpoints.save(self.state_dict())
+            self._finish()
+            self._result.seconds = earlier + time.perf_counter() - started
+        return self._result
+
+    def weight_decays(self) -> Tensor:
+        """The present weight decay T·δ/N per group."""
+        delta = self.hyperparameters.prior_precision
+        return precision_to_weight_decay(delta, self.num_data, self.temperature)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that training goes on from: plain data, tensors and `KroneckerFactors`.
+
+        Raises:
+            TypeError: a Laplace approximation without factors, such as laplace-torch's.
+        """
+        if self._best is not None and getattr(self._result.laplace, "factors", None) is None:
+            raise TypeError(
+                f"{type(self._result.laplace).__name__} has no state that can be saved during "
+                "training; use marglik.KronLaplace."
+            )
+        result = self._result
+        return {
+            "epoch": self._epoch,
+            "update_follows": self._update_follows,
+            "model": self.model.state_dict(),
+            "optimizer": self.network.optimizer.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "precision": self.fabric.strategy.precision.state_dict(),
+            "hyperparameters": self.hyperparameters.state_dict(),
+            "random": random_state(generators_of(self.train_loader, self.curvature_loader)),
+            "best": self._best,
+            "factors": None if self._best is None else result.laplace.factors,
+            "evidence": (result.evidence, result.epoch),
+            "records": result.records,
+            "evidences": result.evidences,
+            "seconds": result.seconds,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self._epoch, self._update_follows = state["epoch"], state["update_follows"]
+        self.network.optimizer.load_state_dict(state["optimizer"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        self.fabric.strategy.precision.load_state_dict(state["precision"])
+        self.hyperparameters.load_state_dict(state["hyperparameters"])
+        laplace, self._best = None, state["best"]
+        if self._best is not None:
+            self.model.load_state_dict(self._best["model"])  # whose parameters it takes
+            laplace = self._make_laplace()
+            laplace.restore(state["factors"])
+        self.model.load_state_dict(state["model"])
+        evidence, epoch = state["evidence"]
+        self._result = OnlineResult(laplace, evidence, epoch, [], state["evidences"])
+        self._result.seconds = state["seconds"]
+        for record in state["records"]:
+            self._report(record)
+        set_random_state(state["random"], generators_of(self.train_loader, self.curvature_loader))
+
+    @property
+    def _is_done(self) -> bool:
+        return self._epoch >= self.schedule.epochs and not self._update_follows
+
+    def _make_laplace(self) -> Any:
+        hyper = self.hyperparameters
+        delta = hyper.groups.for_laplace(hyper.prior_precision)
+        return self.make_laplace(delta, hyper.sigma_noise)
+
+    def _check_targets(self) -> None:
+        options = getattr(self._make_laplace(), "options", None)
+        if options is None:  # laplace-torch's take targets as they are
+            return
+        for name in (option.name for option in fields(TargetOptions)):
+            ours, theirs = (getattr(o, name) for o in (self._targets, options))
+            if ours != theirs:
+                raise ValueError(
+                    f"make_laplace has {name}={theirs!r}, OnlineTraining {ours!r}: the "
+                    "curvature would be of other targets than the loss. Give both the same."
+                )
+
+    def _train_epoch(self) -> Record:
+        self._epoch += 1
+        groups, decays = self.hyperparameters.groups, self.weight_decays()
+        record = self.network.epoch(
+            self._epoch,
+            groups.for_parameters(decays)
+            if groups.diagonal
+            else groups.for_laplace(decays).tolist(),
+            self.hyperparameters.sigma_noise.square().item(),
+        )
+        if self.monitor is not None:
+            with eval_mode(self.model), torch.no_grad():
+                record |= self.monitor(self._epoch)
+        self._report(record)
+        looks = "".join(
+            f", {key} {record[key]:.4g}"
+            for key in record
+            if key == "accuracy" or key.startswith(("test/", "validation/"))
+        )
+        _logger.info(
+            "epoch %d of %d: loss %.4g%s (%.1f s)",
+            self._epoch, self.schedule.epochs, record["loss"], looks, record["seconds"],
+        )  # fmt: skip
+        self._update_follows = self.schedule.is_due(self._epoch)
+        return record
+
+    def _update(self, epoch: int) -> None:
+        hyper, laplace = self.hyperparameters, self._make_laplace()
+        evidences, record = update_prior(
+            hyper,
+            laplace,
+            self.curvature_loader,
+            self.num_data,
+            self.schedule.steps,
+            temperature=self.temperature,
+            progress=self.progress,
+        )
+        self._result.evidences += evidences[:-1]
+        better = self._best is None or evidences[-1] > self._result.evidence
+        if better or self.schedule.keep == "last":
+            self._result.laplace = laplace
+            self._result.evidence = evidences[-1]
+            self._result.epoch = epoch
+            self._best = {
+                "model": deepcopy(self.model.state_dict()),
+                "prior_precision": hyper.prior_precision,
+                "sigma_noise": hyper.sigma_noise,
+            }
+        self._report({"kind": "update", "epoch": epoch, **record})
+        _logger.info(
+            "update after epoch %d: log marginal likelihood per example %.4f (%.1f s)",
+            epoch, record["evidence_per_example"], sum(record["seconds"].values()),
+        )  # fmt: skip
+
+    def _finish(self) -> None:
+        hyper = self.hyperparameters
+        if self._best is None:
+            # No update was due: the hyperparameters are the initial ones.
+            laplace = self._make_laplace()
+            laplace.fit(self.curvature_loader, progress_bar=self.progress)
+            self._result.laplace = laplace
+            self._result.evidence = float(laplace.log_marginal_likelihood())
+            self._result.epoch = self.schedule.epochs
+            return
+        self.model.load_state_dict(self._best["model"])
+        hyper.set(self._best["prior_precision"], self._best["sigma_noise"])
+        laplace = self._result.laplace
+        laplace.prior_precision = hyper.groups.for_laplace(hyper.prior_precision)
+        if self.likelihood == "regression":
+            laplace.sigma_noise = hyper.sigma_noise
+
+    def _report(self, record: Record) -> None:
+        self._result.records.append(record)
+        if self.on_record is not None:
+            self.on_record(record)
+
+
+def _fabric_of(model: nn.Module) -> Fabric:
+    """A Fabric on the model's own device, in full precision."""
+    device = next(model.parameters()).device
+    devices: Any = [device.index or 0] if device.type != "cpu" else 1
+    return Fabric(accelerator=device.type, devices=devices, precision="32-true")

@@ -1,0 +1,202 @@
+"""The prior of a network that is trained already: by evidence, or by the validation loss.
+
+Learning it while the network trains is the better way (`marglik.training.loop`): afterwards the
+parameters are no longer the MAP of the prior that is found. Source of the evidence's use post hoc:
+Daxberger et al. 2021 (arXiv:2106.14806).
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from scipy.optimize import minimize, minimize_scalar
+
+from marglik.posterior import evidence
+from marglik.posterior.hyperparameters import LARGEST_PRECISION, SMALLEST_PRECISION
+from marglik.posterior.posterior import Posterior
+from marglik.posterior.prior import PriorGroups
+from marglik.prediction.evaluation import compute_metrics, predict_all
+from marglik.prediction.predictive import PredictiveConfig, laplace_predictive
+
+__all__ = ["PriorFit", "maximize_evidence", "minimize_validation_loss", "validation_nll"]
+
+SMALLEST_NOISE, LARGEST_NOISE = 1e-6, 1e6
+
+
+@dataclass(frozen=True)
+class PriorFit:
+    """The prior precision that was found; the posterior has it already."""
+
+    prior_precision: dict[str, float]
+    """Group name -> δ; includes N."""
+    sigma_noise: float
+    """σ of regression, 1 otherwise."""
+    objective: float
+    """The log marginal likelihood (nats), or the validation loss, at it."""
+    evaluations: int
+    """How often the objective was computed."""
+    at_bound: bool = False
+    """Whether the validation loss falls up to a bound of the search: no minimum was found."""
+
+
+def maximize_evidence(
+    laplace: Posterior,
+    structure: Literal["scalar", "layerwise", "kind", "stage"] | dict[str, str] = "layerwise",
+    *,
+    learn_sigma_noise: bool = True,
+) -> PriorFit:
+    """Set δ, and σ of regression, to where the evidence is highest.
+
+    L-BFGS-B on the logarithms, with the exact gradient, from where they are; some milliseconds once
+    the eigenvalues are known.
+
+    Args:
+        laplace: a fitted posterior, which gets the hyperparameters.
+        structure: which tensors share a δ, see `PriorGroups.from_model`.
+        learn_sigma_noise: False keeps σ of regression.
+
+    Raises:
+        ValueError: a damped posterior, or a structure that does not fit the model.
+        FloatingPointError: the optimiser did not converge.
+    """
+    if laplace.damping:
+        raise ValueError(
+            "maximize_evidence is for posteriors without damping; make it with damping=False."
+        )
+    groups = PriorGroups.from_model(laplace.model, structure)
+    terms, start = laplace.evidence_terms, laplace.prior_precision.double()
+    per_tensor = start.expand(laplace.n_layers)
+    index = torch.tensor(groups.index, device=start.device)
+    # A group starts at the geometric mean of its tensors.
+    sums = start.new_zeros(len(groups.names)).index_add(0, index, per_tensor.log())
+    initial = (sums / index.bincount(minlength=len(groups.names))).tolist()
+    learns_noise = learn_sigma_noise and laplace.likelihood == "regression"
+    bounds = [(np.log(SMALLEST_PRECISION), np.log(LARGEST_PRECISION))] * len(initial)
+    if learns_noise:
+        initial.append(math.log(float(laplace.sigma_noise)))
+        bounds.append((np.log(SMALLEST_NOISE), np.log(LARGEST_NOISE)))
+
+    def objective(values: np.ndarray) -> tuple[float, np.ndarray]:
+        v = torch.tensor(values, dtype=torch.float64, device=start.device, requires_grad=True)
+        delta = groups.for_laplace(v[: len(groups.names)].exp())
+        sigma = v[-1].exp() if learns_noise else laplace.sigma_noise
+        value = -evidence.log_marginal_likelihood(terms, delta, sigma, laplace.temperature)
+        (gradient,) = torch.autograd.grad(value, v)
+        return value.item(), gradient.cpu().numpy()
+
+    # ftol is relative to the objective, which is a sum over the data.
+    options = {"ftol": 1e-13, "gtol": 1e-6, "maxiter": 1000}
+    found = minimize(
+        objective, initial, jac=True, method="L-BFGS-B", bounds=bounds, options=options
+    )
+    if not found.success and "ABNORMAL" not in str(found.message):  # that is rounding at the top
+        raise FloatingPointError(f"The prior's evidence could not be maximised: {found.message}.")
+    values = torch.tensor(found.x, dtype=torch.float64).exp().to(start.device)
+    delta = values[: len(groups.names)]
+    laplace.prior_precision = groups.for_laplace(delta)
+    if learns_noise:
+        laplace.sigma_noise = values[-1]
+    return PriorFit(groups.summary(delta), float(laplace.sigma_noise), -found.fun, found.nfev)
+
+
+def validation_nll(
+    laplace: Posterior,
+    batches: Iterable[Any],
+    predictive: PredictiveConfig = PredictiveConfig(),  # noqa: B008
+    *,
+    seed: int = 0,
+    progress: bool = False,
+) -> float:
+    """The mean NLL (nats) of the posterior's predictive on data, from the same random numbers.
+
+    Which targets count, and for which outputs they stand, is as in the fit.
+
+    Args:
+        laplace: a fitted posterior.
+        batches: (x, y), or mappings with targets as in the fit.
+        predictive: how it predicts.
+        seed: of its random numbers.
+        progress: whether to show a bar.
+    """
+    generator = torch.Generator(laplace.mean.device).manual_seed(seed)
+    prediction, targets = predict_all(
+        laplace_predictive(laplace, predictive, generator),
+        batches,
+        targets=laplace.options,
+        progress=progress,
+    )
+    key = "reg/NLL" if laplace.likelihood == "regression" else "cls/NLL"
+    return compute_metrics(prediction, targets, laplace.likelihood)[key]
+
+
+def minimize_validation_loss(
+    laplace: Posterior,
+    loss: Callable[[Posterior], float] | Iterable[Any],
+    *,
+    bounds: tuple[float, float] = (1e-2, 1e8),
+    grid_size: int = 11,
+) -> PriorFit:
+    """Set one δ for all parameters to where a loss on validation data is lowest.
+
+    A grid on the logarithm first, as the loss may have several valleys, then Brent's method around
+    its best point. Where it fails, δ stays as it was.
+
+    Args:
+        laplace: a fitted posterior, which gets the δ.
+        loss: a loader of validation data, whose `validation_nll` is the loss; or any function of
+            the posterior.
+        bounds: of δ.
+        grid_size: points of the grid.
+
+    Raises:
+        TypeError: a loss that is neither; an iterator, which could be read only once.
+        ValueError: bounds that are no interval of positive numbers, fewer than three points.
+        FloatingPointError: a loss that is nowhere finite.
+    """
+    if not callable(loss):
+        if isinstance(loss, Iterator) or not isinstance(loss, Iterable):
+            raise TypeError(
+                f"loss is {type(loss).__name__}; pass a loader or a list of batches (x, y), which "
+                "are read once for each δ, or a function of the posterior."
+            )
+        loss = partial(validation_nll, batches=loss)
+    if not 0 < bounds[0] < bounds[1] < math.inf:
+        raise ValueError(f"bounds of δ must be positive, finite and ascend, not {bounds}.")
+    if grid_size < 3:
+        raise ValueError(f"grid_size must be at least 3, not {grid_size}.")
+    evaluations = 0
+    chosen: float | torch.Tensor = laplace.prior_precision
+
+    def at(log_delta: float) -> float:
+        nonlocal evaluations
+        evaluations += 1
+        laplace.prior_precision = float(np.exp(log_delta))
+        value = float(loss(laplace))
+        return value if np.isfinite(value) else float("inf")
+
+    grid = np.linspace(np.log(bounds[0]), np.log(bounds[1]), grid_size)
+    try:
+        losses = [at(point) for point in grid]
+        best = int(np.argmin(losses))
+        if not np.isfinite(losses[best]):
+            raise FloatingPointError(
+                f"The validation loss is not finite for any δ in {bounds}. Check the network's "
+                "outputs."
+            )
+        around = grid[max(best - 1, 0)], grid[min(best + 1, grid_size - 1)]
+        found: Any = minimize_scalar(at, bounds=around, method="bounded", options={"xatol": 0.05})
+        candidates = (found.x, found.fun), (grid[best], losses[best])
+        log_delta, value = min(candidates, key=lambda p: p[1])
+        chosen = float(np.exp(log_delta))
+    finally:
+        laplace.prior_precision = chosen
+    delta = laplace.prior_precision.item()
+    span = grid[1] - grid[0]
+    at_bound = min(log_delta - grid[0], grid[-1] - log_delta) < span / 10
+    return PriorFit(
+        {"all": delta}, float(laplace.sigma_noise), float(value), evaluations, bool(at_bound)
+    )

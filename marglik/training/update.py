@@ -1,0 +1,88 @@
+"""One update of the prior: the curvature at the present parameters, then steps on the evidence."""
+
+import time
+from typing import Any
+
+import torch
+
+from marglik.posterior.hyperparameters import Hyperparameters
+from marglik.posterior.prior import precision_to_weight_decay
+from marglik.training.loaders import Loader
+
+__all__ = ["update_prior"]
+
+
+def update_prior(
+    hyperparameters: Hyperparameters,
+    laplace: Any,
+    data: Loader,
+    num_data: int,
+    steps: int,
+    *,
+    temperature: float = 1.0,
+    progress: bool = False,
+) -> tuple[list[float], dict[str, Any]]:
+    """Fit a Laplace approximation and climb its evidence.
+
+    Args:
+        hyperparameters: which change.
+        laplace: not fitted yet; it is fitted here.
+        data: of the curvature pass.
+        num_data: N, what the data should yield.
+        steps: of the hyperparameters.
+        temperature: T of the likelihood.
+        progress: whether to show a bar over the batches.
+
+    Returns:
+        The evidence (nats) before each step and after the last; the update's record, but for its
+        epoch, with the seconds of the pass, of the eigenvalues and of the steps.
+
+    Raises:
+        ValueError: the data yields another number of examples.
+        FloatingPointError: the evidence is not finite.
+    """
+    device = next(laplace.model.parameters()).device
+    start = _now(device)
+    laplace.fit(data, progress_bar=progress)
+    if laplace.n_data != num_data:
+        raise ValueError(
+            f"The curvature pass saw {laplace.n_data} examples, but the loader promised "
+            f"{num_data}; its length must be what it yields."
+        )
+    fitted = _now(device)
+    before = float(laplace.log_marginal_likelihood())
+    decomposed = _now(device)
+    evidences = hyperparameters.update(laplace, steps)
+    end = _now(device)
+
+    groups, delta = hyperparameters.groups, hyperparameters.prior_precision
+    weight_decay = precision_to_weight_decay(delta, num_data, temperature)
+    record: dict[str, Any] = {
+        "evidence_before": before,
+        "evidence": evidences[-1],
+        "evidence_per_example": evidences[-1] / num_data,
+        "prior_precision": groups.summary(delta),
+        "weight_decay": groups.summary(weight_decay),
+        "seconds": {
+            "pass": fitted - start,
+            "eigenvalues": decomposed - fitted,
+            "steps": end - decomposed,
+        },
+    }
+    if laplace.likelihood == "regression":
+        record["sigma_noise"] = hyperparameters.sigma_noise.item()
+    if getattr(laplace, "factors", None) is not None:
+        gamma = laplace.effective_parameters()
+        record["effective_parameters"] = dict(
+            zip(laplace.factors.blocks, gamma.tolist(), strict=True)
+        )
+        record["clipped_eigenvalues"] = laplace.factors.num_clipped()
+        record["left_out_share"] = laplace.factors.left_out_share
+    return evidences, record
+
+
+def _now(device: torch.device) -> float:
+    """The time when the device has done what it was asked for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,111 @@
+"""The formulas against explicit loops over n, r and Λ, as the paper writes them."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from kfac_backend import formulas
+from tests.random_numbers import error, normal
+
+sizes = st.integers(1, 4)
+
+
+def setting(N, R, d_in, d_out, C, seed=0):
+    """Inputs, Jacobians (N, R, d_out, C), Λ (N, C, C), and the roots' vectors propagated back."""
+    a = normal(N, R, d_in, seed=seed)
+    jacobians, roots = normal(N, R, d_out, C, seed=seed + 1), normal(N, C, C, seed=seed + 2)
+    vectors = torch.stack(
+        [torch.stack([jacobians[n] @ roots[n, :, v] for n in range(N)]) for v in range(C)]
+    )  # (V, N, R, d_out)
+    return a, jacobians, roots @ roots.mT, vectors
+
+
+def expanded(a, jacobians, hessians):
+    """Equation 7, with a loss term for each example."""
+    N, R, d_in = a.shape
+    A, B = torch.zeros(d_in, d_in).double(), torch.zeros(2 * (jacobians.shape[2],)).double()
+    for n in range(N):
+        for r in range(R):
+            A += torch.outer(a[n, r], a[n, r]) / (N * R)
+            B += jacobians[n, r] @ hessians[n] @ jacobians[n, r].T
+    return B, A
+
+
+def reduced(a, jacobians, hessians, scales=None):
+    """Equation 10, or with 1/√R_n for both sums: scales (of inputs, of gradients) per example."""
+    N, R, d_in = a.shape
+    A, B = torch.zeros(d_in, d_in).double(), torch.zeros(2 * (jacobians.shape[2],)).double()
+    for n in range(N):
+        of_inputs, of_gradients = (1 / R, 1.0) if scales is None else (scales[n], scales[n])
+        a_hat = of_inputs * sum(a[n, r] for r in range(R))
+        b_hat = of_gradients * sum(jacobians[n, r] for r in range(R))
+        A += torch.outer(a_hat, a_hat) / N
+        B += b_hat @ hessians[n] @ b_hat.T
+    return B, A
+
+
+BY_LOOPS = {"expand": expanded, "reduce": reduced}
+
+
+@pytest.mark.parametrize("mode", BY_LOOPS)
+@given(N=sizes, R=sizes, d_in=sizes, d_out=sizes, C=sizes, seed=st.integers(0, 99))
+@settings(deadline=None, max_examples=30)
+def test_factors_are_the_papers(mode, N, R, d_in, d_out, C, seed):
+    a, jacobians, hessians, vectors = setting(N, R, d_in, d_out, C, seed)
+    found, should = formulas.layer_factors(a, vectors, mode), BY_LOOPS[mode](a, jacobians, hessians)
+    for matrix, by_loops in zip(found, should, strict=True):
+        assert_close(matrix, by_loops, rtol=1e-10, atol=1e-12)
+
+
+def test_the_modes_differ_where_positions_are_shared_and_only_there():
+    for R in (1, 3):
+        a, _, _, vectors = setting(4, R, 3, 2, 3)
+        expand, reduce = formulas.expand_factors(a, vectors), formulas.reduce_factors(a, vectors)
+        errors = [error(e, r) for e, r in zip(expand, reduce, strict=True)]
+        assert max(errors) < 1e-12 if R == 1 else min(errors) > 0.1
+
+
+def test_each_mode_is_exact_where_its_sum_falls_apart():
+    """One output per position and constant b: expand. Gradients that are all equal: reduce."""
+    a = normal(5, 3, 4)
+    b = normal(2, 1, 1, 3).expand(2, 5, 3, 3)  # of a linear network that sums its positions
+    exact = sum(
+        torch.outer(g, g)
+        for v in range(2)
+        for n in range(5)
+        for g in [sum(torch.kron(b[v, n, r], a[n, r]) for r in range(3))]
+    )
+    B, A = formulas.reduce_factors(a, b)
+    assert_close(torch.kron(B, A), exact, rtol=1e-10, atol=1e-12)
+    B, A = formulas.expand_factors(a, b)
+    assert error(torch.kron(B, A), exact) > 0.1
+
+
+def test_graphs_scale_both_sums_by_the_root_of_their_positions():
+    sizes = [3, 1, 0, 2]
+    graph = torch.tensor([0, 3, 0, -1, 1, 0, 3])
+    a, b = normal(7, 4), normal(2, 7, 3, seed=1)
+    B, A = formulas.reduce_factors_of_graphs(a, b, graph, len(sizes))
+    B_loop, A_loop = torch.zeros(3, 3).double(), torch.zeros(4, 4).double()
+    for n, size in enumerate(sizes):
+        rows = [m for m in range(7) if graph[m] == n]
+        assert len(rows) == size
+        if rows:
+            a_hat = sum(a[m] for m in rows) / size**0.5
+            A_loop += torch.outer(a_hat, a_hat) / len(sizes)
+            for v in range(2):
+                b_hat = sum(b[v, m] for m in rows) / size**0.5
+                B_loop += torch.outer(b_hat, b_hat)
+    assert_close(B, B_loop, rtol=1e-10, atol=1e-12)
+    assert_close(A, A_loop, rtol=1e-10, atol=1e-12)
+
+
+def test_graphs_of_one_size_are_reduce_but_for_how_the_scale_is_spread():
+    a, b = normal(3, 4, 2), normal(2, 3, 4, 5, seed=1)
+    graph = torch.arange(3).repeat_interleave(4)
+    B, A = formulas.reduce_factors_of_graphs(a.flatten(0, 1), b.flatten(1, 2), graph, 3)
+    B_reduce, A_reduce = formulas.reduce_factors(a, b)
+    assert_close(torch.kron(B, A), torch.kron(B_reduce, A_reduce))
+    assert_close(A, 4 * A_reduce)
