@@ -17,6 +17,7 @@ __all__ = [
     "Likelihood",
     "Mode",
     "ShiftLabels",
+    "TargetKeywords",
     "TargetOptions",
     "Unsupported",
     "automatic_mode",
@@ -71,6 +72,18 @@ class TargetOptions:
                 f"shift_labels={self.shift_labels!r} is not supported; choose one of True, False, "
                 "'auto'."
             )
+
+    def but(self, **changes: Any) -> Self:
+        """These options with some of them changed.
+
+        Raises:
+            TypeError: a name that is no option, with those that there are.
+        """
+        known = [field.name for field in fields(self)]
+        unknown = [name for name in changes if name not in known]
+        if unknown:
+            raise TypeError(f"{unknown[0]!r} is no option; there are {', '.join(known)}.")
+        return replace(self, **changes)
 
     def check(self, likelihood: Likelihood) -> None:
         """Raise a ValueError unless the options are for this likelihood."""
@@ -153,32 +166,23 @@ class CurvatureOptions(TargetOptions):
                 "alike; use 0."
             )
 
-    def but(self, **changes: Any) -> Self:
-        """These options with some of them changed.
-
-        Raises:
-            TypeError: a name that is no option, with those that there are.
-        """
-        known = [field.name for field in fields(self)]
-        unknown = [name for name in changes if name not in known]
-        if unknown:
-            raise TypeError(
-                f"{unknown[0]!r} is no option of a curvature pass; there are {', '.join(known)}."
-            )
-        return replace(self, **changes)
-
     def to_json(self) -> dict[str, Any]:
         """The options as plain data, which ``CurvatureOptions(**data)`` reads."""
         return asdict(self)
 
 
-class CurvatureKeywords(TypedDict, total=False):
-    """The same options as keywords, for the functions that take them one by one."""
+class TargetKeywords(TypedDict, total=False):
+    """`TargetOptions` as keywords, for functions that take them one by one."""
 
     dict_key_y: str
     ignore_index: int | None
     shift_labels: ShiftLabels
     dict_key_mask: str | None
+
+
+class CurvatureKeywords(TargetKeywords, total=False):
+    """`CurvatureOptions` as keywords, for functions that take them one by one."""
+
     kfac_approx: KfacApprox
     fisher: Fisher
     mc_samples: int

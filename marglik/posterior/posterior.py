@@ -103,7 +103,7 @@ class Posterior:
     @prior_precision.setter
     def prior_precision(self, prior_precision: float | Tensor) -> None:
         check_positive("prior_precision", prior_precision)
-        delta = torch.as_tensor(prior_precision)
+        delta = _as_tensor(prior_precision)
         if delta.dim() > 1 or delta.numel() not in (1, self.n_layers):
             raise ValueError(
                 f"prior_precision has shape {tuple(delta.shape)}; expected a scalar or "
@@ -118,7 +118,7 @@ class Posterior:
 
     @prior_mean.setter
     def prior_mean(self, prior_mean: float | Tensor) -> None:
-        mean = torch.as_tensor(prior_mean)
+        mean = _as_tensor(prior_mean)
         if mean.dim() > 1 or mean.numel() not in (1, self.n_params):
             raise ValueError(
                 f"prior_mean has shape {tuple(mean.shape)}; expected a scalar or "
@@ -134,7 +134,7 @@ class Posterior:
     @sigma_noise.setter
     def sigma_noise(self, sigma_noise: float | Tensor) -> None:
         check_positive("sigma_noise", sigma_noise)
-        sigma = torch.as_tensor(sigma_noise)
+        sigma = _as_tensor(sigma_noise)
         if sigma.numel() != 1:
             raise ValueError(
                 f"sigma_noise has shape {tuple(sigma.shape)}; there is one noise for all outputs."
@@ -374,3 +374,8 @@ def check_num_samples(n_samples: int) -> None:
     """Raise a ValueError unless this is a positive integer."""
     if isinstance(n_samples, bool) or not isinstance(n_samples, int) or n_samples < 1:
         raise ValueError(f"n_samples must be a positive integer, not {n_samples!r}.")
+
+
+def _as_tensor(value: float | Tensor) -> Tensor:
+    """A number in float64: torch's default dtype would round it before the model's does."""
+    return value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)

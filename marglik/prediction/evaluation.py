@@ -1,8 +1,7 @@
 """Predictions for whole data sets, and what they are worth."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -10,7 +9,7 @@ from torch import Tensor
 from kfac_backend.loss.hessian import counted_terms
 from kfac_backend.model.batches import each_batch
 from kfac_backend.model.targets import Targets, split_batch
-from kfac_backend.options import Likelihood, TargetOptions
+from kfac_backend.options import Likelihood, TargetKeywords, TargetOptions
 from marglik.prediction.links import Prediction
 from marglik.prediction.metrics import bernoulli_metrics, classification_metrics, regression_metrics
 from marglik.prediction.predictive import Predictive
@@ -27,6 +26,7 @@ def predict_all(
     progress: bool = False,
     earlier: Sequence[tuple[Prediction, Tensor]] = (),
     on_batch: Callable[[Prediction, Tensor], None] | None = None,
+    **keywords: Unpack[TargetKeywords],
 ) -> tuple[Prediction, Tensor]:
     """Predictions and targets of all batches, on the CPU.
 
@@ -42,13 +42,15 @@ def predict_all(
         progress: whether to show a bar.
         earlier: predictions and targets of the first batches, if they were made before.
         on_batch: called with those of each further batch.
+        keywords: single options of ``targets``, in place of its own: ``dict_key_y="target"``.
 
     Raises:
         ValueError: no batch, or no target that counts.
     """
+    targets = targets.but(**keywords)
     model = getattr(predict, "model", None)
     if model is None and targets.shift_labels == "auto":
-        targets = replace(targets, shift_labels=False)
+        targets = targets.but(shift_labels=False)
     likelihood: Likelihood = getattr(predict, "likelihood", "classification")
     targets_of = Targets(likelihood, targets)
     found = list(earlier)

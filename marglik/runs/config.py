@@ -75,7 +75,7 @@ class CurvatureConfig:
         try:
             self.options()
         except ValueError as error:
-            raise ValueError(f"curvature: {error}") from error
+            raise ValueError(f"curvature.{error}") from error
 
     def options(self, targets: TargetOptions = TargetOptions()) -> CurvatureOptions:  # noqa: B008
         """The pass's options, for data that gives its targets in this way."""

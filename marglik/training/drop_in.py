@@ -101,7 +101,7 @@ def marglik_training(
     ours = hasattr(backend, "fisher") and hessian_structure == "kron"
     if options and not ours:
         raise ValueError(
-            f"{', '.join(options)} need hessian_structure 'kron' and backend KfacGGN or KfacEF, "
+            f"{next(iter(options))} needs hessian_structure 'kron' and backend KfacGGN or KfacEF, "
             f"not {hessian_structure!r} and {backend.__name__}."
         )
     # laplace-torch takes targets as they are.

@@ -15,6 +15,7 @@ from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
 from kfac_backend.laplace.interface import KfacGGN
+from kfac_backend.options import TargetOptions
 from marglik import KronLaplace, map_predictive, marglik_training, predict_all
 from marglik.posterior.hyperparameters import Hyperparameters
 from marglik.posterior.prior import PriorGroups
@@ -255,7 +256,7 @@ def test_training_and_curvature_of_other_targets_are_refused():
         Hyperparameters(groups, 1.0),
         lambda delta, sigma: KronLaplace(model, "classification", prior_precision=delta),
         Schedule(1),
-        shift_labels=False,
+        targets=TargetOptions(shift_labels=False),
     )
     with pytest.raises(ValueError, match="has shift_labels='auto', OnlineTraining False"):
         training.run()
@@ -314,7 +315,7 @@ def test_options_that_are_not_supported():
     half = batch | {"attention_mask": batch["attention_mask"] * 0.5}
     with pytest.raises(ValueError, match="'attention_mask' has entries other than 0"):
         factors(model, [half], shift_labels=False)
-    with pytest.raises(ValueError, match="ignore_index, shift_labels and dict_key_mask need"):
+    with pytest.raises(ValueError, match="shift_labels needs hessian_structure"):
         marglik_training(model, [batch], hessian_structure="diag", shift_labels=True)
 
 

@@ -101,7 +101,7 @@ def test_the_last_layer_alone(checkpoint, tmp_path):
 )
 def test_the_curvature_is_saved(option, value, checkpoint, tmp_path):
     found = fit(checkpoint, tmp_path / "fit", f"--curvature.{option}", value)
-    assert found[option] == value
+    assert found["curvature"][option] == value
     metrics(tmp_path / "fit")
 
 
@@ -296,7 +296,7 @@ def test_a_folder_that_cannot_be_written_to(command, trained, tmp_path, capsys, 
 
     for work in (
         "marglik.posterior.posterior.Posterior.fit",
-        "marglik.evaluation_record.predict_all",
+        "marglik.prediction.evaluation_record.predict_all",
         "marglik.training.network.NetworkTraining.epoch",
     ):
         monkeypatch.setattr(work, None)
