@@ -13,7 +13,7 @@ from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature_pass import CurvaturePass
 from kfac_backend.laplace.interface import KfacGGN
 from kfac_backend.model.verification import with_first_again
-from tests.kfac_backend.test_adversarial_models import Gain, Model, assert_same_blocks, noise
+from tests.kfac_backend.model.test_adversarial_models import Gain, Model, assert_same_blocks, noise
 
 MODES = ["expand", "reduce"]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kfac_backend import kronecker_factors
-from tests.kfac_backend.blocks import (
+from tests.kfac_backend.block_checks import (
     MODES,
     OTHER,
     assert_batches_do_not_matter,
@@ -13,7 +13,7 @@ from tests.kfac_backend.blocks import (
     parts,
     randomize,
 )
-from tests.kfac_backend.padded_models import (
+from tests.kfac_backend.layers.padded_models import (
     IGNORED,
     MASK,
     TOKENS,

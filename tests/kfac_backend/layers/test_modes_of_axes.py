@@ -9,13 +9,13 @@ from kfac_backend import (
     examples_of_rows,
     kronecker_factors,
 )
-from tests.kfac_backend.attention_models import CAUSAL, PADDING, Attending, batch_of
-from tests.kfac_backend.blocks import (
+from tests.kfac_backend.block_checks import (
     MODES,
     OTHER,
     assert_blocks,
     randomize,
 )
+from tests.kfac_backend.layers.attention_models import CAUSAL, PADDING, Attending, batch_of
 from tests.oracles import layer_jacobians, loss_hessian, positions
 from tests.random_numbers import error, normal
 

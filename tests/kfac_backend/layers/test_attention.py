@@ -7,15 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kfac_backend import kronecker_factors
-from tests.kfac_backend.attention_models import (
-    CAUSAL,
-    PADDING,
-    Attending,
-    attending,
-    batch_of,
-    examples_of,
-)
-from tests.kfac_backend.blocks import (
+from tests.kfac_backend.block_checks import (
     MODES,
     assert_batches_do_not_matter,
     assert_blocks,
@@ -23,6 +15,14 @@ from tests.kfac_backend.blocks import (
     assert_reference,
     parts,
     randomize,
+)
+from tests.kfac_backend.layers.attention_models import (
+    CAUSAL,
+    PADDING,
+    Attending,
+    attending,
+    batch_of,
+    examples_of,
 )
 from tests.random_numbers import error, normal
 from tests.sharing_oracles import ggn_blocks

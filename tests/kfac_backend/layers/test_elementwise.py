@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
 from kfac_backend.layers.gram import gram
-from tests.kfac_backend.blocks import (
+from tests.kfac_backend.block_checks import (
     MODES,
     assert_blocks,
     randomize,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend import kronecker_factors
-from tests.kfac_backend.blocks import (
+from tests.kfac_backend.block_checks import (
     MODES,
     OTHER,
     randomize,

@@ -13,14 +13,14 @@ from kfac_backend.layers.gram import patch_gram
 from kfac_backend.layers.gram.patch_gram import UnfoldedGram
 from kfac_backend.layers.gram.window import windows
 from tests import oracles
-from tests.kfac_backend.blocks import (
+from tests.kfac_backend.block_checks import (
     MODES,
     OTHER,
     assert_batches_do_not_matter,
     assert_blocks,
     assert_modes_differ,
 )
-from tests.kfac_backend.rule_checks import (
+from tests.kfac_backend.layers.rule_checks import (
     assert_gradients,
     assert_sums,
     some_vectors,

@@ -5,11 +5,11 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend import counted_positions, examples_of_rows, kronecker_factors
-from tests.kfac_backend.blocks import (
+from tests.kfac_backend.block_checks import (
     assert_blocks,
     randomize,
 )
-from tests.kfac_backend.test_elementwise import of_layer, with_statistics
+from tests.kfac_backend.layers.test_elementwise import of_layer, with_statistics
 from tests.oracles import dense_ggn_blocks
 from tests.random_numbers import normal
 from tests.sharing_oracles import ggn_blocks

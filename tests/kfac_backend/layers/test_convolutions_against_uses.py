@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kfac_backend import kronecker_factors
-from tests.kfac_backend.blocks import (
+from tests.kfac_backend.block_checks import (
     MODES,
     OTHER,
     assert_blocks,

@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from kfac_backend import kronecker_factors
-from tests.kfac_backend.attention_models import (
+from tests.kfac_backend.block_checks import (
+    MODES,
+    assert_batches_do_not_matter,
+    assert_blocks,
+    assert_reference,
+    parts,
+    randomize,
+)
+from tests.kfac_backend.layers.attention_models import (
     PADDING,
     Layered,
     Stack,
@@ -12,14 +20,6 @@ from tests.kfac_backend.attention_models import (
     examples_of,
     layered,
     stack,
-)
-from tests.kfac_backend.blocks import (
-    MODES,
-    assert_batches_do_not_matter,
-    assert_blocks,
-    assert_reference,
-    parts,
-    randomize,
 )
 from tests.sharing_oracles import ggn_blocks
 from tests.taps import reference_blocks

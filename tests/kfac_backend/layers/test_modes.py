@@ -13,13 +13,13 @@ from kfac_backend import KroneckerFactors
 from kfac_backend.laplace.interface import KfacGGN
 from marglik import KronLaplace
 from marglik.posterior.posterior_file import load_posterior, save_posterior
-from tests.kfac_backend.blocks import (
+from tests.kfac_backend.block_checks import (
     MODES,
     OTHER,
     assert_blocks,
     randomize,
 )
-from tests.kfac_backend.test_modes_of_axes import Folded, assert_same, factors_of
+from tests.kfac_backend.layers.test_modes_of_axes import Folded, assert_same, factors_of
 from tests.random_numbers import error, normal
 
 

@@ -13,15 +13,21 @@ from kfac_backend import kronecker_factors, register_parameters
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.layers.gram import gram
 from marglik.models import GraphNetwork
-from tests.kfac_backend import attention_models, padded_models, tied_models
-from tests.kfac_backend.attention_models import CAUSAL, PADDING, Attending, Layered, Stack
-from tests.kfac_backend.blocks import (
+from tests.kfac_backend.block_checks import (
     MODES,
     randomize,
 )
-from tests.kfac_backend.padded_models import MASK, TOKENS, Padded, PaddedTokens, PaddedTransformer
-from tests.kfac_backend.test_elementwise import with_statistics
-from tests.kfac_backend.test_modes_of_axes import Folded
+from tests.kfac_backend.layers import attention_models, padded_models, tied_models
+from tests.kfac_backend.layers.attention_models import CAUSAL, PADDING, Attending, Layered, Stack
+from tests.kfac_backend.layers.padded_models import (
+    MASK,
+    TOKENS,
+    Padded,
+    PaddedTokens,
+    PaddedTransformer,
+)
+from tests.kfac_backend.layers.test_elementwise import with_statistics
+from tests.kfac_backend.layers.test_modes_of_axes import Folded
 from tests.marglik.some_graphs import some_graphs
 from tests.random_numbers import normal
 

@@ -5,8 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend import kronecker_factors
-from tests.kfac_backend import tied_models
-from tests.kfac_backend.blocks import (
+from tests.kfac_backend.block_checks import (
     MODES,
     OTHER,
     assert_batches_do_not_matter,
@@ -14,7 +13,8 @@ from tests.kfac_backend.blocks import (
     assert_reference,
     randomize,
 )
-from tests.kfac_backend.tied_models import LanguageModel, Pooled
+from tests.kfac_backend.layers import tied_models
+from tests.kfac_backend.layers.tied_models import LanguageModel, Pooled
 from tests.random_numbers import error, normal
 from tests.sharing_oracles import ggn_blocks, kfac_blocks_from_uses, loss_hessians
 from tests.taps import reference_blocks, uses_of

@@ -5,7 +5,13 @@ import torch
 from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
-from tests.kfac_backend.test_language_models import IGNORED, MODES, V, assert_same_blocks, batch_of
+from tests.kfac_backend.model.test_language_models import (
+    IGNORED,
+    MODES,
+    V,
+    assert_same_blocks,
+    batch_of,
+)
 
 transformers = pytest.importorskip("transformers")
 

@@ -12,14 +12,19 @@ from kfac_backend.layers import Use
 from kfac_backend.layers.transposed_convolution import ConvTransposeRule
 from kfac_backend.layers.uses import PositionSums
 from tests import oracles
-from tests.kfac_backend.blocks import (
+from tests.kfac_backend.block_checks import (
     MODES,
     OTHER,
     assert_batches_do_not_matter,
     assert_blocks,
     assert_modes_differ,
 )
-from tests.kfac_backend.rule_checks import assert_gradients, assert_sums, some_vectors, sums_of
+from tests.kfac_backend.layers.rule_checks import (
+    assert_gradients,
+    assert_sums,
+    some_vectors,
+    sums_of,
+)
 from tests.random_numbers import error, normal
 from tests.sharing_convolutions import layer_blocks
 

@@ -8,7 +8,7 @@ from kfac_backend import kronecker_factors, register_parameters
 from kfac_backend.layers import registry
 from kfac_backend.layers.gram import gram
 from marglik.models import VisionTransformer
-from tests.kfac_backend.blocks import (
+from tests.kfac_backend.block_checks import (
     MODES,
     assert_blocks,
     randomize,

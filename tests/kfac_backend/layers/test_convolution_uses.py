@@ -12,12 +12,12 @@ from kfac_backend.layers.convolution import Conv1dRule, Conv2dRule, Conv3dRule
 from kfac_backend.layers.rows import Rows
 from kfac_backend.layers.transposed_convolution import ConvTransposeRule
 from tests import oracles
-from tests.kfac_backend.blocks import (
+from tests.kfac_backend.block_checks import (
     MODES,
     assert_blocks,
 )
-from tests.kfac_backend.rule_checks import assert_sums, some_vectors, sums_of
-from tests.kfac_backend.test_output_covariance import brute_force, posterior
+from tests.kfac_backend.covariance.test_output_covariance import brute_force, posterior
+from tests.kfac_backend.layers.rule_checks import assert_sums, some_vectors, sums_of
 from tests.random_numbers import error, normal
 from tests.sharing_convolutions import TRANSPOSED, layer_blocks, positions_of
 from tests.sharing_oracles import Use as OracleUse
