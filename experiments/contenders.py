@@ -12,7 +12,7 @@ import torch
 from laplace.curvature import CurvlinopsGGN
 from torch import Tensor, nn
 
-from kfac_backend.curvature_pass import CurvaturePass
+from kfac_backend.factors import CurvaturePass
 from kfac_backend.laplace.interface import KfacGGN
 from marglik.models import WideResNetFixup
 

@@ -1,18 +1,55 @@
-"""`kronecker_factors`: the Kronecker-factored GGN of a model on data, in one call."""
+"""`kronecker_factors`, and the pass over the data that it makes: batches in, factors out."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Unpack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from kfac_backend.assembly import assemble_blocks, make_rules
+from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.blocks.kronecker import KroneckerFactors
-from kfac_backend.curvature_pass import CurvaturePass
-from kfac_backend.model.batches import each_batch
-from kfac_backend.model.targets import split_batch
-from kfac_backend.options import CurvatureKeywords, CurvatureOptions, Likelihood
+from kfac_backend.layers import Rule, Use
+from kfac_backend.layers.uses import PositionSums
+from kfac_backend.loss.hessian import check_targets, counted_terms, loss_sum, num_counted_terms
+from kfac_backend.loss.vectors import BackwardVectors
+from kfac_backend.model.batches import (
+    detached,
+    each_batch,
+    examples,
+    parts,
+    splits_by_example,
+    to_device,
+)
+from kfac_backend.model.calls import call_with, restoration
+from kfac_backend.model.capture import Capture
+from kfac_backend.model.coverage import Coverage, TrackedLayer, check_module, find_coverage
+from kfac_backend.model.finite import check_finite
+from kfac_backend.model.memory import give_back_free_memory, is_out_of_memory, out_of_memory
+from kfac_backend.model.targets import Targets, counting, mask_of, split_batch
+from kfac_backend.model.verification import Proof, verify_independence
+from kfac_backend.options import (
+    CurvatureKeywords,
+    CurvatureOptions,
+    KfacApprox,
+    Likelihood,
+    automatic_mode,
+    modes_of_layers,
+)
+from kfac_backend.precision import (
+    backward_arithmetic,
+    check_precision,
+    exact_arithmetic,
+    full_float32,
+)
+from kfac_backend.threads import turn_of
 
-__all__ = ["kronecker_factors"]
+__all__ = [
+    "CurvaturePass",
+    "check_one_process",
+    "ggn_diagonal",
+    "kronecker_factors",
+]
 
 
 def kronecker_factors(
@@ -71,3 +108,356 @@ def kronecker_factors(
     for batch in each_batch(data, "Curvature", progress):
         curvature.add(*split_batch(batch, options.dict_key_y))
     return curvature.factors()
+
+
+def check_one_process() -> None:
+    """Raise a NotImplementedError in one of several processes of torch.distributed.
+
+    Each sees a part of the data, and would take it for the whole: with two, the evidence would be
+    that of half the data.
+    """
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return
+    processes = distributed.get_world_size()
+    if processes > 1:
+        raise NotImplementedError(
+            f"This is one of {processes} processes of torch.distributed, and would take its part "
+            "of the data for all of it. Compute curvature and evidence, and train with them, in "
+            "one process that sees all data: without torchrun, or after "
+            "torch.distributed.destroy_process_group()."
+        )
+
+
+class CurvaturePass:
+    """Sums over batches, scaled at the end.
+
+    Args:
+        model: see `kronecker_factors`.
+        likelihood: of the targets.
+        options: all choices of the pass.
+        generator: source of fisher="mc"'s labels, on the model's device.
+        keywords: single options, in place of those of ``options``.
+
+    Raises:
+        ValueError: options that are not for the likelihood, the device or the model's layers.
+        NotImplementedError: a layer without a rule.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood,
+        options: CurvatureOptions = CurvatureOptions(),  # noqa: B008
+        *,
+        generator: torch.Generator | None = None,
+        **keywords: Unpack[CurvatureKeywords],
+    ) -> None:
+        check_module(model)
+        options = options.but(**keywords)
+        options.check(likelihood)
+        self._likelihood: Likelihood = likelihood
+        self._options = options
+        self._generator = generator
+        self._targets = Targets(likelihood, options)
+        self._model = model
+        self._kfac_approx: KfacApprox = options.kfac_approx
+        with turn_of(model):
+            self._proof = Proof(model, find_coverage(model, options.unsupported))
+        self._mask_verified = False
+        if self._kfac_approx != "auto":  # complains of its names before any data
+            modes_of_layers(self._kfac_approx, self._layer_names)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the batches seen so far, and any failure."""
+        check_one_process()
+        self._device = next(self._model.parameters()).device
+        check_precision(self._options.backward_precision, self._device)
+        self._failed = False
+        self._made_rules: dict[TrackedLayer, Rule] | None = None
+        self._vectors = self._new_vectors()
+        self._diagonal: dict[str, Tensor] = {}
+        self._num_data = self._num_outputs = self._num_loss_terms = 0
+        # A sum over examples, in float64 since it has many terms; moved to the host at the end.
+        self._loss = torch.zeros((), dtype=torch.float64, device=self._device)
+
+    def add(self, x: Any, y: Any) -> None:
+        """Add one batch: forward passes of its parts, and one backward pass per vector.
+
+        It waits for other threads' passes over layers of this model, and for all of them if one has
+        another backward_precision than float32.
+
+        Raises:
+            torch.OutOfMemoryError: naming a batch size that fits.
+            RuntimeError: after a batch that failed, until `reset`.
+        """
+        self._check_whole()
+        y = to_device(y, self._device)
+        if isinstance(y, Tensor) and y.dim() and not len(y):
+            raise ValueError("A batch has no examples; drop it, or check the loader's sampler.")
+        x = detached(x, self._device)
+        if isinstance(y, Tensor) and y.is_inference():
+            y = y.clone()
+        self._failed = True  # until all of the batch is added
+        with turn_of(self._model, self._options.backward_precision != "float32"), full_float32():
+            layers = (tracked.layer for tracked in self._coverage.layers)
+            restore = restoration(self._model, *layers)
+            try:
+                if not self._fits(x, y):
+                    fitting = self._fitting_size(x, y)
+                    raise out_of_memory(self._model, self._device, len(y), fitting)
+            finally:
+                restore()
+        self._failed = False
+        give_back_free_memory()
+
+    def _check_whole(self) -> None:
+        if self._failed:
+            raise RuntimeError(
+                "The last batch of this curvature pass failed, and a part of it is in the sums. "
+                "Call reset() and begin with the first batch."
+            )
+
+    def _fits(self, x: Any, y: Any) -> bool:
+        """Add the batch; False if the memory is exhausted, which leaves the sums useless."""
+        try:
+            y = self._targets(self._model, x, y)
+            self._verify(x, y)
+            if not self._mask_verified:
+                self._mask_verified = self._verify_mask(x, y)
+            for part in parts(x, y, self._proof.plan.part_size):
+                self._add(*part)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
+        return True
+
+    def _fitting_size(self, x: Any, y: Any) -> int | None:
+        """The largest of half the examples, a quarter, ..., that fits; None if not even one does.
+
+        Called outside of any except clause, whose traceback would keep the memory.
+        """
+        if not splits_by_example(x, y):
+            return None
+        size = len(y) // 2
+        while size:
+            self.reset()
+            self._failed = True
+            try:
+                if self._fits(examples(x, slice(size)), y[:size]):
+                    return size
+            except (RuntimeError, ValueError, IndexError):
+                return None  # the model takes whole batches only
+            size //= 2
+        return None
+
+    def _add(self, x: Any, y: Any) -> None:
+        """Add one part of a batch, of any number of examples."""
+        self._rows_seen: dict[TrackedLayer, set[int]] = {}
+        self._position_sums = PositionSums()
+        for rule in self._rules.values():
+            rule.begin_forward()
+        mask = mask_of(x, self._options.dict_key_mask)
+        with counting(mask), self._capture() as capture:
+            f = capture.forward(x)
+            check_targets(f, y, self._likelihood, may_ignore=self._targets.may_ignore)
+            check_finite(self._model, f, x)
+            self._check_rows(len(f), hides=mask is not None)
+            # Autocast has done its part in the forward pass; Gram matrices need none of it.
+            with self._no_autocast(), backward_arithmetic(self._options.backward_precision):
+                for rule in self._rules.values():
+                    rule.end_forward()
+                capture.backward(f, self._vectors(f, y), self._end_vector)
+                capture.check_runs()
+            self._position_sums.clear()
+        if self._coverage.diagonal:
+            self._add_diagonal(x, y)
+        self._num_data += len(f)
+        self._num_outputs = f.shape[-1]
+        self._num_loss_terms += num_counted_terms(f, y, self._likelihood)
+        self._loss += loss_sum(f.detach(), y, self._likelihood)
+
+    def factors(self) -> KroneckerFactors:
+        """The factors of all batches: A a mean over its terms, B a sum over the data.
+
+        The sums become the factors in place, and the pass starts anew.
+        """
+        self._check_whole()
+        if not self._num_data:
+            raise ValueError(
+                "The data is empty: no batch was added since the pass began, or since the last "
+                "factors()."
+            )
+        self._failed = True  # the sums are used up from here on
+        blocks = assemble_blocks(self._rules) | {
+            name: KroneckerBlock(name, d.reshape(-1, 1, 1)) for name, d in self._diagonal.items()
+        }
+        blocks = {name: blocks[name] for name in self._coverage.names}
+        factors = KroneckerFactors(
+            blocks,
+            num_data=self._num_data,
+            num_outputs=self._num_outputs,
+            num_loss_terms=self._num_loss_terms,
+            loss=self._loss.item(),
+            likelihood=self._likelihood,
+            kfac_approx=self._kfac_approx,
+            fisher=self._options.fisher,
+            rank_tolerance=self._options.rank_tolerance,
+            trace=float(self._vectors.trace),
+            trace_left_out=float(self._vectors.trace_left_out),
+        )
+        self.reset()
+        return factors
+
+    @property
+    def _rules(self) -> dict[TrackedLayer, Rule]:
+        """All layers' rules, which hold the sums; made with the first batch."""
+        if self._made_rules is None:
+            assert self._kfac_approx != "auto"
+            modes = modes_of_layers(self._kfac_approx, self._layer_names)
+            self._made_rules = make_rules(self._coverage, modes)
+        return self._made_rules
+
+    @property
+    def _layer_names(self) -> list[str]:
+        """The names of layers that have a mode."""
+        return [tracked.name for tracked in self._coverage.layers]
+
+    def _capture(self) -> Capture:
+        return Capture(
+            self._model,
+            self._coverage,
+            self._add_input,
+            self._add_gradient,
+            channels_last=self._proof.plan.channels_last,
+            batched=self._options.batched,
+        )
+
+    def _no_autocast(self) -> torch.autocast:
+        return torch.autocast(self._device.type, enabled=False)
+
+    def _verify(self, x: Any, y: Any) -> None:
+        """Once per pass, and again on the first batch that has several examples."""
+        N = len(y) if isinstance(y, Tensor) and y.dim() else None
+        if self._proof.is_made(N):
+            return
+        which = self._proof.some(x, N)
+        if which is not None:
+            x, y, N = examples(x, which), y[which], len(which)
+        counted = counted_terms(y, self._likelihood) if isinstance(y, Tensor) else None
+        self._proof.make(x, N, None if counted is None else ~counted)
+        if self._kfac_approx == "auto":
+            self._kfac_approx = automatic_mode(self._proof.output_dim)
+
+    @property
+    def _coverage(self) -> Coverage:
+        return self._proof.coverage
+
+    def _verify_mask(self, x: Any, y: Any) -> bool:
+        """Prove, on the first batch with such, that hidden positions reach no output that counts.
+
+        Where that holds the gradients at these positions are zero: they add nothing to B, and only
+        their inputs would be in A. False if the mask hides none.
+        """
+        mask = mask_of(x, self._options.dict_key_mask)
+        if mask is None:
+            return False
+        if splits_by_example(x, y):
+            hiding = torch.argmin(mask.all(1).int())  # the first example that has such a position
+            which = torch.stack([hiding, (hiding + 1) % len(mask)])[: len(mask)]
+            x, y = examples(x, which), y[which]
+        counted = counted_terms(y, self._likelihood)
+        with counting(mask_of(x, self._options.dict_key_mask)):
+            verify_independence(
+                self._model,
+                self._coverage,
+                x,
+                channels_last=self._proof.plan.channels_last,
+                ignored=None if counted is None else ~counted,
+            )
+        return True
+
+    def _check_rows(self, examples: int, hides: bool) -> None:
+        """Each example's rows must be known, where positions are summed or a layer needs it.
+
+        So they must where a mask hides positions, lest these count.
+        """
+        for tracked in self._coverage.layers:
+            wrong = self._rows_seen.get(tracked, set()) - {examples}
+            rule = self._rules[tracked]
+            if wrong and hides:
+                raise NotImplementedError(
+                    f"Layer {tracked} got {wrong.pop()} rows in a batch of {examples} examples, so "
+                    f"that it cannot be told which of them '{self._options.dict_key_mask}' hides. "
+                    "Keep the positions apart, (N, R, ..., d), say which example each row belongs "
+                    "to, -1 for none (examples_of_rows), or let all positions count "
+                    "(dict_key_mask=None)."
+                )
+            if wrong and (rule.mode != "expand" or rule.needs_examples):
+                raise NotImplementedError(
+                    f"Layer {tracked} got {wrong.pop()} rows in a batch of {examples} examples; "
+                    "its block must know each example's rows. Keep the batch axis first and the "
+                    "shared axes apart, (N, ..., d), or say which example each row belongs to "
+                    "(examples_of_rows)."
+                )
+
+    def _add_input(self, tracked: TrackedLayer, use: Use) -> None:
+        rows = use.a.shape[:1].numel() if use.rows is None else use.rows.num_examples
+        self._rows_seen.setdefault(tracked, set()).add(rows if use.a.dim() else 0)
+        with self._no_autocast():
+            self._rules[tracked].add_input(use)
+
+    def _add_gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
+        with exact_arithmetic(self._options.backward_precision):
+            self._rules[tracked].add_gradient(use, b, self._position_sums)
+
+    def _new_vectors(self) -> BackwardVectors:
+        return BackwardVectors(self._likelihood, self._options, self._generator)
+
+    def _end_vector(self) -> None:
+        for rule in self._rules.values():
+            rule.end_vector()
+
+    def _add_diagonal(self, x: Any, y: Tensor) -> None:
+        diagonals = ggn_diagonal(
+            self._model,
+            self._coverage.diagonal,
+            x,
+            y,
+            self._new_vectors(),
+        )
+        for name, diagonal in diagonals.items():
+            self._diagonal[name] = self._diagonal.get(name, 0) + diagonal
+
+
+def ggn_diagonal(
+    model: nn.Module,
+    names: Sequence[str],
+    x: Any,
+    y: Tensor,
+    vectors: BackwardVectors,
+) -> dict[str, Tensor]:
+    """Σ_n Σ_v (∂ v_nᵀf_n / ∂θ_i)² of each named parameter, in its shape.
+
+    Right for any layer that does not mix examples, and slow: N·V backward passes a batch.
+    """
+    by_name = dict(model.named_parameters())
+    parameters = {name: by_name[name].detach().requires_grad_() for name in names}
+    diagonal = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    with torch.enable_grad():
+        f = call_with(model, parameters, x)
+    if not f.requires_grad:
+        return diagonal
+    for vector in vectors(f, y):
+        for n in range(len(f)):
+            only = torch.zeros_like(f)
+            only[n] = vector[n].to(f.dtype)
+            grads = torch.autograd.grad(
+                f, list(parameters.values()), only, retain_graph=True, allow_unused=True
+            )
+            for total, g in zip(diagonal.values(), grads, strict=True):
+                if g is not None:
+                    total += g.square()
+    return diagonal

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
-from kfac_backend.curvature_pass import CurvaturePass, check_one_process
+from kfac_backend.factors import CurvaturePass, check_one_process
 from kfac_backend.laplace.kron import FactorKron, laplace
 from kfac_backend.options import CurvatureOptions, Fisher, KfacApprox
 

@@ -26,7 +26,7 @@ class ExampleGradients(NamedTuple):
 class Rule(ABC):
     """Sums up, for one layer and one pass, what its inputs and output gradients add to its blocks.
 
-    Rules know nothing of Fisher kinds or autocast, which `curvature_pass.py` sees to. A
+    Rules know nothing of Fisher kinds or autocast, which the pass sees to (`factors.py`). A
     layer's parameters have their local names here ("weight", not "block.0.weight"). What a rule is
     given is detached and has its examples, or its rows, in front.
 

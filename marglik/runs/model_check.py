@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from kfac_backend.blocks.block import EigenBlock
 from kfac_backend.covariance.output_covariance import OutputCovariance, PosteriorPrecision
-from kfac_backend.curvature_pass import CurvaturePass
+from kfac_backend.factors import CurvaturePass
 from kfac_backend.loss.hessian import check_targets
 from kfac_backend.model.memory import total_memory
 from kfac_backend.model.targets import Targets

@@ -8,7 +8,7 @@ from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from kfac_backend.curvature_pass import check_one_process
+from kfac_backend.factors import check_one_process
 from kfac_backend.laplace.interface import KfacGGN
 from kfac_backend.laplace.kron import laplace as laplace_torch
 from kfac_backend.model.coverage import check_module

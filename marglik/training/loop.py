@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
 
-from kfac_backend.curvature_pass import check_one_process
+from kfac_backend.factors import check_one_process
 from kfac_backend.model.coverage import check_module
 from kfac_backend.options import Likelihood, TargetOptions, check_option, check_positive
 from marglik.modes import eval_mode, kept_mode

@@ -7,7 +7,7 @@ from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
 from kfac_backend import kronecker_factors
-from kfac_backend.curvature_pass import CurvaturePass
+from kfac_backend.factors import CurvaturePass
 from kfac_backend.layers import Bias, Scale
 from kfac_backend.layers.uses import PositionSums
 from kfac_backend.model import batches

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from kfac_backend.covariance.output_covariance import OutputCovariance
-from kfac_backend.curvature_pass import CurvaturePass
-from kfac_backend.factors import kronecker_factors
+from kfac_backend.factors import CurvaturePass, kronecker_factors
 from kfac_backend.model.calls import call_with
 from tests.interrupts import check_interrupts, everything_of
 

@@ -10,7 +10,7 @@ from torch import nn
 from experiments.timing import peak_memory
 from kfac_backend import kronecker_factors
 from kfac_backend.covariance.output_covariance import OutputCovariance
-from kfac_backend.curvature_pass import CurvaturePass
+from kfac_backend.factors import CurvaturePass
 from kfac_backend.model import memory
 from tests.kfac_backend.networks import images, wide_resnet
 

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from kfac_backend import examples_of_rows, kronecker_factors, register_parameters
 from kfac_backend.covariance.output_covariance import OutputCovariance
-from kfac_backend.curvature_pass import CurvaturePass
+from kfac_backend.factors import CurvaturePass
 from kfac_backend.laplace.interface import KfacGGN
 from kfac_backend.model.verification import with_first_again
 from tests.kfac_backend.model.test_adversarial_models import Gain, Model, assert_same_blocks, noise
