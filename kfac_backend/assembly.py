@@ -15,7 +15,7 @@ from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.blocks.nearest_kronecker import nearest_kronecker
 from kfac_backend.layers import ExactRule, Rule, WeightSharingRule
 from kfac_backend.layers.uses import BlockSums
-from kfac_backend.model.coverage import Coverage, TrackedLayer
+from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
 from kfac_backend.options import Approximation
 
 __all__ = ["assemble_blocks", "make_rules"]
@@ -28,11 +28,13 @@ class _Part(NamedTuple):
     sums: BlockSums
 
 
-def make_rules(coverage: Coverage, modes: Mapping[str, Approximation]) -> dict[TrackedLayer, Rule]:
+def make_rules(
+    assignment: RuleAssignment, modes: Mapping[str, Approximation]
+) -> dict[TrackedLayer, Rule]:
     """A rule for each layer, with empty sums; layers that share a tensor share its sums.
 
     Args:
-        coverage: the layers.
+        assignment: the layers.
         modes: each layer's mode, by its name.
 
     Raises:
@@ -40,7 +42,7 @@ def make_rules(coverage: Coverage, modes: Mapping[str, Approximation]) -> dict[T
     """
     rules: dict[TrackedLayer, Rule] = {
         tracked: tracked.rule(tracked.layer, modes.get(tracked.name, "expand"), tracked.parameters)
-        for tracked in coverage.all
+        for tracked in assignment.all
     }
     _tie(rules)
     return rules

@@ -23,9 +23,14 @@ from kfac_backend.model.batches import (
 )
 from kfac_backend.model.calls import call_with, restoration
 from kfac_backend.model.capture import Capture
-from kfac_backend.model.coverage import Coverage, TrackedLayer, check_module, find_coverage
 from kfac_backend.model.finite import check_finite
 from kfac_backend.model.memory import give_back_free_memory, is_out_of_memory, out_of_memory
+from kfac_backend.model.rule_assignment import (
+    RuleAssignment,
+    TrackedLayer,
+    assign_rules,
+    check_module,
+)
 from kfac_backend.model.targets import Targets, counting, mask_of, split_batch
 from kfac_backend.model.verification import Proof, verify_independence
 from kfac_backend.options import (
@@ -163,7 +168,7 @@ class CurvaturePass:
         self._model = model
         self._kfac_approx: KfacApprox = options.kfac_approx
         with turn_of(model):
-            self._proof = Proof(model, find_coverage(model, options.unsupported))
+            self._proof = Proof(model, assign_rules(model, options.unsupported))
         self._mask_verified = False
         if self._kfac_approx != "auto":  # complains of its names before any data
             modes_of_layers(self._kfac_approx, self._layer_names)
@@ -201,7 +206,7 @@ class CurvaturePass:
             y = y.clone()
         self._failed = True  # until all of the batch is added
         with turn_of(self._model, self._options.backward_precision != "float32"), full_float32():
-            layers = (tracked.layer for tracked in self._coverage.layers)
+            layers = (tracked.layer for tracked in self._assignment.layers)
             restore = restoration(self._model, *layers)
             try:
                 if not self._fits(x, y):
@@ -272,7 +277,7 @@ class CurvaturePass:
                 capture.backward(f, self._vectors(f, y), self._end_vector)
                 capture.check_runs()
             self._position_sums.clear()
-        if self._coverage.diagonal:
+        if self._assignment.diagonal:
             self._add_diagonal(x, y)
         self._num_data += len(f)
         self._num_outputs = f.shape[-1]
@@ -294,7 +299,7 @@ class CurvaturePass:
         blocks = assemble_blocks(self._rules) | {
             name: KroneckerBlock(name, d.reshape(-1, 1, 1)) for name, d in self._diagonal.items()
         }
-        blocks = {name: blocks[name] for name in self._coverage.names}
+        blocks = {name: blocks[name] for name in self._assignment.names}
         factors = KroneckerFactors(
             blocks,
             num_data=self._num_data,
@@ -317,18 +322,18 @@ class CurvaturePass:
         if self._made_rules is None:
             assert self._kfac_approx != "auto"
             modes = modes_of_layers(self._kfac_approx, self._layer_names)
-            self._made_rules = make_rules(self._coverage, modes)
+            self._made_rules = make_rules(self._assignment, modes)
         return self._made_rules
 
     @property
     def _layer_names(self) -> list[str]:
         """The names of layers that have a mode."""
-        return [tracked.name for tracked in self._coverage.layers]
+        return [tracked.name for tracked in self._assignment.layers]
 
     def _capture(self) -> Capture:
         return Capture(
             self._model,
-            self._coverage,
+            self._assignment,
             self._add_input,
             self._add_gradient,
             channels_last=self._proof.plan.channels_last,
@@ -352,8 +357,8 @@ class CurvaturePass:
             self._kfac_approx = automatic_mode(self._proof.output_dim)
 
     @property
-    def _coverage(self) -> Coverage:
-        return self._proof.coverage
+    def _assignment(self) -> RuleAssignment:
+        return self._proof.assignment
 
     def _verify_mask(self, x: Any, y: Any) -> bool:
         """Prove, on the first batch with such, that hidden positions reach no output that counts.
@@ -372,7 +377,7 @@ class CurvaturePass:
         with counting(mask_of(x, self._options.dict_key_mask)):
             verify_independence(
                 self._model,
-                self._coverage,
+                self._assignment,
                 x,
                 channels_last=self._proof.plan.channels_last,
                 ignored=None if counted is None else ~counted,
@@ -384,7 +389,7 @@ class CurvaturePass:
 
         So they must where a mask hides positions, lest these count.
         """
-        for tracked in self._coverage.layers:
+        for tracked in self._assignment.layers:
             wrong = self._rows_seen.get(tracked, set()) - {examples}
             rule = self._rules[tracked]
             if wrong and hides:
@@ -423,7 +428,7 @@ class CurvaturePass:
     def _add_diagonal(self, x: Any, y: Tensor) -> None:
         diagonals = ggn_diagonal(
             self._model,
-            self._coverage.diagonal,
+            self._assignment.diagonal,
             x,
             y,
             self._new_vectors(),

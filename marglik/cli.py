@@ -19,7 +19,7 @@ __all__ = ["main"]
 COMMANDS = {
     "train": "train on images, sequences or graphs, learn the weight decays",
     "fit": "a posterior for a network that was trained elsewhere",
-    "evaluate": "what a posterior's predictions are worth: test, shifted and foreign data",
+    "evaluate": "metrics of a posterior: on test, shifted and out-of-distribution data",
     "report": "one page about one run, or several side by side",
 }
 

@@ -125,8 +125,8 @@ class Graphs:
                     f"{name} has node {int(numbers[outside[0]])} for edge {outside[0]}, but there "
                     f"are {V} nodes; numbers must be 0 to V - 1 and count through all graphs."
                 )
-            if foreign := _first(node_graph[numbers] != edge_graph):
-                edge = foreign[0]
+            if wrong := _first(node_graph[numbers] != edge_graph):
+                edge = wrong[0]
                 raise ValueError(
                     f"Edge {edge} is counted to graph {int(edge_graph[edge])}, but {name} has node "
                     f"{int(numbers[edge])} of graph {int(node_graph[numbers[edge]])} for it; edges "

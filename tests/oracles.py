@@ -9,7 +9,7 @@ G groups of a convolution, C outputs, P parameters; d_in and d_out are those of 
 ``likelihood`` is "classification" (cross-entropy), "regression" (½‖y − f‖², unit noise) or
 "bernoulli" (binary cross-entropy with logits, summed over C). Nothing is averaged over N.
 
-Source: Eschenhagen et al. 2023, arXiv:2311.00636, as restated in the project's design notes.
+Source: Eschenhagen et al. 2023, arXiv:2311.00636.
 """
 
 import copy

@@ -8,7 +8,7 @@ shared with the packages under test.
 Letters in shapes: N examples, T loss terms per example, R_n positions of example n, C outputs,
 P parameters. Nothing is averaged over N.
 
-Source: Eschenhagen et al. 2023, arXiv:2311.00636, as restated in the project's design notes.
+Source: Eschenhagen et al. 2023, arXiv:2311.00636.
 """
 
 import copy

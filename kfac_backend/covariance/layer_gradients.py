@@ -10,7 +10,7 @@ from kfac_backend.blocks.block import EigenBlock
 from kfac_backend.covariance.gradient_covariance import dense_covariance, gradient_covariance
 from kfac_backend.layers import ExampleGradients, Rule, Use
 from kfac_backend.layers.rule import dense_gradients
-from kfac_backend.model.coverage import Coverage, TrackedLayer
+from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
 
 __all__ = ["LayerGradients", "PosteriorPrecision"]
 
@@ -30,19 +30,19 @@ class LayerGradients:
     """Turns output gradients of layers into the outputs' covariance.
 
     Args:
-        coverage: the layers.
+        assignment: the layers.
         precision: the posterior precision.
         product_bytes: as of `gradient_covariance`.
     """
 
     def __init__(
-        self, coverage: Coverage, precision: PosteriorPrecision, product_bytes: int
+        self, assignment: RuleAssignment, precision: PosteriorPrecision, product_bytes: int
     ) -> None:
         self._precision = precision
         self._product_bytes = product_bytes
         self.rules: dict[TrackedLayer, Rule] = {
             tracked: tracked.rule(tracked.layer, "expand", tracked.parameters)
-            for tracked in coverage.all
+            for tracked in assignment.all
         }
         places = [place for tracked in self.rules for place in _places(tracked)]
         self._tied = {place for place in places if places.count(place) > 1}

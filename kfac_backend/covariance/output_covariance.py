@@ -23,8 +23,8 @@ from kfac_backend.layers import ExampleGradients, Use
 from kfac_backend.model.batches import Plan, detached, example_shapes, examples, make_plan
 from kfac_backend.model.calls import call_with, check_output, num_examples, restoration
 from kfac_backend.model.capture import Capture
-from kfac_backend.model.coverage import TrackedLayer, check_module, coverage_of_blocks
 from kfac_backend.model.memory import give_back_free_memory
+from kfac_backend.model.rule_assignment import TrackedLayer, assignment_of_blocks, check_module
 from kfac_backend.model.verification import Proof
 from kfac_backend.precision import at_least_float32, full_float32
 from kfac_backend.threads import turn_of
@@ -74,7 +74,7 @@ class OutputCovariance:
         check_module(model)
         sizes = {name: spectrum.numel() for name, (_, spectrum) in precision.items()}
         with turn_of(model):
-            self._proof = Proof(model, coverage_of_blocks(model, sizes))
+            self._proof = Proof(model, assignment_of_blocks(model, sizes))
         self._model = model
         self._precision = precision
         device = next(model.parameters()).device.type
@@ -98,7 +98,7 @@ class OutputCovariance:
             x = detached(x, next(self._model.parameters()).device)
             if num_examples(x) == 0:
                 raise ValueError("The batch has no examples; leave it out.")
-            layers = (tracked.layer for tracked in self._proof.coverage.layers)
+            layers = (tracked.layer for tracked in self._proof.assignment.layers)
             restore = restoration(self._model, *layers)
             try:
                 sizes = self._sizes_for(x)
@@ -118,7 +118,7 @@ class OutputCovariance:
             some = x if which is None else examples(x, which)
             self._proof.make(some, num_examples(some))
             self._gradients = LayerGradients(
-                self._proof.coverage, self._precision, self._product_bytes
+                self._proof.assignment, self._precision, self._product_bytes
             )
             self._sizes.clear()
         key = example_shapes(x)
@@ -224,14 +224,14 @@ class OutputCovariance:
                 else:
                     tied.append((tracked, use, gradients))
             self._gradients.add(covariance, tied)
-            if self._proof.coverage.diagonal:
+            if self._proof.assignment.diagonal:
                 self._add_uncovered(covariance, x)
         return f, covariance
 
     def _add_uncovered(self, covariance: Tensor, x: Any) -> None:
         """Add what parameters without a rule bring; their blocks are diagonal."""
         parameters = {
-            n: self._model.get_parameter(n).detach() for n in self._proof.coverage.diagonal
+            n: self._model.get_parameter(n).detach() for n in self._proof.assignment.diagonal
         }
 
         N = len(covariance)
@@ -252,7 +252,7 @@ class OutputCovariance:
     ) -> Capture:
         return Capture(
             self._model,
-            self._proof.coverage,
+            self._proof.assignment,
             on_input or (lambda tracked, use: None),
             on_gradient,
             channels_last=channels_last,

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.model.coverage import Coverage
 from kfac_backend.model.memory import is_out_of_memory
+from kfac_backend.model.rule_assignment import RuleAssignment
 from kfac_backend.threads import SharedSetting, turn_of
 
 __all__ = [
@@ -168,11 +168,11 @@ def forked_random_numbers(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def explicit_forwards(coverage: Coverage) -> Iterator[None]:
+def explicit_forwards(assignment: RuleAssignment) -> Iterator[None]:
     """Layers that are divided into parts run by their parts."""
     replaced = []
     try:
-        for divided in coverage.divided:
+        for divided in assignment.divided:
             if "forward" in divided.layer.__dict__:
                 raise NotImplementedError(
                     f"Layer '{divided.name}' ({type(divided.layer).__name__}) has a forward of its "

@@ -17,7 +17,7 @@ from kfac_backend.layers import Use
 from kfac_backend.layers.elementwise import OwnParameter
 from kfac_backend.layers.rows import Rows, Run, SharedAxes, current_rows
 from kfac_backend.model.calls import call_with, explicit_forwards, num_examples
-from kfac_backend.model.coverage import Coverage, TrackedLayer
+from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
 
 __all__ = ["Capture", "first_input", "rows_of"]
 
@@ -30,7 +30,7 @@ class Capture:
 
     Args:
         model: the model.
-        coverage: its tracked layers.
+        assignment: its tracked layers.
         on_input: called with (layer, use) in the forward pass, each time that a layer runs.
         on_gradient: called with (layer, use, output gradient) in each backward pass; the use has
             its input if the layer's rule needs it to add a gradient.
@@ -51,7 +51,7 @@ class Capture:
     def __init__(
         self,
         model: nn.Module,
-        coverage: Coverage,
+        assignment: RuleAssignment,
         on_input: OnInput,
         on_gradient: OnGradient,
         *,
@@ -60,7 +60,7 @@ class Capture:
         keep_inputs: bool = False,
     ) -> None:
         self._model = model
-        self._coverage = coverage
+        self._assignment = assignment
         self._on_input = on_input
         self._on_gradient = on_gradient
         self._channels_last = channels_last
@@ -74,7 +74,7 @@ class Capture:
         self._reached: dict[tuple[TrackedLayer, int], bool] = {}
 
     def __enter__(self) -> "Capture":
-        for tracked in self._coverage.layers:
+        for tracked in self._assignment.layers:
             before, after = self._pre_hook(tracked), self._forward_hook(tracked)
             layer = tracked.layer
             self._handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
@@ -94,11 +94,11 @@ class Capture:
         self._reached.clear()
         self._runs_backward = False
         self._num_examples = num_examples(x)
-        with torch.enable_grad(), explicit_forwards(self._coverage):
+        with torch.enable_grad(), explicit_forwards(self._assignment):
             copies = self._copies_of_own_parameters(x)
             f = call_with(self._model, copies, x, self._channels_last)
-        for tracked in self._coverage.layers if self._coverage.runs else []:
-            known = self._coverage.runs.get(tracked.layer, ())
+        for tracked in self._assignment.layers if self._assignment.runs else []:
+            known = self._assignment.runs.get(tracked.layer, ())
             number = self._number.get(tracked, 0)
             if len(set(known)) > 1 and number != len(known):
                 raise _other_runs(tracked, f"{number} times instead of {len(known)}")
@@ -169,13 +169,13 @@ class Capture:
         """The number of a layer's run that begins, and what it is."""
         number = self._number.get(tracked, 0)
         self._number[tracked] = number + 1
-        known = self._coverage.runs.get(tracked.layer, ("examples",))
+        known = self._assignment.runs.get(tracked.layer, ("examples",))
         return number, known[min(number, len(known) - 1)]
 
     def _copies_of_own_parameters(self, x: Any) -> dict[str, Tensor]:
         """Name -> copies (N, ...), the gradients of which are shown as layers' are."""
         copies = {}
-        for tracked in self._coverage.own_parameters:
+        for tracked in self._assignment.own_parameters:
             N = self._num_examples
             if N is None:
                 raise NotImplementedError(

@@ -27,9 +27,9 @@ from kfac_backend.model.calls import (
 )
 from kfac_backend.model.capture import Capture, first_input, rows_of
 from kfac_backend.model.comparison import DtypesInUse, close, noise_like, same_with_derivatives
-from kfac_backend.model.coverage import Coverage, DividedLayer, TrackedLayer
 from kfac_backend.model.finite import check_inputs
 from kfac_backend.model.memory import is_out_of_memory
+from kfac_backend.model.rule_assignment import DividedLayer, RuleAssignment, TrackedLayer
 
 __all__ = [
     "Proof",
@@ -48,13 +48,13 @@ class Proof:
 
     Args:
         model: the model.
-        coverage: its tracked layers.
+        assignment: its tracked layers.
     """
 
-    def __init__(self, model: nn.Module, coverage: Coverage) -> None:
+    def __init__(self, model: nn.Module, assignment: RuleAssignment) -> None:
         self._model = model
         self._uses_verified = self._independence_verified = False
-        self.coverage = coverage
+        self.assignment = assignment
         """With what the proof found out of the layers, once it is made."""
         self.plan = Plan()
         """How batches run fastest."""
@@ -100,39 +100,39 @@ class Proof:
     def _make(self, x: Any, N: int | None, ignored: Tensor | None) -> None:
         by_example = N is not None and num_examples(x) == N
         if not self._uses_verified:
-            verify_divided(self._model, self.coverage, x)
+            verify_divided(self._model, self.assignment, x)
             if by_example:
-                self.coverage = find_runs(self._model, self.coverage, x)
+                self.assignment = find_runs(self._model, self.assignment, x)
         if not self._independence_verified and (N is None or N > 1):
             again = with_first_again(x, self.plan.splits) if by_example else (x, None)
             self._independence_verified, runs = verify_independence(
                 self._model,
-                self.coverage,
+                self.assignment,
                 *again,
                 self.plan.channels_last,
                 ignored,
             )
             if not by_example:
-                self.coverage = _with_runs(self.coverage, runs)
+                self.assignment = _with_runs(self.assignment, runs)
         if not self._uses_verified:
-            f, self.coverage = verify_uses(self._model, self.coverage, x)
+            f, self.assignment = verify_uses(self._model, self.assignment, x)
             self.output_dim = f.dim() if isinstance(f, Tensor) else 0
             self._uses_verified = True
 
 
-def verify_uses(model: nn.Module, coverage: Coverage, x: Any) -> tuple[Any, Coverage]:
+def verify_uses(model: nn.Module, assignment: RuleAssignment, x: Any) -> tuple[Any, RuleAssignment]:
     """Prove with a forward pass that each parameter acts through its layer's class alone.
 
     Each tracked layer's output is cut off; whatever then depends on a parameter bypassed a hook.
 
     Returns:
-        The model's output, and the coverage with the rules that derived layers were found to obey.
+        The model's output, and the assignment with the rules that derived layers obey.
 
     Raises:
         NotImplementedError: a tracked parameter is used outside of its layer's forward; a layer
             computes something else than the class, the parts or the rule that are supposed.
     """
-    tracked_names = {name for t in coverage.layers for name in t.parameters.values()}
+    tracked_names = {name for t in assignment.layers for name in t.parameters.values()}
     parameters = {
         name: p.detach().requires_grad_()
         for name, p in model.named_parameters()
@@ -164,16 +164,16 @@ def verify_uses(model: nn.Module, coverage: Coverage, x: Any) -> tuple[Any, Cove
 
         return hook
 
-    handles = [t.layer.register_forward_hook(check(t), with_kwargs=True) for t in coverage.layers]
+    handles = [t.layer.register_forward_hook(check(t), with_kwargs=True) for t in assignment.layers]
     try:
-        with torch.enable_grad(), explicit_forwards(coverage):
+        with torch.enable_grad(), explicit_forwards(assignment):
             f = call_with(model, parameters, x)
     finally:
         for handle in handles:
             handle.remove()
     if isinstance(f, Tensor) and f.requires_grad:
         raise _used_outside(parameters, f, "the model's output")
-    unused = [str(tracked) for tracked in coverage.layers if tracked not in rules]
+    unused = [str(tracked) for tracked in assignment.layers if tracked not in rules]
     if unused:
         warnings.warn(
             f"No part of the forward pass, so that their blocks are zero: {', '.join(unused)}.",
@@ -181,9 +181,9 @@ def verify_uses(model: nn.Module, coverage: Coverage, x: Any) -> tuple[Any, Cove
         )
     layers = [
         t if t not in rules or rules[t][0] is t.rule else replace(t, rule=rules[t][0])
-        for t in coverage.layers
+        for t in assignment.layers
     ]
-    return f, replace(coverage, layers=layers)
+    return f, replace(assignment, layers=layers)
 
 
 def _rules_obeyed(
@@ -257,7 +257,7 @@ def _tolerance_of(tracked: TrackedLayer, args: tuple, kwargs: dict) -> float:
 
 def verify_independence(
     model: nn.Module,
-    coverage: Coverage,
+    assignment: RuleAssignment,
     x: Any,
     numbers: Tensor | None = None,
     channels_last: bool = False,
@@ -272,7 +272,7 @@ def verify_independence(
 
     Args:
         model: the model.
-        coverage: its tracked layers.
+        assignment: its tracked layers.
         x: some examples.
         numbers: which of the examples that ``ignored`` is for these are; None for themselves.
         channels_last: as of `Capture`.
@@ -286,8 +286,8 @@ def verify_independence(
         NotImplementedError: the first example's output reaches a row that another's reaches, or a
             row that does not count; own parameters that are not used elementwise.
     """
-    if coverage.own_parameters:
-        verify_own_parameters(model, coverage, x)
+    if assignment.own_parameters:
+        verify_own_parameters(model, assignment, x)
     reached: dict[tuple[TrackedLayer, Use], list[Tensor]] = {}
     finite = True
 
@@ -297,7 +297,7 @@ def verify_independence(
         reached.setdefault((tracked, use), []).append((b.reshape(len(b), -1) != 0).any(1))
 
     capture = Capture(
-        model, coverage, lambda tracked, use: None, record, channels_last=channels_last
+        model, assignment, lambda tracked, use: None, record, channels_last=channels_last
     )
     with capture:
         f = capture.forward(x)
@@ -372,8 +372,8 @@ def with_first_again(x: Any, splits: bool = True) -> tuple[Any, Tensor | None]:
     return (again, numbers) if type(again) is type(x) else (x, None)
 
 
-def find_runs(model: nn.Module, coverage: Coverage, x: Any) -> Coverage:
-    """The coverage, knowing which runs of layers are not on rows of examples.
+def find_runs(model: nn.Module, assignment: RuleAssignment, x: Any) -> RuleAssignment:
+    """The assignment, knowing which runs of layers are not on rows of examples.
 
     A run on what all examples share, as an embedding of positions may be, has inputs of one shape
     for one example and for two. Its output is broadcast: a copy for each example changes nothing,
@@ -382,7 +382,7 @@ def find_runs(model: nn.Module, coverage: Coverage, x: Any) -> Coverage:
 
     Args:
         model: the model.
-        coverage: its tracked layers.
+        assignment: its tracked layers.
         x: some examples; nothing is told from an input whose examples cannot be taken apart.
 
     Raises:
@@ -390,12 +390,12 @@ def find_runs(model: nn.Module, coverage: Coverage, x: Any) -> Coverage:
     """
     try:
         one, twins = (examples(x, torch.tensor(numbers)) for numbers in ([0], [0, 0]))
-        runs, shapes = _runs_and_shapes(model, coverage, one)
-        shapes_of_two = _runs_and_shapes(model, coverage, twins, backward=False)[1]
+        runs, shapes = _runs_and_shapes(model, assignment, one)
+        shapes_of_two = _runs_and_shapes(model, assignment, twins, backward=False)[1]
     except Exception as error:  # the whole batch will show it, if it is wrong, too
         if is_out_of_memory(error):
             raise
-        return coverage
+        return assignment
     shared = {
         (tracked, number): shape
         for tracked, seen in shapes.items()
@@ -404,14 +404,14 @@ def find_runs(model: nn.Module, coverage: Coverage, x: Any) -> Coverage:
         if shape is not None and shape == of_two and runs[tracked][number] != "constant"
     }
     if not shared:
-        return _with_runs(coverage, runs)
+        return _with_runs(assignment, runs)
     # A first axis of one entry may be that of the examples, or one of positions, of which there is
     # just one here.
     for first in (True, False):
         for (tracked, number), shape in shared.items():
             with_first = first and len(shape) > 0 and shape[0] == 1
             runs[tracked][number] = SharedAxes(with_first, len(shape))
-        known = _with_runs(coverage, runs)
+        known = _with_runs(assignment, runs)
         error = _wrong(model, known, twins)
         if error is None:
             return known
@@ -425,7 +425,7 @@ def find_runs(model: nn.Module, coverage: Coverage, x: Any) -> Coverage:
 
 
 def _runs_and_shapes(
-    model: nn.Module, coverage: Coverage, x: Any, backward: bool = True
+    model: nn.Module, assignment: RuleAssignment, x: Any, backward: bool = True
 ) -> tuple[dict[TrackedLayer, list[Run]], dict[TrackedLayer, list[torch.Size | None]]]:
     """What the layers' runs are, and their inputs' shapes, None where rows say their examples."""
     shapes: dict[TrackedLayer, list[torch.Size | None]] = {}
@@ -437,7 +437,7 @@ def _runs_and_shapes(
         known = None if told or not use.a.numel() else torch.Size(shape)
         shapes.setdefault(tracked, []).append(known)
 
-    capture = Capture(model, coverage, record, lambda *_: None)
+    capture = Capture(model, assignment, record, lambda *_: None)
     with capture, forked_random_numbers(model):
         f = capture.forward(x)
         if backward and isinstance(f, Tensor):
@@ -445,29 +445,29 @@ def _runs_and_shapes(
         return capture.runs, {t: seen for t, seen in shapes.items() if t in capture.runs}
 
 
-def _with_runs(coverage: Coverage, runs: dict[TrackedLayer, list[Run]]) -> Coverage:
+def _with_runs(assignment: RuleAssignment, runs: dict[TrackedLayer, list[Run]]) -> RuleAssignment:
     others = {
         tracked.layer: tuple(kinds)
         for tracked, kinds in runs.items()
         if any(kind != "examples" for kind in kinds)
     }
-    return replace(coverage, runs=others)
+    return replace(assignment, runs=others)
 
 
-def _wrong(model: nn.Module, coverage: Coverage, twins: Any) -> Exception | None:
+def _wrong(model: nn.Module, assignment: RuleAssignment, twins: Any) -> Exception | None:
     """Why copies of outputs for each example are something else; None if they are not."""
     try:
-        with explicit_forwards(coverage), forked_random_numbers(model), DtypesInUse() as used:
+        with explicit_forwards(assignment), forked_random_numbers(model), DtypesInUse() as used:
             f = call_with(model, {}, twins)
         with (
-            Capture(model, coverage, lambda *_: None, lambda *_: None) as capture,
+            Capture(model, assignment, lambda *_: None, lambda *_: None) as capture,
             forked_random_numbers(model),
         ):
             g = capture.forward(twins)
         if isinstance(f, Tensor) and not close(f.detach(), g.detach(), used.tolerance):
             return ValueError("The model's output is another one.")
         with forked_random_numbers(model):
-            verify_independence(model, coverage, twins)
+            verify_independence(model, assignment, twins)
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -488,9 +488,9 @@ def _used_outside(parameters: dict[str, Tensor], value: Tensor, where: str) -> N
     )
 
 
-def verify_divided(model: nn.Module, coverage: Coverage, x: Any) -> None:
+def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None:
     """Compare layers' forwards by parts with their own, and the derivatives in their parameters."""
-    divided = [d for d in coverage.divided if d.by_parts.is_checked]
+    divided = [d for d in assignment.divided if d.by_parts.is_checked]
     if not divided:
         return
     parameters = {
@@ -532,7 +532,7 @@ def verify_divided(model: nn.Module, coverage: Coverage, x: Any) -> None:
             handle.remove()
 
 
-def verify_own_parameters(model: nn.Module, coverage: Coverage, x: Any) -> None:
+def verify_own_parameters(model: nn.Module, assignment: RuleAssignment, x: Any) -> None:
     """Prove that copies for each example change no output, and that their gradients add up."""
     gradients: dict[str, Tensor] = {}
 
@@ -540,12 +540,12 @@ def verify_own_parameters(model: nn.Module, coverage: Coverage, x: Any) -> None:
         for name in tracked.parameters.values():
             gradients[name] = gradients.get(name, 0) + b.sum(0).flatten()
 
-    own = [name for t in coverage.own_parameters for name in t.parameters.values()]
+    own = [name for t in assignment.own_parameters for name in t.parameters.values()]
     names = list(dict.fromkeys(own))  # modules may share one
     leaves = {name: model.get_parameter(name).detach().requires_grad_() for name in names}
-    only = Coverage([], coverage.own_parameters, coverage.divided, [], names)
+    only = RuleAssignment([], assignment.own_parameters, assignment.divided, [], names)
     with torch.enable_grad():
-        with explicit_forwards(coverage), forked_random_numbers(model), DtypesInUse() as used:
+        with explicit_forwards(assignment), forked_random_numbers(model), DtypesInUse() as used:
             f = call_with(model, leaves, x)
         capture = Capture(model, only, lambda tracked, use: None, record)
         if not isinstance(f, Tensor):

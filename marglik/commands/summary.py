@@ -81,7 +81,7 @@ def print_evaluation(results: dict[str, Any]) -> None:
     if results["ood"]:
         ood = results["ood"]
         note = f", {ood['note']}" if ood["note"] else ""
-        print(f"foreign: {ood['num_examples']} of {ood['name']}{note}")
+        print(f"out of distribution: {ood['num_examples']} of {ood['name']}{note}")
     named = results["predictives"].items()
     _print_metrics({name: _shifts_averaged(entry["metrics"]) for name, entry in named})
     for what in results["replaced"]:

@@ -13,7 +13,7 @@ from marglik.data.splits import check_seed
 
 __all__ = [
     "ClassSubset",
-    "ForeignImages",
+    "OutOfDistributionImages",
     "NAME",
     "Noise",
     "out_of_distribution_images",
@@ -141,7 +141,7 @@ def _quoted(names: Sequence[str]) -> str:
 Shape = tuple[int, int, int]
 
 
-class ForeignImages(NamedTuple):
+class OutOfDistributionImages(NamedTuple):
     """Images of another source."""
 
     images: Tensor
@@ -152,7 +152,7 @@ class ForeignImages(NamedTuple):
     """What was done to them, such as "resized from 28x28x1 to 32x32x3", or None."""
 
 
-def out_of_distribution_images(source: ImageData, like: ImageSplits) -> ForeignImages:
+def out_of_distribution_images(source: ImageData, like: ImageSplits) -> OutOfDistributionImages:
     """Return the test images of a source in the shape of other data.
 
     Images of another size are resized by torchvision (bilinear, with antialiasing, stretched where
@@ -169,7 +169,7 @@ def out_of_distribution_images(source: ImageData, like: ImageSplits) -> ForeignI
             into that of ``like``.
     """
     if isinstance(source, Noise):
-        return ForeignImages(source.draw(*like.image_shape), NAME, None)
+        return OutOfDistributionImages(source.draw(*like.image_shape), NAME, None)
     splits = source.load()
     if not len(splits.test):
         raise ValueError(
@@ -178,7 +178,7 @@ def out_of_distribution_images(source: ImageData, like: ImageSplits) -> ForeignI
         )
     shape, wanted = splits.image_shape, like.image_shape
     if shape == wanted:
-        return ForeignImages(splits.test.images, splits.name, None)
+        return OutOfDistributionImages(splits.test.images, splits.name, None)
     if shape[0] != wanted[0] and {shape[0], wanted[0]} != {1, 3}:
         raise ValueError(
             f"{splits.name} has images of {shape[0]} channels and {like.name} of {wanted[0]}; "
@@ -188,7 +188,7 @@ def out_of_distribution_images(source: ImageData, like: ImageSplits) -> ForeignI
     change = "converted" if shape[1:] == wanted[1:] else "resized"
     images = map_in_chunks(partial(_reshaped, wanted), splits.test.images)
     note = f"{change} from {_written(shape)} to {_written(wanted)}"
-    return ForeignImages(images, splits.name, note)
+    return OutOfDistributionImages(images, splits.name, note)
 
 
 def _reshaped(shape: Shape, images: Tensor) -> Tensor:

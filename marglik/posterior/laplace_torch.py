@@ -13,10 +13,10 @@ from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.laplace.interface import KfacGGN, KfacInterface
 from kfac_backend.laplace.kron import EigenKron, FactorKron, laplace
 from kfac_backend.model.batches import to_device
-from kfac_backend.model.coverage import check_module
+from kfac_backend.model.rule_assignment import check_module
 from kfac_backend.options import KfacApprox, Likelihood, check_option, check_positive
 from kfac_backend.precision import at_least_float32
-from marglik.modes import in_eval_mode
+from marglik.eval_mode import in_eval_mode
 from marglik.posterior import evidence
 from marglik.posterior.posterior import Posterior, check_num_samples
 

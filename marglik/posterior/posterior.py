@@ -18,11 +18,11 @@ from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.factors import kronecker_factors
 from kfac_backend.model.calls import call_with, check_output
-from kfac_backend.model.coverage import check_module
+from kfac_backend.model.rule_assignment import check_module
 from kfac_backend.options import CurvatureOptions, Likelihood, check_option, check_positive
 from kfac_backend.precision import at_least_float32
 from kfac_backend.threads import turn_of
-from marglik.modes import in_eval_mode
+from marglik.eval_mode import in_eval_mode
 from marglik.posterior import evidence
 from marglik.posterior.evidence import EvidenceTerms
 from marglik.posterior.subset import Layers, last_layer

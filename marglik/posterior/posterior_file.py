@@ -17,7 +17,7 @@ from torch.nn.utils import parameters_to_vector
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.files import sha256_of_tensors, write_tensors
-from kfac_backend.model.coverage import check_module
+from kfac_backend.model.rule_assignment import check_module
 from kfac_backend.options import CurvatureOptions
 from marglik.posterior.posterior import Posterior
 from marglik.storage.model_state import read_state, tensors_of, tensors_of_others

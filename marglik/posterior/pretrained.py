@@ -58,10 +58,10 @@ def _read(path: Path) -> dict[str, Tensor]:
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises whatever the broken file leads to
-        foreign = re.search(r"GLOBAL (\S+)", str(error))
+        unknown = re.search(r"GLOBAL (\S+)", str(error))
         reason = (
-            f"it holds {foreign[1]}, and objects can run code as they are loaded"
-            if foreign
+            f"it holds {unknown[1]}, and objects can run code as they are loaded"
+            if unknown
             else f"it is damaged, or of another program ({type(error).__name__})"
         )
         raise ValueError(

@@ -7,7 +7,7 @@ from torch import nn
 
 from kfac_backend.model.batches import to_device
 from kfac_backend.model.calls import call_with
-from marglik.modes import in_eval_mode
+from marglik.eval_mode import in_eval_mode
 
 __all__ = ["Layers", "freeze_all_but", "last_layer"]
 

@@ -26,7 +26,7 @@ from marglik.data import (
     out_of_distribution_images,
 )
 from marglik.data.batches import split_batches
-from marglik.data.out_of_distribution import ForeignImages
+from marglik.data.out_of_distribution import OutOfDistributionImages
 from marglik.data.record import tensors_in
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.evaluation import compute_metrics, predict_all, reliability_curve
@@ -52,7 +52,8 @@ class EvaluationConfig:
     Args:
         shift: whether to evaluate on the test images with noise, blur, less contrast and JPEG
             artefacts, at five severities each: twenty times the work.
-        ood_score: what tells foreign images: the predictive entropy, or its epistemic part.
+        ood_score: what tells out-of-distribution images from others: the predictive entropy, or
+            its epistemic part.
         uncertain: how many of the most uncertain test images to keep for the report.
     """
 
@@ -80,20 +81,20 @@ def evaluate(
     likelihood: Likelihood,
     config: EvaluationConfig = EvaluationConfig(),  # noqa: B008
     *,
-    ood: ImageData | ForeignImages | None = None,
+    ood: ImageData | OutOfDistributionImages | None = None,
     batch_size: int = 256,
     device: torch.device | str = "cpu",
     progress: bool = False,
     checkpoints: Checkpoints | None = None,
 ) -> dict[str, Any]:
-    """Evaluate predictives on the test set, and on validation, shifted and foreign data.
+    """Evaluate predictives on test, validation, shifted and out-of-distribution data.
 
     Args:
         predictives: name -> predictive; the uncertain images are those of the last.
         splits: the data; images are normalised by its mean and std.
         likelihood: of the predictives.
         config: what is evaluated.
-        ood: data from elsewhere.
+        ood: out-of-distribution data.
         batch_size: test examples at a time.
         device: where batches are made.
         progress: whether to show progress bars.
@@ -107,8 +108,7 @@ def evaluate(
         count, whose number is then there, too.
 
     Raises:
-        ValueError: shifts or foreign data for data that are no images, or regression; foreign data
-            without images.
+        ValueError: shifts or out-of-distribution data where the data has no images, or for regression.
     """
     images = splits if isinstance(splits, ImageSplits) else None
     if images is None and (config.shift or ood is not None):
@@ -117,9 +117,9 @@ def evaluate(
         )
     work = _Evaluation(splits, likelihood, batch_size, torch.device(device), progress, checkpoints)
     config.check(splits)
-    foreign = ood if isinstance(ood, ForeignImages) else None
+    ood_images = ood if isinstance(ood, OutOfDistributionImages) else None
     if isinstance(ood, ImageData) and images is not None:
-        foreign = out_of_distribution_images(ood, images)
+        ood_images = out_of_distribution_images(ood, images)
     record: dict[str, Any] = {
         "format": "marglik.evaluation",
         "version": 1,
@@ -145,11 +145,11 @@ def evaluate(
         entry = {"reliability": reliability_curve(prediction, targets, likelihood)}
         if likelihood != "regression":
             entry["entropy"] = _entropies(prediction, likelihood)
-        if foreign is not None:
-            of_foreign = work.predict_images("ood", foreign.images, predict)
-            inside, outside = (_score(p, config.ood_score) for p in (prediction, of_foreign))
+        if ood_images is not None:
+            of_ood = work.predict_images("ood", ood_images.images, predict)
+            inside, outside = (_score(p, config.ood_score) for p in (prediction, of_ood))
             found |= out_of_distribution_metrics(inside, outside)
-            entry["entropy"]["ood"] = _entropies(of_foreign, likelihood)["test"]
+            entry["entropy"]["ood"] = _entropies(of_ood, likelihood)["test"]
         if config.shift:
             found |= work.shifted(predict)
         if images is not None and likelihood == "classification" and config.uncertain:
@@ -157,13 +157,13 @@ def evaluate(
             work.uncertain = {"predictive": label, "examples": examples}
         work.finish(label, {"metrics": found, **entry, "seconds": work.seconds["test"]})
     record["uncertain"] = work.uncertain
-    if foreign is not None:
+    if ood_images is not None:
         record["ood"] = {
-            "name": foreign.name,
-            "num_examples": len(foreign.images),
+            "name": ood_images.name,
+            "num_examples": len(ood_images.images),
             "score": config.ood_score,
-            "note": foreign.note,
-            "sha256": sha256_of_tensors([foreign.images]),
+            "note": ood_images.note,
+            "sha256": sha256_of_tensors([ood_images.images]),
         }
     if config.shift:
         record["shift"] = {"kinds": list(CORRUPTIONS), "severities": list(SEVERITIES)}
@@ -215,7 +215,7 @@ def combined(found: dict[str, Any], earlier: dict[str, Any]) -> tuple[dict[str, 
     """An evaluation together with an earlier one, and what of that one it replaces, in words.
 
     Results add to each other where they are of the same network or posterior, test set and way of
-    predicting. There is one set of foreign data in an evaluation.
+    predicting. An evaluation has one out-of-distribution data set.
     """
     for key, what in SUBJECT.items():
         if found[key] != earlier.get(key):
@@ -231,10 +231,10 @@ def combined(found: dict[str, Any], earlier: dict[str, Any]) -> tuple[dict[str, 
             entries[label] = entry
             continue
         if not stays:
-            former = _without_foreign(former)
+            former = _without_ood(former)
         entries[label] = former if entry is None else _both(former, entry)
     if earlier["ood"] and not stays:
-        replaced.append(f"the results on foreign data ({_foreign_name(earlier['ood'])})")
+        replaced.append(f"the results on out-of-distribution data ({_ood_name(earlier['ood'])})")
     former = {key: earlier[key] for key in ("ood", "shift", "uncertain") if found[key] is None}
     return found | former | {"predictives": found["predictives"] | entries}, replaced
 
@@ -248,7 +248,7 @@ SUBJECT = {
 """Keys of what is evaluated, and what it is called if it is not the same."""
 
 
-def _without_foreign(entry: dict[str, Any]) -> dict[str, Any]:
+def _without_ood(entry: dict[str, Any]) -> dict[str, Any]:
     kept = {key: v for key, v in entry["metrics"].items() if not key.startswith("ood/")}
     entropy = entry.get("entropy") or {}
     return entry | {
@@ -264,7 +264,7 @@ def _both(former: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
     return both
 
 
-def _foreign_name(ood: dict[str, Any]) -> str:
+def _ood_name(ood: dict[str, Any]) -> str:
     return f"{ood['num_examples']} of {ood['name']}, told apart by {ood['score']}"
 
 

@@ -127,15 +127,15 @@ def regression_metrics(mean: Tensor, variance: Tensor, targets: Tensor) -> dict[
 
 
 def out_of_distribution_metrics(inside: Tensor, outside: Tensor) -> dict[str, float]:
-    """How well scores, larger where an input looks stranger, tell foreign data from our own.
+    """How well a score tells out-of-distribution (OOD) data from our own; it is larger for OOD.
 
-    - "ood/AUROC": probability that a foreign example scores higher, equal scores count half.
-    - "ood/AUPR": average precision, the foreign data being positive; chance is M / (N + M).
+    - "ood/AUROC": probability that an OOD example scores higher than ours; equal scores count half.
+    - "ood/AUPR": average precision with OOD as the positive class; chance is M / (N + M).
     - "ood/FPR95": share of our own examples that are flagged at the largest threshold (score >=
-      threshold) that flags at least 95 % of the foreign ones.
+      threshold) that flags at least 95 % of the OOD examples.
 
-    Source: Hendrycks, Mazeika & Dietterich 2019 (arXiv:1812.04606); there, as here, the foreign
-    data is positive. Others take their own data as positive: another AUPR, another FPR95.
+    Source: Hendrycks, Mazeika & Dietterich 2019 (arXiv:1812.04606); OOD is the positive class
+    there, too. With our own data as the positive class AUPR and FPR95 are other numbers.
 
     Args:
         inside: (N,) scores of examples from the training distribution.
@@ -150,12 +150,12 @@ def out_of_distribution_metrics(inside: Tensor, outside: Tensor) -> dict[str, fl
 
     sides = [as_finite("inside", inside), as_finite("outside", outside)]
     scores = torch.cat(sides).numpy()
-    foreign = torch.cat([torch.zeros_like(sides[0]), torch.ones_like(sides[1])]).numpy()
+    is_ood = torch.cat([torch.zeros_like(sides[0]), torch.ones_like(sides[1])]).numpy()
     # Dropped points of the curve could be the first that reaches 95 %.
-    fpr, tpr, _ = roc_curve(foreign, scores, drop_intermediate=False)
+    fpr, tpr, _ = roc_curve(is_ood, scores, drop_intermediate=False)
     return {
-        "ood/AUROC": float(roc_auc_score(foreign, scores)),
-        "ood/AUPR": float(average_precision_score(foreign, scores)),
+        "ood/AUROC": float(roc_auc_score(is_ood, scores)),
+        "ood/AUPR": float(average_precision_score(is_ood, scores)),
         "ood/FPR95": float(fpr[(tpr >= 0.95).argmax()]),
     }
 

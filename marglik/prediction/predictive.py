@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from kfac_backend.model.batches import to_device
 from kfac_backend.model.calls import call_with, check_output
-from kfac_backend.model.coverage import check_module
+from kfac_backend.model.rule_assignment import check_module
 from kfac_backend.options import Likelihood, check_option, check_positive
 from kfac_backend.precision import at_least_float32
-from marglik.modes import in_eval_mode
+from marglik.eval_mode import in_eval_mode
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.subset import Layers
 from marglik.prediction.links import (

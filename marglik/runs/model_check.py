@@ -16,7 +16,7 @@ from kfac_backend.precision import at_least_float32
 from marglik.data import ImageSet, ImageSplits, Splits
 from marglik.data.batches import split_batches
 from marglik.data.tensors import described
-from marglik.modes import eval_mode
+from marglik.eval_mode import eval_mode
 from marglik.prediction.links import check_link
 from marglik.prediction.predictive import PredictiveConfig
 from marglik.runs.config import CurvatureConfig

@@ -7,7 +7,7 @@ from torch import nn
 
 from kfac_backend.files import parse_json, sha256_of_tensors
 from marglik.data import ImageSplits, Splits
-from marglik.data.out_of_distribution import ForeignImages
+from marglik.data.out_of_distribution import OutOfDistributionImages
 from marglik.data.record import tensors_in
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import precision_to_weight_decay
@@ -29,7 +29,7 @@ NOT_OF_THE_RESULT = (
 def run_identity(
     model: nn.Module,
     splits: Splits,
-    foreign: ForeignImages | None,
+    ood_images: OutOfDistributionImages | None,
     options: dict[str, Any],
     provenance: Provenance,
 ) -> dict[str, Any]:
@@ -50,14 +50,14 @@ def run_identity(
     if isinstance(splits, ImageSplits):
         identity["normalisation"] = {"mean": list(splits.mean), "std": list(splits.std)}
     return identity | {
-        "ood": None if foreign is None else foreign.name,
+        "ood": None if ood_images is None else ood_images.name,
         "model": type(model).__name__,
         "model_options": (provenance.model or {}).get("init_args"),
         "config": options | {"run": of_run},
         "parameters": shapes,
         "sums": {
             kind: sha256_of_tensors(tensors),
-            "ood": None if foreign is None else sha256_of_tensors([foreign.images]),
+            "ood": None if ood_images is None else sha256_of_tensors([ood_images.images]),
             "initial_parameters": sha256_of_tensors(model.state_dict().values()),
         },
     }

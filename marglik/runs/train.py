@@ -87,7 +87,7 @@ def train(
         ood=ood is not None,
         evaluation__shift=evaluation.shift,
     )
-    foreign = None if ood is None else out_of_distribution_images(ood, splits)
+    ood_images = None if ood is None else out_of_distribution_images(ood, splits)
     evaluation.check(splits)
     model = fabric.to_device(model)
     check_model(model, splits, curvature, predictive=predictive)
@@ -99,9 +99,9 @@ def train(
     folder = RunFolder(run.output or f"runs/{re.sub('[^a-z0-9]+', '_', splits.name.lower())}")
     initial_model = deepcopy(model) if run.baseline else None
     setup = TrainingSetup(
-        splits, optimizer, prior, curvature, predictive, evaluation, foreign, run, fabric
+        splits, optimizer, prior, curvature, predictive, evaluation, ood_images, run, fabric
     )
-    identity = run_identity(model, splits, foreign, setup.options(), provenance)
+    identity = run_identity(model, splits, ood_images, setup.options(), provenance)
     made_with = environment(fabric.device)
     states = {
         name: Checkpoints(

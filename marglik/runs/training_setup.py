@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from marglik.data import Batches, Splits
 from marglik.data.batches import split_batches
-from marglik.data.out_of_distribution import ForeignImages
+from marglik.data.out_of_distribution import OutOfDistributionImages
 from marglik.posterior.hyperparameters import Hyperparameters, UpdateMethod
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import PriorGroups, weight_decay_to_precision
@@ -36,7 +36,7 @@ class TrainingSetup:
     curvature: CurvatureConfig
     predictive: PredictiveConfig
     evaluation: EvaluationConfig
-    foreign: ForeignImages | None
+    ood_images: OutOfDistributionImages | None
     run: RunConfig
     fabric: Fabric
 
@@ -122,7 +122,7 @@ class TrainingSetup:
             self.evaluation,
             of=of,
             seed=self.run.seed,
-            ood=self.foreign,
+            ood=self.ood_images,
             batch_size=self.predictive.batch_size,
             device=self.fabric.device,
             progress=self.run.progress,

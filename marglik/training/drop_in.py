@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from kfac_backend.factors import check_one_process
 from kfac_backend.laplace.interface import KfacGGN
 from kfac_backend.laplace.kron import laplace as laplace_torch
-from kfac_backend.model.coverage import check_module
+from kfac_backend.model.rule_assignment import check_module
 from kfac_backend.options import CurvatureOptions, Likelihood
 from marglik.posterior.hyperparameters import Hyperparameters
 from marglik.posterior.laplace_torch import KronLaplace

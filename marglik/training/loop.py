@@ -18,9 +18,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
 
 from kfac_backend.factors import check_one_process
-from kfac_backend.model.coverage import check_module
+from kfac_backend.model.rule_assignment import check_module
 from kfac_backend.options import Likelihood, TargetOptions, check_option, check_positive
-from marglik.modes import eval_mode, kept_mode
+from marglik.eval_mode import eval_mode, kept_mode
 from marglik.posterior.hyperparameters import Hyperparameters
 from marglik.posterior.prior import precision_to_weight_decay
 from marglik.storage.checkpoint import Checkpoints

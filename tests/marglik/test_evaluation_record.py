@@ -141,7 +141,7 @@ def test_metrics_are_those_of_all_examples_at_once(record, digits, predictives):
 
 
 @pytest.mark.parametrize("score", ["entropy", "epistemic"])
-def test_foreign_images_are_told_by_their_score(score, digits, predictives):
+def test_out_of_distribution_images_are_told_by_their_score(score, digits, predictives):
     predict = predictives["Laplace, mc"]
     turned = digits.test.images.rot90(1, (2, 3)).contiguous()
     ood = Given(replace(digits, test=ImageSet(turned, digits.test.labels), name="turned"))
@@ -163,7 +163,7 @@ def test_foreign_images_are_told_by_their_score(score, digits, predictives):
     assert found["shift"] is None and not any(key.startswith("shift/") for key in metrics)
 
 
-def test_foreign_images_of_another_shape(digits, predictives):
+def test_out_of_distribution_images_of_another_shape(digits, predictives):
     pixels = torch.randint(256, (7, 3, 12, 10), dtype=torch.uint8)
     images = ImageSet(pixels, torch.zeros(7, dtype=torch.int64))
     others = Given(ImageSplits(images, None, images, ("a",), (0.0,) * 3, (1.0,) * 3, "others"))
@@ -300,7 +300,7 @@ def without_seconds(record):
     return record | {"predictives": entries}
 
 
-# Of 3 batches for the test, 3 for the validation and 2 for the foreign images, 20 times 3 shifted.
+# Of 3 batches for the test, 3 for the validation and 2 for OOD images, 20 times 3 shifted.
 @pytest.mark.parametrize(
     ("label", "stop"), [("MAP", 1), ("Laplace, mc", 0), ("Laplace, mc", 4), ("Laplace, mc", 31)]
 )

@@ -72,7 +72,7 @@ def test_bernoulli():
 
 @pytest.mark.parametrize("likelihood", ["regression", "bernoulli"])
 @pytest.mark.parametrize("what", [{"config": EvaluationConfig(shift=True)}, {"ood": Noise()}])
-def test_data_without_images_is_neither_shifted_nor_foreign(likelihood, what):
+def test_data_without_images_is_neither_shifted_nor_out_of_distribution(likelihood, what):
     splits = tensors(likelihood)
     message = "tensors holds no images; shift and ood are for images. Leave them out"
     with pytest.raises(ValueError, match=message):

@@ -264,9 +264,9 @@ def test_only_the_same_curvature_can_be_added():
     la = Laplace(network(), "classification", "all", backend=KfacGGN)
     la.fit(data)
     assert isinstance(la.H_facs, FactorKron) and isinstance(la.H, EigenKron)
-    foreign = Kron([[torch.ones(2, 2)] for _ in la.H_facs.kfacs])
+    other = Kron([[torch.ones(2, 2)] for _ in la.H_facs.kfacs])
     with pytest.raises(ValueError, match="same backend"):
-        foreign + la.H_facs
+        other + la.H_facs
     with pytest.raises(ValueError, match="Can only add Kron"):
         la.H_facs + 1.0
 

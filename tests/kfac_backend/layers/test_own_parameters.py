@@ -98,11 +98,11 @@ def test_large_ones_have_the_exact_diagonal(monkeypatch):
     assert_blocks(factors, exact | {"position_embedding": diagonal})
 
 
-def test_foreign_classes_and_subclasses():
-    class Foreign(Tokens):
+def test_classes_of_others_and_subclasses():
+    class Another(Tokens):
         pass
 
-    class Derived(Foreign):
+    class Derived(Another):
         def __init__(self):
             super().__init__()
             self.extra = nn.Parameter(torch.ones(1, 3))
@@ -113,7 +113,7 @@ def test_foreign_classes_and_subclasses():
     model, x, y = randomize(Derived()), *setting()[1:]
     with pytest.raises(NotImplementedError, match="'class_token' of layer '' .Derived. has no"):
         kronecker_factors(model, [(x, y)], "classification")
-    assert declare(Foreign) is Foreign
+    assert declare(Another) is Another
     with pytest.raises(NotImplementedError, match="'extra' of layer ''"):
         kronecker_factors(model, [(x, y)], "classification")
     register_parameters("extra")(Derived)

@@ -1,4 +1,4 @@
-"""`marglik evaluate`: saved posteriors and bare checkpoints, on test, shifted and foreign data."""
+"""`marglik evaluate`: saved posteriors and bare checkpoints; test, shifted and OOD data."""
 
 import json
 from dataclasses import replace
@@ -54,7 +54,7 @@ def test_several_methods_on_noise(run, tmp_path, capsys):
     assert len({values["test/cls/NLL"] for values in found.values()}) == 5
     assert all(values["ood/AUROC"] > 0.6 for values in found.values())
     assert evaluated(out)["ood"]["num_examples"] == 40
-    assert "foreign: 40 of noise" in capsys.readouterr().out
+    assert "out of distribution: 40 of noise" in capsys.readouterr().out
     assert (out / "report.html").exists()
     assert (run / "evaluation.json").read_bytes() == before  # the run's own stays
 
@@ -63,14 +63,14 @@ NOISE = ["--ood", "marglik.data.Noise", "--ood.num_images", "40"]
 
 
 def test_evaluations_add_to_each_other(run, capsys):
-    """The README's order: foreign data first, then shifts and another method."""
+    """The README's order: out-of-distribution data first, then shifts and another method."""
     at_end = evaluated(run)
     assert main(["evaluate", str(run), *QUIET, *NOISE]) == 0
     first = evaluated(run)
     more = ["--methods", "[probit, mc]", "--evaluation.shift", "true"]
     assert main(["evaluate", str(run), *QUIET, *more]) == 0
     printed = capsys.readouterr().out
-    assert "Replaced" not in printed and "foreign: 40 of noise" in printed
+    assert "Replaced" not in printed and "out of distribution: 40 of noise" in printed
     both = evaluated(run)
     assert both["ood"] == first["ood"] and len(both["shift"]["kinds"]) == 4
     for name in ("MAP", "Laplace, probit"):
@@ -95,7 +95,10 @@ def test_an_evaluation_says_what_it_replaces(run, capsys):
     other = [*NOISE[:-1], "30", "--methods", "[]"]
     assert main(["evaluate", str(run), *QUIET, *other]) == 0
     printed = capsys.readouterr().out
-    assert "Replaced: the results on foreign data (40 of noise, told apart by entropy)." in printed
+    assert (
+        "Replaced: the results on out-of-distribution data (40 of noise, told apart by entropy)."
+        in printed
+    )
     assert [name for name, found in metrics(run).items() if "ood/AUROC" in found] == ["MAP"]
     assert "ood" not in evaluated(run)["predictives"]["Laplace, probit"]["entropy"]
     data = [*DATA, "--data.data.seed", "3"]
@@ -125,7 +128,7 @@ def test_an_evaluation_that_was_altered_is_not_added_to(run, capsys):
     assert "evaluation.json is not as marglik wrote it" in refusal(capsys, "evaluate", str(run))
 
 
-def test_foreign_files_are_not_overwritten(run, tmp_path, capsys):
+def test_files_of_others_are_not_overwritten(run, tmp_path, capsys):
     (tmp_path / "evaluation.json").write_text("mine")
     message = refusal(capsys, "evaluate", str(run), *QUIET, "--output", str(tmp_path))
     assert "holds evaluation.json and no manifest.json" in message
@@ -141,11 +144,11 @@ def test_held_out_classes(run):
     assert metrics(run)["MAP"]["ood/AUROC"] == 0.5  # no parameter is uncertain
 
 
-def test_foreign_images_of_another_shape_are_resized(run, tmp_path, capsys):
+def test_out_of_distribution_images_of_another_shape_are_resized(run, tmp_path, capsys):
     folder = images(tmp_path / "images", "01", 16, colour=True)
     ood = ["--ood", "marglik.data.ImageFolder", "--ood.cache", "false", "--ood.path", str(folder)]
     assert main(["evaluate", str(run), *QUIET, *ood]) == 0
-    assert "foreign: 4 of " in (printed := capsys.readouterr().out)
+    assert "out of distribution: 4 of " in (printed := capsys.readouterr().out)
     assert "resized from 16x16x3 to 8x8x1" in printed
 
 
@@ -276,8 +279,8 @@ REFUSED = {
         "is of another network: 'layers.1.weight' has shape (12, 64), MLP has (128, 65)",
     ),
     "an unknown option": (["--shift", "true"], "--shift"),
-    "unknown foreign data": (["--ood", "marglik.data.Nothing"], "ood"),
-    "foreign data that are no images": (["--ood", "marglik.data.TensorFile"], "ood"),
+    "unknown out-of-distribution data": (["--ood", "marglik.data.Nothing"], "ood"),
+    "out-of-distribution data that are no images": (["--ood", "marglik.data.TensorFile"], "ood"),
     "an unknown class held out": (
         [*HELD_OUT[:-1], "[8, ten]"],
         "digits has no class 'ten'; its classes are '0', '1'",

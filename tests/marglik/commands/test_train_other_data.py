@@ -195,7 +195,10 @@ WRONG = {
     ),
     "augmentation": (["--augment"], "holds no images; augment is for images. Leave it out"),
     "a memory format": (["--channels_last"], "holds no images; channels_last is for images"),
-    "foreign images": (["--ood", "marglik.data.Noise"], "holds no images; ood is for images"),
+    "out-of-distribution images": (
+        ["--ood", "marglik.data.Noise"],
+        "holds no images; ood is for images",
+    ),
     "shifted images": (
         ["--evaluation.shift", "true", "--augment"],
         "holds no images; augment and evaluation.shift are for images. Leave them out",

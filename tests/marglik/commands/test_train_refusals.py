@@ -54,7 +54,10 @@ WRONG = {
         "fit (--predictive.networks ",
     ),
     "a negative number of images": (["--evaluation.uncertain", "-1"], "must be 0 or more, not -1"),
-    "no foreign images": (["--ood.num_images", "0"], "num_images=0: must be at least 1"),
+    "no out-of-distribution images": (
+        ["--ood.num_images", "0"],
+        "num_images=0: must be at least 1",
+    ),
     "unknown device": (["--accelerator", "tpu"], "accelerator"),
 }
 

@@ -199,7 +199,7 @@ OTHER = {
     "activation": (["--model.activation", "tanh"], "activation"),
     "data": (["--data.data.validation", "0.2"], "images.train is"),
     "evaluation": (["--evaluation.uncertain", "3"], "uncertain is"),
-    "foreign data": (["--ood", "marglik.data.Noise"], "ood"),
+    "out-of-distribution data": (["--ood", "marglik.data.Noise"], "ood"),
 }
 
 

@@ -89,7 +89,7 @@ def test_could_not_even_ask_if_it_wanted_to(browser, pages, tmp_path):
         visit = Visit(context.new_page(), path)
         with visit.page.expect_event("requestfailed") as failed:
             visit.page.evaluate(ask)
-        assert visit.foreign_requests() == ["http://localhost:9/x.png"]
+        assert visit.requests_elsewhere() == ["http://localhost:9/x.png"]
         failures.append(failed.value.failure)
         context.close()
     assert failures == ["net::ERR_INTERNET_DISCONNECTED", "csp"]

@@ -25,7 +25,7 @@ class Visit:
             selector, "(element, name) => getComputedStyle(element)[name]", name
         )
 
-    def foreign_requests(self):
+    def requests_elsewhere(self):
         kept = ("data:", "blob:", self.own)
         return [url for url in self.requests if not url.startswith(kept)]
 
@@ -38,7 +38,7 @@ def visiting(browser, path, script=None, **options):
         context.add_init_script(script)
     visit = Visit(context.new_page(), path)
     yield visit
-    assert visit.foreign_requests() == []
+    assert visit.requests_elsewhere() == []
     assert visit.problems == []
     context.close()
 

@@ -22,12 +22,12 @@ from kfac_backend.layers.rows import Run
 from kfac_backend.options import Unsupported
 
 __all__ = [
-    "Coverage",
+    "RuleAssignment",
     "DividedLayer",
     "TrackedLayer",
     "check_module",
-    "coverage_of_blocks",
-    "find_coverage",
+    "assignment_of_blocks",
+    "assign_rules",
 ]
 
 
@@ -62,7 +62,7 @@ class DividedLayer:
 
 
 @dataclass(frozen=True)
-class Coverage:
+class RuleAssignment:
     """What a curvature pass computes: the layers with rules, and parameters by their diagonal."""
 
     layers: list[TrackedLayer]
@@ -83,7 +83,7 @@ class Coverage:
         return self.layers + self.own_parameters
 
 
-def find_coverage(model: nn.Module, unsupported: Unsupported = "error") -> Coverage:
+def assign_rules(model: nn.Module, unsupported: Unsupported = "error") -> RuleAssignment:
     """Sort the trainable parameters of a model into those with a rule and those without.
 
     Args:
@@ -164,7 +164,7 @@ def find_coverage(model: nn.Module, unsupported: Unsupported = "error") -> Cover
     if not covered:
         raise ValueError("No trainable parameter of the model has a K-FAC rule.")
     ordered = [name for name in trainable if name in covered]
-    return Coverage(layers, own_parameters, divided, diagonal, ordered)
+    return RuleAssignment(layers, own_parameters, divided, diagonal, ordered)
 
 
 def _parts(
@@ -204,7 +204,7 @@ def _own_parameter(
     return TrackedLayer(name, layer, OwnParameterRule, {local: full}, OwnParameter)
 
 
-def coverage_of_blocks(model: nn.Module, sizes: Mapping[str, int]) -> Coverage:
+def assignment_of_blocks(model: nn.Module, sizes: Mapping[str, int]) -> RuleAssignment:
     """The layers and parameters that have a block; the others are constants.
 
     Args:
@@ -227,8 +227,8 @@ def coverage_of_blocks(model: nn.Module, sizes: Mapping[str, int]) -> Coverage:
                 f"The posterior's block of '{name}' has {size} entries, the parameter "
                 f"{parameters[name].numel()}; it belongs to another model."
             )
-    coverage = find_coverage(model, "diagonal")
-    frozen = [name for name in sizes if name not in coverage.names]
+    assignment = assign_rules(model, "diagonal")
+    frozen = [name for name in sizes if name not in assignment.names]
     if frozen:
         raise ValueError(
             f"Parameter '{frozen[0]}' has a posterior, but requires_grad=False. Call "
@@ -244,10 +244,10 @@ def coverage_of_blocks(model: nn.Module, sizes: Mapping[str, int]) -> Coverage:
         return chosen
 
     return replace(
-        coverage,
-        layers=with_blocks(coverage.layers),
-        own_parameters=with_blocks(coverage.own_parameters),
-        diagonal=[name for name in coverage.diagonal if name in sizes],
+        assignment,
+        layers=with_blocks(assignment.layers),
+        own_parameters=with_blocks(assignment.own_parameters),
+        diagonal=[name for name in assignment.diagonal if name in sizes],
         names=list(sizes),
     )
 
