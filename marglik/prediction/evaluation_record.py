@@ -108,7 +108,7 @@ def evaluate(
         count, whose number is then there, too.
 
     Raises:
-        ValueError: shifts or out-of-distribution data where the data has no images, or for regression.
+        ValueError: shifts or out-of-distribution data without images, or with regression.
     """
     images = splits if isinstance(splits, ImageSplits) else None
     if images is None and (config.shift or ood is not None):
