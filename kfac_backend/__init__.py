@@ -12,16 +12,19 @@ from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.factors import kronecker_factors
 from kfac_backend.layers import register_parameters, register_rule
 from kfac_backend.layers.rows import counted_positions, examples_of_rows
+from kfac_backend.options import CurvatureOptions, TargetOptions
 
 if TYPE_CHECKING:
     from kfac_backend.laplace.interface import KfacEF, KfacGGN
 
 __all__ = [
+    "CurvatureOptions",
     "EigenBlock",
     "KfacEF",
     "KfacGGN",
     "KroneckerBlock",
     "KroneckerFactors",
+    "TargetOptions",
     "counted_positions",
     "examples_of_rows",
     "kronecker_factors",
