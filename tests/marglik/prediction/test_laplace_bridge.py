@@ -8,7 +8,7 @@ import torch
 from scipy import special, stats
 from torch.testing import assert_close
 
-from tests.marglik.gaussians import entropy, gaussians, predict
+from tests.marglik.prediction.gaussians import entropy, gaussians, predict
 
 
 def bridge_by_loops(f, S):

@@ -1,8 +1,8 @@
 """A process of its own that loads posteriors and saves what they predict: run by a test.
 
-``python -m tests.marglik.predict_elsewhere THREADS FOLDER...``; each folder has ``x.safetensors``,
-and gets ``predictions.safetensors``. The last line printed is the number of objects that were
-unpickled meanwhile, and after a control.
+``python -m tests.marglik.posterior.predict_elsewhere THREADS FOLDER...``; each folder has
+``x.safetensors``, and gets ``predictions.safetensors``. The last line printed is the number of
+objects that were unpickled meanwhile, and after a control.
 """
 
 import pickle

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from marglik import KronLaplace
 from marglik.models import MLP, WideResNetFixup
 from marglik.posterior.posterior_file import save_posterior
+from tests.marglik.posterior.predict_elsewhere import as_tensors
 from tests.marglik.posteriors import predictions
-from tests.marglik.predict_elsewhere import as_tensors
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -42,7 +42,7 @@ def test_a_new_process_predicts_the_same(tmp_path):
         save_file({"x": images}, tmp_path / name / "x.safetensors")
         expected[name] = as_tensors(predictions(laplace, images))
 
-    command = [sys.executable, "-m", "tests.marglik.predict_elsewhere"]
+    command = [sys.executable, "-m", "tests.marglik.posterior.predict_elsewhere"]
     folders = [str(tmp_path / name) for name in networks]
     printed = subprocess.run(
         [*command, str(torch.get_num_threads()), *folders],

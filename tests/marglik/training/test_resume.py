@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from marglik.storage.checkpoint import Checkpoints
 from tests.marglik import threads
-from tests.marglik.online_runs import CASES, NUM_RECORDS, make, outcome, run_until
 from tests.marglik.same_state import same
+from tests.marglik.training.online_runs import CASES, NUM_RECORDS, make, outcome, run_until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

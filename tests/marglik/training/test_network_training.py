@@ -15,8 +15,8 @@ from marglik.data import ImageBatches
 from marglik.data.image_sets import ImageSet
 from marglik.runs.config import PriorConfig
 from marglik.training.network import NetworkTraining
-from tests.marglik.online_runs import make, outcome, scaled_fabric
 from tests.marglik.same_state import same
+from tests.marglik.training.online_runs import make, outcome, scaled_fabric
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,7 +10,7 @@ from scipy import integrate, linalg, special, stats
 from torch.testing import assert_close
 
 from marglik.prediction.links import Prediction, predict_from_outputs
-from tests.marglik.gaussians import entropy, gaussians, predict
+from tests.marglik.prediction.gaussians import entropy, gaussians, predict
 
 
 def binary_entropy(f):
