@@ -151,7 +151,7 @@ def load_posterior(
     laplace = Posterior(
         model,
         record["likelihood"],
-        CurvatureOptions(**record["curvature"]),
+        _options(record, factors),
         prior_precision=torch.tensor(list(delta.values()), dtype=torch.float64),
         prior_mean=record["prior_mean"],
         sigma_noise=record["sigma_noise"],
@@ -160,3 +160,14 @@ def load_posterior(
     )
     laplace.restore(factors)
     return laplace
+
+
+def _options(record: dict[str, Any], factors: KroneckerFactors) -> CurvatureOptions:
+    """Those of the pass. Older records lack them, and the factors know only what shaped them."""
+    if "curvature" in record:
+        return CurvatureOptions(**record["curvature"])
+    return CurvatureOptions(
+        kfac_approx=factors.kfac_approx,
+        fisher=factors.fisher,
+        rank_tolerance=factors.rank_tolerance,
+    )

@@ -8,11 +8,13 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.testing import assert_close
 
+from kfac_backend.options import CurvatureOptions
 from marglik import KronLaplace
 from marglik.posterior import posterior_file
+from marglik.posterior.posterior import Posterior
 from marglik.posterior.posterior_file import load_posterior, save_posterior
 from marglik.storage import record_file
-from marglik.storage.record_file import read_posterior
+from marglik.storage.record_file import read_posterior, write_record
 from marglik.storage.run_files import POSTERIOR
 from tests.marglik.posteriors import CASES, data, fitted, network, predictions
 
@@ -94,6 +96,48 @@ def test_a_loaded_posterior_is_fitted_anew_as_before(case, tmp_path):
     torch.manual_seed(2)
     plain = fitted()  # Negative control: the options matter.
     assert loaded.log_marginal_likelihood() != plain.log_marginal_likelihood()
+
+
+OPTIONS = {
+    "kfac_approx": {"0": "reduce", "*": "expand"},
+    "rank_tolerance": 0.6,
+    "ignore_index": -1,
+    "unsupported": "freeze",
+}
+
+
+def with_options(**options):
+    """A posterior of data, one label of which is -1."""
+    x, y = data("classification")
+    y[0] = -1
+    laplace = Posterior(network(), "classification", CurvatureOptions(**options))
+    laplace.fit([(x, y)])
+    return laplace, [(x, y)]
+
+
+def test_all_options_of_the_pass_are_kept(tmp_path):
+    laplace, batches = with_options(**OPTIONS)
+    save_posterior(laplace, tmp_path)
+    loaded = load_posterior(tmp_path, network(seed=5))
+    assert loaded.options == laplace.options == CurvatureOptions(**OPTIONS)
+    loaded.fit(batches)
+    assert torch.equal(loaded.log_marginal_likelihood(), laplace.log_marginal_likelihood())
+    # Negative control: each option that shapes the factors makes a difference.
+    for name in ("kfac_approx", "rank_tolerance"):
+        other, _ = with_options(**{k: v for k, v in OPTIONS.items() if k != name})
+        assert other.log_marginal_likelihood() != laplace.log_marginal_likelihood()
+
+
+def test_older_records_take_the_options_from_the_factors(tmp_path):
+    laplace, _ = with_options(**OPTIONS)
+    save_posterior(laplace, tmp_path)
+    record = read_posterior(tmp_path)
+    del record["curvature"]
+    write_record(tmp_path / POSTERIOR, record, {name: record["sha256"][name] for name in FILES[1:]})
+    loaded = load_posterior(tmp_path, network(seed=5))
+    kept = {name: OPTIONS[name] for name in ("kfac_approx", "rank_tolerance")}
+    assert loaded.options == CurvatureOptions(**kept)
+    assert torch.equal(loaded.log_marginal_likelihood(), laplace.log_marginal_likelihood())
 
 
 def test_the_record_says_what_a_reader_needs(folder):
