@@ -268,7 +268,10 @@ DIGITS = ["--data", "marglik.data.Digits"]
 REFUSED = {
     "data of other classes": (DIGITS, "digits has 10 classes (0, 1, 2, 3, ...), and the network"),
     "another likelihood": (["--likelihood", "regression"], "is for likelihood 'classification'"),
-    "an unknown method": (["--methods", "[probit, laplace]"], "laplace"),
+    "an unknown method": (
+        ["--methods", "[probit, laplace]"],
+        "must be a list in brackets, each item probit, bridge, mc or nn",
+    ),
     "sampled networks of a layer": (
         ["--methods", "[nn]", "--predictive.layers", "last"],
         "predictive.layers 'last' is not for method 'nn'",
@@ -278,9 +281,15 @@ REFUSED = {
         ["--model", "marglik.models.MLP", "--model.in_features", "65"],
         "is of another network: 'layers.1.weight' has shape (12, 64), MLP has (128, 65)",
     ),
-    "an unknown option": (["--shift", "true"], "--shift"),
-    "unknown out-of-distribution data": (["--ood", "marglik.data.Nothing"], "ood"),
-    "out-of-distribution data that are no images": (["--ood", "marglik.data.TensorFile"], "ood"),
+    "an unknown option": (["--shift", "true"], "No option --shift."),
+    "unknown out-of-distribution data": (
+        ["--ood", "marglik.data.Nothing"],
+        "--ood marglik.data.Nothing: no such class",
+    ),
+    "out-of-distribution data that are no images": (
+        ["--ood", "marglik.data.TensorFile"],
+        "--ood marglik.data.TensorFile: no such class",
+    ),
     "an unknown class held out": (
         [*HELD_OUT[:-1], "[8, ten]"],
         "digits has no class 'ten'; its classes are '0', '1'",

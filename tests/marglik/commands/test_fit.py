@@ -192,7 +192,10 @@ REFUSED = {
     "a deeper network": (["--model.hidden", "[12, 12]"], "is of another network"),
     "other classes": (["--data", "marglik.data.Digits"], "has 10 classes; set --model.num_classes"),
     "another likelihood": (["--likelihood", "regression"], "'regression' needs the same shape"),
-    "unknown likelihood": (["--likelihood", "poisson"], "likelihood"),
+    "unknown likelihood": (
+        ["--likelihood", "poisson"],
+        "--likelihood poisson: must be classification,",
+    ),
     "no validation data": (
         ["--data.data.validation", "0", "--prior.method", "validation"],
         "needs validation data, and digits (0, 1, 2, 3, 4, 5, 6, 7) has none",
@@ -209,15 +212,21 @@ REFUSED = {
         ["--prior.layers", "last", "--prior.structure", "{inner: 'layers.1.*', rest: '*'}"],
         "Prior group 'inner' ('layers.1.*') matches no parameter",
     ),
-    "diagonal": (["--prior.structure", "diagonal"], "prior.structure"),
+    "diagonal": (
+        ["--prior.structure", "diagonal"],
+        "--prior.structure diagonal: must be layerwise",
+    ),
     "no weight decay": (["--prior.weight_decay", "0"], "prior.weight_decay must be positive"),
     "empty batches": (["--batch_size", "0"], "batch_size must be at least 1, not 0"),
-    "noise of a classifier": (["--prior.sigma_noise", "0.5"], "regression"),
+    "noise of a classifier": (
+        ["--prior.sigma_noise", "0.5"],
+        "sigma_noise is 0.5; only regression has",
+    ),
     "sampled networks of a layer": (
         ["--predictive.method", "nn", "--predictive.layers", "last"],
         "predictive.layers 'last' is not for method 'nn'",
     ),
-    "unknown option": (["--epochs", "3"], "--epochs"),
+    "unknown option": (["--epochs", "3"], "No option --epochs."),
 }
 
 

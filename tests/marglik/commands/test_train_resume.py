@@ -196,15 +196,22 @@ OTHER = {
     "prior": (["--prior.method", "mackay"], "config.prior.method is adam there, mackay here"),
     "curvature": (["--curvature.fisher", "exact"], "config.curvature.fisher is mc there, exact"),
     "network": (["--model.hidden", "[13]"], "model_options.hidden is [12] there, [13]"),
-    "activation": (["--model.activation", "tanh"], "activation"),
-    "data": (["--data.data.validation", "0.2"], "images.train is"),
-    "evaluation": (["--evaluation.uncertain", "3"], "uncertain is"),
-    "out-of-distribution data": (["--ood", "marglik.data.Noise"], "ood"),
+    "activation": (
+        ["--model.activation", "tanh"],
+        "model_options.activation is relu there, tanh here",
+    ),
+    "data": (["--data.data.validation", "0.2"], "images.train is 1039 there, 924 here"),
+    "evaluation": (
+        ["--evaluation.uncertain", "3"],
+        "config.evaluation.uncertain is 12 there, 3 here",
+    ),
+    "out-of-distribution data": (["--ood", "marglik.data.Noise"], "ood is None there, noise here"),
 }
 
 
-@pytest.mark.parametrize("state", ["cut_off", "whole"])
-@pytest.mark.parametrize("other", OTHER)
+@pytest.mark.parametrize(
+    ("state", "other"), [*(("cut_off", other) for other in OTHER), ("whole", "epochs")]
+)
 def test_another_option_is_named_and_nothing_touched(other, state, request, capsys):
     folder = request.getfixturevalue(state)
     options, message = OTHER[other]

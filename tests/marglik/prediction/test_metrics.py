@@ -1,4 +1,4 @@
-"""Metrics of predictions against hand-worked cases, plain loops and other libraries."""
+"""Metrics against hand-worked cases, plain loops and other libraries; wrong inputs are named."""
 
 import itertools
 import math
@@ -11,11 +11,18 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch.nn import functional as F
 from torchmetrics.functional.classification import (
+    binary_auroc,
+    binary_average_precision,
     multiclass_accuracy,
     multiclass_calibration_error,
 )
 
-from marglik.prediction.metrics import bernoulli_metrics, classification_metrics, regression_metrics
+from marglik.prediction.metrics import (
+    bernoulli_metrics,
+    classification_metrics,
+    out_of_distribution_metrics,
+    regression_metrics,
+)
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -266,3 +273,161 @@ def test_regression_is_that_of_scipy(dtype):
     other = regression_metrics(mean, variance.sqrt(), y)
     assert abs(other["reg/NLL"] - metrics["reg/NLL"]) > 0.1 * abs(metrics["reg/NLL"])
     assert other["cal/coverage50"] > 1.1 * metrics["cal/coverage50"]
+
+
+def fpr95_by_loop(inside, outside):
+    """The share of inside at the largest threshold that flags 95 in 100 of outside."""
+    for threshold in sorted({*inside, *outside}, reverse=True):
+        if 100 * sum(x >= threshold for x in outside) >= 95 * len(outside):
+            return sum(x >= threshold for x in inside) / len(inside)
+    raise AssertionError("the smallest threshold flags all")
+
+
+def test_out_of_distribution_by_hand():
+    metrics = out_of_distribution_metrics(tensor(1, 2, 3, 4), tensor(3.5, 5))
+    assert metrics == {
+        "ood/AUROC": pytest.approx(7 / 8),  # 3.5 beats three of four, 5 all of them
+        "ood/AUPR": pytest.approx(1 / 2 * 1 + 1 / 2 * 2 / 3),
+        "ood/FPR95": 0.25,  # 4 >= 3.5
+    }
+
+
+def test_equal_scores_count_half():
+    metrics = out_of_distribution_metrics(tensor(1, 1), tensor(1, 2))
+    assert metrics["ood/AUROC"] == 0.75
+    assert metrics["ood/FPR95"] == 1
+
+
+def test_exactly_95_percent_are_enough():
+    """Of 20, the 19 highest; the lowest lies below everything inside."""
+    outside = torch.arange(20) + 100
+    outside[0] = -1
+    assert out_of_distribution_metrics(torch.arange(10), outside)["ood/FPR95"] == 0
+    # Negative control: of 19, all.
+    assert out_of_distribution_metrics(torch.arange(10), outside[:19])["ood/FPR95"] == 1
+
+
+def test_the_first_threshold_counts_on_a_straight_curve():
+    """With equal scores on both sides the curve is one line, that could be drawn by its ends."""
+    x = torch.arange(100)
+    assert out_of_distribution_metrics(x, x)["ood/FPR95"] == 0.95
+
+
+def test_large_scores_do_not_saturate():
+    inside, outside = torch.linspace(100, 101, 20), torch.linspace(102, 103, 30)
+    metrics = out_of_distribution_metrics(inside, outside)
+    assert metrics == pytest.approx({"ood/AUROC": 1, "ood/AUPR": 1, "ood/FPR95": 0})
+    # Negative control: torchmetrics takes such scores for logits, and their sigmoid is 1.
+    labels = torch.cat([torch.zeros(20), torch.ones(30)]).long()
+    assert binary_auroc(torch.cat([inside, outside]), labels) == 0.5
+    swapped = out_of_distribution_metrics(outside, inside)
+    assert swapped["ood/AUROC"] == 0 and swapped["ood/FPR95"] == 1
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    inside=st.lists(st.integers(0, 12), min_size=1, max_size=30),
+    outside=st.lists(st.integers(4, 16), min_size=1, max_size=30),
+    shuffled=st.randoms(use_true_random=False),
+)
+def test_out_of_distribution_is_that_of_torchmetrics_and_loops(inside, outside, shuffled):
+    """Scores in [0, 1], with ties."""
+    one, other = tensor(*inside) / 16, tensor(*outside) / 16
+    metrics = out_of_distribution_metrics(one, other)
+    scores = torch.cat([one, other])
+    labels = torch.cat([torch.zeros(len(one)), torch.ones(len(other))]).long()
+    wins = np.mean([(y > x) + (y == x) / 2 for x in inside for y in outside])
+    assert metrics["ood/AUROC"] == pytest.approx(wins)
+    assert metrics["ood/AUROC"] == pytest.approx(binary_auroc(scores, labels).item(), abs=1e-6)
+    precision = binary_average_precision(scores, labels).item()
+    assert metrics["ood/AUPR"] == pytest.approx(precision, abs=1e-6)
+    assert metrics["ood/FPR95"] == pytest.approx(fpr95_by_loop(inside, outside))
+    shuffled.shuffle(inside)
+    shuffled.shuffle(outside)
+    # Another order, and scores on another scale.
+    assert out_of_distribution_metrics(
+        tensor(*inside).exp(), tensor(*outside).exp()
+    ) == pytest.approx(metrics)
+
+
+@pytest.mark.parametrize(
+    ("p", "y", "error", "message"),
+    [
+        (torch.zeros(0, 3), torch.zeros(0).long(), ValueError, r"probabilities has shape \(0, 3\)"),
+        (torch.full((2, 10), 0.1), torch.tensor([0, 11]), ValueError,
+         "labels reach 11, the predictive has 10 classes; expected 0 to 9"),
+        (torch.full((2, 10), 0.1), torch.tensor([0, -1]), ValueError, "labels include -1"),
+        (torch.full((2, 2), 0.5), torch.tensor([0.0, 1.0]), TypeError,
+         "labels have dtype torch.float32; expected class indices"),
+        (torch.full((2, 2), 0.5), torch.tensor([True, False]), TypeError, "torch.bool"),
+        (torch.full((2, 2), 0.5), torch.tensor([0]), ValueError,
+         r"probabilities \(2, 2\), labels \(1,\); expected probabilities \(N, C\), labels \(N\)"),
+        (torch.full((2,), 0.5), torch.tensor([0, 1]), ValueError, r"probabilities \(2,\)"),
+        (torch.full((2, 2), 0.5), torch.eye(2).long(), ValueError, r"labels \(2, 2\)"),
+        (torch.ones(2, 1), torch.tensor([0, 0]), ValueError, "1 class; .* bernoulli_metrics"),
+        (torch.eye(2).long(), torch.tensor([0, 1]), TypeError, "have dtype torch.int64"),
+        (torch.tensor([[3.0, -2.0]]), torch.tensor([0]), ValueError,
+         "include 3; .* softmax or sigmoid"),
+        (torch.tensor([[1.1, -0.1]]), torch.tensor([0]), ValueError, "include 1.1"),
+        (torch.tensor([[0.2, 0.9], [0.5, 0.5]]), torch.tensor([0, 0]), ValueError,
+         "example 0 sum to 1.1; expected 1. Pass logits through softmax"),
+        (torch.tensor([[0.5, 0.5], [0.5, torch.nan]]), torch.tensor([0, 0]), ValueError,
+         "include nan; .* diverged"),
+    ],
+)  # fmt: skip
+def test_classification_errors(p, y, error, message):
+    with pytest.raises(error, match=message):
+        classification_metrics(p, y)
+
+
+@pytest.mark.parametrize(
+    ("p", "y", "error", "message"),
+    [
+        (torch.zeros(0, 2), torch.zeros(0, 2), ValueError, "there is nothing to evaluate"),
+        (torch.zeros(2, 2), torch.zeros(2), ValueError, r"targets \(2,\); expected"),
+        (torch.zeros(2, 2), torch.zeros(2, 1), ValueError, r"targets \(2, 1\); expected"),
+        (torch.full((1, 2), 2.0), torch.zeros(1, 2), ValueError, "include 2; .* sigmoid"),
+        (torch.full((1, 2), torch.nan), torch.zeros(1, 2), ValueError, "include nan"),
+        (torch.zeros(1, 2), torch.tensor([[0.0, 0.3]]), ValueError,
+         "targets include 0.3; expected 0 or 1. Soft targets"),
+        (torch.zeros(1, 2), torch.tensor([[0, -1]]), ValueError, "targets include -1"),
+        (torch.zeros(1, 2).long(), torch.zeros(1, 2), TypeError, "have dtype torch.int64"),
+    ],
+)  # fmt: skip
+def test_bernoulli_errors(p, y, error, message):
+    with pytest.raises(error, match=message):
+        bernoulli_metrics(p, y)
+
+
+@pytest.mark.parametrize(
+    ("mean", "variance", "y", "message"),
+    [
+        (torch.zeros(0, 1), torch.ones(0, 1), torch.zeros(0, 1), "there is nothing to evaluate"),
+        (torch.zeros(2, 1), torch.ones(2, 1), torch.zeros(2), r"mean \(2, 1\), .* targets \(2,\)"),
+        (torch.zeros(2, 1), torch.ones(1, 1), torch.zeros(2, 1), r"variance \(1, 1\)"),
+        (torch.zeros(2, 1), torch.tensor([[1.0], [0.0]]), torch.zeros(2, 1),
+         "variance includes 0; expected positive"),
+        (torch.zeros(2, 1), torch.tensor([[1.0], [-0.5]]), torch.zeros(2, 1), "includes -0.5"),
+        (torch.zeros(1, 1), torch.tensor([[torch.inf]]), torch.zeros(1, 1), "is inf in variance"),
+        (torch.full((1, 1), torch.nan), torch.ones(1, 1), torch.zeros(1, 1), "is nan in mean"),
+        (torch.zeros(1, 1), torch.ones(1, 1), torch.full((1, 1), torch.nan), "is nan in targets"),
+    ],
+)  # fmt: skip
+def test_regression_errors(mean, variance, y, message):
+    with pytest.raises(ValueError, match=message):
+        regression_metrics(mean, variance, y)
+
+
+@pytest.mark.parametrize(
+    ("inside", "outside", "message"),
+    [
+        (torch.zeros(0), torch.zeros(2), r"inside has shape \(0,\): there is nothing"),
+        (torch.zeros(2), torch.zeros(0), r"outside has shape \(0,\): there is nothing"),
+        (torch.zeros(2, 1), torch.zeros(2), r"inside \(2, 1\), outside \(2,\); expected inside"),
+        (torch.zeros(2), torch.tensor([0.0, torch.nan]), "is nan in outside"),
+        (torch.tensor([torch.inf]), torch.zeros(2), "is inf in inside"),
+    ],
+)
+def test_out_of_distribution_errors(inside, outside, message):
+    with pytest.raises(ValueError, match=message):
+        out_of_distribution_metrics(inside, outside)

@@ -4,8 +4,11 @@ import errno
 import json
 import math
 import os
+import re
+import shutil
 from collections import OrderedDict
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -17,12 +20,14 @@ from hypothesis import strategies as st
 
 from kfac_backend.files import DiskFullError
 from marglik.storage import record_file
-from marglik.storage.checkpoint import Checkpoints
+from marglik.storage.checkpoint import Checkpoints, check_same_run
 from tests.marglik.posteriors import fitted
 from tests.marglik.same_state import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+
+RUN = {"data": "digits", "config": {"prior": {"every": 5, "lr": 0.1}, "sizes": [1, 2]}}
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
     torch.uint8, torch.bool,
@@ -34,19 +39,24 @@ def there_and_back(state, folder):
     return Checkpoints(folder).load()
 
 
+@cache
+def some_factors():
+    return fitted().factors
+
+
 def states(number):
     """A small state with everything in it."""
     return {
         "number": number,
         "tensor": torch.full((2, 3), float(number)),
-        "factors": fitted(prior_precision=1.0).factors * float(number),
+        "factors": some_factors() * float(number),
     }
 
 
 @pytest.fixture
 def folder(tmp_path):
-    Checkpoints(tmp_path, run={"seed": 1}).save(states(1))
-    Checkpoints(tmp_path, run={"seed": 1}).save(states(2))
+    Checkpoints(tmp_path, run=RUN).save(states(1))
+    Checkpoints(tmp_path, run=RUN).save(states(2))
     return tmp_path
 
 
@@ -88,12 +98,16 @@ def test_comparison_finds_differences():
 
 
 KEYS = st.one_of(st.text(max_size=5), st.integers(-5, 5), st.just("a/b"))
+
+
 LEAVES = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8),
     st.sampled_from([torch.uint8, torch.float32, torch.float64]).map(
         lambda dtype: torch.randint(99, (2,)).to(dtype)
     ),
 )  # fmt: skip
+
+
 NESTED = st.recursive(
     LEAVES,
     lambda inner: st.one_of(
@@ -105,7 +119,7 @@ NESTED = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(state=st.dictionaries(KEYS, NESTED, max_size=4))
 def test_round_trip_of_nested_states(state, tmp_path_factory):
     assert same(state, there_and_back(state, tmp_path_factory.mktemp("state")))
@@ -148,7 +162,7 @@ def test_keys_of_other_types_are_refused(key, folder):
     """A tuple would come back as a list, which is no key."""
     with pytest.raises(TypeError):
         Checkpoints(folder).save({"a": {key: 1}})
-    assert Checkpoints(folder, run={"seed": 1}).load()["number"] == 2
+    assert Checkpoints(folder, run=RUN).load()["number"] == 2
 
 
 def test_only_the_latest_state_is_there(folder):
@@ -156,12 +170,12 @@ def test_only_the_latest_state_is_there(folder):
     for number in range(3, 7):
         state = states(number)
         state["more"] = [state["factors"]] * (number % 3)
-        Checkpoints(folder, run={"seed": 1}).save(state)
+        Checkpoints(folder, run=RUN).save(state)
         record = json.loads((folder / "state.json").read_text())
         belong = {"state.json", record["tensors"], *record["factors"]}
         assert {path.name for path in folder.iterdir()} == belong
         assert len(belong) == 3 + number % 3
-        assert same(state, Checkpoints(folder, run={"seed": 1}).load())
+        assert same(state, Checkpoints(folder, run=RUN).load())
 
 
 def test_nothing_is_pickled(folder):
@@ -182,6 +196,8 @@ WORK = {
     "replace": "os.replace",
     "unlink": "pathlib.Path.unlink",
 }
+
+
 """All that `Checkpoints.save` does to files."""
 
 
@@ -207,7 +223,7 @@ def save_until(stop, late, folder, monkeypatch):
         for name, target in WORK.items():
             patched.setattr(target, patched_version(name, resolve_name(target)))
         with suppress(KeyboardInterrupt):
-            Checkpoints(folder, run={"seed": 1}).save(states(3))
+            Checkpoints(folder, run=RUN).save(states(3))
             done.append("all")
     return done
 
@@ -218,13 +234,13 @@ def test_a_crash_at_any_point_leaves_a_whole_state(late, tmp_path, monkeypatch):
     for stop in range(100):
         folder = tmp_path / str(stop)
         for number in (1, 2):
-            Checkpoints(folder, run={"seed": 1}).save(states(number))
+            Checkpoints(folder, run=RUN).save(states(number))
         done = save_until(stop, late, folder, monkeypatch)
-        state = Checkpoints(folder, run={"seed": 1}).load()
+        state = Checkpoints(folder, run=RUN).load()
         assert same(state, states(state["number"]))
         found.append(state["number"])
-        Checkpoints(folder, run={"seed": 1}).save(states(4))
-        assert same(states(4), Checkpoints(folder, run={"seed": 1}).load())
+        Checkpoints(folder, run=RUN).save(states(4))
+        assert same(states(4), Checkpoints(folder, run=RUN).load())
         assert len(list(folder.iterdir())) == 3
         if done[-1:] == ["all"]:
             break
@@ -239,7 +255,7 @@ def test_a_crash_at_any_point_leaves_a_whole_state(late, tmp_path, monkeypatch):
 def test_a_full_disk_leaves_the_state_before(fails, folder, monkeypatch):
     """And nothing of half a state, which would keep the disk full; there is room later."""
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    checkpoints, real, written = Checkpoints(folder, run={"seed": 1}), os.fsync, 0
+    checkpoints, real, written = Checkpoints(folder, run=RUN), os.fsync, 0
 
     def full(file):
         nonlocal written
@@ -255,7 +271,7 @@ def test_a_full_disk_leaves_the_state_before(fails, folder, monkeypatch):
     assert written == fails + 1
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     checkpoints.save(states(3))
-    assert same(states(3), Checkpoints(folder, run={"seed": 1}).load())
+    assert same(states(3), Checkpoints(folder, run=RUN).load())
     assert len(list(folder.iterdir())) == 3
 
 
@@ -271,3 +287,151 @@ def test_a_crash_in_the_first_save_is_no_state(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match="holds no state"):
         Checkpoints(tmp_path).load()
     assert same(states(2), there_and_back(states(2), tmp_path))
+
+
+def file_of(kind, folder):
+    (path,) = folder.glob(f"{kind}*")
+    return path
+
+
+def load(folder):
+    return Checkpoints(folder, run=RUN).load()
+
+
+def test_it_loads_undamaged(folder):
+    """Negative control of all that follows."""
+    assert load(folder)["number"] == 2
+
+
+@pytest.mark.parametrize("kind", ["state", "tensors", "factors"])
+def test_missing_files(kind, folder):
+    path = file_of(kind, folder)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=re.escape(path.name)):
+        load(folder)
+
+
+@pytest.mark.parametrize("size", [0, 7, 60, -3])
+@pytest.mark.parametrize("kind", ["state", "tensors", "factors"])
+def test_truncated_files(kind, size, folder):
+    path = file_of(kind, folder)
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ValueError, match=re.escape(path.name)):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"format": "marglik.checkpoint", "version": 2}', "version 2, this release reads up to 1"),
+        ('{"format": "marglik.posterior", "version": 1}', "describes no state of a run"),
+        ("[1, 2]", "describes no state of a run"),
+        ('{"format": ', "is not JSON"),
+        ("\udcff", "is not JSON"),
+        ('{"version": ' + "9" * 5000 + "}", "is not JSON .*digits"),
+        ("[" * 100_000, "is not JSON .*nested"),
+        ('{"format": "marglik.checkpoint"}', "altered"),
+        ('{"format": "marglik.checkpoint", "version": "1"}', "altered"),
+        ('{"format": "marglik.checkpoint", "version": 1}', "altered"),
+    ],
+)
+def test_other_json(content, message, folder):
+    (folder / "state.json").write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ValueError, match=message):
+        load(folder)
+
+
+@pytest.mark.parametrize("key", ["version", "number", "run", "tensors", "factors", "state"])
+def test_a_record_that_lacks_something(key, folder):
+    record = json.loads((folder / "state.json").read_text())
+    del record[key]
+    (folder / "state.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="altered"):
+        load(folder)
+
+
+def test_tensors_of_another_state(folder, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other")
+    Checkpoints(other, run=RUN).save({"something": torch.ones(2)})
+    file_of("tensors", other).replace(file_of("tensors", folder))
+    with pytest.raises(ValueError, match="tensors-2.safetensors"):
+        load(folder)
+
+
+@pytest.mark.parametrize("kind", ["tensors", "factors"])
+def test_a_number_that_is_altered(kind, folder):
+    """The last bytes are data, which safetensors takes as they are."""
+    path = file_of(kind, folder)
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(path.name)):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("there", "message"),
+    [
+        ({"data": "digits2"}, "data is digits2 there, digits here"),
+        ({"config": {"prior": {"every": 7, "lr": 0.1}, "sizes": [1, 2]}},
+         "config.prior.every is 7 there, 5 here"),
+        ({"config": {"prior": {"every": 5}, "sizes": [1, 2]}},
+         "config.prior.lr is nothing there, 0.1 here"),
+        ({"config": {"prior": {"every": 5, "lr": 0.1, "x": 3}, "sizes": [1, 2]}},
+         "config.prior.x is 3 there, nothing here"),
+        ({"config": {"prior": {"every": 5, "lr": 0.1}, "sizes": [2, 1]}},
+         "config.sizes is [2, 1] there, [1, 2] here"),
+        ({"config": {"prior": {}, "sizes": [1, 2]}}, "config.prior.every is nothing there, 5 here"),
+        ({"more": None}, "more is None there, nothing here"),
+    ],
+)  # fmt: skip
+def test_a_state_of_another_run(there, message, folder):
+    shutil.rmtree(folder)
+    Checkpoints(folder, run=RUN | there).save({})
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(ValueError, match=re.escape(message) + ".*Resume with the options"):
+        load(folder)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Checkpoints(folder, run=RUN).save({})
+    assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_tuples_of_options_are_lists_in_a_file(folder):
+    sizes = {"config": {"prior": {"every": 5, "lr": 0.1}, "sizes": (1, 2)}}
+    Checkpoints(folder, run=RUN | sizes).load()
+    check_same_run({"a": (1, (2,)), "b": {}}, {"a": [1, [2]], "b": {}}, folder)
+
+
+def test_a_state_is_due_when_the_last_is_old_enough(tmp_path, monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr("marglik.storage.checkpoint.time.monotonic", lambda: now)
+    checkpoints = Checkpoints(tmp_path / "new", minutes=2.0)
+    always = Checkpoints(tmp_path / "all", minutes=0.0)
+    assert always.is_due and not checkpoints.is_due
+    now += 119.9
+    assert not checkpoints.is_due
+    now += 0.1
+    assert checkpoints.is_due
+    assert not checkpoints.exists()
+    checkpoints.save({})
+    assert checkpoints.exists() and not checkpoints.is_due
+    now += 120
+    assert checkpoints.is_due
+
+
+def test_the_state_is_as_of_the_call(tmp_path):
+    """Whoever goes on changing a tensor does not change what was saved."""
+    tensor = torch.zeros(3)
+    Checkpoints(tmp_path).save({"t": tensor, "again": tensor})
+    tensor += 1
+    found = Checkpoints(tmp_path).load()
+    found["t"] += 1  # nor do two places share memory
+    assert found["again"].tolist() == [0, 0, 0]
+
+
+def test_another_machine_is_a_warning(tmp_path):
+    """The state is good, but rounding may differ."""
+    Checkpoints(tmp_path, made_with={"threads": 2, "versions": {"torch": "2.15"}}).save({"a": 1})
+    here = Checkpoints(tmp_path, made_with={"threads": 2, "versions": {"torch": "2.16"}})
+    with pytest.warns(UserWarning, match="begun with versions.torch 2.15 and goes on with 2.16"):
+        assert here.load() == {"a": 1}
