@@ -52,8 +52,8 @@ def test_methods_agree_on_noise_and_precision(temperature):
 
 def test_fixed_point_stays_finite_for_a_group_that_is_zero():
     la, groups = fitted()
-    la.mean[:20] = 0.0  # the first weight
-    la._set_factors(la.factors)
+    la.params[0].data.zero_()
+    la.restore(la.factors)
     hyper = Hyperparameters(groups, 1.0, method="mackay")
     hyper.update(la, 5)
     assert torch.isfinite(hyper.prior_precision).all()
