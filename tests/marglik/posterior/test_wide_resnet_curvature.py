@@ -1,4 +1,4 @@
-"""The paper's network, WRN-16-4 Fixup, with no parameter frozen."""
+"""The paper's network, WRN-16 Fixup, at half its width, with no parameter frozen."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def trained(**options):
 
 @pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
 def test_laplace_torch_runs_on_the_backend(kfac_approx):
-    model = trained(depth=16, widen_factor=4)
+    model = trained(depth=16, widen_factor=2)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, 3, 32, 32, generator=generator)
     y = torch.tensor([0, 5, 9])
@@ -33,7 +33,8 @@ def test_laplace_torch_runs_on_the_backend(kfac_approx):
     )  # fmt: skip
     la.fit(DataLoader(TensorDataset(x, y), 2))
     assert len(la.H_facs) == 50
-    assert la.n_params == 2_745_306 == sum(block.numel for block in la.H_facs.blocks)
+    size = sum(p.numel() for p in model.parameters())
+    assert la.n_params == size == sum(block.numel for block in la.H_facs.blocks)
     evidence = la.log_marginal_likelihood()
     assert torch.isfinite(evidence)
     assert evidence < la.log_likelihood
