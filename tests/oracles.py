@@ -1,25 +1,32 @@
-"""Brute-force float64 references for curvature blocks and evidences, written from the definitions.
+"""Brute-force float64 references for curvature blocks, written from the definitions.
 
 Slow and obvious on purpose: loops over examples n, positions r and loss terms t, no code shared
 with the packages under test. Every function that takes a model works on a float64 copy of it, so
-the model is left as it was, and all results are float64.
+the model is left as it was, and all results are float64. `tests/positions.py` says what the
+positions of a layer are, `tests/taps.py` finds those of a reference model.
 
-Letters in shapes: N examples, T loss terms per example (r' in the paper), R shared positions,
-G groups of a convolution, C outputs, P parameters; d_in and d_out are those of one group.
-``likelihood`` is "classification" (cross-entropy), "regression" (½‖y − f‖², unit noise) or
-"bernoulli" (binary cross-entropy with logits, summed over C). Nothing is averaged over N.
+A *use* is where a weight W meets vectors a_nr and makes outputs W a_nr, be it in a linear layer, in
+attention, in a convolution, in an embedding or in two layers that share W.
+
+Letters in shapes: N examples, T loss terms per example (r' in the paper), R_n positions of example
+n, C outputs, P parameters; d_in and d_out are those of one group. ``likelihood`` is
+"classification" (cross-entropy), "regression" (½‖y − f‖², unit noise) or "bernoulli" (binary
+cross-entropy with logits, summed over C). Nothing is averaged over N.
 
 Source: Eschenhagen et al. 2023, arXiv:2311.00636.
 """
 
 import copy
-import itertools
-from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, hessian, jacrev
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tests.positions import LAYERS, TRANSPOSED, positions_of
 
 
 def negative_log_likelihood(f_n: Tensor, y_n: Tensor, likelihood: str) -> Tensor:
@@ -47,47 +54,111 @@ def loss_hessian(f_n: Tensor, likelihood: str) -> Tensor:
     return Lambda.contiguous()
 
 
-def dense_ggn(
-    model: nn.Module, x: Tensor, likelihood: str, names: list[str] | None = None
-) -> Tensor:
-    """Generalized Gauss-Newton matrix Σ_n Σ_t J_ntᵀ Λ_nt J_nt, dense (P, P).
+def loss_hessians(
+    outputs: Sequence[Tensor], likelihood: str, ignored: Iterable[Tensor] | None = None
+) -> list[list[Tensor]]:
+    """Hessians Λ_nt (C, C) of all loss terms of all examples; zero for those that are ignored.
 
     Args:
-        model: returns (N, C), or (N, ..., C) where each position in ``...`` is one loss term.
-        x: inputs (N, ...).
+        outputs: one (C,) or (..., C) for each example.
         likelihood: see the top of this file.
-        names: parameters that span the rows, in this order; default: all trainable ones in the
-            order of ``named_parameters()``. All other parameters are constants.
+        ignored: one bool () or (...) for each example.
     """
-    model, x = _float64(model, x)
-    parameters = dict(model.named_parameters())
-    if names is None:
-        names = [name for name, p in parameters.items() if p.requires_grad]
-    chosen = {name: parameters[name].detach() for name in names}
-    P = sum(p.numel() for p in chosen.values())
+    hessians = [
+        [loss_hessian(f_nt, likelihood) for f_nt in f_n.reshape(-1, f_n.shape[-1])]
+        for f_n in outputs
+    ]
+    if ignored is not None:
+        for hessians_n, ignored_n in zip(hessians, ignored, strict=True):
+            for t, is_ignored in enumerate(ignored_n.flatten().tolist()):
+                hessians_n[t] = hessians_n[t] * (not is_ignored)
+    return hessians
+
+
+# --- the generalized Gauss-Newton matrix and the empirical Fisher ---
+
+
+def dense_ggn_of(
+    f: Callable[[dict[str, Tensor]], Tensor],
+    parameters: dict[str, Tensor],
+    likelihood: str,
+    ignored: Tensor | None = None,
+) -> Tensor:
+    """Generalized Gauss-Newton matrix Σ_n Σ_t J_ntᵀ Λ_nt J_nt of any function, dense (P, P).
+
+    Args:
+        f: the model's output (N, C) or (N, ..., C) as a function of all parameters; each position
+            in ``...`` is one loss term.
+        parameters: where to differentiate; their order is that of the rows.
+        likelihood: see the top of this file.
+        ignored: (N, ...) of bool; the loss terms that are left out.
+    """
+    parameters = {name: p.detach().double() for name, p in parameters.items()}
+    with sdpa_kernel(SDPBackend.MATH):  # the only one that can be differentiated by vmap
+        outputs = f(parameters).detach()
+        jacobians = jacrev(f)(parameters)
+    N, C = len(outputs), outputs.shape[-1]
+    P = sum(p.numel() for p in parameters.values())
+    J = torch.cat([jacobians[k].reshape(*outputs.shape, -1) for k in parameters], dim=-1)
+    J = J.detach().reshape(N, -1, C, P)
+    hessians = loss_hessians(list(outputs), likelihood, ignored)
     ggn = torch.zeros(P, P, dtype=torch.float64)
-    for n in range(len(x)):
-        x_n = x[n : n + 1]
-
-        def output(values: dict[str, Tensor], x_n: Tensor = x_n) -> Tensor:
-            return _loss_terms(functional_call(model, values, (x_n,)))  # (T, C)
-
-        f = output(chosen).detach()
-        jacobians = jacrev(output)(chosen)
-        J = torch.cat([jacobians[name].reshape(*f.shape, -1) for name in names], dim=-1).detach()
-        for t in range(len(f)):  # J[t] (C, P)
-            ggn += J[t].T @ loss_hessian(f[t], likelihood) @ J[t]
+    for n in range(N):
+        for t, Lambda in enumerate(hessians[n]):
+            ggn += J[n, t].T @ Lambda @ J[n, t]
     return ggn
 
 
-def dense_ggn_blocks(model: nn.Module, x: Tensor, likelihood: str) -> dict[str, Tensor]:
-    """Diagonal block of the dense GGN of each trainable parameter, {name: (numel, numel)}."""
-    ggn = dense_ggn(model, x, likelihood)
+def ggn_blocks(
+    model: nn.Module,
+    call: Callable[[Callable[..., Tensor]], Tensor],
+    likelihood: str,
+    ignored: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Diagonal block of the dense GGN of each trainable parameter, {name: (numel, numel)}.
+
+    Tied parameters appear once, under their first name, and move together.
+
+    Args:
+        model: stays as it is; a float64 copy runs.
+        call: calls the function that it is given, which stands for the model, with inputs of its
+            own and returns (N, ..., C): ``lambda run: run(tokens, mask=mask)``.
+        likelihood: see the top of this file.
+        ignored: (N, ...) of bool; the loss terms that are left out.
+    """
+    model = copy.deepcopy(model).double()
+    parameters = {k: p.detach() for k, p in model.named_parameters() if p.requires_grad}
+
+    def f(values: dict[str, Tensor]) -> Tensor:
+        return call(lambda *args, **kw: functional_call(model, values, args, kw, tie_weights=True))
+
+    ggn = dense_ggn_of(f, parameters, likelihood, ignored)
     blocks, start = {}, 0
-    for name, p in _trainable(model).items():
+    for name, p in parameters.items():
         blocks[name] = ggn[start : start + p.numel(), start : start + p.numel()]
         start += p.numel()
     return blocks
+
+
+def dense_ggn(
+    model: nn.Module, x: Tensor, likelihood: str, names: list[str] | None = None
+) -> Tensor:
+    """`dense_ggn_of` a model with inputs x (N, ...); its rows are the parameters of these names.
+
+    All trainable ones by default, in the order of ``named_parameters()``. All other parameters are
+    constants.
+    """
+    model, x = _float64(model, x)
+    trainable = _trainable(model)
+    parameters = {name: trainable[name] for name in (names or trainable)}
+    f = lambda values: functional_call(model, values, (x,))  # noqa: E731
+    return dense_ggn_of(f, parameters, likelihood)
+
+
+def dense_ggn_blocks(model: nn.Module, x: Tensor, likelihood: str) -> dict[str, Tensor]:
+    """`ggn_blocks` of a model that is called with inputs x (N, ...) alone."""
+    model, x = _float64(model, x)
+    return ggn_blocks(model, lambda run: run(x), likelihood)
 
 
 def empirical_fisher_blocks(
@@ -116,6 +187,113 @@ def empirical_fisher_blocks(
             for name, g in zip(parameters, gradients, strict=True):
                 fisher[name] += torch.outer(g.flatten(), g.flatten())
     return fisher
+
+
+# --- K-FAC ---
+
+
+class Use(NamedTuple):
+    """One linear use of a weight: in example n, at position r, it makes W a_nr of a_nr.
+
+    ``a[n]`` (R_n, d_in) are the inputs, ``b[n]`` (T_n, R_n, C, d_out) the Jacobians of the outputs
+    of the loss terms with respect to W a_nr. Positions that do not count, such as padding, are left
+    out of both. ``ragged``: reduce scales by 1/√R_n, as for nodes and edges of graphs.
+    ``input_first``: the weight is stored (d_in, d_out), as an Embedding's, so that its block is
+    A ⊗ B. ``is_bias``: the parameter is a bias, whose inputs are ones and whose block is B alone.
+    """
+
+    a: list[Tensor]
+    b: list[Tensor]
+    ragged: bool = False
+    input_first: bool = False
+    is_bias: bool = False
+
+
+def kfac_from_uses(
+    uses: Sequence[Use], hessians: list[list[Tensor]], approx: str, ragged: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Factors B (d_out, d_out) and A (d_in, d_in) of the weight that all uses share.
+
+    The uses are one more sharing axis: position r counts those of all uses one after the other.
+
+    - expand: A = Σ_n Σ_r a aᵀ / Σ_n R_n, B = Σ_n Σ_t Σ_r b Λ_nt bᵀ.
+    - reduce: A = 1/N Σ_n â âᵀ, B = Σ_n Σ_t b̂ Λ_nt b̂ᵀ with â = Σ_r a / R_n and b̂ = Σ_r b, exact
+      where linear networks take the mean over positions; if ragged â = Σ_r a / √R_n and
+      b̂ = Σ_r b / √R_n, exact where they take Σ_r / √R_n (the paper, appendix on GNNs). Zero where
+      R_n = 0; the same product where all R_n are the same.
+
+    Raises:
+        ValueError: an unknown mode.
+    """
+    if approx not in ("expand", "reduce"):
+        raise ValueError(f"approx={approx!r} is neither 'expand' nor 'reduce'.")
+    N = len(hessians)
+    a = [torch.cat([use.a[n] for use in uses]) for n in range(N)]
+    b = [torch.cat([use.b[n] for use in uses], dim=1) for n in range(N)]
+    counts = [len(a_n) for a_n in a]
+    if approx == "reduce":
+        for n, R in enumerate(counts):
+            scale_a, scale_b = (R**-0.5, R**-0.5) if ragged and R else (1 / max(R, 1), 1.0)
+            a[n] = scale_a * a[n].sum(0, keepdim=True)
+            b[n] = scale_b * b[n].sum(1, keepdim=True)
+    total = N if approx == "reduce" else max(sum(counts), 1)
+    A = torch.zeros(a[0].shape[-1], a[0].shape[-1], dtype=torch.float64)
+    B = torch.zeros(b[0].shape[-1], b[0].shape[-1], dtype=torch.float64)
+    for n in range(N):
+        for r in range(len(a[n])):
+            A += torch.outer(a[n][r], a[n][r]) / total
+            for t, Lambda in enumerate(hessians[n]):
+                B += b[n][t, r].T @ Lambda @ b[n][t, r]
+    return B, A
+
+
+def nearest_kronecker(blocks: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Positive semidefinite F (m, m), S (n, n) that minimise ‖F ⊗ S − Σ_i F_i ⊗ S_i‖ (Frobenius).
+
+    From the singular value decomposition of the sum, its entries put in another order, where a
+    Kronecker product has rank one. Of unique norm only as a product: ‖F‖ = ‖S‖ here.
+
+    Source: Van Loan and Pitsianis 1993, "Approximation with Kronecker products", cor. 2 and
+    thm. 5 (factors of a semidefinite matrix are semidefinite).
+    """
+    m, n = len(blocks[0][0]), len(blocks[0][1])
+    total = torch.zeros(m * n, m * n, dtype=torch.float64)
+    for first, second in blocks:
+        total += torch.kron(first, second)
+    rearranged = total.reshape(m, n, m, n).transpose(1, 2).reshape(m * m, n * n)
+    U, sigma, Vh = torch.linalg.svd(rearranged)
+    F, S = sigma[0].sqrt() * U[:, 0].reshape(m, m), sigma[0].sqrt() * Vh[0].reshape(n, n)
+    return (F, S) if F.trace() >= 0 else (-F, -S)
+
+
+UsesByKey = dict[tuple[str, int], list[Use]]  # (name of the parameter, group) -> its uses
+
+
+def kfac_blocks_from_uses(
+    uses: UsesByKey, hessians: list[list[Tensor]], approx: str
+) -> dict[str, Tensor]:
+    """Dense K-FAC blocks {name: (numel, numel)}, block-diagonal over the groups of a parameter.
+
+    Uses of one orientation are one more sharing axis; the block of a weight that is used in both
+    orientations is the Kronecker product nearest to the sum of the two. The block of a bias is B
+    alone, of b that are summed and never scaled: in reduce that is the exact block.
+    """
+    blocks: dict[str, list[Tensor]] = {}
+    for (name, _), uses_of_group in sorted(uses.items(), key=lambda item: item[0][1]):
+        products = []
+        for input_first in (False, True):
+            same = [use for use in uses_of_group if use.input_first is input_first]
+            if same:
+                ragged = any(use.ragged for use in same)
+                B, A = kfac_from_uses(same, hessians, approx, ragged)
+                A = torch.ones_like(A) if same[0].is_bias else A
+                products.append((A, B) if input_first else (B, A))
+        first, second = products[0] if len(products) == 1 else nearest_kronecker(products)
+        blocks.setdefault(name, []).append(torch.kron(first, second))
+    return {name: torch.block_diag(*groups) for name, groups in blocks.items()}
+
+
+# --- of the layers of torch ---
 
 
 def layer_jacobians(model: nn.Module, layer_name: str, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,92 +341,50 @@ def layer_jacobians(model: nn.Module, layer_name: str, x: Tensor) -> tuple[Tenso
     return torch.stack(a), torch.stack(b)
 
 
-def positions(layer: nn.Module, a_n: Tensor, b_n: Tensor) -> tuple[Tensor, Tensor]:
-    """Vectors a_nr and b_nr of one example, such that layer output_gr = W_g a_gr + bias_g.
-
-    That equation is checked against the layer itself on every call.
+def layer_blocks(
+    model: nn.Module,
+    layer_name: str,
+    x: Tensor,
+    likelihood: str,
+    approx: str,
+    ignored: Iterable[Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """Dense K-FAC blocks {name: (numel, numel)} of one layer, see `positions_of`.
 
     Args:
-        layer: Linear (every axis but the last is shared) or Conv2d (shared: images of the example,
-            usually one, then rows, then columns of the output).
-        a_n: the layer's input for one example, a row of what ``layer_jacobians`` returns.
-        b_n: its Jacobian (T, C, *layer output).
-
-    Returns:
-        a_nr (G, R, d_in), columns ordered as those of ``weight.flatten(1)``, and b_nr
-        (G, T, R, C, d_out).
+        model: calls the layer once; x (N, ...) are its inputs.
+        layer_name: of a layer in it; names of parameters start with it.
+        x: see ``model``.
+        likelihood: see the top of this file.
+        approx: "expand" or "reduce".
+        ignored: one bool for each loss term.
     """
-    layer, a_n = copy.deepcopy(layer).double(), a_n.detach().double()
-    if isinstance(layer, nn.Linear):
-        T, C = b_n.shape[:2]
-        a = a_n.reshape(1, -1, layer.in_features)
-        b = b_n.reshape(T, C, -1, layer.out_features).transpose(1, 2).unsqueeze(0)
-        out = layer(a)
-    elif isinstance(layer, nn.Conv2d):
-        a, b, out = _conv_positions(layer, a_n, b_n)
-    else:
-        raise NotImplementedError(f"The oracle knows Linear and Conv2d, not {type(layer)}.")
-    weight = layer.weight.reshape(len(a), -1, a.shape[-1])  # (G, d_out, d_in)
-    bias = 0.0 if layer.bias is None else layer.bias.reshape(len(a), 1, -1)
-    torch.testing.assert_close(torch.einsum("goi,gri->gro", weight, a) + bias, out)
-    return a, b
-
-
-def kfac_factors(
-    model: nn.Module, x: Tensor, likelihood: str, approx: str
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Factors (B, A) of K-FAC-expand or -reduce of the weights and biases of Linear and Conv2d.
-
-    expand: A = 1/(N R) Σ_n Σ_r a aᵀ, B = Σ_n Σ_t Σ_r b Λ_nt bᵀ. reduce: the same with a replaced
-    by its mean over r, b by its sum over r, and R by one. In reduce with T > 1 loss terms, the sum
-    over r is taken for each t apart (the b of different t never mix, as their Λ do not).
-
-    Returns:
-        {parameter name: (B (G, d_out, d_out), A (G, d_in, d_in))} of the trainable ones. For a
-        bias G = 1, B is over all output channels, and A is the (1, 1) of a constant input one.
-
-    Raises:
-        ValueError: for a layer called more or less than once, and for tied parameters.
-    """
-    if approx not in ("expand", "reduce"):
-        raise ValueError(f"approx={approx!r} is neither 'expand' nor 'reduce'.")
     model, x = _float64(model, x)
-    owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
-    if any(count > 1 for count in owners.values()):
-        raise ValueError("Two modules share one parameter; the K-FAC oracle knows no tied weights.")
-    with torch.no_grad():
-        f = [_loss_terms(model(x[n : n + 1])) for n in range(len(x))]
-    hessians = [[loss_hessian(f_nt, likelihood) for f_nt in f_n] for f_n in f]
-    factors = {}
-    for name, layer in model.named_modules():
-        if not isinstance(layer, nn.Linear | nn.Conv2d):
-            continue
-        trainable = _trainable(layer)
-        if not trainable:
-            continue
-        a, b = layer_jacobians(model, name, x)
-        vectors = [positions(layer, a_n, b_n) for a_n, b_n in zip(a, b, strict=True)]
-        prefix = f"{name}." if name else ""
-        if "weight" in trainable:
-            factors[f"{prefix}weight"] = _layer_factors(vectors, hessians, approx)
-        if "bias" in trainable:  # a layer of one group that sees the input one everywhere
-            ones = [
-                (torch.ones(1, a_nr.shape[1], 1).double(), torch.cat(list(b_nr), -1).unsqueeze(0))
-                for a_nr, b_nr in vectors
-            ]
-            factors[f"{prefix}bias"] = _layer_factors(ones, hessians, approx)
-    return factors
+    layer = model.get_submodule(layer_name)
+    a, b = layer_jacobians(model, layer_name, x)
+    uses: UsesByKey = {}
+    for n in range(len(a)):
+        for (name, group), a_nr, b_nr in positions_of(layer, a[n], b[n]):
+            is_embedding = isinstance(layer, nn.Embedding)
+            transposed = isinstance(layer, TRANSPOSED) and name == "weight"
+            key = (f"{layer_name}.{name}" if layer_name else name, group)
+            if n == 0:
+                uses[key] = [Use([], [], False, is_embedding or transposed, name == "bias")]
+            uses[key][0].a.append(a_nr)
+            uses[key][0].b.append(b_nr)
+    outputs = [model(x_n[None])[0].detach() for x_n in x]
+    return kfac_blocks_from_uses(uses, loss_hessians(outputs, likelihood, ignored), approx)
 
 
 def kfac_blocks(model: nn.Module, x: Tensor, likelihood: str, approx: str) -> dict[str, Tensor]:
-    """Dense K-FAC approximation {parameter name: (numel, numel)} of the GGN's diagonal blocks.
-
-    Block-diagonal over groups of B_g ⊗ A_g for a weight, B for a bias. See ``kfac_factors``.
-    """
-    return {
-        name: torch.block_diag(*[torch.kron(B_g, A_g) for B_g, A_g in zip(B, A, strict=True)])
-        for name, (B, A) in kfac_factors(model, x, likelihood, approx).items()
-    }
+    """Dense K-FAC blocks {name: (numel, numel)} of all trainable weights and biases of layers."""
+    trainable, blocks = _trainable(model), {}
+    for name, layer in model.named_modules():
+        names = [f"{name}.{local}" if name else local for local, _ in layer.named_parameters()]
+        if isinstance(layer, LAYERS) and any(key in trainable for key in names):
+            found = layer_blocks(model, name, x, likelihood, approx)
+            blocks |= {key: block for key, block in found.items() if key in trainable}
+    return blocks
 
 
 def _float64(model: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
@@ -265,62 +401,3 @@ def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
 def _loss_terms(output: Tensor) -> Tensor:
     """Output of one example as (T, C), one row per loss term."""
     return output.reshape(-1, output.shape[-1])
-
-
-def _conv_positions(layer: nn.Conv2d, a_n: Tensor, b_n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Patches (G, R, d_in), Jacobians (G, T, R, C, d_out), outputs (G, R, d_out), one by one."""
-    G, (K1, K2) = layer.groups, layer.kernel_size
-    (s1, s2), (d1, d2) = layer.stride, layer.dilation
-    c_in, c_out = layer.in_channels // G, layer.out_channels // G  # channels of one group
-    images = a_n.reshape(-1, *a_n.shape[-3:])
-    output = layer(images)  # (images, channels, rows, columns)
-    b_images = b_n.reshape(*b_n.shape[:2], *output.shape)
-    padded = _padded(layer, images).tolist()
-    M, _, rows, columns = output.shape
-    a, b, out = [], [], []
-    for g, m, i, j in itertools.product(range(G), range(M), range(rows), range(columns)):
-        patch = [
-            padded[m][g * c_in + c][i * s1 + k1 * d1][j * s2 + k2 * d2]
-            for c in range(c_in)
-            for k1 in range(K1)
-            for k2 in range(K2)
-        ]
-        channels = slice(g * c_out, (g + 1) * c_out)
-        a.append(torch.tensor(patch, dtype=torch.float64))
-        b.append(b_images[:, :, m, channels, i, j])  # (T, C, d_out)
-        out.append(output[m, channels, i, j])
-    b_nr = torch.stack(b).reshape(G, -1, *b[0].shape).transpose(1, 2)
-    return torch.stack(a).reshape(G, -1, len(a[0])), b_nr, torch.stack(out).reshape(G, -1, c_out)
-
-
-def _padded(layer: nn.Conv2d, images: Tensor) -> Tensor:
-    """Images with the layer's padding around them; 'same' puts the odd one to the right."""
-    pads = []
-    for axis in (1, 0):  # F.pad takes the last axis first
-        if layer.padding == "same":
-            total = layer.dilation[axis] * (layer.kernel_size[axis] - 1)
-            pads += [total // 2, total - total // 2]
-        elif layer.padding == "valid":
-            pads += [0, 0]
-        else:
-            pads += [layer.padding[axis]] * 2
-    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    return F.pad(images, pads, mode=mode)
-
-
-def _layer_factors(
-    vectors: list[tuple[Tensor, Tensor]], hessians: list[list[Tensor]], approx: str
-) -> tuple[Tensor, Tensor]:
-    """B (G, d_out, d_out) and A (G, d_in, d_in) from the vectors and loss Hessians of examples."""
-    if approx == "reduce":
-        vectors = [(a.mean(1, keepdim=True), b.sum(2, keepdim=True)) for a, b in vectors]
-    N, (G, R, d_in), d_out = len(vectors), vectors[0][0].shape, vectors[0][1].shape[-1]
-    A = torch.zeros(G, d_in, d_in, dtype=torch.float64)
-    B = torch.zeros(G, d_out, d_out, dtype=torch.float64)
-    for g in range(G):
-        for (a, b), hessians_n in zip(vectors, hessians, strict=True):
-            for r in range(R):
-                A[g] += torch.outer(a[g, r], a[g, r]) / (N * R)
-                for t, Lambda in enumerate(hessians_n):  # b[g, t, r] (C, d_out)
-                    B[g] += b[g, t, r].T @ Lambda @ b[g, t, r]
-    return B, A

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tests.sharing_oracles import Use, UsesByKey, kfac_blocks_from_uses, loss_hessians
+from tests.oracles import Use, UsesByKey, kfac_blocks_from_uses, loss_hessians
 
 
 class Noted(NamedTuple):

@@ -1,4 +1,4 @@
-"""The oracles against cases worked by hand and against each other."""
+"""The oracles against cases worked by hand."""
 
 import copy
 import itertools
@@ -9,23 +9,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from tests.evidence_oracles import (
-    bayesian_linear_regression_log_evidence,
-    laplace_log_evidence,
-)
+from tests.evidence_oracles import bayesian_linear_regression_log_evidence, laplace_log_evidence
 from tests.oracles import (
+    Use,
     dense_ggn,
     dense_ggn_blocks,
+    dense_ggn_of,
     empirical_fisher_blocks,
+    ggn_blocks,
     kfac_blocks,
-    kfac_factors,
+    kfac_from_uses,
+    layer_blocks,
     layer_jacobians,
     loss_hessian,
-    positions,
+    loss_hessians,
+    nearest_kronecker,
 )
-from tests.random_numbers import normal
+from tests.positions import positions_of
+from tests.random_numbers import error, normal
+from tests.taps import reference_blocks, uses_of
 
 close = torch.testing.assert_close
+OTHER = {"expand": "reduce", "reduce": "expand"}
+MODES = list(OTHER)
 
 
 class Mean(nn.Module):
@@ -44,13 +50,12 @@ def tensor(*values) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def differ(a: Tensor, b: Tensor) -> bool:
-    return bool((a - b).norm() > 0.1 * b.norm())
-
-
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+# --- the generalized Gauss-Newton matrix and the empirical Fisher ---
 
 
 def test_loss_hessians_by_hand():
@@ -74,9 +79,6 @@ def test_single_linear_layer_without_sharing_by_hand():
     close(cross, tensor([4, 0], [1, 0], [0, 4], [0, 1]))  # Σ_n x between a row of W and its bias
     for approx in ("expand", "reduce"):
         close(kfac_blocks(model, x, "regression", approx), exact)
-        B, A = kfac_factors(model, x, "regression", approx)["weight"]
-        close(B, 2 * torch.eye(2).double()[None])
-        close(A, gram[None] / 2)
 
 
 def test_shared_positions_by_hand():
@@ -107,105 +109,8 @@ def test_loss_terms_that_see_every_position_by_hand():
     one = torch.eye(2).double()
     close(dense_ggn_blocks(model, x, "regression")["0.weight"], 49 * one)
     for approx, A, B in (("expand", 5, 1 + 4 + 9 + 1), ("reduce", 4, 3**2 + 2**2)):
-        factors = kfac_factors(model, x, "regression", approx)
-        close(factors["0.weight"], (B * one[None], tensor([[A]])))
-        close(factors["0.bias"], (B * one[None], tensor([[1]])))
-
-
-def deep_linear_network() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-
-
-def pooled_convolution(**kwargs) -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(2, 4, 2, **kwargs), Mean(-1, -2), nn.Linear(4, 3))
-
-
-def depthwise_head() -> nn.Sequential:  # no mixing after the groups: their blocks are exact too
-    return nn.Sequential(nn.Conv2d(2, 4, 2, groups=2), Mean(-1, -2))
-
-
-@pytest.mark.parametrize(
-    ("model", "shape", "exact_mode"),
-    [
-        (deep_linear_network, (3, 5, 3), "expand"),
-        (lambda: nn.Sequential(deep_linear_network(), Mean(1)), (3, 5, 3), "reduce"),
-        (lambda: pooled_convolution(stride=2), (3, 2, 5, 4), "reduce"),
-        (depthwise_head, (3, 2, 4, 4), "reduce"),
-    ],
-)
-def test_one_mode_is_exact_for_deep_linear_networks_and_the_other_is_not(model, shape, exact_mode):
-    model, x = model().double(), normal(*shape)
-    exact = dense_ggn_blocks(model, x, "regression")
-    close(kfac_blocks(model, x, "regression", exact_mode), exact)
-    other = {"expand": "reduce", "reduce": "expand"}[exact_mode]
-    assert differ(first(kfac_blocks(model, x, "regression", other)), first(exact))
-
-
-def first(blocks: dict[str, Tensor]) -> Tensor:
-    return next(iter(blocks.values()))
-
-
-CONVOLUTIONS = [
-    {"kernel_size": k, "groups": g, "padding": p, "padding_mode": mode, "dilation": d, "stride": s}
-    for k, g, p, mode, d, s in itertools.product(
-        [(3, 3), (2, 4)],
-        [1, 2],
-        [0, (2, 1), "same", "valid"],
-        ["zeros", "reflect", "replicate", "circular"],
-        [1, (1, 2)],
-        [1, (2, 3)],
-    )
-    if p != "same" or s == 1
-]
-
-
-def test_convolution_patches_reproduce_the_layer():
-    for kwargs in CONVOLUTIONS:
-        layer = nn.Conv2d(4, 2, **kwargs)  # float32: positions compares in float64, and raises
-        x = normal(4, 7, 8)
-        out = layer(x.float())
-        G, R = kwargs["groups"], out[0].numel()
-        b = normal(2, 3, *out.shape)  # T = 2, C = 3
-        a_nr, b_nr = positions(layer, x, b)
-        k1, k2 = kwargs["kernel_size"]
-        assert a_nr.shape == (G, R, 4 // G * k1 * k2)
-        assert b_nr.shape == (G, 2, R, 3, 2 // G)
-        joined = torch.cat(list(b_nr), dim=-1)  # (T, R, C, all channels)
-        close(joined, b.flatten(-2).permute(0, 3, 1, 2))
-
-
-def test_convolution_patch_by_hand():
-    layer = nn.Conv2d(2, 2, (1, 2), groups=2, padding="same")
-    x = tensor([[1, 2], [3, 4]], [[5, 6], [7, 8]])
-    a_nr, _ = positions(layer, x, torch.zeros(1, 1, 2, 2, 2).double())
-    close(a_nr, tensor([[1, 2], [2, 0], [3, 4], [4, 0]], [[5, 6], [6, 0], [7, 8], [8, 0]]))
-
-
-def test_layer_jacobians_through_an_in_place_activation():
-    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(inplace=True), nn.Linear(3, 2)).double()
-    x = normal(4, 2)
-    before = copy.deepcopy(model.state_dict())
-    a, b = layer_jacobians(model, "0", x)
-    close(a, x)
-    mask = (x @ model[0].weight.T + model[0].bias > 0).double()
-    close(b, (model[2].weight[None] * mask[:, None]).detach()[:, None])  # (N, 1, C, d_out)
-    close(dict(model.state_dict()), dict(before))
-    # b and the dense GGN agree on the bias, whose Jacobian is b itself.
-    exact = dense_ggn_blocks(model, x, "regression")["0.bias"]
-    close(kfac_blocks(model, x, "regression", "expand")["0.bias"], exact)
-
-
-def test_layer_called_twice_is_an_error():
-    layer = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="called 2 times"):
-        layer_jacobians(nn.Sequential(layer, nn.ReLU(), layer), "0", normal(1, 2))
-
-
-def test_tied_parameters_are_an_error():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model[1].weight = model[0].weight
-    with pytest.raises(ValueError, match="share one parameter"):
-        kfac_factors(model, normal(1, 2), "regression", "expand")
+        blocks = kfac_blocks(model, x, "regression", approx)
+        close(blocks, {"0.weight": A * B * one, "0.bias": B * one})
 
 
 @pytest.mark.parametrize("likelihood", ["classification", "regression", "bernoulli"])
@@ -225,16 +130,26 @@ def test_ggn_of_a_linear_model_is_the_hessian_of_its_loss(likelihood):
         close(ggn, hessian.reshape(9, 9))
 
 
-def test_blocks_follow_trainable_parameters_and_names():
-    model, x = deep_linear_network(), normal(3, 3)
-    full = dense_ggn(model, x, "classification")
-    model[0].bias.requires_grad_(False)
-    blocks = dense_ggn_blocks(model, x, "classification")
-    assert list(blocks) == ["0.weight", "1.weight", "1.bias"]
-    assert list(kfac_factors(model, x, "classification", "expand")) == list(blocks)
-    close(blocks["1.weight"], full[16:24, 16:24])
-    swapped = dense_ggn(model, x, "classification", names=["1.bias", "0.weight"])
-    close(swapped[:2, 2:], full[24:, :12])
+def test_ignored_loss_terms_are_as_if_they_were_not_there():
+    W, x = {"W": normal(2, 3)}, normal(2, 3, 3, seed=1)
+    ignored = torch.tensor([[False, True, False], [True, True, False]])
+    found = dense_ggn_of(lambda p: x @ p["W"].T, W, "classification", ignored)
+    kept = x[~ignored]  # (3, d)
+    close(found, dense_ggn_of(lambda p: kept @ p["W"].T, W, "classification"))
+    assert error(found, dense_ggn_of(lambda p: x @ p["W"].T, W, "classification")) > 0.1
+
+
+def test_tied_parameters_appear_once_and_have_the_sum_of_all_four_blocks():
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Tanh(), nn.Linear(3, 3, bias=False))
+    with torch.no_grad():
+        model[2].weight.copy_(model[0].weight)
+    x = normal(4, 3)
+    ggn = dense_ggn(model, x, "regression")
+    model[2].weight = model[0].weight
+    blocks = ggn_blocks(model, lambda run: run(x), "regression")
+    assert list(blocks) == ["0.weight"]
+    close(blocks["0.weight"], ggn.reshape(2, 9, 2, 9).sum((0, 2)))
+    assert error(blocks["0.weight"], ggn[9:, 9:]) > 0.1  # the last use only
 
 
 def test_empirical_fisher_by_hand():
@@ -249,6 +164,246 @@ def test_empirical_fisher_by_hand():
     targets = model(x).detach() + 2  # f − y = −2
     fisher = empirical_fisher_blocks(model, x, targets, "regression")
     close(fisher["bias"], 12 * torch.full((2, 2), 4.0).double())
+
+
+# --- positions ---
+
+
+def test_convolution_patches_by_hand():
+    """Two groups; images of one row, with a zero after it."""
+    layer = nn.Conv2d(2, 2, (1, 2), groups=2, padding="same", bias=False)
+    x = tensor([[1, 2], [3, 4]], [[5, 6], [7, 8]])
+    (_, first, _), (_, second, _) = positions_of(layer, x, torch.zeros(1, 1, 2, 2, 2).double())
+    close(first, tensor([1, 2], [2, 0], [3, 4], [4, 0]))
+    close(second, tensor([5, 6], [6, 0], [7, 8], [8, 0]))
+
+
+def test_transposed_convolution_patches_by_hand():
+    """Input pixels q write to 2q and 2q + 1, of which padding takes the first and the last."""
+    layer = nn.ConvTranspose1d(1, 1, 2, stride=2, padding=1, bias=False)
+    b = tensor([[[10, 20]]])  # of the two output pixels: (T, C, channels, pixels)
+    ((_, a, patches),) = positions_of(layer, tensor([[3, 4]])[0], b)
+    close(a, tensor([3], [4]))
+    close(patches, tensor([[0, 10]], [[20, 0]])[None])
+
+
+def test_layer_jacobians_through_an_in_place_activation():
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(inplace=True), nn.Linear(3, 2)).double()
+    x = normal(4, 2)
+    before = copy.deepcopy(model.state_dict())
+    a, b = layer_jacobians(model, "0", x)
+    close(a, x)
+    mask = (x @ model[0].weight.T + model[0].bias > 0).double()
+    close(b, (model[2].weight[None] * mask[:, None]).detach()[:, None])  # (N, 1, C, d_out)
+    close(dict(model.state_dict()), dict(before))
+    # b and the dense GGN agree on the bias, whose Jacobian is b itself.
+    exact = dense_ggn_blocks(model, x, "regression")["0.bias"]
+    close(kfac_blocks(model, x, "regression", "expand")["0.bias"], exact)
+
+
+class Sum(nn.Module):
+    """Σ_r over the second axis."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, R, d) to (N, d)."""
+        return x.sum(1)
+
+
+def test_embedding_by_hand():
+    model = nn.Sequential(nn.Embedding(3, 2), Sum())
+    tokens = torch.tensor([[0, 1, 1], [2, 1, 0]])
+    one = torch.eye(2).double()
+    counts = torch.tensor([2.0, 3.0, 1.0]).double()
+    found = layer_blocks(model, "0", tokens, "regression", "expand")["0.weight"]
+    close(found, torch.kron(counts.diag() / 6, 6 * one))
+    per_example = torch.tensor([[1.0, 2, 0], [1, 1, 1]]).double()
+    found = layer_blocks(model, "0", tokens, "regression", "reduce")["0.weight"]
+    close(found, torch.kron(per_example.T @ per_example, one))
+    exact = ggn_blocks(model, lambda run: run(tokens), "regression")["0.weight"]
+    close(found, exact)
+
+
+def test_embedding_with_padding():
+    layer = nn.Embedding(4, 2, padding_idx=1)
+    tokens = torch.tensor([[0, 1, 1], [2, 3, 0]])
+    model = nn.Sequential(layer, nn.Linear(2, 3)).double()
+    exact = ggn_blocks(model, lambda run: run(tokens), "regression")["0.weight"]
+    found = layer_blocks(model, "0", tokens, "regression", "expand")["0.weight"]
+    frozen = torch.arange(8).reshape(4, 2)[
+        1
+    ]  # of the padding; PyTorch itself has no gradient there
+    assert not found[frozen].any()
+    kept = [i for i in range(8) if i not in frozen.tolist()]
+    close(found[kept][:, kept], exact[kept][:, kept])
+    reduced = layer_blocks(model, "0", tokens, "regression", "reduce")["0.weight"]
+    assert error(reduced, found) > 0.1
+
+
+# --- K-FAC of uses ---
+
+
+def test_factors_by_hand():
+    # N = 2, R = 2, d_in = d_out = C = 1, T = 1
+    use = Use(a=[tensor([1], [3]), tensor([2], [0])], b=[tensor(1, 2).reshape(1, 2, 1, 1)] * 2)
+    hessians = [[tensor([1])], [tensor([10])]]
+    B, A = kfac_from_uses([use], hessians, "expand")
+    close((B, A), (tensor([11 * 5]), tensor([(1 + 9 + 4) / 4])))
+    B, A = kfac_from_uses([use], hessians, "reduce")
+    close((B, A), (tensor([11 * 9]), tensor([(4 + 1) / 2])))
+    B, A = kfac_from_uses([use], hessians, "reduce", ragged=True)
+    close((B, A), (tensor([11 * 9 / 2]), tensor([(16 + 4) / 2 / 2])))
+    twice = [use, Use([2 * a for a in use.a], use.b)]  # four positions
+    B, A = kfac_from_uses(twice, hessians, "expand")
+    close((B, A), (tensor([11 * 10]), tensor([(14 + 4 * 14) / 8])))
+    B, A = kfac_from_uses(twice, hessians, "reduce")
+    close((B, A), (tensor([11 * 36]), tensor([(3**2 + 1.5**2) / 2])))
+
+
+def test_ragged_examples_by_hand():
+    # Three positions, one, none; loss Hessians one.
+    a = [tensor([1], [2], [3]), tensor([5]), torch.zeros(0, 1).double()]
+    b = [torch.ones(1, len(a_n), 1, 1).double() for a_n in a]
+    one = [[tensor([1])]] * 3
+    B, A = kfac_from_uses([Use(a, b)], one, "expand", ragged=True)
+    close((B, A), (tensor([4]), tensor([(1 + 4 + 9 + 25) / 4])))
+    B, A = kfac_from_uses([Use(a, b)], one, "reduce", ragged=True)
+    close((B, A), (tensor([9 / 3 + 1]), tensor([(36 / 3 + 25) / 3])))
+    B, A = kfac_from_uses([Use(a, b)], one, "reduce")  # means 2 and 5; sums 3 and 1
+    close((B, A), (tensor([9 + 1]), tensor([(4 + 25) / 3])))
+    with pytest.raises(ValueError, match="neither"):
+        kfac_from_uses([Use(a, b)], one, "auto")
+
+
+def two_layers(taps, x, first: nn.Linear, second: nn.Linear, pool: bool) -> Tensor:
+    x = taps.linear(x, first.weight, first.bias, ("0.weight", "0.bias")).tanh()
+    x = taps.linear(x, second.weight, second.bias, ("2.weight", "2.bias"))
+    return x.mean(0) if pool else x
+
+
+@pytest.mark.parametrize("approx", MODES)
+@pytest.mark.parametrize("pool", [False, True])
+def test_taps_find_the_factors_of_linear_layers(approx, pool):
+    layers = [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)]
+    model, x = nn.Sequential(*layers, *[Mean(1)] * pool).double(), normal(3, 4, 3)
+    examples = [(x_n, model[0], model[2], pool) for x_n in x]
+    found = reference_blocks(two_layers, examples, "classification", approx)
+    expected = kfac_blocks(model, x, "classification", approx)
+    assert set(found) == set(expected)
+    for name, block in expected.items():
+        close(found[name], block)
+    assert (
+        error(
+            found["0.weight"],
+            kfac_blocks(model, x, "classification", OTHER[approx])["0.weight"],
+        )
+        > 0.1
+    )
+
+
+def deep(taps, x, W: Tensor) -> Tensor:
+    return taps.linear(taps.linear(x, W, None, ("W", "")), W, None, ("W", ""))
+
+
+@pytest.mark.parametrize("approx", MODES)
+def test_uses_in_depth_are_not_exact_even_for_one_example(approx):
+    W, x = normal(2, 2), normal(1, 2, seed=1)
+    exact = dense_ggn_of(lambda p: x @ p["W"].T @ p["W"].T, {"W": W}, "regression")
+    found = reference_blocks(deep, [(x_n, W) for x_n in x], "regression", approx)["W"]
+    inputs, jacobians = [x[0], W @ x[0]], [W, torch.eye(2).double()]
+    J = sum(torch.kron(b, a[None]) for a, b in zip(inputs, jacobians, strict=True))
+    close(exact, J.T @ J)
+    if approx == "expand":
+        A = sum(torch.outer(a, a) for a in inputs) / 2
+        B = sum(b.T @ b for b in jacobians)
+    else:
+        A, B = torch.outer(sum(inputs), sum(inputs)) / 4, sum(jacobians).T @ sum(jacobians)
+    close(found, torch.kron(B, A))
+    assert error(found, exact) > 0.1
+
+
+def language_model(taps, tokens, W: Tensor) -> Tensor:
+    """Embedding weight (V, d) that is the weight of the output layer, too."""
+    return taps.linear(taps.embedding(tokens, W, "W").tanh(), W, None, ("W", ""))
+
+
+@pytest.mark.parametrize("approx", MODES)
+def test_opposite_orientations_are_the_nearest_product_to_the_sum(approx):
+    W, tokens = normal(4, 2), torch.tensor([[0, 1, 3], [2, 1, 1]])
+    uses, outputs = uses_of(language_model, [(t, W) for t in tokens])
+    embedding, linear = uses[("W", 0)]
+    assert embedding.input_first and not linear.input_first
+    hessians = loss_hessians(outputs, "classification")
+    B1, A1 = kfac_from_uses([embedding], hessians, approx)
+    B2, A2 = kfac_from_uses([linear], hessians, approx)
+    total = torch.kron(A1, B1) + torch.kron(B2, A2)
+    found = reference_blocks(language_model, [(t, W) for t in tokens], "classification", approx)[
+        "W"
+    ]
+    close(found, torch.kron(*nearest_kronecker([(A1, B1), (B2, A2)])))
+    assert error(found, total) < min(
+        error(torch.kron(A1, B1), total), error(torch.kron(B2, A2), total)
+    )
+
+
+def test_nearest_product_is_semidefinite_and_no_other_is_nearer():
+    pairs = [(normal(3, 2, seed=k), normal(2, 2, seed=10 + k)) for k in range(3)]
+    blocks = [(M @ M.T, K @ K.T) for M, K in pairs]
+    total = sum(torch.kron(first, second) for first, second in blocks)
+    F, S = nearest_kronecker(blocks)
+    close((F, S), (F.T, S.T))
+    assert torch.linalg.eigvalsh(F).min() > -1e-12 and torch.linalg.eigvalsh(S).min() > 0
+    best = error(torch.kron(F, S), total)
+    assert 0.05 < best  # the sum is none itself
+    for k in range(20):
+        step_F, step_S = normal(3, 3, seed=100 + k), normal(2, 2, seed=200 + k)
+        assert error(torch.kron(F + 0.01 * step_F, S + 0.01 * step_S), total) > best
+    # For a fixed factor the other one is a least-squares problem, which it solves.
+    rearranged = total.reshape(3, 2, 3, 2)
+    close(torch.einsum("iajb,ab->ij", rearranged, S) / S.pow(2).sum(), F)
+    close(torch.einsum("iajb,ij->ab", rearranged, F) / F.pow(2).sum(), S)
+
+
+def graph(taps, x, W: Tensor, aggregation: str, ragged: bool) -> Tensor:
+    f = taps.linear(x, W, None, ("W", ""), ragged=ragged)
+    scales = {"sum": 1.0, "mean": 1 / len(x), "root": 1 / math.sqrt(len(x))}
+    return scales[aggregation] * f.sum(0) if aggregation != "none" else f
+
+
+def graph_blocks(aggregation: str, ragged: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    W, sizes = normal(2, 3), [1, 4, 2]
+    graphs = [normal(size, 3, seed=size) for size in sizes]
+    examples = [(x, W, aggregation, ragged) for x in graphs]
+    exact = sum(
+        dense_ggn_of(
+            lambda p, x=x: x @ p["W"].T if aggregation == "none" else graph_of(x, p, aggregation),
+            {"W": W},
+            "regression",
+        )
+        for x in graphs
+    )
+    found = {mode: reference_blocks(graph, examples, "regression", mode)["W"] for mode in MODES}
+    return exact, found
+
+
+def graph_of(x: Tensor, p: dict[str, Tensor], aggregation: str) -> Tensor:
+    scale = {"sum": 1.0, "mean": 1 / len(x), "root": 1 / math.sqrt(len(x))}[aggregation]
+    return scale * (x.sum(0) @ p["W"].T)[None]
+
+
+def test_ragged_modes_are_exact_in_their_settings_only():
+    exact, found = graph_blocks("none", ragged=True)  # one loss term per node
+    close(found["expand"], exact)
+    assert error(found["reduce"], exact) > 0.1
+    for aggregation, ragged in itertools.product(("sum", "mean", "root"), (False, True)):
+        exact, found = graph_blocks(aggregation, ragged)
+        assert error(found["expand"], exact) > 0.1
+        if (aggregation, ragged) in {("mean", False), ("root", True)}:
+            close(found["reduce"], exact)
+        else:
+            assert error(found["reduce"], exact) > 0.1
+
+
+# --- evidences ---
 
 
 def test_evidence_of_bayesian_linear_regression_is_its_laplace_evidence():

@@ -87,7 +87,7 @@ def test_monte_carlo_fisher_converges_to_the_exact_one(kfac_approx):
     def error(samples):
         mc = kronecker_factors(
             model, [(x, y)], "classification", kfac_approx=kfac_approx, fisher="mc",
-            mc_samples=samples, generator=torch.Generator().manual_seed(0),
+            mc_samples=samples, batched=True, generator=torch.Generator().manual_seed(0),
         )  # fmt: skip
         differences = [
             (mc.blocks[n].B - exact.blocks[n].B).norm() / exact.blocks[n].B.norm()

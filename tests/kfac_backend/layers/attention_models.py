@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from tests.attention_references import attention, decoder_layer, encoder_layer, linear
 from tests.random_numbers import normal
-from tests.sharing_attention import attention, decoder_layer, encoder_layer, linear
 
 
 class Attending(nn.Module):

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend import counted_positions, examples_of_rows
+from tests.attention_references import encoder_layer, layer_norm, linear
 from tests.random_numbers import normal
-from tests.sharing_attention import encoder_layer, layer_norm, linear
 from tests.taps import Taps
 
 MASK = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 0], [0, 0, 1, 0]]).bool()  # what counts, (N, R)

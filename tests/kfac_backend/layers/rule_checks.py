@@ -7,7 +7,7 @@ from torch.testing import assert_close
 from kfac_backend.layers import Rule, Use
 from kfac_backend.layers.rows import Rows
 from kfac_backend.layers.uses import PositionSums
-from tests.sharing_convolutions import positions_of
+from tests.positions import positions_of
 
 
 def sums_of(

@@ -24,8 +24,8 @@ from tests.kfac_backend.layers.attention_models import (
     batch_of,
     examples_of,
 )
+from tests.oracles import ggn_blocks
 from tests.random_numbers import error, normal
-from tests.sharing_oracles import ggn_blocks
 from tests.taps import reference_blocks
 
 CASES = {

@@ -27,8 +27,8 @@ from tests.kfac_backend.block_checks import (
     OTHER,
     randomize,
 )
+from tests.oracles import ggn_blocks
 from tests.random_numbers import error, normal
-from tests.sharing_oracles import ggn_blocks
 
 
 class LinearAttention(nn.Module):

@@ -14,9 +14,8 @@ from tests.kfac_backend.block_checks import (
     assert_blocks,
     randomize,
 )
+from tests.oracles import ggn_blocks, layer_blocks
 from tests.random_numbers import error
-from tests.sharing_convolutions import layer_blocks
-from tests.sharing_oracles import ggn_blocks
 
 
 class Tokens(nn.Module):

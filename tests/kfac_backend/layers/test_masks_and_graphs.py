@@ -30,8 +30,8 @@ from tests.kfac_backend.layers.padded_models import (
     padded_transformer,
     real_positions,
 )
+from tests.oracles import ggn_blocks
 from tests.random_numbers import error
-from tests.sharing_oracles import ggn_blocks
 from tests.taps import reference_blocks
 
 

@@ -16,7 +16,8 @@ from tests.kfac_backend.block_checks import (
     randomize,
 )
 from tests.kfac_backend.layers.attention_models import CAUSAL, PADDING, Attending, batch_of
-from tests.oracles import layer_jacobians, loss_hessian, positions
+from tests.oracles import layer_jacobians, loss_hessian
+from tests.positions import positions_of
 from tests.random_numbers import error, normal
 
 
@@ -62,9 +63,9 @@ def blocks_by_loops(model, x, sizes: tuple[int, int], modes: tuple[str, str]) ->
     a, b = layer_jacobians(model, "layer", x)
     A, B, terms = 0, 0, 0
     for n in range(len(x)):
-        a_nr, b_nr = positions(model.layer, a[n], b[n])
-        a_nr = a_nr[0].unflatten(0, sizes)  # (S1, S2, d_in)
-        b_nr = b_nr[0, 0].unflatten(0, sizes)  # (S1, S2, C, d_out)
+        (_, a_nr, b_nr), _ = positions_of(model.layer, a[n], b[n])
+        a_nr = a_nr.unflatten(0, sizes)  # (S1, S2, d_in)
+        b_nr = b_nr[0].unflatten(0, sizes)  # (S1, S2, C, d_out)
         for axis, mode in enumerate(modes):
             if mode == "reduce":
                 a_nr, b_nr = a_nr.mean(axis, keepdim=True), b_nr.sum(axis, keepdim=True)

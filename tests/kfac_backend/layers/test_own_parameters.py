@@ -13,9 +13,8 @@ from tests.kfac_backend.block_checks import (
     assert_blocks,
     randomize,
 )
-from tests.oracles import dense_ggn_blocks, empirical_fisher_blocks
+from tests.oracles import dense_ggn_blocks, empirical_fisher_blocks, ggn_blocks
 from tests.random_numbers import error, normal
-from tests.sharing_oracles import ggn_blocks
 
 
 @pytest.fixture(autouse=True)

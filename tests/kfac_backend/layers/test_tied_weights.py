@@ -15,8 +15,8 @@ from tests.kfac_backend.block_checks import (
 )
 from tests.kfac_backend.layers import tied_models
 from tests.kfac_backend.layers.tied_models import LanguageModel, Pooled
+from tests.oracles import ggn_blocks, kfac_blocks_from_uses, loss_hessians
 from tests.random_numbers import error, normal
-from tests.sharing_oracles import ggn_blocks, kfac_blocks_from_uses, loss_hessians
 from tests.taps import reference_blocks, uses_of
 
 IGNORED = -100

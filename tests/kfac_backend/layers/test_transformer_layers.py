@@ -21,7 +21,7 @@ from tests.kfac_backend.layers.attention_models import (
     layered,
     stack,
 )
-from tests.sharing_oracles import ggn_blocks
+from tests.oracles import ggn_blocks
 from tests.taps import reference_blocks
 
 LAYERS = {

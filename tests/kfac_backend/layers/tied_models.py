@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from tests.sharing_attention import encoder_layer, linear
+from tests.attention_references import encoder_layer, linear
 from tests.taps import Taps
 
 

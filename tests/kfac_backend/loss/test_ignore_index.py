@@ -117,7 +117,7 @@ def test_sampled_vectors_have_the_hessian_of_the_terms_that_count_as_their_mean(
         assert not found[:, 2 * C : 3 * C].any() and not found[1, :C].any()
         return float((found - expected).norm() / expected.norm())
 
-    assert error(20_000) < 0.05
+    assert error(6000) < 0.08
     # Negative control: a handful of samples is not enough.
     assert error(3) > 0.2
 

@@ -67,14 +67,13 @@ def data_of(name, length):
 def test_loss_is_the_models_own_whatever_the_padding(name, mode):
     model = tiny(name)
     found = []
-    for length in (5, 9, 16):
+    for length in (5, 16):
         batch = data_of(name, length)
         of_length = kronecker_factors(model, [batch], "classification", kfac_approx=mode)
         mean = of_length.loss / of_length.num_loss_terms
         assert_close(mean, model(**batch).loss.item(), rtol=1e-5, atol=1e-6)
         found.append(of_length)
-    for other in found[1:]:
-        assert_same_blocks(found[0], other)
+    assert_same_blocks(*found)
 
 
 @pytest.mark.parametrize("name", MASKED)

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.random_numbers import error, normal
-from tests.sharing_attention import attention, decoder_layer, encoder_layer, linear
-from tests.sharing_oracles import dense_ggn_of
-from tests.taps import Taps, reference_blocks
+from tests.attention_references import attention, decoder_layer, encoder_layer
+from tests.random_numbers import normal
+from tests.taps import Taps
 
 close = torch.testing.assert_close
 MODES = ["expand", "reduce"]
@@ -107,45 +106,3 @@ def test_reference_transformer_layers_are_the_modules(options):
             close(encoder_layer(Taps(), encoder, "", x[n], mask, pad_n), out[n], **EXACT)
             masks = (mask, memory_mask, pad_n, memory_pad_n)
             close(decoder_layer(Taps(), decoder, "", x[n], memory[n], *masks), decoded[n], **EXACT)
-
-
-def one_query(taps, query, keys, module, head) -> Tensor:
-    return linear(taps, head, "head", attention(taps, module, "", query, keys, keys)[0])
-
-
-@pytest.mark.parametrize("approx", MODES)
-def test_one_query_of_one_example_is_exact_but_for_keys_and_values(approx):
-    # Layers with a single position and a single example are exact in any network.
-    module, head = nn.MultiheadAttention(4, 2).double(), nn.Linear(4, 3).double()
-    randomize(module)
-    query, keys = normal(2, 1, 4), normal(2, 3, 4, seed=1)
-
-    def errors(N: int) -> dict[str, float]:
-        examples = [(query[n], keys[n], module, head) for n in range(N)]
-        found = reference_blocks(one_query, examples, "classification", approx)
-        model = nn.ModuleDict({"attention": module, "head": head})
-        parameters = {k.removeprefix("attention."): p for k, p in model.named_parameters()}
-
-        def f(p: dict[str, Tensor]) -> Tensor:
-            attention_p = {k: v for k, v in p.items() if not k.startswith("head")}
-            inputs = [t[:N].transpose(0, 1) for t in (query, keys, keys)]
-            x, _ = torch.func.functional_call(module, attention_p, tuple(inputs))
-            return x[0] @ p["head.weight"].T + p["head.bias"]
-
-        ggn, start, result = dense_ggn_of(f, parameters, "classification"), 0, {}
-        for name, p in parameters.items():
-            exact = ggn[start : start + p.numel(), start : start + p.numel()]
-            start += p.numel()
-            for g in range(3) if name.startswith("in_proj") else [0]:
-                groups = 3 if name.startswith("in_proj") else 1
-                part = slice(g * p.numel() // groups, (g + 1) * p.numel() // groups)
-                result[f"{name}[{g}]"] = error(found[name][part, part], exact[part, part])
-        return result
-
-    one, two = errors(1), errors(2)
-    exact = ("in_proj_weight[0]", "out_proj.weight[0]", "head.weight[0]")
-    for name in exact:
-        assert one[name] < 1e-12 and two[name] > 0.01
-    assert min(one["in_proj_weight[1]"], one["in_proj_weight[2]"]) > 0.1
-    for name in ("in_proj_bias[0]", "out_proj.bias[0]", "head.bias[0]"):
-        assert max(one[name], two[name]) < 1e-12

@@ -1,4 +1,4 @@
-"""Conv1d and Conv3d against loops over positions, the dense GGN and autograd, in float64."""
+"""Conv1d, Conv2d, Conv3d against loops over positions, the dense GGN and autograd, in float64."""
 
 import pytest
 import torch
@@ -26,8 +26,8 @@ from tests.kfac_backend.layers.rule_checks import (
     some_vectors,
     sums_of,
 )
+from tests.oracles import layer_blocks
 from tests.random_numbers import error, normal
-from tests.sharing_convolutions import layer_blocks
 
 RULES = {nn.Conv1d: Conv1dRule, nn.Conv2d: Conv2dRule, nn.Conv3d: Conv3dRule}
 
@@ -51,23 +51,36 @@ LINES = {
     "circular": {"kernel_size": 2, "padding": 1, "padding_mode": "circular", "groups": 2},
     "same, circular": {"kernel_size": 4, "padding": "same", "padding_mode": "circular"},
 }
+IMAGES = {
+    "plain": {"kernel_size": 3},
+    "pointwise, strided": {"kernel_size": 1, "stride": 2, "bias": False},
+    "more padding than kernel": {"kernel_size": 2, "padding": 3},
+    "uneven stride": {"kernel_size": 3, "stride": (1, 3), "padding": (0, 2)},
+    "uneven dilation": {"kernel_size": (2, 3), "dilation": (2, 1)},
+    "patches side by side": {"kernel_size": 2, "stride": 2},
+    "even kernel, same": {"kernel_size": 4, "padding": "same"},
+    "uneven kernel, same, dilation": {"kernel_size": (2, 3), "padding": "same", "dilation": (3, 2)},
+    "valid": {"kernel_size": 3, "padding": "valid"},
+    "groups": {"kernel_size": 3, "groups": 2, "padding": 1},
+    "depthwise": {"kernel_size": 2, "groups": 4, "bias": False},
+    "reflect": {"kernel_size": 3, "padding": 2, "padding_mode": "reflect"},
+    "replicate": {"kernel_size": 3, "padding": (1, 2), "padding_mode": "replicate", "stride": 2},
+    "circular": {"kernel_size": 2, "padding": 1, "padding_mode": "circular", "groups": 2},
+}
 VOLUMES = {
     "plain": {"kernel_size": 2},
-    "no bias": {"kernel_size": 2, "bias": False},
-    "pointwise": {"kernel_size": 1},
-    "padding": {"kernel_size": 3, "padding": 1},
     "uneven": {"kernel_size": (1, 2, 3), "stride": (2, 1, 2), "padding": (1, 0, 2)},
-    "dilation": {"kernel_size": 2, "dilation": (1, 3, 2), "padding": 1},
     "same, dilation": {"kernel_size": (2, 1, 2), "padding": "same", "dilation": (3, 1, 2)},
-    "valid": {"kernel_size": 2, "padding": "valid"},
-    "groups": {"kernel_size": 2, "groups": 2, "stride": 2},
-    "depthwise": {"kernel_size": 2, "groups": 4, "bias": False},
+    "groups": {"kernel_size": 2, "groups": 2, "stride": 2, "bias": False},
     "reflect": {"kernel_size": 2, "padding": 1, "padding_mode": "reflect"},
     "replicate": {"kernel_size": 2, "padding": (1, 0, 2), "padding_mode": "replicate"},
     "circular": {"kernel_size": 2, "padding": 1, "padding_mode": "circular", "groups": 2},
 }
-CASES = [(nn.Conv1d, (6,), case, options) for case, options in LINES.items()] + [
-    (nn.Conv3d, (3, 4, 3), case, options) for case, options in VOLUMES.items()
+SIZES = {nn.Conv1d: (6,), nn.Conv2d: (5, 4), nn.Conv3d: (2, 3, 2)}
+CASES = [
+    (layer_type, SIZES[layer_type], case, options)
+    for layer_type, cases in zip(RULES, (LINES, IMAGES, VOLUMES), strict=True)
+    for case, options in cases.items()
 ]
 NAMES = [f"{layer_type.__name__}, {case}" for layer_type, _, case, _ in CASES]
 LAYERS = [(layer_type, size, options) for layer_type, size, _, options in CASES]
@@ -98,27 +111,22 @@ def test_blocks_are_those_of_loops_over_positions(layer_type, size, options, mod
     assert_batches_do_not_matter(model, split, "classification", mode, factors)
 
 
-@pytest.mark.parametrize("layer_type", [nn.Conv1d, nn.Conv3d])
+@pytest.mark.parametrize("layer_type", RULES)
 def test_modes_differ(layer_type):
-    model, x = network(
-        layer_type, (6,) if layer_type is nn.Conv1d else (3, 4, 3), {"kernel_size": 2}
-    )
+    model, x = network(layer_type, SIZES[layer_type], {"kernel_size": 2})
     assert_modes_differ(model, [(x, torch.zeros(3, 2))], "regression", ["2.weight", "2.bias"])
-
-
-AXES = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
 
 
 @st.composite
 def layers(draw):
     """A convolution of any options, and the size of an image that it takes."""
-    layer_type = draw(st.sampled_from([nn.Conv1d, nn.Conv1d, nn.Conv3d]))
-    axes = AXES[layer_type]
+    layer_type = draw(st.sampled_from([nn.Conv1d, nn.Conv2d, nn.Conv2d, nn.Conv3d]))
+    axes = len(SIZES[layer_type])
 
     def for_each_axis(least, most):
         return draw(st.tuples(*[st.integers(least, most)] * axes))
 
-    kernel, dilation, size = for_each_axis(1, 3), for_each_axis(1, 3), for_each_axis(3, 5)
+    kernel, dilation, size = for_each_axis(1, 3), for_each_axis(1, 3), for_each_axis(2, 4)
     mode = draw(st.sampled_from(["zeros", "reflect", "replicate", "circular"]))
     stride, padding = (1,) * axes, draw(st.sampled_from(["same", "valid", "numbers"]))
     reach = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
@@ -171,7 +179,7 @@ def pointwise(layer_type, pool):
 )
 @pytest.mark.parametrize(
     ("layer_type", "pool", "size"),
-    [(nn.Conv1d, nn.AdaptiveAvgPool1d, (5,)), (nn.Conv3d, nn.AdaptiveAvgPool3d, (4, 3, 4))],
+    [(nn.Conv1d, nn.AdaptiveAvgPool1d, (5,)), (nn.Conv3d, nn.AdaptiveAvgPool3d, (4, 3, 2))],
 )
 def test_mode_is_exact_in_its_setting_and_the_other_is_not(
     layer_type, pool, size, exact_mode, build

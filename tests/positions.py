@@ -1,59 +1,20 @@
-"""Uses of a convolution's, a transposed convolution's and an embedding's weight, index by index.
+"""Positions of the layers of torch: where their weight meets which inputs, index by index.
 
-Positions of a convolution are its output's pixels; a_nr is a patch of the input. Positions of a
-transposed convolution, whose weight is stored (C_in, C_out / groups, *kernel), are its *input's*
-pixels; what position q makes is a patch, which is added onto the output where it falls, so that
-b_nq is the patch of output gradients that q writes to. Every function checks that its positions
-reproduce the layer's output.
+Positions of a linear layer are all axes but the last; of a convolution its output's pixels, a_nr is
+a patch of the input. Positions of a transposed convolution, whose weight is stored
+(C_in, C_out / groups, *kernel), are its *input's* pixels; what position q makes is a patch, which
+is added onto the output where it falls, so that b_nq is the patch of output gradients that q writes
+to. Every function checks that its positions reproduce the layer's output.
 """
 
-import copy
 import itertools
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
-from tests.oracles import layer_jacobians
-from tests.sharing_oracles import Use, UsesByKey, kfac_blocks_from_uses, loss_hessians
-
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-
-
-def layer_blocks(
-    model: nn.Module,
-    layer_name: str,
-    x: Tensor,
-    likelihood: str,
-    approx: str,
-    ignored: Iterable[Tensor] | None = None,
-) -> dict[str, Tensor]:
-    """Dense K-FAC blocks {name: (numel, numel)} of one convolution, transposed one or embedding.
-
-    Args:
-        model: calls the layer once; x (N, ...) are its inputs.
-        layer_name: of a layer in it; names of parameters start with it.
-        x: see ``model``.
-        likelihood: see `tests.oracles`.
-        approx: "expand" or "reduce".
-        ignored: one bool for each loss term.
-    """
-    model = copy.deepcopy(model).double()
-    layer = model.get_submodule(layer_name)
-    a, b = layer_jacobians(model, layer_name, x)
-    uses: UsesByKey = {}
-    for n in range(len(a)):
-        for (name, group), a_nr, b_nr in positions_of(layer, a[n], b[n]):
-            is_embedding = isinstance(layer, nn.Embedding)
-            transposed = isinstance(layer, TRANSPOSED) and name == "weight"
-            key = (f"{layer_name}.{name}" if layer_name else name, group)
-            if n == 0:
-                uses[key] = [Use([], [], False, is_embedding or transposed, name == "bias")]
-            uses[key][0].a.append(a_nr)
-            uses[key][0].b.append(b_nr)
-    outputs = [model(x_n[None])[0].detach() for x_n in x]
-    return kfac_blocks_from_uses(uses, loss_hessians(outputs, likelihood, ignored), approx)
+LAYERS = (nn.Linear, nn.Embedding, *CONVOLUTIONS, *TRANSPOSED)
 
 
 Positions = list[tuple[tuple[str, int], Tensor, Tensor]]  # (parameter, group), a_nr, b_nr
@@ -63,12 +24,20 @@ def positions_of(layer: nn.Module, a_n: Tensor, b_n: Tensor) -> Positions:
     """Inputs a_nr (R, d_in) and Jacobians b_nr (T, R, C, d_out) of each parameter and group.
 
     Args:
-        layer: convolution, transposed convolution or embedding.
-        a_n: its input for one example, (C_in, *spatial) or tokens (...).
+        layer: one of ``LAYERS``.
+        a_n: its input for one example: (..., d_in), ([images,] C_in, *spatial) or tokens (...).
         b_n: Jacobian (T, C, *output) of the loss terms with respect to its output.
     """
     if isinstance(layer, nn.Embedding):
         return _embedding_positions(layer, a_n, b_n)
+    if isinstance(layer, nn.Linear):
+        return _linear_positions(layer, a_n.double(), b_n)
+    if a_n.dim() == layer.weight.dim():  # several images of one example, one after the other
+        images = [positions_of(layer, a, b_n[:, :, m]) for m, a in enumerate(a_n)]
+        return [
+            (found[0][0], torch.cat([a for _, a, _ in found]), torch.cat([b for *_, b in found], 1))
+            for found in zip(*images, strict=True)
+        ]
     if isinstance(layer, CONVOLUTIONS):
         found = _convolution_positions(layer, a_n.double(), b_n)
     elif isinstance(layer, TRANSPOSED):
@@ -79,6 +48,19 @@ def positions_of(layer: nn.Module, a_n: Tensor, b_n: Tensor) -> Positions:
         b_bias = b_n.flatten(3).permute(0, 3, 1, 2)  # (T, R, C, C_out)
         found.append((("bias", 0), torch.ones(b_bias.shape[1], 1).double(), b_bias))
     return found
+
+
+def _linear_positions(layer: nn.Linear, a_n: Tensor, b_n: Tensor) -> Positions:
+    """Rows of the input, and ones for the bias."""
+    a = a_n.reshape(-1, layer.in_features)
+    b = b_n.reshape(*b_n.shape[:2], -1, layer.out_features).transpose(1, 2)  # (T, R, C, d_out)
+    bias = 0 if layer.bias is None else layer.bias.detach().double()
+    out = a @ layer.weight.detach().double().T + bias
+    expected = layer(a_n.to(layer.weight.dtype)).detach().double().reshape(out.shape)
+    tolerances = {} if layer.weight.dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(out, expected, **tolerances)
+    ones = torch.ones(len(a), 1, dtype=torch.float64)
+    return [(("weight", 0), a, b)] + [(("bias", 0), ones, b)] * (layer.bias is not None)
 
 
 def _convolution_positions(layer: nn.Module, a_n: Tensor, b_n: Tensor) -> Positions:
