@@ -163,7 +163,7 @@ def test_monte_carlo_samples_of_one_batch(structure):
     assert errors[0] > 0.2 > 0.1 > errors[1] > 0
     with pytest.raises(ValueError, match="mc_samples must be at least 1, not 0"):
         _dense(backend, structure, x, y, mc_samples=0)
-    with pytest.raises(TypeError, match="mc_sample"):
+    with pytest.raises(TypeError, match="'mc_sample' is no option; there are .*mc_samples"):
         _dense(backend, structure, x, y, mc_sample=3)
 
 
@@ -265,9 +265,9 @@ def test_only_the_same_curvature_can_be_added():
     la.fit(data)
     assert isinstance(la.H_facs, FactorKron) and isinstance(la.H, EigenKron)
     other = Kron([[torch.ones(2, 2)] for _ in la.H_facs.kfacs])
-    with pytest.raises(ValueError, match="same backend"):
+    with pytest.raises(ValueError, match="Can only add curvature from the same backend and model"):
         other + la.H_facs
-    with pytest.raises(ValueError, match="Can only add Kron"):
+    with pytest.raises(ValueError, match="Can only add Kron to Kron, not float"):
         la.H_facs + 1.0
 
 

@@ -318,6 +318,6 @@ def test_model_that_returns_an_object():
 
 def test_hooks_are_removed_after_an_error():
     model = nn.Sequential(nn.Linear(3, 2))
-    with pytest.raises(ValueError, match="out of range"):
+    with pytest.raises(ValueError, match="Label 5 is out of range"):
         factors(model, y=torch.tensor([0, 1, 5, 0]))
     assert not model[0]._forward_hooks
