@@ -17,7 +17,7 @@ Source: Eschenhagen et al. 2023, arXiv:2311.00636.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -132,12 +132,7 @@ def ggn_blocks(
     def f(values: dict[str, Tensor]) -> Tensor:
         return call(lambda *args, **kw: functional_call(model, values, args, kw, tie_weights=True))
 
-    ggn = dense_ggn_of(f, parameters, likelihood, ignored)
-    blocks, start = {}, 0
-    for name, p in parameters.items():
-        blocks[name] = ggn[start : start + p.numel(), start : start + p.numel()]
-        start += p.numel()
-    return blocks
+    return _diagonal_blocks(dense_ggn_of(f, parameters, likelihood, ignored), parameters)
 
 
 def dense_ggn(
@@ -151,14 +146,27 @@ def dense_ggn(
     model, x = _float64(model, x)
     trainable = _trainable(model)
     parameters = {name: trainable[name] for name in (names or trainable)}
-    f = lambda values: functional_call(model, values, (x,))  # noqa: E731
-    return dense_ggn_of(f, parameters, likelihood)
+    P = sum(p.numel() for p in parameters.values())
+    ggn = torch.zeros(P, P, dtype=torch.float64)
+    for x_n in x.split(1):
+
+        def f(values: dict[str, Tensor], x_n: Tensor = x_n) -> Tensor:
+            return functional_call(model, values, (x_n,))
+
+        ggn += dense_ggn_of(f, parameters, likelihood)
+    return ggn
 
 
 def dense_ggn_blocks(model: nn.Module, x: Tensor, likelihood: str) -> dict[str, Tensor]:
-    """`ggn_blocks` of a model that is called with inputs x (N, ...) alone."""
-    model, x = _float64(model, x)
-    return ggn_blocks(model, lambda run: run(x), likelihood)
+    """`ggn_blocks` of a model that is called with inputs x (N, ...), of one example at a time."""
+    return _diagonal_blocks(dense_ggn(model, x, likelihood), _trainable(model))
+
+
+def _diagonal_blocks(ggn: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of a matrix whose rows are all entries of the parameters, one after the other."""
+    sizes = [p.numel() for p in parameters.values()]
+    rows = [block.split(sizes, dim=1)[i] for i, block in enumerate(ggn.split(sizes))]
+    return dict(zip(parameters, rows, strict=True))
 
 
 def empirical_fisher_blocks(

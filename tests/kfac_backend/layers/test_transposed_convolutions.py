@@ -28,7 +28,7 @@ from tests.kfac_backend.layers.rule_checks import (
 from tests.oracles import layer_blocks
 from tests.random_numbers import error, normal
 
-SIZES = {nn.ConvTranspose1d: (4,), nn.ConvTranspose2d: (3, 2), nn.ConvTranspose3d: (2, 1, 2)}
+SIZES = {nn.ConvTranspose1d: (4,), nn.ConvTranspose2d: (3, 2), nn.ConvTranspose3d: (2, 2, 2)}
 PLAIN = {
     nn.ConvTranspose1d: nn.Conv1d,
     nn.ConvTranspose2d: nn.Conv2d,
