@@ -163,7 +163,7 @@ def test_monte_carlo_samples_of_one_batch(structure):
     assert errors[0] > 0.2 > 0.1 > errors[1] > 0
     with pytest.raises(ValueError, match="mc_samples must be at least 1, not 0"):
         _dense(backend, structure, x, y, mc_samples=0)
-    with pytest.raises(TypeError, match="'mc_sample' is no option; there are .*mc_samples"):
+    with pytest.raises(TypeError, match="mc_sample"):
         _dense(backend, structure, x, y, mc_sample=3)
 
 
