@@ -1,7 +1,8 @@
 """Which example each row of a layer's input belongs to, where that is not simply its number.
 
-Graphs of a batch lie one behind the other, padded positions belong to none, and some layers have
-the batch axis second: a model says so in its own forward, around the calls of its layers.
+The graphs of a batch are concatenated, padded positions belong to no example, and some layers have
+the batch axis second. A model says so in its own forward, around the calls of its layers. It cannot
+be guessed from the data: a gradient of zero, for one, does not mean that a row is padding.
 """
 
 from collections.abc import Iterator
@@ -32,9 +33,9 @@ class Rows:
     all_count: bool
     """Whether each row belongs to an example."""
     by_roots: bool = False
-    """Whether reduce scales sums of both by 1/√R_n, and not those of inputs alone by 1/R_n."""
+    """Whether reduce scales both sums by 1/√R_n; otherwise the inputs' sum alone, by 1/R_n."""
     of_positions: bool = False
-    """Whether layers with inputs of other axes are not concerned; it is an error else."""
+    """Whether layers whose input has another shape are ignored instead of raising an error."""
 
     @cached_property
     def counts(self) -> Tensor:
@@ -69,12 +70,13 @@ class Rows:
 
     def sums(self, x: Tensor) -> Tensor:
         """Each example's sum over its rows: (V·M, ...) as (V·N, ...), in float32 at least."""
+        # Entry N collects the rows that do not count, and is cut off: no mask, no copy of x.
         x = self._by_vector(at_least_float32(x))
         total = x.new_zeros(x.shape[0], self.num_examples + 1, *x.shape[2:])
         return total.index_add_(1, self.index, x)[:, :-1].flatten(0, 1)
 
     def padded(self, x: Tensor) -> Tensor:
-        """Each example's rows, with zeros behind them: (V·M, ...) as (V·N, K, ...)."""
+        """Each example's rows, padded with zeros at the end: (V·M, ...) as (V·N, K, ...)."""
         x = self._by_vector(x)
         longest = int(self.counts.max()) if self.num_examples else 0
         padded = x.new_zeros(x.shape[0], self.num_examples, max(longest, 1), *x.shape[2:])
@@ -92,21 +94,21 @@ class Rows:
         return (sums / counts.view(1, -1, *[1] * (sums.dim() - 2))).flatten(0, 1)
 
     def _by_vector(self, x: Tensor) -> Tensor:
-        """(V·M, ...) as (V, M, ...); V cannot be told without rows, and is 1 then."""
+        """(V·M, ...) as (V, M, ...); without rows V is unknown, and taken to be 1."""
         return x.unflatten(0, (-1, len(self.index))) if len(self.index) else x[None]
 
 
 @dataclass(frozen=True)
 class SharedAxes:
-    """The input's axes of a layer that runs once for all examples."""
+    """The input's axes in a run that all examples share, such as a table of position embeddings."""
 
     with_first: bool
-    """Whether the first is the examples', of one entry; else there is none for them."""
+    """Whether the first axis is a batch axis with one entry; otherwise there is no batch axis."""
     number: int
     """How many there are."""
 
     def are_those_of(self, a: Tensor) -> bool:
-        """Whether an input is for all examples; else a layer before has given it to each."""
+        """Whether an input is shared, and not yet copied for each example by an earlier layer."""
         return a.dim() == self.number and (not self.with_first or a.shape[0] == 1)
 
     def for_each_example(self, x: Tensor, N: int) -> Tensor:
@@ -115,12 +117,15 @@ class SharedAxes:
 
 
 Run = SharedAxes | Literal["examples", "constant"]
-"""What one run of a layer in a forward pass is on: rows of examples; what all examples share;
-"constant", where no derivative goes through its output (it is detached, or not used)."""
+"""What one run of a layer works on: rows of examples ("examples"), an input that all examples share
+(`SharedAxes`), or "constant" if no derivative passes through its output (detached, or not used)."""
 
 
 class _Declared:
-    """What a model said; looked at in a curvature pass alone: training waits for nothing."""
+    """What a model said, read in a curvature pass only.
+
+    Its checks wait for the GPU; training runs the same forward and must not wait.
+    """
 
     def __init__(
         self, index: Tensor, num_examples: int, by_roots: bool, of_positions: bool
@@ -154,18 +159,18 @@ def examples_of_rows(
 
     Without it row n is example n, and all positions behind it count. It changes nothing but the
     curvature: expand averages over the rows that count; reduce sums over each example's R_n rows,
-    and scales by 1/√R_n both the sum of the inputs and that of the output gradients. Source:
+    and divides both the inputs' sum and the output gradients' sum by √R_n. Source:
     Eschenhagen et al. 2023 (arXiv:2311.00636), appendix on graph neural networks.
 
     ``with examples_of_rows(graphs.edge_graph, len(graphs)): edges = self.edge_update(edges)``
 
     Args:
         index: integers in the shape of the first axes of these layers' inputs: the example's
-            number, -1 for a row that does not count. None: as if it were not there.
-        num_examples: N, the examples of the batch, with those that have no row.
-        by_roots: False scales the inputs' sum by 1/R_n and the gradients' not, as reduce does where
-            all examples have as many positions: exact where a linear network takes the mean over
-            an example's rows, as 1/√R_n is where it takes their sum over √R_n.
+            number, -1 for a row that does not count. None has no effect.
+        num_examples: N, the examples of the batch, including those without rows.
+        by_roots: False divides the inputs' sum by R_n and leaves the gradients' sum, as reduce does
+            for equal numbers of positions. That is exact if a linear network takes the mean over
+            an example's rows; True is exact if it divides their sum by √R_n.
     """
     with _declared(None if index is None else _Declared(index, num_examples, by_roots, False)):
         yield
@@ -175,19 +180,19 @@ def examples_of_rows(
 def counted_positions(mask: Tensor) -> Iterator[None]:
     """Say which positions count for layers called inside with inputs (N, R, ...) or (N·R, ...).
 
-    Others, such as padding, are no part of R_n; reduce takes the mean of an example's inputs and
-    the sum of its gradients. Layers called inside with other inputs, say (N, d) behind a pooling,
-    are not concerned, so that it may be around a whole model.
+    Other positions, such as padding, are not counted in R_n; reduce takes the mean of an example's
+    inputs and the sum of its gradients. Layers whose input has another shape, say (N, d) after a
+    pooling, are ignored, so that the context may enclose a whole model.
 
     Args:
-        mask: (N, R) of truth values, False for padding.
+        mask: (N, R), boolean, False for padding.
 
     Raises:
         TypeError: a mask of another dtype.
     """
     if mask.dtype != torch.bool:
         raise TypeError(
-            f"The mask has dtype {mask.dtype}; it needs truth values, for example mask.bool()."
+            f"The mask has dtype {mask.dtype}; it must be boolean, for example mask.bool()."
         )
     numbers = torch.arange(len(mask), device=mask.device).view(-1, *[1] * (mask.dim() - 1))
     with _declared(_Declared(torch.where(mask, numbers, -1), len(mask), False, True)):

@@ -1,9 +1,10 @@
 """The runs of a layer in a forward pass, and one block's factors summed up over all of them.
 
 A parameter may be used several times in a forward pass, by one layer that runs twice or by layers
-that share it. Under expand each use just brings more rows. Where a block is made of one row for
-each example (reduce, elementwise parameters), an example's row is a sum over all uses: it waits
-here until the last use of a forward pass, or of a vector, has been seen.
+that share it. Under expand each use just adds more rows. Under reduce, and for elementwise
+parameters, a block is made of one row per example, and that row is a sum over all uses. So it waits
+here until the last use has been seen: of the forward pass for inputs, of each vector for gradients.
+Taking the outer product use by use would drop the terms between uses, and be wrong.
 """
 
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ class PositionSums:
 
     def __call__(self, b: Float[Tensor, "N ..."], features: int) -> Float[Tensor, "N d"]:
         """Σ over all axes of b but the first and the axis ``features``, in float32 at least."""
-        # In-place accumulation by autograd changes the version.
+        # Identity is not enough: autograd may accumulate into b in place (a new version).
         version = b._version  # pyright: ignore[reportPrivateUsage]
         known = self._source
         if known is None or known[0] is not b or known[1:] != (version, features):
@@ -64,7 +65,7 @@ class PositionSums:
         return self._sums
 
     def clear(self) -> None:
-        """Let go of the last tensor."""
+        """Release the last tensor."""
         self._source, self._sums = None, torch.empty(0)
 
 
@@ -72,15 +73,15 @@ class GradientFactor:
     """Σ b bᵀ, where b may be a sum over the parameter's uses.
 
     Args:
-        gram: what the rows end in.
-        by_example: whether uses are summed before the outer product; they are further rows else.
+        gram: sums the outer products.
+        by_example: whether uses are summed before the outer product; otherwise they are more rows.
     """
 
     def __init__(self, gram: Gram, by_example: bool) -> None:
         self.gram = gram
         self.by_example = by_example
         self.roots: Tensor | None = None
-        """(N,), what each example's sum is divided by, if anything: see `InputFactor.roots`."""
+        """(N,) √R_n, which each example's sum is divided by, or None: see `InputFactor.roots`."""
         self._uses = self._seen = 0
         self._waiting: Tensor | None = None
 
@@ -98,13 +99,14 @@ class GradientFactor:
             self.gram.add(self._scaled(rows))
             return
         rows = at_least_float32(rows.sum(-1, keepdim=True) if self._of_parts else rows)
+        # A clone, since `rows` may be the tensor that autograd or `PositionSums` still holds.
         self._waiting = rows.clone() if self._waiting is None else self._waiting.add_(rows)
         self._seen += 1
         if self._seen == self._uses:
             self.end_vector()
 
     def end_vector(self) -> None:
-        """Add what waits: uses that the vector did not reach have the gradient zero."""
+        """Add what waits. A use that this vector did not reach is never added: its gradient is zero."""
         if self._waiting is not None:
             self.gram.add(self._scaled(self._waiting))
             self._waiting, self._seen = None, 0
@@ -124,7 +126,7 @@ class InputFactor:
     """Σ a aᵀ over positions, or over examples' means â of the positions of all uses.
 
     Args:
-        gram: what the rows end in.
+        gram: sums the outer products.
     """
 
     def __init__(self, gram: Gram) -> None:
@@ -139,18 +141,19 @@ class InputFactor:
         self._counts, self._waiting = 0, None
 
     def add_means(self, means: Float[Tensor, "G N d"], positions: int) -> None:
-        """Add one use's means of each example over so many positions."""
+        """Add one use's means of each example over ``positions`` positions."""
+        # Back to sums: uses with different R weigh by their positions, not equally.
         self._add(at_least_float32(means) * positions, positions, by_roots=False)
 
     def add_sums(self, sums: Float[Tensor, "G N d"], positions: Tensor, by_roots: bool) -> None:
-        """Add one use's sums of each example over (N,) positions, to be scaled as `Rows` say."""
+        """Add one use's sums of each example over (N,) ``positions``, scaled later as `Rows` says."""
         self._add(at_least_float32(sums), positions, by_roots)
 
     def _add(self, sums: Tensor, positions: int | Tensor, by_roots: bool) -> None:
         if self._by_roots not in (None, by_roots):
             raise NotImplementedError(
-                "A weight's inputs are scaled by their examples' numbers of rows in one use "
-                "(examples_of_rows), and not in another; say the examples in each, or in none."
+                "A weight's inputs are scaled by 1/√R_n in one use (examples_of_rows) and not in "
+                "another. Use examples_of_rows in all of its uses, or in none."
             )
         self._by_roots = by_roots
         self._waiting = sums if self._waiting is None else self._waiting + sums
@@ -158,7 +161,7 @@ class InputFactor:
 
     @property
     def roots(self) -> Tensor | None:
-        """(N,): √R_n, by which an example's gradients are divided, over all uses; None if not."""
+        """(N,): √R_n over all uses, by which gradients are divided, too; None if they are not."""
         if not self._by_roots or isinstance(self._counts, int):
             return None
         return self._counts.clamp(min=1).double().sqrt()

@@ -2,6 +2,10 @@
 
 This is where the formulas of `kfac_backend.formulas` meet a layer: `add_input` and `add_gradient`
 take one use's rows as the mode says, and add them to the two factors.
+
+The order of calls in a pass: `begin_forward`, `add_input` for each use, `end_forward`, then for each
+backward vector `add_gradient` for each use and `end_vector`; `block_sums` once at the end. All inputs
+are known before the first gradient, because the forward pass comes first.
 """
 
 from abc import abstractmethod
@@ -44,13 +48,19 @@ class WeightSharingRule(Rule):
         last = mode if isinstance(mode, str) else list(mode.values())[-1]
         self.by_example = last == "reduce" and (isinstance(mode, str) or not self.separate_axes)
         self.A = InputFactor(self.new_input_gram())
+        # With one group, the weight's and the bias's B are usually sums over the same rows. They are
+        # then summed once, in `B_both`. `block_sums` adds it to what lies in the other two: a pass
+        # may use both ways, since whether the rows are the same can differ between batches.
         self.B_weight = GradientFactor(DenseGram(), self.by_example)
         self.B_bias = GradientFactor(DenseGram(), self.by_example)
-        # One matrix for both where they have the same rows.
         self.B_both = GradientFactor(DenseGram(), self.by_example)
-        self._given_away: set[str] = set()
+        self._given_away: set[str] = (
+            set()
+        )  # parameters whose sums another rule reports, see `share`
         self._one_B = self.groups == 1 and self.same_gradients and len(names) == 2
-        self._one_B_now = self._one_B  # in this forward pass
+        # `_one_B` is about the layer, and `share` can end it for the whole pass; `_one_B_now` is
+        # about the present forward pass: `add_input` ends it where rows are given.
+        self._one_B_now = self._one_B
 
     @abstractmethod
     def inputs(self, a: Tensor) -> Tensor:
@@ -88,10 +98,13 @@ class WeightSharingRule(Rule):
     def reduced_axes(
         self, x: Tensor, rows: Rows | None, *, mean: bool
     ) -> tuple[Tensor, Rows | None, Mode]:
-        """An input or output gradient without the axes to be reduced; its rows; the others' mode.
+        """The tensor with the axes of mode "reduce" removed; its rows; the mode of the remaining axes.
 
-        The first shared axis is that of the rows, if a model told their examples (`rows`). All
-        layers are linear: reducing their inputs' axes first is reducing the patches'.
+        For a layer with one mode the tensor is returned as it is, and the caller does the rest.
+        With a mode for each axis, the axes are reduced here, before the layer's own `inputs`, and
+        the remaining ones are treated as expand treats positions. That order is right because
+        all layers are linear: the mean of the patches is the patch of the mean. If `examples_of_rows`
+        is used, the first named axis is that of the rows.
 
         Args:
             x: the layer's input (M, ...), or gradients with respect to its output (V·M, ...).
@@ -124,7 +137,7 @@ class WeightSharingRule(Rule):
         return x, None, "expand"
 
     def begin_forward(self) -> None:
-        """New counts of uses and positions."""
+        """Reset the counts of uses and positions."""
         self._one_B_now = self._one_B
         for sums in (self.A, self.B_weight, self.B_bias, self.B_both):
             sums.begin_forward()
@@ -134,7 +147,9 @@ class WeightSharingRule(Rule):
         for sums in (self.B_weight, self.B_bias, self.B_both):
             sums.count_use()
         if use.rows is not None and self.mode != "expand":
-            self._one_B_now = False  # in any use, as examples' sums go over all of them
+            # Reduce divides the weight's sums by √R_n, but not the bias's. One such use is enough to
+            # separate them for all uses of this forward pass: an example's sum goes over all of them.
+            self._one_B_now = False
         if "weight" not in self.names:
             return
         a, rows, mode = self.reduced_axes(use.a, use.rows, mean=True)
@@ -146,13 +161,14 @@ class WeightSharingRule(Rule):
         means, R = self.mean_inputs(a)
         if rows is None:
             self.A.add_means(means, R)
-        else:
+        else:  # a row may have R positions of its own; R_n counts all of them
             sums = rows.sums(means.movedim(1, 0) * R).movedim(0, 1)
             self.A.add_sums(sums, rows.counts * R, rows.by_roots)
 
     def end_forward(self) -> None:
-        """Add examples' means, and let the gradients know their numbers of positions."""
+        """Add examples' means, and tell the gradients what to divide by."""
         self.A.end_forward()
+        # R_n counts the positions of all uses, so it is known only now, after the last input.
         self.B_weight.roots = self.A.roots
 
     def add_gradient(self, use: Use, b: Tensor, sums: PositionSums) -> None:
@@ -166,13 +182,14 @@ class WeightSharingRule(Rule):
             reduced, rows, mode = self.reduced_axes(b, use.rows, mean=False)
             if mode == "expand" and rows is not None:
                 reduced = rows.counting(reduced)
+            # The cache belongs to the tensor b; another tensor must not push b out of it.
             known = sums if reduced is b else PositionSums()
             self.B_weight.add(self._weight_rows(reduced, mode, known, rows))
 
     def _add_bias_gradient(
         self, total: GradientFactor, use: Use, b: Tensor, sums: PositionSums
     ) -> None:
-        # Of plain sums: a bias has no input, with which to share 1/√R_n.
+        # Plain sums, not divided by √R_n: a bias has no input factor that would take the other √R_n.
         plain = None if use.rows is None else replace(use.rows, by_roots=False)
         reduced, rows, mode = self.reduced_axes(b, plain, mean=False)
         if mode == "expand" and rows is not None:
@@ -190,7 +207,7 @@ class WeightSharingRule(Rule):
     def _weight_rows(self, b: Tensor, mode: str, sums: PositionSums, rows: Rows | None) -> Tensor:
         if mode == "expand":
             return self.weight_gradients(b).flatten(1, 2)
-        if self.same_gradients:  # sum first, then share out among the groups
+        if self.same_gradients:  # sum first (cached, see `PositionSums`), then split into groups
             by_group = sums(b, self.features).unflatten(-1, (self.groups, -1)).movedim(1, 0)
         else:
             by_group = gradient_sums(self.weight_gradients(b))
@@ -204,6 +221,7 @@ class WeightSharingRule(Rule):
     def share(self, name: str, other: Rule, others_name: str) -> None:
         """Sum up together with another layer of this kind, its weight or its bias."""
         assert isinstance(other, WeightSharingRule) and name == others_name
+        # A shared weight need not have a shared bias: their sums go over different uses now.
         for rule in (self, other):
             rule._one_B = False
         if name == "weight":
@@ -259,7 +277,7 @@ class WeightSharingRule(Rule):
         return (self.groups, len(weight) // self.groups), (self.groups, weight[0].numel())
 
     def _zeros(self, groups: int, size: int) -> Tensor:
-        """The sum of a layer that no row of the data reached."""
+        """The sum for a layer that saw no rows."""
         return at_least_float32(self.layer.weight.detach()).new_zeros(groups, size, size)
 
 
@@ -282,7 +300,7 @@ class TransposedLinearRule(LinearRule):
 
 
 def _either(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """The sum of both, or the one that there is."""
+    """The sum of both, or the one that is not None."""
     if first is None or second is None:
         return second if first is None else first
     return first + second
