@@ -106,7 +106,7 @@ class GradientFactor:
             self.end_vector()
 
     def end_vector(self) -> None:
-        """Add what waits. A use that this vector did not reach is never added: its gradient is zero."""
+        """Add what waits; uses that this vector did not reach have the gradient zero."""
         if self._waiting is not None:
             self.gram.add(self._scaled(self._waiting))
             self._waiting, self._seen = None, 0
@@ -146,7 +146,7 @@ class InputFactor:
         self._add(at_least_float32(means) * positions, positions, by_roots=False)
 
     def add_sums(self, sums: Float[Tensor, "G N d"], positions: Tensor, by_roots: bool) -> None:
-        """Add one use's sums of each example over (N,) ``positions``, scaled later as `Rows` says."""
+        """Add one use's sums of each example over (N,) ``positions``, to be scaled later."""
         self._add(at_least_float32(sums), positions, by_roots)
 
     def _add(self, sums: Tensor, positions: int | Tensor, by_roots: bool) -> None:

@@ -3,9 +3,9 @@
 This is where the formulas of `kfac_backend.formulas` meet a layer: `add_input` and `add_gradient`
 take one use's rows as the mode says, and add them to the two factors.
 
-The order of calls in a pass: `begin_forward`, `add_input` for each use, `end_forward`, then for each
-backward vector `add_gradient` for each use and `end_vector`; `block_sums` once at the end. All inputs
-are known before the first gradient, because the forward pass comes first.
+The order of calls in a pass: `begin_forward`, `add_input` for each use, `end_forward`, then for
+each backward vector `add_gradient` for each use and `end_vector`; `block_sums` once at the end. All
+inputs are known before the first gradient, because the forward pass comes first.
 """
 
 from abc import abstractmethod
@@ -48,15 +48,13 @@ class WeightSharingRule(Rule):
         last = mode if isinstance(mode, str) else list(mode.values())[-1]
         self.by_example = last == "reduce" and (isinstance(mode, str) or not self.separate_axes)
         self.A = InputFactor(self.new_input_gram())
-        # With one group, the weight's and the bias's B are usually sums over the same rows. They are
-        # then summed once, in `B_both`. `block_sums` adds it to what lies in the other two: a pass
-        # may use both ways, since whether the rows are the same can differ between batches.
+        # With one group, the weight's and the bias's B are usually sums over the same rows. They
+        # are then summed once, in `B_both`. `block_sums` adds it to what lies in the other two: a
+        # pass may use both ways, since whether the rows are the same can differ between batches.
         self.B_weight = GradientFactor(DenseGram(), self.by_example)
         self.B_bias = GradientFactor(DenseGram(), self.by_example)
         self.B_both = GradientFactor(DenseGram(), self.by_example)
-        self._given_away: set[str] = (
-            set()
-        )  # parameters whose sums another rule reports, see `share`
+        self._given_away: set[str] = set()  # parameters that another rule reports
         self._one_B = self.groups == 1 and self.same_gradients and len(names) == 2
         # `_one_B` is about the layer, and `share` can end it for the whole pass; `_one_B_now` is
         # about the present forward pass: `add_input` ends it where rows are given.
@@ -98,13 +96,13 @@ class WeightSharingRule(Rule):
     def reduced_axes(
         self, x: Tensor, rows: Rows | None, *, mean: bool
     ) -> tuple[Tensor, Rows | None, Mode]:
-        """The tensor with the axes of mode "reduce" removed; its rows; the mode of the remaining axes.
+        """The tensor without the axes to reduce; its rows; the mode of the remaining axes.
 
         For a layer with one mode the tensor is returned as it is, and the caller does the rest.
         With a mode for each axis, the axes are reduced here, before the layer's own `inputs`, and
         the remaining ones are treated as expand treats positions. That order is right because
-        all layers are linear: the mean of the patches is the patch of the mean. If `examples_of_rows`
-        is used, the first named axis is that of the rows.
+        all layers are linear: the mean of the patches is the patch of the mean. If
+        `examples_of_rows` is used, the first named axis is that of the rows.
 
         Args:
             x: the layer's input (M, ...), or gradients with respect to its output (V·M, ...).
@@ -147,8 +145,9 @@ class WeightSharingRule(Rule):
         for sums in (self.B_weight, self.B_bias, self.B_both):
             sums.count_use()
         if use.rows is not None and self.mode != "expand":
-            # Reduce divides the weight's sums by √R_n, but not the bias's. One such use is enough to
-            # separate them for all uses of this forward pass: an example's sum goes over all of them.
+            # Reduce divides the weight's sums by √R_n, but not the bias's. One such use is enough
+            # to separate them for all uses of this forward pass: an example's sum goes over all of
+            # them.
             self._one_B_now = False
         if "weight" not in self.names:
             return
@@ -189,7 +188,8 @@ class WeightSharingRule(Rule):
     def _add_bias_gradient(
         self, total: GradientFactor, use: Use, b: Tensor, sums: PositionSums
     ) -> None:
-        # Plain sums, not divided by √R_n: a bias has no input factor that would take the other √R_n.
+        # Plain sums, not divided by √R_n: a bias has no input factor that would take the other
+        # √R_n.
         plain = None if use.rows is None else replace(use.rows, by_roots=False)
         reduced, rows, mode = self.reduced_axes(b, plain, mean=False)
         if mode == "expand" and rows is not None:
