@@ -124,9 +124,60 @@ def test_tests_work_outside_of_the_checkout(tmp_path):
     assert Path.cwd() == tmp_path.resolve()
 
 
-def test_importing_the_package_is_quick_and_lazy():
-    code = "import sys, marglik; assert 'laplace' not in sys.modules; marglik.KronLaplace"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+LAPLACE = {"laplace", "curvlinops"}
+PLOTS = {"matplotlib", "plotly", "jinja2", "jsonschema"}
+OTHERS = {"lightning", "torchmetrics", "torchvision", "scipy", "sklearn", "PIL"}
+LIBRARY = """from marglik import Posterior, OnlineTraining, laplace_predictive
+from marglik import load_posterior, save_posterior, maximize_evidence"""
+HELP = """from contextlib import suppress
+from marglik.cli import main
+with suppress(SystemExit):
+    main(["{}", "--help"])"""
+
+
+def loaded_by(code, *arguments):
+    """Packages, other than Python's own, that a fresh process loads to run the code."""
+    code += "\nimport sys; print('loaded', *{name.split('.')[0] for name in sys.modules})"
+    found = subprocess.run(
+        [sys.executable, "-c", code, *arguments], check=True, cwd=ROOT, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    first, *names = found.stdout.splitlines()[-1].split()
+    assert first == "loaded"
+    return set(names)
+
+
+def test_importing_the_backend_needs_few_packages():
+    assert not loaded_by("import kfac_backend") & (LAPLACE | PLOTS | OTHERS | {"marglik"})
+    own = {"torch", "numpy", "safetensors", "jaxtyping", "tqdm"}
+    found = {m.split(".")[0] for p, m in imports("kfac_backend") if p.parent.name != "laplace"}
+    assert found - set(sys.stdlib_module_names) - {"kfac_backend"} <= own
+
+
+def test_importing_the_library_loads_no_adapter_plots_or_trainer():
+    assert not loaded_by(LIBRARY) & (LAPLACE | PLOTS | OTHERS | {"jsonargparse"})
+
+
+@pytest.mark.parametrize("command", ["train", "fit", "evaluate", "report"])
+def test_help_loads_neither_adapter_nor_plots_nor_trainer(command):
+    assert not loaded_by(HELP.format(command)) & (LAPLACE | PLOTS | OTHERS - {"PIL"})
+
+
+def test_training_fitting_and_evaluating_do_without_laplace_torch(tmp_path):
+    code = """import sys
+from marglik.cli import main
+
+run, model = sys.argv[1], "--model LeNet --model.image_size 8 --model.in_channels 1".split()
+options = "--epochs 1 --prior.burn_in 0 --prior.every 1 --prior.steps 1 --no_progress".split()
+assert main(["train", "--config", "digits", *options, "--output", run]) == 0
+fit = ["fit", "--checkpoint", run + "/model.safetensors", *model, "--data", "Digits"]
+assert main([*fit, "--output", run + "_fit", "--no_progress"]) == 0
+assert main(["evaluate", run + "_fit", "--progress", "false"]) == 0"""
+    assert not loaded_by(code, str(tmp_path / "run")) & {"laplace", "curvlinops"}
+
+
+def test_the_adapter_loads_laplace_torch_when_first_used():
+    assert "laplace" in loaded_by("import marglik; marglik.KronLaplace")
 
 
 def test_readme_commands_are_targets_of_the_makefile():

@@ -7,7 +7,6 @@ from jsonargparse import ArgumentParser
 
 from marglik.commands.options import PresetOrFile
 from marglik.commands.summary import print_evaluation
-from marglik.report import write_report
 from marglik.runs.evaluate import evaluate_run
 from marglik.storage.run_files import EVALUATION
 
@@ -22,6 +21,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(parser: ArgumentParser, options: Any) -> None:
     """Evaluate, print the metrics, and write the report anew."""
+    from marglik.report import write_report  # here, since plots take long to import
+
     options.pop("config", None)
     results = evaluate_run(**parser.instantiate(options).as_dict())
     print_evaluation(results)

@@ -4,8 +4,6 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from marglik.report import write_report
-
 __all__ = ["add_arguments", "run"]
 
 
@@ -24,4 +22,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(parser: ArgumentParser, options: Any) -> None:
     """Write the page, and print where it is."""
+    from marglik.report import write_report  # here, since plots take long to import
+
     print(f"Written to {write_report(options.folders, options.output)}")

@@ -13,7 +13,6 @@ from marglik.commands.options import (
     take_fields,
 )
 from marglik.commands.summary import print_summary
-from marglik.report import write_report
 from marglik.runs.config import RunConfig
 from marglik.runs.train import train
 
@@ -33,6 +32,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(parser: ArgumentParser, options: Any) -> None:
     """Train, and print what came out."""
+    from marglik.report import write_report  # here, since plots take long to import
+
     provenance = provenance_of(parser, options)
     # Before the model is made, whose initial parameters are random.
     torch.manual_seed(options.seed)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marglik.data.source import DataSource, local_file, missing_file
+from marglik.data.source import DataSource, local_file
 from marglik.data.splits import check_fraction, check_seed
 from marglik.data.tensors import TensorSplits
 
@@ -45,8 +45,8 @@ class DART(DataSource):
     were trained on. Source: Nan et al. 2021 (arXiv:2007.02871).
 
     Args:
-        path: the JSON file, compressed by gzip; the development split in ../shared/data, or in the
-            folder that the environment variable MARGLIK_DATA names, if not given.
+        path: the JSON file, compressed by gzip; if not given, dart-v1.1.1-full-dev.json.gz in the
+            folder that the environment variable MARGLIK_DATA names (the development split).
         context: R, positions of a window.
         num_train: number of training windows, validation included; all if not given.
         num_test: number of test windows.
@@ -83,10 +83,10 @@ class DART(DataSource):
         """Return the windows.
 
         Raises:
-            FileNotFoundError: if there is no such file.
+            FileNotFoundError: if there is no such file, or neither a path nor MARGLIK_DATA.
             ValueError: if it is damaged or of another form, or has too few windows.
         """
-        groups = list(_texts_by_triples(local_file(self.path, FILE)))
+        groups = list(_texts_by_triples(local_file(self.path, FILE, ORIGIN)))
         order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(self.seed))
         shuffled = iter([groups[i] for i in order.tolist()])
         test = self._take(shuffled, self.num_test, "num_test")
@@ -155,8 +155,6 @@ def _texts_by_triples(path: Path) -> Iterator[list[bytes]]:
 
 
 def _read(path: Path) -> list[Any]:
-    if not path.is_file():
-        raise missing_file(path, FILE, ORIGIN)
     try:
         with gzip.open(path) as file:
             entries = json.loads(file.read())

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from marglik.data.image_files import BROKEN_ARCHIVE, whole_members
-from marglik.data.source import DataSource, local_file, missing_file
+from marglik.data.source import DataSource, local_file
 from marglik.data.splits import check_fraction, check_seed, stratified
 from marglik.data.tensors import TensorSplits
 from marglik.graphs import Graphs
@@ -32,8 +32,8 @@ class NCI1(DataSource):
 
     Args:
         path: the tar archive with NCI1_A.txt, NCI1_graph_indicator.txt, NCI1_graph_labels.txt and
-            NCI1_node_labels.txt; NCI1.tar.gz in ../shared/data, or in the folder that the
-            environment variable MARGLIK_DATA names, if not given.
+            NCI1_node_labels.txt; if not given, NCI1.tar.gz in the folder that the environment
+            variable MARGLIK_DATA names.
         test: share of all graphs that become the test set, in (0, 1).
         validation: share of the training graphs that become the validation set, in [0, 1).
         num_train: number of training graphs to take, validation included; all if not given.
@@ -66,11 +66,11 @@ class NCI1(DataSource):
         """Return the graphs.
 
         Raises:
-            FileNotFoundError: if there is no such archive.
+            FileNotFoundError: if there is no such archive, or neither a path nor MARGLIK_DATA.
             ValueError: if it is damaged or lacks a file, if its files do not fit together, or a
                 part would be too small or too large.
         """
-        graphs, labels, classes = _read(local_file(self.path, FILE))
+        graphs, labels, classes = _read(local_file(self.path, FILE, ORIGIN))
 
         def divide(which: Tensor, size: int, cause: str) -> tuple[Tensor, Tensor]:
             if not len(classes) <= size <= len(which) - len(classes):
@@ -145,8 +145,6 @@ def _assembled(files: _Files) -> tuple[Graphs, Tensor, tuple[str, ...]]:
 
 
 def _read_files(path: Path) -> _Files:
-    if not path.is_file():
-        raise missing_file(path, FILE, ORIGIN)
     texts: dict[str, bytes] = {}
     try:
         with tarfile.open(path) as archive:

@@ -1,15 +1,14 @@
-"""What every source of data provides, and where the project's own files lie."""
+"""What every source of data provides, and where the files of named data sets are looked for."""
 
 import os
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DataSource", "local_file", "missing_file"]
+__all__ = ["DataSource", "local_file"]
 
-FOLDER = "../shared/data"
 VARIABLE = "MARGLIK_DATA"
-"""Environment variable that names another folder."""
+"""Environment variable: the folder of files that no path is given for."""
 
 
 class DataSource(ABC):
@@ -20,25 +19,30 @@ class DataSource(ABC):
         """Return `ImageSplits` or `TensorSplits`; the same arguments always give the same data."""
 
 
-def local_file(path: str | Path | None, name: str) -> Path:
-    """Return the path, or without one the file of that name in ``MARGLIK_DATA`` or ../shared/data.
+def local_file(path: str | Path | None, name: str, origin: str) -> Path:
+    """The file at ``path``, or without a path the file ``name`` in the folder of MARGLIK_DATA.
 
     The environment variable is read now, and not when the package is imported.
-    """
-    if path is not None:
-        return Path(path).expanduser()
-    return Path(os.environ.get(VARIABLE) or FOLDER) / name
-
-
-def missing_file(path: Path, name: str, origin: str) -> FileNotFoundError:
-    """Return an error that says how a file that is not there can be had.
 
     Args:
-        path: where it was looked for.
+        path: as the user gave it.
         name: of the file, as it is published.
         origin: where it is published.
+
+    Raises:
+        FileNotFoundError: neither is given, or there is no such file; the message says where to
+            get it.
     """
-    return FileNotFoundError(
-        f"'{path}' is not a file. Get {name} ({origin}), and pass its path (--data.path), or put "
-        f"it into ../shared/data or the folder that {VARIABLE} names."
-    )
+    folder = os.environ.get(VARIABLE)
+    if path is None and not folder:
+        raise FileNotFoundError(
+            f"No path was given, and {VARIABLE} is not set. Get {name} ({origin}), and pass its "
+            f"path (--data.path), or set the environment variable {VARIABLE} to its folder."
+        )
+    found = Path(folder or "", name) if path is None else Path(path).expanduser()
+    if not found.is_file():
+        raise FileNotFoundError(
+            f"'{found}' is not a file. Get {name} ({origin}), and pass its path (--data.path), or "
+            f"put it into a folder and set the environment variable {VARIABLE} to that folder."
+        )
+    return found

@@ -1,29 +1,42 @@
 """Objects that several commands make of their options."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric import Fabric
 
 from marglik.runs.config import Accelerator, Precision
 
-__all__ = ["build_fabric", "build_from_spec"]
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
+
+__all__ = ["build_fabric", "build_from_spec", "device_of"]
 
 
-def build_fabric(accelerator: Accelerator, precision: Precision = "32-true") -> Fabric:
-    """Device and precision.
+def device_of(accelerator: Accelerator) -> torch.device:
+    """The device that ``--accelerator`` names; "auto" takes the first GPU where there is one.
 
     Raises:
         ValueError: a device that is not there.
     """
-    available = "cuda" if torch.cuda.is_available() else "cpu"
-    chosen = available if accelerator == "auto" else accelerator
-    try:
-        return Fabric(accelerator=chosen, devices=1, precision=precision)
-    except RuntimeError as error:
+    has_gpu = torch.cuda.is_available()
+    if accelerator == "cuda" and not has_gpu:
         raise ValueError(
-            f"--accelerator {accelerator} is not to be had here: {error} Pass auto or cpu."
-        ) from error
+            "--accelerator cuda is not available on this machine: torch finds no CUDA device. "
+            "Pass auto or cpu."
+        )
+    return torch.device("cpu") if accelerator == "cpu" or not has_gpu else torch.device("cuda", 0)
+
+
+def build_fabric(accelerator: Accelerator, precision: Precision = "32-true") -> "Fabric":
+    """Device and precision of training's steps; whoever only needs the device asks `device_of`.
+
+    Raises:
+        ValueError: a device that is not there.
+    """
+    device = device_of(accelerator)
+    from lightning.fabric import Fabric  # here, since importing Lightning takes seconds
+
+    return Fabric(accelerator=device.type, devices=1, precision=precision)
 
 
 def build_from_spec(kind: type | tuple[type, ...], spec: dict[str, Any]) -> Any:

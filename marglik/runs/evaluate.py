@@ -18,7 +18,7 @@ from marglik.prediction.predictive import (
     PredictiveMethod,
     map_predictive,
 )
-from marglik.runs.build import build_fabric, build_from_spec
+from marglik.runs.build import build_from_spec, device_of
 from marglik.runs.config import Accelerator
 from marglik.runs.model_check import check_model
 from marglik.storage.record_file import as_json, read_posterior
@@ -75,7 +75,7 @@ def evaluate_run(
         raise FileNotFoundError(f"{path} does not exist; pass a run's folder or a checkpoint.")
     if sigma_noise is not None and not sigma_noise > 0:
         raise ValueError(f"sigma_noise must be positive, not {sigma_noise}.")
-    fabric = build_fabric(accelerator)
+    device = device_of(accelerator)
     if Path(path).is_dir():
         record = RunFolder(path).posterior() or read_posterior(path)  # which says what to do
         of = sha256((Path(path) / POSTERIOR).read_bytes())
@@ -95,7 +95,7 @@ def evaluate_run(
                 f"{splits.name} is not what {path} was trained on ({record['data']['name']}); pass "
                 "--output, so that its numbers get a folder of their own."
             )
-        laplace = load_posterior(path, model, fabric.device)
+        laplace = load_posterior(path, model, device)
         likelihood = record["likelihood"]
         map_ = map_predictive(model, record["likelihood"], laplace.sigma_noise)
         folder = RunFolder(output or path)
@@ -103,7 +103,7 @@ def evaluate_run(
         if model is None or data is None:
             raise ValueError(f"{path} is a checkpoint; it needs --model and --data.")
         load_pretrained(model, path)
-        model, splits, laplace = fabric.to_device(model), data.load(), None
+        model, splits, laplace = model.to(device), data.load(), None
         likelihood = likelihood or "classification"
         map_ = map_predictive(model, likelihood, sigma_noise or 1.0)
         of = sha256(Path(path).read_bytes() + repr(sigma_noise).encode())
@@ -130,7 +130,7 @@ def evaluate_run(
             seed=seed,
             ood=ood,
             batch_size=predictive.batch_size,
-            device=fabric.device,
+            device=device,
             progress=progress,
         )
         found, replaced = (found, []) if earlier is None else combined(found, earlier)

@@ -24,7 +24,7 @@ from marglik.posterior.prior import (
 )
 from marglik.posterior.subset import freeze_all_but, last_layer
 from marglik.prediction.predictive import PredictiveConfig
-from marglik.runs.build import build_fabric
+from marglik.runs.build import device_of
 from marglik.runs.config import CurvatureConfig, PostHocConfig, PostHocRunConfig
 from marglik.runs.model_check import check_model
 from marglik.runs.results import run_identity
@@ -90,7 +90,7 @@ def fit(
         )
     was_cut_off = Checkpoints(folder.path / CHECKPOINT / STATE).exists()
     folder.check_free("fit", provenance.preset, run.overwrite or was_cut_off)
-    fabric = build_fabric(run.accelerator)
+    device = device_of(run.accelerator)
     note = load_pretrained(model, checkpoint)
     splits = data.load()
     if prior.method == "validation" and splits.validation is None:
@@ -99,9 +99,9 @@ def fit(
             "back (--data.validation 0.1, or x_validation and y_validation in a TensorFile), or "
             "choose method evidence."
         )
-    model = fabric.to_device(model)
+    model = model.to(device)
     batch_size = curvature.batch_size or run.batch_size
-    batches = split_batches(splits, "train", batch_size, device=fabric.device)
+    batches = split_batches(splits, "train", batch_size, device=device)
     check_model(model, splits, None, likelihood)
     if prior.layers == "last":
         freeze_all_but(model, last_layer(model, next(iter(batches))[0]))
@@ -122,7 +122,7 @@ def fit(
     of_pass = options | {"run": {"batch_size": batch_size, "seed": run.seed}}
     identity = run_identity(model, splits, None, of_pass, provenance)
     state = Checkpoints(
-        folder.path / CHECKPOINT / STATE, run=identity, made_with=environment(fabric.device)
+        folder.path / CHECKPOINT / STATE, run=identity, made_with=environment(device)
     )
     with folder.locked():
         goes_on = _goes_on(state, run.overwrite)
@@ -130,7 +130,7 @@ def fit(
         folder.check_free("fit", provenance.preset, run.overwrite or goes_on)
         if goes_on:
             _logger.info("going on after the curvature pass, which %s holds", state.folder)
-            laplace.restore(state.load(fabric.device)["factors"])
+            laplace.restore(state.load(device)["factors"])
         else:
             torch.manual_seed(run.seed)
             _logger.info("curvature pass over %d examples of %s", batches.num_examples, splits.name)

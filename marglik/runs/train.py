@@ -16,7 +16,6 @@ from marglik.posterior.posterior_file import save_posterior
 from marglik.posterior.prior import PriorGroups
 from marglik.prediction.evaluation_record import EvaluationConfig
 from marglik.prediction.predictive import PredictiveConfig
-from marglik.report.figures import as_png, plot_run
 from marglik.runs.build import build_fabric
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
 from marglik.runs.model_check import check_image_options, check_model
@@ -134,6 +133,11 @@ def train(
             folder.vouch(POSTERIOR, posterior)
             found = setup.evaluate(model, learned.laplace, states["learned_evaluation"], posterior)
             folder.write(EVALUATION, as_json(found))
+            from marglik.report.figures import (
+                as_png,
+                plot_run,
+            )  # here: matplotlib is slow to import
+
             title = f"{type(model).__name__} on {splits.name}"
             figure = plot_run(learned.records, prior.weight_decay, learned.laplace.n_data, title)
             folder.write(EVIDENCE, as_png(figure))

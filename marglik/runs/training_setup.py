@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from marglik.data import Batches, Splits
@@ -23,6 +22,9 @@ from marglik.storage.run_log import RunLog
 from marglik.training.loop import OnlineResult, OnlineTraining
 from marglik.training.optimizers import OptimizerConfig, build_optimizer
 
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
+
 __all__ = ["TrainingSetup"]
 
 
@@ -38,7 +40,7 @@ class TrainingSetup:
     evaluation: EvaluationConfig
     ood_images: OutOfDistributionImages | None
     run: RunConfig
-    fabric: Fabric
+    fabric: "Fabric"
 
     def options(self) -> dict[str, Any]:
         """All options, by group."""

@@ -9,10 +9,9 @@ import time
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
@@ -34,6 +33,9 @@ from marglik.training.random_state import (
 )
 from marglik.training.schedule import Schedule
 from marglik.training.update import update_prior
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
 
 __all__ = ["OnlineResult", "OnlineTraining"]
 
@@ -95,7 +97,7 @@ class OnlineTraining:
         temperature: float = 1.0,
         scheduler: LRScheduler | None = None,
         curvature_loader: Loader | None = None,
-        fabric: Fabric | None = None,
+        fabric: "Fabric | None" = None,
         compile_mode: CompileMode | None = None,
         targets: TargetOptions = TargetOptions(),  # noqa: B008
         monitor: Callable[[int], Mapping[str, float]] | None = None,
@@ -339,8 +341,10 @@ class OnlineTraining:
             self.on_record(record)
 
 
-def _fabric_of(model: nn.Module) -> Fabric:
+def _fabric_of(model: nn.Module) -> "Fabric":
     """A Fabric on the model's own device, in full precision."""
+    from lightning.fabric import Fabric  # here, since importing Lightning takes seconds
+
     device = next(model.parameters()).device
     devices: Any = [device.index or 0] if device.type != "cpu" else 1
     return Fabric(accelerator=device.type, devices=devices, precision="32-true")

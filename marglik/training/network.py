@@ -14,10 +14,9 @@ to that, and the epoch's record names it.
 
 import time
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -27,6 +26,9 @@ from kfac_backend.model.calls import arguments, logits_of
 from kfac_backend.model.targets import Targets, split_batch
 from kfac_backend.options import Likelihood, TargetOptions
 from marglik.training.loaders import Loader
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric  # importing Lightning takes seconds
 
 __all__ = ["CompileMode", "NetworkTraining", "Record"]
 
@@ -61,7 +63,7 @@ class NetworkTraining:
         optimizer: torch.optim.Optimizer,
         loader: Loader,
         likelihood: Likelihood,
-        fabric: Fabric,
+        fabric: "Fabric",
         *,
         scheduler: LRScheduler | None = None,
         compile_mode: CompileMode | None = None,

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from scipy.optimize import minimize, minimize_scalar
 
 from marglik.posterior import evidence
 from marglik.posterior.hyperparameters import LARGEST_PRECISION, SMALLEST_PRECISION
@@ -63,6 +62,8 @@ def maximize_evidence(
         ValueError: a damped posterior, or a structure that does not fit the model.
         FloatingPointError: the optimiser did not converge.
     """
+    from scipy.optimize import minimize  # here, since it takes long to import
+
     if laplace.damping:
         raise ValueError(
             "maximize_evidence is for posteriors without damping; make it with damping=False."
@@ -157,6 +158,8 @@ def minimize_validation_loss(
         ValueError: bounds that are no interval of positive numbers, fewer than three points.
         FloatingPointError: a loss that is nowhere finite.
     """
+    from scipy.optimize import minimize_scalar  # here, since it takes long to import
+
     if not callable(loss):
         if isinstance(loss, Iterator) or not isinstance(loss, Iterable):
             raise TypeError(

@@ -116,6 +116,9 @@ def test_impossible_sizes(path, options, message):
 def test_a_missing_file_is_explained(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match="is not a file. Get dart-v1.1.1.*--data.path"):
         DART(tmp_path / "none.gz").load()
+    monkeypatch.delenv("MARGLIK_DATA", raising=False)
+    with pytest.raises(FileNotFoundError, match="No path .* MARGLIK_DATA is not set. Get dart-v1"):
+        DART().load()
     monkeypatch.setenv("MARGLIK_DATA", str(tmp_path / "elsewhere"))
     with pytest.raises(FileNotFoundError, match="elsewhere.dart-v1.1.1-full-dev.json.gz'"):
         DART().load()

@@ -105,6 +105,9 @@ def test_impossible_sizes(path, options, message):
 def test_a_missing_archive_is_explained(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match="is not a file. Get NCI1.tar.gz .*--data.path"):
         NCI1(tmp_path / "none.tar.gz").load()
+    monkeypatch.delenv("MARGLIK_DATA", raising=False)
+    with pytest.raises(FileNotFoundError, match="No path .* MARGLIK_DATA is not set. Get NCI1.tar"):
+        NCI1().load()
     monkeypatch.setenv("MARGLIK_DATA", str(tmp_path))
     with pytest.raises(FileNotFoundError, match="NCI1.tar.gz' is not a file"):
         NCI1().load()

@@ -22,7 +22,7 @@ def has_gpu():
 
 @pytest.mark.skipif(has_gpu(), reason="there is a GPU")
 def test_a_device_that_is_not_there():
-    with pytest.raises(ValueError, match="--accelerator cuda is not to be had .*Pass auto or cpu"):
+    with pytest.raises(ValueError, match="--accelerator cuda is not available .*Pass auto or cpu"):
         build_fabric("cuda")
 
 
