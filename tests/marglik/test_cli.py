@@ -19,7 +19,8 @@ def printed_help(capsys, *arguments):
     return " ".join(capsys.readouterr().out.split())
 
 
-def test_help_names_the_commands(capsys):
+def test_help_names_the_commands(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # else a line may break within a hyphenated word
     text = printed_help(capsys, "--help")
     assert list(COMMANDS) == ["train", "fit", "evaluate", "report"]
     for name, summary in COMMANDS.items():
@@ -105,7 +106,7 @@ def test_interrupt(capsys, monkeypatch, tmp_path):
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("marglik.commands.report.write_report", interrupted)
+    monkeypatch.setattr("marglik.report.write_report", interrupted)
     assert main(["report", str(tmp_path)]) == 130
     printed = capsys.readouterr()
     assert printed.err.strip() == "marglik: interrupted; what was written so far is kept."
@@ -124,7 +125,7 @@ def test_other_errors_are_not_hidden(monkeypatch, tmp_path):
     def broken(*arguments):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("marglik.commands.report.write_report", broken)
+    monkeypatch.setattr("marglik.report.write_report", broken)
     with pytest.raises(RuntimeError, match="a bug"):
         main(["report", str(tmp_path)])
 

@@ -203,10 +203,6 @@ WRONG = {
         ["--evaluation.shift", "true", "--augment"],
         "holds no images; augment and evaluation.shift are for images. Leave them out",
     ),
-    "a network of images": (
-        ["--model", "marglik.models.MLP", "--model.in_features", "16"],
-        "MLP cannot take inputs of",
-    ),
     "a missing file": (["--data.path", "/no/such/file"], "'/no/such/file' is not a file. Get "),
 }
 
@@ -217,6 +213,17 @@ def test_wrong_turns(case, kind, commands, tmp_path, capsys):
     output = tmp_path / "run"
     assert message in refusal(capsys, *commands[kind], "--output", str(output), *options)
     assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "inputs"),
+    [("sequences", "inputs of shape "), ("graphs", "graphs with 3 features per node")],
+)
+def test_a_network_of_images(kind, inputs, commands, tmp_path, capsys):
+    options = ["--model", "marglik.models.MLP", "--model.in_features", "16"]
+    message = refusal(capsys, *commands[kind], "--output", str(tmp_path / "run"), *options)
+    assert f"MLP cannot take {inputs}" in message
+    assert not (tmp_path / "run").exists()
 
 
 def test_wrong_turns_of_sequences(commands, trained, tmp_path, capsys):
