@@ -39,7 +39,9 @@ def progress_lines(prefix: str = "") -> Iterator[None]:
 def print_summary(results: dict[str, Any], report: Path) -> None:
     """Print evidence, learned weight decays, metrics, and where the files are."""
     num_data, evidence = results["num_data"], results["evidence"]
-    print(f"\n{results['data']}: {num_data} training examples, {results['seconds']:.0f} s")
+    held_out = f", {results['held_out']} held out" if results.get("held_out") else ""
+    seconds = f"{results['seconds']:.0f} s"
+    print(f"\n{results['data']}: {num_data} training examples{held_out}, {seconds}")
     print(
         f"log marginal likelihood per example: {evidence['first'] / num_data:.4f} at the first "
         f"update, {evidence['kept'] / num_data:.4f} at the kept one (epoch {evidence['epoch']})\n"
@@ -47,6 +49,7 @@ def print_summary(results: dict[str, Any], report: Path) -> None:
     _print_weight_decays(results["weight_decay"])
     _print_positions(results.get("num_positions"))
     _print_metrics({n: _shifts_averaged(values) for n, values in results["metrics"].items()})
+    _print_calibration(results.get("calibration"))
     print(f"\nWritten to {results['output']}; to look at: {report}")
 
 
@@ -71,6 +74,7 @@ def print_fit(results: dict[str, Any]) -> None:
             "\nThe validation loss falls up to the bound of the search: the data does not "
             "determine this weight decay."
         )
+    _print_calibration(results["calibration"])
     print(f"\nWritten to {results['output']}; go on with: marglik evaluate {results['output']}")
 
 
@@ -86,6 +90,29 @@ def print_evaluation(results: dict[str, Any]) -> None:
     _print_metrics({name: _shifts_averaged(entry["metrics"]) for name, entry in named})
     for what in results["replaced"]:
         print(f"Replaced: {what}.")
+
+
+def _print_calibration(fit: dict[str, Any] | None) -> None:
+    """What held-out data said of the predictive."""
+    if fit is None:
+        print(
+            "\nThe predictive is not calibrated: there was no held-out data, or it was not asked "
+            "for (--predictive.calibration)."
+        )
+        return
+    found = fit["calibration"]
+    noise = found["sigma_noise"]
+    outputs = (
+        f"outputs divided by {found['output_temperature']:.3g}"
+        if noise is None
+        else f"noise of standard deviation {noise:.3g}"
+    )
+    print(
+        f"\nCalibrated by {fit['num_terms']} held-out loss terms: covariances times "
+        f"{found['covariance_scale']:.3g}, {outputs}. Their NLL: {fit['nll']:.4f}; MAP "
+        f"{fit['nll_map']:.4f}, temperature-scaled {fit['nll_scaled_map']:.4f}; uncalibrated "
+        f"Laplace {fit['nll_uncalibrated']:.4f}."
+    )
 
 
 def _print_positions(number: int | None) -> None:

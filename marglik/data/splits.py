@@ -1,13 +1,18 @@
 """Stratified subsets, the validation split, and the pixel statistics."""
 
+from dataclasses import replace
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
-from marglik.data.image_sets import ImageSet
+from marglik.data.image_sets import ImageSet, ImageSplits
+from marglik.data.tensors import TensorSplits
 
 __all__ = [
     "check_fraction",
     "check_seed",
+    "hold_out",
     "pixel_statistics",
     "split_off",
     "split_off_validation",
@@ -97,6 +102,40 @@ def split_off_validation(
                 "would be left; choose a smaller fraction."
             )
     return rest, validation
+
+
+AnySplits = TypeVar("AnySplits", ImageSplits, TensorSplits)
+
+
+def hold_out(splits: AnySplits, share: float, seed: int) -> AnySplits:
+    """The same data with a random share of the training examples as its validation set.
+
+    With the class shares of all where each example has a class. Images stay normalised as before.
+
+    Args:
+        splits: the data, without a validation set.
+        share: of the training examples, in (0, 1).
+        seed: same seed, same examples.
+
+    Raises:
+        ValueError: a share so small or so large that a part would be empty or lack a class.
+    """
+    if isinstance(splits, ImageSplits):
+        train, validation = split_off_validation(splits.train, share, splits.classes, seed)
+        return replace(splits, train=train, validation=validation)
+    x, y = splits.train
+    size = round(share * len(y))
+    if not 1 <= size < len(y):
+        raise ValueError(
+            f"A share of {share} of {len(y)} training examples cannot be held out; choose a share "
+            "for which both parts have examples."
+        )
+    if splits.classes is not None and y.dim() == 1:
+        held, rest = stratified(y, size, splits.classes, seed, f"held_out={share}", "example")
+    else:
+        order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
+        held, rest = (part.sort().values for part in (order[:size], order[size:]))
+    return replace(splits, train=(x[rest], y[rest]), validation=(x[held], y[held]))
 
 
 def split_off(

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -29,10 +30,16 @@ from marglik.data.batches import split_batches
 from marglik.data.out_of_distribution import OutOfDistributionImages
 from marglik.data.record import tensors_in
 from marglik.posterior.posterior import Posterior
+from marglik.prediction.calibration import CalibrationFit
 from marglik.prediction.evaluation import compute_metrics, predict_all, reliability_curve
-from marglik.prediction.links import Prediction
+from marglik.prediction.links import Calibration, Prediction
 from marglik.prediction.metrics import out_of_distribution_metrics
-from marglik.prediction.predictive import Predictive, PredictiveConfig, laplace_predictive
+from marglik.prediction.predictive import (
+    Predictive,
+    PredictiveConfig,
+    laplace_predictive,
+    map_predictive,
+)
 from marglik.storage.checkpoint import Checkpoints
 from marglik.storage.provenance import environment
 
@@ -180,9 +187,13 @@ def evaluate_network(
     *,
     of: str,
     seed: int = 0,
+    calibrations: Mapping[str, CalibrationFit] = MappingProxyType({}),
     **options: Any,
 ) -> dict[str, Any]:
     """`evaluate` a network at its parameters and under its posterior, and say what and how.
+
+    Where there is a calibration, the temperature-scaled MAP is evaluated beside the MAP; a
+    posterior predictive without one is called uncalibrated.
 
     Args:
         map_: the network at its parameters.
@@ -193,16 +204,29 @@ def evaluate_network(
         config: what is evaluated.
         of: SHA-256 sum of what is evaluated.
         seed: of sampling, for each way of predicting.
+        calibrations: of the posterior's predictives, by their labels.
         options: see `evaluate`.
     """
-    predictives, how = {"MAP": map_}, {"MAP": {}}
+    predictives: dict[str, Predictive] = {"MAP": map_}
+    how: dict[str, dict[str, Any]] = {"MAP": {}}
     for one in configs:
         assert laplace is not None
+        found = calibrations.get(one.label) if one.is_calibrated else None
+        if found is not None:
+            scaled, label = found.map_calibration, "MAP, temperature-scaled"
+            sigma = scaled.sigma_noise or laplace.sigma_noise
+            predictives[label] = map_predictive(
+                laplace.model, likelihood, sigma, scaled.output_temperature
+            )
+            how[label] = {"calibration": asdict(scaled)}
+        label = one.label if found is not None else f"{one.label}, uncalibrated"
         generator = torch.Generator(options["device"]).manual_seed(seed)
-        predictives[one.label] = laplace_predictive(laplace, one, generator)
+        calibration = Calibration() if found is None else found.calibration
+        predictives[label] = laplace_predictive(laplace, one, generator, calibration)
         of_no_consequence = ("batch_size", "memory")
         plain = {name: v for name, v in asdict(one).items() if name not in of_no_consequence}
-        how[one.label] = plain | {"seed": seed}
+        plain["calibration"] = None if found is None else asdict(calibration)
+        how[label] = plain | {"seed": seed}
     record = evaluate(predictives, splits, likelihood, config, **options)
     for label, entry in record["predictives"].items():
         entry["options"] = how[label]
@@ -226,7 +250,7 @@ def combined(found: dict[str, Any], earlier: dict[str, Any]) -> tuple[dict[str, 
         entry = found["predictives"].get(label)
         if entry is not None and entry["options"] != former["options"]:
             before, now = former["options"], entry["options"]
-            changes = [f"{k} {before[k]}, now {now[k]}" for k in now if now[k] != before[k]]
+            changes = [f"{k} {before.get(k)}, now {now[k]}" for k in now if now[k] != before.get(k)]
             replaced.append(f"{label}, which was evaluated with {'; '.join(changes)}")
             entries[label] = entry
             continue

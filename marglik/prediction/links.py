@@ -17,10 +17,22 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kfac_backend.options import Likelihood, check_option
+from kfac_backend.options import Likelihood, check_option, check_positive
 from kfac_backend.precision import at_least_float32
 
-__all__ = ["Link", "Prediction", "check_link", "predict_from_gaussian", "predict_from_outputs"]
+__all__ = [
+    "Calibration",
+    "Link",
+    "Prediction",
+    "bridge_log_counts",
+    "check_link",
+    "deviations",
+    "is_link_of",
+    "predict_from_gaussian",
+    "predict_from_outputs",
+    "probit_outputs",
+    "quadrature",
+]
 
 Link = Literal["probit", "bridge", "mc"]
 
@@ -30,6 +42,31 @@ deviations up to 3, to 6e-5 up to 5, to 4e-3 up to 10; expected entropies to fou
 
 LARGEST_LOG_ALPHA = 60.0
 """A Dirichlet whose largest count is e^60 has no spread left in any dtype."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Two numbers that `calibrate` finds by held-out data; s = τ = 1 changes nothing.
+
+    Args:
+        covariance_scale: s ≥ 0, by which the outputs' covariance is multiplied; 0 is the MAP.
+        output_temperature: τ > 0, by which outputs are divided; 1 in regression. It is not the T
+            of the likelihood.
+        sigma_noise: σ of regression, in place of the posterior's; None for other likelihoods.
+    """
+
+    covariance_scale: float = 1.0
+    output_temperature: float = 1.0
+    sigma_noise: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.covariance_scale < math.inf:
+            raise ValueError(
+                f"covariance_scale must be 0 (the MAP) or positive, not {self.covariance_scale}."
+            )
+        check_positive("output_temperature", self.output_temperature)
+        if self.sigma_noise is not None:
+            check_positive("sigma_noise", self.sigma_noise)
 
 
 @dataclass(frozen=True)
@@ -75,11 +112,16 @@ class Prediction:
         )
 
 
+def is_link_of(link: Link, likelihood: Likelihood) -> bool:
+    """Whether the link is there for the likelihood; regression takes any, and needs none."""
+    return link != "bridge" or likelihood != "bernoulli"
+
+
 def check_link(link: str, likelihood: Likelihood) -> None:
     """Raise a ValueError unless the link is there for the likelihood."""
     check_option("likelihood", likelihood, Likelihood)
     check_option("link", link, Link)
-    if link == "bridge" and likelihood == "bernoulli":
+    if not is_link_of(link, likelihood):  # pyright: ignore[reportArgumentType]
         raise ValueError(
             f"link 'bridge' is for classification, not {likelihood!r}; choose 'probit' or 'mc'."
         )
@@ -106,8 +148,9 @@ def predict_from_gaussian(
     link: Link,
     noise: Float[Tensor, "S C"],
     sigma_noise: float | Tensor = 1.0,
+    calibration: Calibration = Calibration(),  # noqa: B008
 ) -> Prediction:
-    """The prediction for outputs N(f, covariance).
+    """The prediction for outputs N(f/τ, s/τ² covariance).
 
     Args:
         f: the outputs' means.
@@ -122,12 +165,19 @@ def predict_from_gaussian(
         noise: S standard normal vectors for "mc" and "probit" in classification, the same for all
             inputs, so that predictions do not depend on how inputs are put into batches.
         sigma_noise: σ of regression.
+        calibration: s and τ. Where s is 0, all links are the softmax or sigmoid of f/τ.
 
     Raises:
         ValueError: "bridge" for another likelihood than classification, an unknown option.
     """
     check_link(link, likelihood)
-    f, covariance = at_least_float32(f), at_least_float32(covariance)
+    scale, temperature = calibration.covariance_scale, calibration.output_temperature
+    if calibration.sigma_noise is not None:
+        sigma_noise = calibration.sigma_noise
+    f = at_least_float32(f) / temperature
+    if scale == 0:
+        return predict_from_outputs(f[None], likelihood, sigma_noise)
+    covariance = at_least_float32(covariance) * (scale / temperature**2)
     variance = covariance.diagonal(dim1=1, dim2=2)
     if likelihood == "regression":
         return Prediction(f, _noise(variance, sigma_noise), variance)
@@ -135,27 +185,41 @@ def predict_from_gaussian(
         return _bridge(f, covariance)
     if likelihood == "bernoulli":
         sampled = _quadrature(f, variance)
-        scaled = torch.sigmoid(f / (1 + math.pi / 8 * variance).sqrt())
+        scaled = torch.sigmoid(probit_outputs(f, variance))
     else:
-        sampled = predict_from_outputs(_samples(f, covariance, noise), likelihood)
-        scaled = torch.softmax(f / (1 + math.pi / 8 * variance).sqrt(), dim=-1)
+        sampled = predict_from_outputs(f + deviations(covariance, noise), likelihood)
+        scaled = torch.softmax(probit_outputs(f, variance), dim=-1)
     if link == "mc":
         return sampled
     return Prediction(scaled, sampled.aleatoric, sampled.epistemic)
 
 
-def _samples(f: Tensor, covariance: Tensor, noise: Tensor) -> Tensor:
-    """Outputs f + L z for each noise vector z, (S, N, C); L L is the covariance."""
+def deviations(
+    covariance: Float[Tensor, "N C C"], noise: Float[Tensor, "S C"]
+) -> Float[Tensor, "S N C"]:
+    """L z for each standard normal vector z; L L is the covariance."""
     values, vectors = torch.linalg.eigh(covariance)
     # The symmetric root: eigenvectors alone turn with rounding, and so with the batch's size.
     root = vectors * values.clamp(min=0).sqrt()[:, None] @ vectors.mT  # (N, C, C)
-    return f + torch.einsum("nck,sk->snc", root, noise.to(f))
+    return torch.einsum("nck,sk->snc", root, noise.to(root))
 
 
-def _bridge(f: Tensor, covariance: Tensor) -> Prediction:
-    """The Laplace bridge: N(f, S) given Σ_c f_c = 0, then the Dirichlet of its mean and variances.
+def probit_outputs(f: Float[Tensor, "N C"], variance: Float[Tensor, "N C"]) -> Tensor:
+    """f_c / √(1 + π/8 v_c), whose softmax or sigmoid stands for the mean probability.
 
-    α_c = (1 − 2/C + e^{f_c} Σ_k e^{−f_k} / C²) / S_cc.
+    Source: MacKay 1992, "The evidence framework applied to classification networks".
+    """
+    return f / (1 + math.pi / 8 * variance).sqrt()
+
+
+def bridge_log_counts(
+    f: Float[Tensor, "N C"], covariance: Float[Tensor, "N C C"]
+) -> Float[Tensor, "N C"]:
+    """Logarithms of the Laplace bridge's Dirichlet counts, whose softmax is its mean.
+
+    N(f, S) is conditioned on Σ_c f_c = 0, and the Dirichlet has its mean and variances:
+    α_c = (1 − 2/C + e^{f_c} Σ_k e^{−f_k} / C²) / S_cc. Source: Hobbhahn, Kristiadi & Hennig 2022
+    (arXiv:2003.01227).
     """
     C, limits = f.shape[-1], torch.finfo(covariance.dtype)
     trace = covariance.diagonal(dim1=1, dim2=2).sum(-1, keepdim=True)  # (N, 1)
@@ -168,7 +232,12 @@ def _bridge(f: Tensor, covariance: Tensor) -> Prediction:
     variance = covariance.diagonal(dim1=1, dim2=2).maximum(rounding)
     # In logarithms, since the exponentials overflow.
     log_ratio = f + torch.logsumexp(-f, -1, keepdim=True) - 2 * math.log(C)
-    log_alpha = torch.logaddexp(f.new_tensor(1 - 2 / C).log(), log_ratio) - variance.log()
+    return torch.logaddexp(f.new_tensor(1 - 2 / C).log(), log_ratio) - variance.log()
+
+
+def _bridge(f: Tensor, covariance: Tensor) -> Prediction:
+    """The Laplace bridge's mean and uncertainty."""
+    log_alpha = bridge_log_counts(f, covariance)
     mean = torch.softmax(log_alpha, -1)
     excess = (log_alpha.amax(-1, keepdim=True) - LARGEST_LOG_ALPHA).clamp(min=0)
     alpha = (log_alpha - excess).exp()
@@ -179,12 +248,23 @@ def _bridge(f: Tensor, covariance: Tensor) -> Prediction:
 
 def _quadrature(f: Tensor, variance: Tensor) -> Prediction:
     """E σ(f) and the expected entropy of each output, by Gauss-Hermite quadrature."""
-    nodes, weights = np.polynomial.hermite_e.hermegauss(QUADRATURE_NODES)
-    nodes = torch.from_numpy(nodes).to(f)[:, None, None]
-    weights = torch.from_numpy(weights / weights.sum()).to(f)[:, None, None]
+    nodes, weights = quadrature(f)
     p = torch.sigmoid(f + variance.clamp(min=0).sqrt() * nodes)
     mean = (weights * p).sum(0)
     return _mixture(mean, (weights * _binary_entropy(p)).sum(0), _binary_entropy)
+
+
+def quadrature(like: Tensor) -> tuple[Float[Tensor, "K 1 1"], Float[Tensor, "K 1 1"]]:
+    """Nodes and weights of E g(z), z standard normal, in a tensor's dtype and on its device.
+
+    See `QUADRATURE_NODES` for the error.
+    """
+    nodes, weights = np.polynomial.hermite_e.hermegauss(QUADRATURE_NODES)
+
+    def as_column(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(like)[:, None, None]
+
+    return as_column(nodes), as_column(weights / weights.sum())
 
 
 def _mixture(mean: Tensor, aleatoric: Tensor, entropy: Callable[[Tensor], Tensor]) -> Prediction:

@@ -16,6 +16,7 @@ from marglik.eval_mode import in_eval_mode
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.subset import Layers
 from marglik.prediction.links import (
+    Calibration,
     Prediction,
     check_link,
     predict_from_gaussian,
@@ -31,6 +32,7 @@ __all__ = [
 ]
 
 PredictiveMethod = Literal["probit", "bridge", "mc", "nn"]
+CalibrationMethod = Literal["held_out", "none"]
 Predictive = Callable[[Any], Prediction]
 
 COPIES = {"classification": 4, "bernoulli": 6, "regression": 2}
@@ -64,6 +66,8 @@ class PredictiveConfig:
         batch_size: test examples at a time.
         memory: MiB that the covariances' gradients may take, besides the activations of a few
             examples; batches are split inside to keep it. 96 on a CPU, 2048 on a GPU if null.
+        calibration: held_out scales the covariance and the outputs by what held-out data say
+            (probit, mc, bridge); none is the plain Laplace predictive.
 
     For sequences, whose outputs are many at once, method nn alone is there; a few networks are
     enough for a look.
@@ -75,10 +79,12 @@ class PredictiveConfig:
     layers: Layers = "all"
     batch_size: int = 256
     memory: int | None = None
+    calibration: CalibrationMethod = "held_out"
 
     def __post_init__(self) -> None:
         check_option("predictive.method", self.method, PredictiveMethod)
         check_option("predictive.layers", self.layers, Layers)
+        check_option("predictive.calibration", self.calibration, CalibrationMethod)
         for name in ("samples", "networks", "batch_size", "memory"):
             value = getattr(self, name)
             if name == "memory" and value is None:
@@ -91,6 +97,11 @@ class PredictiveConfig:
                 f"predictive.layers {self.layers!r} is not for method 'nn'; choose 'all', or "
                 "another method."
             )
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether held-out data are to scale the covariance; sampled networks have none."""
+        return self.calibration == "held_out" and self.method != "nn"
 
     def check_outputs(self, axes: int) -> None:
         """Raise a ValueError unless outputs with so many axes can be predicted, 2 for (N, C)."""
@@ -151,17 +162,29 @@ class PredictiveConfig:
 
 
 def map_predictive(
-    model: nn.Module, likelihood: Likelihood = "classification", sigma_noise: float | Tensor = 1.0
+    model: nn.Module,
+    likelihood: Likelihood = "classification",
+    sigma_noise: float | Tensor = 1.0,
+    output_temperature: float = 1.0,
 ) -> Predictive:
-    """The network's own prediction at its parameters, in eval mode; no epistemic uncertainty."""
+    """The network's own prediction at its parameters, in eval mode; no epistemic uncertainty.
+
+    Args:
+        model: the network.
+        likelihood: how outputs become a distribution of targets.
+        sigma_noise: σ of regression.
+        output_temperature: τ > 0, by which outputs are divided: temperature scaling.
+    """
     check_module(model)
     check_option("likelihood", likelihood, Likelihood)
     check_positive("sigma_noise", sigma_noise)
+    check_positive("output_temperature", output_temperature)
 
     @torch.no_grad()
     def predict(x: Any) -> Prediction:
         f = call_with(model, {}, to_device(x, next(model.parameters()).device))
         check_output(f)
+        f = at_least_float32(f) / output_temperature
         return predict_from_outputs(f[None], likelihood, sigma_noise)
 
     return _OfModel(in_eval_mode(model, predict), model, likelihood)
@@ -171,6 +194,7 @@ def laplace_predictive(
     laplace: Posterior,
     config: PredictiveConfig = PredictiveConfig(),  # noqa: B008
     generator: torch.Generator | None = None,
+    calibration: Calibration = Calibration(),  # noqa: B008
 ) -> Predictive:
     """The posterior's prediction.
 
@@ -180,6 +204,7 @@ def laplace_predictive(
         laplace: the fitted posterior.
         config: how it predicts.
         generator: of the samples, on the model's device.
+        calibration: what `calibrate` found; the plain Laplace predictive if left out.
 
     Raises:
         AttributeError: a posterior that is not fitted.
@@ -198,7 +223,9 @@ def laplace_predictive(
     @torch.no_grad()
     def predict(x: Any) -> Prediction:
         f, covariance = laplace.output_distribution(x, config.layers, memory)
-        return predict_from_gaussian(f, covariance, likelihood, link, noise, laplace.sigma_noise)
+        return predict_from_gaussian(
+            f, covariance, likelihood, link, noise, laplace.sigma_noise, calibration
+        )
 
     return _OfModel(in_eval_mode(laplace.model, predict), laplace.model, likelihood)
 

@@ -135,6 +135,9 @@ class RunConfig:
         batch_size: examples (images, sequences, graphs) per step.
         augment: whether training crops (after padding by 4) and flips images at random; images
             alone.
+        held_out: share of the training examples that are not trained on but calibrate the
+            predictive, if the data has no validation set for it; the posterior is fitted to them,
+            too, at the end. 0 for none, as predictive.calibration none.
         baseline: whether to train a second time with the initial weight decay kept fixed.
         monitor: epochs between looks at the MAP's NLL and accuracy on the validation set (the test
             set if there is none), which go into the log and choose nothing; 0 for none.
@@ -162,6 +165,7 @@ class RunConfig:
     epochs: int = 30
     batch_size: int = 128
     augment: bool = False
+    held_out: float = 0.1
     baseline: bool = False
     monitor: int = 0
     seed: int = 0
@@ -180,6 +184,10 @@ class RunConfig:
         for name in ("epochs", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        if not 0 <= self.held_out < 1:
+            raise ValueError(
+                f"held_out must be a share in [0, 1), 0 for none, not {self.held_out}."
+            )
         for name in ("monitor", "checkpoint_minutes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}.")

@@ -23,11 +23,12 @@ from marglik.posterior.prior import (
     weight_decay_to_precision,
 )
 from marglik.posterior.subset import freeze_all_but, last_layer
+from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.predictive import PredictiveConfig
 from marglik.runs.build import device_of
 from marglik.runs.config import CurvatureConfig, PostHocConfig, PostHocRunConfig
 from marglik.runs.model_check import check_model
-from marglik.runs.results import run_identity
+from marglik.runs.results import calibration_results, run_identity
 from marglik.storage.checkpoint import Checkpoints
 from marglik.storage.provenance import Provenance, environment
 from marglik.storage.run_files import CHECKPOINT, MANIFEST, POSTERIOR
@@ -70,7 +71,8 @@ def fit(
         likelihood: classification; regression; or bernoulli, for independent yes-or-no outputs.
         prior: the prior, and how it is found.
         curvature: the curvature pass.
-        predictive: the predictive whose NLL prior.method=validation minimises.
+        predictive: the predictive whose NLL prior.method=validation minimises, and which the
+            validation split calibrates.
         run: everything else.
         provenance: the options, and how model and data are made, for whoever loads the posterior.
 
@@ -142,10 +144,19 @@ def fit(
         before = float(laplace.log_marginal_likelihood())
         _logger.info("prior by %s", prior.method)
         found = _find_prior(laplace, prior, predictive, splits, run)
+        calibrations = {}
+        if predictive.is_calibrated and splits.validation is not None:
+            held_out = split_batches(splits, "validation", predictive.batch_size, device=device)
+            calibrations = calibrations_of(laplace, held_out, predictive, progress=run.progress)
         folder.begin("fit", provenance, resume=True)
         record = data_record(splits, provenance.data)
         posterior = save_posterior(
-            laplace, folder.path, model=provenance.model, data=record, frozen=True
+            laplace,
+            folder.path,
+            model=provenance.model,
+            data=record,
+            calibrations={label: fit.to_json() for label, fit in calibrations.items()},
+            frozen=True,
         )
         folder.vouch(POSTERIOR, posterior)
         folder.discard(CHECKPOINT)
@@ -160,6 +171,7 @@ def fit(
         "evaluations": found.evaluations if found else 0,
         "at_bound": found.at_bound if found else False,
         "note": note,
+        **calibration_results(calibrations.get(predictive.label), 0),
         "seconds": time.perf_counter() - start,
         "output": str(folder.path),
     }

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from kfac_backend.files import parse_json, sha256_of_tensors
@@ -11,9 +10,10 @@ from marglik.data.out_of_distribution import OutOfDistributionImages
 from marglik.data.record import tensors_in
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import precision_to_weight_decay
+from marglik.prediction.calibration import CalibrationFit
 from marglik.runs.config import PriorConfig
 from marglik.storage.checkpoint import check_same_run
-from marglik.storage.provenance import Provenance, environment
+from marglik.storage.provenance import Provenance
 from marglik.storage.run_files import RESULTS
 from marglik.storage.run_folder import RunFolder
 from marglik.training.loop import OnlineResult
@@ -80,23 +80,23 @@ def saved_results(folder: RunFolder, identity: dict[str, Any]) -> dict[str, Any]
     return results
 
 
-def results_of(
-    learned: OnlineResult, evaluation: dict[str, Any], prior: PriorConfig, device: torch.device
-) -> dict[str, Any]:
-    """Metrics, evidence and weight decays of a run, its device and versions."""
+def results_of(learned: OnlineResult, prior: PriorConfig) -> dict[str, Any]:
+    """Evidence and weight decays that were learned."""
     updates = [record for record in learned.records if record["kind"] == "update"]
     return {
         "num_data": learned.laplace.n_data,
-        "num_positions": evaluation["num_positions"],
-        "metrics": metrics_of("fixed" if prior.method == "fixed" else "learned", evaluation),
         "evidence": {
             "first": updates[0]["evidence_before"] if updates else learned.evidence,
             "kept": learned.evidence,
             "epoch": learned.epoch,
         },
         "weight_decay": _weight_decay_table(learned.laplace, prior.weight_decay, prior.temperature),
-        **environment(device),
     }
+
+
+def calibration_results(fit: CalibrationFit | None, held_out: int) -> dict[str, Any]:
+    """What held-out data told the predictive, and how many were held out of the training data."""
+    return {"held_out": held_out, "calibration": None if fit is None else fit.to_json()}
 
 
 def metrics_of(label: str, evaluation: dict[str, Any]) -> dict[str, dict[str, float]]:

@@ -11,7 +11,8 @@ from torch import nn
 
 from marglik.data import DataSource, ImageData
 from marglik.data.out_of_distribution import out_of_distribution_images
-from marglik.data.record import data_record
+from marglik.data.record import data_record, tensors_in
+from marglik.data.splits import hold_out
 from marglik.posterior.posterior_file import save_posterior
 from marglik.posterior.prior import PriorGroups
 from marglik.prediction.evaluation_record import EvaluationConfig
@@ -19,7 +20,13 @@ from marglik.prediction.predictive import PredictiveConfig
 from marglik.runs.build import build_fabric
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
 from marglik.runs.model_check import check_image_options, check_model
-from marglik.runs.results import metrics_of, results_of, run_identity, saved_results
+from marglik.runs.results import (
+    calibration_results,
+    metrics_of,
+    results_of,
+    run_identity,
+    saved_results,
+)
 from marglik.runs.training_setup import TrainingSetup
 from marglik.storage.checkpoint import Checkpoints
 from marglik.storage.provenance import Provenance, environment
@@ -86,6 +93,15 @@ def train(
         ood=ood is not None,
         evaluation__shift=evaluation.shift,
     )
+    held_out = 0
+    if run.held_out and predictive.is_calibrated and splits.validation is None:
+        splits = hold_out(splits, run.held_out, run.seed)
+        held_out = len(tensors_in(splits.validation)[-1])
+        _logger.info(
+            "%d of the training examples of %s are held out to calibrate the predictive",
+            held_out,
+            splits.name,
+        )
     ood_images = None if ood is None else out_of_distribution_images(ood, splits)
     evaluation.check(splits)
     model = fabric.to_device(model)
@@ -98,7 +114,16 @@ def train(
     folder = RunFolder(run.output or f"runs/{re.sub('[^a-z0-9]+', '_', splits.name.lower())}")
     initial_model = deepcopy(model) if run.baseline else None
     setup = TrainingSetup(
-        splits, optimizer, prior, curvature, predictive, evaluation, ood_images, run, fabric
+        splits,
+        held_out,
+        optimizer,
+        prior,
+        curvature,
+        predictive,
+        evaluation,
+        ood_images,
+        run,
+        fabric,
     )
     identity = run_identity(model, splits, ood_images, setup.options(), provenance)
     made_with = environment(fabric.device)
@@ -126,12 +151,22 @@ def train(
                 ready = time.perf_counter()
                 learned = setup.train(model, prior, states["learned"], log)
             trained = time.perf_counter()
+            results = identity | results_of(learned, prior)
+            calibrations = setup.calibrate(learned.laplace)
+            results |= calibration_results(calibrations.get(predictive.label), held_out)
             record = data_record(splits, provenance.data)
             posterior = save_posterior(
-                learned.laplace, folder.path, model=provenance.model, data=record, frozen=True
+                learned.laplace,
+                folder.path,
+                model=provenance.model,
+                data=record,
+                calibrations={label: fit.to_json() for label, fit in calibrations.items()},
+                frozen=True,
             )
             folder.vouch(POSTERIOR, posterior)
-            found = setup.evaluate(model, learned.laplace, states["learned_evaluation"], posterior)
+            found = setup.evaluate(
+                model, learned.laplace, calibrations, states["learned_evaluation"], posterior
+            )
             folder.write(EVALUATION, as_json(found))
             from marglik.report.figures import (
                 as_png,
@@ -141,7 +176,10 @@ def train(
             title = f"{type(model).__name__} on {splits.name}"
             figure = plot_run(learned.records, prior.weight_decay, learned.laplace.n_data, title)
             folder.write(EVIDENCE, as_png(figure))
-            results = identity | results_of(learned, found, prior, fabric.device)
+            label = "fixed" if prior.method == "fixed" else "learned"
+            results["num_positions"] = found["num_positions"]
+            results["metrics"] = metrics_of(label, found)
+            results |= environment(fabric.device)
             # The loop's, of all processes that had a part in it, and the rest of this one.
             results["seconds"] = learned.seconds + time.perf_counter() - trained + ready - start
             results["complete"] = initial_model is None
@@ -152,7 +190,10 @@ def train(
             _logger.info("second training, with the initial weight decay")
             initial = setup.train(initial_model, fixed, states["baseline"])
             trained = time.perf_counter()
-            found = setup.evaluate(initial_model, initial.laplace, states["baseline_evaluation"])
+            calibrations = setup.calibrate(initial.laplace)
+            found = setup.evaluate(
+                initial_model, initial.laplace, calibrations, states["baseline_evaluation"]
+            )
             results["metrics"] |= metrics_of("initial", found)
             results["seconds"] += initial.seconds + time.perf_counter() - trained
             results["complete"] = True

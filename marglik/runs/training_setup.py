@@ -1,7 +1,7 @@
 """What a learned run and its baseline share: batches, optimiser, loop, monitor, evaluation."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +13,7 @@ from marglik.data.out_of_distribution import OutOfDistributionImages
 from marglik.posterior.hyperparameters import Hyperparameters, UpdateMethod
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import PriorGroups, weight_decay_to_precision
+from marglik.prediction.calibration import CalibrationFit, calibrations_of
 from marglik.prediction.evaluation import compute_metrics, predict_all
 from marglik.prediction.evaluation_record import EvaluationConfig, evaluate_network
 from marglik.prediction.predictive import PredictiveConfig, map_predictive
@@ -33,6 +34,9 @@ class TrainingSetup:
     """A classifier, trained and evaluated as the options say."""
 
     splits: Splits
+    """With a validation set where one was held out for calibration."""
+    held_out: int
+    """How many examples were held out of the training data; 0: the validation set is its own."""
     optimizer: OptimizerConfig
     prior: PriorConfig
     curvature: CurvatureConfig
@@ -104,10 +108,26 @@ class TrainingSetup:
             progress=run.progress,
         ).run(checkpoints)
 
+    def calibrate(self, laplace: Posterior) -> dict[str, CalibrationFit]:
+        """Calibrate the predictives; then the posterior also learns from what was held out.
+
+        None without held-out data, without a posterior predictive that can be calibrated, or if it
+        is not asked for.
+        """
+        if not self.predictive.is_calibrated or self.splits.validation is None:
+            return {}
+        batches = self._batches("validation", self.predictive.batch_size)
+        fits = calibrations_of(laplace, batches, self.predictive, progress=self.run.progress)
+        if self.held_out:
+            batch_size = self.curvature.batch_size or self.run.batch_size
+            laplace.fit(self._batches("validation", batch_size), override=False)
+        return fits
+
     def evaluate(
         self,
         model: nn.Module,
         laplace: Posterior,
+        calibrations: Mapping[str, CalibrationFit],
         checkpoints: Checkpoints | None = None,
         of: str = "",
     ) -> dict[str, Any]:
@@ -115,15 +135,18 @@ class TrainingSetup:
 
         ``of`` is the sum of the posterior that was saved.
         """
+        # What was held out has told the predictives their numbers; it is no test of them.
+        splits = replace(self.splits, validation=None) if self.held_out else self.splits
         return evaluate_network(
             map_predictive(model),
             laplace,
             [self.predictive],
-            self.splits,
+            splits,
             "classification",
             self.evaluation,
             of=of,
             seed=self.run.seed,
+            calibrations=calibrations,
             ood=self.ood_images,
             batch_size=self.predictive.batch_size,
             device=self.fabric.device,

@@ -1,0 +1,405 @@
+"""Calibration: how wide the posterior and how sharp the outputs should be, by held-out data.
+
+At temperature 1 the Laplace posterior is too wide for clean labels, and the network itself is often
+too sharp or not sharp enough. Two numbers mend both: the covariance of the outputs is multiplied
+by s ≥ 0, and outputs are divided by τ > 0,
+
+    p(y|x) = ∫ p(y | (f + √s V^½ ε) / τ) N(ε; 0, I) dε,    V = J Σ Jᵀ.
+
+s = 0 is temperature scaling of the MAP (Guo et al. 2017, arXiv:1706.04599), s = τ = 1 the plain
+Laplace predictive. In regression σ takes the place of τ: p(y|x) = N(f, s V + σ²). Outputs and
+covariances of the held-out data are computed once, and two numbers are found in less than a second.
+s = 0 is one of the candidates, so that the calibrated predictive cannot have a higher NLL than the
+temperature-scaled MAP on the held-out data.
+
+With a hundred held-out examples the NLL alone would choose absurd numbers now and then: for τ → 0
+a predictive counts the samples that vote for a class, which fits a few examples well and assigns
+others probability zero. log τ therefore has a standard normal prior, which is worth one example's
+loss and is nothing beside a thousand examples.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import cross_entropy, logsigmoid
+
+from kfac_backend.loss.hessian import counted_terms
+from kfac_backend.model.batches import each_batch
+from kfac_backend.model.targets import Targets, split_batch
+from kfac_backend.options import Likelihood
+from marglik.posterior.posterior import Posterior
+from marglik.prediction.links import (
+    Calibration,
+    Link,
+    bridge_log_counts,
+    check_link,
+    deviations,
+    is_link_of,
+    probit_outputs,
+    quadrature,
+)
+from marglik.prediction.predictive import (
+    Predictive,
+    PredictiveConfig,
+    laplace_predictive,
+)
+from marglik.storage.record_file import read_posterior
+
+__all__ = [
+    "CalibratedPredictive",
+    "CalibrationFit",
+    "HeldOut",
+    "calibrate",
+    "calibrations_of",
+    "fit_calibration",
+    "load_calibrations",
+]
+
+LOG_SCALES = math.log(1e-6), math.log(1e4)
+"""Bounds of the search for log s; below, s = 0 predicts the same."""
+LOG_SHARPNESS = math.log(1e-3), math.log(1e3)
+"""Bounds of the search for log τ, and for log σ relative to the posterior's."""
+STARTS = (1.0, 0.1, 0.01)
+"""Scales from which the search starts, as the NLL may have several valleys in s."""
+ROUGH_TERMS = 1000
+"""Loss terms that these searches look at; only the best goes on with all."""
+
+Loss = Callable[[Tensor | None, Tensor], Tensor]
+"""Mean NLL at (s, τ or σ); None for s = 0, where √s has no derivative."""
+
+
+@dataclass(frozen=True)
+class CalibrationFit:
+    """What was found, and what it brings on the held-out data, in nats per loss term."""
+
+    calibration: Calibration
+    nll: float
+    """With the calibration."""
+    nll_uncalibrated: float
+    """At s = τ = 1, or with the posterior's own σ."""
+    map_calibration: Calibration
+    """The best at s = 0: the temperature-scaled MAP."""
+    nll_scaled_map: float
+    """With that."""
+    nll_map: float
+    """Of the MAP as it is."""
+    num_terms: int
+    """M: held-out examples, or positions of sequences."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(content: dict[str, Any]) -> "CalibrationFit":
+        """From what `to_json` returned."""
+        names = ("calibration", "map_calibration")
+        made: dict[str, Any] = {name: Calibration(**content[name]) for name in names}
+        return CalibrationFit(**content | made)
+
+
+@dataclass(frozen=True)
+class CalibratedPredictive:
+    """A predictive, and how it was calibrated."""
+
+    predict: Predictive
+    fit: CalibrationFit
+    model: torch.nn.Module
+    likelihood: Likelihood
+
+    def __call__(self, x: Any) -> Any:
+        """The prediction for inputs x."""
+        return self.predict(x)
+
+    @property
+    def calibration(self) -> Calibration:
+        """s, τ and σ."""
+        return self.fit.calibration
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What calibration needs of held-out data, for M loss terms."""
+
+    likelihood: Likelihood
+    f: Float[Tensor, "M C"]
+    """The network's outputs."""
+    covariance: Float[Tensor, "M C C"]
+    """J Σ Jᵀ, under a posterior that has not seen this data."""
+    targets: Tensor
+    """Class indices (M,), or (M, C)."""
+    sigma_noise: float = 1.0
+    """The posterior's σ of regression."""
+
+    @staticmethod
+    @torch.no_grad()
+    def of(
+        posterior: Posterior,
+        batches: Iterable[Any],
+        config: PredictiveConfig = PredictiveConfig(),  # noqa: B008
+        *,
+        progress: bool = False,
+    ) -> "HeldOut":
+        """Outputs, their covariances, and targets of all batches.
+
+        Args:
+            posterior: fitted, to other data.
+            batches: (x, y), or mappings, with targets as in the fit.
+            config: whose uncertainty counts (``layers``), and in what memory.
+            progress: whether to show a bar.
+
+        Raises:
+            ValueError: no batch, or no target that counts.
+        """
+        options, likelihood = posterior.options, posterior.likelihood
+        targets_of = Targets(likelihood, options)
+        memory = config.memory and config.memory * 2**20
+        found: list[tuple[Tensor, Tensor, Tensor]] = []
+        for batch in each_batch(batches, "Calibrating", progress):
+            x, y = split_batch(batch, options.dict_key_y)
+            f, covariance = posterior.output_distribution(x, config.layers, memory)
+            y = targets_of(posterior.model, x, y).to(f.device)
+            counted = counted_terms(y, likelihood)
+            terms = f.shape[:-1].numel()
+            parts = [f.reshape(terms, -1), covariance.reshape(terms, *covariance.shape[-2:])]
+            parts.append(y.reshape(terms, *y.shape[f.dim() - 1 :]))
+            if counted is not None:
+                parts = [part[counted.flatten()] for part in parts]
+            found.append((parts[0], parts[1], parts[2]))
+        if not sum(len(y) for *_, y in found):
+            raise ValueError(
+                "There is nothing to calibrate with: the held-out data has no batch, or no target "
+                "that counts."
+            )
+        f, covariance, y = (torch.cat(part) for part in zip(*found, strict=True))
+        return HeldOut(likelihood, f, covariance, y, float(posterior.sigma_noise))
+
+    def some(self, number: int) -> "HeldOut":
+        """About so many of the terms, from everywhere."""
+        some = slice(None, None, -(-len(self.f) // number))
+        parts = self.f[some], self.covariance[some], self.targets[some]
+        return HeldOut(self.likelihood, *parts, self.sigma_noise)
+
+    def loss(self, link: Link, noise: Float[Tensor, "S C"]) -> Loss:
+        """The mean NLL of a link, as a function of (s, τ), or of (s, σ) for regression."""
+        if self.likelihood == "regression":
+            return self._regression_loss()
+        if self.likelihood == "bernoulli":
+            return self._bernoulli_loss(link)
+        return self._classification_loss(link, noise)
+
+    def _classification_loss(self, link: Link, noise: Tensor) -> Loss:
+        f, covariance, y = self.f, self.covariance, self.targets
+        variance = covariance.diagonal(dim1=1, dim2=2)
+        spread = deviations(covariance, noise) if link == "mc" else None  # (S, M, C)
+
+        def loss(scale: Tensor | None, temperature: Tensor) -> Tensor:
+            if scale is None:
+                return cross_entropy(f / temperature, y)
+            if link == "probit":
+                return cross_entropy(
+                    probit_outputs(f / temperature, scale / temperature**2 * variance), y
+                )
+            if link == "bridge":
+                counts = bridge_log_counts(f / temperature, scale / temperature**2 * covariance)
+                return cross_entropy(counts, y)
+            assert spread is not None
+            outputs = (f + scale.sqrt() * spread) / temperature
+            of_label = outputs.gather(-1, y.expand(len(outputs), -1)[..., None]).squeeze(-1)
+            log_p = of_label - outputs.logsumexp(-1)  # (S, M)
+            return math.log(len(outputs)) - log_p.logsumexp(0).mean()
+
+        return loss
+
+    def _bernoulli_loss(self, link: Link) -> Loss:
+        f, y = self.f, self.targets.to(self.f)
+        variance = self.covariance.diagonal(dim1=1, dim2=2)
+        nodes, weights = quadrature(f)
+
+        def loss(scale: Tensor | None, temperature: Tensor) -> Tensor:
+            if scale is None or link == "probit":
+                scaled = 0 if scale is None else scale / temperature**2 * variance
+                outputs = probit_outputs(f / temperature, torch.as_tensor(scaled))
+                of_one, of_zero = logsigmoid(outputs), logsigmoid(-outputs)
+            else:
+                outputs = (f + (scale * variance).sqrt() * nodes) / temperature  # (K, M, C)
+                of_one = (logsigmoid(outputs) + weights.log()).logsumexp(0)
+                of_zero = (logsigmoid(-outputs) + weights.log()).logsumexp(0)
+            return -(y * of_one + (1 - y) * of_zero).sum(-1).mean()
+
+        return loss
+
+    def _regression_loss(self) -> Loss:
+        squares = (self.targets - self.f).square()
+        variance = self.covariance.diagonal(dim1=1, dim2=2)
+
+        def loss(scale: Tensor | None, sigma: Tensor) -> Tensor:
+            total = sigma.square() + (0 if scale is None else scale * variance)
+            terms = squares / total + (2 * math.pi * total).log()
+            return 0.5 * terms.expand_as(squares).sum(-1).mean()
+
+        return loss
+
+
+def calibrate(
+    posterior: Posterior,
+    batches: Iterable[Any],
+    config: PredictiveConfig = PredictiveConfig(),  # noqa: B008
+    *,
+    generator: torch.Generator | None = None,
+    progress: bool = False,
+) -> CalibratedPredictive:
+    """The posterior's predictive with the s and τ (regression: s and σ) that suit held-out data.
+
+    Take it for predictions that are to be used as probabilities. A few hundred examples are enough
+    for two numbers; they must not have been trained on.
+
+    Args:
+        posterior: the fitted posterior.
+        batches: held-out (x, y), or mappings.
+        config: how the posterior predicts.
+        generator: of the samples, on the model's device.
+        progress: whether to show a bar over the batches.
+
+    Raises:
+        AttributeError: a posterior that is not fitted.
+        ValueError: sampled networks, whose outputs are not Gaussian; no held-out target.
+    """
+    if config.method == "nn":
+        raise ValueError(
+            "Sampled networks (method 'nn') have no covariance to scale; choose 'probit', 'mc' or "
+            "'bridge'."
+        )
+    held_out = HeldOut.of(posterior, batches, config, progress=progress)
+    fit = fit_calibration(held_out, config.method, config.samples)
+    predict = laplace_predictive(posterior, config, generator, fit.calibration)
+    return CalibratedPredictive(predict, fit, posterior.model, posterior.likelihood)
+
+
+def calibrations_of(
+    posterior: Posterior,
+    batches: Iterable[Any],
+    config: PredictiveConfig = PredictiveConfig(),  # noqa: B008
+    *,
+    progress: bool = False,
+) -> dict[str, CalibrationFit]:
+    """Label -> calibration, for all links: they need the same outputs and covariances.
+
+    Args:
+        posterior: the fitted posterior.
+        batches: held-out (x, y), or mappings.
+        config: whose uncertainty counts, and how many samples link "mc" has.
+        progress: whether to show a bar over the batches.
+    """
+    held_out = HeldOut.of(posterior, batches, config, progress=progress)
+    links = [link for link in get_args(Link) if is_link_of(link, held_out.likelihood)]
+    return {
+        replace(config, method=link).label: fit_calibration(held_out, link, config.samples)
+        for link in links
+    }
+
+
+def load_calibrations(folder: str | Path) -> dict[str, CalibrationFit]:
+    """Label -> calibration, of a posterior in a folder; those that were saved with it.
+
+    ``laplace_predictive(posterior, config, calibration=found[config.label].calibration)`` predicts
+    with one.
+
+    Raises:
+        FileNotFoundError: no posterior there.
+        ValueError: a file that was altered.
+    """
+    return {
+        label: CalibrationFit.from_json(fit)
+        for label, fit in read_posterior(folder).get("calibrations", {}).items()
+    }
+
+
+def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100) -> CalibrationFit:
+    """The s and τ, or s and σ, of lowest held-out NLL; about a second for 10,000 examples.
+
+    The bridge's mean does not depend on s, which stays 1 there, or becomes 0.
+
+    Args:
+        held_out: the data.
+        link: from Gaussian outputs to probabilities.
+        samples: of link "mc", the same for all s and τ.
+    """
+    check_link(link, held_out.likelihood)
+    f = held_out.f
+    generator = torch.Generator(f.device).manual_seed(0)
+    noise = torch.randn(samples, f.shape[1], generator=generator, device=f.device, dtype=f.dtype)
+    is_regression = held_out.likelihood == "regression"
+    own = math.log(held_out.sigma_noise) if is_regression else 0.0
+    sharpness = own + LOG_SHARPNESS[0], own + LOG_SHARPNESS[1]
+    scale = LOG_SCALES if is_regression or link != "bridge" else (0.0, 0.0)
+
+    def minimize(data: HeldOut, *start: float) -> tuple[float, list[float]]:
+        """The objective's least value and (log s, log τ) there, or (log τ,) for s = 0."""
+        loss = data.loss(link, noise)
+
+        def objective(v: Tensor) -> Tensor:
+            nll = loss(v[0].exp() if len(v) == 2 else None, v[-1].exp())
+            return nll + 0.5 * (v[-1] - own) ** 2 / len(data.f)
+
+        return _minimize(objective, start, [scale, sharpness][-len(start) :])
+
+    def calibration(scale: float, log_sharpness: float) -> Calibration:
+        value = math.exp(log_sharpness)
+        return Calibration(scale, 1.0, value) if is_regression else Calibration(scale, value)
+
+    of_map, (log_map,) = minimize(held_out, own)
+    few = held_out.some(ROUGH_TERMS)
+    starts = [minimize(few, min(max(math.log(s), scale[0]), scale[1]), log_map) for s in STARTS]
+    of_both, (log_scale, log_sharpness) = minimize(held_out, *min(starts)[1])
+    scaled_map = found = calibration(0.0, log_map)
+    loss = held_out.loss(link, noise)
+
+    def nll(c: Calibration) -> float:
+        s, sharp = c.covariance_scale, c.sigma_noise or c.output_temperature
+        return loss(f.new_tensor(s) if s else None, f.new_tensor(sharp)).item()
+
+    both = calibration(math.exp(log_scale), log_sharpness)
+    # Where the covariance brings nothing, the simpler predictive.
+    if of_both < of_map and nll(both) < nll(scaled_map):
+        found = both
+    return CalibrationFit(
+        found,
+        nll(found),
+        nll(calibration(1.0, own)),
+        scaled_map,
+        nll(scaled_map),
+        nll(calibration(0.0, own)),
+        len(f),
+    )
+
+
+def _minimize(
+    loss: Callable[[Tensor], Tensor], start: Sequence[float], bounds: Sequence[tuple[float, float]]
+) -> tuple[float, list[float]]:
+    """Least value and where, by L-BFGS-B with the exact gradient; at worst the start.
+
+    Raises:
+        FloatingPointError: a loss that is not finite at the start.
+    """
+    from scipy.optimize import minimize  # here, since it takes long to import
+
+    def objective(values: np.ndarray) -> tuple[float, np.ndarray]:
+        v = torch.tensor(values, dtype=torch.float64, requires_grad=True)
+        value = loss(v)
+        (gradient,) = torch.autograd.grad(value, v)
+        return value.item(), gradient.numpy()
+
+    if not math.isfinite(objective(np.array(start))[0]):
+        raise FloatingPointError(
+            "The held-out NLL is not finite. Check the network's outputs and the held-out targets."
+        )
+    found: Any = minimize(objective, start, jac=True, method="L-BFGS-B", bounds=bounds)
+    return float(found.fun), found.x.tolist()

@@ -1,0 +1,189 @@
+"""Calibration by held-out data, against grids and integrals."""
+
+import math
+
+import pytest
+import torch
+from scipy import integrate, stats
+from torch.testing import assert_close
+
+from marglik.prediction.calibration import HeldOut, calibrate, fit_calibration
+from marglik.prediction.evaluation import compute_metrics, predict_all
+from marglik.prediction.links import Calibration, predict_from_gaussian
+from marglik.prediction.predictive import PredictiveConfig, laplace_predictive, map_predictive
+from tests.marglik.prediction.gaussians import gaussians
+from tests.marglik.small_laplace import data, fitted
+
+LINKS = {
+    "classification": ["probit", "mc", "bridge"],
+    "bernoulli": ["probit", "mc"],
+    "regression": ["probit"],
+}
+EVERY = [(likelihood, link) for likelihood, links in LINKS.items() for link in links]
+SAMPLES = 40
+
+
+def held_out(likelihood, n=60, C=3, seed=0, sigma_noise=1.0):
+    """Outputs that are sure of themselves, and targets that often differ."""
+    f, covariance = gaussians(C, n, scale=2.0, seed=seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    noise = torch.randn(n, C, generator=generator, dtype=torch.float64)
+    if likelihood == "classification":
+        y = (f + 2 * noise).argmax(1)
+    elif likelihood == "bernoulli":
+        y = ((f + 2 * noise) > 0).double()
+    else:
+        y = f + covariance.diagonal(dim1=1, dim2=2).sqrt() * noise + 0.7 * noise.flip(0)
+    return HeldOut(likelihood, f, covariance, y, sigma_noise)
+
+
+def nll(data, link, calibration):
+    """By the predictive itself, and the metrics that users see."""
+    generator = torch.Generator().manual_seed(0)  # as the search draws them
+    noise = torch.randn(SAMPLES, data.f.shape[1], generator=generator, dtype=torch.float64)
+    prediction = predict_from_gaussian(
+        data.f, data.covariance, data.likelihood, link, noise, data.sigma_noise, calibration
+    )
+    metrics = compute_metrics(prediction, data.targets, data.likelihood)
+    if data.likelihood != "regression":
+        return metrics["cls/NLL"]
+    normal = stats.norm(prediction.mean, prediction.total.sqrt())
+    return -normal.logpdf(data.targets).sum(1).mean()
+
+
+@pytest.mark.parametrize(("likelihood", "link"), EVERY)
+def test_no_grid_point_is_better(likelihood, link):
+    """Of the NLL that the predictive itself has, but for what the prior of τ costs."""
+    data = held_out(likelihood)
+    fit = fit_calibration(data, link, SAMPLES)
+    assert_close(fit.nll, float(nll(data, link, fit.calibration)), rtol=1e-6, atol=1e-6)
+    sharp = fit.calibration.sigma_noise or fit.calibration.output_temperature
+    cost = 0.5 * math.log(sharp) ** 2 / len(data.f)
+    for scale in (0.0, *torch.logspace(-3, 2, 12).tolist()):
+        for value in torch.logspace(-1, 1, 15).tolist():
+            tried = (
+                Calibration(scale, 1.0, value)
+                if likelihood == "regression"
+                else Calibration(scale, value)
+            )
+            at_point = nll(data, link, tried) + 0.5 * math.log(value) ** 2 / len(data.f)
+            assert at_point >= fit.nll + cost - 1e-5  # nats
+
+
+@pytest.mark.parametrize(("likelihood", "link"), EVERY)
+def test_it_loses_to_nothing_that_it_contains(likelihood, link):
+    for seed in range(5):
+        fit = fit_calibration(held_out(likelihood, seed=seed), link, SAMPLES)
+        assert fit.nll <= fit.nll_scaled_map
+        assert fit.map_calibration.covariance_scale == 0
+        assert fit.num_terms == 60
+
+
+def test_it_finds_the_scale_and_the_noise_that_made_the_data():
+    """Targets that are drawn from N(f, s V + σ²): s and σ come back, and plain Laplace is worse."""
+    data = held_out("regression", n=20_000)
+    spread = data.covariance.diagonal(dim1=1, dim2=2)
+    noise = torch.randn(data.f.shape, dtype=torch.float64, generator=torch.Generator())
+    targets = data.f + (0.3 * spread + 0.25).sqrt() * noise
+    fit = fit_calibration(HeldOut("regression", data.f, data.covariance, targets))
+    assert fit.calibration.covariance_scale == pytest.approx(0.3, rel=0.05)
+    assert fit.calibration.sigma_noise == pytest.approx(0.5, rel=0.05)
+    assert fit.nll < fit.nll_scaled_map - 0.01
+    assert fit.nll < fit.nll_uncalibrated - 0.1
+
+
+def test_it_finds_the_scale_and_the_temperature_that_made_the_labels():
+    """Labels of networks drawn from N(f, s V), made sharper by τ."""
+    f, covariance = gaussians(4, 10_000, scale=3.0)
+    generator = torch.Generator().manual_seed(3)
+    root = torch.linalg.cholesky(0.5 * covariance)
+    noise = torch.randn(len(f), 4, 1, generator=generator, dtype=torch.float64)
+    outputs = (f + (root @ noise).squeeze(-1)) / 0.5
+    y = torch.multinomial(outputs.softmax(-1), 1, generator=generator).squeeze(1)
+    fit = fit_calibration(HeldOut("classification", f, covariance, y), "mc", 200)
+    assert fit.calibration.covariance_scale == pytest.approx(0.5, rel=0.15)
+    assert fit.calibration.output_temperature == pytest.approx(0.5, rel=0.15)
+    assert fit.nll < fit.nll_scaled_map - 0.01
+
+
+def test_a_useless_covariance_brings_nothing():
+    """It has nothing to do with these errors; two parameters gain about one nat by chance."""
+    f, covariance = gaussians(3, 4000)
+    y = torch.multinomial((f / 1.7).softmax(-1), 1, generator=torch.Generator()).squeeze(1)
+    fit = fit_calibration(HeldOut("classification", f, covariance, y), "probit")
+    assert fit.nll > fit.nll_scaled_map - 3 / 4000
+    assert fit.map_calibration.output_temperature == pytest.approx(1.7, rel=0.05)
+    assert fit.nll < fit.nll_uncalibrated - 0.01
+
+
+def test_few_examples_do_not_lead_to_absurd_temperatures():
+    """All are right, so that the likelihood alone would make τ zero."""
+    f, covariance = gaussians(3, 20)
+    fit = fit_calibration(HeldOut("classification", f, covariance, f.argmax(1)), "mc", 50)
+    assert fit.calibration.output_temperature > 0.05
+    assert fit.nll < fit.nll_map
+
+
+@pytest.mark.parametrize("likelihood", LINKS)
+def test_the_calibrated_predictive_is_what_the_fit_speaks_of(likelihood):
+    la, _ = fitted(likelihood)
+    x, y = data(likelihood)
+    batches = [(x[:5], y[:5]), (x[5:], y[5:])]
+    calibrated = calibrate(la, batches, PredictiveConfig("probit"))
+    prediction, targets = predict_all(calibrated, batches)
+    metrics = compute_metrics(prediction, targets, likelihood)
+    key = "reg/NLL" if likelihood == "regression" else "cls/NLL"
+    assert metrics[key] == pytest.approx(calibrated.fit.nll, rel=1e-5)
+    plain = predict_all(laplace_predictive(la, PredictiveConfig("probit")), batches)
+    found = compute_metrics(*plain, likelihood)[key]
+    assert found == pytest.approx(calibrated.fit.nll_uncalibrated, rel=1e-5)
+    of_map = map_predictive(la.model, likelihood, la.sigma_noise)
+    found = compute_metrics(*predict_all(of_map, batches), likelihood)[key]
+    assert found == pytest.approx(calibrated.fit.nll_map, rel=1e-5)
+    scaled = calibrated.fit.map_calibration
+    sigma = scaled.sigma_noise or la.sigma_noise
+    of_map = map_predictive(la.model, likelihood, sigma, scaled.output_temperature)
+    found = compute_metrics(*predict_all(of_map, batches), likelihood)[key]
+    assert found == pytest.approx(calibrated.fit.nll_scaled_map, rel=1e-5)
+
+
+def test_calibrated_outputs_are_those_of_the_formula():
+    """One output: ∫ σ((f + √s √v z)/τ) φ(z) dz, by adaptive quadrature."""
+    f, v, s, tau = 1.3, 2.0, 0.4, 0.6
+    found = predict_from_gaussian(
+        torch.tensor([[f]], dtype=torch.float64),
+        torch.tensor([[[v]]], dtype=torch.float64),
+        "bernoulli",
+        "mc",
+        torch.zeros(1, 1),
+        calibration=Calibration(s, tau),
+    )
+    expected, _ = integrate.quad(
+        lambda z: stats.norm.pdf(z) / (1 + math.exp(-(f + math.sqrt(s * v) * z) / tau)), -12, 12
+    )
+    assert found.mean.item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("link", LINKS["classification"])
+def test_without_covariance_it_is_temperature_scaling(link):
+    f, covariance = gaussians(3)
+    noise = torch.randn(5, 3, dtype=torch.float64)
+    found = predict_from_gaussian(
+        f, covariance, "classification", link, noise, calibration=Calibration(0.0, 2.0)
+    )
+    assert_close(found.mean, (f / 2).softmax(-1))
+    assert_close(found.epistemic, torch.zeros(len(f), dtype=torch.float64))
+
+
+def test_bad_input_is_named():
+    la, _ = fitted()
+    with pytest.raises(ValueError, match="nothing to calibrate with"):
+        calibrate(la, [])
+    with pytest.raises(ValueError, match=r"covariance_scale .* not -1"):
+        Calibration(-1.0)
+    with pytest.raises(ValueError, match=r"output_temperature .* not 0"):
+        Calibration(1.0, 0.0)
+    f, covariance = gaussians(3, 10)
+    broken = HeldOut("classification", f * math.nan, covariance, f.argmax(1))
+    with pytest.raises(FloatingPointError, match="held-out NLL is not finite"):
+        fit_calibration(broken)
