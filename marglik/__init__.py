@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         precision_to_weight_decay,
         weight_decay_to_precision,
     )
+    from marglik.prediction.calibration import calibrate
     from marglik.prediction.evaluation import compute_metrics, predict_all, reliability_curve
     from marglik.prediction.links import Prediction
     from marglik.prediction.predictive import PredictiveConfig, laplace_predictive, map_predictive
@@ -37,6 +38,7 @@ __all__ = [
     "PredictiveConfig",
     "PriorGroups",
     "Schedule",
+    "calibrate",
     "compute_metrics",
     "laplace_predictive",
     "load_posterior",
@@ -64,6 +66,7 @@ _MODULES = {
     "PredictiveConfig": "prediction.predictive",
     "PriorGroups": "posterior.prior",
     "Schedule": "training.schedule",
+    "calibrate": "prediction.calibration",
     "compute_metrics": "prediction.evaluation",
     "laplace_predictive": "prediction.predictive",
     "load_posterior": "posterior.posterior_file",

@@ -75,11 +75,16 @@ def subset(
 
 
 def split_off_validation(
-    train: ImageSet, fraction: float, classes: tuple[str, ...], seed: int
+    train: ImageSet,
+    fraction: float,
+    classes: tuple[str, ...],
+    seed: int,
+    argument: str = "validation",
 ) -> tuple[ImageSet, ImageSet | None]:
     """Return the remaining training images, and the validation images or None if fraction is 0.
 
-    Both have the class shares of ``train``, and no image in common.
+    Both have the class shares of ``train``, and no image in common. ``argument`` is what the user
+    calls the fraction.
 
     Raises:
         ValueError: if either part would be smaller than the number of classes, or a class would be
@@ -90,15 +95,15 @@ def split_off_validation(
     size = round(fraction * len(train))
     if not len(classes) <= size <= len(train) - len(classes):
         raise ValueError(
-            f"validation={fraction}: {len(train)} training images would be divided into "
+            f"{argument}={fraction}: {len(train)} training images would be divided into "
             f"{len(train) - size} and {size}; both parts need an image of each of "
             f"{len(classes)} classes. Choose another fraction, or take more images."
         )
-    validation, rest = split_off(train, size, classes, seed, f"validation={fraction}")
+    validation, rest = split_off(train, size, classes, seed, f"{argument}={fraction}")
     for label, name in enumerate(classes):
         if not (rest.labels == label).any():
             raise ValueError(
-                f"validation={fraction}: class {name!r} is so rare that no training image of it "
+                f"{argument}={fraction}: class {name!r} is so rare that no training image of it "
                 "would be left; choose a smaller fraction."
             )
     return rest, validation
@@ -121,14 +126,16 @@ def hold_out(splits: AnySplits, share: float, seed: int) -> AnySplits:
         ValueError: a share so small or so large that a part would be empty or lack a class.
     """
     if isinstance(splits, ImageSplits):
-        train, validation = split_off_validation(splits.train, share, splits.classes, seed)
+        train, validation = split_off_validation(
+            splits.train, share, splits.classes, seed, "held_out"
+        )
         return replace(splits, train=train, validation=validation)
     x, y = splits.train
     size = round(share * len(y))
     if not 1 <= size < len(y):
         raise ValueError(
-            f"A share of {share} of {len(y)} training examples cannot be held out; choose a share "
-            "for which both parts have examples."
+            f"held_out={share}: {len(y)} training examples would be divided into {len(y) - size} "
+            f"and {size}; both parts need examples. Choose another share, or 0 for none."
         )
     if splits.classes is not None and y.dim() == 1:
         held, rest = stratified(y, size, splits.classes, seed, f"held_out={share}", "example")

@@ -54,6 +54,9 @@ class Posterior:
 
     factors: KroneckerFactors | None = None
     """The fitted curvature at σ = T = 1, None before `fit`."""
+    calibrations: dict[str, dict[str, Any]]
+    """A predictive's label -> what `marglik.calibrate` found for it, as plain data. Saved with the
+    posterior; forgotten with another fit or other hyperparameters, to which it does not apply."""
 
     def __init__(
         self,
@@ -110,6 +113,7 @@ class Posterior:
                 f"({self.n_layers},), one per trainable tensor."
             )
         self._prior_precision = delta.reshape(-1).to(self._device, self._dtype)
+        self.calibrations = {}
 
     @property
     def prior_mean(self) -> Tensor:
@@ -144,6 +148,7 @@ class Posterior:
                 f"sigma_noise is {sigma.item()}; only regression has noise other than 1."
             )
         self._sigma_noise = sigma.reshape(()).to(self._device, self._dtype)
+        self.calibrations = {}
 
     # --- fitting ---
 
@@ -178,6 +183,7 @@ class Posterior:
         """
         factors.check_alignment(self.model)
         self.mean = parameters_to_vector(self.params).detach()
+        self.calibrations = {}
         self._set_factors(factors)
 
     def to(

@@ -39,7 +39,6 @@ def save_posterior(
     *,
     model: dict[str, Any] | None = None,
     data: dict[str, Any] | None = None,
-    calibrations: dict[str, Any] | None = None,
     frozen: bool | None = None,
 ) -> str:
     """Write a fitted posterior and its network; returns the SHA-256 sum of ``posterior.json``.
@@ -53,7 +52,6 @@ def save_posterior(
         model: how to build the network, ``{"class_path": ..., "init_args": {...}}``; without it,
             loading needs a network.
         data: what it was fitted to, see `marglik.data.record`.
-        calibrations: of its predictives by their labels, plain data, see `load_calibrations`.
         frozen: whether frozen parameters are written, too. Without them loading needs a network
             that has them already, and compares their sum. By default they are written only where
             ``model`` says how to build the network, which then has no others.
@@ -97,7 +95,7 @@ def save_posterior(
         "parameters": dict(zip(names, terms.sizes.int().tolist(), strict=True)),
         "model": model,
         "data": data,
-        "calibrations": calibrations or {},
+        "calibrations": laplace.calibrations,
         **environment(next(laplace.model.parameters()).device),
     }
     writes_all = model is not None if frozen is None else frozen
@@ -162,6 +160,7 @@ def load_posterior(
         damping=record["damping"],
     )
     laplace.restore(factors)
+    laplace.calibrations = record.get("calibrations", {})  # the first release's records lack them
     return laplace
 
 

@@ -21,7 +21,6 @@ loss and is nothing beside a thousand examples.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -50,7 +49,6 @@ from marglik.prediction.predictive import (
     PredictiveConfig,
     laplace_predictive,
 )
-from marglik.storage.record_file import read_posterior
 
 __all__ = [
     "CalibratedPredictive",
@@ -59,7 +57,6 @@ __all__ = [
     "calibrate",
     "calibrations_of",
     "fit_calibration",
-    "load_calibrations",
 ]
 
 LOG_SCALES = math.log(1e-6), math.log(1e4)
@@ -93,13 +90,12 @@ class CalibrationFit:
     num_terms: int
     """M: held-out examples, or positions of sequences."""
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return asdict(self)
-
     @staticmethod
-    def from_json(content: dict[str, Any]) -> "CalibrationFit":
-        """From what `to_json` returned."""
+    def remembered(posterior: Posterior, config: PredictiveConfig) -> "CalibrationFit | None":
+        """What a posterior knows of this predictive; None if nothing, or if it is not asked for."""
+        content = posterior.calibrations.get(config.label)
+        if content is None or not config.is_calibrated:
+            return None
         names = ("calibration", "map_calibration")
         made: dict[str, Any] = {name: Calibration(**content[name]) for name in names}
         return CalibrationFit(**content | made)
@@ -259,7 +255,8 @@ def calibrate(
     """The posterior's predictive with the s and τ (regression: s and σ) that suit held-out data.
 
     Take it for predictions that are to be used as probabilities. A few hundred examples are enough
-    for two numbers; they must not have been trained on.
+    for two numbers; they must not have been trained on. The posterior remembers what was found, so
+    that `laplace_predictive` and `save_posterior` know it.
 
     Args:
         posterior: the fitted posterior.
@@ -279,6 +276,7 @@ def calibrate(
         )
     held_out = HeldOut.of(posterior, batches, config, progress=progress)
     fit = fit_calibration(held_out, config.method, config.samples)
+    posterior.calibrations[config.label] = asdict(fit)
     predict = laplace_predictive(posterior, config, generator, fit.calibration)
     return CalibratedPredictive(predict, fit, posterior.model, posterior.likelihood)
 
@@ -292,6 +290,8 @@ def calibrations_of(
 ) -> dict[str, CalibrationFit]:
     """Label -> calibration, for all links: they need the same outputs and covariances.
 
+    The posterior remembers them.
+
     Args:
         posterior: the fitted posterior.
         batches: held-out (x, y), or mappings.
@@ -300,26 +300,12 @@ def calibrations_of(
     """
     held_out = HeldOut.of(posterior, batches, config, progress=progress)
     links = [link for link in get_args(Link) if is_link_of(link, held_out.likelihood)]
-    return {
+    fits = {
         replace(config, method=link).label: fit_calibration(held_out, link, config.samples)
         for link in links
     }
-
-
-def load_calibrations(folder: str | Path) -> dict[str, CalibrationFit]:
-    """Label -> calibration, of a posterior in a folder; those that were saved with it.
-
-    ``laplace_predictive(posterior, config, calibration=found[config.label].calibration)`` predicts
-    with one.
-
-    Raises:
-        FileNotFoundError: no posterior there.
-        ValueError: a file that was altered.
-    """
-    return {
-        label: CalibrationFit.from_json(fit)
-        for label, fit in read_posterior(folder).get("calibrations", {}).items()
-    }
+    posterior.calibrations |= {label: asdict(fit) for label, fit in fits.items()}
+    return fits
 
 
 def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100) -> CalibrationFit:

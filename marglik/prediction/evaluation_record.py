@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -32,7 +31,7 @@ from marglik.data.record import tensors_in
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.calibration import CalibrationFit
 from marglik.prediction.evaluation import compute_metrics, predict_all, reliability_curve
-from marglik.prediction.links import Calibration, Prediction
+from marglik.prediction.links import Prediction
 from marglik.prediction.metrics import out_of_distribution_metrics
 from marglik.prediction.predictive import (
     Predictive,
@@ -187,12 +186,11 @@ def evaluate_network(
     *,
     of: str,
     seed: int = 0,
-    calibrations: Mapping[str, CalibrationFit] = MappingProxyType({}),
     **options: Any,
 ) -> dict[str, Any]:
     """`evaluate` a network at its parameters and under its posterior, and say what and how.
 
-    Where there is a calibration, the temperature-scaled MAP is evaluated beside the MAP; a
+    Where the posterior remembers a calibration, the temperature-scaled MAP is evaluated, too; a
     posterior predictive without one is called uncalibrated.
 
     Args:
@@ -204,14 +202,13 @@ def evaluate_network(
         config: what is evaluated.
         of: SHA-256 sum of what is evaluated.
         seed: of sampling, for each way of predicting.
-        calibrations: of the posterior's predictives, by their labels.
         options: see `evaluate`.
     """
     predictives: dict[str, Predictive] = {"MAP": map_}
     how: dict[str, dict[str, Any]] = {"MAP": {}}
     for one in configs:
         assert laplace is not None
-        found = calibrations.get(one.label) if one.is_calibrated else None
+        found = CalibrationFit.remembered(laplace, one)
         if found is not None:
             scaled, label = found.map_calibration, "MAP, temperature-scaled"
             sigma = scaled.sigma_noise or laplace.sigma_noise
@@ -221,11 +218,10 @@ def evaluate_network(
             how[label] = {"calibration": asdict(scaled)}
         label = one.label if found is not None else f"{one.label}, uncalibrated"
         generator = torch.Generator(options["device"]).manual_seed(seed)
-        calibration = Calibration() if found is None else found.calibration
-        predictives[label] = laplace_predictive(laplace, one, generator, calibration)
+        predictives[label] = laplace_predictive(laplace, one, generator)
         of_no_consequence = ("batch_size", "memory")
         plain = {name: v for name, v in asdict(one).items() if name not in of_no_consequence}
-        plain["calibration"] = None if found is None else asdict(calibration)
+        plain["calibration"] = None if found is None else asdict(found.calibration)
         how[label] = plain | {"seed": seed}
     record = evaluate(predictives, splits, likelihood, config, **options)
     for label, entry in record["predictives"].items():

@@ -194,7 +194,7 @@ def laplace_predictive(
     laplace: Posterior,
     config: PredictiveConfig = PredictiveConfig(),  # noqa: B008
     generator: torch.Generator | None = None,
-    calibration: Calibration = Calibration(),  # noqa: B008
+    calibration: Calibration | None = None,
 ) -> Predictive:
     """The posterior's prediction.
 
@@ -204,7 +204,8 @@ def laplace_predictive(
         laplace: the fitted posterior.
         config: how it predicts.
         generator: of the samples, on the model's device.
-        calibration: what `calibrate` found; the plain Laplace predictive if left out.
+        calibration: s and τ. If left out, those that `calibrate` found for such a predictive of
+            this posterior; where there are none, or ``config.calibration`` is "none", s = τ = 1.
 
     Raises:
         AttributeError: a posterior that is not fitted.
@@ -212,6 +213,9 @@ def laplace_predictive(
     if laplace.factors is None:
         raise AttributeError("The Laplace approximation is not fitted; call fit() first.")
     likelihood: Likelihood = laplace.likelihood  # pyright: ignore[reportAssignmentType]
+    remembered = laplace.calibrations.get(config.label) if config.is_calibrated else None
+    if calibration is None:
+        calibration = Calibration(**remembered["calibration"]) if remembered else Calibration()
     if config.method == "nn":
         return _network_samples(laplace, config, likelihood, generator)
     link, memory = config.method, config.memory and config.memory * 2**20

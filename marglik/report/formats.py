@@ -66,6 +66,7 @@ ENTROPY = _object({"edges": NUMBERS, "test": _list(COUNT)}, {"ood": _list(COUNT)
 PREDICTIVE = _object(
     {"metrics": METRICS},
     {
+        "options": _or_null({"type": "object"}),
         "reliability": _or_null(
             {"if": {"required": ["levels"]}, "then": LEVELS, "else": BINS},
         ),

@@ -90,14 +90,16 @@ def summary_section(runs: Sequence[Run]) -> Section:
     """The table of metrics."""
     lead = (
         "Every way of predicting, side by side. Look for a Laplace predictive that is better "
-        "calibrated than MAP (ECE, NLL) and no less accurate. The best value of a row is marked."
+        "calibrated than MAP (ECE, NLL) and no less accurate; uncalibrated, it is often too "
+        "uncertain. The best value of a row is marked."
     )
     if not predictives(runs):
         note = "No metrics: neither results.json nor evaluation.json has any."
         return Section(
             "summary", "Summary", lead, [Note(note), *missing_evaluation(runs, "further metrics")]
         )
-    blocks: list[Any] = [summary_table(runs)]
+    blocks: list[Any] = [Note(text) for run in runs for text in _gains(run)]
+    blocks.append(summary_table(runs))
     if len({one.run.data for one in predictives(runs)}) > 1:
         blocks.append(Note("The runs have different data; the best values are those of each data."))
     sequences = dict.fromkeys(f"{r.data} ({r.num_positions:,})" for r in runs if r.num_positions)
@@ -109,6 +111,38 @@ def summary_section(runs: Sequence[Run]) -> Section:
     return Section(
         "summary", "Summary", lead, [*blocks, *missing_evaluation(runs, "further metrics")]
     )
+
+
+def _gains(run: Run) -> list[str]:
+    """What calibration brought: a sentence for each calibrated predictive."""
+    entries = (run.evaluation or {}).get("predictives", {})
+    key = next((k for k in ("test/cls/NLL", "test/reg/NLL") if k in _metrics(entries, "MAP")), "")
+    texts = []
+    for name, entry in entries.items():
+        found = (entry.get("options") or {}).get("calibration")
+        if not found or not key or name.startswith("MAP"):
+            continue
+        rivals = [
+            f"{other} {_metrics(entries, other)[key]:.4f}"
+            for other in entries
+            if other.startswith("MAP") and key in _metrics(entries, other)
+        ]
+        noise = found.get("sigma_noise")
+        outputs = (
+            f"outputs divided by {found['output_temperature']:.3g}"
+            if noise is None
+            else f"noise {noise:.3g}"
+        )
+        who = "" if run.alone else f"{run.label}: "
+        texts.append(
+            f"{who}{name}, calibrated (covariances times {found['covariance_scale']:.3g}, "
+            f"{outputs}), has a test NLL of {entry['metrics'][key]:.4f} nats; {', '.join(rivals)}."
+        )
+    return texts
+
+
+def _metrics(entries: dict[str, Any], name: str) -> dict[str, float]:
+    return entries.get(name, {}).get("metrics", {})
 
 
 def _ood_text(run: Run) -> str | None:

@@ -12,7 +12,6 @@ from marglik.data import DataSource, ImageData
 from marglik.data.record import as_trained
 from marglik.posterior.posterior_file import load_posterior
 from marglik.posterior.pretrained import load_pretrained
-from marglik.prediction.calibration import load_calibrations
 from marglik.prediction.evaluation_record import EvaluationConfig, combined, evaluate_network
 from marglik.prediction.predictive import (
     PredictiveConfig,
@@ -97,7 +96,6 @@ def evaluate_run(
                 "--output, so that its numbers get a folder of their own."
             )
         laplace = load_posterior(path, model, device)
-        calibrations = load_calibrations(path)
         likelihood = record["likelihood"]
         map_ = map_predictive(model, record["likelihood"], laplace.sigma_noise)
         folder = RunFolder(output or path)
@@ -105,7 +103,7 @@ def evaluate_run(
         if model is None or data is None:
             raise ValueError(f"{path} is a checkpoint; it needs --model and --data.")
         load_pretrained(model, path)
-        model, splits, laplace, calibrations = model.to(device), data.load(), None, {}
+        model, splits, laplace = model.to(device), data.load(), None
         likelihood = likelihood or "classification"
         map_ = map_predictive(model, likelihood, sigma_noise or 1.0)
         of = sha256(Path(path).read_bytes() + repr(sigma_noise).encode())
@@ -130,7 +128,6 @@ def evaluate_run(
             evaluation,
             of=of,
             seed=seed,
-            calibrations=calibrations,
             ood=ood,
             batch_size=predictive.batch_size,
             device=device,

@@ -28,7 +28,7 @@ from marglik.prediction.predictive import PredictiveConfig
 from marglik.runs.build import device_of
 from marglik.runs.config import CurvatureConfig, PostHocConfig, PostHocRunConfig
 from marglik.runs.model_check import check_model
-from marglik.runs.results import calibration_results, run_identity
+from marglik.runs.results import run_identity
 from marglik.storage.checkpoint import Checkpoints
 from marglik.storage.provenance import Provenance, environment
 from marglik.storage.run_files import CHECKPOINT, MANIFEST, POSTERIOR
@@ -144,19 +144,13 @@ def fit(
         before = float(laplace.log_marginal_likelihood())
         _logger.info("prior by %s", prior.method)
         found = _find_prior(laplace, prior, predictive, splits, run)
-        calibrations = {}
         if predictive.is_calibrated and splits.validation is not None:
             held_out = split_batches(splits, "validation", predictive.batch_size, device=device)
-            calibrations = calibrations_of(laplace, held_out, predictive, progress=run.progress)
+            calibrations_of(laplace, held_out, predictive, progress=run.progress)
         folder.begin("fit", provenance, resume=True)
         record = data_record(splits, provenance.data)
         posterior = save_posterior(
-            laplace,
-            folder.path,
-            model=provenance.model,
-            data=record,
-            calibrations={label: fit.to_json() for label, fit in calibrations.items()},
-            frozen=True,
+            laplace, folder.path, model=provenance.model, data=record, frozen=True
         )
         folder.vouch(POSTERIOR, posterior)
         folder.discard(CHECKPOINT)
@@ -171,7 +165,7 @@ def fit(
         "evaluations": found.evaluations if found else 0,
         "at_bound": found.at_bound if found else False,
         "note": note,
-        **calibration_results(calibrations.get(predictive.label), 0),
+        "calibration": laplace.calibrations.get(predictive.label),
         "seconds": time.perf_counter() - start,
         "output": str(folder.path),
     }

@@ -10,7 +10,6 @@ from marglik.data.out_of_distribution import OutOfDistributionImages
 from marglik.data.record import tensors_in
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import precision_to_weight_decay
-from marglik.prediction.calibration import CalibrationFit
 from marglik.runs.config import PriorConfig
 from marglik.storage.checkpoint import check_same_run
 from marglik.storage.provenance import Provenance
@@ -92,11 +91,6 @@ def results_of(learned: OnlineResult, prior: PriorConfig) -> dict[str, Any]:
         },
         "weight_decay": _weight_decay_table(learned.laplace, prior.weight_decay, prior.temperature),
     }
-
-
-def calibration_results(fit: CalibrationFit | None, held_out: int) -> dict[str, Any]:
-    """What held-out data told the predictive, and how many were held out of the training data."""
-    return {"held_out": held_out, "calibration": None if fit is None else fit.to_json()}
 
 
 def metrics_of(label: str, evaluation: dict[str, Any]) -> dict[str, dict[str, float]]:

@@ -21,7 +21,6 @@ from marglik.runs.build import build_fabric
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
 from marglik.runs.model_check import check_image_options, check_model
 from marglik.runs.results import (
-    calibration_results,
     metrics_of,
     results_of,
     run_identity,
@@ -93,20 +92,15 @@ def train(
         ood=ood is not None,
         evaluation__shift=evaluation.shift,
     )
-    held_out = 0
-    if run.held_out and predictive.is_calibrated and splits.validation is None:
-        splits = hold_out(splits, run.held_out, run.seed)
-        held_out = len(tensors_in(splits.validation)[-1])
-        _logger.info(
-            "%d of the training examples of %s are held out to calibrate the predictive",
-            held_out,
-            splits.name,
-        )
     ood_images = None if ood is None else out_of_distribution_images(ood, splits)
     evaluation.check(splits)
     model = fabric.to_device(model)
     check_model(model, splits, curvature, predictive=predictive)
     PriorGroups.from_model(model, prior.structure)
+    held_out = 0
+    if run.held_out and predictive.is_calibrated and splits.validation is None:
+        splits = hold_out(splits, run.held_out, run.seed)
+        held_out = len(tensors_in(splits.validation)[-1])
     if run.baseline and prior.method == "fixed":
         raise ValueError(
             "baseline keeps the initial weight decay, as prior.method fixed does; drop one of them."
@@ -147,26 +141,22 @@ def train(
         if results is None:
             log = RunLog(folder, tensorboard=run.tensorboard)
             folder.begin("train", provenance, overwrite=run.overwrite, resume=goes_on)
+            if held_out:
+                _logger.info("%d training examples are held out for calibration", held_out)
             with log:
                 ready = time.perf_counter()
                 learned = setup.train(model, prior, states["learned"], log)
             trained = time.perf_counter()
             results = identity | results_of(learned, prior)
-            calibrations = setup.calibrate(learned.laplace)
-            results |= calibration_results(calibrations.get(predictive.label), held_out)
+            setup.calibrate(learned.laplace)
+            results["held_out"] = held_out
+            results["calibration"] = learned.laplace.calibrations.get(predictive.label)
             record = data_record(splits, provenance.data)
             posterior = save_posterior(
-                learned.laplace,
-                folder.path,
-                model=provenance.model,
-                data=record,
-                calibrations={label: fit.to_json() for label, fit in calibrations.items()},
-                frozen=True,
+                learned.laplace, folder.path, model=provenance.model, data=record, frozen=True
             )
             folder.vouch(POSTERIOR, posterior)
-            found = setup.evaluate(
-                model, learned.laplace, calibrations, states["learned_evaluation"], posterior
-            )
+            found = setup.evaluate(model, learned.laplace, states["learned_evaluation"], posterior)
             folder.write(EVALUATION, as_json(found))
             from marglik.report.figures import (
                 as_png,
@@ -190,10 +180,8 @@ def train(
             _logger.info("second training, with the initial weight decay")
             initial = setup.train(initial_model, fixed, states["baseline"])
             trained = time.perf_counter()
-            calibrations = setup.calibrate(initial.laplace)
-            found = setup.evaluate(
-                initial_model, initial.laplace, calibrations, states["baseline_evaluation"]
-            )
+            setup.calibrate(initial.laplace)
+            found = setup.evaluate(initial_model, initial.laplace, states["baseline_evaluation"])
             results["metrics"] |= metrics_of("initial", found)
             results["seconds"] += initial.seconds + time.perf_counter() - trained
             results["complete"] = True

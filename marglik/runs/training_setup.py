@@ -13,7 +13,7 @@ from marglik.data.out_of_distribution import OutOfDistributionImages
 from marglik.posterior.hyperparameters import Hyperparameters, UpdateMethod
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import PriorGroups, weight_decay_to_precision
-from marglik.prediction.calibration import CalibrationFit, calibrations_of
+from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.evaluation import compute_metrics, predict_all
 from marglik.prediction.evaluation_record import EvaluationConfig, evaluate_network
 from marglik.prediction.predictive import PredictiveConfig, map_predictive
@@ -108,26 +108,25 @@ class TrainingSetup:
             progress=run.progress,
         ).run(checkpoints)
 
-    def calibrate(self, laplace: Posterior) -> dict[str, CalibrationFit]:
+    def calibrate(self, laplace: Posterior) -> None:
         """Calibrate the predictives; then the posterior also learns from what was held out.
 
-        None without held-out data, without a posterior predictive that can be calibrated, or if it
-        is not asked for.
+        Not without held-out data, and not if it is not asked for.
         """
         if not self.predictive.is_calibrated or self.splits.validation is None:
-            return {}
+            return
         batches = self._batches("validation", self.predictive.batch_size)
-        fits = calibrations_of(laplace, batches, self.predictive, progress=self.run.progress)
+        calibrations_of(laplace, batches, self.predictive, progress=self.run.progress)
         if self.held_out:
             batch_size = self.curvature.batch_size or self.run.batch_size
+            found = laplace.calibrations
             laplace.fit(self._batches("validation", batch_size), override=False)
-        return fits
+            laplace.calibrations = found  # a little more data makes it no other posterior
 
     def evaluate(
         self,
         model: nn.Module,
         laplace: Posterior,
-        calibrations: Mapping[str, CalibrationFit],
         checkpoints: Checkpoints | None = None,
         of: str = "",
     ) -> dict[str, Any]:
@@ -146,7 +145,6 @@ class TrainingSetup:
             self.evaluation,
             of=of,
             seed=self.run.seed,
-            calibrations=calibrations,
             ood=self.ood_images,
             batch_size=self.predictive.batch_size,
             device=self.fabric.device,

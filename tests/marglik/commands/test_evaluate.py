@@ -17,6 +17,10 @@ from tests.marglik.commands.command_line import DATA, HELD_OUT, MODEL, refusal
 QUIET = ["--progress", "false"]
 
 
+PREDICTIVES = ["MAP", "MAP, temperature-scaled", "Laplace, probit"]
+UNCALIBRATED = ["--predictive.calibration", "none"]
+
+
 def evaluated(folder):
     return json.loads((folder / "evaluation.json").read_text())
 
@@ -34,7 +38,7 @@ def test_a_run_is_evaluated_as_at_its_end(run, capsys):
     assert metrics(run) == {k: v["metrics"] for k, v in before["predictives"].items()}
     for key in before.keys() - {"predictives", "config"}:
         assert after[key] == before[key], key
-    assert list(metrics(run)) == ["MAP", "Laplace, probit"]
+    assert list(metrics(run)) == PREDICTIVES
     assert metrics(run)["MAP"]["test/cls/accuracy"] > 0.7
     printed = capsys.readouterr().out
     assert "digits (0, 1, 2, 3, 4, 5, 6, 7): 288 test examples" in printed
@@ -45,12 +49,13 @@ def test_a_run_is_evaluated_as_at_its_end(run, capsys):
 
 def test_several_methods_on_noise(run, tmp_path, capsys):
     before = (run / "evaluation.json").read_bytes()
-    options = ["--methods", "[probit, mc, nn, bridge]", "--predictive.networks", "5"]
+    options = ["--methods", "[probit, mc, nn, bridge]", "--predictive.networks", "5", *UNCALIBRATED]
     noise = ["--ood", "marglik.data.Noise", "--ood.num_images", "40"]
     out = tmp_path / "elsewhere"
     assert main(["evaluate", str(run), *QUIET, *options, *noise, "--output", str(out)]) == 0
     found = metrics(out)
-    assert list(found) == ["MAP", *(f"Laplace, {m}" for m in ("probit", "mc", "nn", "bridge"))]
+    methods = ("probit", "mc", "nn", "bridge")
+    assert list(found) == ["MAP", *(f"Laplace, {m}, uncalibrated" for m in methods)]
     assert len({values["test/cls/NLL"] for values in found.values()}) == 5
     assert all(values["ood/AUROC"] > 0.6 for values in found.values())
     assert evaluated(out)["ood"]["num_examples"] == 40
@@ -89,9 +94,8 @@ def test_an_evaluation_says_what_it_replaces(run, capsys):
     assert main(["evaluate", str(run), *QUIET, "--methods", "[mc]", "--seed", "1"]) == 0
     printed = capsys.readouterr().out
     assert "Replaced: Laplace, mc, which was evaluated with seed 0, now 1.\n" in printed
-    assert [name for name, found in metrics(run).items() if "ood/AUROC" in found] == [
-        "MAP", "Laplace, probit",
-    ]  # fmt: skip
+    with_ood = [name for name, found in metrics(run).items() if "ood/AUROC" in found]
+    assert with_ood == PREDICTIVES
     other = [*NOISE[:-1], "30", "--methods", "[]"]
     assert main(["evaluate", str(run), *QUIET, *other]) == 0
     printed = capsys.readouterr().out
@@ -106,7 +110,7 @@ def test_an_evaluation_says_what_it_replaces(run, capsys):
     assert "Replaced: all of the former evaluation, which was of another test set.\n" in (
         capsys.readouterr().out
     )
-    assert list(metrics(run)) == ["MAP", "Laplace, probit"] and evaluated(run)["ood"] is None
+    assert list(metrics(run)) == PREDICTIVES and evaluated(run)["ood"] is None
 
 
 def test_another_posterior_is_another_evaluation(run, tmp_path, capsys):
@@ -136,11 +140,11 @@ def test_files_of_others_are_not_overwritten(run, tmp_path, capsys):
 
 
 def test_held_out_classes(run):
-    options = ["--methods", "[mc]", "--evaluation.ood_score", "epistemic"]
+    options = ["--methods", "[mc]", "--evaluation.ood_score", "epistemic", *UNCALIBRATED]
     assert main(["evaluate", str(run), *QUIET, *HELD_OUT, *options]) == 0
     found = evaluated(run)["ood"]
     assert (found["num_examples"], found["score"], found["note"]) == (71, "epistemic", None)
-    assert metrics(run)["Laplace, mc"]["ood/AUROC"] > 0.6
+    assert metrics(run)["Laplace, mc, uncalibrated"]["ood/AUROC"] > 0.6
     assert metrics(run)["MAP"]["ood/AUROC"] == 0.5  # no parameter is uncertain
 
 
@@ -178,10 +182,11 @@ def test_the_seed_of_sampling(run, tmp_path):
     for i, seed in enumerate((0, 0, 1)):
         out = tmp_path / str(i)
         options = ["--predictive.method", "mc", "--predictive.samples", "5", "--seed", str(seed)]
+        options += UNCALIBRATED  # a calibrated one may leave the samples out
         assert main(["evaluate", str(run), *QUIET, *options, "--output", str(out)]) == 0
         found.append(metrics(out))
     assert found[0] == found[1] != found[2]
-    assert list(found[0]) == ["MAP", "Laplace, mc"]
+    assert list(found[0]) == ["MAP", "Laplace, mc, uncalibrated"]
 
 
 def test_last_layer(run):
@@ -190,7 +195,9 @@ def test_last_layer(run):
     assert main(["evaluate", str(run), *QUIET]) == 0
     every = metrics(run)
     assert last["MAP"] == every["MAP"]
-    assert last["Laplace, probit, last layer"] != every["Laplace, probit"]
+    # The run has calibrated all layers' uncertainty.
+    assert "Laplace, probit, last layer, uncalibrated" in last
+    assert "Laplace, probit" in every
 
 
 def test_a_posterior_that_does_not_say_how_its_network_is_built(trained, tmp_path, capsys):

@@ -29,6 +29,7 @@ FILES = {
     "config.yaml", "evaluation.json", "evidence.png", "log.jsonl", "manifest.json",
     "model.safetensors", "posterior.json", "posterior.safetensors", "report.html", "results.json",
 }  # fmt: skip
+PREDICTIVES = ["MAP", "MAP, temperature-scaled", "Laplace, probit"]
 METRICS = {
     "test/cls/NLL", "test/cls/accuracy", "test/cls/Brier", "test/cls/AURC", "test/cal/ECE",
     "test/cal/ECE_adaptive", "ood/AUROC", "ood/AUPR", "ood/FPR95",
@@ -50,13 +51,13 @@ def test_leaves_results_log_and_plot(run):
     results = results_of(run)
     assert {path.name for path in run.iterdir()} == FILES
     assert results["data"] == "digits"
-    assert results["num_data"] == 1438
+    assert (results["num_data"], results["held_out"]) == (1294, 144)
     assert results["evidence"]["kept"] > results["evidence"]["first"]
     learned = {row["learned"] for row in results["weight_decay"].values()}
     assert len(learned) == len(results["weight_decay"]) == 4
     assert list(results["metrics"]) == [
-        "learned, MAP", "learned, Laplace, probit", "initial, MAP", "initial, Laplace, probit",
-    ]  # fmt: skip
+        f"{which}, {name}" for which in ("learned", "initial") for name in PREDICTIVES
+    ]
     for metrics in results["metrics"].values():
         assert set(metrics) == METRICS
         assert metrics["test/cls/accuracy"] > 0.8
@@ -78,11 +79,16 @@ def test_leaves_the_network_and_its_posterior(run):
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, state[name])
     results, posterior = results_of(run), read_posterior(run)
-    assert laplace.log_marginal_likelihood().item() == pytest.approx(results["evidence"]["kept"])
+    # It has learned from what was held out, too.
+    assert laplace.n_data == posterior["num_data"] == 1438
+    assert laplace.log_marginal_likelihood().item() < results["evidence"]["kept"]
     for name, row in results["weight_decay"].items():
-        assert row["learned"] == pytest.approx(posterior["prior_precision"][name] / 1438)
+        assert row["learned"] == pytest.approx(posterior["prior_precision"][name] / 1294)
         gamma = posterior["effective_parameters"][name]
-        assert row["effective_parameters"] == pytest.approx(gamma)
+        assert row["effective_parameters"] == pytest.approx(gamma, rel=0.2) and gamma > 0
+    saved = laplace.calibrations
+    assert saved["Laplace, probit"] == results["calibration"]
+    assert set(saved) == {f"Laplace, {link}" for link in ("probit", "mc", "bridge")}
     assert posterior["model"]["class_path"] == "marglik.models.MLP"
     assert posterior["data"]["source"]["class_path"] == "marglik.data.Digits"
 
@@ -113,7 +119,11 @@ def test_digits_preset_keeps_its_promise(tmp_path):
     """What `make train` runs: at least 95 % right, evidence up, weight decays apart."""
     assert main(["train", "--config", "digits", "--output", str(tmp_path / "run")]) == 0
     results = results_of(tmp_path / "run")
-    assert results["metrics"]["learned, MAP"]["test/cls/accuracy"] >= 0.95
+    metrics = results["metrics"]
+    assert metrics["learned, MAP"]["test/cls/accuracy"] >= 0.95
+    # On the test set, which has not chosen the calibration.
+    nll = {name: values["test/cls/NLL"] for name, values in metrics.items()}
+    assert nll["learned, Laplace, probit"] <= nll["learned, MAP"]
     assert results["evidence"]["kept"] > results["evidence"]["first"]
     learned = [row["learned"] for row in results["weight_decay"].values()]
     assert len(set(learned)) == len(learned) == 10
@@ -122,19 +132,18 @@ def test_digits_preset_keeps_its_promise(tmp_path):
 def test_a_failing_baseline_does_not_take_the_results_along(tmp_path, monkeypatch):
     evaluate, calls = training_setup.TrainingSetup.evaluate, []
 
-    def failing(self, model, laplace, *of):
+    def failing(self, model, *of):
         calls.append(model)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return evaluate(self, model, laplace, *of)
+        return evaluate(self, model, *of)
 
     monkeypatch.setattr(training_setup.TrainingSetup, "evaluate", failing)
     options = ["--baseline", "--output", str(tmp_path / "run")]
     assert main([*SMALL, *options]) == 130
     assert len(calls) == 2
-    assert list(results_of(tmp_path / "run")["metrics"]) == [
-        "learned, MAP", "learned, Laplace, probit",
-    ]  # fmt: skip
+    found = list(results_of(tmp_path / "run")["metrics"])
+    assert found == [f"learned, {name}" for name in PREDICTIVES]
     assert read_posterior(tmp_path / "run")["num_data"] == 1438
 
 
@@ -144,6 +153,7 @@ def test_table_is_printed(tmp_path, capsys):
     assert main([*SMALL, *validation, *options, "--output", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "log marginal likelihood per example" in printed
+    assert "Calibrated by 144 held-out loss terms: covariances times " in printed
     assert "5.0e-04 -> " in printed
     assert "learned, Laplace, mc" in printed and "validation/cls/NLL" in printed
     assert f"Written to {tmp_path}; to look at: {tmp_path / 'report.html'}" in printed
@@ -238,11 +248,14 @@ def test_a_line_for_each_step_where_there_is_no_terminal(terminal, tmp_path, mon
         return
     steps = [line.split(":")[0] for line in lines]
     epochs = [f"epoch {i} of 4" for i in (1, 2, 3, 4)]
+    evaluating = [f"evaluating {name} on digits" for name in PREDICTIVES]
+    held_out, *steps = steps
+    assert held_out == "144 training examples are held out for calibration"
     assert steps == [
         *epochs[:2], "update after epoch 2", *epochs[2:], "update after epoch 4",
-        "evaluating MAP on digits", "evaluating Laplace, probit on digits",
-        "second training, with the initial weight decay", *epochs,
-        "evaluating MAP on digits", "evaluating Laplace, probit on digits",
+        *evaluating,
+        "second training, with the initial weight decay", *epochs, *evaluating,
     ]  # fmt: skip
-    assert "loss " in lines[0] and "test/cls/NLL" not in lines[0] and "test/cls/NLL" in lines[1]
-    assert "log marginal likelihood per example -" in lines[2]
+    seen = "validation/cls/NLL"  # of what was held out
+    assert "loss " in lines[1] and seen not in lines[1] and seen in lines[2]
+    assert "log marginal likelihood per example -" in lines[3]

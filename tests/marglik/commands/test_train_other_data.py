@@ -100,7 +100,8 @@ def test_what_a_run_leaves(kind, run):
     assert results["examples"] == {"train": train, "validation": validation, "test": test}
     assert set(results["sums"]) == {"examples", "ood", "initial_parameters"}
     assert results["evidence"]["kept"] > results["evidence"]["first"]
-    assert results["complete"] and len(results["metrics"]) == 4
+    assert results["complete"]
+    assert len(results["metrics"]) == (6 if kind == "graphs" else 4)  # calibrated, sampled
     assert evaluation["num_test"] == test
     positions = evaluation["num_positions"]
     assert results["num_positions"] == positions

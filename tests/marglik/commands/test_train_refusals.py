@@ -121,3 +121,6 @@ def test_number_of_classes_of_a_folder(tmp_path, capsys):
     options = ["--model.in_features", "192", "--output", str(tmp_path / "run")]
     message = refusal(capsys, *SMALL, *FOLDER, str(folder), *options)
     assert "has 2 classes; set --model.num_classes 2" in message
+    fits = ["--model.num_classes", "2"]
+    message = refusal(capsys, *SMALL, *FOLDER, str(folder), *options, *fits)
+    assert "held_out=0.1: 8 training images would be divided into 7 and 1" in message

@@ -7,12 +7,18 @@ import torch
 from scipy import integrate, stats
 from torch.testing import assert_close
 
-from marglik.prediction.calibration import HeldOut, calibrate, fit_calibration
+from marglik.posterior.posterior_file import load_posterior, save_posterior
+from marglik.prediction.calibration import (
+    CalibrationFit,
+    HeldOut,
+    calibrate,
+    fit_calibration,
+)
 from marglik.prediction.evaluation import compute_metrics, predict_all
 from marglik.prediction.links import Calibration, predict_from_gaussian
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive, map_predictive
 from tests.marglik.prediction.gaussians import gaussians
-from tests.marglik.small_laplace import data, fitted
+from tests.marglik.small_laplace import data, fitted, network
 
 LINKS = {
     "classification": ["probit", "mc", "bridge"],
@@ -101,8 +107,9 @@ def test_it_finds_the_scale_and_the_temperature_that_made_the_labels():
     outputs = (f + (root @ noise).squeeze(-1)) / 0.5
     y = torch.multinomial(outputs.softmax(-1), 1, generator=generator).squeeze(1)
     fit = fit_calibration(HeldOut("classification", f, covariance, y), "mc", 200)
-    assert fit.calibration.covariance_scale == pytest.approx(0.5, rel=0.15)
-    assert fit.calibration.output_temperature == pytest.approx(0.5, rel=0.15)
+    # Both narrow the probabilities, so that one may stand in for the other to a degree.
+    assert fit.calibration.covariance_scale == pytest.approx(0.5, rel=0.3)
+    assert fit.calibration.output_temperature == pytest.approx(0.5, rel=0.3)
     assert fit.nll < fit.nll_scaled_map - 0.01
 
 
@@ -134,7 +141,8 @@ def test_the_calibrated_predictive_is_what_the_fit_speaks_of(likelihood):
     metrics = compute_metrics(prediction, targets, likelihood)
     key = "reg/NLL" if likelihood == "regression" else "cls/NLL"
     assert metrics[key] == pytest.approx(calibrated.fit.nll, rel=1e-5)
-    plain = predict_all(laplace_predictive(la, PredictiveConfig("probit")), batches)
+    plain = laplace_predictive(la, PredictiveConfig("probit", calibration="none"))
+    plain = predict_all(plain, batches)
     found = compute_metrics(*plain, likelihood)[key]
     assert found == pytest.approx(calibrated.fit.nll_uncalibrated, rel=1e-5)
     of_map = map_predictive(la.model, likelihood, la.sigma_noise)
@@ -145,6 +153,29 @@ def test_the_calibrated_predictive_is_what_the_fit_speaks_of(likelihood):
     of_map = map_predictive(la.model, likelihood, sigma, scaled.output_temperature)
     found = compute_metrics(*predict_all(of_map, batches), likelihood)[key]
     assert found == pytest.approx(calibrated.fit.nll_scaled_map, rel=1e-5)
+
+
+def test_a_posterior_remembers_its_calibration_and_forgets_it_with_what_it_was_of(tmp_path):
+    la, _ = fitted()
+    x, y = data("classification")
+    config = PredictiveConfig("mc")
+    found = calibrate(la, [(x, y)], config, generator=torch.Generator().manual_seed(0))
+    save_posterior(la, tmp_path)
+    loaded = load_posterior(tmp_path, network())
+    assert CalibrationFit.remembered(loaded, config) == found.fit
+    again = laplace_predictive(loaded, config, torch.Generator().manual_seed(0))
+    assert_close(again(x).mean, found(x).mean)
+    plain = PredictiveConfig("mc", calibration="none")
+    plain = laplace_predictive(loaded, plain, torch.Generator().manual_seed(0))
+    assert (plain(x).mean - found(x).mean).abs().max() > 1e-3
+    for change in (
+        lambda: loaded.fit([(x, y)]),
+        lambda: setattr(loaded, "prior_precision", 2.0),
+        lambda: setattr(loaded, "sigma_noise", 1.0),
+    ):
+        loaded.calibrations = {"Laplace, mc": {}}
+        change()
+        assert loaded.calibrations == {}
 
 
 def test_calibrated_outputs_are_those_of_the_formula():
