@@ -17,6 +17,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = ("kfac_backend", "marglik", "experiments")
 # Distribution -> the module that it is imported by, where the names differ.
 MODULES = {
+    "ivon-opt": "ivon",
     "laplace-torch": "laplace",
     "scikit-learn": "sklearn",
     "docstring-parser": "docstring_parser",
