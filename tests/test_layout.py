@@ -17,7 +17,6 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = ("kfac_backend", "marglik", "experiments")
 # Distribution -> the module that it is imported by, where the names differ.
 MODULES = {
-    "ivon-opt": "ivon",
     "laplace-torch": "laplace",
     "scikit-learn": "sklearn",
     "docstring-parser": "docstring_parser",
@@ -86,7 +85,7 @@ def test_dependencies_are_those_that_are_imported():
     declared = distributions(PYPROJECT["project"]["dependencies"])
     used = {m.split(".")[0] for package in PACKAGES for _, m in imports(package)}
     third_party = used - set(sys.stdlib_module_names) - set(PACKAGES)
-    optional = {"tensorboard", "asdl"}
+    optional = {"tensorboard", "asdl", "ivon"}
     by_module = {MODULES.get(name, name): name for name in declared}
     assert third_party - set(by_module) - optional == set()
     assert {by_module[m] for m in by_module if m not in third_party} == NOT_IMPORTED

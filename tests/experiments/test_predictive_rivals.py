@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from experiments import predictive_rivals, rivals
+from experiments.options import SHIPPED
 from experiments.predictive_rivals import Config, table
 from marglik.models import MLP
 
@@ -116,3 +117,10 @@ def test_a_rival_that_fails_is_reported_and_the_others_go_on(monkeypatch, capsys
     assert list(found["rows"])[0] == "MAP"
     assert "marglik, probit" in found["rows"]
     assert "digits_0: SWAG" in capsys.readouterr().err
+
+
+def test_the_readme_has_the_shipped_table():
+    files = sorted((SHIPPED / "predictive_rivals").glob("*.json"))
+    readme = (SHIPPED.parent / "README.md").read_text()
+    for line in table([json.loads(path.read_text()) for path in files]).splitlines():
+        assert line.startswith("##") or line in readme, line
