@@ -389,7 +389,7 @@ def figure(runs: Sequence[dict[str, Any]]) -> Figure:
                 color=color,
                 label="raw" if kind == "metrics" else "tempered on held-out data",
             )
-        axes.set(xlabel=label)
+        axes.set(xlabel=label, xscale="log")
         axes.grid(alpha=0.3)
     panels[0].set_yticks(range(len(names)), names)
     panels[0].invert_yaxis()
