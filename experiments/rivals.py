@@ -1,0 +1,555 @@
+"""Rivals of the Laplace predictive for classification, each a function that returns a predictive.
+
+All get the same `Task`: network, data, budget, and held-out data for whatever they have to choose.
+A `Rival` is called like `marglik.map_predictive`'s result and also tells what it cost.
+
+- `map_network`: one network, the weight decay a default or chosen; what most others start from.
+- `temperature_scaled`: any of them with its outputs divided by τ (Guo et al. 2017).
+- `deep_ensemble`: five networks (Lakshminarayanan et al. 2017, arXiv:1612.01474).
+- `swag`: samples of a Gaussian fitted to the path of SGD (Maddox et al. 2019, arXiv:1902.02476).
+- `ivon`: variational learning (Shen et al. 2024, arXiv:2402.17641), by its authors' package.
+- `mc_dropout`: dropout that stays on (Gal & Ghahramani 2016, arXiv:1506.02142).
+- `laplace_torch`: laplace-torch as it comes, all layers or the last.
+
+Seconds are CPU time of the process, which other programs on the machine hardly change. What was
+spent on candidates that were not chosen is counted apart ("search").
+"""
+
+import copy
+import math
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from kfac_backend.model.calls import call_with
+from kfac_backend.options import Likelihood
+from marglik.data.batches import Batches
+from marglik.eval_mode import in_eval_mode
+from marglik.prediction.evaluation import compute_metrics, predict_all
+from marglik.prediction.links import Prediction, predict_from_outputs
+from marglik.prediction.predictive import Predictive, map_predictive
+from marglik.training.optimizers import OptimizerConfig, build_optimizer
+
+__all__ = [
+    "Rival",
+    "Swag",
+    "Task",
+    "best_temperature",
+    "deep_ensemble",
+    "ivon",
+    "laplace_torch",
+    "map_network",
+    "mc_dropout",
+    "mixture_predictive",
+    "swag",
+    "temper",
+    "tempered",
+    "temperature_scaled",
+    "with_dropout",
+]
+
+TEMPERATURES = (0.02, 50.0)
+"""Between which τ is searched. Held-out data without a single error would ask for τ = 0."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every rival is given.
+
+    Args:
+        make_model: a new network; its initial parameters follow torch's global seed.
+        make_loader: training batches in the random order of a seed.
+        held_out: batches that no network is trained on, for all choices and temperatures.
+        epochs: of one training.
+        optimizer: of one training; the learning rate falls by a cosine.
+        weight_decay: where it is not chosen; coupled, so that the objective is the mean loss plus
+            ½ weight_decay ‖θ‖².
+        samples: networks in SWAG, IVON and MC dropout.
+        seed: of everything.
+    """
+
+    make_model: Callable[[], nn.Module]
+    make_loader: Callable[[int], Batches]
+    held_out: Iterable[Any]
+    epochs: int
+    optimizer: OptimizerConfig = OptimizerConfig()  # noqa: RUF009
+    weight_decay: float = 5e-4
+    samples: int = 20
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A predictive, what was chosen for it on held-out data, and what it took to make."""
+
+    predict: Predictive
+    model: nn.Module
+    training_seconds: float
+    """Of the training with the chosen hyperparameters, whatever it starts from included."""
+    search_seconds: float = 0.0
+    """Of all that was tried besides, including the held-out evaluations."""
+    chosen: Mapping[str, float] = field(default_factory=dict)
+    likelihood: Likelihood = "classification"
+
+    def __call__(self, x: Any) -> Prediction:
+        """The prediction for a batch of inputs."""
+        return self.predict(x)
+
+
+# Temperature
+
+
+def best_temperature(prediction: Prediction, targets: Tensor) -> float:
+    """τ at which the probabilities ∝ p^(1/τ) have the lowest NLL.
+
+    For one network p^(1/τ) is the softmax of its logits over τ. The NLL is convex in 1/τ.
+
+    Args:
+        prediction: class probabilities of held-out data.
+        targets: its labels.
+    """
+    from scipy.optimize import minimize_scalar
+
+    log_p = _log(prediction.mean.double())
+    low, high = map(math.log, TEMPERATURES)
+    found: Any = minimize_scalar(
+        lambda log_tau: cross_entropy(log_p / math.exp(log_tau), targets).item(),
+        bounds=(low, high),
+        method="bounded",
+        options={"xatol": 1e-4},
+    )
+    return math.exp(found.x)
+
+
+def temper(prediction: Prediction, temperature: float) -> Prediction:
+    """The class probabilities raised to 1/τ, and normalised.
+
+    The uncertainty is the new probabilities' entropy, divided in the same shares as before.
+    """
+    mean = torch.softmax(_log(prediction.mean) / temperature, -1)
+    entropy, before = torch.special.entr(mean).sum(-1), prediction.total
+    share = torch.where(before > 0, prediction.epistemic / before, torch.zeros_like(entropy))
+    return Prediction(mean, (1 - share) * entropy, share * entropy)
+
+
+def tempered(
+    predict: Predictive, batches: Iterable[Any], temperature: float | None = None
+) -> Rival:
+    """The predictive with its predictions tempered, see `temper`.
+
+    Args:
+        predict: any classification predictive of ours or of this module.
+        batches: held-out data, on which τ is chosen.
+        temperature: τ, if it is known.
+
+    Raises:
+        ValueError: another likelihood than classification.
+    """
+    likelihood = getattr(predict, "likelihood", "classification")
+    if likelihood != "classification":
+        raise ValueError(f"tempered is for classification, not {likelihood!r}; scale σ instead.")
+    started = time.process_time()
+    tau = temperature or best_temperature(*predict_all(predict, batches))
+
+    def scaled(x: Any) -> Prediction:
+        return temper(predict(x), tau)
+
+    if not isinstance(predict, Rival):
+        predict = Rival(predict, getattr(predict, "model", nn.Identity()), 0.0)
+    search = predict.search_seconds + time.process_time() - started
+    chosen = {**predict.chosen, "temperature": tau}
+    return replace(predict, predict=scaled, search_seconds=search, chosen=chosen)
+
+
+def temperature_scaled(task: Task, start: Rival) -> Rival:
+    """Temperature scaling (Guo et al. 2017, arXiv:1706.04599, sec. 4.2) of a trained network."""
+    return tempered(start, task.held_out)
+
+
+# One network and several
+
+
+def map_network(task: Task, weight_decays: Sequence[float] | None = None) -> Rival:
+    """One network at its MAP, with the task's weight decay, or the best of several."""
+    if weight_decays is None:
+        return _network(task, task.weight_decay, task.seed)
+    return _best(
+        task,
+        [(lambda w=w: _network(task, w, task.seed), {"weight_decay": w}) for w in weight_decays],
+    )
+
+
+def deep_ensemble(task: Task, start: Rival, members: int = 5) -> Rival:
+    """The mean of the probabilities of networks that differ in their seeds.
+
+    ``start`` is the first of them; the others have its weight decay.
+    """
+    weight_decay = start.chosen.get("weight_decay", task.weight_decay)
+    others = [_network(task, weight_decay, task.seed + 1000 * i) for i in range(1, members)]
+    networks = [_state(rival.model) for rival in (start, *others)]
+    return Rival(
+        mixture_predictive(start.model, networks),
+        start.model,
+        start.training_seconds + sum(other.training_seconds for other in others),
+        start.search_seconds,
+        start.chosen,
+    )
+
+
+def mixture_predictive(model: nn.Module, networks: Sequence[Mapping[str, Tensor]]) -> Predictive:
+    """Networks of equal weight, of one architecture, given by their parameters and buffers."""
+
+    @torch.no_grad()
+    def predict(x: Any) -> Prediction:
+        outputs = torch.stack([call_with(model, dict(network), x) for network in networks])
+        return predict_from_outputs(outputs, "classification")
+
+    return in_eval_mode(model, predict)
+
+
+# SWAG
+
+
+class Swag:
+    """The Gaussian of SWAG, N(θ̄, ½ (Σ_diag + D Dᵀ / (K − 1))), from parameters along a path.
+
+    θ̄ and the mean of θ² run over all that was collected, the start included; Σ_diag is the mean of
+    θ² less θ̄². The columns of D are the last K deviations, each from θ̄ as it was then. In float64,
+    as Σ_diag is a small difference.
+
+    Own code, since torch-uncertainty 0.13 draws the factors of D anew for each tensor, which leaves
+    out what tensors have in common. Source: Maddox et al. 2019, algorithm 1 and eq. 1.
+
+    Args:
+        start: (P,), the first point of the path.
+        rank: K at the most, 2 or more.
+    """
+
+    def __init__(self, start: Tensor, rank: int = 20) -> None:
+        if rank < 2:
+            raise ValueError(f"rank={rank}: a covariance needs two deviations or more.")
+        start = start.detach().double()
+        self.count = 1
+        self.mean, self.mean_of_squares = start.clone(), start.square()
+        self.deviations: deque[Tensor] = deque(maxlen=rank)
+
+    def collect(self, vector: Tensor) -> None:
+        """Take one more point (P,) of the path."""
+        vector = vector.detach().double()
+        self.count += 1
+        self.mean = self.mean + (vector - self.mean) / self.count
+        change = vector.square() - self.mean_of_squares
+        self.mean_of_squares = self.mean_of_squares + change / self.count
+        self.deviations.append(vector - self.mean)
+
+    @property
+    def variance(self) -> Tensor:
+        """Σ_diag (P,)."""
+        return (self.mean_of_squares - self.mean.square()).clamp(min=0)
+
+    def sample(self, generator: torch.Generator) -> Tensor:
+        """θ̄ + √½ Σ_diag^½ z₁ + D z₂ / √(2 (K − 1)), (P,)."""
+        K = len(self.deviations)
+        if K < 2:
+            raise ValueError(f"{K} points were collected after the start; SWAG needs two or more.")
+        z1 = torch.randn(len(self.mean), generator=generator, dtype=torch.float64)
+        z2 = torch.randn(K, generator=generator, dtype=torch.float64)
+        low_rank = torch.stack(list(self.deviations), 1) @ z2
+        return self.mean + (self.variance / 2).sqrt() * z1 + low_rank / math.sqrt(2 * (K - 1))
+
+
+def swag(
+    task: Task, start: Rival, rates: Sequence[float] = (0.1, 0.3, 1.0, 3.0), rank: int = 20
+) -> Rival:
+    """SWAG from a trained network: half as many epochs again, at a constant learning rate.
+
+    A point is collected after every epoch. The learning rate, a share of the training's first, is
+    chosen on held-out data.
+
+    Raises:
+        ValueError: a network with batch norm, each sample of which would need a pass for its
+            statistics; fewer than four epochs.
+    """
+    norms = (nn.modules.batchnorm._BatchNorm,)
+    if any(isinstance(module, norms) for module in start.model.modules()):
+        raise ValueError("swag is for networks without batch norm here; use LayerNorm or Fixup.")
+    weight_decay = start.chosen.get("weight_decay", task.weight_decay)
+
+    def fit(rate: float) -> Rival:
+        started = time.process_time()
+        model = copy.deepcopy(start.model)
+        gaussian = Swag(parameters_to_vector(model.parameters()), rank)
+        config = replace(task.optimizer, lr=rate * task.optimizer.lr, min_lr=0.0)
+        optimizer, _ = build_optimizer(model, config, 1)
+        _run(
+            task, model, task.epochs // 2, _step(model, optimizer, weight_decay),
+            lambda: gaussian.collect(parameters_to_vector(model.parameters())),
+        )  # fmt: skip
+        generator = torch.Generator().manual_seed(task.seed)
+        samples = [gaussian.sample(generator) for _ in range(task.samples)]
+        networks = [_from_vector(model, sample) for sample in samples]
+        seconds = start.training_seconds + time.process_time() - started
+        return Rival(mixture_predictive(model, networks), model, seconds)
+
+    candidates = [(lambda r=r: fit(r), {"rate": r}) for r in rates]
+    return _with_search(_best(task, candidates, shared=start.training_seconds), start)
+
+
+# Variational learning
+
+
+def ivon(
+    task: Task,
+    start: Rival,
+    rates: Sequence[float] = (0.2, 0.5, 1.0),
+    hessians: Sequence[float] = (0.2, 1.0, 5.0),
+    beta2: float = 0.9995,
+) -> Rival:
+    """IVON with its mean-field posterior; learning rate and first Hessian are chosen.
+
+    It is trained from scratch; ``start`` gives its weight decay, δ = N · weight decay as for a MAP.
+
+    The posterior is of the whole data, ess = N. ``beta2`` is smaller than the package's 0.99999,
+    with which some hundred steps would leave the Hessian as it was first. The rates are larger
+    than SGD's with momentum 0.9, since IVON's momentum is a mean of gradients and not a sum.
+
+    Raises:
+        ImportError: without the package ivon-opt.
+    """
+    try:
+        import ivon as package  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError("ivon needs ivon-opt; install it, or marglik[bench].") from error
+
+    weight_decay = start.chosen.get("weight_decay", task.weight_decay)
+
+    def fit(rate: float, hessian: float) -> Rival:
+        started = time.process_time()
+        torch.manual_seed(task.seed)
+        model = task.make_model()
+        loader = task.make_loader(task.seed)
+        optimizer = package.IVON(
+            model.parameters(), rate, ess=loader.num_examples, hess_init=hessian, beta2=beta2,
+            weight_decay=weight_decay,
+        )  # fmt: skip
+        scheduler = CosineAnnealingLR(optimizer, task.epochs * len(loader))
+
+        def step(x: Any, y: Tensor) -> None:
+            with optimizer.sampled_params(train=True):
+                optimizer.zero_grad()
+                cross_entropy(model(x), y).backward()
+            optimizer.step()
+            scheduler.step()
+
+        _run(task, model, task.epochs, step, loader=loader)
+        networks = []
+        for _ in range(task.samples):
+            with optimizer.sampled_params():
+                networks.append(_state(model))
+        seconds = time.process_time() - started
+        return Rival(mixture_predictive(model, networks), model, seconds)
+
+    grid = [{"rate": r, "hessian": h} for r in rates for h in hessians]
+    return _with_search(_best(task, [(lambda c=c: fit(**c), c) for c in grid]), start)
+
+
+# Dropout
+
+
+def with_dropout(model: nn.Module, p: float) -> nn.Module:
+    """The network with dropout ahead of every linear and convolutional layer but the first.
+
+    Changes it in place. Source of the places: Gal & Ghahramani 2016, sec. 3 (every weight layer;
+    the first is left out, so that no input is hidden).
+    """
+    found = [
+        (parent, name, layer)
+        for parent in model.modules()
+        for name, layer in parent.named_children()
+        if isinstance(layer, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))
+    ]
+    if len(found) < 2:
+        raise ValueError(f"{type(model).__name__} has no second linear or convolutional layer.")
+    for parent, name, layer in found[1:]:
+        setattr(parent, name, nn.Sequential(nn.Dropout(p), layer))
+    return model
+
+
+def mc_dropout(
+    task: Task,
+    start: Rival,
+    probabilities: Sequence[float] = (0.02, 0.05, 0.1, 0.2, 0.4),
+) -> Rival:
+    """Dropout that stays on: the mean over random masks; p is chosen, weight decay ``start``'s.
+
+    The masks follow a seed, and so, unlike with the other rivals, the batches.
+    """
+    weight_decay = start.chosen.get("weight_decay", task.weight_decay)
+
+    def fit(p: float) -> Rival:
+        variant = replace(task, make_model=lambda: with_dropout(task.make_model(), p))
+        network = _network(variant, weight_decay, task.seed)
+        model = network.model
+        layers = [module for module in model.modules() if isinstance(module, nn.Dropout)]
+
+        @torch.no_grad()
+        def predict(x: Any) -> Prediction:
+            for layer in layers:
+                layer.train()
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(task.seed)
+                outputs = torch.stack([model(x) for _ in range(task.samples)])
+            return predict_from_outputs(outputs, "classification")
+
+        return replace(network, predict=in_eval_mode(model, predict))
+
+    candidates = [(lambda p=p: fit(p), {"dropout": p}) for p in probabilities]
+    return _with_search(_best(task, candidates), start)
+
+
+# laplace-torch
+
+
+def laplace_torch(
+    task: Task, start: Rival, subset_of_weights: Literal["all", "last_layer"] = "all"
+) -> Rival:
+    """laplace-torch as it comes: Kronecker factors by its own backend, its prior, link probit.
+
+    One prior precision by its marginal likelihood, post hoc. It does not divide the uncertainty,
+    so all of it counts as aleatoric.
+    """
+    from kfac_backend.laplace.kron import laplace as package  # which takes seconds
+
+    started = time.process_time()
+    model = copy.deepcopy(start.model)
+    with warnings.catch_warnings():
+        # The link is given with each call.
+        warnings.filterwarnings("ignore", "By default `link_approx`")
+        laplace: Any = package.Laplace(model, "classification", subset_of_weights, "kron")
+        laplace.fit(task.make_loader(task.seed))
+        laplace.optimize_prior_precision(method="marglik")
+
+    def predict(x: Any) -> Prediction:
+        mean = laplace(x, link_approx="probit")
+        entropy = torch.special.entr(mean).sum(-1)
+        return Prediction(mean.detach(), entropy.detach(), torch.zeros_like(entropy))
+
+    return Rival(
+        in_eval_mode(model, predict),
+        model,
+        start.training_seconds + time.process_time() - started,
+        start.search_seconds,
+        {**start.chosen, "prior_precision": float(laplace.prior_precision.mean())},
+    )
+
+
+# What the rivals share
+
+
+def _network(task: Task, weight_decay: float, seed: int) -> Rival:
+    """A network trained from scratch; the seed is of its start, its order of data, its dropout."""
+    started = time.process_time()
+    torch.manual_seed(seed)
+    model = task.make_model()
+    loader = task.make_loader(seed)
+    optimizer, scheduler = build_optimizer(model, task.optimizer, task.epochs * len(loader))
+    step = _step(model, optimizer, weight_decay, scheduler)
+    _run(task, model, task.epochs, step, loader=loader)
+    seconds = time.process_time() - started
+    return Rival(map_predictive(model), model, seconds, chosen={"weight_decay": weight_decay})
+
+
+def _step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, weight_decay: float, scheduler: Any = None
+) -> Callable[[Any, Tensor], None]:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def step(x: Any, y: Tensor) -> None:
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        for p in parameters:
+            assert p.grad is not None
+            p.grad.add_(p.detach(), alpha=weight_decay)  # coupled, also for Adam: that is the MAP
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+
+    return step
+
+
+def _run(
+    task: Task,
+    model: nn.Module,
+    epochs: int,
+    step: Callable[[Any, Tensor], None],
+    after_epoch: Callable[[], None] = lambda: None,
+    loader: Batches | None = None,
+) -> None:
+    loader = task.make_loader(task.seed) if loader is None else loader
+    model.train()
+    for _ in range(epochs):
+        for x, y in loader:
+            step(x, y)
+        after_epoch()
+
+
+def _best(
+    task: Task,
+    candidates: Sequence[tuple[Callable[[], Rival], Mapping[str, float]]],
+    shared: float = 0.0,
+) -> Rival:
+    """The candidate with the lowest held-out NLL, the others' seconds in its search.
+
+    Args:
+        task: whose held-out data it is.
+        candidates: how each is made, and what it stands for.
+        shared: seconds of the start that all have in common, to be counted once.
+    """
+    started = time.process_time()
+    best, lowest = None, math.inf
+    for make, chosen in candidates:
+        rival = make()
+        prediction, y = predict_all(rival, task.held_out)
+        if not prediction.mean.isfinite().all():
+            continue  # diverged
+        nll = compute_metrics(prediction, y, "classification")["cls/NLL"]
+        if nll < lowest:
+            best, lowest = replace(rival, chosen={**rival.chosen, **chosen}), nll
+    if best is None:
+        raise FloatingPointError("Every candidate diverged; lower the learning rate.")
+    search = time.process_time() - started - (best.training_seconds - shared)
+    return replace(best, search_seconds=search)
+
+
+def _with_search(rival: Rival, start: Rival) -> Rival:
+    """The rival with what was searched and chosen for what it starts from."""
+    return replace(
+        rival,
+        search_seconds=rival.search_seconds + start.search_seconds,
+        chosen={**start.chosen, **rival.chosen},
+    )
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of all parameters and buffers, by name."""
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def _from_vector(model: nn.Module, vector: Tensor) -> dict[str, Tensor]:
+    """The state of a network with these parameters."""
+    other = copy.deepcopy(model)
+    vector_to_parameters(vector.to(next(model.parameters())), other.parameters())
+    return _state(other)
+
+
+def _log(probabilities: Tensor) -> Tensor:
+    return probabilities.clamp(min=torch.finfo(probabilities.dtype).tiny).log()
