@@ -134,6 +134,9 @@ with suppress(SystemExit):
     main(["{command}", "--help"])"""
         for command in ("train", "fit", "evaluate", "report")
     },
+    "a figure": """
+from marglik.report.figures import reliability_diagram
+reliability_diagram({"levels": [0.5], "coverage": [0.4]})""",
     "commands": "import marglik.cli, marglik.commands.train",
     "training, fitting and evaluating": """
 run, model = sys.argv[1], "--model LeNet --model.image_size 8 --model.in_channels 1".split()
@@ -150,7 +153,7 @@ with warnings.catch_warnings():
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
-    """Step -> packages, other than Python's own, that a process has loaded once it is done.
+    """Step -> packages and modules that a process has loaded once it is done.
 
     One process takes all steps, one after the other, as it is the start of a process that takes
     time: what is not loaded after a step has been loaded by none before it, either. A FutureWarning
@@ -166,7 +169,7 @@ def loaded(tmp_path_factory):
     )  # fmt: skip
     found = [line.split("|") for line in done.stdout.splitlines() if line.startswith("loaded|")]
     assert [step for _, step, *_ in found] == list(STEPS)
-    return {step: {name.split(".")[0] for name in names} for _, step, *names in found}
+    return {step: {name.split(".")[0] for name in names} | set(names) for _, step, *names in found}
 
 
 def test_importing_the_backend_needs_few_packages(loaded):
@@ -183,6 +186,12 @@ def test_importing_the_library_loads_no_adapter_plots_or_trainer(loaded):
 @pytest.mark.parametrize("command", ["train", "fit", "evaluate", "report"])
 def test_help_loads_neither_adapter_nor_plots_nor_trainer(command, loaded):
     assert not loaded[f"{command} --help"] & (LAPLACE | PLOTS | OTHERS - {"PIL"})
+
+
+def test_a_figure_leaves_pyplot_alone(loaded):
+    """Whose state is one for all of a process; a notebook may be drawing with it."""
+    assert "matplotlib.pyplot" not in loaded["a figure"]
+    assert "matplotlib.figure" in loaded["a figure"]  # control
 
 
 def test_training_fitting_and_evaluating_do_without_laplace_torch(loaded):

@@ -1,8 +1,8 @@
 """Processes of torch.distributed that use everything that sees data: run by a test.
 
 ``python -m tests.marglik.training.ranks_elsewhere FOLDER`` starts one process alone, and two that
-each have a part of the data. Each writes ``FOLDER/RANK of WORLD``: what each use said, how many steps
-the networks took, and whether a posterior that was there still predicts.
+each have a part of the data. Each writes ``FOLDER/RANK of WORLD``: what each use said, how many
+steps the networks took, and whether a posterior that was there still predicts.
 """
 
 import json
