@@ -307,9 +307,7 @@ class CurvaturePass:
             num_loss_terms=self._num_loss_terms,
             loss=self._loss.item(),
             likelihood=self._likelihood,
-            kfac_approx=self._kfac_approx,
-            fisher=self._options.fisher,
-            rank_tolerance=self._options.rank_tolerance,
+            options=self._options.but(kfac_approx=self._kfac_approx),
             trace=float(self._vectors.trace),
             trace_left_out=float(self._vectors.trace_left_out),
         )

@@ -166,6 +166,15 @@ class CurvatureOptions(TargetOptions):
                 "alike; use 0."
             )
 
+    def of_the_matrix(self) -> dict[str, Any]:
+        """The options that decide which matrix a pass computes or estimates, by name.
+
+        Factors add up only where these agree. The others say how it is computed (``batched``), how
+        well (``mc_samples``), or how batches give their targets.
+        """
+        names = ("kfac_approx", "fisher", "rank_tolerance")
+        return {name: getattr(self, name) for name in names}
+
     def to_json(self) -> dict[str, Any]:
         """The options as plain data, which ``CurvatureOptions(**data)`` reads."""
         return asdict(self)

@@ -72,11 +72,6 @@ def test_one_file_imports_laplace():
     assert files == {Path("kfac_backend/laplace/kron.py")}
 
 
-def test_importing_warns_of_nothing():
-    code = "import marglik.cli, marglik.commands.train; from marglik import marglik_training"
-    subprocess.run([sys.executable, "-W", "error::FutureWarning", "-c", code], check=True, cwd=ROOT)
-
-
 def distributions(requirements):
     return {re.split(r"[\[<>=! ]", requirement)[0] for requirement in requirements}
 
@@ -127,57 +122,86 @@ def test_tests_work_outside_of_the_checkout(tmp_path):
 LAPLACE = {"laplace", "curvlinops"}
 PLOTS = {"matplotlib", "plotly", "jinja2", "jsonschema"}
 OTHERS = {"lightning", "torchmetrics", "torchvision", "scipy", "sklearn", "PIL"}
-LIBRARY = """from marglik import Posterior, OnlineTraining, laplace_predictive
-from marglik import load_posterior, save_posterior, maximize_evidence"""
-HELP = """from contextlib import suppress
-from marglik.cli import main
+STEPS = {
+    "the backend": "import kfac_backend",
+    "the library": """
+from marglik import Posterior, OnlineTraining, laplace_predictive
+from marglik import load_posterior, save_posterior, maximize_evidence""",
+    **{
+        f"{command} --help": f"""
 with suppress(SystemExit):
-    main(["{}", "--help"])"""
+    from marglik.cli import main
+    main(["{command}", "--help"])"""
+        for command in ("train", "fit", "evaluate", "report")
+    },
+    "a figure": """
+from marglik.report.figures import reliability_diagram
+reliability_diagram({"levels": [0.5], "coverage": [0.4]})""",
+    "commands": "import marglik.cli, marglik.commands.train",
+    "training, fitting and evaluating": """
+run, model = sys.argv[1], "--model LeNet --model.image_size 8 --model.in_channels 1".split()
+options = "--epochs 1 --prior.burn_in 0 --prior.every 1 --prior.steps 1 --no_progress".split()
+with warnings.catch_warnings():
+    warnings.simplefilter("default")  # other packages' at work are none of ours
+    assert main(["train", "--config", "digits", *options, "--output", run]) == 0
+    fit = ["fit", "--checkpoint", run + "/model.safetensors", *model, "--data", "Digits"]
+    assert main([*fit, "--output", run + "_fit", "--no_progress"]) == 0
+    assert main(["evaluate", run + "_fit", "--progress", "false"]) == 0""",
+    "the adapter": "import marglik; marglik.KronLaplace, marglik.marglik_training",
+}
 
 
-def loaded_by(code, *arguments):
-    """Packages, other than Python's own, that a fresh process loads to run the code."""
-    code += "\nimport sys; print('loaded', *{name.split('.')[0] for name in sys.modules})"
-    found = subprocess.run(
-        [sys.executable, "-c", code, *arguments], check=True, cwd=ROOT, capture_output=True,
-        text=True,
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    """Step -> packages and modules that a process has loaded once it is done.
+
+    One process takes all steps, one after the other, as it is the start of a process that takes
+    time: what is not loaded after a step has been loaded by none before it, either. A FutureWarning
+    on the way, as of imports, is an error.
+    """
+    code = "import sys, warnings\nfrom contextlib import suppress"
+    for step, lines in STEPS.items():
+        code += f"\n{lines}\nprint('loaded', {step!r}, *sys.modules, sep='|')"
+    done = subprocess.run(
+        [sys.executable, "-W", "error::FutureWarning", "-c", code,
+         str(tmp_path_factory.mktemp("layout") / "run")],
+        check=True, cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
-    first, *names = found.stdout.splitlines()[-1].split()
-    assert first == "loaded"
-    return set(names)
+    found = [line.split("|") for line in done.stdout.splitlines() if line.startswith("loaded|")]
+    assert [step for _, step, *_ in found] == list(STEPS)
+    return {step: {name.split(".")[0] for name in names} | set(names) for _, step, *names in found}
 
 
-def test_importing_the_backend_needs_few_packages():
-    assert not loaded_by("import kfac_backend") & (LAPLACE | PLOTS | OTHERS | {"marglik"})
+def test_importing_the_backend_needs_few_packages(loaded):
+    assert not loaded["the backend"] & (LAPLACE | PLOTS | OTHERS | {"marglik"})
     own = {"torch", "numpy", "safetensors", "jaxtyping", "tqdm"}
     found = {m.split(".")[0] for p, m in imports("kfac_backend") if p.parent.name != "laplace"}
     assert found - set(sys.stdlib_module_names) - {"kfac_backend"} <= own
 
 
-def test_importing_the_library_loads_no_adapter_plots_or_trainer():
-    assert not loaded_by(LIBRARY) & (LAPLACE | PLOTS | OTHERS | {"jsonargparse"})
+def test_importing_the_library_loads_no_adapter_plots_or_trainer(loaded):
+    assert not loaded["the library"] & (LAPLACE | PLOTS | OTHERS | {"jsonargparse"})
 
 
 @pytest.mark.parametrize("command", ["train", "fit", "evaluate", "report"])
-def test_help_loads_neither_adapter_nor_plots_nor_trainer(command):
-    assert not loaded_by(HELP.format(command)) & (LAPLACE | PLOTS | OTHERS - {"PIL"})
+def test_help_loads_neither_adapter_nor_plots_nor_trainer(command, loaded):
+    assert not loaded[f"{command} --help"] & (LAPLACE | PLOTS | OTHERS - {"PIL"})
 
 
-def test_training_fitting_and_evaluating_do_without_laplace_torch(tmp_path):
-    code = """import sys
-from marglik.cli import main
-
-run, model = sys.argv[1], "--model LeNet --model.image_size 8 --model.in_channels 1".split()
-options = "--epochs 1 --prior.burn_in 0 --prior.every 1 --prior.steps 1 --no_progress".split()
-assert main(["train", "--config", "digits", *options, "--output", run]) == 0
-fit = ["fit", "--checkpoint", run + "/model.safetensors", *model, "--data", "Digits"]
-assert main([*fit, "--output", run + "_fit", "--no_progress"]) == 0
-assert main(["evaluate", run + "_fit", "--progress", "false"]) == 0"""
-    assert not loaded_by(code, str(tmp_path / "run")) & {"laplace", "curvlinops"}
+def test_a_figure_leaves_pyplot_alone(loaded):
+    """Whose state is one for all of a process; a notebook may be drawing with it."""
+    assert "matplotlib.pyplot" not in loaded["a figure"]
+    assert "matplotlib.figure" in loaded["a figure"]  # control
 
 
-def test_the_adapter_loads_laplace_torch_when_first_used():
-    assert "laplace" in loaded_by("import marglik; marglik.KronLaplace")
+def test_training_fitting_and_evaluating_do_without_laplace_torch(loaded):
+    assert not loaded["training, fitting and evaluating"] & LAPLACE
+
+
+def test_the_adapter_loads_laplace_torch_when_first_used(loaded):
+    """Which controls the other steps, too: a package that is loaded is seen."""
+    assert "laplace" in loaded["the adapter"]
+    assert {"lightning", "matplotlib"} <= loaded["the adapter"]
 
 
 def test_readme_commands_are_targets_of_the_makefile():

@@ -53,14 +53,8 @@ def eigenvalues(matrix: Float[Tensor, "*G d d"], name: str) -> tuple[Float[Tenso
 def eigh(matrix: Float[Tensor, "*G d d"], name: str) -> EigenDecomposition:
     """Eigenvalues (ascending, clipped at 0) and eigenvectors in the matrix's dtype.
 
-    Falls back to float64, to the CPU, and to Jacobi's method.
-
-    Args:
-        matrix: symmetric positive semi-definite up to rounding.
-        name: what to call it in an error.
-
-    Raises:
-        ValueError: a matrix that is not finite.
+    Falls back to float64, to the CPU, and to Jacobi's method. Arguments and errors are those of
+    `eigenvalues`.
     """
     _check_finite(matrix, name)
     alone, coupled = _rows_apart(matrix)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +12,17 @@ from torch import Tensor, nn
 
 from kfac_backend.blocks.block import KroneckerBlock, compute_eigenvalues
 from kfac_backend.files import parse_json, write_tensors
-from kfac_backend.options import Fisher, KfacApprox, Likelihood, check_positive
+from kfac_backend.options import CurvatureOptions, Likelihood, check_positive
 from kfac_backend.threads import turn_of
 
 __all__ = ["KroneckerFactors"]
 
 FORMAT_VERSION = 1
 
-FIELDS = (
-    "num_data",
-    "num_outputs",
-    "num_loss_terms",
-    "loss",
-    "likelihood",
-    "kfac_approx",
-    "fisher",
-)
-# Files of the first release lack these.
-LATER_FIELDS = ("rank_tolerance", "trace", "trace_left_out")
+FIELDS = ("num_data", "num_outputs", "num_loss_terms", "loss", "likelihood")
+FIRST_OPTIONS = ("kfac_approx", "fisher")
+# Older files lack these, and all options but the first.
+LATER_FIELDS = ("trace", "trace_left_out")
 
 
 @dataclass(frozen=True)
@@ -56,13 +49,10 @@ class KroneckerFactors:
     loss: float
     """Σ ℓ (nats) over the data: see `loss_hessian.loss_sum`."""
     likelihood: Likelihood
-    kfac_approx: KfacApprox
-    """What was asked for; "auto" as it was decided."""
-    fisher: Fisher
-    rank_tolerance: float = 0.0
-    """Share of tr Λ that columns of its root, left out, were allowed to have, per loss term."""
+    options: CurvatureOptions
+    """Those of the pass, with kfac_approx="auto" as it was decided; of a sum, the first term's."""
     trace: float = 0.0
-    """Σ tr Λ over the data, if rank_tolerance > 0."""
+    """Σ tr Λ over the data, if the options let columns of its root be left out."""
     trace_left_out: float = 0.0
     """The part of it that was left out."""
 
@@ -84,7 +74,7 @@ class KroneckerFactors:
 
     @property
     def left_out_share(self) -> float:
-        """The share of Σ tr Λ that was left out; 0 unless a rank_tolerance was asked for."""
+        """The share of Σ tr Λ that was left out; 0 unless the options allow it."""
         return self.trace_left_out / self.trace if self.trace else 0.0
 
     def __mul__(self, weight: float) -> "KroneckerFactors":
@@ -180,6 +170,7 @@ class KroneckerFactors:
             "format": "kfac_backend.KroneckerFactors",
             "version": FORMAT_VERSION,
             **{field: getattr(self, field) for field in FIELDS + LATER_FIELDS},
+            **self.options.to_json(),
             "blocks": [
                 {"name": n, "num_terms": b.num_terms, "dtype": str(b.B.dtype), "A": b.A is not None}
                 for n, b in self.blocks.items()
@@ -220,8 +211,17 @@ class KroneckerFactors:
                 )
                 for entry in header["blocks"]
             }
+            options = {name: header[name] for name in FIRST_OPTIONS}
+            options |= {
+                f.name: header[f.name] for f in fields(CurvatureOptions) if f.name in header
+            }
             later = {field: header[field] for field in LATER_FIELDS if field in header}
-            return cls(blocks, **{field: header[field] for field in FIELDS}, **later)
+            return cls(
+                blocks,
+                options=CurvatureOptions(**options),
+                **{field: header[field] for field in FIELDS},
+                **later,
+            )
         except KeyError as error:
             raise ValueError(
                 f"{source} lacks {error}; it was altered. Save the factors anew."
@@ -253,10 +253,13 @@ class KroneckerFactors:
         return cls.from_state_dict({"header": header, "tensors": tensors}, str(path))
 
     def _check_same_kind(self, other: "KroneckerFactors") -> None:
-        for field in ("likelihood", "kfac_approx", "fisher", "num_outputs", "rank_tolerance"):
-            mine, theirs = getattr(self, field), getattr(other, field)
-            if json.dumps(mine) != json.dumps(theirs):  # the order of a mapping counts
-                raise ValueError(f"Cannot add factors with {field} {mine!r} and {theirs!r}.")
+        mine, theirs = (
+            {"likelihood": F.likelihood, "num_outputs": F.num_outputs} | F.options.of_the_matrix()
+            for F in (self, other)
+        )
+        for name, value in mine.items():
+            if json.dumps(value) != json.dumps(theirs[name]):  # the order of a mapping counts
+                raise ValueError(f"Cannot add factors with {name} {value!r} and {theirs[name]!r}.")
         if list(self.blocks) != list(other.blocks):
             raise ValueError("Cannot add factors of different parameters.")
 

@@ -1,4 +1,9 @@
-"""Layers made of several linear maps: an equal forward, in which hooks see each map."""
+"""Layers made of several linear maps, such as attention: a forward in which hooks see each map.
+
+K-FAC needs the input and the output gradient of each linear map. A layer that computes several maps
+in one call hides them. In a pass its forward is replaced by an equal one, which calls the maps one
+by one.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -17,8 +22,10 @@ class LinearPart(nn.Module):
         layer: the layer.
         weight: name of its weight (d_out, d_in).
         bias: name of its bias (d_out,), if there is one.
-        slot: which of a tensor's equal parts, one below the other, is this map's.
-        slots: "weight" and "bias" -> how many maps that tensor holds, if more than this one.
+        slot: the index of this map's row block, where tensors hold several maps packed below each
+            other, as attention's queries, keys and values.
+        slots: "weight" and "bias" -> the number of maps that are packed in that tensor, if it is
+            more than one.
     """
 
     def __init__(
@@ -30,7 +37,7 @@ class LinearPart(nn.Module):
         slots: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
-        self._layer = [layer]  # not a submodule
+        self._layer = [layer]  # in a list, lest torch registers it as a submodule of its own part
         self.parameter_of = {"weight": weight} | ({} if bias is None else {"bias": bias})
         self.slot, self.slots = slot, dict(slots or {})
 
@@ -53,14 +60,14 @@ class LinearPart(nn.Module):
         return f"{type(self._layer[0]).__name__}.{self.parameter_of['weight']}"
 
     def _own(self, local: str) -> Tensor:
-        # By name, as the tensor is another one while a curvature pass runs.
+        # Looked up by name each time, since a curvature pass replaces the layer's tensors.
         tensor = getattr(self._layer[0], self.parameter_of[local])
         slots = self.slots.get(local, 1)
         return tensor if slots == 1 else tensor.chunk(slots)[self.slot]
 
 
 class LayerByParts(ABC):
-    """How a layer computes its output by `LinearPart`s; takes the place of its forward in a pass.
+    """How a layer computes its output by `LinearPart`s; replaces the layer's forward in a pass.
 
     ::
 
@@ -72,18 +79,20 @@ class LayerByParts(ABC):
             def forward(self, layer, parts, x):
                 return layer.base(x) + layer.scale * parts["up"](parts["down"](x))
 
-    Other layers that are called inside, as ``layer.base`` here, are seen as ever. The first batch
-    of a pass proves that the outputs and their derivatives are those of the layer's own forward.
+    Layers that are called inside, such as ``layer.base`` here, have their own rules as usual. The
+    first batch of a pass proves that the outputs and their derivatives are those of the layer's own
+    forward.
     """
 
     is_checked = True
+    """Whether that proof is made; needless where ``forward`` calls the layer's own."""
 
     @abstractmethod
     def parts(self, layer: Any) -> Mapping[str, LinearPart]:
-        """The linear maps by their names; together they know all of the layer's own parameters."""
+        """Name -> linear map; together the maps hold all of the layer's own parameters."""
 
     @abstractmethod
     def forward(
         self, layer: Any, parts: Mapping[str, LinearPart], *args: Any, **kwargs: Any
     ) -> Any:
-        """What the layer's forward returns, by way of the parts."""
+        """What the layer's own forward returns, computed by the parts."""

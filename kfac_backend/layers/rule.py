@@ -1,4 +1,10 @@
-"""The contract of a rule."""
+"""The contract of a rule: what a kind of layer has to offer, so that a pass can make its blocks.
+
+For each forward pass the pass calls, in this order: `Rule.begin_forward`, `Rule.add_input` for each
+use, `Rule.end_forward`; then for each vector that is propagated back `Rule.add_gradient` for each
+use, and `Rule.end_vector`. After the last batch `Rule.block_sums` has all sums. A predictive calls
+`Rule.position_gradients` and `Rule.example_gradients` instead, and adds nothing up.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
@@ -26,9 +32,9 @@ class ExampleGradients(NamedTuple):
 class Rule(ABC):
     """Sums up, for one layer and one pass, what its inputs and output gradients add to its blocks.
 
-    Rules know nothing of Fisher kinds or autocast, which the pass sees to (`factors.py`). A
-    layer's parameters have their local names here ("weight", not "block.0.weight"). What a rule is
-    given is detached and has its examples, or its rows, in front.
+    A rule need not know the kind of Fisher or autocast: the pass takes care of both (`factors.py`).
+    It knows parameters by their local names ("weight", not "block.0.weight"). The tensors that it
+    is given are detached; their first axis is that of the examples, or of the rows.
 
     Args:
         layer: the layer.
@@ -40,23 +46,25 @@ class Rule(ABC):
     """The local names of the parameters that the rule knows."""
 
     needs_input: ClassVar[bool] = False
-    """Whether `add_gradient` needs the layer's input, which then is kept until the backward."""
+    """Whether `add_gradient` needs the layer's input, which is then kept for the backward."""
 
     needs_examples: ClassVar[bool] = False
-    """Whether the block is made of per-example sums under expand, too."""
+    """Whether the block needs each example's sum under expand, too, so that a layer must know which
+    example each row belongs to; under reduce all rules need it."""
 
     takes_integers: ClassVar[bool] = False
-    """Whether the layer's input is of integers."""
+    """Whether the layer's input consists of integers, as an embedding's does."""
 
     features: ClassVar[int] = -1
-    """The axis of the layer's input and output that is not a position."""
+    """The axis of the layer's input and output that holds the features; -1, or 1 for channels. All
+    axes between the first and this one, or behind it, are positions."""
 
     transposed: ClassVar[bool] = False
     """Whether the weight is stored (d_in, d_out): its block is A ⊗ B instead of B ⊗ A."""
 
     alternatives: ClassVar[tuple[type["Rule"], ...]] = ()
-    """Rules for derived layers that do the same along other axes; a pass takes the one that it can
-    prove."""
+    """Rules for derived layers that do the same along other axes, such as a LayerNorm over the
+    channels of images. A pass tries them in turn and takes the first that it can prove."""
 
     def __init__(self, layer: Any, mode: Approximation, names: Collection[str]) -> None:
         self.layer = layer
@@ -68,31 +76,34 @@ class Rule(ABC):
         """Raise a NotImplementedError if the layer has an option that the rule does not know."""
 
     def begin_forward(self) -> None:  # noqa: B027
-        """Prepare for a forward pass of other examples."""
+        """Prepare for a forward pass, of examples that were not seen before."""
 
     @abstractmethod
     def add_input(self, use: Use) -> None:
-        """Add one use's input."""
+        """Add the input of one use, one run of the layer."""
 
     def end_forward(self) -> None:  # noqa: B027
-        """All uses of this forward pass have been added."""
+        """Called when all uses of this forward pass have been added.
+
+        Only now is an example's sum over several uses of one tensor complete.
+        """
 
     @abstractmethod
     def add_gradient(self, use: Use, b: Tensor, sums: PositionSums) -> None:
         """Add one or more backward vectors' gradients with respect to one use's output.
 
         Args:
-            use: which; its input is there if `needs_input`.
+            use: which use; it has its input if `needs_input`.
             b: the gradients (V·N, ...), the output's shape for V = 1 vector.
             sums: sums of b over positions, shared between layers.
         """
 
     def end_vector(self) -> None:  # noqa: B027
-        """All uses' gradients of this vector, or of these vectors, have been added."""
+        """Called when the gradients of all uses have been added, for one or several vectors."""
 
     @abstractmethod
     def share(self, name: str, other: "Rule", others_name: str) -> None:
-        """Sum up a parameter together with another layer's, since both are one tensor."""
+        """Add this layer's parameter to the sums of another layer's, since both are one tensor."""
 
     @abstractmethod
     def block_sums(self) -> dict[str, BlockSums]:
@@ -100,7 +111,7 @@ class Rule(ABC):
 
     @abstractmethod
     def position_gradients(self, use: Use, b: Tensor) -> Float[Tensor, "M R d_out"]:
-        """What `example_gradients` needs of output gradients, position by position.
+        """Output gradients with one axis of positions, as `example_gradients` takes them.
 
         Args:
             use: the layer's input, (N, ...).
@@ -111,7 +122,7 @@ class Rule(ABC):
     def example_gradients(
         self, a: Tensor, b: Float[Tensor, "N R C d_out"]
     ) -> dict[str, ExampleGradients]:
-        """Each example's, or row's, gradients in the parameters ``names``.
+        """The gradients in the parameters ``names``, for each example (or row) apart.
 
         Args:
             a: the layer's input (N, ...).
@@ -144,7 +155,7 @@ def summed_gradients(
 
 
 def _as_one_example(gradients: ExampleGradients) -> ExampleGradients:
-    """All examples' positions in one, so that no gradient of a single one is ever made."""
+    """All positions as those of one example: the sum over examples, without one array for each."""
     b, a = gradients
     return ExampleGradients(
         b.flatten(1, 2)[:, None], None if a is None else a.flatten(1, 2)[:, None]

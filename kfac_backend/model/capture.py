@@ -1,7 +1,8 @@
 """Hooks: one forward pass, then backward passes to the first tracked outputs only.
 
-No parameter requires a gradient meanwhile, so no weight gradient is ever computed. Rules see inputs
-and gradients as they pass by.
+Parameters are detached meanwhile. A graph begins where the first tracked layers end: their outputs
+become leaves that require a gradient. So no weight gradient is ever computed, and nothing before
+the first tracked layers is propagated through. Rules see inputs and gradients as they pass by.
 """
 
 import math
@@ -67,11 +68,12 @@ class Capture:
         self._batched = batched
         self._keep_inputs = keep_inputs
         self._handles: list[RemovableHandle] = []
-        self._sources: list[Tensor] = []
+        # The state of one forward pass and its backward passes; `forward` clears it.
+        self._sources: list[Tensor] = []  # leaves, at which the backward passes end
         self._num_examples: int | None = None
-        self._runs_backward = False
-        self._number: dict[TrackedLayer, int] = {}
-        self._reached: dict[tuple[TrackedLayer, int], bool] = {}
+        self._runs_backward = False  # once True, a layer that runs is one of a checkpoint
+        self._number: dict[TrackedLayer, int] = {}  # runs so far
+        self._reached: dict[tuple[TrackedLayer, int], bool] = {}  # by a gradient, for each run
 
     def __enter__(self) -> "Capture":
         for tracked in self._assignment.layers:
@@ -140,7 +142,8 @@ class Capture:
     def runs(self) -> dict[TrackedLayer, list[Run]]:
         """What each run of the layers is, as far as the vectors so far tell.
 
-        Constant, if none has reached it, and some another run of one of its parameters.
+        A run is constant if no vector has reached it, while one has reached another run of one of
+        the layer's parameters. If no run was reached, the layer just takes no part in this output.
         """
         reached = {
             name
@@ -173,7 +176,10 @@ class Capture:
         return number, known[min(number, len(known) - 1)]
 
     def _copies_of_own_parameters(self, x: Any) -> dict[str, Tensor]:
-        """Name -> copies (N, ...), the gradients of which are shown as layers' are."""
+        """Name -> a copy of the parameter for each example, (N, ...).
+
+        A gradient in such a copy is one example's, which autograd would otherwise have summed up.
+        """
         copies = {}
         for tracked in self._assignment.own_parameters:
             N = self._num_examples
@@ -187,9 +193,9 @@ class Capture:
             (name,) = tracked.parameters.values()
             source = layer.copies(layer.value.detach(), N).requires_grad_()
             self._sources.append(source)
-            use = Use(source.new_zeros(N, 0))
+            use = Use(source.new_zeros(N, 0))  # there is no input, only a number of examples
             self._on_input(tracked, use)
-            # In-place activations must not touch a leaf.
+            # A clone, since autograd forbids in-place operations on a leaf.
             copies[name] = self._shown(source.clone(), tracked, use)
         return copies
 
@@ -235,11 +241,11 @@ class Capture:
             if self._keep_inputs or tracked.rule.needs_input:
                 use = seen
             else:
-                use = Use(a.new_empty(0), rows)  # lets go of the input
+                use = Use(a.new_empty(0), rows)  # not to keep the input in memory until then
             if not output.requires_grad:
                 source = output.detach().requires_grad_()
                 self._sources.append(source)
-                # In-place activations must not touch a leaf.
+                # A clone, since autograd forbids in-place operations, of activations, on a leaf.
                 output = source.clone()
 
             def on_reached() -> None:
@@ -258,7 +264,7 @@ class Capture:
         use: Use,
         on_reached: Callable[[], None] = lambda: None,
     ) -> Tensor:
-        """The output; its gradients are shown to the callback."""
+        """The output, whose gradients are shown to the callback."""
         version = use.a._version  # pyright: ignore[reportPrivateUsage]
 
         def on_gradient(b: Tensor) -> None:
@@ -284,7 +290,10 @@ class Capture:
 
 
 class _Tap(torch.autograd.Function):
-    """The identity; its gradients are shown to a callback, all vectors of a vmap at once."""
+    """The identity, whose gradients are shown to a callback, all vectors of a vmap at once.
+
+    A tensor hook would run inside of the vmap, which hides the axis of the vectors.
+    """
 
     @staticmethod
     def forward(x: Tensor, on_gradient: Callable[[Tensor], None]) -> Tensor:
@@ -321,6 +330,7 @@ class _Show(torch.autograd.Function):
 
 
 def _other_runs(tracked: TrackedLayer, how: str) -> NotImplementedError:
+    """The error for a layer whose runs differ from those that were found on the first batch."""
     return NotImplementedError(
         f"Layer {tracked}, which runs on examples and on something else, runs {how} in this batch: "
         "another way than in the first, so that its runs cannot be told apart. Use separate "
@@ -336,7 +346,10 @@ def first_input(args: tuple, kwargs: dict) -> Tensor:
 
 
 def rows_of(tracked: TrackedLayer, a: Tensor) -> Rows | None:
-    """The examples of a layer's rows, if the model says them.
+    """The examples of a layer's rows, where `examples_of_rows` or `counted_positions` says them.
+
+    A mask of positions (`counted_positions`) may enclose a whole model; it does not concern layers
+    whose input has other axes. An index of rows (`examples_of_rows`) must fit each layer inside.
 
     Raises:
         ValueError: rows that are not those of the layer's input.
@@ -347,11 +360,11 @@ def rows_of(tracked: TrackedLayer, a: Tensor) -> Rows | None:
     features = a.dim() if tracked.rule.takes_integers else tracked.rule.features % max(a.dim(), 1)
     fits = tuple(a.shape[: len(rows.axes)]) == rows.axes
     folded = len(rows.axes) > 1 and a.shape[:1] == (math.prod(rows.axes),) != rows.axes[:1]
-    # As many channels as positions are none.
+    # An axis of features is no axis of positions, even if it has as many entries.
     concerned = folded or (fits and features >= len(rows.axes))
     if rows.of_positions and not concerned:
         return None
-    if rows.of_positions and folded:  # which the proof of independence holds against them
+    if rows.of_positions and folded:  # (N·R, ...), which the proof of independence puts to the test
         return replace(rows, axes=(math.prod(rows.axes),))
     if not fits:
         raise ValueError(

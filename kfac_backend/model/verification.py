@@ -1,9 +1,16 @@
 """The proof, on a pass's first batches, that the hooks of `capture` see all that rules rely on.
 
-A wrong number is worse than an error: a layer that is used outside of its forward, that computes
-something else than its rule supposes, or that mixes examples raises here, by name. What a proof
-finds out on the way, the pass goes on with: how batches split, which runs of layers are on what all
-examples share, and the rules of derived layers.
+A wrong number is worse than an error. Three kinds of layer would give wrong numbers, and each
+raises an error here that names the layer:
+
+- `verify_uses`: a layer whose parameters are used outside of its forward, where no hook sees it, or
+  that computes something else than its rule assumes.
+- `verify_divided`, `verify_own_parameters`: a layer whose stand-in (its parts, or a copy of a
+  parameter for each example) computes something else than the layer itself.
+- `verify_independence`: a layer that mixes the rows of different examples.
+
+The proof also finds out what the pass needs to know: how batches split, which runs of layers work
+on an input that all examples share (`find_runs`), and the rules of derived layers.
 """
 
 import warnings
@@ -46,6 +53,9 @@ MOST_EXAMPLES = 30
 class Proof:
     """What is known of a model and its layers, proved on the first batches of a pass.
 
+    There are two states, since a first batch of one example cannot show that examples mix: the
+    second part of the proof then waits for the first batch of several examples.
+
     Args:
         model: the model.
         assignment: its tracked layers.
@@ -55,20 +65,20 @@ class Proof:
         self._model = model
         self._uses_verified = self._independence_verified = False
         self.assignment = assignment
-        """With what the proof found out of the layers, once it is made."""
+        """The tracked layers; once the proof is made, with their runs and the rules they obey."""
         self.plan = Plan()
         """How batches run fastest."""
         self.output_dim = 0
-        """How many axes the model's output has; 0 for what is no tensor."""
+        """How many axes the model's output has; 0 for an output that is not a tensor."""
 
     def is_made(self, N: int | None) -> bool:
-        """Whether a batch of N examples has nothing to add."""
+        """Whether everything is proved that a batch of N examples (None: unknown) can prove."""
         return self._uses_verified and (self._independence_verified or N is None or N < 2)
 
     def some(self, x: Any, N: int | None) -> Tensor | None:
-        """The numbers of those of a batch's N examples to prove on, a few from all over it.
+        """Indices of the examples to prove on: a few, spread evenly over a batch of N.
 
-        None: all of it, where an input cannot be taken apart or is small.
+        None means the whole batch, because it is small or cannot be split by example.
         """
         if N is None or num_examples(x) != N:
             return None
@@ -83,8 +93,8 @@ class Proof:
         """Prove what is not proved yet.
 
         Args:
-            x: examples, those that `some` says.
-            N: how many they are; None if that is not known.
+            x: the examples that `some` chose.
+            N: how many there are; None if that is not known.
             ignored: loss terms (N, ...) that do not count.
 
         Raises:
@@ -94,10 +104,13 @@ class Proof:
         try:
             self._make(x, N, ignored)
         except NotImplementedError:
-            check_inputs(x)  # NaN spreads in ways that look like something else
+            check_inputs(x)  # NaN reaches every row, and so looks like examples that mix
             raise
 
     def _make(self, x: Any, N: int | None, ignored: Tensor | None) -> None:
+        # The order matters. Parts come first, since from then on they run in place of the layers'
+        # own forwards. Runs on shared inputs must be known before independence is proved: their
+        # rows belong to no example, and would look as if examples mixed.
         by_example = N is not None and num_examples(x) == N
         if not self._uses_verified:
             verify_divided(self._model, self.assignment, x)
@@ -121,9 +134,10 @@ class Proof:
 
 
 def verify_uses(model: nn.Module, assignment: RuleAssignment, x: Any) -> tuple[Any, RuleAssignment]:
-    """Prove with a forward pass that each parameter acts through its layer's class alone.
+    """Prove with a forward pass that each parameter acts through its own layer alone.
 
-    Each tracked layer's output is cut off; whatever then depends on a parameter bypassed a hook.
+    A hook detaches each tracked layer's output. If the next layer's input, or the model's output,
+    still depends on a parameter, that parameter was used where no hook could see it.
 
     Returns:
         The model's output, and the assignment with the rules that derived layers obey.
@@ -143,10 +157,10 @@ def verify_uses(model: nn.Module, assignment: RuleAssignment, x: Any) -> tuple[A
     def check(tracked: TrackedLayer) -> Callable[..., Any]:
         def hook(layer: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
             a = first_input(args, kwargs)
-            if a.requires_grad:
+            if a.requires_grad:  # though the outputs of all tracked layers before are detached
                 raise _used_outside(parameters, a, f"the input of layer {tracked}")
             own = {local: parameters[name] for local, name in tracked.parameters.items()}
-            before = rules.get(tracked)
+            before = rules.get(tracked)  # of an earlier run, all of which one rule must fit
             rules[tracked] = [
                 rule
                 for rule in _rules_obeyed(tracked, own, args, kwargs, output)
@@ -189,10 +203,15 @@ def verify_uses(model: nn.Module, assignment: RuleAssignment, x: Any) -> tuple[A
 def _rules_obeyed(
     tracked: TrackedLayer, own: dict[str, Tensor], args: tuple, kwargs: dict, output: Any
 ) -> list[type[Rule]]:
-    """The rules that a layer's derivative in its own parameters is in accordance with.
+    """The rules under which a layer's gradients in its own parameters are autograd's.
 
-    One of ours is for what its class computes; else, where a forward is another or the rule is a
-    user's, gradients are taken apart as the rule does, and put together again.
+    A layer that computes what one of our classes computes obeys the rule of that class: comparing
+    the outputs and their derivatives is enough. For an overridden forward, or a user's rule, the
+    rule itself is tried: it computes the parameters' gradients from the layer's input and a random
+    gradient of its output, and autograd computes them from the graph.
+
+    Returns:
+        Those of `tracked.rule` and its alternatives that agree; empty if none does.
     """
     layer, tensors = tracked.layer, list(own.values())
     if not isinstance(output, Tensor):
@@ -205,7 +224,7 @@ def _rules_obeyed(
         a, u = rows.flatten(a), rows.flatten(u)
     if not (a.dim() and u.dim() and len(a) == len(u)):
         return []
-    # Two rows tell whether a forward is the one that we know, without the memory that all take.
+    # For a rule of ours two rows are enough to tell, and take less memory than all.
     some = slice(2 if tracked.built_in else len(a))
     u[some.stop :] = 0.0
     should = torch.autograd.grad(
@@ -230,6 +249,7 @@ def _rules_obeyed(
         if all(close(*pair) for pair in pairs):
             obeyed.append(kind)
             continue
+        # Only now, as it takes a forward of its own: the layer may compute in a coarser dtype.
         tolerance = _tolerance_of(tracked, args, kwargs)
         if all(close(*pair, tolerance) for pair in pairs):
             obeyed.append(kind)
@@ -239,17 +259,18 @@ def _rules_obeyed(
 def _same_as_class(
     tracked: TrackedLayer, tensors: list[Tensor], args: tuple, kwargs: dict, output: Tensor
 ) -> bool:
+    """Whether the forward of the layer's class makes this output, with these derivatives."""
     try:
         expected = tracked.layer_type.forward(tracked.layer, *args, **kwargs)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         if is_out_of_memory(error):
             raise
-        return False  # a derived layer takes other inputs
+        return False  # a derived layer that takes other inputs than its class
     return same_with_derivatives(expected, output, tensors)
 
 
 def _tolerance_of(tracked: TrackedLayer, args: tuple, kwargs: dict) -> float:
-    """That of the coarsest dtype in which the layer computes."""
+    """The tolerance of the coarsest dtype in which the layer computes."""
     with DtypesInUse() as used, torch.no_grad(), forked_random_numbers(tracked.layer):
         tracked.layer.forward(*args, **kwargs)
     return used.tolerance
@@ -265,22 +286,23 @@ def verify_independence(
 ) -> tuple[bool, dict[TrackedLayer, list[Run]]]:
     """Prove with one forward pass that no row of a layer belongs to two examples.
 
-    Gradients of the first example's output must reach its own rows alone, and those of the others'
-    outputs all rows but these. A forward that puts examples in order by what they contain could
-    have nothing to do by chance: see `with_first_again`. Further passes compare copies of modules'
-    own parameters, if there are any.
+    The gradient of the first example's output must reach only that example's rows, and the gradient
+    of the other outputs only the other rows. A forward that sorts the examples by their values is
+    not noticed if they happen to be sorted: see `with_first_again`. If modules have parameters of
+    their own, further passes compare these with copies for each example.
 
     Args:
         model: the model.
         assignment: its tracked layers.
         x: some examples.
-        numbers: which of the examples that ``ignored`` is for these are; None for themselves.
-        channels_last: as of `Capture`.
+        numbers: for each row of x, the index of its example in ``ignored``, (len(x),); None if the
+            rows are these examples themselves, in order.
+        channels_last: see `Capture`.
         ignored: loss terms (N, ...) that do not count.
 
     Returns:
-        Whether that could be told: not from a single example, nor from numbers that are not finite.
-        What the layers' runs are, as far as that is known: see `Capture.runs`.
+        Whether these examples could prove it: a single one cannot, nor can numbers that are not
+        finite. And what the layers' runs are, as far as that is known: see `Capture.runs`.
 
     Raises:
         NotImplementedError: the first example's output reaches a row that another's reaches, or a
@@ -292,6 +314,7 @@ def verify_independence(
     finite = True
 
     def record(tracked: TrackedLayer, use: Use, b: Tensor) -> None:
+        # Called twice for each use: in the first example's backward pass, then in the others'.
         nonlocal finite
         finite = finite and bool(torch.isfinite(b).all())
         reached.setdefault((tracked, use), []).append((b.reshape(len(b), -1) != 0).any(1))
@@ -314,9 +337,9 @@ def verify_independence(
         of_first = is_first.view(-1, *[1] * (f.dim() - 1))
         capture.backward(f, [u * of_first, u * ~of_first])
     if not finite:
-        return False, {}  # 0 · NaN is in every row; the eigenvalues will name the layer
+        return False, {}  # 0 · NaN is NaN in every row; the eigenvalues will name the layer
     for (tracked, use), seen in reached.items():
-        if len(seen) < 2:
+        if len(seen) < 2:  # one of the two gradients did not reach this run at all
             continue
         by_first, by_rest = seen
         if use.rows is not None:
@@ -330,6 +353,8 @@ def verify_independence(
                 )
             own = is_first[index.clamp(max=len(f) - 1)] & counts
         else:
+            # Where rows and examples differ in number, it is unknown which rows are the first
+            # example's; but none may be reached by both.
             own = is_first if len(by_first) == len(f) else ~by_rest
         if (by_first & ~own).any() or (by_rest & own).any():
             if isinstance(tracked.layer, OwnParameter):
@@ -346,16 +371,17 @@ def verify_independence(
 
 
 def with_first_again(x: Any, splits: bool = True) -> tuple[Any, Tensor | None]:
-    """The examples with the first twice more at the end, and the numbers of these rows.
+    """The examples with the first appended twice, and the example index of each row.
 
-    Sorted by whatever the first differs in from any other, they are no longer in this order: it
-    begins and ends with the same, and whoever is first or last then is another. Twice, so that the
-    reverse is another order, too.
+    It exposes a forward that changes the order of the examples. Sorting puts equal examples side by
+    side, but here the same example stands first and last, so that it must move some. With a single
+    copy, reversing the batch would exchange equal examples at both ends and look like no change.
 
     Args:
         x: the examples.
-        splits: whether a batch may have another number of examples; the last two are left out else,
-            if there are four.
+        splits: whether the model takes batches of another size. If not, the two copies replace the
+            last two examples of a batch of at least four; a smaller batch is returned as it is,
+            with None for the indices.
     """
     N = num_examples(x)
     assert N is not None
@@ -367,23 +393,24 @@ def with_first_again(x: Any, splits: bool = True) -> tuple[Any, Tensor | None]:
     numbers[-2:] = 0
     try:
         again = examples(x, numbers)
-    except Exception:  # an object that takes slices only
+    except Exception:  # an object of the user's that takes slices, but no indices
         return x, None
     return (again, numbers) if type(again) is type(x) else (x, None)
 
 
 def find_runs(model: nn.Module, assignment: RuleAssignment, x: Any) -> RuleAssignment:
-    """The assignment, knowing which runs of layers are not on rows of examples.
+    """The assignment, completed by the runs of layers that do not work on rows of examples.
 
-    A run on what all examples share, as an embedding of positions may be, has inputs of one shape
-    for one example and for two. Its output is broadcast: a copy for each example changes nothing,
-    and has its gradient. A run whose output no derivative goes through, of a parameter that has
-    others, is a constant, and no use of it.
+    There are two kinds. A run on an input that all examples share, such as an embedding of
+    positions, has an input of the same shape for one example as for two. The model broadcasts its
+    output; a copy of it for each example changes no number, and gets that example's gradient. And a
+    run whose output passes no derivative on, of a parameter with other runs that do, is a constant:
+    it does not count as a use of the parameter.
 
     Args:
         model: the model.
         assignment: its tracked layers.
-        x: some examples; nothing is told from an input whose examples cannot be taken apart.
+        x: some examples; if they cannot be taken apart, the assignment is returned as it is.
 
     Raises:
         NotImplementedError: outputs that the model does not broadcast.
@@ -392,7 +419,7 @@ def find_runs(model: nn.Module, assignment: RuleAssignment, x: Any) -> RuleAssig
         one, twins = (examples(x, torch.tensor(numbers)) for numbers in ([0], [0, 0]))
         runs, shapes = _runs_and_shapes(model, assignment, one)
         shapes_of_two = _runs_and_shapes(model, assignment, twins, backward=False)[1]
-    except Exception as error:  # the whole batch will show it, if it is wrong, too
+    except Exception as error:  # if the whole batch fails, too, the pass reports it with its cause
         if is_out_of_memory(error):
             raise
         return assignment
@@ -405,8 +432,8 @@ def find_runs(model: nn.Module, assignment: RuleAssignment, x: Any) -> RuleAssig
     }
     if not shared:
         return _with_runs(assignment, runs)
-    # A first axis of one entry may be that of the examples, or one of positions, of which there is
-    # just one here.
+    # A first axis with one entry may be a batch axis, or an axis of positions of which there is
+    # one. Both are tried; only with the right one the output stays the same.
     for first in (True, False):
         for (tracked, number), shape in shared.items():
             with_first = first and len(shape) > 0 and shape[0] == 1
@@ -427,11 +454,14 @@ def find_runs(model: nn.Module, assignment: RuleAssignment, x: Any) -> RuleAssig
 def _runs_and_shapes(
     model: nn.Module, assignment: RuleAssignment, x: Any, backward: bool = True
 ) -> tuple[dict[TrackedLayer, list[Run]], dict[TrackedLayer, list[torch.Size | None]]]:
-    """What the layers' runs are, and their inputs' shapes, None where rows say their examples."""
+    """What the layers' runs are, and the shape of each run's input.
+
+    The shape is None where `examples_of_rows` says which example each row belongs to.
+    """
     shapes: dict[TrackedLayer, list[torch.Size | None]] = {}
 
     def record(tracked: TrackedLayer, use: Use) -> None:
-        # Rows whose examples are told, or none at all, may be as many by chance.
+        # There may be as many such rows for one example as for two, by chance; or no rows at all.
         told = use.rows is not None and not use.rows.of_positions
         shape = use.a.shape if use.rows is None else use.rows.axes + use.a.shape[1:]
         known = None if told or not use.a.numel() else torch.Size(shape)
@@ -446,6 +476,7 @@ def _runs_and_shapes(
 
 
 def _with_runs(assignment: RuleAssignment, runs: dict[TrackedLayer, list[Run]]) -> RuleAssignment:
+    """The assignment with the runs of the layers that do not work on examples' rows alone."""
     others = {
         tracked.layer: tuple(kinds)
         for tracked, kinds in runs.items()
@@ -455,7 +486,7 @@ def _with_runs(assignment: RuleAssignment, runs: dict[TrackedLayer, list[Run]]) 
 
 
 def _wrong(model: nn.Module, assignment: RuleAssignment, twins: Any) -> Exception | None:
-    """Why copies of outputs for each example are something else; None if they are not."""
+    """What goes wrong if shared outputs are copied for each example; None if nothing does."""
     try:
         with explicit_forwards(assignment), forked_random_numbers(model), DtypesInUse() as used:
             f = call_with(model, {}, twins)
@@ -476,6 +507,7 @@ def _wrong(model: nn.Module, assignment: RuleAssignment, twins: Any) -> Exceptio
 
 
 def _used_outside(parameters: dict[str, Tensor], value: Tensor, where: str) -> NotImplementedError:
+    """The error that names the parameters on which a value depends, though it should on none."""
     grads = torch.autograd.grad(value.sum(), list(parameters.values()), allow_unused=True)
     names = ", ".join(
         f"'{name}'" for name, g in zip(parameters, grads, strict=True) if g is not None
@@ -489,7 +521,11 @@ def _used_outside(parameters: dict[str, Tensor], value: Tensor, where: str) -> N
 
 
 def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None:
-    """Compare layers' forwards by parts with their own, and the derivatives in their parameters."""
+    """Prove that layers computed by parts have the outputs and derivatives of their own forward.
+
+    Raises:
+        NotImplementedError: parts that compute something else, by the layer's name.
+    """
     divided = [d for d in assignment.divided if d.by_parts.is_checked]
     if not divided:
         return
@@ -500,18 +536,18 @@ def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None
     def check(d: DividedLayer) -> Callable[..., Any]:
         def hook(layer: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
             own = [p for p in layer.parameters() if p.requires_grad]
-            rates = [(m, m.training) for m in layer.modules()]
+            modes = [(m, m.training) for m in layer.modules()]
             used = DtypesInUse()
-            layer.train(False)  # dropout would draw other numbers in the two
+            layer.train(False)  # in train mode the two forwards would draw different dropout masks
             try:
                 args, kwargs = _without_graph(args), _without_graph(kwargs)
                 with used:
                     should = _tensor_of(type(layer).forward(layer, *args, **kwargs))
                 does = _tensor_of(d.by_parts.forward(layer, d.parts, *args, **kwargs))
             except TypeError:  # a derived class with other arguments
-                should, does = torch.empty(0), torch.empty(1)
+                should, does = torch.empty(0), torch.empty(1)  # which differ
             finally:
-                for module, mode in rates:
+                for module, mode in modes:
                     module.training = mode
             if not same_with_derivatives(should, does, own, used.tolerance):
                 raise NotImplementedError(
@@ -533,7 +569,13 @@ def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None
 
 
 def verify_own_parameters(model: nn.Module, assignment: RuleAssignment, x: Any) -> None:
-    """Prove that copies for each example change no output, and that their gradients add up."""
+    """Prove that modules' own parameters may be replaced by a copy for each example.
+
+    The output must not change, and the copies' gradients must add up to the parameter's gradient.
+
+    Raises:
+        NotImplementedError: they may not, with the parameters' names.
+    """
     gradients: dict[str, Tensor] = {}
 
     def record(tracked: TrackedLayer, use: Use, b: Tensor) -> None:
@@ -553,7 +595,7 @@ def verify_own_parameters(model: nn.Module, assignment: RuleAssignment, x: Any) 
         try:
             with forked_random_numbers(model):
                 g = capture.forward(x)
-        except Exception as error:  # whatever the forward does with copies
+        except Exception as error:  # a forward may fail in any way on a tensor of another shape
             if isinstance(error, NotImplementedError) or is_out_of_memory(error):
                 raise
             raise no_copies(names) from error
@@ -571,7 +613,7 @@ def verify_own_parameters(model: nn.Module, assignment: RuleAssignment, x: Any) 
 
 
 def no_copies(names: list[str]) -> NotImplementedError:
-    """What to say of own parameters whose copies the forward does not take."""
+    """The error for own parameters that the forward does not take a copy of for each example."""
     return NotImplementedError(
         f"The forward does not take a copy for each example of {', '.join(map(repr, names))}: with "
         "(N, ...) in place of (1, ...) its output is another, or examples mix. Use them "

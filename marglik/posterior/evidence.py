@@ -86,7 +86,6 @@ def log_marginal_likelihood(
             than 1 for another likelihood than regression.
         FloatingPointError: an evidence that is not finite, naming the block.
     """
-    delta = _per_block(terms, prior_precision)
     sigma = _float64(sigma_noise, terms)
     T = _float64(temperature, terms)
     for name, value in (("sigma_noise", sigma), ("temperature", T)):
@@ -94,9 +93,9 @@ def log_marginal_likelihood(
     if terms.likelihood != "regression" and sigma != 1:
         raise ValueError(f"sigma_noise is {sigma.item()}; only regression has noise other than 1.")
 
-    curvature_factor = _curvature_factor(terms, sigma, T)
+    delta, ratio = _precision_and_ratio(terms, prior_precision, sigma, T)
     # log(λ/δ + 1) is log(λ + δ) − log δ without cancellation where the prior dominates.
-    log_det_ratio = terms.spectra.log_det_ratio(curvature_factor / delta).sum()
+    log_det_ratio = terms.spectra.log_det_ratio(ratio).sum()
     scatter = (delta * terms.squared_norms).sum()
     evidence = log_likelihood(terms, sigma, T) - 0.5 * (log_det_ratio + scatter)
     if not torch.isfinite(evidence):
@@ -114,8 +113,8 @@ def effective_parameters(
 
     Source: MacKay 1992, "Bayesian interpolation".
     """
-    delta = _per_block(terms, prior_precision)
-    return terms.spectra.effective(_curvature_factor(terms, sigma_noise, temperature) / delta)
+    _, ratio = _precision_and_ratio(terms, prior_precision, sigma_noise, temperature)
+    return terms.spectra.effective(ratio)
 
 
 def log_det_posterior_precision(
@@ -125,24 +124,25 @@ def log_det_posterior_precision(
     temperature: Tensor | float = 1.0,
 ) -> Tensor:
     """Log det(H/(σ²T) + P₀), a float64 scalar, differentiable as the evidence is."""
-    delta = _per_block(terms, prior_precision)
-    ratio = _curvature_factor(terms, sigma_noise, temperature) / delta
+    delta, ratio = _precision_and_ratio(terms, prior_precision, sigma_noise, temperature)
     return (terms.spectra.log_det_ratio(ratio) + terms.sizes * delta.log()).sum()
-
-
-def _curvature_factor(
-    terms: EvidenceTerms, sigma_noise: Tensor | float, temperature: Tensor | float
-) -> Tensor:
-    """1/(σ²T), by which the curvature at σ = 1 is multiplied."""
-    return 1 / (_float64(sigma_noise, terms).square() * _float64(temperature, terms))
 
 
 def _float64(value: Tensor | float, terms: EvidenceTerms) -> Tensor:
     return torch.as_tensor(value, dtype=torch.float64).to(terms.squared_norms.device).squeeze()
 
 
-def _per_block(terms: EvidenceTerms, prior_precision: Tensor | float) -> Tensor:
-    """δ as (B,), checked."""
+def _precision_and_ratio(
+    terms: EvidenceTerms,
+    prior_precision: Tensor | float,
+    sigma_noise: Tensor | float,
+    temperature: Tensor | float,
+) -> tuple[Tensor, Tensor]:
+    """δ per block, checked, and 1/(σ²Tδ), which turns an eigenvalue at σ = 1 into λ/δ; both (B,).
+
+    Raises:
+        ValueError: a precision of wrong length, or one that is not positive.
+    """
     blocks = len(terms.squared_norms)
     delta = torch.as_tensor(prior_precision, dtype=torch.float64)
     delta = delta.to(terms.squared_norms.device)
@@ -152,7 +152,9 @@ def _per_block(terms: EvidenceTerms, prior_precision: Tensor | float) -> Tensor:
             "one per parameter tensor."
         )
     check_positive("prior_precision", delta)
-    return delta.expand(blocks)
+    delta = delta.expand(blocks)
+    curvature_factor = 1 / (_float64(sigma_noise, terms).square() * _float64(temperature, terms))
+    return delta, curvature_factor / delta
 
 
 def _why_not_finite(terms: EvidenceTerms, delta: Tensor) -> str:

@@ -31,21 +31,23 @@ __all__ = ["Posterior", "check_num_samples"]
 
 
 class Posterior:
-    """A network's parameters, known up to the curvature of its loss.
+    """The Gaussian posterior N(θ*, (H/(σ²T) + P₀)⁻¹) of a network's trainable parameters.
 
-    `fit` counts the examples it sees, and leaves the model in the mode it was in; predictions run
-    in eval mode and restore the mode, too. With a temperature T the whole log-likelihood is divided
-    by T, regression's normaliser included.
+    `fit` and predictions run the model in eval mode and restore the mode that it was in. N is the
+    number of examples that `fit` saw. A temperature T divides the whole log-likelihood, including
+    the normaliser of regression.
 
     Args:
         model: the network at its MAP parameters; frozen parameters have no posterior.
         likelihood: "classification", "regression" or "bernoulli".
-        options: of the curvature pass.
-        prior_precision: δ, a scalar or one per trainable tensor; includes N, see `prior`.
+        options: all options of the curvature pass.
+        prior_precision: δ, a scalar or one per trainable tensor; it refers to the sum over the data
+            (weight decay · N / T), see `marglik.posterior.prior`.
         prior_mean: μ of the prior, one number or one per parameter (P,).
         sigma_noise: σ of regression.
-        temperature: T of the likelihood.
-        damping: add √δ to both factors' eigenvalues instead of δ to their products.
+        temperature: T; the likelihood is raised to the power 1/T.
+        damping: whether √δ is added to the eigenvalues of each factor, instead of δ to their
+            products.
         generator: source of fisher="mc"'s labels, on the model's device.
 
     Raises:
@@ -53,7 +55,7 @@ class Posterior:
     """
 
     factors: KroneckerFactors | None = None
-    """The fitted curvature at σ = T = 1, None before `fit`."""
+    """The fitted curvature H at σ = T = 1, a sum over the data; None before `fit`."""
     calibrations: dict[str, dict[str, Any]]
     """A predictive's label -> what `marglik.calibrate` found for it, as plain data. Saved with the
     posterior; forgotten with another fit or other hyperparameters, to which it does not apply."""
@@ -159,8 +161,8 @@ class Posterior:
 
         Args:
             train_loader: any iterable of batches (x, y), or of mappings.
-            override: False adds the data to what was fitted before.
-            progress_bar: whether to show a bar over the batches.
+            override: whether earlier data is forgotten; False adds the new data to it.
+            progress_bar: whether to show a progress bar.
         """
         with turn_of(self.model, alone=self.options.backward_precision != "float32"):
             factors = in_eval_mode(self.model, kronecker_factors)(
@@ -176,10 +178,10 @@ class Posterior:
         self.restore(factors)
 
     def restore(self, factors: KroneckerFactors) -> None:
-        """Be fitted, with these factors, at the model's present parameters.
+        """Take these factors as the curvature at the model's present parameters.
 
         Raises:
-            ValueError: factors of another model.
+            ValueError: the factors are not of this model's trainable parameters.
         """
         factors.check_alignment(self.model)
         self.mean = parameters_to_vector(self.params).detach()
@@ -189,9 +191,9 @@ class Posterior:
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Self:
-        """Move the network and its posterior, in place, as torch's modules do; returns itself.
+        """This posterior, moved in place together with its network, as torch's modules are.
 
-        Factors stay in float32 at least.
+        The factors keep at least float32.
         """
         self.model.to(device, dtype)
         for name in ("_prior_precision", "_prior_mean", "_sigma_noise", "mean"):
@@ -210,7 +212,7 @@ class Posterior:
         self._forget()
 
     def _forget(self) -> None:
-        """Nothing that follows from the factors is known yet."""
+        """Drop everything that was computed from factors that are no longer valid."""
         self._eigen: dict[str, EigenBlock] = {}
         self._covariances: dict[Any, tuple[tuple, OutputCovariance]] = {}
         self._terms: EvidenceTerms | None = None
@@ -225,9 +227,9 @@ class Posterior:
 
     @property
     def evidence_terms(self) -> EvidenceTerms:
-        """What the evidence needs; the eigenvalues are computed when first asked for."""
+        """What the evidence needs, computed when it is first asked for."""
         factors, means = self._fitted(), (self.mean, self.prior_mean)
-        # A mean that was set anew needs new norms.
+        # The norms ‖θ − μ‖² depend on both means; if one was replaced, they are computed again.
         if self._terms is None or any(a is not b for a, b in zip(means, self._means, strict=True)):
             mean, prior_mean = (m.detach() for m in means)
             self._terms = EvidenceTerms.from_factors(factors, mean, prior_mean)
@@ -237,16 +239,18 @@ class Posterior:
     def log_marginal_likelihood(
         self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None
     ) -> Tensor:
-        """The Laplace evidence (nats), float64, differentiable in what is passed.
+        """The log marginal likelihood (nats, a sum over the data), a float64 scalar.
+
+        It is differentiable in the arguments that are passed.
 
         Args:
-            prior_precision: sets δ first, a scalar or one per trainable tensor.
-            sigma_noise: sets σ first.
+            prior_precision: replaces δ, a scalar or one per trainable tensor.
+            sigma_noise: replaces σ.
 
         Raises:
-            AttributeError: a posterior that is not fitted.
-            ValueError: a noise for another likelihood than regression.
-            FloatingPointError: an evidence that is not finite, naming the block.
+            AttributeError: the posterior is not fitted.
+            ValueError: a noise is passed, but the likelihood is not regression.
+            FloatingPointError: the evidence is not finite; the error names the block.
         """
         terms = self.evidence_terms
         if sigma_noise is not None and self.likelihood != "regression":
@@ -275,11 +279,14 @@ class Posterior:
 
     @property
     def log_likelihood(self) -> Tensor:
-        """Log p(D|θ*) / T (nats)."""
+        """Log p(D|θ*) / T (nats, a sum over the data)."""
         return evidence.log_likelihood(self.evidence_terms, self.sigma_noise, self.temperature)
 
     def effective_parameters(self) -> Tensor:
-        """γ per trainable tensor: how many of its directions the data determines."""
+        """γ = Σ_i λ_i / (λ_i + δ): how many directions of each tensor the data determines.
+
+        Shape (B,), each between 0 and the tensor's number of parameters; see `evidence`.
+        """
         return evidence.effective_parameters(
             self.evidence_terms, self.prior_precision, self.sigma_noise, self.temperature
         )
@@ -287,9 +294,9 @@ class Posterior:
     # --- the Gaussian ---
 
     def precision_blocks(self, prefix: str = "") -> dict[str, tuple[EigenBlock, Tensor]]:
-        """Parameter name -> eigenvectors and eigenvalues of the posterior precision's block.
+        """Parameter name -> eigenvectors and eigenvalues of its block of the posterior precision.
 
-        Blocks whose names do not start with the prefix are left out, and not decomposed.
+        Blocks whose names do not start with the prefix are left out, which saves decomposing them.
         """
         factors = self._fitted()
         dtype = torch.promote_types(self._dtype, torch.float32)
@@ -308,11 +315,11 @@ class Posterior:
     def sample(
         self, n_samples: int = 100, generator: torch.Generator | None = None
     ) -> Float[Tensor, "S P"]:
-        """Parameter vectors of the posterior, in float32 at least.
+        """Samples of the posterior, parameter vectors (S, P), at least in float32.
 
         Raises:
-            AttributeError: a posterior that is not fitted.
-            ValueError: no samples.
+            AttributeError: the posterior is not fitted.
+            ValueError: ``n_samples`` is not a positive integer.
         """
         check_num_samples(n_samples)
         self._fitted()
@@ -328,7 +335,7 @@ class Posterior:
         return mean + torch.cat(changes, 1)
 
     def sampled_outputs(self, sample: Float[Tensor, "P"], x: Any, **model_kwargs: Any) -> Tensor:
-        """The network's output at x, in float32 at least, with a sample as its parameters."""
+        """The network's output at x with a sample as its parameters, at least in float32."""
         parts = sample.split([p.numel() for p in self.params])
         values = {
             name: part.view_as(p).to(p.dtype)
@@ -343,13 +350,16 @@ class Posterior:
     ) -> tuple[Float[Tensor, "N C"], Float[Tensor, "N C C"]]:
         """Outputs f and their covariances J Σ Jᵀ in the linearised network.
 
-        No Jacobian is held. Source: Immer, Korzepa & Bauer 2021 (arXiv:2008.08400).
+        The Jacobian J is never stored. Source: Immer, Korzepa & Bauer 2021 (arXiv:2008.08400).
 
         Args:
             x: inputs, a tensor or a mapping of tensors; moved to the model's device.
-            layers: "last" takes the other layers as known: the last-layer Laplace approximation,
-                at the cost of a forward pass.
+            layers: "last" treats all layers but the last as constants, the last-layer Laplace
+                approximation, which costs one forward pass.
             memory: bytes that the gradients may take at once, see `OutputCovariance`.
+
+        Raises:
+            AttributeError: the posterior is not fitted.
         """
         check_option("layers", layers, Layers)
 
@@ -359,7 +369,7 @@ class Posterior:
         return in_eval_mode(self.model, distribution)()
 
     def _output_covariance(self, x: Any, layers: Layers, memory: int | None) -> OutputCovariance:
-        """The covariance at the present hyperparameters, made anew when they change."""
+        """The covariance at the present hyperparameters; kept until one of them changes."""
         state = (
             tuple(self.prior_precision.tolist()),
             self.sigma_noise.item(),

@@ -165,11 +165,7 @@ def load_posterior(
 
 
 def _options(record: dict[str, Any], factors: KroneckerFactors) -> CurvatureOptions:
-    """Those of the pass. Older records lack them, and the factors know only what shaped them."""
+    """Those that were asked for. Older records lack them; the factors have "auto" as decided."""
     if "curvature" in record:
         return CurvatureOptions(**record["curvature"])
-    return CurvatureOptions(
-        kfac_approx=factors.kfac_approx,
-        fisher=factors.fisher,
-        rank_tolerance=factors.rank_tolerance,
-    )
+    return factors.options

@@ -42,21 +42,22 @@ class CurvatureConfig:
 
     Args:
         kfac_approx: expand treats positions that share a weight as examples; reduce sums over them
-            first, which is faster, and exact where the network does so too; auto takes expand for
-            outputs with a loss term for each position, else reduce; patterns of layers' names with
-            a mode for each, such as {"head*": expand, "*": reduce}.
-        fisher: exact is the GGN; mc estimates it by labels drawn from the model; empirical uses the
-            data's labels.
+            first, which is faster, and exact where the network sums over them, too; auto takes
+            expand if the outputs have a loss term for each position, and reduce otherwise. Or a
+            mode for each pattern of layers' names, such as {"head*": expand, "*": reduce}.
+        fisher: exact computes the GGN; mc estimates it with labels drawn from the model; empirical
+            uses the labels of the data.
         mc_samples: labels per example for fisher=mc.
-        batch_size: examples per batch of the pass; that of training if null.
-        augment: whether the pass sees augmented images when training does, as in the paper.
+        batch_size: examples per batch of the pass; null takes that of training.
+        augment: whether the pass sees augmented images if training does, as in the paper.
         rank_tolerance: share of the loss Hessian's trace that may be left out per image to save
             backward passes (fisher=exact); what was left out is in the log.
-        backward_precision: float32; bf16 (CPU) or tf32 (GPU) make the backward passes faster, and
-            the gradient factors less exact (0.3 % on WRN-16-4 in bf16).
-        batched: propagate a batch's vectors back at once: fewer launches on a GPU, more memory.
-        unsupported: parameters of layers without a K-FAC rule: error; freeze takes them as known;
-            diagonal gives them the exact diagonal of their block, slowly.
+        backward_precision: float32; bf16 (CPU) and tf32 (GPU) make the backward passes faster and
+            the gradient factors less exact (by 0.3 % on WRN-16-4 in bf16).
+        batched: whether all vectors of a batch are propagated back at once, which takes fewer
+            kernel launches on a GPU and more memory.
+        unsupported: what happens to parameters of layers without a K-FAC rule. error stops; freeze
+            treats them as constants; diagonal gives them the exact diagonal of their block, slowly.
     """
 
     kfac_approx: KfacApprox = "expand"
@@ -89,19 +90,20 @@ class PriorConfig:
     """The prior, in units of weight decay, and how it is learned.
 
     Args:
-        weight_decay: where all groups start; prior precision = weight decay * N / temperature.
+        weight_decay: the initial value for all groups; prior precision = weight decay * N /
+            temperature.
         structure: layerwise (one per parameter tensor), scalar (one for all), kind (weights,
             biases, scalars), stage (one per top-level child of the model), or rules as a mapping
             of group names to patterns, such as {convolutions: "stage*.weight", rest: "*"}.
         every: epochs between updates.
-        burn_in: no update before the end of this epoch.
+        burn_in: the first epoch at whose end there may be an update.
         steps: hyperparameter steps per update.
-        method: adam climbs the evidence's gradient; mackay iterates its fixed point; fixed keeps
-            the initial weight decay.
-        lr: Adam's step size on the logarithm of the precision.
-        temperature: T, the likelihood is raised to 1/T.
-        keep: best ends with the parameters of the update with the highest evidence; last with
-            those of the last update.
+        method: adam follows the gradient of the evidence; mackay iterates its fixed point; fixed
+            keeps the initial weight decay.
+        lr: Adam's step size, for the logarithm of the precision.
+        temperature: T; the likelihood is raised to the power 1/T.
+        keep: best returns the parameters of the update with the highest evidence, last those of the
+            last update.
     """
 
     weight_decay: float = 5e-4
@@ -139,26 +141,27 @@ class RunConfig:
             predictive, if the data has no validation set for it; the posterior is fitted to them,
             too, at the end. 0 for none, as predictive.calibration none.
         baseline: whether to train a second time with the initial weight decay kept fixed.
-        monitor: epochs between looks at the MAP's NLL and accuracy on the validation set (the test
-            set if there is none), which go into the log and choose nothing; 0 for none.
-        seed: of initialisation, shuffling, augmentation and sampling.
-        output: folder of the run's log, results and plot; runs/NAME OF THE DATA if null.
+        monitor: number of epochs between evaluations of the MAP's NLL and accuracy on the
+            validation set (the test set if there is none). They are logged, and nothing is chosen
+            by them. 0 for none.
+        seed: seed of initialisation, shuffling, augmentation and sampling.
+        output: folder of the run's log, results and plot; null for runs/NAME OF THE DATA.
         overwrite: whether a run that is already in that folder may be replaced.
-        resume: whether to go on with the run in that folder, which was started with the same
-            options, or to start one where there is none: on a CPU with as many threads to the same
-            results to the bit. It goes before overwrite.
-        checkpoint_minutes: least time between the states that resume goes on from; they are kept
-            at the ends of epochs and of updates, and between the batches of the final evaluation,
-            while the run lasts. Before each update one is kept in any case.
+        resume: whether to continue the run in that folder, which must have been started with the
+            same options; without one, a new run is started. On a CPU with the same number of
+            threads the results are the same to the bit. It takes precedence over overwrite.
+        checkpoint_minutes: least time between two checkpoints, from which resume continues. They
+            are written at the ends of epochs and of updates and between batches of the final
+            evaluation, always before an update, and removed when the run is complete.
         tensorboard: whether to write TensorBoard files as well.
-        accelerator: cpu or cuda; auto takes cuda where there is one. (Apple's mps lacks float64,
-            which the evidence needs.)
-        precision: Lightning's name of the network steps' precision; parameters, curvature and
-            predictions stay in float32.
-        channels_last: whether images are laid out in memory as (N, H, W, C), which convolutions
-            are faster with; images alone, changes rounding alone.
+        accelerator: cpu or cuda; auto takes cuda if there is one. (Apple's mps lacks float64, which
+            the evidence needs.)
+        precision: Lightning's name for the precision of the network's steps; parameters, curvature
+            and predictions stay in float32.
+        channels_last: whether images lie in memory as (N, H, W, C), which makes convolutions
+            faster; for images only. It changes nothing but rounding.
         compile: mode of torch.compile for the network's steps; reduce-overhead records CUDA graphs
-            on a GPU. Changes rounding alone.
+            on a GPU. It changes nothing but rounding.
         progress: whether to show progress bars.
     """
 
@@ -195,18 +198,18 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class PostHocConfig:
-    """The prior of a network that is trained already.
+    """The prior of a network that is already trained.
 
     Args:
         method: evidence maximises the marginal likelihood; validation minimises the NLL on the
-            validation split, for one precision for all parameters; fixed keeps the weight decay.
-        structure: for method=evidence, as of `marglik train`.
-        weight_decay: where it starts, and what method=fixed keeps; the one that the network was
+            validation split, with one precision for all parameters; fixed keeps the weight decay.
+        structure: for method=evidence, as for `marglik train`.
+        weight_decay: the initial value, which method=fixed keeps; the one that the network was
             trained with is a good choice. Prior precision = weight decay * N / temperature.
-        temperature: T, the likelihood is raised to 1/T.
-        sigma_noise: regression's noise, learned with method=evidence.
-        layers: all, or the last layer alone: the others are taken as known, which is much faster
-            for large networks.
+        temperature: T; the likelihood is raised to the power 1/T.
+        sigma_noise: standard deviation of regression's noise, learned with method=evidence.
+        layers: all, or last for a posterior of the last layer only: the other layers are constants,
+            which is much faster for large networks.
     """
 
     method: PostHocMethod = "evidence"
@@ -234,11 +237,11 @@ class PostHocRunConfig:
     """Where and how a posterior is fitted.
 
     Args:
-        output: folder of the posterior; runs/NAME OF THE CHECKPOINT if null.
+        output: folder of the posterior; null for runs/NAME OF THE CHECKPOINT.
         batch_size: examples per batch of the curvature pass.
-        seed: of sampling.
+        seed: seed of sampling.
         overwrite: whether a run that is already in that folder may be replaced.
-        accelerator: cpu or cuda; auto takes cuda where there is one.
+        accelerator: cpu or cuda; auto takes cuda if there is one.
         progress: whether to show progress bars.
     """
 

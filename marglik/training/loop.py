@@ -44,44 +44,55 @@ _logger = logging.getLogger(__name__)
 
 @dataclass
 class OnlineResult:
-    """What the loop learned; the model holds the best state's parameters."""
+    """What the loop learned. The model holds the parameters of the update that was kept."""
 
     laplace: Any
     """Fitted at the model's parameters, with the learned hyperparameters."""
     evidence: float
-    """Its evidence (nats), the best of all updates unless the last is kept."""
+    """Its log marginal likelihood (nats, a sum over the data): the highest of all updates, or the
+    last one's if the schedule keeps the last."""
     epoch: int
-    """The epoch of that evidence."""
+    """The epoch after which that evidence was computed."""
     records: list[Record] = field(default_factory=list)
-    """One per epoch and per update, in their order."""
+    """One record per epoch and per update, in the order in which they were made."""
     evidences: list[float] = field(default_factory=list)
-    """The evidence (nats) at every hyperparameter step."""
+    """The evidence (nats) before every hyperparameter step."""
     seconds: float = 0.0
-    """What the loop took, in all processes that had a part in it."""
+    """How long the loop ran; after a resume, summed over the processes one after the other."""
 
 
 class OnlineTraining:
     """Trains a network and its prior together.
 
+    Epochs of network steps alternate with updates of the prior, at the epochs that the schedule
+    names. An update fits a Laplace approximation at the present parameters, and takes steps on the
+    hyperparameters that raise its evidence. The next epoch uses the new weight decays T·δ/N.
+
     Args:
         model: the network; frozen parameters have neither prior nor curvature.
-        optimizer: the network's optimiser, without weight decay of its own.
+        optimizer: the network's optimiser, without weight decay of its own, as the loop adds it.
         train_loader: batches (x, y), or mappings, for the network's steps.
         likelihood: "classification", "regression" or "bernoulli".
-        hyperparameters: what is learned, and how.
-        make_laplace: returns an unfitted Laplace approximation, from (δ for laplace, σ).
-        schedule: when updates happen.
-        temperature: T of the likelihood.
+        hyperparameters: prior precisions and noise, and how they are learned.
+        make_laplace: returns an unfitted Laplace approximation, given δ (a scalar, or one per
+            trainable tensor or parameter, as its groups say) and σ.
+        schedule: when updates happen, and whether the best or the last is kept.
+        temperature: T; the likelihood is raised to the power 1/T.
         scheduler: the optimiser's schedule, stepped after every batch.
-        curvature_loader: data of the curvature pass; the training loader itself if None.
-        fabric: device and precision; the model's own device, in full precision, if None.
-        compile_mode: `torch.compile`'s mode for the network's steps, not compiled if None.
-        targets: how batches give their targets; what ``make_laplace`` returns must have the same.
-        monitor: its numbers, after each epoch, become part of the epoch's record; called with the
-            epoch, the model in eval mode.
-        on_record: called with each epoch's and each update's record as it is made; after a resume
-            with those of before, too.
+        curvature_loader: data of the curvature pass; None takes the training loader.
+        fabric: device and precision; None takes the model's device, in full precision.
+        compile_mode: mode of `torch.compile` for the network's steps; None does not compile.
+        targets: how batches give their targets; the options of what ``make_laplace`` returns must
+            say the same.
+        monitor: called with the epoch's number after each epoch, with the model in eval mode; the
+            numbers that it returns become part of the epoch's record.
+        on_record: called with the record of each epoch and each update when it is made; after a
+            resume, first with all earlier ones.
         progress: whether to show progress bars.
+
+    Raises:
+        ValueError: no data; a likelihood or a temperature that is not supported.
+        NotImplementedError: this is one of several processes of torch.distributed.
     """
 
     def __init__(
@@ -142,14 +153,14 @@ class OnlineTraining:
         self._best: dict[str, Any] | None = None
 
     def run(self, checkpoints: Checkpoints | None = None) -> OnlineResult:
-        """Train for all epochs, and put the best evidence's parameters back into the model.
+        """Train for all epochs, then load the parameters of the update that is kept.
 
-        The model comes back in the mode (train or eval) that it was in.
+        The model is left in the mode (train or eval) that it was in.
 
         Args:
-            checkpoints: where the state is kept, from the start on, and before each update of the
-                prior; from one that is there training goes on: on a CPU with as many threads to the
-                same result to the bit.
+            checkpoints: where checkpoints are written: at the start, before each update of the
+                prior, and whenever one is due. If there is one already, training continues from it;
+                on a CPU with the same number of threads the result is the same to the bit.
 
         Raises:
             FloatingPointError: the loss or the evidence is not finite.
@@ -180,7 +191,7 @@ class OnlineTraining:
                 self._result.seconds = earlier + time.perf_counter() - started
                 if checkpoints is not None and (
                     checkpoints.is_due
-                    or self._update_follows  # which takes longer than the state, or an epoch
+                    or self._update_follows  # an update may take longer than an epoch
                     or self._is_done
                 ):
                     checkpoints.save(self.state_dict())
@@ -189,12 +200,12 @@ class OnlineTraining:
         return self._result
 
     def weight_decays(self) -> Tensor:
-        """The present weight decay T·δ/N per group."""
+        """The weight decay T·δ/N of each group at present, (groups,)."""
         delta = self.hyperparameters.prior_precision
         return precision_to_weight_decay(delta, self.num_data, self.temperature)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that training goes on from: plain data, tensors and `KroneckerFactors`.
+        """All that is needed to continue: plain data, tensors and `KroneckerFactors`.
 
         Raises:
             TypeError: a Laplace approximation without factors, such as laplace-torch's.
@@ -223,7 +234,7 @@ class OnlineTraining:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Continue from what `state_dict` returned."""
         self._epoch, self._update_follows = state["epoch"], state["update_follows"]
         self.network.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None:
@@ -232,7 +243,8 @@ class OnlineTraining:
         self.hyperparameters.load_state_dict(state["hyperparameters"])
         laplace, self._best = None, state["best"]
         if self._best is not None:
-            self.model.load_state_dict(self._best["model"])  # whose parameters it takes
+            # `restore` takes the mean from the model, so that it must hold the best parameters.
+            self.model.load_state_dict(self._best["model"])
             laplace = self._make_laplace()
             laplace.restore(state["factors"])
         self.model.load_state_dict(state["model"])
@@ -254,7 +266,7 @@ class OnlineTraining:
 
     def _check_targets(self) -> None:
         options = getattr(self._make_laplace(), "options", None)
-        if options is None:  # laplace-torch's take targets as they are
+        if options is None:  # laplace-torch's classes have no options for targets
             return
         for name in (option.name for option in fields(TargetOptions)):
             ours, theirs = (getattr(o, name) for o in (self._targets, options))

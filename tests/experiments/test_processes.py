@@ -11,40 +11,35 @@ import torch
 from experiments.processes import as_they_finish, default_jobs
 
 
-def square(x):
-    if x == 3:
+class Square(NamedTuple):
+    name: str
+    x: int
+
+
+def square(task):
+    logging.getLogger("marglik.training.loop").info("at work")
+    if task.x == 3:
         raise ValueError("three is refused")
-    return x * x, torch.get_num_threads(), os.getpid()
+    return task.x**2, torch.get_num_threads(), os.getpid()
 
 
-def test_results_and_errors_come_with_their_tasks():
-    found = dict(as_they_finish(square, [1, 3, 5], jobs=2))
-    assert found[1][0] == 1
-    assert found[5][0] == 25
-    assert str(found[3]) == "three is refused"
-    assert isinstance(found[3], ValueError)
+def test_results_errors_and_logs_come_with_their_tasks(capfd):
+    first, wrong, last = Square("first 100%", 1), Square("wrong", 3), Square("last", 5)
+    found = dict(as_they_finish(square, [first, wrong, last], jobs=2))
+    assert found[first][0] == 1
+    assert found[last][0] == 25
+    assert str(found[wrong]) == "three is refused"
+    assert isinstance(found[wrong], ValueError)
     threads = max(1, (os.cpu_count() or 1) // 2)
-    assert found[1][1] == found[5][1] == threads
-    assert len({found[1][2], found[5][2], os.getpid()}) == 3  # a process for each
+    assert found[first][1] == found[last][1] == threads
+    assert len({found[first][2], found[last][2], os.getpid()}) == 3  # a process for each
+    lines = capfd.readouterr().err.splitlines()
+    assert sorted(lines) == ["first 100%: at work", "last: at work", "wrong: at work"]
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cpu", os.cpu_count()), ("cuda", 1)])
 def test_default_number_of_jobs(device, expected):
     assert default_jobs(device) == expected
-
-
-class Named(NamedTuple):
-    name: str
-
-
-def log(task):
-    logging.getLogger("marglik.training.loop").info("at work")
-
-
-def test_what_tasks_log_is_shown_with_their_names(capfd):
-    dict(as_they_finish(log, [Named("first 100%"), Named("second")], jobs=2))
-    lines = capfd.readouterr().err.splitlines()
-    assert sorted(lines) == ["first 100%: at work", "second: at work"]
 
 
 def test_leaving_ends_the_processes(tmp_path):

@@ -1,38 +1,58 @@
-"""The pass over the data: batches, Fisher kinds, frozen parts, parameters without a rule."""
+"""The pass over the data: batches, Fisher kinds, parameters without a rule, what it costs."""
 
 import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.flop_counter import FlopCounterMode
 
 from kfac_backend import kronecker_factors
 from kfac_backend.factors import CurvaturePass
-from kfac_backend.layers import Bias, Scale
+from kfac_backend.layers import Scale
 from tests import oracles
-from tests.kfac_backend.networks import OwnNorm
-
-MODES = ["expand", "reduce"]
-
-
-def network():
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1), Bias(), nn.Tanh(), nn.Conv2d(4, 4, 2, groups=2, bias=False),
-        Scale(), nn.Flatten(), nn.Linear(36, 3),
-    ).double()  # fmt: skip
+from tests.kfac_backend.block_checks import MODES
+from tests.kfac_backend.networks import OwnNorm, assert_same, data, images, network, wide_resnet
+from tests.plain_curvature import plain_factors
 
 
-def data(n=7, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(n, 2, 4, 4, dtype=torch.float64, generator=generator)
-    return x, torch.randint(3, (n,), generator=generator)
+@pytest.mark.parametrize("kfac_approx", MODES)
+@pytest.mark.parametrize(
+    ("dtype", "width", "tolerance"), [(torch.float64, 1, 1e-12), (torch.float32, 2, 1e-4)]
+)
+def test_wide_resnet_equals_the_plain_implementation(kfac_approx, dtype, width, tolerance):
+    model, (x, y) = wide_resnet(width, dtype), images(4, dtype)
+    factors = kronecker_factors(model, [(x, y)], "classification", kfac_approx=kfac_approx)
+    plain = plain_factors(model, x, kfac_approx)
+    assert set(plain) == set(factors.blocks) and len(plain) == (50 if width == 2 else 49)
+    for name, (B, A) in plain.items():
+        block = factors.blocks[name]
+        assert (block.B - B).norm() <= tolerance * B.norm(), name
+        if A is not None:
+            assert block.A is not None
+            assert (block.A - A).norm() <= tolerance * A.norm(), name
 
 
-def assert_same(first, second, **tolerances):
-    assert list(first.blocks) == list(second.blocks)
-    for name in first.blocks:
-        assert_close(first.to_dense(name), second.to_dense(name), **tolerances)
+def convolution_flops(work):
+    with FlopCounterMode(display=False) as counter:
+        work()
+    counts = counter.get_flop_counts()["Global"]
+    aten = torch.ops.aten
+    return counts.get(aten.convolution, 0), counts.get(aten.convolution_backward, 0)
+
+
+@pytest.mark.parametrize(("fisher", "vectors"), [("exact", 9), ("mc", 1), ("empirical", 1)])
+def test_backward_passes_reach_inputs_only(fisher, vectors):
+    """V passes to the inputs of all convolutions but the first, and no weight gradient."""
+    model, (x, y) = wide_resnet(), images(3)
+    curvature = CurvaturePass(model, "classification", fisher=fisher)
+    curvature.add(x, y)
+    forward, _ = convolution_flops(lambda: model(x))
+    stem, _ = convolution_flops(lambda: model.conv(x))
+    assert convolution_flops(lambda: curvature.add(x, y)) == (forward, vectors * (forward - stem))
+    # Negative control: a training step computes the weights' gradients, too.
+    loss = nn.functional.cross_entropy(model(x), y)
+    assert convolution_flops(loss.backward) == (0, 2 * forward - stem)
 
 
 @pytest.mark.parametrize("kfac_approx", MODES)
@@ -71,12 +91,12 @@ def test_empirical_fisher_of_scalars_and_biases_is_the_outer_product(likelihood)
     factors = kronecker_factors(
         model, [(x, y)], likelihood, kfac_approx="reduce", fisher="empirical"
     )
-    for name in ("0.bias", "1.bias", "4.scale", "6.bias"):
+    for name in ("0.bias", "1.bias", "3.bias", "4.scale", "5.bias", "10.bias"):
         assert_close(factors.to_dense(name), expected[name])
     # With one example K-FAC of the last layer is the outer product as well.
     one = kronecker_factors(model, [(x[:1], y[:1])], likelihood, fisher="empirical")
     expected = oracles.empirical_fisher_blocks(model, x[:1], y[:1], likelihood)
-    assert_close(one.to_dense("6.weight"), expected["6.weight"])
+    assert_close(one.to_dense("10.weight"), expected["10.weight"])
 
 
 @pytest.mark.parametrize("kfac_approx", MODES)
@@ -148,7 +168,7 @@ def test_no_weight_gradient_is_computed():
     assert any(seen)  # the verification
     seen.clear()
     curvature.add(x, y)
-    assert len(seen) == 7 and not any(seen)
+    assert len(seen) == 11 and not any(seen)
 
 
 def test_works_under_no_grad():
@@ -267,3 +287,43 @@ def test_autocast_does_not_lower_the_gram_matrices():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         factors = kronecker_factors(model, [(x.float(), y)], "classification")
     assert all(block.B.dtype == torch.float32 for block in factors.blocks.values())
+
+
+def test_a_batch_that_fails_halfway_cannot_be_skipped_in_silence():
+    model, (x, y) = network(), data()
+    curvature = CurvaturePass(model, "classification")
+    curvature.add(x, y)
+    with pytest.raises(ValueError, match="Label 3 is out of range"):
+        curvature.add(x, torch.full_like(y, 3))
+    for use in (lambda: curvature.add(x, y), curvature.factors):
+        with pytest.raises(RuntimeError, match="The last batch of this curvature pass failed"):
+            use()
+    curvature.reset()
+    curvature.add(x, y)
+    assert_same(curvature.factors(), kronecker_factors(model, [(x, y)], "classification"))
+    with pytest.raises(ValueError, match="since the last factors"):
+        curvature.factors()
+
+
+@pytest.mark.parametrize("kfac_approx", MODES)
+def test_batched_vectors_give_what_a_loop_gives(kfac_approx):
+    model, (x, y) = network(), data()
+    options = {"likelihood": "classification", "kfac_approx": kfac_approx}
+    looped = kronecker_factors(model, [(x, y)], **options)
+    assert_same(kronecker_factors(model, [(x, y)], batched=True, **options), looped)
+
+
+@pytest.mark.parametrize("kfac_approx", MODES)
+@pytest.mark.parametrize("fisher", ["exact", "mc", "empirical"])
+def test_batched_vectors_with_several_loss_terms(fisher, kfac_approx):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), Scale(), nn.Linear(4, 3)).double()
+    x, y = torch.randn(5, 2, 3).double(), torch.randint(3, (5, 2))
+    looped, batched = (
+        kronecker_factors(
+            model, [(x, y)], "classification", kfac_approx=kfac_approx, fisher=fisher,
+            mc_samples=2, generator=torch.Generator().manual_seed(0), batched=batched,
+        )
+        for batched in (False, True)
+    )  # fmt: skip
+    assert_same(batched, looped)

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from kfac_backend import KroneckerBlock, KroneckerFactors, kronecker_factors
 from kfac_backend.blocks import block
+from kfac_backend.options import CurvatureOptions
 
 UMASK = os.umask(0)
 os.umask(UMASK)
@@ -242,15 +243,7 @@ def test_saved_factors_load_equal(model, tmp_path):
     factors.save(path)
     loaded = KroneckerFactors.load(path)
     assert_close(dense(loaded), dense(factors), rtol=0, atol=0)
-    for field in (
-        "num_data",
-        "num_outputs",
-        "num_loss_terms",
-        "loss",
-        "likelihood",
-        "kfac_approx",
-        "fisher",
-    ):
+    for field in ("num_data", "num_outputs", "num_loss_terms", "loss", "likelihood", "options"):
         assert getattr(loaded, field) == getattr(factors, field)
     assert_close(dense(loaded + loaded), dense(factors + factors))
     weighted = 0.3 * factors
@@ -264,6 +257,22 @@ def test_saved_factors_load_equal(model, tmp_path):
     assert path.stat().st_mode & 0o777 == 0o666 & ~UMASK  # others may read it, if they may
     header = json.loads(path.read_bytes()[8 : 8 + int.from_bytes(path.read_bytes()[:8], "little")])
     assert json.loads(header["__metadata__"]["header"])["version"] == 1
+
+
+def test_older_files_without_some_options(model):
+    options = CurvatureOptions(kfac_approx="reduce", rank_tolerance=0.4, batched=True)
+    factors = factors_of(model, **options.to_json())
+    assert factors.options == options
+    state = factors.state_dict()
+    older = {"kfac_approx", "fisher", "rank_tolerance"}
+    for name in options.to_json().keys() - older:
+        del state["header"][name]
+    assert KroneckerFactors.from_state_dict(state).options == options.but(batched=False)
+    del state["header"]["rank_tolerance"]  # older still
+    assert KroneckerFactors.from_state_dict(state).options == CurvatureOptions(kfac_approx="reduce")
+    del state["header"]["fisher"]
+    with pytest.raises(ValueError, match="lacks 'fisher'; it was altered"):
+        KroneckerFactors.from_state_dict(state)
 
 
 def test_files_that_are_none(model, tmp_path):

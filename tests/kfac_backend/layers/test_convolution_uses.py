@@ -8,14 +8,11 @@ from torch.testing import assert_close
 from kfac_backend import kronecker_factors
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.layers import Use
-from kfac_backend.layers.convolution import Conv1dRule, Conv2dRule, Conv3dRule
+from kfac_backend.layers.registry import RULES
 from kfac_backend.layers.rows import Rows
 from kfac_backend.layers.transposed_convolution import ConvTransposeRule
 from tests import oracles
-from tests.kfac_backend.block_checks import (
-    MODES,
-    assert_blocks,
-)
+from tests.kfac_backend.block_checks import MODES, assert_blocks
 from tests.kfac_backend.covariance.test_output_covariance import brute_force, posterior
 from tests.kfac_backend.layers.rule_checks import assert_sums, some_vectors, sums_of
 from tests.oracles import Use as OracleUse
@@ -23,14 +20,6 @@ from tests.oracles import kfac_blocks_from_uses, layer_blocks, loss_hessians
 from tests.positions import TRANSPOSED, positions_of
 from tests.random_numbers import error, normal
 
-RULES = {
-    nn.Conv1d: Conv1dRule,
-    nn.Conv2d: Conv2dRule,
-    nn.Conv3d: Conv3dRule,
-    nn.ConvTranspose1d: ConvTransposeRule,
-    nn.ConvTranspose2d: ConvTransposeRule,
-    nn.ConvTranspose3d: ConvTransposeRule,
-}
 SIZES = {
     nn.Conv1d: (6,),
     nn.Conv2d: (4, 5),
@@ -54,7 +43,7 @@ def network(layer_type, options):
     ("mode", "by_roots"), [("expand", True), ("reduce", False), ("reduce", True)]
 )
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("layer_type", RULES)
+@pytest.mark.parametrize("layer_type", SIZES)
 def test_rows_of_an_example(layer_type, groups, mode, by_roots):
     """Two examples of one and three images, and an image that does not count."""
     layer = layer_type(2, 4, 2, stride=2, padding=1, groups=groups)
@@ -64,7 +53,7 @@ def test_rows_of_an_example(layer_type, groups, mode, by_roots):
 
 
 @pytest.mark.parametrize("of_pixels", MODES)
-@pytest.mark.parametrize("layer_type", RULES)
+@pytest.mark.parametrize("layer_type", SIZES)
 def test_a_mode_for_rows_and_one_for_pixels(layer_type, of_pixels):
     layer = layer_type(2, 4, 3, padding=1, groups=2)
     a, vectors = some_vectors(layer, SIZES[layer_type], N=4)
@@ -97,7 +86,7 @@ OPTIONS_OF_BOTH = {  # R of both is the same, as loops without rows want it
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("layer_type", RULES)
+@pytest.mark.parametrize("layer_type", SIZES)
 def test_one_weight_in_layers_of_other_options(layer_type, mode):
     """Both uses are one more shared axis; each is unfolded by its own options."""
     torch.manual_seed(0)
@@ -167,7 +156,7 @@ def test_covariance_of_outputs_is_that_of_the_dense_jacobian(layer_type, options
 
 @pytest.mark.parametrize("frozen", ["0.weight", "0.bias"])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("layer_type", RULES)
+@pytest.mark.parametrize("layer_type", SIZES)
 def test_half_frozen_layer(layer_type, frozen, mode):
     model, x = network(layer_type, {"kernel_size": 2, "stride": 2, "padding": 1})
     expected = layer_blocks(model, "0", x, "classification", mode)
@@ -182,7 +171,7 @@ def test_half_frozen_layer(layer_type, frozen, mode):
 
 @pytest.mark.parametrize(("groups", "dtype"), [(1, torch.bfloat16), (2, torch.float16)])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("layer_type", RULES)
+@pytest.mark.parametrize("layer_type", SIZES)
 def test_half_precision_is_summed_in_float32(layer_type, groups, mode, dtype):
     layer = layer_type(2, 2, 2, groups=groups)
     a, vectors = some_vectors(layer, SIZES[layer_type])
@@ -198,7 +187,7 @@ SHAPES = {1: r"\(N, C, L\)", 2: r"\(N, C, H, W\)", 3: r"\(N, C, D, H, W\)"}
 
 
 @pytest.mark.parametrize("names", [{"weight", "bias"}, {"bias"}])
-@pytest.mark.parametrize("layer_type", RULES)
+@pytest.mark.parametrize("layer_type", SIZES)
 def test_an_image_without_a_batch_axis_is_named(layer_type, names):
     rule, size = RULES[layer_type](layer_type(2, 2, 2), "reduce", names), SIZES[layer_type]
     needed = SHAPES[len(size)]

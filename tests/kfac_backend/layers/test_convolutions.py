@@ -13,20 +13,14 @@ from kfac_backend.layers.gram import patch_gram
 from kfac_backend.layers.gram.patch_gram import UnfoldedGram
 from kfac_backend.layers.gram.window import windows
 from tests import oracles
-from tests.kfac_backend.block_checks import (
-    MODES,
-    OTHER,
-    assert_batches_do_not_matter,
-    assert_blocks,
-    assert_modes_differ,
-)
+from tests.kfac_backend.block_checks import MODES, OTHER, assert_blocks, assert_modes_differ
+from tests.kfac_backend.layers.convolution_checks import PixelsLast, assert_blocks_of_convolution
 from tests.kfac_backend.layers.rule_checks import (
     assert_gradients,
     assert_sums,
     some_vectors,
     sums_of,
 )
-from tests.oracles import layer_blocks
 from tests.random_numbers import error, normal
 
 RULES = {nn.Conv1d: Conv1dRule, nn.Conv2d: Conv2dRule, nn.Conv3d: Conv3dRule}
@@ -101,14 +95,7 @@ def network(layer_type, size, options, outputs=2):
 @pytest.mark.parametrize(("layer_type", "size", "options"), LAYERS, ids=NAMES)
 def test_blocks_are_those_of_loops_over_positions(layer_type, size, options, mode):
     model, x = network(layer_type, size, options)
-    y = torch.arange(3) % 2
-    factors = kronecker_factors(model, [(x, y)], "classification", kfac_approx=mode)
-    assert_blocks(factors, layer_blocks(model, "2", x, "classification", mode))
-    if mode == "reduce":  # a bias has one input, 1
-        ggn = oracles.dense_ggn_blocks(model, x, "classification")
-        assert_blocks(factors, {name: ggn[name] for name in ggn if name.endswith("bias")})
-    split = [(x[:1], y[:1]), (x[1:], y[1:])]
-    assert_batches_do_not_matter(model, split, "classification", mode, factors)
+    assert_blocks_of_convolution(model, x, mode)
 
 
 @pytest.mark.parametrize("layer_type", RULES)
@@ -163,11 +150,6 @@ def circular(layer_type, pool):
 
 def strided(layer_type, pool):
     return nn.Sequential(layer_type(2, 3, 2, stride=2), pool(1), nn.Flatten(), nn.Linear(3, 2))
-
-
-class PixelsLast(nn.Module):
-    def forward(self, x):
-        return x.movedim(1, -1)
 
 
 def pointwise(layer_type, pool):

@@ -45,14 +45,14 @@ def setting(pool: bool = True) -> tuple[nn.Module, list]:
 def test_auto_follows_the_outputs(pool, mode, tmp_path):
     model, data = setting(pool)
     factors = factors_of(model, data, "auto")
-    assert factors.kfac_approx == mode
+    assert factors.options.kfac_approx == mode
     assert_same(factors, factors_of(model, data, mode))
     other = factors_of(model, data, OTHER[mode])
     for name in ("body.0.weight", "body.2.weight", "head.weight"):
         assert error(other.to_dense(name), factors.to_dense(name)) > 0.1
     factors.save(tmp_path / "factors")
-    assert KroneckerFactors.load(tmp_path / "factors").kfac_approx == mode
-    assert (factors + factors_of(model, data, mode)).kfac_approx == mode
+    assert KroneckerFactors.load(tmp_path / "factors").options.kfac_approx == mode
+    assert (factors + factors_of(model, data, mode)).options.kfac_approx == mode
     with pytest.raises(ValueError, match="kfac_approx 'expand' and 'reduce'|'reduce' and 'expand'"):
         factors + other
 
@@ -77,7 +77,7 @@ def test_mappings_are_the_single_modes_layer_by_layer(name, batched):
     mapping, reduced = MAPPINGS[name]
     model, data = setting()
     factors = factors_of(model, data, mapping, batched=batched)
-    assert factors.kfac_approx == mapping
+    assert factors.options.kfac_approx == mapping
     single = {mode: factors_of(model, data, mode) for mode in MODES}
     for parameter in factors.blocks:
         layer = parameter.rpartition(".")[0]
@@ -95,10 +95,12 @@ def test_mappings_are_kept_in_their_order(tmp_path):
     factors = factors_of(model, data, mapping)
     factors.save(tmp_path / "factors")
     loaded = KroneckerFactors.load(tmp_path / "factors")
-    assert list(loaded.kfac_approx.items()) == list(mapping.items())
+    assert list(loaded.options.kfac_approx.items()) == list(mapping.items())
     assert_same(factors + loaded, factors_of(model, 2 * data, mapping))
     # Equal mappings in another order give other modes.
-    flipped = replace(factors, kfac_approx=dict(reversed(mapping.items())))
+    flipped = replace(
+        factors, options=factors.options.but(kfac_approx=dict(reversed(mapping.items())))
+    )
     with pytest.raises(ValueError, match="Cannot add factors with kfac_approx"):
         factors + flipped
     # What is kept is a copy, of whatever kind of mapping.
@@ -106,7 +108,7 @@ def test_mappings_are_kept_in_their_order(tmp_path):
     frozen = factors_of(model, data, MappingProxyType(changing))
     changing["*"] = "expand"
     frozen.save(tmp_path / "frozen")
-    assert KroneckerFactors.load(tmp_path / "frozen").kfac_approx == {"*": "reduce"}
+    assert KroneckerFactors.load(tmp_path / "frozen").options.kfac_approx == {"*": "reduce"}
 
 
 WRONG = {
@@ -155,7 +157,7 @@ def test_mappings_through_laplace_torch_and_ours(tmp_path):
     ours.fit(data)
     assert ours.factors is not None
     assert_same(ours.factors, factors_of(model, data, LAYERWISE))
-    assert ours.factors.kfac_approx == LAYERWISE
+    assert ours.factors.options.kfac_approx == LAYERWISE
     loader = torch.utils.data.DataLoader(
         torch.utils.data.TensorDataset(*(torch.cat(part) for part in zip(*data, strict=True))), 4
     )
@@ -174,6 +176,6 @@ def test_mappings_through_laplace_torch_and_ours(tmp_path):
     save_posterior(ours, tmp_path, model={}, data={})
     loaded = load_posterior(tmp_path, images()[0])
     assert torch.equal(loaded.log_marginal_likelihood(), ours.log_marginal_likelihood())
-    assert loaded.factors.kfac_approx == LAYERWISE
+    assert loaded.factors.options.kfac_approx == LAYERWISE
     loaded.fit(data)
     assert_same(loaded.factors, ours.factors)

@@ -7,6 +7,7 @@ from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
 from kfac_backend.layers import Bias, Scale
+from kfac_backend.layers.uses import PositionSums
 from tests import oracles
 
 MODES = ["expand", "reduce"]
@@ -109,3 +110,38 @@ def test_in_place_activations_change_nothing():
         for name in plain.blocks:
             assert_close(inplace.to_dense(name), plain.to_dense(name))
         assert_blocks_match(network(True), x, "classification", kfac_approx)
+
+
+@pytest.mark.parametrize("kfac_approx", MODES)
+@pytest.mark.parametrize("shape", [(6,), (6, 4), (6, 2, 4), (6, 2, 3, 2, 4)])
+def test_scalars_of_any_shape_are_exact(shape, kfac_approx):
+    class Scalars(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.bias, self.scale = nn.Linear(4, shape[-1]), Bias(), Scale()
+            self.out = nn.Linear(1, 3)
+
+        def forward(self, x):
+            h = self.fc(x) if len(shape) > 1 else self.fc(x)[:, 0]
+            h = self.scale(torch.tanh(self.bias(h)))
+            return self.out(h.reshape(len(x), -1).sum(1, keepdim=True))
+
+    torch.manual_seed(0)
+    model = Scalars().double()
+    x = torch.randn(6, *shape[1:-1], 4, dtype=torch.float64)
+    y = torch.tensor([0, 1, 2, 0, 1, 2])
+    factors = kronecker_factors(model, [(x, y)], "classification", kfac_approx=kfac_approx)
+    exact = oracles.dense_ggn_blocks(model, x, "classification")
+    for name in ("bias.bias", "scale.scale"):
+        assert_close(factors.to_dense(name), exact[name], rtol=1e-10, atol=1e-14)
+
+
+def test_position_sums_are_taken_once_of_a_gradient_that_did_not_change():
+    sums, b = PositionSums(), torch.randn(4, 3, 2, 2)
+    first = sums(b, features=1)
+    assert_close(first, b.sum((2, 3)))
+    assert sums(b, features=1) is first
+    assert_close(sums(b, features=-1), b.sum((1, 2)))
+    sums(b, features=1)
+    b.mul_(2)  # as autograd adds up gradients in place
+    assert_close(sums(b, features=1), 2 * first)

@@ -12,20 +12,14 @@ from kfac_backend.layers import Use
 from kfac_backend.layers.transposed_convolution import ConvTransposeRule
 from kfac_backend.layers.uses import PositionSums
 from tests import oracles
-from tests.kfac_backend.block_checks import (
-    MODES,
-    OTHER,
-    assert_batches_do_not_matter,
-    assert_blocks,
-    assert_modes_differ,
-)
+from tests.kfac_backend.block_checks import MODES, OTHER, assert_modes_differ
+from tests.kfac_backend.layers.convolution_checks import PixelsLast, assert_blocks_of_convolution
 from tests.kfac_backend.layers.rule_checks import (
     assert_gradients,
     assert_sums,
     some_vectors,
     sums_of,
 )
-from tests.oracles import layer_blocks
 from tests.random_numbers import error, normal
 
 SIZES = {nn.ConvTranspose1d: (4,), nn.ConvTranspose2d: (3, 2), nn.ConvTranspose3d: (2, 2, 2)}
@@ -96,14 +90,7 @@ def network(layer_type, options, outputs=2):
 @pytest.mark.parametrize(("layer_type", "options"), CASES, ids=NAMES)
 def test_blocks_are_those_of_loops_over_positions(layer_type, options, mode):
     model, x = network(layer_type, options)
-    y = torch.tensor([0, 1])
-    factors = kronecker_factors(model, [(x, y)], "classification", kfac_approx=mode)
-    assert_blocks(factors, layer_blocks(model, "2", x, "classification", mode))
-    if mode == "reduce":  # a bias has one input, 1
-        ggn = oracles.dense_ggn_blocks(model, x, "classification")
-        assert_blocks(factors, {name: ggn[name] for name in ggn if name.endswith("bias")})
-    split = [(x[:1], y[:1]), (x[1:], y[1:])]
-    assert_batches_do_not_matter(model, split, "classification", mode, factors)
+    assert_blocks_of_convolution(model, x, mode)
 
 
 @pytest.mark.parametrize("layer_type", SIZES)
@@ -140,11 +127,6 @@ def test_any_shape(layer, mode):
     a, vectors = some_vectors(layer, size)
     assert_sums(ConvTransposeRule, layer, mode, a, vectors)
     assert_gradients(ConvTransposeRule, layer, a, vectors, layer)
-
-
-class PixelsLast(nn.Module):
-    def forward(self, x):
-        return x.movedim(1, -1)
 
 
 class Mean(nn.Module):

@@ -59,7 +59,7 @@ def test_predictions_that_are_certain_to_rounding(batched):
 def test_what_was_left_out_is_in_the_factors_and_their_file(tmp_path):
     model, (x, y) = confident(), data(20)
     exact = kronecker_factors(model, [(x, y)], "classification")
-    assert exact.left_out_share == exact.rank_tolerance == 0.0
+    assert exact.left_out_share == exact.options.rank_tolerance == 0.0
     factors = kronecker_factors(model, [(x, y)], "classification", rank_tolerance=0.3)
     assert 0 < factors.left_out_share <= 0.3
     p = torch.softmax(model(x).detach(), -1)

@@ -136,7 +136,7 @@ def test_a_subset_of_the_parameters_as_adapters_have_it():
 def test_laplace_of_such_a_model():
     la = KronLaplace(Classifier(), "classification", kfac_approx="auto")
     la.fit([batch(), batch(3)])
-    assert la.factors is not None and la.factors.kfac_approx == "reduce"
+    assert la.factors is not None and la.factors.options.kfac_approx == "reduce"
     probabilities = la(batch())
     assert probabilities.shape == (5, 3)
     assert_close(probabilities.sum(1), torch.ones(5, dtype=torch.float64))

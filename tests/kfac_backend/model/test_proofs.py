@@ -12,6 +12,7 @@ from kfac_backend import examples_of_rows, kronecker_factors, register_parameter
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.factors import CurvaturePass
 from kfac_backend.laplace.interface import KfacGGN
+from kfac_backend.layers import Scale
 from kfac_backend.model.verification import with_first_again
 from tests.kfac_backend.model.test_adversarial_models import Gain, Model, assert_same_blocks, noise
 
@@ -296,3 +297,40 @@ def test_outputs_that_are_no_tensor(kfac_approx):
     found = factors(Model(lambda layers, x: layers["fc"](x), **model.layers), noise(3, 4))
     with pytest.raises(TypeError, match="The model returned tuple"):
         covariance(model, noise(3, 4), found)
+
+
+def test_the_proof_is_asked_for_again_after_it_failed():
+    class Bypassed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.out = nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.out(nn.functional.linear(x, self.fc.weight, self.fc.bias))
+
+    curvature = CurvaturePass(Bypassed(), "classification")
+    x, y = torch.randn(3, 4), torch.tensor([0, 1, 2])
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match="outside of the forward"):
+            curvature.add(x, y)
+        with pytest.raises(RuntimeError, match="Call reset"):
+            curvature.add(x, y)
+        curvature.reset()
+
+
+def test_an_input_that_is_modified_in_place_afterwards_is_an_error():
+    class Modifies(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.scale = nn.Linear(4, 3), Scale()
+
+        def forward(self, x):
+            h = self.fc(x)
+            y = self.scale(h)
+            h.mul_(2)
+            return y + h
+
+    with pytest.raises(NotImplementedError, match="'scale' \\(Scale\\) was modified in place"):
+        kronecker_factors(
+            Modifies(), [(torch.randn(3, 4), torch.tensor([0, 1, 2]))], "classification"
+        )

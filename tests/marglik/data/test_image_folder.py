@@ -96,6 +96,7 @@ def test_images_in_folders_within_a_class_belong_to_it(tmp_path):
     assert splits.train.labels.bincount().tolist() == [TRAIN, TRAIN + 1, TRAIN]
 
 
+@pytest.mark.slow  # decodes 60,000 images; smaller archives are read by the tests above
 def test_cifar10_as_jpeg():
     """The archive itself, decoded once: 60,000 images, 200 of them taken."""
     default = Path(__file__).parents[3] / "../shared/data"

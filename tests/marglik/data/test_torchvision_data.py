@@ -58,20 +58,6 @@ def test_cifar10_subsets_and_validation(fake_cifar10):
         assert images.labels.bincount().tolist() == [count] * 10
 
 
-@pytest.mark.parametrize("download", [True, False])
-def test_cifar10_that_cannot_be_downloaded_says_what_to_do(tmp_path, monkeypatch, download):
-    def no_network(self):
-        raise OSError("<urlopen error no route to host>\nsecond line")
-
-    monkeypatch.setattr(torchvision.datasets.CIFAR10, "download", no_network)
-    with pytest.raises(FileNotFoundError, match="ImageFolder with an archive") as caught:
-        CIFAR10(tmp_path, download=download).load()
-    assert str(tmp_path) in str(caught.value)
-    assert "cifar-10-batches-py" in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert ("no route to host" in str(caught.value)) == download
-
-
 COUNTS = {"train": 120, "test": 30}
 
 
@@ -118,17 +104,23 @@ def test_svhn_subsets_validation_and_statistics(fake_svhn):
 
 
 @pytest.mark.parametrize("download", [True, False])
-def test_svhn_that_cannot_be_downloaded_says_what_to_do(tmp_path, monkeypatch, download):
+@pytest.mark.parametrize("dataset", [CIFAR10, SVHN])
+def test_data_that_cannot_be_downloaded_say_what_to_do(tmp_path, monkeypatch, dataset, download):
     def no_network(self):
         raise OSError("<urlopen error no route to host>\nsecond line")
 
-    monkeypatch.setattr(torchvision.datasets.SVHN, "download", no_network)
+    torchvisions = getattr(torchvision.datasets, dataset.__name__)
+    monkeypatch.setattr(torchvisions, "download", no_network)
     with pytest.raises(FileNotFoundError, match="ImageFolder with an archive") as caught:
-        SVHN(tmp_path, download=download).load()
-    assert f"as '{tmp_path / 'train_32x32.mat'}'" in str(caught.value)
-    assert torchvision.datasets.SVHN.split_list["train"][0] in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert ("no route to host" in str(caught.value)) == download
+        dataset(tmp_path, download=download).load()
+    message = str(caught.value)
+    if dataset is SVHN:
+        assert f"as '{tmp_path / 'train_32x32.mat'}'" in message
+        assert torchvisions.split_list["train"][0] in message
+    else:
+        assert str(tmp_path) in message and "cifar-10-batches-py" in message
+    assert "\n" not in message
+    assert ("no route to host" in message) == download
 
 
 def test_svhn_whose_test_file_is_missing_names_that_file(fake_svhn):

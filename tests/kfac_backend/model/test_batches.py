@@ -1,0 +1,78 @@
+"""A batch in parts and in its own memory format: the factors are those of the whole batch."""
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from kfac_backend import kronecker_factors
+from kfac_backend.model import batches
+from tests.kfac_backend.block_checks import MODES
+from tests.kfac_backend.networks import assert_same, data, network
+from tests.plain_curvature import plain_factors
+
+
+@pytest.mark.parametrize("kfac_approx", MODES)
+def test_parts_of_a_batch_give_what_the_batch_gives(kfac_approx, monkeypatch):
+    model, (x, y) = network(), data()
+    whole = kronecker_factors(model, [(x, y)], "classification", kfac_approx=kfac_approx)
+    # The largest activation has 4·4·4 entries of 8 bytes an example.
+    monkeypatch.setattr(batches, "LARGEST_ACTIVATION", 3 * 512)
+    sizes = []
+    model.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
+    split = kronecker_factors(model, [(x, y)], "classification", kfac_approx=kfac_approx)
+    assert_same(split, whole, rtol=1e-12, atol=1e-14)
+    assert split.num_data == 7 and split.loss == pytest.approx(whole.loss, rel=1e-12)
+    assert max(sizes) <= 4  # 7 examples in even parts of three; the proof takes four
+
+
+def test_a_model_that_takes_whole_batches_only_is_not_split(monkeypatch):
+    class Fixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 3)
+
+        def forward(self, x):
+            assert len(x) == 6
+            return self.fc(x.reshape(6, 4))
+
+    monkeypatch.setattr(batches, "LARGEST_ACTIVATION", 1)
+    x, y = torch.randn(6, 2, 2), torch.zeros(6, dtype=torch.long)
+    assert kronecker_factors(Fixed(), [(x, y)], "classification").num_data == 6
+
+
+def test_examples_that_mix_before_the_first_layer_are_not_split(monkeypatch):
+    class Centred(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = network()
+
+        def forward(self, x):
+            return self.net(x - x.mean(0))
+
+    model, (x, y) = Centred(), data()
+    whole = kronecker_factors(model, [(x, y)], "classification")
+    monkeypatch.setattr(batches, "LARGEST_ACTIVATION", 1)
+    assert_same(kronecker_factors(model, [(x, y)], "classification"), whole)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_a_model_that_views_its_images_runs_in_their_own_memory_format(memory_format):
+    class Viewing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.fc = nn.Conv2d(2, 3, 3, padding=1), nn.Linear(48, 3)
+
+        def forward(self, x):
+            return self.fc(torch.tanh(self.conv(x)).view(len(x), -1))
+
+    torch.manual_seed(0)
+    model, (x, y) = Viewing().double(), data()
+    if memory_format == torch.channels_last:
+        x = x.contiguous(memory_format=memory_format)
+        with pytest.raises(RuntimeError, match="view size is not compatible"):
+            kronecker_factors(model, [(x, y)], "classification")
+        return
+    factors = kronecker_factors(model, [(x, y)], "classification")
+    for name, (B, _) in plain_factors(model, x, "expand").items():
+        assert_close(factors.blocks[name].B, B)
