@@ -72,7 +72,8 @@ class KroneckerBlock:
 
     def add(self, other: "KroneckerBlock") -> "KroneckerBlock":
         """The block of the union of both data sets: B is summed, A averaged over all terms."""
-        if type(self) is not type(other):
+        kinds = {type(block) for block in (self, other)}
+        if len(kinds) > 1:
             raise ValueError(
                 f"One of the blocks of '{self.name}' has corrected eigenvalues and the other has "
                 "none. Add the factors as they are, and correct the sum over all the data."
