@@ -53,7 +53,11 @@ def corrected_factors(
     basis alone. Blocks that are exact already (norms, scalars, diagonals) stay as they are. Source:
     George et al. 2018 (arXiv:1806.03884), section 3.
 
-    It is a second pass over the data, with the model in the same mode.
+    It is a second pass over the data, with the model in the same mode. It makes each example's
+    gradient for each vector, the arithmetic of a backward pass to the weights, and brings inputs
+    into the basis: with WRN-16-4 Fixup, 32 images of CIFAR-10's shape and one thread, it took 2.4
+    times as long as the exact pass for expand, and 3.1 times as long as that for reduce, which
+    need neither (medians of three interleaved runs on a busy machine).
 
     Args:
         factors: of the model at its present parameters.
@@ -231,7 +235,8 @@ class CorrectionPass(CurvaturePass):
             self._add_held()
 
     def _end_part(self) -> None:
-        self._add_held()
+        with self._no_autocast():
+            self._add_held()
         if self._times_added > 1:
             self._most = max(1, math.ceil(self._examples / self._times_added))
 

@@ -91,7 +91,7 @@ class PostHocCurvatureConfig(CurvatureConfig):
 
     Args:
         corrected: make a second pass over the data, for exact eigenvalues in the eigenbasis of the
-            factors (EKFAC); it takes up to three times as long as the first.
+            factors (EKFAC); on WRN-16-4 it takes about three times as long as the first.
     """
 
     corrected: bool = False

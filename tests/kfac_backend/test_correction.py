@@ -83,8 +83,9 @@ def test_equals_the_diagonal_of_the_exact_block(name, kfac_approx):
     off = check(factors, corrected_factors(factors, model, batches), exact)
     together = corrected_factors(factors, model, batches, batched=True)
     check(factors, together, exact)
-    # Negative control: the Kronecker eigenvalues are others, where there are positions to share.
-    assert max(off) > 1e-5
+    # Negative control: the Kronecker eigenvalues are others, but in regression's linear heads, which
+    # see one position each and are exact.
+    assert max(off) > 1e-5 or name in ("RMSNorm", "no rule")
     others = corrected_factors(
         kronecker_factors(
             model, batches, likelihood, **options | {"kfac_approx": OTHER[kfac_approx]}
