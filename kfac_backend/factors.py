@@ -168,7 +168,7 @@ class CurvaturePass:
         self._model = model
         self._kfac_approx: KfacApprox = options.kfac_approx
         with turn_of(model):
-            self._proof = Proof(model, assign_rules(model, options.unsupported))
+            self._proof = Proof(model, self._assign())
         self._mask_verified = False
         if self._kfac_approx != "auto":  # complains of its names before any data
             modes_of_layers(self._kfac_approx, self._layer_names)
@@ -231,7 +231,7 @@ class CurvaturePass:
             self._verify(x, y)
             if not self._mask_verified:
                 self._mask_verified = self._verify_mask(x, y)
-            for part in parts(x, y, self._proof.plan.part_size):
+            for part in parts(x, y, self._part_size):
                 self._add(*part)
         except RuntimeError as error:
             if not is_out_of_memory(error):
@@ -261,9 +261,7 @@ class CurvaturePass:
     def _add(self, x: Any, y: Any) -> None:
         """Add one part of a batch, of any number of examples."""
         self._rows_seen: dict[TrackedLayer, set[int]] = {}
-        self._position_sums = PositionSums()
-        for rule in self._rules.values():
-            rule.begin_forward()
+        self._begin_part()
         mask = mask_of(x, self._options.dict_key_mask)
         with counting(mask), self._capture() as capture:
             f = capture.forward(x)
@@ -272,11 +270,10 @@ class CurvaturePass:
             self._check_rows(len(f), hides=mask is not None)
             # Autocast has done its part in the forward pass; Gram matrices need none of it.
             with self._no_autocast(), backward_arithmetic(self._options.backward_precision):
-                for rule in self._rules.values():
-                    rule.end_forward()
+                self._end_forward()
                 capture.backward(f, self._vectors(f, y), self._end_vector)
                 capture.check_runs()
-            self._position_sums.clear()
+            self._end_part()
         if self._assignment.diagonal:
             self._add_diagonal(x, y)
         self._num_data += len(f)
@@ -313,6 +310,15 @@ class CurvaturePass:
         )
         self.reset()
         return factors
+
+    def _assign(self) -> RuleAssignment:
+        """The layers and parameters that the pass is about."""
+        return assign_rules(self._model, self._options.unsupported)
+
+    @property
+    def _part_size(self) -> int | None:
+        """How many examples of a batch at once; None: batches stay whole."""
+        return self._proof.plan.part_size
 
     @property
     def _rules(self) -> dict[TrackedLayer, Rule]:
@@ -406,11 +412,24 @@ class CurvaturePass:
                     "(examples_of_rows)."
                 )
 
-    def _add_input(self, tracked: TrackedLayer, use: Use) -> None:
+    def _begin_part(self) -> None:
+        self._position_sums = PositionSums()
+        for rule in self._rules.values():
+            rule.begin_forward()
+
+    def _see_rows(self, tracked: TrackedLayer, use: Use) -> None:
+        """Remember how many rows a layer got, for `_check_rows`."""
         rows = use.a.shape[:1].numel() if use.rows is None else use.rows.num_examples
         self._rows_seen.setdefault(tracked, set()).add(rows if use.a.dim() else 0)
+
+    def _add_input(self, tracked: TrackedLayer, use: Use) -> None:
+        self._see_rows(tracked, use)
         with self._no_autocast():
             self._rules[tracked].add_input(use)
+
+    def _end_forward(self) -> None:
+        for rule in self._rules.values():
+            rule.end_forward()
 
     def _add_gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
         with exact_arithmetic(self._options.backward_precision):
@@ -422,6 +441,9 @@ class CurvaturePass:
     def _end_vector(self) -> None:
         for rule in self._rules.values():
             rule.end_vector()
+
+    def _end_part(self) -> None:
+        self._position_sums.clear()
 
     def _add_diagonal(self, x: Any, y: Tensor) -> None:
         diagonals = ggn_diagonal(

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,6 +72,12 @@ class KroneckerBlock:
 
     def add(self, other: "KroneckerBlock") -> "KroneckerBlock":
         """The block of the union of both data sets: B is summed, A averaged over all terms."""
+        kinds = {type(block) for block in (self, other)}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"One of the blocks of '{self.name}' has corrected eigenvalues and the other has "
+                "none. Add the factors as they are, and correct the sum over all the data."
+            )
         if self.B.shape != other.B.shape or (self.A is None) != (other.A is None):
             raise ValueError(
                 f"The blocks of '{self.name}' and '{other.name}' differ in shape; only factors of "
@@ -122,7 +129,10 @@ class KroneckerBlock:
         return self.__dict__["_known"]
 
     def factor_eigenvalues(self) -> tuple[Tensor, Tensor | None]:
-        """β (..., d_out) of B and α (..., d_in) of A, ≥ 0, in float64; computed once."""
+        """β (..., d_out) of B and α (..., d_in) of A, ≥ 0, in float64; computed once.
+
+        Without α the first are the block's eigenvalues themselves.
+        """
         values = [values for values, _ in self._eigenvalues()]
         return values[0], values[1] if len(values) == 2 else None
 
@@ -194,7 +204,10 @@ def _in_threads(factors: list[tuple[Tensor, str]], threads: int) -> list[tuple[T
 
 @dataclass(frozen=True)
 class EigenBlock:
-    """A block by eigenvalues and -vectors: Q_B diag(β) Q_Bᵀ ⊗ Q_A diag(α) Q_Aᵀ."""
+    """A block by eigenvalues and -vectors: Q_B diag(β) Q_Bᵀ ⊗ Q_A diag(α) Q_Aᵀ.
+
+    Where the eigenvalues are ``corrected``, they take the place of the products β_i α_j.
+    """
 
     beta: Tensor
     """(d_out) or (G, d_out)."""
@@ -204,19 +217,44 @@ class EigenBlock:
     """(d_in) or (G, d_in)."""
     Q_A: Tensor | None = None
     """(d_in, d_in) or (G, d_in, d_in)."""
+    corrected: Tensor | None = None
+    """(..., d_out, d_in), or (..., d_out, 1) without Q_A; see `CorrectedBlock`."""
 
     def scale(self, factor: Tensor | float) -> "EigenBlock":
         """The block times a factor ≥ 0, spread evenly over B and A; differentiable in it."""
+        corrected = None if self.corrected is None else self.corrected * factor
         if self.alpha is None:
-            return replace(self, beta=self.beta * factor)
+            return replace(self, beta=self.beta * factor, corrected=corrected)
         root = factor**0.5
-        return replace(self, beta=self.beta * root, alpha=self.alpha * root)
+        return replace(self, beta=self.beta * root, alpha=self.alpha * root, corrected=corrected)
+
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> "EigenBlock":
+        """The block on another device or in another dtype."""
+        moved: dict[str, Any] = {
+            name: tensor.to(device, dtype)
+            for name, tensor in vars(self).items()
+            if tensor is not None
+        }
+        return replace(self, **moved)
 
     def spectrum(self, delta: Tensor | float = 0.0, damping: bool = False) -> Tensor:
         """Eigenvalues of the block + δI: βα + δ; with damping (β + √δ)(α + √δ). (..., d_out, d_in).
 
         Differentiable in δ and in the eigenvalues.
+
+        Raises:
+            ValueError: damping of corrected eigenvalues, which are no products.
         """
+        if self.corrected is not None:
+            if damping:
+                raise ValueError(
+                    "damping adds √δ to the eigenvalues of both factors, and corrected "
+                    "eigenvalues are no products of such. Take damping=False, or factors that are "
+                    "not corrected."
+                )
+            return self.corrected + delta
         if self.alpha is None:
             return (self.beta + delta)[..., None]
         if damping:

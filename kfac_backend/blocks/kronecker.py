@@ -10,14 +10,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from kfac_backend.blocks.block import KroneckerBlock, compute_eigenvalues
+from kfac_backend.blocks.block import EigenBlock, KroneckerBlock, compute_eigenvalues
+from kfac_backend.blocks.corrected import CorrectedBlock
 from kfac_backend.files import parse_json, write_tensors
 from kfac_backend.options import CurvatureOptions, Likelihood, check_positive
 from kfac_backend.threads import turn_of
 
 __all__ = ["KroneckerFactors"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Of files with corrected eigenvalues; those without are of version 1, as in the first release."""
 
 FIELDS = ("num_data", "num_outputs", "num_loss_terms", "loss", "likelihood")
 FIRST_OPTIONS = ("kfac_approx", "fisher")
@@ -71,6 +73,11 @@ class KroneckerFactors:
             trace=self.trace + other.trace,
             trace_left_out=self.trace_left_out + other.trace_left_out,
         )
+
+    @property
+    def is_corrected(self) -> bool:
+        """Whether blocks have eigenvalues that are no products, see `corrected_factors`."""
+        return any(isinstance(block, CorrectedBlock) for block in self.blocks.values())
 
     @property
     def left_out_share(self) -> float:
@@ -168,7 +175,7 @@ class KroneckerFactors:
         """The factors as plain data and tensors, which `torch.load` reads at its default."""
         header = {
             "format": "kfac_backend.KroneckerFactors",
-            "version": FORMAT_VERSION,
+            "version": FORMAT_VERSION if self.is_corrected else 1,
             **{field: getattr(self, field) for field in FIELDS + LATER_FIELDS},
             **self.options.to_json(),
             "blocks": [
@@ -178,6 +185,11 @@ class KroneckerFactors:
         }
         tensors = {f"{name}/B": block.B.detach() for name, block in self.blocks.items()}
         tensors |= {f"{n}/A": b.A.detach() for n, b in self.blocks.items() if b.A is not None}
+        for entry, block in zip(header["blocks"], self.blocks.values(), strict=True):
+            if isinstance(block, CorrectedBlock):
+                parts = {k: v for k, v in vars(block.eigen).items() if v is not None}
+                tensors |= {f"{block.name}/eigen/{k}": v.detach() for k, v in parts.items()}
+                entry["eigen"] = list(parts)
         return {"header": header, "tensors": tensors}
 
     @classmethod
@@ -202,15 +214,7 @@ class KroneckerFactors:
                 f"{FORMAT_VERSION}; update marglik."
             )
         try:
-            blocks = {
-                entry["name"]: KroneckerBlock(
-                    entry["name"],
-                    tensors[f"{entry['name']}/B"],
-                    tensors[f"{entry['name']}/A"] if entry["A"] else None,
-                    _number_or_tuple(entry["num_terms"]),
-                )
-                for entry in header["blocks"]
-            }
+            blocks = {entry["name"]: _block(entry, tensors) for entry in header["blocks"]}
             options = {name: header[name] for name in FIRST_OPTIONS}
             options |= {
                 f.name: header[f.name] for f in fields(CurvatureOptions) if f.name in header
@@ -267,6 +271,17 @@ class KroneckerFactors:
         missing = [name for name in self.blocks if name not in v]
         if missing:
             raise KeyError(f"No vector for parameter '{missing[0]}'; pass one per block.")
+
+
+def _block(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> KroneckerBlock:
+    """A block from its entry in the header; only corrected ones have an eigenbasis there."""
+    name = entry["name"]
+    B, A = tensors[f"{name}/B"], tensors[f"{name}/A"] if entry["A"] else None
+    num_terms = _number_or_tuple(entry["num_terms"])
+    if "eigen" not in entry:
+        return KroneckerBlock(name, B, A, num_terms)
+    eigen = EigenBlock(**{part: tensors[f"{name}/eigen/{part}"] for part in entry["eigen"]})
+    return CorrectedBlock(name, B, A, num_terms, eigen=eigen)
 
 
 def _number_or_tuple(value: float | list[float]) -> float | tuple[float, ...]:

@@ -1,1 +1,1 @@
-"""Covariances of a network's outputs, without Jacobians."""
+"""Gradients of single examples, in the eigenbasis of a block: covariances and second moments."""

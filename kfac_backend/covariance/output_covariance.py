@@ -13,11 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from kfac_backend.covariance.gradient_covariance import (
-    LARGEST_PRODUCT,
-    bytes_per_example,
-    gradient_covariance,
-)
+from kfac_backend.covariance.eigenbasis import LARGEST_PRODUCT, bytes_per_example
+from kfac_backend.covariance.gradient_covariance import gradient_covariance
 from kfac_backend.covariance.layer_gradients import LayerGradients, PosteriorPrecision
 from kfac_backend.layers import ExampleGradients, Use
 from kfac_backend.model.batches import Plan, detached, example_shapes, examples, make_plan
@@ -195,7 +192,7 @@ class OutputCovariance:
             if self._gradients.stands_alone(tracked, uses[tracked]):
                 with self._no_autocast(f):
                     chunk = sizes.chunks.get(tracked, 1)
-                    self._gradients.add_one(covariance, tracked, use, gradients, chunk)
+                    self._gradients.add_one(covariance, (tracked, use, gradients), chunk)
             else:
                 seen[tracked, use] = gradients
 
@@ -220,7 +217,7 @@ class OutputCovariance:
                 (tracked, use), gradients = seen.popitem()
                 if self._gradients.stands_alone(tracked, uses[tracked]):
                     chunk = sizes.chunks.get(tracked, 1)
-                    self._gradients.add_one(covariance, tracked, use, gradients, chunk)
+                    self._gradients.add_one(covariance, (tracked, use, gradients), chunk)
                 else:
                     tied.append((tracked, use, gradients))
             self._gradients.add(covariance, tied)

@@ -36,7 +36,10 @@ class FactorKron(Kron):
 
     @classmethod
     def from_factors(cls, factors: KroneckerFactors, dtype: torch.dtype | None = None):
-        """A Kron of these factors, in the parameters' dtype if one is given, float32 at least."""
+        """A Kron of these factors, in the parameters' dtype if one is given, float32 at least.
+
+        Of factors with corrected eigenvalues, those before the correction; see `EigenKron`.
+        """
         if dtype is not None:
             dtype = torch.promote_types(dtype, torch.float32)
         kfacs = [
@@ -160,6 +163,20 @@ class EigenKron(KronDecomposed):
         self.damping = damping
         self.scale = scale
 
+    @classmethod
+    def from_factors(
+        cls, factors: KroneckerFactors, dtype: torch.dtype, damping: bool = False
+    ) -> "EigenKron":
+        """The decomposition of these factors, with corrected eigenvalues where they have such.
+
+        Args:
+            factors: the factors.
+            dtype: of the result, float32 at least.
+            damping: add √δ to both factors' eigenvalues instead of δ to their products.
+        """
+        factors = factors.to(dtype=torch.promote_types(dtype, torch.float32))
+        return cls(_Decomposition(list(factors.blocks.values())), damping=damping)
+
     def __len__(self) -> int:
         return len(self._decomposition.blocks)
 
@@ -170,8 +187,13 @@ class EigenKron(KronDecomposed):
 
     @property
     def eigenvalues(self) -> list[list[Tensor]]:  # pyright: ignore
-        """[β, α] or [β] of each scaled block."""
-        return [[v for v in (b.beta, b.alpha) if v is not None] for b in self.blocks]
+        """[β, α] or [β] of each scaled block; corrected ones are in [β], with all in it."""
+        return [
+            [v for v in (b.beta, b.alpha) if v is not None]
+            if b.corrected is None
+            else [b.corrected.flatten()]
+            for b in self.blocks
+        ]
 
     @property
     def eigenvectors(self) -> list[list[Tensor]]:  # pyright: ignore

@@ -146,7 +146,7 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
         """The curvature with eigenvectors, computed when first asked for."""
         factors = self._fitted()
         if self._decomposed is None:
-            self._decomposed = FactorKron.from_factors(factors, self._dtype).decompose(self.damping)
+            self._decomposed = EigenKron.from_factors(factors, self._dtype, self.damping)
         return self._decomposed
 
     @property

@@ -15,6 +15,7 @@ from torch.nn.utils import parameters_to_vector
 
 from kfac_backend.blocks.block import EigenBlock
 from kfac_backend.blocks.kronecker import KroneckerFactors
+from kfac_backend.correction import check_read_twice, corrected_factors
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.factors import kronecker_factors
 from kfac_backend.model.calls import call_with, check_output
@@ -155,7 +156,12 @@ class Posterior:
     # --- fitting ---
 
     def fit(
-        self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool = False
+        self,
+        train_loader: Iterable[Any],
+        override: bool = True,
+        progress_bar: bool = False,
+        *,
+        corrected: bool = False,
     ) -> None:
         """Compute the curvature at the model's present parameters.
 
@@ -163,7 +169,16 @@ class Posterior:
             train_loader: any iterable of batches (x, y), or of mappings.
             override: whether earlier data is forgotten; False adds the new data to it.
             progress_bar: whether to show a progress bar.
+            corrected: make a second pass over the data, for the exact blocks' eigenvalues in the
+                factors' eigenbasis, see `kfac_backend.corrected_factors`.
+
+        Raises:
+            ValueError: corrected eigenvalues with damping, or added to what was fitted before.
+            TypeError: corrected eigenvalues of data that can be read only once.
         """
+        if corrected:
+            self._check_corrected(adds=not override and self.factors is not None)
+            check_read_twice(train_loader)
         with turn_of(self.model, alone=self.options.backward_precision != "float32"):
             factors = in_eval_mode(self.model, kronecker_factors)(
                 self.model,
@@ -173,6 +188,14 @@ class Posterior:
                 generator=self.generator,
                 progress=progress_bar,
             )
+            if corrected:
+                factors = in_eval_mode(self.model, corrected_factors)(
+                    factors,
+                    self.model,
+                    train_loader,
+                    generator=self.generator,
+                    progress=progress_bar,
+                )
         if not override and self.factors is not None:
             factors = self.factors + factors
         self.restore(factors)
@@ -181,12 +204,28 @@ class Posterior:
         """Take these factors as the curvature at the model's present parameters.
 
         Raises:
-            ValueError: the factors are not of this model's trainable parameters.
+            ValueError: the factors are not of this model's trainable parameters, or corrected ones
+                with damping.
         """
         factors.check_alignment(self.model)
+        if factors.is_corrected:
+            self._check_corrected()
         self.mean = parameters_to_vector(self.params).detach()
         self.calibrations = {}
         self._set_factors(factors)
+
+    def _check_corrected(self, adds: bool = False) -> None:
+        if self.damping:
+            raise ValueError(
+                "damping adds √δ to the eigenvalues of both factors, and corrected eigenvalues are "
+                "no products of such. Make the posterior with damping=False, or take factors that "
+                "are not corrected."
+            )
+        if adds:
+            raise ValueError(
+                "override=False adds data, which changes the eigenvectors that eigenvalues are "
+                "corrected for. Fit with all the data at once, or with corrected=False."
+            )
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None

@@ -1,6 +1,6 @@
 """A fitted posterior in a folder, to the bit: safetensors and JSON, nothing pickled.
 
-- ``posterior.safetensors``: the Kronecker factors.
+- ``posterior.safetensors``: the Kronecker factors; corrected eigenvalues with their eigenbasis.
 - ``model.safetensors``: the network's parameters and buffers; of a network that stands on a frozen
   base, as with LoRA, without the base.
 - ``posterior.json``: hyperparameters, how to build the network, what data it is for, and SHA-256
@@ -88,6 +88,7 @@ def save_posterior(
         "sigma_noise": torch.as_tensor(laplace.sigma_noise).item(),
         "temperature": float(laplace.temperature),
         "damping": laplace.damping,
+        "corrected": factors.is_corrected,
         "evidence": float(laplace.log_marginal_likelihood()),
         "effective_parameters": dict(
             zip(names, laplace.effective_parameters().tolist(), strict=True)

@@ -26,7 +26,7 @@ from marglik.posterior.subset import freeze_all_but, last_layer
 from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.predictive import PredictiveConfig
 from marglik.runs.build import device_of
-from marglik.runs.config import CurvatureConfig, PostHocConfig, PostHocRunConfig
+from marglik.runs.config import PostHocConfig, PostHocCurvatureConfig, PostHocRunConfig
 from marglik.runs.model_check import check_model
 from marglik.runs.results import run_identity
 from marglik.storage.checkpoint import Checkpoints
@@ -54,7 +54,7 @@ def fit(
     checkpoint: str,
     likelihood: Likelihood = "classification",
     prior: PostHocConfig = PostHocConfig(),  # noqa: B008
-    curvature: CurvatureConfig = CurvatureConfig(),  # noqa: B008
+    curvature: PostHocCurvatureConfig = PostHocCurvatureConfig(),  # noqa: B008
     predictive: PredictiveConfig = PredictiveConfig(),  # noqa: B008
     run: PostHocRunConfig = PostHocRunConfig(),  # noqa: B008
     provenance: Provenance = Provenance(),  # noqa: B008
@@ -136,7 +136,7 @@ def fit(
         else:
             torch.manual_seed(run.seed)
             _logger.info("curvature pass over %d examples of %s", batches.num_examples, splits.name)
-            laplace.fit(batches, progress_bar=run.progress)
+            laplace.fit(batches, progress_bar=run.progress, corrected=curvature.corrected)
             if not (folder.path / MANIFEST).exists():
                 folder.begin("fit", provenance)  # an old run stays until this one is there
             folder.discard(CHECKPOINT)  # of another fit

@@ -1,11 +1,13 @@
 """Whether a network and data fit together, found out before any work is lost."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.blocks.block import EigenBlock
+from kfac_backend.blocks.kronecker import KroneckerFactors
+from kfac_backend.correction import CorrectionPass
 from kfac_backend.covariance.output_covariance import OutputCovariance, PosteriorPrecision
 from kfac_backend.factors import CurvaturePass
 from kfac_backend.loss.hessian import check_targets
@@ -19,7 +21,7 @@ from marglik.data.tensors import described
 from marglik.eval_mode import eval_mode
 from marglik.prediction.links import check_link
 from marglik.prediction.predictive import PredictiveConfig
-from marglik.runs.config import CurvatureConfig
+from marglik.runs.config import CurvatureConfig, PostHocCurvatureConfig
 
 __all__ = ["check_image_options", "check_model"]
 
@@ -62,9 +64,10 @@ def check_model(
     x, y = x.to(parameter.device), y.to(parameter.device)
     with eval_mode(model):
         # Made first: what has no rule is said in its words.
-        curvature_pass = None
+        curvature_pass = of_pass = None
         if curvature is not None:
-            curvature_pass = CurvaturePass(model, likelihood, curvature.options(splits.targets))
+            of_pass = curvature.options(splits.targets)
+            curvature_pass = CurvaturePass(model, likelihood, of_pass)
         try:
             with torch.no_grad():
                 f: Any = model(x)
@@ -86,9 +89,16 @@ def check_model(
             _check_memory(predictive, model, splits, f, likelihood)
         if curvature_pass is not None:
             curvature_pass.add(x, y)
-            if predictive is not None and predictive.method != "nn":
+            corrects = isinstance(curvature, PostHocCurvatureConfig) and curvature.corrected
+            linearises = predictive is not None and predictive.method != "nn"
+            if not (corrects or linearises):
+                return
+            unit = _unit_factors(curvature_pass.factors())
+            if corrects:
+                CorrectionPass(unit, model, of_pass).add(x, y)
+            if predictive is not None and linearises:
                 check_link(predictive.method, likelihood)
-                OutputCovariance(model, _unit_precision(curvature_pass))(x)
+                OutputCovariance(model, _unit_precision(unit))(x)
 
 
 def _check_memory(
@@ -112,20 +122,23 @@ def _check_memory(
     )
 
 
-def _unit_precision(curvature_pass: CurvaturePass) -> PosteriorPrecision:
-    """Blocks that need no eigendecomposition."""
-    precision = {}
-    for name, block in curvature_pass.factors().blocks.items():
-        beta, Q_B = _unit(block.B)
-        alpha, Q_A = (None, None) if block.A is None else _unit(block.A)
-        eigen = EigenBlock(beta, Q_B, alpha, Q_A)
-        precision[name] = eigen, eigen.spectrum(1.0)
-    return precision
+def _unit_factors(factors: KroneckerFactors) -> KroneckerFactors:
+    """The same with identities, which `decompose` sees through without a solver."""
+    blocks = {
+        name: replace(block, B=_unit(block.B), A=None if block.A is None else _unit(block.A))
+        for name, block in factors.blocks.items()
+    }
+    return replace(factors, blocks=blocks)
 
 
-def _unit(factor: Tensor) -> tuple[Tensor, Tensor]:
-    ones = torch.ones_like(factor[..., 0])
-    return ones, torch.diag_embed(ones)
+def _unit(factor: Tensor) -> Tensor:
+    return torch.diag_embed(torch.ones_like(factor[..., 0]))
+
+
+def _unit_precision(factors: KroneckerFactors) -> PosteriorPrecision:
+    """Blocks of a precision, by their eigenvectors and eigenvalues."""
+    eigen = {name: block.decompose() for name, block in factors.blocks.items()}
+    return {name: (block, block.spectrum(1.0)) for name, block in eigen.items()}
 
 
 def _check_output(

@@ -44,7 +44,7 @@ class PriorFit:
 
 def maximize_evidence(
     laplace: Posterior,
-    structure: Literal["scalar", "layerwise", "kind", "stage"] | dict[str, str] = "layerwise",
+    structure: Literal["layerwise", "scalar", "kind", "stage"] | dict[str, str] = "layerwise",
     *,
     learn_sigma_noise: bool = True,
 ) -> PriorFit:

@@ -71,6 +71,17 @@ def test_rules(checkpoint, tmp_path):
     assert delta[0] == delta[1] != delta[2] == delta[3]
 
 
+def test_corrected_eigenvalues(checkpoint, tmp_path, capsys):
+    plain = fit(checkpoint, tmp_path / "plain")
+    corrected = fit(checkpoint, tmp_path / "corrected", "--curvature.corrected", "true")
+    assert (plain["corrected"], corrected["corrected"]) == (False, True)
+    assert corrected["evidence"] != plain["evidence"]
+    assert corrected["curvature"] == plain["curvature"]
+    found = metrics(tmp_path / "corrected")["Laplace, probit"]
+    assert found["test/cls/accuracy"] > 0.7
+    assert found != metrics(tmp_path / "plain")["Laplace, probit"]
+
+
 @pytest.mark.parametrize("method", ["probit", "mc"])
 def test_validation(method, checkpoint, tmp_path):
     """No other single precision predicts the validation data better."""

@@ -1,0 +1,113 @@
+"""A block with eigenvalues of its own in the eigenbasis of B ⊗ A: eigenvalue correction (EKFAC)."""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from kfac_backend.blocks.block import EigenBlock, KroneckerBlock
+
+__all__ = ["CorrectedBlock"]
+
+
+@dataclass(frozen=True)
+class CorrectedBlock(KroneckerBlock):
+    """(Q_B ⊗ Q_A) diag(s) (Q_B ⊗ Q_A)ᵀ, with s the exact block's diagonal in that basis.
+
+    Of all matrices with these eigenvectors it is the nearest to the exact block in Frobenius norm,
+    and it has the exact block's trace. Source: George et al. 2018, "Fast Approximate Natural
+    Gradient Descent in a Kronecker-factored Eigenbasis" (arXiv:1806.03884), section 3.
+
+    The factors are those that the basis is of; the block is no longer their product.
+    """
+
+    eigen: EigenBlock = field(kw_only=True)
+    """The eigenbasis of B ⊗ A, and the ``corrected`` eigenvalues in it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self._corrected.numel() != self.numel:
+            raise ValueError(
+                f"The block of '{self.name}' has {self.numel} entries and corrected eigenvalues of "
+                f"shape {tuple(self._corrected.shape)}; there is one for each entry."
+            )
+
+    @property
+    def _corrected(self) -> Tensor:
+        assert self.eigen.corrected is not None
+        return self.eigen.corrected
+
+    def to_dense(self) -> Tensor:
+        """The block as a (P, P) matrix."""
+        return self.matvec(torch.eye(self.numel, dtype=self.B.dtype, device=self.B.device))
+
+    def matvec(self, v: Tensor) -> Tensor:
+        """The block times vectors v (..., P)."""
+        return self.eigen.power_matvec(v, self._corrected, 1.0)
+
+    def scale(self, weight: float) -> "CorrectedBlock":
+        """The block of the same data with a weight ≥ 0."""
+        scaled = super().scale(weight)
+        assert isinstance(scaled, CorrectedBlock)
+        return replace(scaled, eigen=self.eigen.scale(weight))
+
+    def add(self, other: KroneckerBlock) -> "CorrectedBlock":
+        """The block of the union of both data sets, if both have the same eigenvectors.
+
+        Raises:
+            ValueError: eigenvectors that are not the same; the sum has others than either.
+        """
+        total = super().add(other)
+        assert isinstance(total, CorrectedBlock) and isinstance(other, CorrectedBlock)
+        mine, theirs = self.eigen, other.eigen
+        if not (_same(mine.Q_B, theirs.Q_B) and _same(mine.Q_A, theirs.Q_A)):
+            raise ValueError(
+                f"The blocks of '{self.name}' have corrected eigenvalues for different "
+                "eigenvectors, and their sum has others again. Add (or average) the factors before "
+                "they are corrected, and correct the sum over all the data."
+            )
+        alpha = None if total.A is None else _diagonal_in(mine.Q_A, total.A)
+        eigen = EigenBlock(
+            _diagonal_in(mine.Q_B, total.B),
+            mine.Q_B,
+            alpha,
+            mine.Q_A,
+            self._corrected + other._corrected,
+        )
+        return replace(total, eigen=eigen)
+
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> "CorrectedBlock":
+        """The block on another device or in another dtype."""
+        moved = super().to(device, dtype)
+        return replace(moved, eigen=self.eigen.to(device, dtype))
+
+    @property
+    def knows_eigenvalues(self) -> bool:
+        """Always."""
+        return True
+
+    def factor_eigenvalues(self) -> tuple[Tensor, None]:
+        """All P eigenvalues ≥ 0, in float64, which are no products, and None."""
+        return self._corrected.double().flatten(), None
+
+    def num_clipped(self) -> int:
+        """None is negative: they are sums of squares."""
+        return 0
+
+    def decompose(self) -> EigenBlock:
+        """The corrected eigenvalues, and the eigenvectors of the factors."""
+        return self.eigen
+
+
+def _same(first: Tensor | None, second: Tensor | None) -> bool:
+    if first is None or second is None:
+        return first is second
+    return torch.equal(first, second)
+
+
+def _diagonal_in(Q: Tensor | None, factor: Tensor) -> Tensor:
+    """The diagonal of Qᵀ F Q."""
+    assert Q is not None
+    return (Q * (factor @ Q)).sum(-2)

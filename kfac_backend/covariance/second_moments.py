@@ -1,0 +1,122 @@
+"""Second moments of gradients in the eigenbasis of a block: its corrected eigenvalues.
+
+Eigenvalue (i, j) is Σ_n Σ_v (q_Bᵢᵀ G_nv q_Aⱼ)², with G_nv = Σ_r b_nvr a_nrᵀ the gradient of example
+n and backward vector v: the diagonal of the exact block in the basis Q_B ⊗ Q_A. With one position
+it never needs G_nv: Σ_n (Σ_v b̃_nvi²) ã_nj². Source: George et al. 2018 (arXiv:1806.03884),
+section 3; with shared positions, an example's gradient is the sum over all of them, in either mode.
+"""
+
+from collections.abc import Mapping
+
+from jaxtyping import Float
+from torch import Tensor
+
+from kfac_backend.blocks.block import EigenBlock
+from kfac_backend.covariance.eigenbasis import (
+    bases,
+    bytes_per_example,
+    dense_in_basis,
+    grouped,
+    products,
+    rotated,
+)
+from kfac_backend.covariance.parameter_gradients import (
+    ParameterGradients,
+    Seen,
+    SumOfUses,
+    group_of,
+    some_examples,
+)
+from kfac_backend.layers import ExampleGradients
+from kfac_backend.model.rule_assignment import RuleAssignment
+
+__all__ = ["LayerMoments", "add_second_moments"]
+
+
+class LayerMoments(ParameterGradients):
+    """Turns output gradients of layers into the second moments of their parameters' gradients.
+
+    Args:
+        assignment: the layers.
+        bases: parameter name -> the eigenvectors of its block.
+        memory: bytes that inputs and gradients of some examples of a layer may take at once.
+        product_bytes: as of `add_second_moments`.
+    """
+
+    def __init__(
+        self,
+        assignment: RuleAssignment,
+        bases: Mapping[str, EigenBlock],
+        memory: int,
+        product_bytes: int,
+    ) -> None:
+        super().__init__(assignment)
+        self._bases = bases
+        self._memory = memory
+        self._product_bytes = product_bytes
+        self.moments = {
+            name: block.Q_B.new_zeros(block.spectrum().shape) for name, block in bases.items()
+        }
+        """Parameter name -> the sums so far, in the shape of `EigenBlock.spectrum`."""
+
+    def add_one(self, seen: Seen) -> None:
+        """Add the part of a layer that stands alone, some examples at a time."""
+        tracked, _, rows = seen
+        _, R, V, d_out = rows.shape
+        entries = max(self.moments[name].numel() for name in tracked.parameters.values())
+        d_in = max(1, entries // d_out)
+        size = self._memory // max(1, bytes_per_example(R, V, d_out, d_in, rows.element_size()))
+        for _, some in some_examples(seen, max(1, size)):
+            self.add([some])
+
+    def add(self, seen: list[Seen]) -> None:
+        """Add all uses that were seen, whose gradients add up in tied parameters."""
+        for (name, (slot, slots)), gradients in self.of_uses(seen):
+            block, moments = self._bases[name], self.moments[name]
+            if slots > 1:
+                block, moments = group_of(block, slot), moments[slot]
+            self._add(moments, gradients, block)
+
+    def _add(self, moments: Tensor, gradients: SumOfUses, block: EigenBlock) -> None:
+        one_way = gradients.in_one_way()
+        if one_way is None:
+            for part in gradients.dense(self._product_bytes):
+                moments += dense_in_basis(part, block, moments).square_().sum((0, 1))
+            return
+        joined, transposed = one_way
+        add_second_moments(moments, joined, block, self._product_bytes, transposed=transposed)
+
+
+def add_second_moments(
+    moments: Float[Tensor, "*G rows columns"],
+    gradients: ExampleGradients,
+    block: EigenBlock,
+    product_bytes: int = 8 * 2**20,
+    *,
+    transposed: bool = False,
+) -> None:
+    """Add Σ_n Σ_v (Qᵀ g_nv)² of one parameter's gradients g_nv, in place.
+
+    Args:
+        moments: what is added to, in the shape of `EigenBlock.spectrum`.
+        gradients: the vectors' gradients in the parameter.
+        block: the eigenvectors Q.
+        product_bytes: how much of a gradient may be made at once; one row at least.
+        transposed: whether the parameter is stored inputs first, (d_in, d_out).
+    """
+    b = gradients.b.to(block.Q_B.dtype)
+    if gradients.a is None or block.Q_A is None:
+        b = b.sum(2)  # (G, N, V, d_out)
+        if block.Q_B.shape[-1] > 1:  # else a diagonal, for P groups of one entry
+            b = rotated(b, grouped(block.Q_B))
+        moments += b.square().sum((1, 2)).view_as(moments)
+        return
+    a = gradients.a.to(block.Q_A.dtype)
+    Q_B, Q_A, of_groups = bases(block, moments, transposed)
+    if b.shape[2] == 1:
+        squares = rotated(b[:, :, 0], Q_B).square_().sum(2)  # (G, N, d_out)
+        of_groups += squares.mT @ rotated(a[:, :, 0], Q_A).square()
+        return
+    for _, g, some, gradient in products(rotated(b, Q_B), a, Q_A, product_bytes):
+        over_vectors = gradient.square_().sum(-2)  # (rows, d_in), or (N, rows, d_in)
+        of_groups[g, some] += over_vectors if over_vectors.dim() == 2 else over_vectors.sum(0)

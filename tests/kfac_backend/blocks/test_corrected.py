@@ -1,0 +1,135 @@
+"""Blocks with corrected eigenvalues: their algebra, their files, and what cannot be done."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch.testing import assert_close
+
+from kfac_backend import KroneckerFactors, corrected_factors, kronecker_factors
+from kfac_backend.blocks import kronecker
+from kfac_backend.blocks.corrected import CorrectedBlock
+from kfac_backend.blocks.spectrum import Spectra
+from tests.kfac_backend.networks import data, network
+from tests.random_numbers import normal
+
+
+@pytest.fixture(scope="module")
+def both() -> tuple[KroneckerFactors, KroneckerFactors]:
+    """Factors, and the same with corrected eigenvalues."""
+    model, batch = network(), data()
+    factors = kronecker_factors(model, [batch], "classification")
+    return factors, corrected_factors(factors, model, [batch])
+
+
+def same(first: KroneckerFactors, second: KroneckerFactors) -> None:
+    for name in first.blocks:
+        assert torch.equal(first.to_dense(name), second.to_dense(name))
+        assert type(first.blocks[name]) is type(second.blocks[name])
+
+
+def test_dense_products_and_eigenvalues(both):
+    _, corrected = both
+    for block in corrected.blocks.values():
+        dense = block.to_dense()
+        v = normal(2, block.numel)
+        assert_close(block.matvec(v), v @ dense.mT)
+        assert_close(block.eigenvalues().sort()[0], torch.linalg.eigvalsh(dense), atol=1e-9, rtol=0)
+        eigen = block.decompose()
+        inverse = eigen.power_matvec(v, eigen.spectrum(0.3), -1.0)
+        expected = torch.linalg.solve(dense + 0.3 * torch.eye(len(dense)).double(), v.mT).mT
+        assert_close(inverse, expected)
+    assert corrected.num_clipped() == sum(
+        b.num_clipped() for b in corrected.blocks.values() if not isinstance(b, CorrectedBlock)
+    )
+
+
+def test_log_determinants(both):
+    factors, corrected = both
+    expected = sum(
+        torch.logdet(b.to_dense() + 0.2 * torch.eye(b.numel).double())
+        for b in corrected.blocks.values()
+    )
+    assert_close(corrected.log_det(0.2), expected)
+    ratios = torch.full((len(corrected),), 5.0, dtype=torch.float64)
+    found = Spectra.of(corrected.blocks.values()).log_det_ratio(ratios).sum()
+    sizes = sum(block.numel for block in corrected.blocks.values())
+    assert_close(found + sizes * torch.tensor(0.2).double().log(), expected, rtol=1e-7, atol=1e-9)
+    assert abs(factors.log_det(0.2) - expected) > 1e-3  # negative control
+
+
+def test_weights_and_sums_with_the_same_eigenvectors(both):
+    _, corrected = both
+    scaled = 0.3 * corrected
+    assert scaled.is_corrected
+    for name, block in corrected.blocks.items():
+        assert_close(scaled.to_dense(name), 0.3 * block.to_dense())
+        assert_close(scaled.blocks[name].eigenvalues(), 0.3 * block.eigenvalues())
+    total = 0.95 * corrected + 0.05 * corrected
+    for name, block in corrected.blocks.items():
+        assert_close(total.to_dense(name), block.to_dense())
+        if isinstance(block, CorrectedBlock):
+            assert_close(total.blocks[name].decompose().beta, block.decompose().beta)
+    assert total.num_data == pytest.approx(corrected.num_data)
+
+
+def test_sums_that_have_other_eigenvectors(both):
+    factors, corrected = both
+    model, (x, y) = network(), data()
+    other = kronecker_factors(model, [(x[:4], y[:4])], "classification")
+    other = corrected_factors(other, model, [(x[:4], y[:4])])
+    with pytest.raises(ValueError, match="different eigenvectors.*before they are corrected"):
+        corrected + other
+    for first, second in ((factors, corrected), (corrected, factors)):
+        with pytest.raises(ValueError, match="corrected eigenvalues and the other has none"):
+            first + second
+
+
+def test_damping_is_for_products(both):
+    eigen = both[1].blocks["0.weight"].decompose()
+    with pytest.raises(ValueError, match="damping=False"):
+        eigen.spectrum(0.1, damping=True)
+    assert both[0].blocks["0.weight"].decompose().spectrum(0.1, damping=True).min() > 0
+
+
+def test_to(both):
+    _, corrected = both
+    moved = corrected.to("cpu", torch.float32)
+    assert moved.is_corrected
+    for name, block in moved.blocks.items():
+        assert block.to_dense().dtype == torch.float32
+        assert_close(block.to_dense().double(), corrected.to_dense(name), rtol=1e-4, atol=1e-4)
+
+
+def test_files(both, tmp_path, monkeypatch):
+    factors, corrected = both
+    corrected.save(tmp_path / "corrected.safetensors")
+    loaded = KroneckerFactors.load(tmp_path / "corrected.safetensors")
+    same(loaded, corrected)
+    assert loaded.is_corrected and loaded.num_data == corrected.num_data
+    for name in corrected.blocks:
+        assert torch.equal(loaded.eigenvalues()[name], corrected.eigenvalues()[name])
+    same(KroneckerFactors.from_state_dict(corrected.state_dict()), corrected)
+    factors.save(tmp_path / "factors.safetensors")
+    for file, version in (("factors", 1), ("corrected", 2)):
+        with safe_open(tmp_path / f"{file}.safetensors", framework="pt") as opened:
+            assert json.loads(opened.metadata()["header"])["version"] == version
+    # A release that knows no corrected eigenvalues reads the one and refuses the other.
+    monkeypatch.setattr(kronecker, "FORMAT_VERSION", 1)
+    same(KroneckerFactors.load(tmp_path / "factors.safetensors"), factors)
+    with pytest.raises(ValueError, match="format version 2, this release reads up to 1; update"):
+        KroneckerFactors.load(tmp_path / "corrected.safetensors")
+
+
+def test_a_state_that_lacks_its_eigenvectors(both):
+    state = both[1].state_dict()
+    del state["tensors"]["0.weight/eigen/Q_A"]
+    with pytest.raises(ValueError, match="lacks '0.weight/eigen/Q_A'"):
+        KroneckerFactors.from_state_dict(state)
+
+
+def test_eigenvalues_of_another_shape(both):
+    block = both[1].blocks["0.weight"]
+    with pytest.raises(ValueError, match="one for each entry"):
+        CorrectedBlock("w", block.B, None, eigen=block.eigen)

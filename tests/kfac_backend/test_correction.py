@@ -1,0 +1,273 @@
+"""Corrected eigenvalues against the dense exact blocks, rotated by explicit Kronecker products."""
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from kfac_backend import KroneckerFactors, corrected_factors, kronecker_factors
+from kfac_backend.blocks.corrected import CorrectedBlock
+from kfac_backend.correction import CorrectionPass
+from tests import oracles
+from tests.kfac_backend.block_checks import MODES, OTHER
+from tests.kfac_backend.covariance.test_output_covariance_of_layers import CASES, case
+from tests.kfac_backend.networks import data, network
+from tests.random_numbers import normal
+
+LIKELIHOODS = ("classification", "regression", "bernoulli")
+
+
+def targets(f: Tensor, likelihood: str) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    if likelihood == "classification":
+        return torch.randint(f.shape[-1], f.shape[:-1], generator=generator)
+    y = torch.randn(f.shape, generator=generator, dtype=f.dtype)
+    return y if likelihood == "regression" else y.sigmoid()
+
+
+def basis(block: CorrectedBlock) -> Tensor:
+    """The eigenvectors as columns of a dense (P, P) matrix, group by group."""
+    Q_B, Q_A = block.eigen.Q_B, block.eigen.Q_A
+    groups = []
+    for g in range(len(Q_B) if Q_B.dim() == 3 else 1):
+        of_B = Q_B[g] if Q_B.dim() == 3 else Q_B
+        of_A = torch.ones(1, 1).double() if Q_A is None else Q_A[g] if Q_A.dim() == 3 else Q_A
+        groups.append(torch.kron(of_B.contiguous(), of_A.contiguous()))
+    return torch.block_diag(*groups)
+
+
+def check(factors: KroneckerFactors, corrected: KroneckerFactors, exact: Mapping[str, Tensor]):
+    """Each block against the exact one; returns how far the Kronecker eigenvalues are off."""
+    assert list(corrected.blocks) == list(factors.blocks) == list(exact)
+    off = []
+    for name, block in corrected.blocks.items():
+        dense, scale = factors.to_dense(name), float(exact[name].norm()) or 1.0
+        if not isinstance(block, CorrectedBlock):  # exact already
+            assert block.B is factors.blocks[name].B
+            expected = exact[name] if dense.count_nonzero() > len(dense) else exact[name].diag()
+            assert_close(block.eigenvalues().sum(), exact[name].trace(), rtol=1e-10, atol=1e-12)
+            assert_close(dense if expected.dim() > 1 else dense.diag(), expected)
+            continue
+        Q = basis(block)
+        assert_close(Q.T @ Q, torch.eye(len(Q)).double(), rtol=0, atol=1e-11)
+        rotated = Q.T @ dense @ Q
+        assert_close(rotated, torch.diag(rotated.diag()), rtol=0, atol=1e-11 * float(dense.norm()))
+        expected = (Q.T @ exact[name] @ Q).diag()
+        assert_close(block.eigenvalues(), expected, rtol=1e-10, atol=1e-10 * scale)
+        assert_close(block.to_dense(), Q @ torch.diag(expected) @ Q.T, rtol=0, atol=1e-10 * scale)
+        assert_close(block.eigenvalues().sum(), exact[name].trace(), rtol=1e-10, atol=1e-10 * scale)
+        distance = [float((exact[name] - H).norm()) for H in (block.to_dense(), dense)]
+        assert distance[0] <= distance[1] + 1e-10 * scale
+        off.append(float((rotated.diag() - expected).norm()) / scale)
+    return off
+
+
+def exact_blocks(model: nn.Module, x, likelihood: str, ignored=None) -> dict[str, Tensor]:
+    return oracles.ggn_blocks(model, lambda run: run(x), likelihood, ignored)
+
+
+@pytest.mark.parametrize("kfac_approx", MODES)
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_diagonal_of_the_exact_block(name, kfac_approx):
+    model, x = case(name)
+    likelihood = LIKELIHOODS[len(name) % 3]
+    y = targets(model(x).detach(), likelihood)
+    batches = [{**x, "labels": y} if isinstance(x, Mapping) else (x, y)]
+    options = {"kfac_approx": kfac_approx, "unsupported": "diagonal"}
+    factors = kronecker_factors(model, batches, likelihood, **options)
+    exact = exact_blocks(model, batches[0] if isinstance(x, Mapping) else x, likelihood)
+    off = check(factors, corrected_factors(factors, model, batches), exact)
+    together = corrected_factors(factors, model, batches, batched=True)
+    check(factors, together, exact)
+    # Negative control: the Kronecker eigenvalues are others, but in regression's linear heads,
+    # which see one position each and are exact.
+    assert max(off) > 1e-5 or name in ("RMSNorm", "no rule")
+    others = corrected_factors(
+        kronecker_factors(
+            model, batches, likelihood, **options | {"kfac_approx": OTHER[kfac_approx]}
+        ),
+        model,
+        batches,
+    )
+    pairs = [
+        (block.eigenvalues(), others.blocks[n].eigenvalues())
+        for n, block in together.blocks.items()
+    ]
+    if name in ("Conv1d", "ConvTranspose1d", "language model", "attention", "graph network"):
+        assert any((a.sort()[0] - b.sort()[0]).norm() > 1e-3 * a.norm() for a, b in pairs)
+
+
+def several_terms():
+    """Logits at each of three positions."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    return model, normal(5, 3, 2)
+
+
+@pytest.mark.parametrize("kfac_approx", MODES)
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@pytest.mark.parametrize("build", [several_terms, lambda: (network(), data()[0])])
+def test_likelihoods_and_loss_terms(build, likelihood, kfac_approx):
+    model, x = build()
+    y = targets(model(x).detach(), likelihood)
+    factors = kronecker_factors(model, [(x, y)], likelihood, kfac_approx=kfac_approx)
+    exact = exact_blocks(model, x, likelihood)
+    one = corrected_factors(factors, model, [(x, y)])
+    assert max(check(factors, one, exact)) > 1e-3
+    # In other batches, and in another order.
+    again = corrected_factors(factors, model, [(x[3:], y[3:]), (x[:3], y[:3])])
+    for name, block in one.blocks.items():
+        assert_close(again.blocks[name].eigenvalues(), block.eigenvalues())
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_labels_that_do_not_count(batched):
+    model, x = several_terms()
+    y = targets(model(x).detach(), "classification")
+    ignored = torch.zeros(y.shape, dtype=torch.bool)
+    ignored[0, 1:], ignored[3] = True, True
+    batches = [(x, y.masked_fill(ignored, 7))]
+    factors = kronecker_factors(model, batches, "classification", ignore_index=7)
+    found = corrected_factors(factors, model, batches, ignore_index=7, batched=batched)
+    exact = exact_blocks(model, x, "classification", ignored)
+    assert max(check(factors, found, exact)) > 1e-3
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_empirical_fisher(likelihood):
+    model, x = several_terms()
+    y = targets(model(x).detach(), likelihood)
+    factors = kronecker_factors(model, [(x, y)], likelihood, fisher="empirical")
+    exact = oracles.empirical_fisher_blocks(model, x, y, likelihood)
+    assert max(check(factors, corrected_factors(factors, model, [(x, y)]), exact)) > 1e-3
+
+
+def test_monte_carlo_fisher_draws_labels_anew():
+    model, (x, y) = network(), data()
+    options = {"fisher": "mc", "mc_samples": 400}
+    factors = kronecker_factors(model, [(x, y)], "classification", **options)
+    generator = torch.Generator().manual_seed(0)
+    found = corrected_factors(
+        factors, model, [(x, y)], generator=generator, mc_samples=400
+    ).eigenvalues()["8.weight"]
+    again = corrected_factors(
+        factors, model, [(x, y)], generator=generator.manual_seed(0), mc_samples=400
+    )
+    assert torch.equal(found, again.eigenvalues()["8.weight"])
+    Q = basis(again.blocks["8.weight"])
+    expected = (Q.T @ exact_blocks(model, x, "classification")["8.weight"] @ Q).diag()
+    assert 1e-4 < float((found - expected).norm() / expected.norm()) < 0.1
+
+
+def test_fewer_vectors():
+    model, x = several_terms()
+    y = targets(model(x).detach(), "classification")
+    factors = kronecker_factors(model, [(x, y)], "classification", rank_tolerance=0.4)
+    assert 0 < factors.left_out_share < 0.4
+    found = corrected_factors(factors, model, [(x, y)])
+    assert found.left_out_share == factors.left_out_share
+    whole = exact_blocks(model, x, "classification")
+    for name in whole:
+        assert found.eigenvalues()[name].sum() < (1 - 1e-3) * whole[name].trace()
+    bias = found.eigenvalues()["2.bias"].sum()
+    assert_close(bias, torch.tensor(factors.trace - factors.trace_left_out).double())
+
+
+@given(
+    size=st.integers(3, 5), kernel=st.integers(1, 3), stride=st.integers(1, 2),
+    padding=st.integers(0, 2), dilation=st.integers(1, 2), groups=st.sampled_from([1, 2]),
+    transposed=st.booleans(), kfac_approx=st.sampled_from(MODES),
+)  # fmt: skip
+@settings(max_examples=25, deadline=None)
+def test_convolutions(size, kernel, stride, padding, dilation, groups, transposed, kfac_approx):
+    kind = nn.ConvTranspose2d if transposed else nn.Conv2d
+    options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    reach = dilation * (kernel - 1) + 1
+    if transposed:
+        assume((size - 1) * stride + reach > 2 * padding)
+    else:
+        assume(size + 2 * padding >= reach)
+    torch.manual_seed(0)
+    model = nn.Sequential(kind(2, 4, kernel, **options), nn.Tanh(), nn.Flatten(), nn.LazyLinear(2))
+    x = normal(3, 2, size, size)
+    model.double()(x)
+    y = torch.tensor([0, 1, 1])
+    factors = kronecker_factors(model, [(x, y)], "classification", kfac_approx=kfac_approx)
+    found = corrected_factors(factors, model, [(x, y)])
+    check(factors, found, exact_blocks(model, x, "classification"))
+
+
+@pytest.mark.parametrize("product", [1, 300, 10**6])
+def test_little_memory_changes_nothing(product):
+    model, (x, y) = network(), data()
+    factors = kronecker_factors(model, [(x, y)], "classification")
+    expected = corrected_factors(factors, model, [(x, y)])
+    curvature = CorrectionPass(factors, model)
+    curvature._memory, curvature._at_once, curvature._product_bytes = 1, product, product
+    for part in (slice(5), slice(5, 7)):  # the second in parts, as the first did not fit
+        curvature.add(x[part], y[part])
+    assert curvature._most == 1
+    found = curvature.factors()
+    for name, block in expected.blocks.items():
+        assert_close(found.blocks[name].eigenvalues(), block.eigenvalues())
+
+
+def test_exact_blocks_do_not_change():
+    model = nn.Sequential(nn.Linear(3, 2)).double()
+    x, y = normal(1, 3), torch.tensor([1])  # one example with one position
+    factors = kronecker_factors(model, [(x, y)], "classification")
+    found = corrected_factors(factors, model, [(x, y)])
+    for name, block in found.blocks.items():
+        assert isinstance(block, CorrectedBlock)
+        assert_close(block.to_dense(), factors.to_dense(name))
+        assert_close(block.eigenvalues(), factors.eigenvalues()[name], rtol=1e-10, atol=1e-12)
+    scales = nn.Sequential(nn.LayerNorm(3)).double()
+    factors = kronecker_factors(scales, [(x, y)], "classification")
+    found = corrected_factors(factors, scales, [(x, y)])
+    assert not found.is_corrected and torch.equal(
+        found.to_dense("0.weight"), factors.to_dense("0.weight")
+    )
+
+
+def test_corrected_again():
+    model, (x, y) = network(), data()
+    factors = kronecker_factors(model, [(x, y)], "classification")
+    once = corrected_factors(factors, model, [(x, y)])
+    twice = corrected_factors(once, model, [(x, y)])
+    for name in once.blocks:
+        assert torch.equal(once.eigenvalues()[name], twice.eigenvalues()[name])
+
+
+def test_what_does_not_fit_is_said():
+    model, (x, y) = network(), data()
+    factors = kronecker_factors(model, [(x, y)], "classification")
+    with pytest.raises(ValueError, match="saw 6 examples, the factors are of 7.*read twice"):
+        corrected_factors(factors, model, [(x[:6], y[:6])])
+    with pytest.raises(ValueError, match="saw 0 examples, the factors are of 7"):
+        corrected_factors(factors, model, iter([]))
+    with pytest.raises(ValueError, match="saw 7 examples, the factors are of 14"):
+        corrected_factors(2 * factors, model, [(x, y)])
+    with pytest.raises(ValueError, match="fisher='exact', the correction.*fisher='empirical'"):
+        corrected_factors(factors, model, [(x, y)], fisher="empirical")
+    with pytest.raises(ValueError, match="it belongs to another model"):
+        corrected_factors(factors, nn.Linear(2, 3), [(x, y)])
+
+
+def test_rows_must_be_told_their_examples():
+    class Folds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 3)
+
+        def forward(self, x):
+            return self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+    model, x = Folds().double(), normal(4, 3, 2)
+    batches = [(x, torch.zeros(4, 3).long())]
+    factors = kronecker_factors(model, batches, "classification")
+    with pytest.raises(NotImplementedError, match="'layer'.*12 rows in a batch of 4 examples"):
+        corrected_factors(factors, model, batches)

@@ -1,0 +1,124 @@
+"""Posteriors with corrected eigenvalues, against the dense Gaussian of their blocks."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call, jacrev
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset
+
+from kfac_backend import CurvatureOptions
+from kfac_backend.correction import corrected_factors
+from marglik import KronLaplace, Posterior, maximize_evidence
+from marglik.posterior.posterior_file import load_posterior, save_posterior
+from marglik.storage.record_file import read_posterior
+from tests.marglik.posteriors import data, network
+
+LIKELIHOODS = ("classification", "regression", "bernoulli")
+DELTA = torch.tensor([0.3, 2.0, 0.7, 5.0], dtype=torch.float64)
+
+
+def fitted(likelihood="classification", kfac_approx="expand", *, corrected=True, kind=Posterior):
+    noise = {"sigma_noise": 0.4} if likelihood == "regression" else {}
+    model, batch = network(torch.float64), data(likelihood, torch.float64)
+    options = {"prior_precision": DELTA, "temperature": 0.6, **noise}
+    if kind is KronLaplace:
+        laplace = KronLaplace(model, likelihood, kfac_approx=kfac_approx, **options)
+    else:
+        laplace = Posterior(model, likelihood, CurvatureOptions(kfac_approx=kfac_approx), **options)
+    loader = DataLoader(TensorDataset(*batch), batch_size=4)
+    laplace.fit(loader, corrected=corrected)
+    return laplace, batch[0]
+
+
+def precision(laplace) -> Tensor:
+    """Dense, with the noise, the temperature and the prior."""
+    scale = 1 / (laplace.sigma_noise**2 * laplace.temperature)
+    return torch.block_diag(*(
+        scale * block.to_dense() + d * torch.eye(block.numel).double()
+        for block, d in zip(laplace.factors.blocks.values(), DELTA, strict=True)
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [Posterior, KronLaplace])
+@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_evidence_and_covariance(likelihood, kfac_approx, kind):
+    laplace, x = fitted(likelihood, kfac_approx, kind=kind)
+    assert laplace.factors.is_corrected and laplace.model.training
+    P = precision(laplace)
+    log_det_prior = sum(p.numel() * d.log() for p, d in zip(laplace.params, DELTA, strict=True))
+    scatter = sum(d * p.square().sum() for p, d in zip(laplace.params, DELTA, strict=True))
+    expected = laplace.log_likelihood - 0.5 * (torch.logdet(P) - log_det_prior + scatter)
+    found = laplace.log_marginal_likelihood()
+    assert_close(found, expected.detach(), rtol=1e-9, atol=1e-9)
+    plain, _ = fitted(likelihood, kfac_approx, corrected=False)
+    assert abs(plain.log_marginal_likelihood() - found) > 1e-3  # negative control
+    model = laplace.model.eval()
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    jacobians = jacrev(lambda p: functional_call(model, p, (x,)))(parameters)
+    J = torch.cat([jacobian.flatten(2) for jacobian in jacobians.values()], 2)
+    f, covariance = laplace.output_distribution(x)
+    assert_close(covariance, J @ torch.linalg.solve(P, J.mT), rtol=1e-9, atol=1e-11)
+    if kind is KronLaplace:
+        H = laplace.posterior_precision
+        assert_close(H.to_matrix(), P)
+        assert_close(laplace.log_det_posterior_precision, torch.logdet(P))
+
+
+def test_samples():
+    laplace, _ = fitted()
+    sample = laplace.sample(40_000, torch.Generator().manual_seed(0)) - laplace.mean
+    covariance = sample.mT @ sample / len(sample)
+    expected = torch.linalg.inv(precision(laplace))
+    assert (covariance - expected).norm() < 0.05 * expected.norm()
+
+
+def test_a_prior_can_be_learned():
+    laplace, _ = fitted()
+    before = laplace.log_marginal_likelihood()
+    maximize_evidence(laplace)
+    assert laplace.log_marginal_likelihood() > before
+
+
+def test_files(tmp_path):
+    laplace, x = fitted()
+    save_posterior(laplace, tmp_path, frozen=True)
+    loaded = load_posterior(tmp_path, network(torch.float64, seed=5))
+    assert loaded.factors.is_corrected and read_posterior(tmp_path)["corrected"] is True
+    assert torch.equal(loaded.log_marginal_likelihood(), laplace.log_marginal_likelihood())
+    assert torch.equal(loaded.output_distribution(x)[1], laplace.output_distribution(x)[1])
+    save_posterior(fitted(corrected=False)[0], tmp_path, frozen=True)
+    assert read_posterior(tmp_path)["corrected"] is False
+
+
+def test_another_dtype():
+    laplace, x = fitted()
+    expected = laplace.output_distribution(x)[1]
+    found = laplace.to(dtype=torch.float32).output_distribution(x.float())[1]
+    assert laplace.factors.is_corrected and found.dtype == torch.float32
+    assert_close(found.double(), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_restored():
+    laplace, _ = fitted()
+    other = Posterior(laplace.model, "classification", prior_precision=DELTA, temperature=0.6)
+    other.restore(laplace.factors)
+    assert torch.equal(other.log_marginal_likelihood(), laplace.log_marginal_likelihood())
+
+
+def test_what_cannot_be():
+    model, batch = network(torch.float64), data("classification", torch.float64)
+    damped = Posterior(model, "classification", damping=True)
+    with pytest.raises(ValueError, match="damping=False"):
+        damped.fit([batch], corrected=True)
+    damped.fit([batch])
+    with pytest.raises(ValueError, match="damping=False"):
+        damped.restore(corrected_factors(damped.factors, model.eval(), [batch]))
+    posterior = Posterior(model, "classification")
+    with pytest.raises(TypeError, match="read only once.*DataLoader or a list"):
+        posterior.fit(iter([batch]), corrected=True)
+    assert posterior.factors is None
+    posterior.fit([batch], override=False, corrected=True)  # nothing was there
+    with pytest.raises(ValueError, match="override=False adds data"):
+        posterior.fit([batch], override=False, corrected=True)
