@@ -83,6 +83,7 @@ def run(config: Config, folder: Path | None = None) -> dict[str, Any]:
             batch_size=settings.batch_size,
             augment=config.augment,
             monitor=size.monitor,
+            held_out=size.held_out,
             seed=config.seed,
             output=str(folder),
             resume=True,

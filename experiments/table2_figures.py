@@ -17,7 +17,9 @@ Runs = Mapping[Any, Sequence[dict[str, Any]]]
 
 
 def curves_figure(runs: Runs, title: str = "") -> Figure:
-    """Two panels over epochs: evidence per example at the updates; test NLL of the MAP.
+    """Two panels over epochs: evidence per example at the updates; NLL of the MAP elsewhere.
+
+    On held-out images, or on the test set in runs that hold none out.
 
     A line is the mean over seeds, its band the range.
     """
@@ -29,9 +31,14 @@ def curves_figure(runs: Runs, title: str = "") -> Figure:
             [(u["epoch"], u["evidence_per_example"]) for u in r["curves"]["updates"]] for r in found
         ]
         _band(left, updates, setting)
-        _band(right, [r["curves"]["monitor"].get("test/cls/NLL", []) for r in found], setting)
+        looks = [r["curves"]["monitor"] for r in found]
+        _band(
+            right,
+            [next((c for k, c in look.items() if k.endswith("NLL")), []) for look in looks],
+            setting,
+        )
     left.set(xlabel="epoch", ylabel="nats per example", title="Log marginal likelihood")
-    right.set(xlabel="epoch", ylabel="nats per example", title="Test NLL of the MAP")
+    right.set(xlabel="epoch", ylabel="nats per example", title="NLL of the MAP, held out")
     for axes in (left, right):
         axes.set_xlim(left=0)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -15,7 +15,7 @@ from marglik.storage.record_file import read_posterior
 from marglik.storage.run_log import read_log
 from tests.marglik.threads import one_thread
 
-TINY = Protocol(depth=10, widen_factor=1, epochs=2, every=1, monitor=1)
+TINY = Protocol(depth=10, widen_factor=1, epochs=2, every=1, monitor=1, held_out=0.34)
 
 
 def test_a_run(tiny_cifar10, tmp_path):
@@ -25,22 +25,25 @@ def test_a_run(tiny_cifar10, tmp_path):
     json.dumps(found, allow_nan=False)
     assert found["config"]["kfac_approx"] == "expand"
     assert found["config"]["augment"] is True
-    assert (found["data"], found["num_data"]) == ("CIFAR-10 (JPEG)", 60)
-    assert list(found["metrics"]) == ["MAP", "Laplace, mc", "Laplace, probit"]
+    assert (found["data"], found["num_data"]) == ("CIFAR-10 (JPEG)", 40)
+    assert list(found["metrics"]) == [
+        "MAP", "MAP, temperature-scaled", "Laplace, mc", "Laplace, probit",
+    ]  # fmt: skip
     assert all("test/cls/NLL" in metrics for metrics in found["metrics"].values())
     records = read_log(tmp_path / "run")
     epochs = [r for r in records if r["kind"] == "epoch"]
     updates = [r for r in records if r["kind"] == "update"]
     curves = found["curves"]
     assert curves["loss"] == [r["loss"] for r in epochs]
-    assert curves["monitor"]["test/cls/NLL"] == [[r["epoch"], r["test/cls/NLL"]] for r in epochs]
+    key = "validation/cls/NLL"  # of what is held out
+    assert curves["monitor"][key] == [[r["epoch"], r[key]] for r in epochs]
     assert [u["weight_decay"] for u in curves["updates"]] == [u["weight_decay"] for u in updates]
     assert len(curves["updates"][0]["weight_decay"]) == 28
     of_update = found["seconds_per_update"]
     assert of_update["all"] == pytest.approx(sum(of_update[p] for p in of_update if p != "all"))
     assert of_update["pass"] == pytest.approx(sum(u["seconds"]["pass"] for u in updates) / 2)
     best = max(updates, key=lambda u: u["evidence"])
-    assert found["evidence_per_example"] == pytest.approx(best["evidence"] / 60)
+    assert found["evidence_per_example"] == pytest.approx(best["evidence"] / 40)
     assert found["kept_epoch"] == best["epoch"]
     # The posterior stays for other predictives.
     assert read_posterior(tmp_path / "run")["num_data"] == 60
