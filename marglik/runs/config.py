@@ -226,7 +226,7 @@ class PostHocConfig:
             trained with is a good choice. Prior precision = weight decay * N / temperature.
         temperature: T; the likelihood is raised to the power 1/T.
         sigma_noise: standard deviation of regression's noise, learned with method=evidence.
-        layers: all, or last for a posterior of the last layer only: the other layers are constants,
+        layers: all, or last for the last layer alone: the other layers are then constants,
             which is much faster for large networks.
     """
 
