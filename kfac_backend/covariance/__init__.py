@@ -1,1 +1,1 @@
-"""Covariances of a network's outputs, without Jacobians."""
+"""Covariances and samples of a linearised network's outputs, without Jacobians."""

@@ -45,8 +45,14 @@ def gradient_covariance(
         b = _rotated(b, _grouped(block.Q_B))
         return (b / _grouped(spectrum)[:, None, None, :, 0] @ b.mT).sum(0)
     a = gradients.a.to(block.Q_A.dtype)
+    if b.shape[2] > 1:  # positions that no output depends on, such as a causal network's later ones
+        reached = b.flatten(3).any(-1).any(0).any(0)  # (R,)
+        if not reached.all():
+            a, b = a[:, :, reached], b[:, :, reached]
     Q_B, Q_A, spectrum = _bases(block, spectrum, transposed)
     (G, N, R, C, d_out), d_in = b.shape, a.shape[-1]
+    if R == 0:
+        return b.new_zeros(N, C, C)
     if R == 1:
         b = _rotated(b[:, :, 0], Q_B)
         weights = _rotated(a[:, :, 0], Q_A).square() @ spectrum.reciprocal().mT  # (G, N, d_out)
