@@ -222,9 +222,9 @@ REFUSED = {
         ["--prior.sigma_noise", "0.5"],
         "sigma_noise is 0.5; only regression has",
     ),
-    "sampled networks of a layer": (
-        ["--predictive.method", "nn", "--predictive.layers", "last"],
-        "predictive.layers 'last' is not for method 'nn'",
+    "linearised networks of a layer": (
+        ["--predictive.method", "linearised", "--predictive.layers", "last"],
+        "predictive.layers 'last' is not for method 'linearised'",
     ),
     "unknown option": (["--epochs", "3"], "No option --epochs."),
 }

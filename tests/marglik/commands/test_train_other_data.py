@@ -28,7 +28,8 @@ KINDS = {
     "sequences": (
         "DART", "TokenNetwork",
         ["--data.context", "16", "--data.num_train", "60", "--data.num_test", "20",
-         "--data.validation", "0.1", "--curvature.fisher", "mc", "--predictive.method", "nn"],
+         "--data.validation", "0.1", "--curvature.fisher", "mc",
+         "--predictive.method", "linearised"],
     ),
     "graphs": ("NCI1", "NodeCounts", ["--data.validation", "0.2"]),
 }  # fmt: skip
@@ -131,7 +132,7 @@ def test_it_is_evaluated_as_at_its_end(kind, run, capsys):
     before = evaluated(run)
     options = ["--progress", "false", "--predictive.networks", "2"]  # as of the run
     if kind == "sequences":
-        options += ["--predictive.method", "nn"]
+        options += ["--predictive.method", "linearised"]
     assert main(["evaluate", str(run), *options]) == 0
     after = evaluated(run)
     for key in before.keys() - {"config", "predictives"}:
