@@ -229,7 +229,7 @@ def test_a_network_of_images(kind, inputs, commands, tmp_path, capsys):
 
 def test_wrong_turns_of_sequences(commands, trained, tmp_path, capsys):
     command = [*commands["sequences"], "--output", str(tmp_path / "run")]
-    message = "predictive.method 'mc' is for one prediction per example"
+    message = "predictive.method 'mc' needs the covariances of 256 outputs at 16 positions"
     assert message in refusal(capsys, *command, "--predictive.method", "mc")
     assert not (tmp_path / "run").exists()
     assert "'probit' is for one prediction" in refusal(

@@ -19,7 +19,7 @@ WRONG = {
     ),
     "an option of before": (
         ["--predictive.method", "linearized"],
-        "--predictive.method linearized: must be probit, bridge, mc or nn.",
+        "--predictive.method linearized: must be probit, bridge, mc or linearised.",
     ),
     "no update ever": (["--prior.every", "0"], "every must be at least 1, not 0"),
     "no samples": (["--curvature.mc_samples", "0"], "curvature.mc_samples must be at least 1"),
