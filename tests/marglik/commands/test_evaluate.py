@@ -273,10 +273,10 @@ REFUSED = {
     "another likelihood": (["--likelihood", "regression"], "is for likelihood 'classification'"),
     "an unknown method": (
         ["--methods", "[probit, laplace]"],
-        "must be a list in brackets, each item probit, bridge, mc or nn",
+        "must be a list in brackets, each item probit, bridge, mc or linearised",
     ),
     "linearised networks of a layer": (
-        ["--methods", "[nn]", "--predictive.layers", "last"],
+        ["--methods", "[linearised]", "--predictive.layers", "last"],
         "predictive.layers 'last' is not for method 'linearised'",
     ),
     "no samples": (["--predictive.samples", "0"], "predictive.samples must be positive, not 0"),

@@ -144,9 +144,9 @@ def test_other_likelihoods(problem, tmp_path, capsys):
     assert "Checkpoint: the prefix 'module.' was taken off all names." in capsys.readouterr().out
     found = read_posterior(tmp_path / "fit")
     assert found["likelihood"] == problem.likelihood
-    methods = ["--methods", "[probit, mc, nn]"]
+    methods = ["--methods", "[probit, mc, linearised]"]
     predictives = metrics(tmp_path / "fit", *methods)
-    assert list(predictives) == ["MAP", "Laplace, probit", "Laplace, mc", "Laplace, nn"]
+    assert list(predictives) == ["MAP", "Laplace, probit", "Laplace, mc", "Laplace, linearised"]
     if problem.likelihood == "regression":
         assert found["sigma_noise"] == pytest.approx(SIGMA, rel=0.4)
         assert all(values["test/reg/RMSE"] < 2 * SIGMA for values in predictives.values())

@@ -232,7 +232,7 @@ def test_wrong_turns_of_sequences(commands, trained, tmp_path, capsys):
     message = "predictive.method 'mc' needs the covariances of 256 outputs at 16 positions"
     assert message in refusal(capsys, *command, "--predictive.method", "mc")
     assert not (tmp_path / "run").exists()
-    assert "'probit' is for one prediction" in refusal(
+    assert "'probit' needs the covariances" in refusal(
         capsys, "evaluate", str(trained / "sequences"), "--output", str(tmp_path / "elsewhere")
     )
     message = refusal(capsys, *command, "--model.num_tokens", "300")
