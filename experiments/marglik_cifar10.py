@@ -187,7 +187,7 @@ def configs(options: argparse.Namespace) -> list[Config]:
             augment=on,
             seed=seed,
             variant=variant,
-            predictives=("probit", "bridge", "nn") if seed == 0 and variant is None else (),
+            predictives=("probit", "bridge", "linearised") if seed == 0 and variant is None else (),
             **common,
         )
         for seed, variant, preset, on, approach in product(

@@ -1,1 +1,1 @@
-"""Gradients of single examples, in the eigenbasis of a block: covariances and second moments."""
+"""Gradients of single examples in a block's eigenbasis: covariances, samples, second moments."""

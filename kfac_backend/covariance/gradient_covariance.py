@@ -41,8 +41,14 @@ def gradient_covariance(
         b = rotated(b, grouped(block.Q_B))
         return (b / grouped(spectrum)[:, None, None, :, 0] @ b.mT).sum(0)
     a = gradients.a.to(block.Q_A.dtype)
+    if b.shape[2] > 1:  # positions that no output depends on, such as a causal network's later ones
+        reached = b.flatten(3).any(-1).any(0).any(0)  # (R,)
+        if not reached.all():
+            a, b = a[:, :, reached], b[:, :, reached]
     Q_B, Q_A, spectrum = bases(block, spectrum, transposed)
     _, N, R, C, _ = b.shape
+    if R == 0:
+        return b.new_zeros(N, C, C)
     if R == 1:
         b = rotated(b[:, :, 0], Q_B)
         weights = rotated(a[:, :, 0], Q_A).square() @ spectrum.reciprocal().mT  # (G, N, d_out)

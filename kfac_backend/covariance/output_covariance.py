@@ -3,14 +3,21 @@
 C vectors are propagated back to the inputs only, as in the curvature pass; each layer's inputs and
 output gradients are contracted with its block's eigenvectors. Exact for the linearised network,
 whichever mode the factors are from.
+
+Outputs (N, R, C), one for each position of a sequence or pixel of an image, have a covariance
+(C, C) for each position, which may depend on all of the example's inputs: R·C vectors an example.
+Every pair of an example and a position is then worked on as an example of its own, so that one
+vector carries as many pairs as there is memory for.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from kfac_backend.covariance.eigenbasis import LARGEST_PRODUCT, bytes_per_example
@@ -26,7 +33,13 @@ from kfac_backend.model.verification import Proof
 from kfac_backend.precision import at_least_float32, full_float32
 from kfac_backend.threads import turn_of
 
-__all__ = ["OutputCovariance", "PosteriorPrecision"]
+__all__ = [
+    "OutputCovariance",
+    "PosteriorPrecision",
+    "check_classes",
+    "check_positions",
+    "default_memory",
+]
 
 DEFAULT_MEMORY = {"cpu": 96 * 2**20, "cuda": 2 * 2**30}
 
@@ -35,23 +48,48 @@ DEFAULT_MEMORY = {"cpu": 96 * 2**20, "cuda": 2 * 2**30}
 class _Sizes:
     """How many examples are worked on at once, for inputs of one shape."""
 
+    output: torch.Size
+    """The shape of one example's output, (..., C)."""
     part: int | None
     """In a pass; None: batches stay whole."""
     chunks: dict[TrackedLayer, int]
     """In each layer's products."""
+    groups: Sequence[frozenset[TrackedLayer]]
+    """Layers whose gradients are held at a time; the vectors are propagated back for each group."""
     channels_last: bool = False
+
+
+class _Part(NamedTuple):
+    """Some pairs of an example and one of its positions, worked on at once."""
+
+    x: Any
+    """The examples, once for each pair."""
+    positions: Tensor
+    """(M,) which position of each, among all that its output has."""
+    kept: Tensor | None
+    """Which of these pairs were asked for; None: all."""
+    numbers: Tensor
+    """Where the kept ones are in the result."""
 
 
 class OutputCovariance:
     """A function from inputs to outputs f (N, C) and their covariances J Σ Jᵀ (N, C, C).
 
+    Of outputs (N, R, C) the covariance of each position, (N, R, C, C), without those between
+    positions. The cost is C backward passes an example, R·C of sequences: a shortcut would need
+    positions that do not depend on each other. Positions of a layer that an output does not reach,
+    such as later ones in a causal network, are left out of the products.
+
     Args:
         model: the network at the posterior's mean. It runs in the mode (train or eval) it is in.
         precision: the posterior precision, block by block; parameters without a block are
             constants.
-        memory: bytes that gradients and their products may take at once, besides the activations
-            of the examples that they belong to; about 96 MiB on a CPU and 2 GiB on a GPU if None.
-            Batches of tensors are split inside to keep it, down to one example.
+        memory: bytes that gradients and their products may take at once, besides the result and
+            the activations of the examples that they belong to; about 96 MiB on a CPU and 2 GiB on
+            a GPU if None. Batches of tensors are split inside to keep it, down to one position of
+            one example, and beyond that the layers, at the price of more backward passes. At the
+            least the gradients of one layer's outputs are held, C at each of its positions, and,
+            of a weight tied in two orientations, its C gradients a few times.
         batched: propagate the C vectors back at once, which holds one layer's gradients at a time.
 
     Raises:
@@ -75,39 +113,63 @@ class OutputCovariance:
         self._model = model
         self._precision = precision
         device = next(model.parameters()).device.type
-        self._memory = memory or DEFAULT_MEMORY.get(device, DEFAULT_MEMORY["cuda"])
+        self._memory = memory or default_memory(device)
         largest = LARGEST_PRODUCT.get(device, LARGEST_PRODUCT["cuda"])
         self._product_bytes = max(1, min(largest, self._memory // 8))
         self._batched = batched
         self._sizes: dict[Any, _Sizes] = {}
 
-    def __call__(self, x: Any) -> tuple[Float[Tensor, "N C"], Float[Tensor, "N C C"]]:
+    def __call__(
+        self,
+        x: Any,
+        positions: Bool[Tensor, "N *R"] | None = None,
+        classes: Int[Tensor, "*chosen K"] | None = None,
+    ) -> tuple[Float[Tensor, "*chosen C"], Float[Tensor, "*chosen C C"]]:
         """Outputs and covariances at a batch, a tensor or a mapping of tensors; without a graph.
 
+        Args:
+            x: the batch.
+            positions: a mask of those that are wanted, of outputs (N, R, C) say; the result is then
+                of these M, (M, C) and (M, C, C), in the mask's order.
+            classes: numbers of the K outputs that are wanted, (K,), or of each example or position
+                of the result, (..., K), such as the largest; the result has K instead of C.
+
         Raises:
-            TypeError: a model whose output is not a tensor.
-            NotImplementedError: outputs of another shape than (N, C); a layer that hooks cannot
-                follow.
-            ValueError: no examples.
+            TypeError: a model whose output is not a tensor; a mask or numbers of another dtype.
+            NotImplementedError: outputs that are not (N, ..., C); a layer that hooks cannot follow.
+            ValueError: no examples; positions or classes that the outputs do not have.
         """
         # Under inference mode there would be no graph to go back.
         with turn_of(self._model), full_float32(), torch.inference_mode(False):
-            x = detached(x, next(self._model.parameters()).device)
+            device = next(self._model.parameters()).device
+            x = detached(x, device)
             if num_examples(x) == 0:
                 raise ValueError("The batch has no examples; leave it out.")
             layers = (tracked.layer for tracked in self._proof.assignment.layers)
             restore = restoration(self._model, *layers)
             try:
-                sizes = self._sizes_for(x)
-                parts = [self._part(part, sizes) for part in self._parts(x, sizes)]
+                K = None if classes is None else classes.shape[-1]
+                sizes = self._sizes_for(x, K)
+                mask = self._mask(x, sizes, positions)
+                M = int(mask.sum())
+                shape = tuple(mask.shape) if positions is None else (M,)
+                columns = check_classes(classes, shape, sizes.output[-1])
+                columns = None if columns is None else columns.to(device)
+                result = None
+                for part in self._parts(x, sizes, mask):
+                    of_part = columns[part.numbers] if columns is not None else None
+                    f, covariance = self._part(part, of_part, sizes)
+                    if result is None:
+                        result = tuple(t.new_empty(M, *t.shape[1:]) for t in (f, covariance))
+                    result[0][part.numbers], result[1][part.numbers] = f, covariance
             finally:
                 restore()
-            outputs, covariances = zip(*parts, strict=True)
-            result = torch.cat(outputs), torch.cat(covariances)
         give_back_free_memory()
-        return result
+        assert result is not None  # a position is chosen
+        outputs, covariances = result
+        return outputs.unflatten(0, shape), covariances.unflatten(0, shape)
 
-    def _sizes_for(self, x: Any) -> _Sizes:
+    def _sizes_for(self, x: Any, K: int | None) -> _Sizes:
         """How many examples fit; and, once, the proof that the hooks see all."""
         N = num_examples(x)
         if not self._proof.is_made(N):
@@ -118,77 +180,138 @@ class OutputCovariance:
                 self._proof.assignment, self._precision, self._product_bytes
             )
             self._sizes.clear()
-        key = example_shapes(x)
+        key = example_shapes(x), K
         if key not in self._sizes:
-            self._sizes[key] = self._measure(x if N is None else examples(x, slice(2)))
+            self._sizes[key] = self._measure(x if N is None else examples(x, slice(2)), K)
         return self._sizes[key]
 
-    def _measure(self, x: Any) -> _Sizes:
+    def _measure(self, x: Any, K: int | None) -> _Sizes:
         """How many examples of this shape fit into the memory."""
         plan = make_plan(self._model, x, next(self._model.parameters()).device)
         if num_examples(x) == 1:
             plan = Plan(splits=True)
         shapes: dict[TrackedLayer, tuple[int, int]] = {}
+        uses: dict[TrackedLayer, int] = {}
 
         def record(tracked: TrackedLayer, use: Use, b: Tensor) -> None:
             rows = self._gradients.rules[tracked].position_gradients(use, b)
             M, R, d_out = rows.shape
             R = R * -(-M // len(f))  # of each example, whose rows may be several
             shapes[tracked] = R + shapes.get(tracked, (0, 0))[0], d_out
+            uses[tracked] = uses.get(tracked, 0) + 1
 
         with self._capture(record) as capture:
             f = capture.forward(x)
             self._check_output(f, x)
             capture.backward(f, [torch.zeros_like(f)])
-        C, itemsize = f.shape[1], at_least_float32(f).element_size()
+        C, itemsize = K or f.shape[-1], at_least_float32(f).element_size()
         work = {
             tracked: bytes_per_example(R, C, d_out, self._input_size(tracked, d_out), itemsize)
             for tracked, (R, d_out) in shapes.items()
         }
-        sizes = [itemsize * C * R * d_out for R, d_out in shapes.values()]
-        held = max(sizes, default=1) * 2 if self._batched else sum(sizes)
+        sizes = {tracked: itemsize * C * R * d_out for tracked, (R, d_out) in shapes.items()}
+        vector = itemsize * f[0].numel()
         largest = max(work.values(), default=0)
         memory = self._memory - 2 * self._product_bytes
+        groups = [frozenset(self._proof.assignment.all)]
+        if self._batched:
+            held = max(sizes.values(), default=1) * 2 + C * vector
+        else:
+            held = sum(sizes.values()) + vector
+            if plan.splits and held + largest > memory:
+                groups = self._groups(sizes, uses, memory - largest - vector)
+                held = max(sum(sizes.get(t, 0) for t in group) for group in groups) + vector
         part = max(1, (memory - largest) // max(held, 1))
         part = min(part, plan.part_size or part)
         room = max(memory - part * held, largest)
         chunks = {tracked: max(1, room // size) for tracked, size in work.items()}
-        return _Sizes(part if plan.splits else None, chunks, plan.channels_last)
+        return _Sizes(
+            f.shape[1:], part if plan.splits else None, chunks, groups, plan.channels_last
+        )
+
+    def _groups(
+        self, sizes: dict[TrackedLayer, int], uses: dict[TrackedLayer, int], room: int
+    ) -> list[frozenset[TrackedLayer]]:
+        """The layers, in few groups whose gradients take this room; those that are tied, in one."""
+        together = [t for t in sizes if not self._gradients.stands_alone(t, uses[t])]
+        units = [together] if together else []
+        units += [[t] for t in sizes if t not in together]
+        groups: list[tuple[int, list[TrackedLayer]]] = []
+        for unit in sorted(units, key=lambda unit: -sum(sizes[t] for t in unit)):
+            size = sum(sizes[t] for t in unit)
+            for i, (taken, group) in enumerate(groups):
+                if taken + size <= room:
+                    groups[i] = taken + size, group + unit
+                    break
+            else:
+                groups.append((size, unit))
+        # Layers that did not run now may run in another batch.
+        rest = frozenset(self._proof.assignment.all) - frozenset(sizes)
+        return [frozenset(group) for _, group in groups] + ([rest] if rest else [])
 
     def _input_size(self, tracked: TrackedLayer, d_out: int) -> int:
         """Entries of a layer's input at one position, over all groups."""
         largest = max(self._precision[name][1].numel() for name in tracked.parameters.values())
         return max(1, largest // d_out)
 
-    def _parts(self, x: Any, sizes: _Sizes) -> Iterator[Any]:
+    def _mask(self, x: Any, sizes: _Sizes, positions: Tensor | None) -> Tensor:
+        """Which positions are wanted, (N,) of outputs (N, C), else (N, ...)."""
+        device = next(self._model.parameters()).device
         N = num_examples(x)
-        if N is None or sizes.part is None:
-            yield x
-            return
-        for start in range(0, N, sizes.part):
-            yield examples(x, slice(start, start + sizes.part))
+        if N is None:  # only the model can tell
+            with torch.no_grad():
+                N = len(call_with(self._model, {}, x))
+        return check_positions(positions, torch.Size((N, *sizes.output))).to(device)
 
-    def _part(self, x: Any, sizes: _Sizes) -> tuple[Tensor, Tensor]:
-        """Outputs and covariances of a part of a batch."""
+    def _parts(self, x: Any, sizes: _Sizes, mask: Tensor) -> Iterator[_Part]:
+        by_position = mask.flatten(1) if mask.dim() > 1 else mask[:, None]
+        of_example, of_positions = by_position.nonzero().T
+        numbers = torch.arange(len(of_example), device=mask.device)
+        if num_examples(x) is None or sizes.part is None:
+            # Each example's first wanted position, then each one's second, and so on.
+            rank = by_position.long().cumsum(1)[of_example, of_positions]
+            for k in range(1, int(by_position.sum(1).max()) + 1):
+                now = rank == k
+                position = numbers.new_zeros(len(mask))
+                position[of_example[now]] = of_positions[now]
+                yield _Part(x, position, of_example[now], numbers[now])
+            return
+        whole = mask.dim() == 1 and len(of_example) == len(mask)
+        if not whole:  # pairs with like positions together: they reach like positions of layers
+            order = of_positions.argsort(stable=True)
+            of_example, of_positions, numbers = (
+                t[order] for t in (of_example, of_positions, numbers)
+            )
+        for start in range(0, len(numbers), sizes.part):
+            some = slice(start, start + sizes.part)
+            # Slices of a tensor are no copies.
+            x_part = examples(x, some if whole else of_example[some])
+            yield _Part(x_part, of_positions[some], None, numbers[some])
+
+    def _part(self, part: _Part, classes: Tensor | None, sizes: _Sizes) -> tuple[Tensor, Tensor]:
+        """Outputs (M, C) and covariances (M, C, C) of a part of the pairs."""
         uses: dict[TrackedLayer, int] = {}
         seen: dict[tuple[TrackedLayer, Use], Tensor] = {}  # gradients (M, R, C, d_out)
+        group: frozenset[TrackedLayer] = frozenset()
         current = 0
 
         def count(tracked: TrackedLayer, use: Use) -> None:
             uses[tracked] = uses.get(tracked, 0) + 1
 
         def one_vector(tracked: TrackedLayer, use: Use, b: Tensor) -> None:
+            if tracked not in group:
+                return
             self._check_rows(tracked, use, len(f))
             gradients = self._gradients.rules[tracked].position_gradients(use, b)  # (M, R, d_out)
             if (tracked, use) not in seen:
                 M, R, d_out = gradients.shape
-                seen[tracked, use] = gradients.new_zeros(M, R, f.shape[1], d_out)
+                seen[tracked, use] = gradients.new_zeros(M, R, C, d_out)
             seen[tracked, use][:, :, current] = gradients
 
         def all_vectors(tracked: TrackedLayer, use: Use, b: Tensor) -> None:
             self._check_rows(tracked, use, len(f))
             gradients = self._gradients.rules[tracked].position_gradients(use, b)
-            gradients = gradients.unflatten(0, (f.shape[1], -1)).movedim(0, 2)
+            gradients = gradients.unflatten(0, (C, -1)).movedim(0, 2)
             if self._gradients.stands_alone(tracked, uses[tracked]):
                 with self._no_autocast(f):
                     chunk = sizes.chunks.get(tracked, 1)
@@ -198,51 +321,88 @@ class OutputCovariance:
 
         def vectors() -> Iterator[Tensor]:
             nonlocal current
-            for current in range(f.shape[1]):
-                vector = torch.zeros_like(f)
-                vector[:, current] = 1
-                yield vector
+            for current in range(C):
+                yield one_hot(f.shape, columns[:, current])
+
+        def one_hot(shape: torch.Size, column: Tensor) -> Tensor:
+            vector = torch.zeros(shape, dtype=f.dtype, device=f.device)
+            vector.view(len(f), -1, shape[-1])[rows, part.positions, column] = 1
+            return vector
 
         on_gradient = all_vectors if self._batched else one_vector
         with self._capture(on_gradient, sizes.channels_last, count) as capture:
-            f = capture.forward(x)
-            self._check_output(f, x)
-            covariance = at_least_float32(f.detach()).new_zeros(*f.shape, f.shape[1])
-            with self._no_autocast(f):
-                capture.backward(f, vectors())
-        f = f.detach()  # lets go of the graph
+            f = capture.forward(part.x)
+            self._check_output(f, part.x)
+            rows = torch.arange(len(f), device=f.device)
+            columns = self._columns(f, part, classes)  # (M, C)
+            C = columns.shape[1]
+            result = f.detach().flatten(1, -2) if f.dim() > 2 else f.detach()[:, None]
+            result = result[rows[:, None], part.positions[:, None], columns]
+            covariance = at_least_float32(result).new_zeros(*result.shape, C)
+            for group in sizes.groups:
+                with self._no_autocast(f):
+                    capture.backward(f, vectors())
+                if group is sizes.groups[-1]:
+                    f = f.detach()  # lets go of the graph
+                with self._no_autocast(f):
+                    self._add_seen(covariance, seen, uses, sizes)
         with self._no_autocast(f):
-            tied: list[tuple[TrackedLayer, Use, Tensor]] = []
-            while seen:
-                (tracked, use), gradients = seen.popitem()
-                if self._gradients.stands_alone(tracked, uses[tracked]):
-                    chunk = sizes.chunks.get(tracked, 1)
-                    self._gradients.add_one(covariance, (tracked, use, gradients), chunk)
-                else:
-                    tied.append((tracked, use, gradients))
-            self._gradients.add(covariance, tied)
             if self._proof.assignment.diagonal:
-                self._add_uncovered(covariance, x)
-        return f, covariance
+                self._add_uncovered(covariance, part, columns)
+        if part.kept is not None:
+            return result[part.kept], covariance[part.kept]
+        return result, covariance
 
-    def _add_uncovered(self, covariance: Tensor, x: Any) -> None:
+    def _columns(self, f: Tensor, part: _Part, classes: Tensor | None) -> Tensor:
+        """The numbers of the outputs that are wanted of each pair, (M, C)."""
+        if classes is None:
+            return torch.arange(f.shape[-1], device=f.device).expand(len(f), -1)
+        if part.kept is None:
+            return classes
+        columns = classes.new_zeros(len(f), classes.shape[-1])
+        columns[part.kept] = classes
+        return columns
+
+    def _add_seen(
+        self,
+        covariance: Tensor,
+        seen: dict[tuple[TrackedLayer, Use], Tensor],
+        uses: dict[TrackedLayer, int],
+        sizes: _Sizes,
+    ) -> None:
+        """Add what the gradients seen so far bring, and let go of them."""
+        tied: list[tuple[TrackedLayer, Use, Tensor]] = []
+        while seen:
+            (tracked, use), gradients = seen.popitem()
+            if self._gradients.stands_alone(tracked, uses[tracked]):
+                chunk = sizes.chunks.get(tracked, 1)
+                self._gradients.add_one(covariance, (tracked, use, gradients), chunk)
+            else:
+                tied.append((tracked, use, gradients))
+        self._gradients.add(covariance, tied)
+
+    def _add_uncovered(self, covariance: Tensor, part: _Part, columns: Tensor) -> None:
         """Add what parameters without a rule bring; their blocks are diagonal."""
         parameters = {
             n: self._model.get_parameter(n).detach() for n in self._proof.assignment.diagonal
         }
 
+        def outputs(p: dict[str, Tensor], x: Any, which: slice) -> Tensor:
+            f = call_with(self._model, p, x)
+            f = f.flatten(1, -2) if f.dim() > 2 else f[:, None]
+            rows = torch.arange(len(f), device=f.device)[:, None]
+            return f[rows, part.positions[which, None], columns[which]]
+
         N = len(covariance)
         # One by one, where the input can be taken apart.
-        apart = num_examples(x) == N
+        apart = num_examples(part.x) == N
         for which in [slice(n, n + 1) for n in range(N)] if apart else [slice(N)]:
-            some = examples(x, which) if apart else x
-            jacobians = torch.func.jacrev(lambda p, some=some: call_with(self._model, p, some))(
-                parameters
-            )
+            some = examples(part.x, which) if apart else part.x
+            jacobians = torch.func.jacrev(partial(outputs, x=some, which=which))(parameters)
             for name, jacobian in jacobians.items():
                 b = jacobian.flatten(2).movedim(2, 0)[:, :, None, :, None]  # (P, N, 1, C, 1)
-                part = gradient_covariance(ExampleGradients(b), *self._precision[name])
-                covariance[which] += part
+                of_name = gradient_covariance(ExampleGradients(b), *self._precision[name])
+                covariance[which] += of_name
 
     def _capture(
         self, on_gradient: Any, channels_last: bool = False, on_input: Any = None
@@ -272,8 +432,66 @@ class OutputCovariance:
     def _check_output(self, f: Any, x: Any) -> None:
         check_output(f)
         N = num_examples(x)
-        if f.dim() != 2 or (N is not None and len(f) != N):
+        if f.dim() < 2 or (N is not None and len(f) != N):
             raise NotImplementedError(
                 f"The model returned shape {tuple(f.shape)} for {N} examples; the covariance is "
-                "there for outputs (N, C)."
+                "there for outputs (N, C), or (N, ..., C) of several positions."
             )
+
+
+def default_memory(device: str) -> int:
+    """Bytes that gradients may take on a device of this type if nothing else is said."""
+    return DEFAULT_MEMORY.get(device, DEFAULT_MEMORY["cuda"])
+
+
+def check_positions(positions: Tensor | None, outputs: torch.Size) -> Tensor:
+    """The mask (N, ...) of the positions that are wanted, of outputs (N, ..., C); all if None.
+
+    Raises:
+        TypeError: no boolean mask.
+        ValueError: a mask of another shape, or of no position.
+    """
+    if positions is None:
+        return torch.ones(outputs[:-1], dtype=torch.bool)
+    if positions.dtype != torch.bool:
+        raise TypeError(
+            f"positions has dtype {positions.dtype}; a boolean mask is needed, for example "
+            "positions.bool()."
+        )
+    if positions.shape != outputs[:-1]:
+        raise ValueError(
+            f"positions has shape {tuple(positions.shape)}; the outputs {tuple(outputs)} need a "
+            f"mask of shape {tuple(outputs[:-1])}."
+        )
+    if not positions.any():
+        raise ValueError("No position is chosen; leave the batch out.")
+    return positions
+
+
+def check_classes(classes: Tensor | None, shape: tuple[int, ...], C: int) -> Tensor | None:
+    """The numbers of the outputs wanted of each position, (M, K); None if all are.
+
+    Args:
+        classes: (K,), or (*shape, K).
+        shape: the positions of the result, M in all.
+        C: how many outputs there are.
+
+    Raises:
+        TypeError: numbers that are no integers.
+        ValueError: another shape, or a number outside of 0..C-1.
+    """
+    if classes is None:
+        return None
+    if classes.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"classes has dtype {classes.dtype}; these are numbers, of integers.")
+    if not classes.numel() or (classes.dim() != 1 and classes.shape[:-1] != shape):
+        raise ValueError(
+            f"classes has shape {tuple(classes.shape)}; (K,) is needed, or {(*shape, 'K')} for "
+            "those of each position."
+        )
+    smallest, largest = (int(v) for v in classes.aminmax())
+    if smallest < 0 or largest >= C:
+        wrong = smallest if smallest < 0 else largest
+        raise ValueError(f"classes has the number {wrong}; the outputs are 0 to {C - 1}.")
+    K = classes.shape[-1]
+    return classes.long().reshape(-1, K).expand(math.prod(shape), K)

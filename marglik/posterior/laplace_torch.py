@@ -6,6 +6,7 @@ What trains, fits and predicts does without it, and so without laplace-torch.
 from typing import Any, cast
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
@@ -13,6 +14,7 @@ from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.laplace.interface import KfacGGN, KfacInterface
 from kfac_backend.laplace.kron import EigenKron, FactorKron, laplace
 from kfac_backend.model.batches import to_device
+from kfac_backend.model.calls import call_with, check_output
 from kfac_backend.model.rule_assignment import check_module
 from kfac_backend.options import KfacApprox, Likelihood, check_option, check_positive
 from kfac_backend.precision import at_least_float32
@@ -196,7 +198,7 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
         """Outputs (S, N, C) of sampled networks; laplace-torch's writes samples into the model."""
         x = to_device(X, self._device)
         outputs = (
-            self.sampled_outputs(sample, x, **model_kwargs)
+            self._sampled_outputs(sample, x, **model_kwargs)
             for sample in self.sample(n_samples, generator)
         )
         return torch.stack([f if self.enable_backprop else f.detach() for f in outputs])
@@ -208,9 +210,20 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
         x = to_device(X, self._device)
         total: Any = 0.0
         for sample in self.sample(n_samples):
-            f = self.sampled_outputs(sample, x, **model_kwargs).detach()
+            f = self._sampled_outputs(sample, x, **model_kwargs).detach()
             total = total + torch.softmax(f, dim=-1)
         return total / n_samples
+
+    def _sampled_outputs(self, sample: Float[Tensor, "P"], x: Any, **model_kwargs: Any) -> Tensor:
+        """The network's output at x, in float32 at least, with a sample as its parameters."""
+        parts = sample.split([p.numel() for p in self.params])
+        values = {
+            name: part.view_as(p).to(p.dtype)
+            for name, p, part in zip(self._fitted().blocks, self.params, parts, strict=True)
+        }
+        f = call_with(self.model, values, x, keywords=model_kwargs)
+        check_output(f)
+        return at_least_float32(f)
 
     def _glm_functional_samples(
         self,

@@ -5,20 +5,21 @@ precision δ for each tensor. Its evidence needs eigenvalues alone; eigenvectors
 prediction first asks for them. `KronLaplace` is this posterior with laplace-torch's interface.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, Self
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from kfac_backend.blocks.block import EigenBlock
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.correction import check_read_twice, corrected_factors
+from kfac_backend.covariance.last_layer import LastLayerCovariance
+from kfac_backend.covariance.linearised import linearised_outputs
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.factors import kronecker_factors
-from kfac_backend.model.calls import call_with, check_output
 from kfac_backend.model.rule_assignment import check_module
 from kfac_backend.options import CurvatureOptions, Likelihood, check_option, check_positive
 from kfac_backend.precision import at_least_float32
@@ -253,7 +254,7 @@ class Posterior:
     def _forget(self) -> None:
         """Drop everything that was computed from factors that are no longer valid."""
         self._eigen: dict[str, EigenBlock] = {}
-        self._covariances: dict[Any, tuple[tuple, OutputCovariance]] = {}
+        self._covariances: dict[Any, tuple[tuple, OutputCovariance | LastLayerCovariance]] = {}
         self._terms: EvidenceTerms | None = None
         self._means: tuple[Tensor, ...] = ()
 
@@ -332,10 +333,12 @@ class Posterior:
 
     # --- the Gaussian ---
 
-    def precision_blocks(self, prefix: str = "") -> dict[str, tuple[EigenBlock, Tensor]]:
+    def precision_blocks(
+        self, names: Collection[str] | None = None
+    ) -> dict[str, tuple[EigenBlock, Tensor]]:
         """Parameter name -> eigenvectors and eigenvalues of its block of the posterior precision.
 
-        Blocks whose names do not start with the prefix are left out, which saves decomposing them.
+        With ``names``, the blocks of others are left out, which saves decomposing them.
         """
         factors = self._fitted()
         dtype = torch.promote_types(self._dtype, torch.float32)
@@ -343,7 +346,7 @@ class Posterior:
         delta = self.prior_precision.to(dtype).expand(len(factors))
         blocks = {}
         for (name, block), d in zip(factors.blocks.items(), delta, strict=True):
-            if not name.startswith(prefix):
+            if names is not None and name not in names:
                 continue
             if name not in self._eigen:
                 self._eigen[name] = block.to(dtype=dtype).decompose()
@@ -373,29 +376,54 @@ class Posterior:
         ]
         return mean + torch.cat(changes, 1)
 
-    def sampled_outputs(self, sample: Float[Tensor, "P"], x: Any, **model_kwargs: Any) -> Tensor:
-        """The network's output at x with a sample as its parameters, at least in float32."""
-        parts = sample.split([p.numel() for p in self.params])
-        values = {
-            name: part.view_as(p).to(p.dtype)
+    def linearised_outputs(
+        self, samples: Float[Tensor, "S P"], x: Any, memory: int | None = None
+    ) -> Float[Tensor, "S N *R C"]:
+        """Outputs f(x) + J(x) (θ − θ*) of the linearised network, in float32 at least.
+
+        They are exact samples of the outputs' distribution, jointly over all inputs and positions,
+        if the parameters are those of `sample`: the GGN's posterior belongs to this network, and
+        predicts badly through the network itself. Source: Immer, Korzepa & Bauer 2021
+        (arXiv:2008.08400). Each sample costs about a backward pass, whatever the number of outputs.
+
+        Args:
+            samples: parameter vectors θ, as `sample` returns them.
+            x: inputs, a tensor or a mapping of tensors; moved to the model's device.
+            memory: bytes that a graph may hold at once, see `linearised_outputs`.
+        """
+        mean = at_least_float32(self.mean.detach())
+        parts = (samples - mean).split([p.numel() for p in self.params], dim=1)
+        changes = {
+            name: part.unflatten(1, p.shape)
             for name, p, part in zip(self._fitted().blocks, self.params, parts, strict=True)
         }
-        f = call_with(self.model, values, x, keywords=model_kwargs)
-        check_output(f)
-        return at_least_float32(f)
+        return in_eval_mode(self.model, linearised_outputs)(self.model, changes, x, memory)
 
     def output_distribution(
-        self, x: Any, layers: Layers = "all", memory: int | None = None
-    ) -> tuple[Float[Tensor, "N C"], Float[Tensor, "N C C"]]:
-        """Outputs f and their covariances J Σ Jᵀ in the linearised network.
+        self,
+        x: Any,
+        layers: Layers = "all",
+        memory: int | None = None,
+        *,
+        positions: Bool[Tensor, "N *R"] | None = None,
+        classes: Int[Tensor, "*chosen K"] | None = None,
+    ) -> tuple[Float[Tensor, "*chosen C"], Float[Tensor, "*chosen C C"]]:
+        """Outputs f and their covariances J Σ Jᵀ in the linearised network: (N, C) and (N, C, C).
 
-        The Jacobian J is never stored. Source: Immer, Korzepa & Bauer 2021 (arXiv:2008.08400).
+        Of sequences (N, R, C) those of each position, (N, R, C, C), which take R·C backward passes
+        an example: `linearised_outputs` are far cheaper there. The Jacobian J is never stored.
+        Source: Immer, Korzepa & Bauer 2021 (arXiv:2008.08400).
 
         Args:
             x: inputs, a tensor or a mapping of tensors; moved to the model's device.
             layers: "last" treats all layers but the last as constants, the last-layer Laplace
-                approximation, which costs one forward pass.
-            memory: bytes that the gradients may take at once, see `OutputCovariance`.
+                approximation, which costs one forward pass, see `LastLayerCovariance`.
+            memory: bytes that the gradients may take at once besides the result, see
+                `OutputCovariance`.
+            positions: a mask of the M wanted ones of sequences; the result then is (M, C) and
+                (M, C, C).
+            classes: numbers of the K outputs that are wanted instead of all C, (K,) or, of each
+                position, (..., K).
 
         Raises:
             AttributeError: the posterior is not fitted.
@@ -403,11 +431,13 @@ class Posterior:
         check_option("layers", layers, Layers)
 
         def distribution() -> tuple[Tensor, Tensor]:
-            return self._output_covariance(x, layers, memory)(x)
+            return self._output_covariance(x, layers, memory)(x, positions, classes)
 
         return in_eval_mode(self.model, distribution)()
 
-    def _output_covariance(self, x: Any, layers: Layers, memory: int | None) -> OutputCovariance:
+    def _output_covariance(
+        self, x: Any, layers: Layers, memory: int | None
+    ) -> OutputCovariance | LastLayerCovariance:
         """The covariance at the present hyperparameters; kept until one of them changes."""
         state = (
             tuple(self.prior_precision.tolist()),
@@ -417,12 +447,21 @@ class Posterior:
         )
         known = self._covariances.get((layers, memory))
         if known is None or known[0] != state:
-            name = last_layer(self.model, x) if layers == "last" else ""
+            last = last_layer(self.model, x) if layers == "last" else None
             with torch.inference_mode(False), torch.no_grad():
-                blocks = self.precision_blocks(f"{name}." if name else "")
-            covariance = OutputCovariance(self.model, blocks, memory=memory)
+                names = None if last is None else self._names_in(last)
+                blocks = self.precision_blocks(names)
+            if last is None:
+                covariance = OutputCovariance(self.model, blocks, memory=memory)
+            else:
+                covariance = LastLayerCovariance(self.model, last, blocks, memory=memory)
             self._covariances[layers, memory] = known = (state, covariance)
         return known[1]
+
+    def _names_in(self, layer: str) -> set[str]:
+        """The names of a layer's parameters, shared ones by the name that their block has."""
+        own = {id(p) for p in self.model.get_submodule(layer).parameters()}
+        return {name for name, p in self.model.named_parameters() if id(p) in own}
 
 
 def check_num_samples(n_samples: int) -> None:

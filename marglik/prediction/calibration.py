@@ -33,6 +33,8 @@ from kfac_backend.loss.hessian import counted_terms
 from kfac_backend.model.batches import each_batch
 from kfac_backend.model.targets import Targets, split_batch
 from kfac_backend.options import Likelihood
+from kfac_backend.precision import at_least_float32
+from marglik.eval_mode import in_eval_mode
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.links import (
     Calibration,
@@ -48,6 +50,7 @@ from marglik.prediction.predictive import (
     Predictive,
     PredictiveConfig,
     laplace_predictive,
+    outputs_of,
 )
 
 __all__ = [
@@ -67,6 +70,9 @@ STARTS = (1.0, 0.1, 0.01)
 """Scales from which the search starts, as the NLL may have several valleys in s."""
 ROUGH_TERMS = 1000
 """Loss terms that these searches look at; only the best goes on with all."""
+MOST_NUMBERS = 2**24
+"""Numbers, of all samples' outputs, that the search looks at: of a language model's thousands of
+positions some thousand, which are plenty for two numbers."""
 
 Loss = Callable[[Tensor | None, Tensor], Tensor]
 """Mean NLL at (s, τ or σ); None for s = 0, where √s has no derivative."""
@@ -127,12 +133,14 @@ class HeldOut:
     likelihood: Likelihood
     f: Float[Tensor, "M C"]
     """The network's outputs."""
-    covariance: Float[Tensor, "M C C"]
-    """J Σ Jᵀ, under a posterior that has not seen this data."""
+    covariance: Float[Tensor, "M C C"] | None
+    """J Σ Jᵀ, under a posterior that has not seen this data; None for method "linearised"."""
     targets: Tensor
     """Class indices (M,), or (M, C)."""
     sigma_noise: float = 1.0
     """The posterior's σ of regression."""
+    deviations: Float[Tensor, "S M C"] | None = None
+    """Of linearised networks' outputs from ``f``, in the place of a covariance."""
 
     @staticmethod
     @torch.no_grad()
@@ -148,7 +156,8 @@ class HeldOut:
         Args:
             posterior: fitted, to other data.
             batches: (x, y), or mappings, with targets as in the fit.
-            config: whose uncertainty counts (``layers``), and in what memory.
+            config: whose uncertainty counts (``layers``), in what memory, and whether linearised
+                networks are sampled.
             progress: whether to show a bar.
 
         Raises:
@@ -157,31 +166,48 @@ class HeldOut:
         options, likelihood = posterior.options, posterior.likelihood
         targets_of = Targets(likelihood, options)
         memory = config.memory and config.memory * 2**20
+        samples = None
+        if config.method == "linearised":
+            generator = torch.Generator(posterior.mean.device).manual_seed(0)
+            samples = posterior.sample(config.networks, generator)
         found: list[tuple[Tensor, Tensor, Tensor]] = []
         for batch in each_batch(batches, "Calibrating", progress):
             x, y = split_batch(batch, options.dict_key_y)
-            f, covariance = posterior.output_distribution(x, config.layers, memory)
+            if samples is None:
+                f, spread = posterior.output_distribution(x, config.layers, memory)
+                spread = spread.flatten(0, -3)  # (M, C, C)
+            else:
+                f = in_eval_mode(posterior.model, outputs_of)(posterior.model, x)
+                spread = posterior.linearised_outputs(samples, x, memory) - f
+                spread = spread.flatten(1, -2).movedim(0, 1)  # (M, S, C)
             y = targets_of(posterior.model, x, y).to(f.device)
             counted = counted_terms(y, likelihood)
-            terms = f.shape[:-1].numel()
-            parts = [f.reshape(terms, -1), covariance.reshape(terms, *covariance.shape[-2:])]
-            parts.append(y.reshape(terms, *y.shape[f.dim() - 1 :]))
+            y = y.flatten(0, f.dim() - 2)
+            f = at_least_float32(f).flatten(0, -2)
             if counted is not None:
-                parts = [part[counted.flatten()] for part in parts]
-            found.append((parts[0], parts[1], parts[2]))
+                f, spread, y = (part[counted.flatten()] for part in (f, spread, y))
+            found.append((f, spread, y))
         if not sum(len(y) for *_, y in found):
             raise ValueError(
                 "There is nothing to calibrate with: the held-out data has no batch, or no target "
                 "that counts."
             )
-        f, covariance, y = (torch.cat(part) for part in zip(*found, strict=True))
-        return HeldOut(likelihood, f, covariance, y, float(posterior.sigma_noise))
+        f, spread, y = (torch.cat(part) for part in zip(*found, strict=True))
+        sigma = float(posterior.sigma_noise)
+        if samples is None:
+            return HeldOut(likelihood, f, spread, y, sigma)
+        return HeldOut(likelihood, f, None, y, sigma, spread.movedim(1, 0))
 
     def some(self, number: int) -> "HeldOut":
-        """About so many of the terms, from everywhere."""
-        some = slice(None, None, -(-len(self.f) // number))
-        parts = self.f[some], self.covariance[some], self.targets[some]
-        return HeldOut(self.likelihood, *parts, self.sigma_noise)
+        """At most so many of the terms, from everywhere."""
+        some = slice(None, None, max(1, -(-len(self.f) // number)))
+        return replace(
+            self,
+            f=self.f[some],
+            covariance=None if self.covariance is None else self.covariance[some],
+            targets=self.targets[some],
+            deviations=None if self.deviations is None else self.deviations[:, some],
+        )
 
     def loss(self, link: Link, noise: Float[Tensor, "S C"]) -> Loss:
         """The mean NLL of a link, as a function of (s, τ), or of (s, σ) for regression."""
@@ -191,22 +217,30 @@ class HeldOut:
             return self._bernoulli_loss(link)
         return self._classification_loss(link, noise)
 
+    @property
+    def _variance(self) -> Float[Tensor, "M C"]:
+        if self.covariance is not None:
+            return self.covariance.diagonal(dim1=1, dim2=2)
+        assert self.deviations is not None
+        return self.deviations.var(0, correction=0)
+
     def _classification_loss(self, link: Link, noise: Tensor) -> Loss:
-        f, covariance, y = self.f, self.covariance, self.targets
-        variance = covariance.diagonal(dim1=1, dim2=2)
-        spread = deviations(covariance, noise) if link == "mc" else None  # (S, M, C)
+        f, covariance, y, variance = self.f, self.covariance, self.targets, self._variance
+        spread = self.deviations  # (S, M, C)
+        if covariance is not None:
+            spread = deviations(covariance, noise) if link == "mc" else None
 
         def loss(scale: Tensor | None, temperature: Tensor) -> Tensor:
             if scale is None:
                 return cross_entropy(f / temperature, y)
-            if link == "probit":
+            if spread is None and link == "probit":
                 return cross_entropy(
                     probit_outputs(f / temperature, scale / temperature**2 * variance), y
                 )
-            if link == "bridge":
+            if spread is None:
+                assert covariance is not None
                 counts = bridge_log_counts(f / temperature, scale / temperature**2 * covariance)
                 return cross_entropy(counts, y)
-            assert spread is not None
             outputs = (f + scale.sqrt() * spread) / temperature
             of_label = outputs.gather(-1, y.expand(len(outputs), -1)[..., None]).squeeze(-1)
             log_p = of_label - outputs.logsumexp(-1)  # (S, M)
@@ -216,16 +250,19 @@ class HeldOut:
 
     def _bernoulli_loss(self, link: Link) -> Loss:
         f, y = self.f, self.targets.to(self.f)
-        variance = self.covariance.diagonal(dim1=1, dim2=2)
+        variance = self._variance
         nodes, weights = quadrature(f)
+        if self.deviations is not None:
+            weights = f.new_full((len(self.deviations), 1, 1), 1 / len(self.deviations))
 
         def loss(scale: Tensor | None, temperature: Tensor) -> Tensor:
-            if scale is None or link == "probit":
+            if scale is None or (link == "probit" and self.deviations is None):
                 scaled = 0 if scale is None else scale / temperature**2 * variance
                 outputs = probit_outputs(f / temperature, torch.as_tensor(scaled))
                 of_one, of_zero = logsigmoid(outputs), logsigmoid(-outputs)
             else:
-                outputs = (f + (scale * variance).sqrt() * nodes) / temperature  # (K, M, C)
+                spread = variance.sqrt() * nodes if self.deviations is None else self.deviations
+                outputs = (f + scale.sqrt() * spread) / temperature  # (K, M, C)
                 of_one = (logsigmoid(outputs) + weights.log()).logsumexp(0)
                 of_zero = (logsigmoid(-outputs) + weights.log()).logsumexp(0)
             return -(y * of_one + (1 - y) * of_zero).sum(-1).mean()
@@ -233,11 +270,12 @@ class HeldOut:
         return loss
 
     def _regression_loss(self) -> Loss:
-        squares = (self.targets - self.f).square()
-        variance = self.covariance.diagonal(dim1=1, dim2=2)
+        residual, variance = self.targets - self.f, self._variance
+        shift = 0 if self.deviations is None else self.deviations.mean(0)
 
         def loss(scale: Tensor | None, sigma: Tensor) -> Tensor:
             total = sigma.square() + (0 if scale is None else scale * variance)
+            squares = (residual - (0 if scale is None else scale.sqrt() * shift)).square()
             terms = squares / total + (2 * math.pi * total).log()
             return 0.5 * terms.expand_as(squares).sum(-1).mean()
 
@@ -267,15 +305,11 @@ def calibrate(
 
     Raises:
         AttributeError: a posterior that is not fitted.
-        ValueError: sampled networks, whose outputs are not Gaussian; no held-out target.
+        ValueError: no held-out target that counts.
     """
-    if config.method == "nn":
-        raise ValueError(
-            "Sampled networks (method 'nn') have no covariance to scale; choose 'probit', 'mc' or "
-            "'bridge'."
-        )
     held_out = HeldOut.of(posterior, batches, config, progress=progress)
-    fit = fit_calibration(held_out, config.method, config.samples)
+    link = "mc" if config.method == "linearised" else config.method
+    fit = fit_calibration(held_out, link, config.samples)
     posterior.calibrations[config.label] = asdict(fit)
     predict = laplace_predictive(posterior, config, generator, fit.calibration)
     return CalibratedPredictive(predict, fit, posterior.model, posterior.likelihood)
@@ -288,9 +322,9 @@ def calibrations_of(
     *,
     progress: bool = False,
 ) -> dict[str, CalibrationFit]:
-    """Label -> calibration, for all links: they need the same outputs and covariances.
+    """Label -> calibration, for all links, which need the same outputs and covariances.
 
-    The posterior remembers them.
+    For method "linearised" its own alone. The posterior remembers them.
 
     Args:
         posterior: the fitted posterior.
@@ -298,6 +332,8 @@ def calibrations_of(
         config: whose uncertainty counts, and how many samples link "mc" has.
         progress: whether to show a bar over the batches.
     """
+    if config.method == "linearised":
+        return {config.label: calibrate(posterior, batches, config, progress=progress).fit}
     held_out = HeldOut.of(posterior, batches, config, progress=progress)
     links = [link for link in get_args(Link) if is_link_of(link, held_out.likelihood)]
     fits = {
@@ -316,9 +352,12 @@ def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100
     Args:
         held_out: the data.
         link: from Gaussian outputs to probabilities.
-        samples: of link "mc", the same for all s and τ.
+        samples: of link "mc", the same for all s and τ; those of linearised networks are there.
     """
     check_link(link, held_out.likelihood)
+    S = samples if held_out.deviations is None else len(held_out.deviations)
+    of_term = held_out.f.shape[1] * (S if link == "mc" else 1)
+    held_out = held_out.some(max(ROUGH_TERMS, MOST_NUMBERS // of_term))
     f = held_out.f
     generator = torch.Generator(f.device).manual_seed(0)
     noise = torch.randn(samples, f.shape[1], generator=generator, device=f.device, dtype=f.dtype)

@@ -28,6 +28,7 @@ __all__ = [
     "check_link",
     "deviations",
     "is_link_of",
+    "predict_from_deviations",
     "predict_from_gaussian",
     "predict_from_outputs",
     "probit_outputs",
@@ -141,6 +142,31 @@ def predict_from_outputs(
     return _mixture(p.mean(0), entropy(p).mean(0), entropy)
 
 
+def predict_from_deviations(
+    f: Float[Tensor, "N *R C"],
+    deviations: Float[Tensor, "S N *R C"],
+    likelihood: Likelihood,
+    sigma_noise: float | Tensor = 1.0,
+    calibration: Calibration = Calibration(),  # noqa: B008
+) -> Prediction:
+    """The prediction for S equally probable outputs (f + √s d)/τ, d their deviations from f.
+
+    Args:
+        f: the network's outputs.
+        deviations: of sampled networks' outputs from them.
+        likelihood: how outputs become a distribution of targets.
+        sigma_noise: σ of regression.
+        calibration: s and τ.
+    """
+    if calibration.sigma_noise is not None:
+        sigma_noise = calibration.sigma_noise
+    scale, outputs = calibration.covariance_scale, f[None]
+    if scale:
+        outputs = outputs + math.sqrt(scale) * deviations
+    outputs = outputs / calibration.output_temperature
+    return predict_from_outputs(outputs, likelihood, sigma_noise)
+
+
 def predict_from_gaussian(
     f: Float[Tensor, "N C"],
     covariance: Float[Tensor, "N C C"],
@@ -172,11 +198,12 @@ def predict_from_gaussian(
     """
     check_link(link, likelihood)
     scale, temperature = calibration.covariance_scale, calibration.output_temperature
+    if scale == 0:
+        f = at_least_float32(f)
+        return predict_from_deviations(f, f[None], likelihood, sigma_noise, calibration)
     if calibration.sigma_noise is not None:
         sigma_noise = calibration.sigma_noise
     f = at_least_float32(f) / temperature
-    if scale == 0:
-        return predict_from_outputs(f[None], likelihood, sigma_noise)
     covariance = at_least_float32(covariance) * (scale / temperature**2)
     variance = covariance.diagonal(dim1=1, dim2=2)
     if likelihood == "regression":

@@ -1,14 +1,16 @@
 """Predictives: functions from inputs to predictions, at the MAP or under the posterior."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.model.batches import to_device
-from kfac_backend.model.calls import call_with, check_output
+from kfac_backend.covariance.output_covariance import default_memory
+from kfac_backend.model.batches import examples, to_device
+from kfac_backend.model.calls import call_with, check_output, num_examples
 from kfac_backend.model.rule_assignment import check_module
 from kfac_backend.options import Likelihood, check_option, check_positive
 from kfac_backend.precision import at_least_float32
@@ -19,6 +21,7 @@ from marglik.prediction.links import (
     Calibration,
     Prediction,
     check_link,
+    predict_from_deviations,
     predict_from_gaussian,
     predict_from_outputs,
 )
@@ -29,14 +32,21 @@ __all__ = [
     "PredictiveMethod",
     "laplace_predictive",
     "map_predictive",
+    "outputs_of",
 ]
 
-PredictiveMethod = Literal["probit", "bridge", "mc", "nn"]
+PredictiveMethod = Literal["probit", "bridge", "mc", "linearised"]
 CalibrationMethod = Literal["held_out", "none"]
 Predictive = Callable[[Any], Prediction]
 
 COPIES = {"classification": 4, "bernoulli": 6, "regression": 2}
 """How many arrays as large as all networks' outputs there are at once, at the most; measured."""
+
+COPIES_OF_SAMPLES, COPIES_OF_COVARIANCE = 3, 6
+"""How many arrays as large as the samples of the outputs, and as their covariances."""
+
+MOST_BACKWARD_PASSES = 2048
+"""For one example, above which the command line does not begin with covariances."""
 
 
 @dataclass(frozen=True)
@@ -58,19 +68,22 @@ class PredictiveConfig:
     Args:
         method: probit, bridge, mc: the linearised network's outputs are Gaussian, with exact
             covariances; probit and bridge (for few classes) are closed forms of the class
-            probabilities, mc averages samples of the outputs. nn: sampled networks.
+            probabilities, mc averages samples of the outputs. linearised: linearised networks with
+            sampled parameters, whose outputs are distributed as mc's, at about a backward pass
+            each, however many outputs there are.
         samples: samples of the outputs, for mc and for the parts of probit's uncertainty.
-        networks: sampled networks for nn.
-        layers: all layers' uncertainty, or that of the last one alone (not for nn), which costs no
-            more than a forward pass.
+        networks: sampled networks for linearised.
+        layers: all layers' uncertainty, or that of the last one alone (not for linearised), which
+            costs no more than a forward pass.
         batch_size: test examples at a time.
-        memory: MiB that the covariances' gradients may take, besides the activations of a few
-            examples; batches are split inside to keep it. 96 on a CPU, 2048 on a GPU if null.
-        calibration: held_out scales the covariance and the outputs by what held-out data say
-            (probit, mc, bridge); none is the plain Laplace predictive.
+        memory: MiB that the covariances' gradients, or a linearised network, may take, besides the
+            activations of a few examples; batches are split inside to keep it. 96 on a CPU, 2048 on
+            a GPU if null.
+        calibration: held_out scales the covariance and the outputs by what held-out data say; none
+            is the plain Laplace predictive.
 
-    For sequences, whose outputs are many at once, method nn alone is there; a few networks are
-    enough for a look.
+    Sequences have a covariance at each of R positions, which takes R·C backward passes an example:
+    take linearised for them, or the last layer.
     """
 
     method: PredictiveMethod = "probit"
@@ -92,25 +105,32 @@ class PredictiveConfig:
             check_positive(f"predictive.{name}", value)
             if not isinstance(value, int):
                 raise TypeError(f"predictive.{name} must be a whole number, not {value!r}.")
-        if self.method == "nn" and self.layers != "all":
+        if self.method == "linearised" and self.layers != "all":
             raise ValueError(
-                f"predictive.layers {self.layers!r} is not for method 'nn'; choose 'all', or "
-                "another method."
+                f"predictive.layers {self.layers!r} is not for method 'linearised'; choose 'all', "
+                "or another method."
             )
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether held-out data are to scale the covariance; sampled networks have none."""
-        return self.calibration == "held_out" and self.method != "nn"
+        """Whether held-out data are to scale the covariance and the outputs."""
+        return self.calibration == "held_out"
 
-    def check_outputs(self, axes: int) -> None:
-        """Raise a ValueError unless outputs with so many axes can be predicted, 2 for (N, C)."""
-        if axes > 2 and self.method != "nn":
+    def check_outputs(self, positions: int, classes: int) -> None:
+        """Raise a ValueError if the outputs' covariances would take very long.
+
+        Args:
+            positions: R of one example, 1 for outputs (N, C).
+            classes: C.
+        """
+        passes = positions * classes
+        by_covariance = self.method != "linearised" and self.layers == "all"
+        if positions > 1 and by_covariance and passes > MOST_BACKWARD_PASSES:
             raise ValueError(
-                f"predictive.method {self.method!r} is for one prediction per example, (N, C), "
-                "since it needs the covariances of all outputs; for sequences take sampled "
-                "networks: --predictive.method nn, with few of them, such as "
-                "--predictive.networks 5."
+                f"predictive.method {self.method!r} needs the covariances of {classes} outputs at "
+                f"{positions} positions, {passes} backward passes for each example; more than "
+                f"{MOST_BACKWARD_PASSES} take very long. Take --predictive.method linearised, "
+                "which samples the same outputs, or --predictive.layers last."
             )
 
     def check_memory(
@@ -121,6 +141,7 @@ class PredictiveConfig:
         likelihood: Likelihood,
         memory: int,
         itemsize: int = 4,
+        positions: int = 1,
     ) -> None:
         """Raise a ValueError if the samples cannot fit into the memory.
 
@@ -131,27 +152,37 @@ class PredictiveConfig:
             likelihood: of the predictive.
             memory: bytes that there are.
             itemsize: bytes of a number.
+            positions: R.
         """
-        batch = min(self.batch_size, examples)
-        if self.method == "nn":
+        batch, fixed, option, count = min(self.batch_size, examples), 0, "samples", self.samples
+        what = f"batches of {batch} examples with {outputs} outputs"
+        smaller = "smaller batches (predictive.batch_size)"
+        if self.method == "linearised":
             option, count = "networks", self.networks
             of_one = 3 * parameters + COPIES[likelihood] * batch * outputs
         else:
-            option, count = "samples", self.samples
+            terms = batch
+            if positions > 1:  # which are worked on one at a time, if need be
+                outputs, terms = outputs // positions, 1
+                fixed = COPIES_OF_COVARIANCE * outputs**2
+                what = f"one of {positions} positions with {outputs} outputs"
+                smaller = "--predictive.method linearised"
             # Standard normal numbers; where there is no closed form, each example's outputs.
             sampled = likelihood == "classification" and self.method != "bridge"
-            of_one = outputs + (3 * batch * outputs if sampled else 0)
-        if count * of_one * itemsize <= memory:
+            of_one = outputs + (COPIES_OF_SAMPLES * terms * outputs if sampled else 0)
+        needed = (count * of_one + fixed) * itemsize
+        if needed <= memory:
             return
         # Other things need some, too.
-        fitting = _rounded_down(memory // (3 * of_one * itemsize))
-        way_out = "Take smaller batches (predictive.batch_size)"
+        fitting = max(0, memory // 3 - fixed * itemsize) // (of_one * itemsize)
+        way_out = f"Take {smaller}"
         if fitting:
-            way_out = f"{fitting} fit (--predictive.{option} {fitting}), more with smaller batches"
+            fitting = _rounded_down(fitting)
+            way_out = f"{fitting} fit (--predictive.{option} {fitting}), more with {smaller}"
+            way_out = way_out.replace(" (predictive.batch_size)", "")
         raise ValueError(
-            f"predictive.{option} {count} takes about {count * of_one * itemsize / 2**20:,.0f} MiB "
-            f"for batches of {batch} examples with {outputs} outputs, and there are "
-            f"{memory / 2**20:,.0f} MiB. {way_out}."
+            f"predictive.{option} {count} takes about {needed / 2**20:,.0f} MiB for {what}, and "
+            f"there are {memory / 2**20:,.0f} MiB. {way_out}."
         )
 
     @property
@@ -182,9 +213,7 @@ def map_predictive(
 
     @torch.no_grad()
     def predict(x: Any) -> Prediction:
-        f = call_with(model, {}, to_device(x, next(model.parameters()).device))
-        check_output(f)
-        f = at_least_float32(f) / output_temperature
+        f = outputs_of(model, x) / output_temperature
         return predict_from_outputs(f[None], likelihood, sigma_noise)
 
     return _OfModel(in_eval_mode(model, predict), model, likelihood)
@@ -216,39 +245,96 @@ def laplace_predictive(
     remembered = laplace.calibrations.get(config.label) if config.is_calibrated else None
     if calibration is None:
         calibration = Calibration(**remembered["calibration"]) if remembered else Calibration()
-    if config.method == "nn":
-        return _network_samples(laplace, config, likelihood, generator)
+    if config.method == "linearised":
+        return _linearised_networks(laplace, config, likelihood, generator, calibration)
     link, memory = config.method, config.memory and config.memory * 2**20
     check_link(link, likelihood)
     mean = at_least_float32(laplace.mean)
     shape = (config.samples, laplace.n_outputs)
     noise = torch.randn(shape, generator=generator, device=mean.device, dtype=mean.dtype)
 
-    @torch.no_grad()
-    def predict(x: Any) -> Prediction:
-        f, covariance = laplace.output_distribution(x, config.layers, memory)
+    def of_some(x: Any, positions: Tensor | None = None) -> Prediction:
+        f, covariance = laplace.output_distribution(x, config.layers, memory, positions=positions)
+        f, covariance = f.flatten(0, -2), covariance.flatten(0, -3)  # (M, C), (M, C, C)
         return predict_from_gaussian(
             f, covariance, likelihood, link, noise, laplace.sigma_noise, calibration
         )
 
+    @torch.no_grad()
+    def predict(x: Any) -> Prediction:
+        shape, N = _output_shape(laplace.model, x), num_examples(x)
+        if len(shape) == 1:
+            return of_some(x)
+        *axes, C = shape
+        of_position = C * (COPIES_OF_SAMPLES * config.samples + COPIES_OF_COVARIANCE * C)
+        most = (memory or default_memory(mean.device.type)) // (of_position * mean.element_size())
+        some = _some_positions(x, N, axes, max(1, most))
+        return _with_axes(Prediction.cat([of_some(*part) for part in some]), axes)
+
     return _OfModel(in_eval_mode(laplace.model, predict), laplace.model, likelihood)
 
 
-def _network_samples(
+def _linearised_networks(
     laplace: Posterior,
     config: PredictiveConfig,
     likelihood: Likelihood,
     generator: torch.Generator | None,
+    calibration: Calibration,
 ) -> Predictive:
     samples = laplace.sample(config.networks, generator)
+    memory = config.memory and config.memory * 2**20
 
     @torch.no_grad()
     def predict(x: Any) -> Prediction:
-        x = to_device(x, samples.device)
-        outputs = torch.stack([laplace.sampled_outputs(sample, x) for sample in samples])
-        return predict_from_outputs(outputs, likelihood, laplace.sigma_noise)
+        outputs = laplace.linearised_outputs(samples, x, memory)
+        f = outputs_of(laplace.model, x)
+        return predict_from_deviations(f, outputs - f, likelihood, laplace.sigma_noise, calibration)
 
     return _OfModel(in_eval_mode(laplace.model, predict), laplace.model, likelihood)
+
+
+def outputs_of(model: nn.Module, x: Any) -> Tensor:
+    """The network's outputs at inputs on any device, in float32 at least."""
+    f = call_with(model, {}, to_device(x, next(model.parameters()).device))
+    check_output(f)
+    return at_least_float32(f)
+
+
+def _output_shape(model: nn.Module, x: Any) -> torch.Size:
+    """Of one example's output, (C,) or (..., C)."""
+    return outputs_of(model, x if num_examples(x) is None else examples(x, slice(1))).shape[1:]
+
+
+def _some_positions(
+    x: Any, N: int | None, axes: list[int], most: int
+) -> Iterator[tuple[Any, Tensor | None]]:
+    """Some examples, and a mask of some of their positions: at most so many, in their order.
+
+    So that their covariances are not held all at once. What cannot be taken apart stays whole.
+    """
+    R = math.prod(axes)
+    if N is None:
+        yield x, None
+        return
+    size = max(1, most // R)
+    for start in range(0, N, size):
+        n = min(size, N - start)
+        step = R if size > 1 else min(R, most)
+        for first in range(0, R, step):
+            mask = torch.zeros(n, R, dtype=torch.bool)
+            mask[:, first : first + step] = True
+            yield examples(x, slice(start, start + n)), mask.view(n, *axes)
+
+
+def _with_axes(prediction: Prediction, axes: list[int]) -> Prediction:
+    """(N·R, ...) as (N, R, ...)."""
+    return Prediction(
+        *(getattr(prediction, field.name).unflatten(0, (-1, *axes)) for field in fields(prediction))
+    )
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
 
 
 def _rounded_down(number: int) -> int:

@@ -85,20 +85,24 @@ def check_model(
         y = targets(model, x, y)
         check_targets(f, y, likelihood, may_ignore=targets.may_ignore)
         if predictive is not None:
-            predictive.check_outputs(f.dim())
+            predictive.check_outputs(f[0, ..., 0].numel(), f.shape[-1])
             _check_memory(predictive, model, splits, f, likelihood)
         if curvature_pass is not None:
             curvature_pass.add(x, y)
             corrects = isinstance(curvature, PostHocCurvatureConfig) and curvature.corrected
-            linearises = predictive is not None and predictive.method != "nn"
-            if not (corrects or linearises):
+            by_covariance = predictive is not None and predictive.method != "linearised"
+            if not (corrects or by_covariance):
                 return
             unit = _unit_factors(curvature_pass.factors())
             if corrects:
                 CorrectionPass(unit, model, of_pass).add(x, y)
-            if predictive is not None and linearises:
+            if predictive is not None and by_covariance:
                 check_link(predictive.method, likelihood)
-                OutputCovariance(model, _unit_precision(unit))(x)
+                covariance = OutputCovariance(model, _unit_precision(unit))
+                # One position and few outputs show what hooks cannot follow.
+                first = torch.zeros(f.shape[:-1], dtype=torch.bool)
+                first.view(len(f), -1)[:, 0] = True
+                covariance(x, first, torch.arange(min(2, f.shape[-1])))
 
 
 def _check_memory(
@@ -119,6 +123,7 @@ def _check_memory(
         likelihood,
         memory,
         at_least_float32(f).element_size(),
+        positions=f[0, ..., 0].numel(),
     )
 
 

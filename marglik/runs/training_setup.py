@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,12 +65,7 @@ class TrainingSetup:
         batches = self._batches("train", run.batch_size, shuffle=True, augment=run.augment)
         curvature_batches = batches
         if self.curvature.batch_size is not None or (run.augment and not self.curvature.augment):
-            curvature_batches = self._batches(
-                "train",
-                self.curvature.batch_size or run.batch_size,
-                shuffle=self.curvature.augment,
-                augment=run.augment and self.curvature.augment,
-            )
+            curvature_batches = self._curvature_batches()
         num_data = batches.num_examples
         method: UpdateMethod = "adam" if prior.method == "fixed" else prior.method
         hyperparameters = Hyperparameters(
@@ -118,9 +114,10 @@ class TrainingSetup:
         batches = self._batches("validation", self.predictive.batch_size)
         calibrations_of(laplace, batches, self.predictive, progress=self.run.progress)
         if self.held_out:
-            batch_size = self.curvature.batch_size or self.run.batch_size
             found = laplace.calibrations
-            laplace.fit(self._batches("validation", batch_size), override=False)
+            # A pass over all: factors of tensors that are used in two ways do not add up.
+            batch_size = self.curvature.batch_size or self.run.batch_size
+            laplace.fit(chain(self._curvature_batches(), self._batches("validation", batch_size)))
             laplace.calibrations = found  # a little more data makes it no other posterior
 
     def evaluate(
@@ -165,6 +162,15 @@ class TrainingSetup:
             return {f"{split}/{name}": found[name] for name in ("cls/NLL", "cls/accuracy")}
 
         return look
+
+    def _curvature_batches(self) -> Batches:
+        """The training data as the curvature pass sees it."""
+        return self._batches(
+            "train",
+            self.curvature.batch_size or self.run.batch_size,
+            shuffle=self.curvature.augment,
+            augment=self.run.augment and self.curvature.augment,
+        )
 
     def _batches(
         self, split: Any, batch_size: int, *, shuffle: bool = False, augment: bool = False

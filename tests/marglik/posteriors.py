@@ -11,7 +11,7 @@ from marglik.prediction.links import Prediction
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive
 
 LIKELIHOODS = ("classification", "regression", "bernoulli")
-METHODS = ("probit", "mc", "nn")
+METHODS = ("probit", "mc", "linearised")
 CASES = {
     "classification": {},
     "regression": {"likelihood": "regression", "sigma_noise": 0.4},

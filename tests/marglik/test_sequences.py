@@ -6,14 +6,17 @@ import math
 import pytest
 import torch
 from lightning.fabric import Fabric
+from torch.nn.utils import vector_to_parameters
 from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
 from kfac_backend.options import TargetOptions
 from marglik.data import TensorSplits
 from marglik.posterior.posterior import Posterior
+from marglik.prediction import predictive as predictive_module
 from marglik.prediction.evaluation import compute_metrics, predict_all
 from marglik.prediction.evaluation_record import EvaluationConfig, evaluate
+from marglik.prediction.links import predict_from_gaussian
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive, map_predictive
 from marglik.runs.config import CurvatureConfig
 from marglik.runs.model_check import check_model
@@ -157,16 +160,68 @@ def test_curvature_is_that_of_the_positions_that_count(fisher):
     assert (every.blocks["outer.bias"].B - expected).norm() > 0.1 * expected.norm()
 
 
-def test_sampled_networks_predict_positions():
+@pytest.fixture
+def laplace():
     options = CurvatureConfig().options(splits().targets)
     laplace = Posterior(network(), "classification", options)
     laplace.fit([data()])
-    config = PredictiveConfig("nn", networks=3)
-    generator = torch.Generator().manual_seed(0)
-    prediction = laplace_predictive(laplace, config, generator)(data()[0])
+    return laplace
+
+
+def predictive(laplace, method, **options):
+    return laplace_predictive(
+        laplace, PredictiveConfig(method, **options), torch.Generator().manual_seed(0)
+    )
+
+
+def flat(prediction):
+    return [t.flatten(0, 1) for t in (prediction.mean, prediction.aleatoric, prediction.epistemic)]
+
+
+@pytest.mark.parametrize("layers", ["all", "last"])
+@pytest.mark.parametrize("method", ["probit", "mc", "bridge"])
+def test_each_position_is_predicted_by_its_own_covariance(laplace, method, layers, monkeypatch):
+    """As an output (N·R, C) would be, however few positions are worked on at a time."""
+    x, _ = data()
+    f, covariance = laplace.output_distribution(x, layers)
+    assert covariance.shape == (N, R, C, C)
+    noise = torch.randn(50, C, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = predict_from_gaussian(
+        f.flatten(0, 1), covariance.flatten(0, 1), "classification", method, noise
+    )
+    expected = [expected.mean, expected.aleatoric, expected.epistemic]
+    for memory in (1, 2**13, 2**27):  # one position, some examples, all
+        monkeypatch.setattr(predictive_module, "default_memory", lambda device, m=memory: m)
+        found = predictive(laplace, method, samples=50, layers=layers)(x)
+        assert found.mean.shape == (N, R, C) and found.epistemic.shape == (N, R)
+        assert_close(flat(found), expected)
+    # Negative control: without correlations between a position's outputs.
+    if method != "probit":
+        diagonal = torch.diag_embed(covariance.diagonal(dim1=-2, dim2=-1))
+        other = predict_from_gaussian(
+            f.flatten(0, 1), diagonal.flatten(0, 1), "classification", method, noise
+        )
+        assert (other.mean - expected[0]).abs().max() > 1e-3
+
+
+def test_linearised_networks_predict_positions_as_mc_does(laplace):
+    x, _ = data()
+    few = predictive(laplace, "linearised", networks=3)
+    prediction = few(x)
     assert prediction.mean.shape == (N, R, C) and prediction.epistemic.shape == (N, R)
     assert_close(prediction.mean.sum(-1), torch.ones(N, R, dtype=torch.float64))
-    assert prediction.epistemic.mean() > 0.01
+    assert_close(torch.cat([few(part).mean for part in x.split(2)]), prediction.mean)
+    many = predictive(laplace, "linearised", networks=4000)(x)
+    gaussian = predictive(laplace, "mc", samples=20_000)(x)
+    assert (many.mean - gaussian.mean).abs().max() < 0.02
+    assert (many.epistemic - gaussian.epistemic).abs().max() < 0.02
+    # Negative control: the network itself at the parameters that were drawn.
+    p = []
+    for sample in laplace.sample(1000, torch.Generator().manual_seed(0)):
+        other = network()
+        vector_to_parameters(sample, other.parameters())
+        p.append(torch.softmax(other(x).detach(), -1))
+    assert (torch.stack(p).mean(0) - gaussian.mean).abs().max() > 0.04
 
 
 def test_the_evaluation_says_how_many_positions_it_is_about():
@@ -182,14 +237,26 @@ def test_the_evaluation_says_how_many_positions_it_is_about():
 
 
 @pytest.mark.parametrize("method", ["probit", "bridge", "mc"])
-def test_predictives_of_a_single_prediction_are_refused(method):
-    with pytest.raises(ValueError, match=f"predictive.method '{method}' is for one prediction"):
-        check_model(
-            network(), splits(), CurvatureConfig(), predictive=PredictiveConfig(method=method)
-        )
-    sampled = PredictiveConfig(method="nn")
-    check_model(network(), splits(), CurvatureConfig(), predictive=sampled)
-    check_model(network(), splits(), None, predictive=sampled)
+def test_covariances_that_would_take_very_long_are_refused(method, monkeypatch):
+    monkeypatch.setattr(predictive_module, "MOST_BACKWARD_PASSES", R * C - 1)
+    config = PredictiveConfig(method)
+    message = f"'{method}' needs .* of 3 outputs at 4 positions, 12 backward passes .*linearised"
+    with pytest.raises(ValueError, match=message):
+        check_model(network(), splits(), CurvatureConfig(), predictive=config)
+    for other in (PredictiveConfig("linearised"), PredictiveConfig(method, layers="last")):
+        check_model(network(), splits(), CurvatureConfig(), predictive=other)
+        check_model(network(), splits(), None, predictive=other)
+    monkeypatch.setattr(predictive_module, "MOST_BACKWARD_PASSES", R * C)
+    check_model(network(), splits(), CurvatureConfig(), predictive=config)
+
+
+def test_positions_that_no_memory_holds_are_refused():
+    """One at a time is enough, and less than that there is not."""
+    config, sizes = PredictiveConfig("mc", samples=10), ("classification", 2**20)
+    config.check_memory(64 * 100, 1000, 10**5, *sizes, positions=64)
+    with pytest.raises(ValueError, match="one of 64 positions with 1000 outputs, and there are 1 "
+                       "MiB. Take --predictive.method linearised"):  # fmt: skip
+        config.check_memory(64 * 1000, 1000, 10**5, *sizes, positions=64)
 
 
 @pytest.mark.parametrize(

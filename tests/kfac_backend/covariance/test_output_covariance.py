@@ -265,7 +265,7 @@ class Outputs(nn.Module):
     ("change", "error", "message"),
     [
         (lambda f: (f, f), TypeError, "returned tuple; a tensor of outputs"),
-        (lambda f: f[:, None], NotImplementedError, r"returned shape \(2, 1, 3\) for 2 examples"),
+        (lambda f: f[:, 0], NotImplementedError, r"returned shape \(2,\) for 2 examples"),
         (lambda f: f - f.mean(0), NotImplementedError, "rows of different examples mix"),
     ],
 )

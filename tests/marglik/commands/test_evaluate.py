@@ -49,12 +49,12 @@ def test_a_run_is_evaluated_as_at_its_end(run, capsys):
 
 def test_several_methods_on_noise(run, tmp_path, capsys):
     before = (run / "evaluation.json").read_bytes()
-    options = ["--methods", "[probit, mc, nn, bridge]", "--predictive.networks", "5", *UNCALIBRATED]
+    methods = ("probit", "mc", "linearised", "bridge")
+    options = ["--methods", f"[{', '.join(methods)}]", "--predictive.networks", "5", *UNCALIBRATED]
     noise = ["--ood", "marglik.data.Noise", "--ood.num_images", "40"]
     out = tmp_path / "elsewhere"
     assert main(["evaluate", str(run), *QUIET, *options, *noise, "--output", str(out)]) == 0
     found = metrics(out)
-    methods = ("probit", "mc", "nn", "bridge")
     assert list(found) == ["MAP", *(f"Laplace, {m}, uncalibrated" for m in methods)]
     assert len({values["test/cls/NLL"] for values in found.values()}) == 5
     assert all(values["ood/AUROC"] > 0.6 for values in found.values())
@@ -277,11 +277,11 @@ REFUSED = {
     "another likelihood": (["--likelihood", "regression"], "is for likelihood 'classification'"),
     "an unknown method": (
         ["--methods", "[probit, laplace]"],
-        "must be a list in brackets, each item probit, bridge, mc or nn",
+        "must be a list in brackets, each item probit, bridge, mc or linearised",
     ),
-    "sampled networks of a layer": (
-        ["--methods", "[nn]", "--predictive.layers", "last"],
-        "predictive.layers 'last' is not for method 'nn'",
+    "linearised networks of a layer": (
+        ["--methods", "[linearised]", "--predictive.layers", "last"],
+        "predictive.layers 'last' is not for method 'linearised'",
     ),
     "no samples": (["--predictive.samples", "0"], "predictive.samples must be positive, not 0"),
     "another network": (

@@ -160,11 +160,11 @@ def test_other_likelihoods(problem, tmp_path, capsys):
     assert "Checkpoint: the prefix 'module.' was taken off all names." in capsys.readouterr().out
     found = read_posterior(tmp_path / "fit")
     assert found["likelihood"] == problem.likelihood
-    methods = ["--methods", "[probit, mc, nn]"]
+    methods = ["--methods", "[probit, mc, linearised]"]
     predictives = metrics(tmp_path / "fit", *methods)
     assert list(predictives) == [
         "MAP", "MAP, temperature-scaled", "Laplace, probit", "Laplace, mc",
-        "Laplace, nn, uncalibrated",
+        "Laplace, linearised, uncalibrated",
     ]  # fmt: skip
     # The validation data has chosen among all of these.
     key = "validation/reg/NLL" if problem.likelihood == "regression" else "validation/cls/NLL"
@@ -246,9 +246,9 @@ REFUSED = {
         ["--prior.sigma_noise", "0.5"],
         "sigma_noise is 0.5; only regression has",
     ),
-    "sampled networks of a layer": (
-        ["--predictive.method", "nn", "--predictive.layers", "last"],
-        "predictive.layers 'last' is not for method 'nn'",
+    "linearised networks of a layer": (
+        ["--predictive.method", "linearised", "--predictive.layers", "last"],
+        "predictive.layers 'last' is not for method 'linearised'",
     ),
     "unknown option": (["--epochs", "3"], "No option --epochs."),
 }

@@ -67,7 +67,6 @@ def test_a_preset_learns_all_weight_decays(preset, tmp_path):
     )
     assert there in learned and not_there not in learned
     assert len(set(learned.values())) > len(learned) / 2
-    predictives = 2 if results["calibration"] is None else 3
-    assert sum(name.startswith("initial, ") for name in results["metrics"]) == predictives
-    assert (predictives == 2) == (preset == "gpt_dart")  # sampled networks
+    assert sum(name.startswith("initial, ") for name in results["metrics"]) == 3
+    assert results["calibration"]["num_terms"] >= 7
     assert results["complete"]

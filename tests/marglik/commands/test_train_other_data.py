@@ -28,7 +28,8 @@ KINDS = {
     "sequences": (
         "DART", "TokenNetwork",
         ["--data.context", "16", "--data.num_train", "60", "--data.num_test", "20",
-         "--data.validation", "0.1", "--curvature.fisher", "mc", "--predictive.method", "nn"],
+         "--data.validation", "0.1", "--curvature.fisher", "mc",
+         "--predictive.method", "linearised"],
     ),
     "graphs": ("NCI1", "NodeCounts", ["--data.validation", "0.2"]),
 }  # fmt: skip
@@ -101,7 +102,7 @@ def test_what_a_run_leaves(kind, run):
     assert set(results["sums"]) == {"examples", "ood", "initial_parameters"}
     assert results["evidence"]["kept"] > results["evidence"]["first"]
     assert results["complete"]
-    assert len(results["metrics"]) == (6 if kind == "graphs" else 4)  # calibrated, sampled
+    assert len(results["metrics"]) == 6
     assert evaluation["num_test"] == test
     positions = evaluation["num_positions"]
     assert results["num_positions"] == positions
@@ -132,7 +133,7 @@ def test_it_is_evaluated_as_at_its_end(kind, run, capsys):
     before = evaluated(run)
     options = ["--progress", "false", "--predictive.networks", "2"]  # as of the run
     if kind == "sequences":
-        options += ["--predictive.method", "nn"]
+        options += ["--predictive.method", "linearised"]
     assert main(["evaluate", str(run), *options]) == 0
     after = evaluated(run)
     for key in before.keys() - {"config", "predictives"}:
@@ -229,10 +230,10 @@ def test_a_network_of_images(kind, inputs, commands, tmp_path, capsys):
 
 def test_wrong_turns_of_sequences(commands, trained, tmp_path, capsys):
     command = [*commands["sequences"], "--output", str(tmp_path / "run")]
-    message = "predictive.method 'mc' is for one prediction per example"
+    message = "predictive.method 'mc' needs the covariances of 256 outputs at 16 positions"
     assert message in refusal(capsys, *command, "--predictive.method", "mc")
     assert not (tmp_path / "run").exists()
-    assert "'probit' is for one prediction" in refusal(
+    assert "'probit' needs the covariances" in refusal(
         capsys, "evaluate", str(trained / "sequences"), "--output", str(tmp_path / "elsewhere")
     )
     message = refusal(capsys, *command, "--model.num_tokens", "300")

@@ -19,7 +19,7 @@ WRONG = {
     ),
     "an option of before": (
         ["--predictive.method", "linearized"],
-        "--predictive.method linearized: must be probit, bridge, mc or nn.",
+        "--predictive.method linearized: must be probit, bridge, mc or linearised.",
     ),
     "no update ever": (["--prior.every", "0"], "every must be at least 1, not 0"),
     "no samples": (["--curvature.mc_samples", "0"], "curvature.mc_samples must be at least 1"),
@@ -46,16 +46,16 @@ WRONG = {
         "--data marglik.data.TensorFile needs --data.path.",
     ),
     "validation takes all": (["--data.validation", "1.0"], "validation=1.0: must be a fraction in"),
-    "a part of sampled networks": (
-        ["--predictive.method", "nn", "--predictive.layers", "last"],
-        "predictive.layers 'last' is not for method 'nn'",
+    "a part of linearised networks": (
+        ["--predictive.method", "linearised", "--predictive.layers", "last"],
+        "predictive.layers 'last' is not for method 'linearised'",
     ),
     "samples for no machine": (
         ["--predictive.samples", "1000000000000"],
         "predictive.samples 1000000000000 takes about",
     ),
     "networks for no machine": (
-        ["--predictive.method", "nn", "--predictive.networks", "1000000000"],
+        ["--predictive.method", "linearised", "--predictive.networks", "1000000000"],
         "fit (--predictive.networks ",
     ),
     "a negative number of images": (["--evaluation.uncertain", "-1"], "must be 0 or more, not -1"),

@@ -31,7 +31,7 @@ def test_to_double(likelihood):
     after = predictions(laplace, x.double(), ["probit"])["probit"]
     assert after.mean.dtype == torch.float64
     assert_close(after.mean.float(), before.mean)
-    for method in ("mc", "nn"):
+    for method in ("mc", "linearised"):
         assert predictions(laplace, x.double(), [method])[method].mean.dtype == torch.float64
 
     # The same as a posterior that was made in float64 from these parameters and factors.
@@ -156,7 +156,7 @@ def test_narrow_networks_predict(dtype):
         "functional": lambda la, x: la.functional_samples(x, "nn", 500).softmax(-1).mean(0),
         "predictive": lambda la, x: la.predictive_samples(x, "nn", 500).mean(0),
         "our mc": lambda la, x: predictions(la, x, ["mc"])["mc"].mean,
-        "our nn": lambda la, x: predictions(la, x, ["nn"])["nn"].mean,
+        "our linearised": lambda la, x: predictions(la, x, ["linearised"])["linearised"].mean,
     }
     for name, use in uses.items():
         torch.manual_seed(0)

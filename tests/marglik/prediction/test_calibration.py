@@ -1,6 +1,7 @@
 """Calibration by held-out data, against grids and integrals."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -131,17 +132,23 @@ def test_few_examples_do_not_lead_to_absurd_temperatures():
     assert fit.nll < fit.nll_map
 
 
+@pytest.mark.parametrize("method", ["probit", "linearised"])
 @pytest.mark.parametrize("likelihood", LINKS)
-def test_the_calibrated_predictive_is_what_the_fit_speaks_of(likelihood):
+def test_the_calibrated_predictive_is_what_the_fit_speaks_of(likelihood, method):
     la, _ = fitted(likelihood)
     x, y = data(likelihood)
     batches = [(x[:5], y[:5]), (x[5:], y[5:])]
-    calibrated = calibrate(la, batches, PredictiveConfig("probit"))
+    config = PredictiveConfig(method)
+
+    def generator():
+        return torch.Generator().manual_seed(0)
+
+    calibrated = calibrate(la, batches, config, generator=generator())
     prediction, targets = predict_all(calibrated, batches)
     metrics = compute_metrics(prediction, targets, likelihood)
     key = "reg/NLL" if likelihood == "regression" else "cls/NLL"
     assert metrics[key] == pytest.approx(calibrated.fit.nll, rel=1e-5)
-    plain = laplace_predictive(la, PredictiveConfig("probit", calibration="none"))
+    plain = laplace_predictive(la, replace(config, calibration="none"), generator())
     plain = predict_all(plain, batches)
     found = compute_metrics(*plain, likelihood)[key]
     assert found == pytest.approx(calibrated.fit.nll_uncalibrated, rel=1e-5)
@@ -218,3 +225,16 @@ def test_bad_input_is_named():
     broken = HeldOut("classification", f * math.nan, covariance, f.argmax(1))
     with pytest.raises(FloatingPointError, match="held-out NLL is not finite"):
         fit_calibration(broken)
+
+
+def test_linearised_networks_are_scaled_as_their_outputs_covariance_is():
+    """Their calibration is mc's, but for the samples."""
+    la, _ = fitted()
+    x, y = data()
+    fits = [
+        calibrate(la, [(x, y)], PredictiveConfig(method, samples=4000, networks=4000)).fit
+        for method in ("mc", "linearised")
+    ]
+    assert fits[0].nll_uncalibrated == pytest.approx(fits[1].nll_uncalibrated, rel=0.02)
+    assert fits[0].nll == pytest.approx(fits[1].nll, rel=0.02)
+    assert fits[0].nll_scaled_map == pytest.approx(fits[1].nll_scaled_map)

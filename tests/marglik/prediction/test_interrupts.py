@@ -22,7 +22,9 @@ USES = {
     "nn": lambda la: la(X, link_approx="mc", **NN),
     "functional samples": lambda la: la.functional_samples(X, **NN),
     "predictive samples": lambda la: la.predictive_samples(X, **NN),
-    "our nn": lambda la: laplace_predictive(la, PredictiveConfig("nn", networks=2))(X),
+    "linearised": lambda la: laplace_predictive(
+        la, PredictiveConfig("linearised", networks=2)
+    )(X),
     "our probit": lambda la: laplace_predictive(la)(X),
     "MAP": lambda la: map_predictive(la.model)(X),
     "last layer": lambda la: last_layer(la.model, X),
@@ -66,5 +68,5 @@ def test_a_forward_that_fails(la, use, error):
         USES[use](la)
     except error:
         pass
-    assert calls == (1 if use == "MAP" else 2) or use in ("glm", "our probit")
+    assert calls == (1 if use == "MAP" else 2) or use in ("glm", "our probit", "linearised")
     assert everything_of(la.model) == before

@@ -9,7 +9,6 @@ from scipy import integrate, special, stats
 from torch import nn
 from torch.func import functional_call, jacrev
 from torch.nn.functional import binary_cross_entropy_with_logits
-from torch.nn.utils import vector_to_parameters
 from torch.testing import assert_close
 
 from kfac_backend.covariance.output_covariance import OutputCovariance
@@ -27,9 +26,9 @@ from tests.marglik.small_laplace import DELTAS, TakesMapping, data, fitted, netw
 
 LIKELIHOODS = ["classification", "regression", "bernoulli"]
 METHODS = {
-    "classification": ("probit", "bridge", "mc", "nn"),
-    "regression": ("probit", "nn"),
-    "bernoulli": ("probit", "mc", "nn"),
+    "classification": ("probit", "bridge", "mc", "linearised"),
+    "regression": ("probit", "linearised"),
+    "bernoulli": ("probit", "mc", "linearised"),
 }
 EVERY = [(likelihood, method) for likelihood in LIKELIHOODS for method in METHODS[likelihood]]
 
@@ -60,8 +59,11 @@ def test_mc_approaches_samples_of_the_parameters():
     found = predictive(la, "mc", samples=20_000)(x)
     assert (found.mean - p.mean(0)).abs().max() < 0.015
     assert (found.aleatoric - torch.special.entr(p).sum(-1).mean(0)).abs().max() < 0.015
+    sampled = predictive(la, "linearised", networks=4000)(x)
+    assert (sampled.mean - found.mean).abs().max() < 0.02
+    assert (sampled.epistemic - found.epistemic).abs().max() < 0.02
     # Negative control: networks that are not linearised predict otherwise.
-    other = predictive(la, "nn", networks=500)(x).mean
+    other = la(x, pred_type="nn", link_approx="mc", n_samples=500)
     assert (other - found.mean).abs().max() > 0.03
 
 
@@ -75,13 +77,14 @@ def test_probit_by_its_formula():
 
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
-def test_sampled_networks_are_those_with_sampled_parameters(likelihood):
+def test_linearised_networks_are_those_with_sampled_parameters(likelihood):
     la, x = fitted(likelihood, sigma_noise=0.3 if likelihood == "regression" else 1.0)
-    predict = predictive(la, "nn")
-    other, outputs = network().eval(), []
-    for sample in la.sample(5, torch.Generator().manual_seed(0)):
-        vector_to_parameters(sample, other.parameters())
-        outputs.append(other(x).detach())
+    predict = predictive(la, "linearised")
+    J = jacobian(la.model.eval(), x)
+    outputs = [
+        la.model(x).detach() + J @ (sample - la.mean)
+        for sample in la.sample(5, torch.Generator().manual_seed(0))
+    ]
     before = [p.clone() for p in la.model.parameters()]
     found = predict(x)
     if likelihood == "regression":
@@ -99,7 +102,7 @@ def test_sampled_networks_are_those_with_sampled_parameters(likelihood):
         expected = sum(p) / 5, aleatoric, entropies[5] - aleatoric
     assert_close(values(found), expected)
     assert all(torch.equal(a, b) for a, b in zip(la.model.parameters(), before, strict=True))
-    assert (found.mean - predictive(la, "nn", seed=1)(x).mean).abs().max() > 1e-3
+    assert (found.mean - predictive(la, "linearised", seed=1)(x).mean).abs().max() > 1e-3
 
 
 def test_bernoulli_from_fit_to_prediction_by_brute_force():
@@ -191,8 +194,8 @@ def test_last_layer():
         p = predictive(la, method, layers="last")(x)
         assert_close(values(p), values(predictive(alone, method)(x)))
     assert (p.epistemic < predictive(la, "mc")(x).epistemic).all()
-    # Frozen layers are no obstacle for sampled networks.
-    assert predictive(alone, "nn")(x).epistemic.max() > 1e-3
+    # Frozen layers are no obstacle for linearised networks.
+    assert predictive(alone, "linearised")(x).epistemic.max() > 1e-3
 
 
 @pytest.mark.parametrize(("likelihood", "method"), [*EVERY, ("classification", "map")])
@@ -211,7 +214,7 @@ def test_modes_gradients_and_inference_mode(likelihood, method):
     assert_close(values(predict(x)), values(p))
 
 
-@pytest.mark.parametrize("method", ["probit", "nn", "map"])
+@pytest.mark.parametrize("method", ["probit", "linearised", "map"])
 def test_mappings(method):
     x, y = data()
     batch = {"pixels": x, "labels": y}
@@ -257,7 +260,7 @@ def test_map_is_the_networks_own_prediction(likelihood):
 def test_a_flat_posterior_is_the_map():
     la, x = fitted(prior_precision=1e14)
     expected = map_predictive(la.model)(x).mean
-    for method in ("probit", "mc", "nn"):
+    for method in ("probit", "mc", "linearised"):
         assert (predictive(la, method)(x).mean - expected).abs().max() < 1e-5
 
 
@@ -266,7 +269,10 @@ def test_a_flat_posterior_is_the_map():
     [
         ({"method": "linearized"}, "predictive.method='linearized' is not supported; choose one"),
         ({"layers": "first"}, "predictive.layers='first' is not supported; choose one of 'all'"),
-        ({"method": "nn", "layers": "last"}, "predictive.layers 'last' is not for method 'nn'; ch"),
+        (
+            {"method": "linearised", "layers": "last"},
+            "layers 'last' is not for method 'linearised'; ",
+        ),
         *(
             ({name: 0}, f"predictive.{name} must be positive, not 0")
             for name in ("samples", "networks", "batch_size", "memory")
@@ -278,7 +284,7 @@ def test_wrong_options(options, message):
         PredictiveConfig(**options)
 
 
-@pytest.mark.parametrize("method", ["probit", "nn"])
+@pytest.mark.parametrize("method", ["probit", "linearised"])
 def test_not_fitted(method):
     la = KronLaplace(network(), "classification")
     with pytest.raises(AttributeError, match="is not fitted; call fit\\(\\) first"):
@@ -286,10 +292,10 @@ def test_not_fitted(method):
 
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
-@pytest.mark.parametrize("method", ["probit", "bridge", "mc", "nn"])
+@pytest.mark.parametrize("method", ["probit", "bridge", "mc", "linearised"])
 def test_samples_that_do_not_fit_are_refused_with_a_number_that_does(method, likelihood):
     sizes: dict = {"outputs": 10, "examples": 100, "parameters": 10**5, "likelihood": likelihood}
-    option = "networks" if method == "nn" else "samples"
+    option = "networks" if method == "linearised" else "samples"
 
     def check(count, memory=2**30, **more):
         PredictiveConfig(method, batch_size=50, **{option: count}).check_memory(
@@ -305,7 +311,7 @@ def test_samples_that_do_not_fit_are_refused_with_a_number_that_does(method, lik
     check(int(fitting))
     with pytest.raises(ValueError):  # it is not far from the largest
         check(10 * int(fitting))
-    if method == "nn" or (likelihood == "classification" and method != "bridge"):
+    if method == "linearised" or (likelihood == "classification" and method != "bridge"):
         with pytest.raises(ValueError, match="Take smaller batches"):
             check(1, memory=2000)
 
@@ -337,7 +343,7 @@ class Twice(nn.Sequential):
         return (f, f) if self.returns_tuple else f
 
 
-@pytest.mark.parametrize("method", ["probit", "nn", "MAP", "laplace-torch's nn"])
+@pytest.mark.parametrize("method", ["probit", "linearised", "MAP", "laplace-torch's nn"])
 def test_outputs_that_are_no_tensor(method):
     model, x = Twice(nn.Linear(3, 2)), torch.randn(4, 3)
     la = KronLaplace(model, "classification")

@@ -1,0 +1,222 @@
+"""The outputs' covariance where the last layer alone is uncertain: a forward pass, no backward one.
+
+If the outputs are what a linear layer or a convolution computes, f_r = W a_r + b, the gradient of
+f_rc in W is e_c ⊗ a_r and that in b is e_c, with which the covariance of position r is that of
+`gradient_covariance`. Nothing is propagated back, and positions do not depend on each other.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from kfac_backend.covariance.gradient_covariance import gradient_covariance
+from kfac_backend.covariance.layer_gradients import PosteriorPrecision
+from kfac_backend.covariance.output_covariance import (
+    OutputCovariance,
+    check_classes,
+    check_positions,
+    default_memory,
+)
+from kfac_backend.layers import ExampleGradients, WeightSharingRule, registered
+from kfac_backend.model.batches import detached
+from kfac_backend.model.calls import call_with, check_output, num_examples, restoration
+from kfac_backend.model.capture import first_input
+from kfac_backend.model.comparison import close
+from kfac_backend.precision import at_least_float32, full_float32
+from kfac_backend.threads import turn_of
+
+__all__ = ["LastLayerCovariance"]
+
+
+class LastLayerCovariance:
+    """A function from inputs to outputs and their covariances, all layers but the last being known.
+
+    Exact. A weight that the last layer shares with an earlier one, as a language model's output
+    layer with its token embedding, counts in the last layer alone: its earlier use is known.
+
+    The layer's own formula is used where each batch shows that the outputs are the layer's, in
+    value and derivative: a linear layer or a convolution without groups, with whatever only moves
+    axes behind it. For others `OutputCovariance` is asked, at C backward passes a position through
+    what follows the layer.
+
+    Args:
+        model: the network at the posterior's mean, in the mode (train or eval) it is in.
+        layer: the name of the layer that runs last.
+        precision: the posterior precision of its parameters.
+        memory: as of `OutputCovariance`; outputs are K×K matrices a position besides.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layer: str,
+        precision: PosteriorPrecision,
+        *,
+        memory: int | None = None,
+    ) -> None:
+        self._model, self._name, self._precision = model, layer, precision
+        self._layer = model.get_submodule(layer)
+        self._memory = memory
+        names = {id(p): name for name, p in model.named_parameters()}
+        self._parameters = {
+            local: names[id(p)]
+            for local, p in self._layer.named_parameters(recurse=False)
+            if names[id(p)] in precision
+        }
+        self._is_tied = any(
+            p is other
+            for p in self._layer.parameters()
+            for module in model.modules()
+            for other in module._parameters.values()
+            if module is not self._layer
+        )
+        self._general: OutputCovariance | None = None
+
+    def __call__(
+        self,
+        x: Any,
+        positions: Bool[Tensor, "N *R"] | None = None,
+        classes: Int[Tensor, "*chosen K"] | None = None,
+    ) -> tuple[Float[Tensor, "*chosen C"], Float[Tensor, "*chosen C C"]]:
+        """Outputs and covariances at a batch; arguments and errors as of `OutputCovariance`.
+
+        Raises:
+            NotImplementedError: a weight that is shared with another layer, in a layer whose
+                outputs are not the model's.
+        """
+        with turn_of(self._model), full_float32(), torch.inference_mode(False):
+            x = detached(x, next(self._model.parameters()).device)
+            if num_examples(x) == 0:
+                raise ValueError("The batch has no examples; leave it out.")
+            restore = restoration(self._model)
+            try:
+                seen = self._run(x)
+            finally:
+                restore()
+            if seen is not None:
+                return self._of_linear(*seen, positions, classes)
+        if self._is_tied:
+            raise NotImplementedError(
+                f"The outputs of {type(self._model).__name__} are not those of its last layer "
+                f"'{self._name}' as they are, and it shares a weight with another layer: what the "
+                "last layer alone brings is not known. Take all layers."
+            )
+        if self._general is None:
+            self._general = OutputCovariance(self._model, self._precision, memory=self._memory)
+        return self._general(x, positions, classes)
+
+    def _run(self, x: Any) -> tuple[Tensor, Tensor, WeightSharingRule] | None:
+        """The outputs, the last layer's input and its rule; None where its formula does not hold.
+
+        It holds if the layer computes it, and the outputs' derivative in its output is the
+        identity, which noise that is propagated back shows.
+        """
+        known = registered(self._layer)
+        if known is None or not issubclass(known.rule, WeightSharingRule):
+            return None
+        if not self._parameters or not known.rule.parameter_names.issuperset(self._parameters):
+            return None
+        rule = known.rule(self._layer, "expand", self._parameters)
+        if rule.groups > 1 or not rule.same_gradients or rule.takes_integers:
+            return None
+        runs: list[tuple[Tensor, Tensor]] = []
+
+        def hook(layer: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
+            output = output.detach().requires_grad_()
+            runs.append((first_input(args, kwargs).detach(), output))
+            return output.clone()  # which activations may change in place
+
+        self._layer.register_forward_hook(hook, with_kwargs=True)  # `restoration` takes it away
+        with torch.enable_grad():
+            f = call_with(self._model, {}, x)
+        check_output(f)
+        if len(runs) != 1 or f.dim() < 2 or not f.requires_grad:
+            return None
+        ((a, z),) = runs
+        noise = torch.randn(f.shape, dtype=f.dtype, device=f.device)
+        (back,) = torch.autograd.grad(f, z, noise)
+        f, z = f.detach(), z.detach()
+        if not (_same(z, f, rule.features) and _same(back, noise, rule.features)):
+            return None
+        return (f, a, rule) if self._computes(rule, a[:1], f[:1]) else None
+
+    def _computes(self, rule: WeightSharingRule, a: Tensor, f: Tensor) -> bool:
+        """Whether an example's outputs are W a_r + b."""
+        weight: Any = self._layer.weight
+        weight = weight.detach()
+        weight = weight if rule.transposed else weight.flatten(1).mT
+        inputs = rule.inputs(a)[0]  # (1, R, d_in)
+        if inputs.shape[-1] != len(weight) or inputs.shape[1] != _positions(f).shape[1]:
+            return False
+        bias: Any = getattr(self._layer, "bias", None)
+        bias = 0.0 if bias is None else bias.detach()
+        return close(_positions(f), inputs.to(weight.dtype) @ weight + bias)
+
+    def _of_linear(
+        self,
+        f: Tensor,
+        a: Tensor,
+        rule: WeightSharingRule,
+        positions: Tensor | None,
+        classes: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Outputs and covariances by the layer's formula, some positions at a time."""
+        mask = check_positions(positions, f.shape).to(f.device)
+        shape = tuple(mask.shape) if positions is None else (int(mask.sum()),)
+        C = f.shape[-1]
+        columns = check_classes(classes, shape, C)
+        f = f[mask]  # (M, C)
+        if columns is not None:
+            columns = columns.to(f.device)
+            f = f.gather(1, columns)
+        wide = at_least_float32(f)
+        K = f.shape[1]
+        result = wide.new_empty(len(f), K, K)
+        memory = self._memory or default_memory(f.device.type)
+        weight = self._parameters.get("weight")
+        d_in = 1 if weight is None else self._precision[weight][1].numel() // C
+        # Of each position: its one-hot vectors, twice in another basis, and its input twice.
+        of_one = wide.element_size() * (3 * K * C + 2 * (d_in + C))
+        size = max(1, memory // of_one)
+        by_example = mask.flatten(1) if mask.dim() > 1 else mask[:, None]
+        examples = max(1, memory // (wide.element_size() * by_example.shape[1] * (d_in + 1)))
+        one_hot, done = torch.eye(C, dtype=wide.dtype, device=f.device), 0
+        for start in range(0, len(a), examples):
+            some = by_example[start : start + examples]
+            if not some.any():
+                continue
+            inputs = None
+            if weight is not None:
+                inputs = rule.inputs(a[start : start + examples])[0][some]  # (m, d_in)
+            for first in range(0, int(some.sum()), size):
+                m = min(size, int(some.sum()) - first)
+                b = one_hot.expand(m, C, C)
+                if columns is not None:
+                    b = one_hot[columns[done : done + m]]  # (m, K, C)
+                now = None if inputs is None else inputs[first : first + m]
+                result[done : done + m] = self._covariance(b, now, rule.transposed)
+                done += m
+        return f.unflatten(0, shape), result.unflatten(0, shape)
+
+    def _covariance(self, b: Tensor, inputs: Tensor | None, transposed: bool) -> Tensor:
+        """Of m positions, from their one-hot vectors (m, K, C) and inputs (m, d_in)."""
+        total = b.new_zeros(len(b), b.shape[1], b.shape[1])
+        for local, name in self._parameters.items():
+            a = inputs[None, :, None] if local == "weight" and inputs is not None else None
+            gradients = ExampleGradients(b[None, :, None], a)
+            block, spectrum = self._precision[name]
+            total += gradient_covariance(gradients, block, spectrum, transposed=transposed)
+        return total
+
+
+def _positions(f: Tensor) -> Tensor:
+    """(N, ..., C) as (N, R, C)."""
+    return f.flatten(1, -2) if f.dim() > 2 else f[:, None]
+
+
+def _same(z: Tensor, f: Tensor, features: int) -> bool:
+    """Whether the layer's output is the model's, but for the place of the axis of features."""
+    z, f = _positions(z.movedim(features, -1)), _positions(f)
+    return z.shape == f.shape and torch.equal(z, f)

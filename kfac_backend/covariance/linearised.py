@@ -1,0 +1,196 @@
+"""Outputs of the linearised network f(x) + J(x) (θ − θ*) at given parameters θ, without J.
+
+J v is the derivative, in u, of the inner product of v and Jᵀu, which is linear in u: a backward
+pass with a graph of its own gives Jᵀu, and one pass back through that graph J v for each v. Unlike
+forward mode (torch.func.jvp), it repeats no forward pass for the next v, and leaves no state of
+the process behind when it is interrupted or runs in two threads.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.backends import cuda
+
+from kfac_backend.covariance.output_covariance import default_memory
+from kfac_backend.model.batches import detached, examples, make_plan
+from kfac_backend.model.calls import call_with, check_output, num_examples
+from kfac_backend.precision import at_least_float32, full_float32
+from kfac_backend.threads import SharedSetting, turn_of
+
+__all__ = ["linearised_outputs"]
+
+
+def linearised_outputs(
+    model: nn.Module,
+    changes: Mapping[str, Float[Tensor, "S *shape"]],
+    x: Any,
+    memory: int | None = None,
+) -> Float[Tensor, "S N *R C"]:
+    """f(x) + J(x) Δ for S changes Δ of the parameters, J the Jacobian at the model's own.
+
+    Outputs of any shape, and batches of any kind. The cost is one pass through the graph of a
+    backward pass for each change, about that of a backward pass, whatever the number of outputs.
+
+    Args:
+        model: the network at θ*, in the mode (train or eval) it is in.
+        changes: parameter name -> S changes θ − θ*; other parameters stay what they are.
+        x: inputs, moved to the model's device.
+        memory: bytes that the graph may hold, besides what one pass needs; as `OutputCovariance`'s
+            if None. Batches of tensors are split inside to keep it, down to one example.
+
+    Raises:
+        TypeError: a model whose output is not a tensor.
+        NotImplementedError: an operation that cannot be differentiated twice.
+    """
+    device = next(model.parameters()).device
+    with torch.inference_mode(False), turn_of(model), full_float32(), _plain_attention.held():
+        x = detached(x, device)
+        parts = _parts(model, list(changes), x, memory or default_memory(device.type))
+        found = [_outputs(model, changes, part) for part in parts]
+    return torch.cat(found, 1)
+
+
+def _outputs(model: nn.Module, changes: Mapping[str, Tensor], x: Any) -> Tensor:
+    f, u, products = _transposed(model, list(changes), x)
+    wide = at_least_float32(f.detach())
+    found = []
+    for change in zip(*changes.values(), strict=True):
+        v = dict(zip(changes, change, strict=True))
+        tangents = [v[name].view_as(p).to(p.dtype) for name, p in products.items()]
+        if not products:  # the outputs depend on none of the parameters
+            found.append(wide)
+            continue
+        try:
+            (Jv,) = torch.autograd.grad(list(products.values()), u, tangents, retain_graph=True)
+        except RuntimeError as error:
+            raise _as_named(model, error) from error
+        found.append(wide + at_least_float32(Jv))
+    return torch.stack(found)
+
+
+def _transposed(
+    model: nn.Module, names: list[str], x: Any
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The outputs f, a vector u in their shape, and Jᵀu by parameter, with its graph in u."""
+    own = dict(model.named_parameters())
+    with torch.enable_grad():
+        theta = {name: own[name].detach().requires_grad_() for name in names}
+        f = call_with(model, theta, x)
+        check_output(f)
+        u = torch.zeros_like(f, requires_grad=True)
+        if not f.requires_grad:
+            return f, u, {}
+        try:
+            found = torch.autograd.grad(
+                f, list(theta.values()), u, create_graph=True, allow_unused=True
+            )
+        except RuntimeError as error:
+            raise _as_named(model, error) from error
+    pairs = zip(theta, found, strict=True)
+    return f, u, {name: g for name, g in pairs if g is not None and g.requires_grad}
+
+
+def _parts(model: nn.Module, names: list[str], x: Any, memory: int) -> Iterator[Any]:
+    """The batch in parts whose graphs the memory holds."""
+    N = num_examples(x)
+    splits = N == 1 or make_plan(model, x, next(model.parameters()).device).splits
+    if not N or not splits:
+        _check(model, names, x)
+        yield x
+        return
+    few = min(N, 2)
+    held = _check(model, names, examples(x, slice(few)))
+    size = max(1, memory * few // max(1, held))
+    for start in range(0, N, size):
+        yield examples(x, slice(start, start + size))
+
+
+def _check(model: nn.Module, names: list[str], x: Any) -> int:
+    """Raise a NotImplementedError unless J and Jᵀ are each other's transpose; returns bytes held.
+
+    A function of the user's that can be differentiated once cuts Jᵀu off from u, which would be
+    missing in J v without any error.
+    """
+    f, u, products = _transposed(model, names, x)
+    if not products:
+        return 0
+    held = _bytes_held(products.values())
+    noise = torch.Generator(f.device).manual_seed(0)
+    *v, other = (
+        torch.randn(t.shape, generator=noise, device=t.device, dtype=t.dtype)
+        for t in (*products.values(), f)
+    )
+    own = dict(model.named_parameters())
+    try:
+        (Jv,) = torch.autograd.grad(
+            list(products.values()), u, v, retain_graph=True, allow_unused=True
+        )
+    except RuntimeError as error:
+        raise _as_named(model, error) from error
+    with torch.enable_grad():
+        theta = {name: own[name].detach().requires_grad_() for name in names}
+        f = call_with(model, theta, x)
+        J_t = torch.autograd.grad(f, [theta[name] for name in products], other)
+    Jv = torch.zeros_like(f) if Jv is None else Jv
+    left, right = (torch.cat([t.double().flatten() for t in many]) for many in (J_t, v))
+    difference = (other.double() * Jv.double()).sum() - left @ right
+    if difference.abs() > torch.finfo(f.dtype).eps ** 0.5 * left.norm() * right.norm():
+        raise _as_named(model, RuntimeError("a function of it cannot be differentiated twice"))
+    return held
+
+
+def _bytes_held(outputs: Any) -> int:
+    """Of the tensors that the graph of these outputs holds, parameters included."""
+    storages: dict[int, int] = {}
+    seen: set[Any] = set()
+    waiting = [output.grad_fn for output in outputs]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+        saved += getattr(node, "saved_tensors", ())
+        for value in saved:
+            for tensor in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(tensor, Tensor):
+                    storage = tensor.untyped_storage()
+                    storages[storage.data_ptr()] = storage.nbytes()
+        waiting += [following for following, _ in node.next_functions]
+    return sum(storages.values())
+
+
+def _as_named(model: nn.Module, error: RuntimeError) -> RuntimeError:
+    """The error, or one that says what else can be done about an operation."""
+    message = str(error)
+    if not any(words in message for words in ("is not implemented", "not implemented", "twice")):
+        return error
+    reason = message.splitlines()[0].rstrip(".")
+    return NotImplementedError(
+        f"{type(model).__name__} cannot be linearised, for which it is differentiated twice: "
+        f"{reason}. Replace the operation, or take the outputs' covariances, which need single "
+        "backward passes: the predictives 'probit' and 'mc'."
+    )
+
+
+def _read() -> tuple[bool, ...]:
+    return (
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+    )
+
+
+def _write(enabled: tuple[bool, ...]) -> None:
+    cuda.enable_flash_sdp(enabled[0])
+    cuda.enable_mem_efficient_sdp(enabled[1])
+    cuda.enable_cudnn_sdp(enabled[2])
+    cuda.enable_math_sdp(enabled[3])
+
+
+_plain_attention = SharedSetting(_read, _write, (False, False, False, True))
+"""Fused attention, on a CPU too, cannot be differentiated twice; its plain formula can."""
