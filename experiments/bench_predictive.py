@@ -19,6 +19,7 @@ import json
 import resource
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -101,21 +102,26 @@ def run_stream(config: Config) -> dict[str, Any]:
     device = torch.device(config.device)
     laplace = _posterior(config)
     name, batches = _images(config, device)
-    before = _peak_resident()
+    before, resident = _peak_resident(), []
 
     def work() -> None:
         for x in batches:
             laplace.output_distribution(x)
+            resident.append(_peak_resident())
 
+    processor = time.process_time()
     elapsed = seconds(work, device)
+    processor = time.process_time() - processor
     num_images = sum(len(x) for x in batches)
     return {
         "config": asdict(config),
         "data": name,
         "num_images": num_images,
         "total_seconds": elapsed,
+        "processor_seconds": processor,
         "milliseconds_per_image": 1000 * elapsed / num_images,
         "resident_mebibytes_before": before / 2**20,
+        "resident_mebibytes_after_a_tenth": resident[len(batches) // 10] / 2**20,
         "resident_mebibytes_at_most": _peak_resident() / 2**20,
         **environment(device),
     }

@@ -11,7 +11,7 @@ from typing import Any
 from jsonargparse import ArgumentError, ArgumentParser
 
 from marglik.commands.messages import check_values, explained
-from marglik.commands.options import HelpFormatter, whole_names
+from marglik.commands.option_parsing import HelpFormatter, whole_names
 from marglik.commands.summary import progress_lines
 
 __all__ = ["main"]

@@ -5,7 +5,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from marglik.commands.options import PresetOrFile
+from marglik.commands.option_parsing import PresetOrFile
 from marglik.commands.summary import print_evaluation
 from marglik.runs.evaluate import evaluate_run
 from marglik.storage.run_files import EVALUATION

@@ -4,7 +4,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from marglik.commands.options import PresetOrFile, add_fields, provenance_of, take_fields
+from marglik.commands.option_parsing import PresetOrFile, add_fields, provenance_of, take_fields
 from marglik.commands.summary import print_fit
 from marglik.runs.config import PostHocRunConfig
 from marglik.runs.fit import fit

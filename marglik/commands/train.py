@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from jsonargparse import ArgumentParser
 
-from marglik.commands.options import (
+from marglik.commands.option_parsing import (
     PresetOrFile,
     add_fields,
     preset_names,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from marglik.cli import COMMANDS, main
-from marglik.commands.options import preset_names
+from marglik.commands.option_parsing import preset_names
 
 ROOT = Path(__file__).parents[2]
 
