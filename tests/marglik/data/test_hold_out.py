@@ -1,0 +1,65 @@
+"""A share of the training examples becomes the validation set: which ones, and of what data."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from marglik.data import Digits, TensorSplits
+from marglik.data.nci1 import NCI1
+from marglik.data.splits import hold_out
+from marglik.graphs import Graphs
+from tests.marglik.data.text_and_graphs import nci1_texts, write_nci1
+
+
+def test_images_keep_their_shares_and_their_normalisation():
+    whole = Digits().load()
+    parts = hold_out(whole, 0.1, seed=3)
+    assert parts.validation is not None
+    assert (len(parts.train), len(parts.validation)) == (1294, 144)
+    assert (parts.mean, parts.std, parts.test) == (whole.mean, whole.std, whole.test)
+    counts = parts.validation.labels.bincount()
+    assert (counts - whole.train.labels.bincount() / 10).abs().max() < 1
+    together = torch.cat([parts.train.images, parts.validation.images]).flatten(1)
+    assert torch.equal(together.unique(dim=0), whole.train.images.flatten(1).unique(dim=0))
+    again, other = hold_out(whole, 0.1, seed=3), hold_out(whole, 0.1, seed=4)
+    assert again.validation is not None and other.validation is not None
+    assert torch.equal(again.validation.labels, parts.validation.labels)
+    assert not torch.equal(other.validation.images, parts.validation.images)
+
+
+@pytest.mark.parametrize("classes", [None, ("no", "yes")])
+def test_tensors_are_divided_without_loss(classes):
+    x = torch.arange(40.0)[:, None]
+    y = (x[:, 0] >= 30).long() if classes else x.clone()
+    splits = TensorSplits((x, y), None, (x, y), "numbers", classes)
+    parts = hold_out(splits, 0.2, seed=0)
+    assert parts.validation is not None
+    (x_train, y_train), (x_held, y_held) = parts.train, parts.validation
+    assert isinstance(x_train, torch.Tensor) and isinstance(x_held, torch.Tensor)
+    assert len(x_held) == 8 and sorted([*x_train[:, 0], *x_held[:, 0]]) == x[:, 0].tolist()
+    assert torch.equal(y_held, y[x_held[:, 0].long()])
+    assert torch.equal(y_train, y[x_train[:, 0].long()])
+    if classes:
+        assert y_held.sum() == 2  # a quarter, as of all
+
+
+def test_graphs_are_held_out_whole(tmp_path):
+    splits = NCI1(write_nci1(tmp_path / "nci1.tar.gz", nci1_texts(60))).load()
+    parts = hold_out(splits, 0.25, seed=0)
+    assert parts.validation is not None
+    whole, train, held = (p[0] for p in (splits.train, parts.train, parts.validation))
+    assert isinstance(whole, Graphs) and isinstance(train, Graphs) and isinstance(held, Graphs)
+    assert len(train) + len(held) == len(whole)
+    assert len(train.nodes) + len(held.nodes) == len(whole.nodes)
+
+
+def test_a_share_that_leaves_a_part_empty_is_named():
+    x = torch.arange(4.0)[:, None]
+    splits = TensorSplits((x, x), None, (x, x), "numbers")
+    with pytest.raises(ValueError, match=r"held_out=0.1: 4 training examples .* into 4 and 0"):
+        hold_out(splits, 0.1, seed=0)
+    digits = Digits().load()
+    few = replace(digits, train=digits.train.select(torch.arange(30)))
+    with pytest.raises(ValueError, match=r"held_out=0.1: 30 training images .* into 27 and 3"):
+        hold_out(few, 0.1, seed=0)
