@@ -133,11 +133,17 @@ def _check(model: nn.Module, names: list[str], x: Any) -> int:
     with torch.enable_grad():
         theta = {name: own[name].detach().requires_grad_() for name in names}
         f = call_with(model, theta, x)
-        J_t = torch.autograd.grad(f, [theta[name] for name in products], other)
+        found = torch.autograd.grad(f, list(theta.values()), other, allow_unused=True)
+    J_t = {name: g for name, g in zip(names, found, strict=True) if g is not None}
     Jv = torch.zeros_like(f) if Jv is None else Jv
-    left, right = (torch.cat([t.double().flatten() for t in many]) for many in (J_t, v))
+    left, right = (
+        torch.cat([t.double().flatten() for t in many])
+        for many in ([J_t.get(name, torch.zeros_like(g)) for name, g in products.items()], v)
+    )
     difference = (other.double() * Jv.double()).sum() - left @ right
-    if difference.abs() > torch.finfo(f.dtype).eps ** 0.5 * left.norm() * right.norm():
+    # For a random v, J_tᵀ v is about as large as J_t.
+    is_cut = bool(difference.abs() > torch.finfo(f.dtype).eps ** 0.5 * left.norm())
+    if is_cut or any(g.any() for name, g in J_t.items() if name not in products):
         raise _as_named(model, RuntimeError("a function of it cannot be differentiated twice"))
     return held
 

@@ -125,6 +125,15 @@ def hold_out(splits: AnySplits, share: float, seed: int) -> AnySplits:
     Raises:
         ValueError: a share so small or so large that a part would be empty or lack a class.
     """
+    try:
+        return _divided(splits, share, seed)
+    except ValueError as error:
+        raise ValueError(
+            f"{error} With held_out 0 nothing is held out, and the predictive is not calibrated."
+        ) from error
+
+
+def _divided(splits: AnySplits, share: float, seed: int) -> AnySplits:
     if isinstance(splits, ImageSplits):
         train, validation = split_off_validation(
             splits.train, share, splits.classes, seed, "held_out"
@@ -132,12 +141,16 @@ def hold_out(splits: AnySplits, share: float, seed: int) -> AnySplits:
         return replace(splits, train=train, validation=validation)
     x, y = splits.train
     size = round(share * len(y))
-    if not 1 <= size < len(y):
+    # Labels that do not count are of no class.
+    stratifies = splits.classes is not None and y.dim() == 1 and splits.ignore_index is None
+    least = len(splits.classes or ()) if stratifies else 1
+    if not least <= size <= len(y) - least:
         raise ValueError(
             f"held_out={share}: {len(y)} training examples would be divided into {len(y) - size} "
-            f"and {size}; both parts need examples. Choose another share, or 0 for none."
+            f"and {size}; both parts need at least {least}. Choose another share."
         )
-    if splits.classes is not None and y.dim() == 1:
+    if stratifies:
+        assert splits.classes is not None
         held, rest = stratified(y, size, splits.classes, seed, f"held_out={share}", "example")
     else:
         order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))

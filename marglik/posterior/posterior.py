@@ -58,9 +58,6 @@ class Posterior:
 
     factors: KroneckerFactors | None = None
     """The fitted curvature H at σ = T = 1, a sum over the data; None before `fit`."""
-    calibrations: dict[str, dict[str, Any]]
-    """A predictive's label -> what `marglik.calibrate` found for it, as plain data. Saved with the
-    posterior; forgotten with another fit or other hyperparameters, to which it does not apply."""
 
     def __init__(
         self,
@@ -92,6 +89,7 @@ class Posterior:
         self.sigma_noise = sigma_noise
         self.mean: Tensor = self.prior_mean
         self.n_data, self.n_outputs, self.loss = 0, 0, 0.0
+        self.calibrations = {}
         self._forget()
 
     @property
@@ -117,7 +115,6 @@ class Posterior:
                 f"({self.n_layers},), one per trainable tensor."
             )
         self._prior_precision = delta.reshape(-1).to(self._device, self._dtype)
-        self.calibrations = {}
 
     @property
     def prior_mean(self) -> Tensor:
@@ -152,7 +149,26 @@ class Posterior:
                 f"sigma_noise is {sigma.item()}; only regression has noise other than 1."
             )
         self._sigma_noise = sigma.reshape(()).to(self._device, self._dtype)
-        self.calibrations = {}
+
+    @property
+    def _hyperparameters(self) -> tuple:
+        """All that the covariance depends on besides the factors."""
+        delta = tuple(self.prior_precision.tolist())
+        return delta, self.sigma_noise.item(), self.temperature, self.damping
+
+    @property
+    def calibrations(self) -> dict[str, dict[str, Any]]:
+        """A predictive's label -> what `marglik.calibrate` found for it, as plain data.
+
+        Saved with the posterior. It applies to this fit and these hyperparameters; others have
+        none. Set it as a whole.
+        """
+        found, at = self._calibrations
+        return dict(found) if at == self._hyperparameters else {}
+
+    @calibrations.setter
+    def calibrations(self, calibrations: dict[str, dict[str, Any]]) -> None:
+        self._calibrations = calibrations, self._hyperparameters
 
     # --- fitting ---
 
@@ -439,12 +455,7 @@ class Posterior:
         self, x: Any, layers: Layers, memory: int | None
     ) -> OutputCovariance | LastLayerCovariance:
         """The covariance at the present hyperparameters; kept until one of them changes."""
-        state = (
-            tuple(self.prior_precision.tolist()),
-            self.sigma_noise.item(),
-            self.temperature,
-            self.damping,
-        )
+        state = self._hyperparameters
         known = self._covariances.get((layers, memory))
         if known is None or known[0] != state:
             last = last_layer(self.model, x) if layers == "last" else None

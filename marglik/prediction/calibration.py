@@ -10,7 +10,8 @@ s = 0 is temperature scaling of the MAP (Guo et al. 2017, arXiv:1706.04599), s =
 Laplace predictive. In regression σ takes the place of τ: p(y|x) = N(f, s V + σ²). Outputs and
 covariances of the held-out data are computed once, and two numbers are found in less than a second.
 s = 0 is one of the candidates, so that the calibrated predictive cannot have a higher NLL than the
-temperature-scaled MAP on the held-out data.
+temperature-scaled MAP on the held-out data, up to the sampling error of mc and of linearised
+networks.
 
 With a hundred held-out examples the NLL alone would choose absurd numbers now and then: for τ → 0
 a predictive counts the samples that vote for a class, which fits a few examples well and assigns
@@ -29,11 +30,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import cross_entropy, logsigmoid
 
-from kfac_backend.loss.hessian import counted_terms
+from kfac_backend.loss.hessian import check_targets, counted_terms
 from kfac_backend.model.batches import each_batch
 from kfac_backend.model.targets import Targets, split_batch
 from kfac_backend.options import Likelihood
-from kfac_backend.precision import at_least_float32
 from marglik.eval_mode import in_eval_mode
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.links import (
@@ -71,8 +71,8 @@ STARTS = (1.0, 0.1, 0.01)
 ROUGH_TERMS = 1000
 """Loss terms that these searches look at; only the best goes on with all."""
 MOST_NUMBERS = 2**24
-"""Numbers, of all samples' outputs, that the search looks at: of a language model's thousands of
-positions some thousand, which are plenty for two numbers."""
+"""Of all samples' outputs, and of all covariances, that are looked at: of a language model's
+thousands of positions some thousand, which are plenty for s and τ."""
 
 Loss = Callable[[Tensor | None, Tensor], Tensor]
 """Mean NLL at (s, τ or σ); None for s = 0, where √s has no derivative."""
@@ -94,7 +94,7 @@ class CalibrationFit:
     nll_map: float
     """Of the MAP as it is."""
     num_terms: int
-    """M: held-out examples, or positions of sequences."""
+    """Of held-out data: examples, or positions of sequences; of many, those that were looked at."""
 
     @staticmethod
     def remembered(posterior: Posterior, config: PredictiveConfig) -> "CalibrationFit | None":
@@ -151,7 +151,7 @@ class HeldOut:
         *,
         progress: bool = False,
     ) -> "HeldOut":
-        """Outputs, their covariances, and targets of all batches.
+        """Outputs, their covariances, and targets of all batches; of very many, a part of them.
 
         Args:
             posterior: fitted, to other data.
@@ -161,7 +161,7 @@ class HeldOut:
             progress: whether to show a bar.
 
         Raises:
-            ValueError: no batch, or no target that counts.
+            ValueError: no batch, no target that counts, or targets that do not fit the outputs.
         """
         options, likelihood = posterior.options, posterior.likelihood
         targets_of = Targets(likelihood, options)
@@ -171,22 +171,35 @@ class HeldOut:
             generator = torch.Generator(posterior.mean.device).manual_seed(0)
             samples = posterior.sample(config.networks, generator)
         found: list[tuple[Tensor, Tensor, Tensor]] = []
+        seen, stride, most = 0, 1, MOST_NUMBERS
         for batch in each_batch(batches, "Calibrating", progress):
             x, y = split_batch(batch, options.dict_key_y)
-            if samples is None:
-                f, spread = posterior.output_distribution(x, config.layers, memory)
-                spread = spread.flatten(0, -3)  # (M, C, C)
-            else:
-                f = in_eval_mode(posterior.model, outputs_of)(posterior.model, x)
+            y = targets_of(posterior.model, x, y).to(posterior.mean.device)
+            f = in_eval_mode(posterior.model, outputs_of)(posterior.model, x)
+            check_targets(f, y, likelihood, may_ignore=targets_of.may_ignore)
+            counted = counted_terms(y, likelihood)
+            if likelihood == "classification":
+                y = y.long()
+            if samples is not None:
                 spread = posterior.linearised_outputs(samples, x, memory) - f
                 spread = spread.flatten(1, -2).movedim(0, 1)  # (M, S, C)
-            y = targets_of(posterior.model, x, y).to(f.device)
-            counted = counted_terms(y, likelihood)
-            y = y.flatten(0, f.dim() - 2)
-            f = at_least_float32(f).flatten(0, -2)
+            else:
+                mask = counted if f.dim() > 2 else None
+                _, spread = posterior.output_distribution(x, config.layers, memory, positions=mask)
+                spread = spread.flatten(0, -3)  # (M, C, C)
+            f, y = f.flatten(0, -2), y.flatten(0, f.dim() - 2)
             if counted is not None:
-                f, spread, y = (part[counted.flatten()] for part in (f, spread, y))
-            found.append((f, spread, y))
+                f, y = f[counted.flatten()], y[counted.flatten()]
+                if len(spread) > len(f):
+                    spread = spread[counted.flatten()]
+            kept = (torch.arange(seen, seen + len(f), device=f.device) % stride) == 0
+            seen += len(f)
+            found.append((f[kept], spread[kept], y[kept]))
+            # Not more than two numbers need: later every second term, of those that are there, too.
+            while sum(len(y) for *_, y in found) > max(ROUGH_TERMS, most // spread[:1].numel()):
+                stride *= 2
+                whole = (torch.cat(part)[::2] for part in zip(*found, strict=True))
+                found = [tuple(whole)]  # pyright: ignore[reportAssignmentType]
         if not sum(len(y) for *_, y in found):
             raise ValueError(
                 "There is nothing to calibrate with: the held-out data has no batch, or no target "
@@ -300,7 +313,7 @@ def calibrate(
         posterior: the fitted posterior.
         batches: held-out (x, y), or mappings.
         config: how the posterior predicts.
-        generator: of the samples, on the model's device.
+        generator: of the samples, on the model's device; those of the search if left out.
         progress: whether to show a bar over the batches.
 
     Raises:
@@ -310,7 +323,9 @@ def calibrate(
     held_out = HeldOut.of(posterior, batches, config, progress=progress)
     link = "mc" if config.method == "linearised" else config.method
     fit = fit_calibration(held_out, link, config.samples)
-    posterior.calibrations[config.label] = asdict(fit)
+    posterior.calibrations |= {config.label: asdict(fit)}
+    # The samples of the search, for which s and τ are best; others differ by their sampling error.
+    generator = generator or torch.Generator(posterior.mean.device).manual_seed(0)
     predict = laplace_predictive(posterior, config, generator, fit.calibration)
     return CalibratedPredictive(predict, fit, posterior.model, posterior.likelihood)
 
@@ -356,8 +371,8 @@ def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100
     """
     check_link(link, held_out.likelihood)
     S = samples if held_out.deviations is None else len(held_out.deviations)
-    of_term = held_out.f.shape[1] * (S if link == "mc" else 1)
-    held_out = held_out.some(max(ROUGH_TERMS, MOST_NUMBERS // of_term))
+    # The same terms for all links.
+    held_out = held_out.some(max(ROUGH_TERMS, MOST_NUMBERS // (held_out.f.shape[1] * S)))
     f = held_out.f
     generator = torch.Generator(f.device).manual_seed(0)
     noise = torch.randn(samples, f.shape[1], generator=generator, device=f.device, dtype=f.dtype)

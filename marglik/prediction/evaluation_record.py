@@ -243,6 +243,9 @@ def combined(found: dict[str, Any], earlier: dict[str, Any]) -> tuple[dict[str, 
     replaced, entries = [], {}
     stays = found["ood"] is None or found["ood"] == earlier["ood"]
     for label, former in earlier["predictives"].items():
+        options = former.get("options", {})
+        if label.startswith("Laplace") and options and "calibration" not in options:
+            label += ", uncalibrated"  # there was no other before
         entry = found["predictives"].get(label)
         if entry is not None and entry["options"] != former["options"]:
             before, now = former["options"], entry["options"]

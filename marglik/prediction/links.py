@@ -153,7 +153,7 @@ def predict_from_deviations(
 
     Args:
         f: the network's outputs.
-        deviations: of sampled networks' outputs from them.
+        deviations: of linearised networks' outputs from them, at sampled parameters.
         likelihood: how outputs become a distribution of targets.
         sigma_noise: σ of regression.
         calibration: s and τ.

@@ -72,7 +72,7 @@ class PredictiveConfig:
             sampled parameters, whose outputs are distributed as mc's, at about a backward pass
             each, however many outputs there are.
         samples: samples of the outputs, for mc and for the parts of probit's uncertainty.
-        networks: sampled networks for linearised.
+        networks: linearised networks, for linearised.
         layers: all layers' uncertainty, or that of the last one alone (not for linearised), which
             costs no more than a forward pass.
         batch_size: test examples at a time.
@@ -331,10 +331,6 @@ def _with_axes(prediction: Prediction, axes: list[int]) -> Prediction:
     return Prediction(
         *(getattr(prediction, field.name).unflatten(0, (-1, *axes)) for field in fields(prediction))
     )
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
 
 
 def _rounded_down(number: int) -> int:

@@ -107,7 +107,8 @@ def fit(
     check_model(model, splits, None, likelihood)
     if prior.layers == "last":
         freeze_all_but(model, last_layer(model, next(iter(batches))[0]))
-    needed = predictive if prior.method == "validation" else None
+    calibrates = predictive.is_calibrated and splits.validation is not None
+    needed = predictive if calibrates or prior.method == "validation" else None
     check_model(model, splits, curvature, likelihood, needed)
     PriorGroups.from_model(model, prior.structure)  # complains of rules that match nothing
 
@@ -144,7 +145,7 @@ def fit(
         before = float(laplace.log_marginal_likelihood())
         _logger.info("prior by %s", prior.method)
         found = _find_prior(laplace, prior, predictive, splits, run)
-        if predictive.is_calibrated and splits.validation is not None:
+        if calibrates:
             held_out = split_batches(splits, "validation", predictive.batch_size, device=device)
             calibrations_of(laplace, held_out, predictive, progress=run.progress)
         folder.begin("fit", provenance, resume=True)

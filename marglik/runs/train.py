@@ -164,7 +164,7 @@ def train(
             )  # here: matplotlib is slow to import
 
             title = f"{type(model).__name__} on {splits.name}"
-            figure = plot_run(learned.records, prior.weight_decay, learned.laplace.n_data, title)
+            figure = plot_run(learned.records, prior.weight_decay, results["num_data"], title)
             folder.write(EVIDENCE, as_png(figure))
             label = "fixed" if prior.method == "fixed" else "learned"
             results["num_positions"] = found["num_positions"]

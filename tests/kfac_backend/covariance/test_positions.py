@@ -362,3 +362,33 @@ def test_wrong_choices_are_named(last, chosen, error, message):
     covariance = LastLayerCovariance(model, "", blocks) if last else OutputCovariance(model, blocks)
     with pytest.raises(error, match=message):
         covariance(x, **chosen)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("width", [3, 512])
+def test_a_backward_without_a_graph_is_named(beside, width):
+    """As those of hand-written kernels: autograd takes its gradients for constants."""
+
+    class Cut(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad.detach()
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(width, width), nn.Linear(width, 2)
+
+        def forward(self, x):
+            h = self.first(x)
+            return self.last(Cut.apply(h) + (h if beside else 0))
+
+    torch.manual_seed(0)
+    model = Model()
+    changes = {name: torch.randn(1, *p.shape) for name, p in model.named_parameters()}
+    with pytest.raises(NotImplementedError, match="cannot be linearised"):
+        linearised_outputs(model, changes, torch.randn(4, width))

@@ -61,5 +61,13 @@ def test_a_share_that_leaves_a_part_empty_is_named():
         hold_out(splits, 0.1, seed=0)
     digits = Digits().load()
     few = replace(digits, train=digits.train.select(torch.arange(30)))
-    with pytest.raises(ValueError, match=r"held_out=0.1: 30 training images .* into 27 and 3"):
+    with pytest.raises(ValueError, match=r"30 training images .* into 27 and 3.* With held_out 0 "):
         hold_out(few, 0.1, seed=0)
+    y = torch.arange(50) % 10
+    splits = TensorSplits(
+        (y[:, None].float(), y), None, (y[:, None].float(), y), "ten", tuple("0123456789")
+    )
+    with pytest.raises(ValueError, match=r"into 45 and 5; both parts need at least 10"):
+        hold_out(splits, 0.1, seed=0)
+    ignored = replace(splits, train=(splits.train[0], y.where(y > 0, -100)), ignore_index=-100)
+    assert len(hold_out(ignored, 0.1, seed=0).train[1]) == 45

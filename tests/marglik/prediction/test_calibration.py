@@ -9,6 +9,7 @@ from scipy import integrate, stats
 from torch.testing import assert_close
 
 from marglik.posterior.posterior_file import load_posterior, save_posterior
+from marglik.prediction import calibration
 from marglik.prediction.calibration import (
     CalibrationFit,
     HeldOut,
@@ -178,7 +179,7 @@ def test_a_posterior_remembers_its_calibration_and_forgets_it_with_what_it_was_o
     for change in (
         lambda: loaded.fit([(x, y)]),
         lambda: setattr(loaded, "prior_precision", 2.0),
-        lambda: setattr(loaded, "sigma_noise", 1.0),
+        lambda: setattr(loaded, "temperature", 0.5),
     ):
         loaded.calibrations = {"Laplace, mc": {}}
         change()
@@ -238,3 +239,32 @@ def test_linearised_networks_are_scaled_as_their_outputs_covariance_is():
     assert fits[0].nll_uncalibrated == pytest.approx(fits[1].nll_uncalibrated, rel=0.02)
     assert fits[0].nll == pytest.approx(fits[1].nll, rel=0.02)
     assert fits[0].nll_scaled_map == pytest.approx(fits[1].nll_scaled_map)
+
+
+def test_targets_are_checked_before_they_broadcast():
+    la, _ = fitted("regression")
+    x, y = data("regression")
+    with pytest.raises(ValueError, match="shape"):
+        calibrate(la, [(x, y[:, 0])])
+    la, _ = fitted()
+    x, y = data()
+    few = calibrate(la, [(x, y.int())]).fit  # any integers
+    assert few == calibrate(la, [(x, y)]).fit
+    with pytest.raises(ValueError, match=r"0 to 2|0\.\.2|labels"):
+        calibrate(la, [(x, y + 3)])
+
+
+def test_many_terms_are_thinned_alike_for_all_links(monkeypatch):
+    """Every second one, of each batch: two numbers need no more, and memory has a bound."""
+    la, _ = fitted()
+    x, y = data(n=64)
+    monkeypatch.setattr(calibration, "MOST_NUMBERS", 20 * 9)
+    monkeypatch.setattr(calibration, "ROUGH_TERMS", 10)
+    batches = [(x[:30], y[:30]), (x[30:], y[30:])]
+    some = HeldOut.of(la, batches)
+    f = la.model.eval()(x).detach()
+    assert torch.equal(some.f, f[::4]) and torch.equal(some.targets, y[::4])
+    assert_close(some.covariance, la.output_distribution(x)[1][::4])
+    fits = calibration.calibrations_of(la, batches)
+    assert len({fit.num_terms for fit in fits.values()}) == 1
+    assert len({fit.nll_map for fit in fits.values()}) == 1
