@@ -90,9 +90,9 @@ def print_evaluation(results: dict[str, Any]) -> None:
     _print_metrics({name: _shifts_averaged(entry["metrics"]) for name, entry in named})
     if any(name.endswith("uncalibrated") for name in results["predictives"]):
         print(
-            "Uncalibrated: the posterior keeps no calibration of this predictive, or none was asked "
-            "for. marglik train makes it, and marglik fit with a validation set, for the layers of "
-            "--predictive.layers."
+            "Uncalibrated: the posterior keeps no calibration of such a predictive, or none was "
+            "asked for. marglik train makes it, and marglik fit with a validation set, for the "
+            "layers of --predictive.layers."
         )
     for what in results["replaced"]:
         print(f"Replaced: {what}.")
