@@ -67,6 +67,7 @@ __all__ = ["PROBLEMS", "Config", "Row", "figure", "predict_rows", "rows_of", "ru
 
 BATCH_SIZE = 50
 SCORES = ("entropy", "epistemic")
+REFERENCE = "MAP, temperature-scaled"
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,7 @@ def rows_of(posterior: Posterior, held_out: Iterable[Any], samples: int) -> dict
     }
     return {
         "MAP": Row("all", Calibration(covariance_scale=0)),
-        "MAP, temperature-scaled": Row("all", fits["all"].map_calibration),
+        REFERENCE: Row("all", fits["all"].map_calibration),
         "Laplace, calibrated": Row("all", fits["all"].calibration),
         "Laplace, uncalibrated": Row("all", Calibration()),
         "Laplace, last layer, calibrated": Row("last", fits["last"].calibration),
@@ -337,6 +338,17 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
         for score in SCORES:
             cells = [_detection(runs, name, label, score) for label in outside]
             lines.append(f"| {name} | {score} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        f"Less the temperature-scaled MAP's{', paired by seed' if len(runs) > 1 else ''} "
+        "(AUROC by the entropy, percentage points):",
+        "",
+        f"| | test NLL | NLL, corrupted | {' | '.join(f'AUROC, {name}' for name in outside)} |",
+        "|---" * (3 + len(outside)) + "|",
+    ]
+    for name in first["rows"]:
+        if name != REFERENCE:
+            lines.append(f"| {name} | {' | '.join(_differences(runs, name, outside))} |")
     return "\n".join(lines)
 
 
@@ -350,7 +362,9 @@ def figure(runs: Sequence[dict[str, Any]]) -> Figure:
     for i, name in enumerate(names):
         own = [run["rows"][name] for run in runs]
         severities = [
-            statistics.mean(row["shift"][f"{kind}/{s}"]["cls/NLL"] for row in own for kind in KINDS)
+            statistics.mean(
+                row["shift"][f"{kind}/{s}"]["cls/NLL"] for row in own for kind in CORRUPTIONS
+            )
             for s in SEVERITIES
         ]
         left.plot(SEVERITIES, severities, "o-", ms=3, color=f"C{i}", label=name)
@@ -366,6 +380,7 @@ def figure(runs: Sequence[dict[str, Any]]) -> Figure:
                 marker,
                 color=f"C{i}",
                 mfc=filled,
+                ls="none",
             )
     left.set(xlabel="severity", ylabel="NLL (nats), mean over four corruptions", xticks=SEVERITIES)
     left.legend(fontsize="small")
@@ -374,9 +389,6 @@ def figure(runs: Sequence[dict[str, Any]]) -> Figure:
     for axes in (left, right):
         axes.grid(alpha=0.3)
     return drawing
-
-
-KINDS = tuple(CORRUPTIONS)
 
 
 def _corrupted(row: dict[str, Any], key: str) -> float:
@@ -392,18 +404,32 @@ def _values(
     return [metrics[key] for metrics in found if metrics is not None]
 
 
+def _differences(runs: Sequence[dict[str, Any]], name: str, outside: Sequence[str]) -> list[str]:
+    """NLLs and AUROCs less the reference's."""
+    nll: list[Callable[[dict[str, Any]], float]] = [
+        lambda row: row["test"]["cls/NLL"],
+        lambda row: _corrupted(row, "cls/NLL"),
+    ]
+    pairs = [(run["rows"][name], run["rows"][REFERENCE]) for run in runs]
+    cells = [_mean([of(own) - of(reference) for own, reference in pairs], 3, "+") for of in nll]
+    for label in outside:
+        aurocs = [[row["ood"][label]["entropy"]["ood/AUROC"] for row in pair] for pair in pairs]
+        cells.append(_mean([100 * (own - reference) for own, reference in aurocs], 1, "+"))
+    return cells
+
+
 def _detection(runs: Sequence[dict[str, Any]], name: str, label: str, score: str) -> str:
     keys = ("ood/AUROC", "ood/AUPR", "ood/FPR95")
     columns = [_values(runs, name, label, score, key) for key in keys]
     number = len(columns[0])
     if not number:
         return "none"
-    fewer = "" if number == len(runs) else f" ({number} seeds)"
+    fewer = "" if number == len(runs) else f" ({number} of {len(runs)} seeds)"
     return " / ".join(_mean([100 * v for v in values], 1) for values in columns) + fewer
 
 
-def _mean(values: Sequence[float], digits: int) -> str:
-    mean = f"{statistics.mean(values):.{digits}f}"
+def _mean(values: Sequence[float], digits: int, sign: str = "") -> str:
+    mean = f"{statistics.mean(values):{sign}.{digits}f}"
     if len(values) == 1:
         return mean
     return f"{mean} ± {statistics.stdev(values) / len(values) ** 0.5:.{digits}f}"

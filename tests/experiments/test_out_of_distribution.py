@@ -43,7 +43,11 @@ def seed(number, nll=0.2, auroc=0.9):
         "config": {"data": "digits", "seed": number},
         "problem": {"title": "digits"},
         "num_examples": {"train": 1000, "noise": 30},
-        "rows": {"MAP": row(nll, auroc, 0), "Laplace": row(nll, auroc, 0.25)},
+        "rows": {
+            "MAP": row(nll, auroc, 0),
+            "MAP, temperature-scaled": row(0.1, 0.7, 0),
+            "Laplace": row(nll, auroc, 0.25),
+        },
         "seconds": {"training": 1.0, "predictions": 2.0},
     }
 
@@ -55,12 +59,14 @@ def test_the_table_of_one_seed():
     assert "| MAP | entropy | 90.0 / 50.0 / 25.0 |" in text
     assert "| MAP | epistemic | none |" in text
     assert "| Laplace | epistemic | 80.0 / 50.0 / 25.0 |" in text
+    assert text.endswith("| Laplace | +0.100 | +0.300 | +20.0 |")
 
 
 def test_the_table_of_two_seeds():
     text = table([seed(0), seed(1, nll=0.4, auroc=0.8)])
     assert "| MAP | 0.300 ± 0.100 | 90.0 ± 0.0 | 2.0 ± 0.0 | 0.900 ± 0.300 |" in text
     assert "| MAP | entropy | 85.0 ± 5.0 / 50.0 ± 0.0 / 25.0 ± 0.0 |" in text
+    assert text.endswith("| Laplace | +0.200 ± 0.100 | +0.600 ± 0.300 | +15.0 ± 5.0 |")
 
 
 def test_finished_seeds_are_kept_and_the_report_is_made_from_the_json_alone(
