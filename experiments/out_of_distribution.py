@@ -80,6 +80,8 @@ class Problem:
     outside: Callable[[int], Mapping[str, ImageData]]
     """Out-of-distribution data by name, by seed."""
     seeds: int
+    corrupted: int = 250
+    """Images of each of the twenty corruptions."""
 
 
 def _digits(seed: int, classes: Sequence[int]) -> ClassSubset:
@@ -129,7 +131,11 @@ PROBLEMS = {
         seeds=3,
     ),
     "vit_cifar10": Problem(
-        "CIFAR-10 (JPEG), 4,000 images, VisionTransformer", _vit_options, _around_cifar10, seeds=1
+        "CIFAR-10 (JPEG), 4,000 images, VisionTransformer",
+        _vit_options,
+        _around_cifar10,
+        seeds=1,
+        corrupted=100,  # covariances take minutes
     ),
 }
 
@@ -465,7 +471,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.quick:
         options.data, options.seeds = ["digits"], 1
     tasks = [
-        Config(data, seed)
+        Config(data, seed, corrupted=PROBLEMS[data].corrupted)
         for data in options.data
         for seed in range(options.seeds or PROBLEMS[data].seeds)
     ]

@@ -102,7 +102,8 @@ def posterior():
     torch.manual_seed(0)
     model = MLP(5, (7,), 3)
     posterior = Posterior(model, "classification", prior_precision=0.5)
-    return posterior.fit([(torch.randn(20, 5), torch.arange(20) % 3)])
+    posterior.fit([(torch.randn(20, 5), torch.arange(20) % 3)])
+    return posterior
 
 
 def test_rows_of_one_pass_are_the_predictives(posterior):
