@@ -4,7 +4,7 @@ import os
 import tarfile
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -64,16 +64,21 @@ class Layout:
 
 
 @contextmanager
-def open_layout(path: Path) -> Iterator[Layout]:
+def open_layout(path: Path, needed: Sequence[str] = SPLITS) -> Iterator[Layout]:
     """Yield the layout of a folder or tar archive, whose files can be read inside the context.
+
+    Args:
+        path: the folder or archive.
+        needed: the splits that must be there; ("test",) for images that nothing is trained on.
 
     Raises:
         FileNotFoundError: if there is nothing at ``path``.
         ValueError: if it is neither folder nor tar archive, if the archive is damaged, or if it
-            does not contain ``train/CLASS/IMAGE`` and ``test/CLASS/IMAGE`` with the same classes.
+            does not contain ``train/CLASS/IMAGE`` and ``test/CLASS/IMAGE`` with the same classes,
+            as far as they are needed.
     """
     if path.is_dir():
-        yield _layout(path, *_folder_contents(path))
+        yield _layout(path, *_folder_contents(path), needed)
         return
     if not path.exists():
         raise FileNotFoundError(
@@ -105,7 +110,7 @@ def open_layout(path: Path) -> Iterator[Layout]:
             if not member.isdir()
         }
         directories = {PurePosixPath(member.name) for member in members if member.isdir()}
-        yield _layout(path, entries, directories)
+        yield _layout(path, entries, directories, needed)
 
 
 def whole_members(archive: tarfile.TarFile) -> list[tarfile.TarInfo]:
@@ -166,17 +171,19 @@ def _folder_contents(folder: Path) -> tuple[Entries, set[PurePosixPath]]:
     return entries, directories
 
 
-def _layout(source: Path, entries: Entries, directories: set[PurePosixPath]) -> Layout:
+def _layout(
+    source: Path, entries: Entries, directories: set[PurePosixPath], needed: Sequence[str]
+) -> Layout:
     """Sort files into splits and classes, and check that nothing is missing."""
     entries = {path: read for path, read in entries.items() if not _is_hidden(path)}
     directories = {path for path in directories if not _is_hidden(path)}
-    root = _root(source, entries.keys() | directories)
+    root, splits = _root(source, entries.keys() | directories, needed)
     images = _images(source, root, entries)
     split_at, class_at = len(root.parts), len(root.parts) + 1
-    filled = {s: {path.parts[class_at] for path in images[s]} for s in SPLITS}
-    empty = {s: {d.name for d in directories if d.parent == root / s} - filled[s] for s in SPLITS}
+    filled = {s: {path.parts[class_at] for path in images[s]} for s in splits}
+    empty = {s: {d.name for d in directories if d.parent == root / s} - filled[s] for s in splits}
     _check_classes(source, filled, empty)
-    classes = tuple(sorted(filled["train"]))
+    classes = tuple(sorted(filled["test"]))
     label = {name: k for k, name in enumerate(classes)}
     # Sorted, so that a folder and an archive of the same files give the same order.
     position = {path: i for split in SPLITS for i, path in enumerate(sorted(images[split]))}
@@ -219,8 +226,10 @@ def _is_hidden(path: PurePosixPath) -> bool:
     return any(part.startswith((".", "__MACOSX")) for part in path.parts)
 
 
-def _root(source: Path, paths: set[PurePosixPath]) -> PurePosixPath:
-    """The folder that holds train/ and test/: the top, or one folder below it."""
+def _root(
+    source: Path, paths: set[PurePosixPath], needed: Sequence[str]
+) -> tuple[PurePosixPath, list[str]]:
+    """The folder that holds train/ and test/, the top or one folder below it; which it holds."""
     found: dict[PurePosixPath, set[str]] = {}
     for path in paths:
         for depth, part in enumerate(path.parts[:2]):
@@ -228,20 +237,23 @@ def _root(source: Path, paths: set[PurePosixPath]) -> PurePosixPath:
                 found.setdefault(PurePosixPath(*path.parts[:depth]), set()).add(part)
     top = PurePosixPath()
     roots = [top] if top in found else sorted(found)  # a class may be called "test", too
-    lacking = [f"{split}/" for split in SPLITS if not any(split in found[r] for r in roots)]
+    there_are = [split for split in SPLITS if any(split in found[root] for root in roots)]
+    lacking = [f"{split}/" for split in needed if split not in there_are]
     if lacking or len(roots) > 1:
         problem = f"lacks {' and '.join(lacking)}" if lacking else "has several train/ or test/"
         there = ", ".join(sorted({path.parts[0] for path in paths})[:5]) or "nothing"
+        alone = " Test images alone can be out-of-distribution data (--ood)."
+        hint = alone if lacking == ["train/"] else ""
         raise ValueError(
             f"'{source}' {problem} (it holds {there}). Arrange the images as train/CLASS/IMAGE and "
-            "test/CLASS/IMAGE, with at most one folder above."
+            f"test/CLASS/IMAGE, with at most one folder above.{hint}"
         )
-    return roots[0]
+    return roots[0], there_are
 
 
 def _check_classes(source: Path, filled: dict[str, set[str]], empty: dict[str, set[str]]) -> None:
-    """Raise a ValueError unless both splits have the same class folders, none of them empty."""
-    for split in SPLITS:
+    """Raise a ValueError unless all splits have the same class folders, none of them empty."""
+    for split in filled:
         if empty[split]:
             raise ValueError(
                 f"'{source}': class folder '{split}/{min(empty[split])}' holds no images "
@@ -253,7 +265,7 @@ def _check_classes(source: Path, filled: dict[str, set[str]], empty: dict[str, s
                 f"'{source}': {split}/ holds no class folders. Arrange the images as "
                 f"{split}/CLASS/IMAGE."
             )
-    differing = filled["train"] ^ filled["test"]
+    differing = filled.get("train", filled["test"]) ^ filled["test"]
     if differing:
         name = min(differing)
         where, lacking = ("train", "test") if name in filled["train"] else ("test", "train")

@@ -1,10 +1,11 @@
 """Any set of images of one size, from a folder or an archive."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from marglik.data.decoding import Decoded, cache_file, decode_splits, read_cache, write_cache
-from marglik.data.image_files import open_layout
-from marglik.data.image_sets import ImageData, ImageSplits
+from marglik.data.image_files import SPLITS, open_layout
+from marglik.data.image_sets import ImageData, ImageSet, ImageSplits
 from marglik.data.splits import (
     check_fraction,
     check_seed,
@@ -22,7 +23,7 @@ class ImageFolder(ImageData):
     Read from a folder, or from a tar archive of one without unpacking it to disk; one folder above
     train/ and test/ is allowed. All images must have one size. They are decoded to RGB (to one
     channel if all are greyscale) once, and then read from a cache in ``$XDG_CACHE_HOME/marglik``
-    or ``~/.cache/marglik``.
+    or ``~/.cache/marglik``. As out-of-distribution data test/ alone is enough.
 
     Args:
         path: the folder, or the .tar, .tar.gz or .tgz archive.
@@ -80,12 +81,23 @@ class ImageFolder(ImageData):
         std = std if self.std is None else self.std
         return ImageSplits(train, validation, test, classes, mean, std, self.name)
 
-    def _decoded(self) -> Decoded:
+    def load_test(self) -> tuple[ImageSet, str]:
+        """Return the test images, which need no training images beside them, and the name.
+
+        Raises:
+            FileNotFoundError, ValueError: as `load`, but for training images that are missing.
+        """
+        _, test, classes = self._decoded(needed=("test",))
+        return subset(test, self.max_test, classes, self.seed, "max_test"), self.name
+
+    def _decoded(self, needed: Sequence[str] = SPLITS) -> Decoded:
         """All images, from the cache or from the files."""
         file = cache_file(self.path) if self.cache and self.path.exists() else None
+        # Training images that the cache lacks are missed by the layout, which says so.
         if file is not None and (cached := read_cache(file)) is not None:
-            return cached
-        with open_layout(self.path) as layout:
+            if len(cached[0]) or "train" not in needed:
+                return cached
+        with open_layout(self.path, needed) as layout:
             train, test = decode_splits(layout, self.name)
         decoded = train, test, layout.classes
         if file is not None:

@@ -126,6 +126,14 @@ class ImageData(DataSource):
     def load(self) -> ImageSplits:
         """Return the images; the same arguments always give the same splits."""
 
+    def load_test(self) -> tuple[ImageSet, str]:
+        """Return the test images, and the data's name: all that out-of-distribution data need.
+
+        A source that may have no training images has a method of its own.
+        """
+        splits = self.load()
+        return splits.test, splits.name
+
 
 def check_normalisation(mean: tuple[float, ...], std: tuple[float, ...], channels: int) -> None:
     """Raise a ValueError unless mean and std have one entry per channel and std is positive."""

@@ -170,25 +170,25 @@ def out_of_distribution_images(source: ImageData, like: ImageSplits) -> OutOfDis
     """
     if isinstance(source, Noise):
         return OutOfDistributionImages(source.draw(*like.image_shape), NAME, None)
-    splits = source.load()
-    if not len(splits.test):
+    test, name = source.load_test()
+    if not len(test):
         raise ValueError(
-            f"{splits.name} has no test images: an empty OOD set. Choose another source, or take "
+            f"{name} has no test images: an empty OOD set. Choose another source, or take "
             "more images of this one."
         )
-    shape, wanted = splits.image_shape, like.image_shape
+    shape, wanted = tuple(test.images.shape[1:]), like.image_shape
     if shape == wanted:
-        return OutOfDistributionImages(splits.test.images, splits.name, None)
+        return OutOfDistributionImages(test.images, name, None)
     if shape[0] != wanted[0] and {shape[0], wanted[0]} != {1, 3}:
         raise ValueError(
-            f"{splits.name} has images of {shape[0]} channels and {like.name} of {wanted[0]}; "
+            f"{name} has images of {shape[0]} channels and {like.name} of {wanted[0]}; "
             "supported are equal numbers, greyscale to RGB (1 to 3) and RGB to greyscale (3 to 1). "
             "Choose another source, or convert its images beforehand."
         )
     change = "converted" if shape[1:] == wanted[1:] else "resized"
-    images = map_in_chunks(partial(_reshaped, wanted), splits.test.images)
+    images = map_in_chunks(partial(_reshaped, wanted), test.images)
     note = f"{change} from {_written(shape)} to {_written(wanted)}"
-    return OutOfDistributionImages(images, splits.name, note)
+    return OutOfDistributionImages(images, name, note)
 
 
 def _reshaped(shape: Shape, images: Tensor) -> Tensor:
