@@ -1,6 +1,18 @@
 """Why does the Laplace predictive lose to the MAP, and what repairs it? Each factor's nats.
 
-TODO finding
+Networks of about a thousand parameters, so that the GGN is one dense matrix: digits with an MLP
+and two CNNs, of which none or 20 % of the labels (of all splits) are flipped, and concrete with an
+MLP. On one network at its MAP the covariance of the outputs is that of the dense GGN, of its
+blocks, of K-FAC and EKFAC with both modes, of its diagonal, of the last layer, or of the
+directions alone that the data determine; δ is the default, found post hoc, or learned online; s
+and τ are found on held-out data one at a time, both, or not at all. Rows are paired by network.
+
+Finding, so far (8 of 63 runs, one seed, see the table): the loss is there with the dense GGN, and
+K-FAC makes it smaller; most of the outputs' variance lies in directions of which the data say less
+than the prior. s takes the loss away, mostly by making s nearly 0.
+
+``make predictive-study`` runs what is missing; ``--quick`` one seed. Each run is a JSON file in
+``results/predictive_study/`` (of the working directory).
 """
 
 import argparse
@@ -682,10 +694,9 @@ def _nll(run_: Run, cell: Cell) -> float | None:
 def _difference(factor: Factor) -> Callable[[Run], float | None]:
     def value(run_: Run) -> float | None:
         first, second = _nll(run_, factor.first), _nll(run_, factor.second)
-        absent = first is None or second is None
-        return (
-            None if absent or run_["config"]["problem"] not in factor.problems else first - second
-        )
+        if first is None or second is None or run_["config"]["problem"] not in factor.problems:
+            return None
+        return first - second
 
     return value
 
