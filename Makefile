@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: train test test-slow test-lowest lint format bench exactness presets rivals table2 clean
+.PHONY: train test test-slow test-lowest lint format bench exactness presets rivals weight-decay-study table2 clean
 
 train: $(INSTALLED)  ## train on the built-in digits, learn the weight decays, write runs/digits
 	$(BIN)/marglik train --config digits
@@ -38,6 +38,9 @@ presets: $(INSTALLED)  ## learned against initial weight decay for ViT, GPT, Gra
 rivals: $(INSTALLED)  ## our predictives beside ensembles, SWAG, IVON, dropout, laplace-torch: digits, five seeds
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
 	$(BIN)/python -m experiments.predictive_rivals
+
+weight-decay-study: $(INSTALLED)  ## learned weight decays beside a grid and the default: digits, five seeds; again to go on
+	$(BIN)/python -m experiments.weight_decay_study
 
 table2: $(INSTALLED)  ## the paper's Table 2 at the size of two cores: less than two hours; again to go on
 	$(BIN)/python -m experiments.marglik_cifar10
