@@ -14,8 +14,8 @@ by held-out NLL; the test NLL stands beside it to check that.
 Seconds are CPU time of one thread. Eschenhagen et al. 2023 have no such table.
 
 ``make weight-decay-study`` runs digits with five seeds; ``--quick`` two; ``--data`` names other
-problems. Each seed is a JSON file in ``results/weight_decay_study/`` (of the working directory),
-and is kept when the command is given again.
+problems. Each seed of each size is a JSON file in ``results/weight_decay_study/`` (of the working
+directory), and is kept when the command is given again.
 """
 
 import argparse
@@ -165,13 +165,13 @@ VARIANTS = {
 
 @dataclass(frozen=True)
 class Config:
-    """One seed of one problem: the ways or the variants."""
+    """One seed and size of one problem: the ways or the variants."""
 
     data: str = "digits"
     seed: int = 0
     part: Part = "ways"
-    sizes: tuple[int | None, ...] | None = None
-    """Training examples; the problem's own if None."""
+    size: int | None = 400
+    """Training examples; None: all there are."""
     weight_decays: tuple[float, ...] = WEIGHT_DECAYS
     variants: tuple[str, ...] = tuple(VARIANTS)
     epochs: float = 1.0
@@ -180,25 +180,21 @@ class Config:
     @property
     def name(self) -> str:
         """What it is called."""
-        return f"{self.data}_{self.part}_{self.seed}"
+        return f"{self.data}_{self.part}_{self.size or 'all'}_{self.seed}"
 
 
 def run(config: Config) -> dict[str, Any]:
-    """All rows of one seed: sizes of data, shares of flipped labels, ways or variants."""
+    """All rows of one seed and size: shares of flipped labels, ways or variants."""
     torch.set_num_threads(1)
     started = time.perf_counter()
     problem = PROBLEMS[config.data]
     rows: list[Row] = []
     measure = _ways if config.part == "ways" else _variants
-    for size in config.sizes or tuple(problem.epochs):
-        for flipped in problem.flipped:
-            task = Task.of(config, problem, size, flipped)
-            here = {"size": task.num_examples, "flipped": flipped}
-            print(
-                f"{config.name}: N = {task.num_examples:,}, {_percent(flipped)} flipped", flush=True
-            )
-            with _quiet():
-                rows += [here | row for row in measure(task, config)]
+    for flipped in problem.flipped:
+        task = Task.of(config, problem, flipped)
+        here = {"size": task.num_examples, "flipped": flipped}
+        with _quiet():
+            rows += [here | row for row in measure(task, config)]
     return {
         "config": asdict(config),
         "title": problem.title,
@@ -233,14 +229,15 @@ class Task:
     seed: int
 
     @staticmethod
-    def of(config: Config, problem: Problem, size: int | None, flipped: float) -> "Task":
+    def of(config: Config, problem: Problem, flipped: float) -> "Task":
         """The data of a seed: the same N examples for all shares of flipped labels."""
         splits: Any = problem.data(config.seed).load()  # pyright: ignore[reportAttributeAccessIssue]
         total = split_batches(splits, "train", 1).num_examples
-        if size is not None and size < total:
-            splits = replace(hold_out(splits, 1 - size / total, config.seed), validation=None)
+        if config.size is not None and config.size < total:
+            rest = 1 - config.size / total
+            splits = replace(hold_out(splits, rest, config.seed), validation=None)
         splits = _with_flipped_labels(splits, flipped, config.seed)
-        epochs = max(1, round(config.epochs * problem.epochs[size]))
+        epochs = max(1, round(config.epochs * problem.epochs[config.size]))
         parted = hold_out(splits, HELD_OUT, config.seed)
         return Task(problem, splits, parted, epochs, config.seed)
 
@@ -428,11 +425,15 @@ Condition = tuple[int, float]
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
-    """One problem's ways as Markdown: means over seeds ± standard errors, paired differences."""
+    """One problem's ways as Markdown: means over seeds ± standard errors, paired differences.
+
+    Args:
+        runs: one per seed, of all sizes that it has.
+    """
     lines = [
         f"## {runs[0]['title']}",
         "",
-        f"{len(runs)} seeds, mean ± standard error; NLL in nats. Runs: trainings that the MAP "
+        "Mean ± standard error; NLL in nats. Runs: trainings that the MAP "
         "takes; the scaled MAP and Laplace take a second one where the default or the learned way "
         "trains on all. CPU time is that of the MAP's runs, in trainings with the default on all.",
     ]
@@ -441,20 +442,22 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
             "",
             f"Trained on {'all N' if data == 'all' else 'the four fifths that are not held out'}:",
             "",
-            f"| N | flipped | weight decay | {NLLS} | accuracy, % | τ | runs | CPU time |",
-            "|---" * 10 + "|",
+            f"| N | flipped | seeds | weight decay | {NLLS} | accuracy, % | τ | runs | CPU time |",
+            "|---" * 11 + "|",
         ]
         for condition in _conditions(runs):
-            unit = [_row(run, condition, "default", "all")["seconds"] for run in runs]
+            own = _having(runs, condition)
+            unit = [_row(run, condition, "default", "all")["seconds"] for run in own]
             for way, name in WAYS.items():
-                rows = [_row(run, condition, way, data) for run in runs]
+                rows = [_row(run, condition, way, data) for run in own]
                 cells = [_mean([r[p]["nll"] for r in rows]) for p in PREDICTIVES]
                 cells.append(_mean([100 * r["MAP"]["accuracy"] for r in rows], "{:.1f}"))
                 cells.append(f"{statistics.mean(_tau(r) for r in rows):.2f}")
                 cells.append(str(RUNS[data][way]))
                 costs = [r["seconds"] / u for r, u in zip(rows, unit, strict=True)]
                 cells.append(f"{statistics.median(costs):.1f}")
-                lines.append(f"| {_title(condition)} | {name} | {' | '.join(cells)} |")
+                head = f"{_title(condition)} | {len(own)} | {name}"
+                lines.append(f"| {head} | {' | '.join(cells)} |")
     lines += [
         "",
         "The learned way minus another, paired by seed (negative: learning is better), on all N:",
@@ -465,7 +468,8 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
     for condition in _conditions(runs):
         for other in ("default", "grid"):
             pairs = [
-                [_row(run, condition, way, "all") for way in ("learned", other)] for run in runs
+                [_row(run, condition, way, "all") for way in ("learned", other)]
+                for run in _having(runs, condition)
             ]
             cells = [
                 _mean([a[p]["nll"] - b[p]["nll"] for a, b in pairs], SIGNED) for p in PREDICTIVES
@@ -480,10 +484,11 @@ def variants_table(runs: Sequence[dict[str, Any]]) -> str:
     """One problem's variants as Markdown: what each changes, against the first that learns."""
     base = runs[0]["config"]["variants"][0]
     conditions = _conditions(runs)
+    runs = [run for run in runs if _conditions([run]) == conditions]
     lines = [
         f"## {runs[0]['title']}: variants of learning",
         "",
-        f"{len(runs)} seeds; trained on four fifths. The scaled MAP's NLL minus that of "
+        f"{_seeds(runs)}; trained on four fifths. The scaled MAP's NLL minus that of "
         f'"{base}", paired: held-out / test; over all columns with its standard error over seeds.',
         "",
         f"| | {' | '.join(f'N = {n:,}, {_percent(f)} flipped' for n, f in conditions)} "
@@ -524,7 +529,11 @@ def figure(runs: Sequence[dict[str, Any]]) -> Figure:
         for way, name in WAYS.items():
             for kind, line in (("MAP", ":"), ("scaled", "-")):
                 values = [
-                    [_row(run, (n, share), way, "all")[kind]["nll"] for run in runs] for n in sizes
+                    [
+                        _row(run, (n, share), way, "all")[kind]["nll"]
+                        for run in _having(runs, (n, share))
+                    ]
+                    for n in sizes
                 ]
                 axes.errorbar(
                     sizes,
@@ -548,7 +557,11 @@ SIGNED = "{:+.3f}"
 
 
 def _conditions(runs: Sequence[dict[str, Any]]) -> list[Condition]:
-    return list(dict.fromkeys((row["size"], row["flipped"]) for row in runs[0]["rows"]))
+    return sorted({(row["size"], row["flipped"]) for run in runs for row in run["rows"]})
+
+
+def _having(runs: Sequence[dict[str, Any]], condition: Condition) -> list[dict[str, Any]]:
+    return [run for run in runs if condition in _conditions([run])]
 
 
 def _row(run: dict[str, Any], condition: Condition, way: str, trained_on: str | None = None) -> Row:
@@ -564,6 +577,10 @@ def _row(run: dict[str, Any], condition: Condition, way: str, trained_on: str | 
 
 def _tau(row: Row) -> float:
     return row["calibration"]["map_calibration"]["output_temperature"]
+
+
+def _seeds(runs: Sequence[Any]) -> str:
+    return f"{len(runs)} seed{'s' if len(runs) > 1 else ''}"
 
 
 def _title(condition: Condition) -> str:
@@ -586,16 +603,19 @@ def _standard_error(values: Sequence[float]) -> float:
 
 def report(folder: Path) -> str:
     """Write table.md and a figure for each problem that has results; returns the tables."""
-    found: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    found: dict[tuple[str, str], dict[int, dict[str, Any]]] = defaultdict(dict)
     for path in sorted(folder.glob("*.json")):
         result = json.loads(path.read_text())
-        found[result["config"]["data"], result["config"]["part"]].append(result)
+        config = result["config"]
+        of_seed = found[config["data"], config["part"]].setdefault(config["seed"], result)
+        if of_seed is not result:
+            of_seed["rows"] += result["rows"]
     tables = []
     for name in PROBLEMS:
-        if runs := found.get((name, "ways")):
+        if runs := list(found[name, "ways"].values()):
             tables.append(table(runs))
             save_figure(figure(runs), folder / f"{name}.png")
-        if runs := found.get((name, "variants")):
+        if runs := list(found[name, "variants"].values()):
             tables.append(variants_table(runs))
     text = "\n\n".join(tables)
     write_file(folder / "table.md", (text + "\n").encode())
@@ -607,6 +627,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])  # pyright: ignore[reportOptionalMemberAccess]
     parser.add_argument("--data", nargs="*", choices=list(PROBLEMS), default=["digits"])
     parser.add_argument("--part", choices=["ways", "variants"], default="ways")
+    parser.add_argument("--sizes", nargs="*", type=int, help="of the problem's own; default: all")
     parser.add_argument("--seeds", type=int, default=5, help="how many; default: 5")
     parser.add_argument("--quick", action="store_true", help="two seeds")
     parser.add_argument("--report", action="store_true", help="make the tables from the JSON alone")
@@ -618,7 +639,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--report: no JSON in {folder}/; leave --report out to run what it needs")
     folder.mkdir(parents=True, exist_ok=True)
     seeds = 2 if options.quick else options.seeds
-    tasks = [Config(data, seed, options.part) for data in options.data for seed in range(seeds)]
+    tasks = [
+        Config(data, seed, options.part, size)
+        for data in options.data
+        for seed in range(seeds)
+        for size in PROBLEMS[data].epochs
+        if options.sizes is None or size in options.sizes
+    ]
     missing = [task for task in tasks if not (folder / f"{task.name}.json").exists()]
     failed = 0
     for config, found in as_they_finish(run, [] if options.report else missing, options.jobs):

@@ -62,7 +62,7 @@ def variants(seed, other):
 
 def test_the_data_of_a_task(tiny):
     problem = replace(tiny, epochs={100: 8, 1400: 4})
-    plain, noisy = (Task.of(Config(), problem, 100, share) for share in (0.0, 0.2))
+    plain, noisy = (Task.of(Config(size=100), problem, share) for share in (0.0, 0.2))
     labels, flipped = (labels_of(task.everything, "train") for task in (plain, noisy))
     assert plain.num_examples == len(labels) == 100
     assert (labels != flipped).sum() == 20
@@ -72,7 +72,7 @@ def test_the_data_of_a_task(tiny):
     tests = [labels_of(task.everything, "test") for task in (plain, noisy)]
     assert len(tests[0]) == 397
     torch.testing.assert_close(*tests)
-    assert Task.of(Config(), problem, 1400, 0.0).num_examples == 1400
+    assert Task.of(Config(size=1400), problem, 0.0).num_examples == 1400
 
 
 def test_the_ways(tiny, monkeypatch):
@@ -85,7 +85,7 @@ def test_the_ways(tiny, monkeypatch):
         return found
 
     monkeypatch.setattr(Task, "train", remember)
-    found = study.run(Config(weight_decays=(5e-4, 5e-1)))
+    found = study.run(Config(size=100, weight_decays=(5e-4, 5e-1)))
     json.dumps(found)
     rows = {(r["flipped"], r["way"], r["trained_on"]): r for r in found["rows"]}
     assert len(rows) == len(found["rows"]) == 6
@@ -111,7 +111,7 @@ def test_the_ways(tiny, monkeypatch):
 
 def test_the_variants(tiny):
     names = ("base", "burn-in of half the epochs", "twice the epochs", "T = 0.1")
-    found = study.run(Config(part="variants", variants=names))
+    found = study.run(Config(part="variants", size=100, variants=names))
     rows = {row["way"]: row for row in found["rows"] if row["flipped"] == 0}
     assert tuple(rows) == ("default", *names)
     assert len({row["MAP"]["nll"] for row in rows.values()}) == len(rows)
@@ -121,7 +121,7 @@ def test_the_variants(tiny):
 def test_the_table():
     lines = study.table([ways(0, 0.125), ways(1, 0.375)]).splitlines()
     assert (
-        "| 100 | 0 % | learned | 0.250 ± 0.125 | 0.250 ± 0.125 | 0.250 ± 0.125 | 90.0 ± 0.0 "
+        "| 100 | 0 % | 2 | learned | 0.250 ± 0.125 | 0.250 ± 0.125 | 0.250 ± 0.125 | 90.0 ± 0.0 "
         "| 1.50 | 1 | 2.5 |"
     ) in lines
     cell = "-0.125 ± 0.125"
@@ -141,7 +141,7 @@ def test_the_report_is_made_from_the_json_alone(tmp_path, capsys):
     folder = tmp_path / "weight_decay_study"
     folder.mkdir()
     for found in (ways(0, 0.1), ways(1, 0.3), variants(0, 0.2)):
-        name = "digits_{part}_{seed}.json".format(**found["config"])
+        name = "digits_{part}_100_{seed}.json".format(**found["config"])
         (folder / name).write_text(json.dumps(found))
     assert study.main(["--report", "--results", str(tmp_path)]) == 0
     assert "variants of learning" in capsys.readouterr().out
@@ -153,7 +153,7 @@ def test_the_report_is_made_from_the_json_alone(tmp_path, capsys):
 def test_finished_seeds_are_kept(tmp_path, monkeypatch):
     folder = tmp_path / "weight_decay_study"
     folder.mkdir()
-    (folder / "digits_ways_0.json").write_text(json.dumps(ways(0, 0.1)))
+    (folder / "digits_ways_100_0.json").write_text(json.dumps(ways(0, 0.1)))
     asked = []
 
     def as_they_finish(function, tasks, jobs):
@@ -162,5 +162,5 @@ def test_finished_seeds_are_kept(tmp_path, monkeypatch):
             yield task, ways(task.seed, 0.1) | {"seconds": 1.0}
 
     monkeypatch.setattr(study, "as_they_finish", as_they_finish)
-    assert study.main(["--quick", "--results", str(tmp_path)]) == 0
-    assert asked == ["digits_ways_1"]
+    assert study.main(["--quick", "--sizes", "100", "--results", str(tmp_path)]) == 0
+    assert asked == ["digits_ways_100_1"]
