@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: train test test-slow test-lowest lint format bench exactness presets rivals out-of-distribution table2 clean predictive-study
+.PHONY: train test test-slow test-lowest lint format bench exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study
 
 train: $(INSTALLED)  ## train on the built-in digits, learn the weight decays, write runs/digits
 	$(BIN)/marglik train --config digits
@@ -44,6 +44,9 @@ out-of-distribution: $(INSTALLED)  ## calibrated predictives on corrupted images
 
 predictive-study: $(INSTALLED)  ## what each part of a Laplace predictive costs, dense GGN to s and τ: a quarter of an hour; again to go on
 	$(BIN)/python -m experiments.predictive_study
+
+weight-decay-study: $(INSTALLED)  ## learned weight decays beside a grid and the default: digits, five seeds; again to go on
+	$(BIN)/python -m experiments.weight_decay_study
 
 table2: $(INSTALLED)  ## the paper's Table 2 at the size of two cores: less than two hours; again to go on
 	$(BIN)/python -m experiments.marglik_cifar10

@@ -120,8 +120,8 @@ class PriorConfig:
             keeps the initial weight decay.
         lr: Adam's step size, for the logarithm of the precision.
         temperature: T; the likelihood is raised to the power 1/T.
-        keep: best returns the parameters of the update with the highest evidence, last those of the
-            last update.
+        keep: last returns the parameters of the last update; best those of the update with the
+            highest evidence, which may be an early one, before the network is at its mode.
     """
 
     weight_decay: float = 5e-4
@@ -132,7 +132,7 @@ class PriorConfig:
     method: PriorMethod = "adam"
     lr: float = 0.1
     temperature: float = 1.0
-    keep: Keep = "best"
+    keep: Keep = "last"
 
     def __post_init__(self) -> None:
         for name in ("weight_decay", "lr", "temperature"):
