@@ -263,11 +263,9 @@ def predict_rows(
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(samples, posterior.n_outputs, generator=generator)
     parts: dict[str, list[Prediction]] = {name: [] for name in rows}
+    needed: set[Layers] = {row.layers for row in rows.values()}
     for x in inputs:
-        gaussians = {
-            layers: posterior.output_distribution(x, layers)
-            for layers in {row.layers for row in rows.values()}
-        }
+        gaussians = {layers: posterior.output_distribution(x, layers) for layers in needed}
         for name, row in rows.items():
             f, covariance = gaussians[row.layers]
             prediction = predict_from_gaussian(

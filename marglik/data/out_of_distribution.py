@@ -176,7 +176,8 @@ def out_of_distribution_images(source: ImageData, like: ImageSplits) -> OutOfDis
             f"{name} has no test images: an empty OOD set. Choose another source, or take "
             "more images of this one."
         )
-    shape, wanted = tuple(test.images.shape[1:]), like.image_shape
+    _, channels, height, width = test.images.shape
+    shape, wanted = (channels, height, width), like.image_shape
     if shape == wanted:
         return OutOfDistributionImages(test.images, name, None)
     if shape[0] != wanted[0] and {shape[0], wanted[0]} != {1, 3}:
