@@ -553,6 +553,7 @@ def _calibrated(held_out: HeldOut, test: HeldOut, config: Config) -> dict[str, A
         "scaled MAP": pair(fit.map_calibration),
         "MAP": (0.0, sharpness),
     }
+    assert test.covariance is not None
     variance = test.covariance.diagonal(dim1=1, dim2=2).mean().item()
     return {
         "nll": {
