@@ -41,10 +41,16 @@ Runs = Mapping[str, Sequence[dict[str, Any]]]
 
 
 def write_report(path: Path) -> str:
-    """Write table and figure beside the JSON file, and return the table."""
+    """Write table and figure beside the JSON file, and return the table.
+
+    Raises:
+        ValueError: no split is finished.
+    """
     found = json.loads(path.read_text(encoding="utf-8"))["runs"]
     runs = {name: [r for r in found if r["config"]["dataset"] == name] for name in RECORDED}
     runs = {name: own for name, own in runs.items() if own}
+    if not runs:
+        raise ValueError(f"{path} has no finished split; run python -m experiments.uci --resume.")
     text = report(runs)
     stem = "" if path.stem == "uci" else f"{path.stem}_"
     write_file(path.with_name(f"{stem}table.md"), (text + "\n").encode())
