@@ -16,10 +16,10 @@ results of MC dropout on these splits: the readme of github.com/yaringal/Dropout
 What was chosen, and by what. tanh rather than ReLU: by the evidence on training parts of split 0
 (the Laplace approximation is one of a smooth function, too). Steps and learning rate, ten updates
 of one step each, and σ = 0.1 to start from: on a fifth of split 0's training part that was kept
-out, of concrete, energy, kin8nm, power plant, protein, red wine and yacht, together. The last update
+out, of concrete, energy, kin8nm, power plant, protein, red wine and yacht together. The last update
 is kept by reason: evidences of networks that are not at a maximum yet are not to be compared, and
-the learning rate falls to 0. The grid and the default weight decay were set beforehand. No test part
-chose anything, but concrete's first gave the reason to look into the updates.
+the learning rate falls to 0. The grid and the default weight decay were set beforehand. No test
+part chose anything, but concrete's first gave the reason to look into the updates.
 
     python -m experiments.uci --resume          # all splits; again to go on
     python -m experiments.uci --quick           # two splits, shorter training
@@ -32,6 +32,7 @@ import argparse
 import logging
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -269,6 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add_results(parser)
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the processes, too
     folder, runs = options.results / "uci", RUNS / ("quick" if options.quick else "full")
     path = folder / ("quick.json" if options.quick else "uci.json")
     if not options.report:

@@ -72,8 +72,8 @@ def report(runs: Runs) -> str:
         ),
         "Log likelihood of ours minus the others', paired by split",
         _differences(runs),
-        "Seconds of one split, all trainings included (one thread; the grid's and the ensemble's "
-        "networks are trained side by side, which costs far less than one after the other)",
+        "Processor seconds of one split, all trainings included (one thread; the grid's and the "
+        "ensemble's networks are trained side by side, which costs far less than one by one)",
         _cost(runs),
     ]
     return "\n\n".join(parts)
@@ -137,9 +137,9 @@ def figure(runs: Runs) -> Figure:
         axes.axvline(recorded[0], color="tab:orange", lw=0.8, ls="--")
         axes.set_yticks(range(len(names)), names, fontsize="small")
         axes.invert_yaxis()
-        axes.set_title(f"{name}, {len(own)} splits", fontsize="medium")
+        axes.set_title(f"{name} ({len(own)})", fontsize="medium")
         axes.grid(alpha=0.3)
     for axes in panels[len(runs) :]:
         axes.remove()
-    figure.supxlabel("test log likelihood (nats per example)")
+    figure.supxlabel("test log likelihood (nats per example); number of splits in brackets")
     return figure

@@ -66,7 +66,8 @@ class Gaussian:
     variance: Tensor
     """(N, 1), with the noise."""
     seconds: float
-    """Of training and of choosing hyperparameters."""
+    """Processor time of training and of choosing hyperparameters, which other work on the machine
+    changes less than it changes the clock's."""
     trainings: int
     """Networks that it took."""
 
