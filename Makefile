@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: train test test-slow test-lowest lint format bench exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study
+.PHONY: train test test-slow test-lowest lint format bench exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study uci
 
 train: $(INSTALLED)  ## train on the built-in digits, learn the weight decays, write runs/digits
 	$(BIN)/marglik train --config digits
@@ -50,6 +50,9 @@ weight-decay-study: $(INSTALLED)  ## learned weight decays beside a grid and the
 
 table2: $(INSTALLED)  ## the paper's Table 2 at the size of two cores: less than two hours; again to go on
 	$(BIN)/python -m experiments.marglik_cifar10
+
+uci: $(INSTALLED)  ## UCI regression, noise and weight decays learned, beside four rivals: an hour; again to go on
+	$(BIN)/python -m experiments.uci --resume
 
 test-lowest:  ## the test suite with the oldest dependencies that pyproject.toml allows
 	$(PYTHON) -m venv .venv-lowest

@@ -11,6 +11,7 @@ from marglik.data.out_of_distribution import ClassSubset, Noise, out_of_distribu
 from marglik.data.source import DataSource
 from marglik.data.tensors import TensorBatches, TensorFile, TensorSplits
 from marglik.data.torchvision_data import CIFAR10, SVHN
+from marglik.data.uci import UCI
 
 __all__ = [
     "CIFAR10",
@@ -19,6 +20,7 @@ __all__ = [
     "NCI1",
     "SEVERITIES",
     "SVHN",
+    "UCI",
     "Batches",
     "ClassSubset",
     "DataSource",
