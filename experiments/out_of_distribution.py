@@ -31,8 +31,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from experiments.cifar10 import archive
-from experiments.options import add_results
-from experiments.processes import as_they_finish
+from experiments.studies import add_study_options, run_missing, study_folder
 from kfac_backend.files import write_file
 from marglik.cli import main as marglik
 from marglik.data import (
@@ -61,7 +60,7 @@ from marglik.prediction.predictive import PredictiveConfig
 from marglik.report.figures import save_figure
 from marglik.runs.build import build_from_spec
 from marglik.storage.provenance import environment
-from marglik.storage.record_file import read_posterior, write_json
+from marglik.storage.record_file import read_posterior
 
 __all__ = ["PROBLEMS", "Config", "Row", "figure", "predict_rows", "rows_of", "run", "table"]
 
@@ -458,14 +457,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", nargs="*", choices=list(PROBLEMS), default=list(PROBLEMS))
     parser.add_argument("--seeds", type=int, help="how many; default: 3 of digits, 1 of the ViT")
     parser.add_argument("--quick", action="store_true", help="digits with one seed: a minute")
-    parser.add_argument("--report", action="store_true", help="make the tables from the JSON alone")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; default: 1")
-    add_results(parser)
+    add_study_options(parser)
     options = parser.parse_args(arguments)
-    folder = options.results / "out_of_distribution"
-    if options.report and not list(folder.glob("*.json")):
-        parser.error(f"--report: no JSON in {folder}/; leave --report out to run what it needs")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = study_folder(parser, options, "out_of_distribution")
     if options.quick:
         options.data, options.seeds = ["digits"], 1
     tasks = [
@@ -473,19 +467,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for data in options.data
         for seed in range(options.seeds or PROBLEMS[data].seeds)
     ]
-    missing = [task for task in tasks if not (folder / f"{task.name}.json").exists()]
-    failed = 0
-    for config, found in as_they_finish(run, [] if options.report else missing, options.jobs):
-        if isinstance(found, Exception):
-            failed += 1
-            print(f"{config.name}: {found}", file=sys.stderr, flush=True)
-            continue
-        write_json(folder / f"{config.name}.json", found)
-        print(f"{config.name}: {sum(found['seconds'].values()):.0f} s", flush=True)
-    if list(folder.glob("*.json")):
-        print(report(folder))
-        print(f"Written to {folder}/")
-    return 1 if failed else 0
+    return run_missing(run, tasks, folder, report, options)
 
 
 if __name__ == "__main__":

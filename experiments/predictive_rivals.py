@@ -32,9 +32,8 @@ from torch import Tensor, nn
 
 from experiments import rivals
 from experiments.cifar10 import archive, images
-from experiments.options import add_results
-from experiments.processes import as_they_finish
 from experiments.rivals import Rival, Task
+from experiments.studies import add_study_options, run_missing, standard_error, study_folder
 from experiments.timing import interleaved, medians
 from kfac_backend.files import write_file
 from kfac_backend.options import CurvatureOptions, KfacApprox
@@ -58,7 +57,6 @@ from marglik.prediction.predictive import (
 from marglik.report.figures import save_figure
 from marglik.runs.build import build_from_spec
 from marglik.storage.provenance import environment
-from marglik.storage.record_file import write_json
 from marglik.training.loop import OnlineTraining
 from marglik.training.optimizers import OptimizerConfig, build_optimizer
 from marglik.training.schedule import Schedule
@@ -384,7 +382,7 @@ def figure(runs: Sequence[dict[str, Any]]) -> Figure:
             axes.errorbar(
                 [statistics.mean(v) for v in values],
                 [i + shift for i in range(len(names))],
-                xerr=[_standard_error(v) if len(v) > 1 else 0.0 for v in values],
+                xerr=[standard_error(v) if len(v) > 1 else 0.0 for v in values],
                 fmt="o",
                 ms=4,
                 color=color,
@@ -413,11 +411,7 @@ def _costs(run: dict[str, Any], name: str) -> tuple[float, float, float]:
 
 def _mean(values: Sequence[float], form: str) -> str:
     mean = form.format(statistics.mean(values))
-    return f"{mean} ± {form.format(_standard_error(values))}" if len(values) > 1 else mean
-
-
-def _standard_error(values: Sequence[float]) -> float:
-    return statistics.stdev(values) / len(values) ** 0.5
+    return f"{mean} ± {form.format(standard_error(values))}" if len(values) > 1 else mean
 
 
 def report(folder: Path) -> str:
@@ -439,29 +433,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", nargs="*", choices=list(PROBLEMS), default=["digits"])
     parser.add_argument("--seeds", type=int, default=5, help="how many; default: 5")
     parser.add_argument("--quick", action="store_true", help="two seeds")
-    parser.add_argument("--report", action="store_true", help="make the tables from the JSON alone")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; default: 1")
-    add_results(parser)
+    add_study_options(parser)
     options = parser.parse_args(arguments)
-    folder = options.results / "predictive_rivals"
-    if options.report and not list(folder.glob("*.json")):
-        parser.error(f"--report: no JSON in {folder}/; leave --report out to run what it needs")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = study_folder(parser, options, "predictive_rivals")
     seeds = 2 if options.quick else options.seeds
     tasks = [Config(data, seed) for data in options.data for seed in range(seeds)]
-    missing = [task for task in tasks if not (folder / f"{task.name}.json").exists()]
-    failed = 0
-    for config, found in as_they_finish(run, [] if options.report else missing, options.jobs):
-        if isinstance(found, Exception):
-            failed += 1
-            print(f"{config.name}: {found}", file=sys.stderr, flush=True)
-            continue
-        write_json(folder / f"{config.name}.json", found)
-        print(f"{config.name}: {found['seconds']:.0f} s", flush=True)
-    if list(folder.glob("*.json")):
-        print(report(folder))
-        print(f"Written to {folder}/")
-    return 1 if failed else 0
+    return run_missing(run, tasks, folder, report, options)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
-from experiments.options import add_results
+from experiments.studies import add_study_options, study_folder
 from kfac_backend.correction import corrected_factors
 from kfac_backend.factors import kronecker_factors
 from kfac_backend.files import write_file
@@ -867,13 +867,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="What each part of a Laplace predictive costs.")
     parser.add_argument("--seeds", type=int, default=3, help="how many; default: 3")
     parser.add_argument("--quick", action="store_true", help="one seed, 100 and 1,400 examples")
-    parser.add_argument("--report", action="store_true", help="make the tables from the JSON alone")
-    add_results(parser)
+    add_study_options(parser, jobs=False)
     options = parser.parse_args(arguments)
-    folder = options.results / "predictive_study"
-    if options.report and not list(folder.glob("*.json")):
-        parser.error(f"--report: no JSON in {folder}/; leave --report out to run what it needs")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = study_folder(parser, options, "predictive_study")
     seeds, rounds = (1, ROUNDS[:1]) if options.quick else (options.seeds, ROUNDS)
     # One process, as each run takes seconds, and torch as long to import.
     for config in [] if options.report else configs(seeds, rounds):

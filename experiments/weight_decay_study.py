@@ -36,8 +36,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from experiments.cifar10 import archive, images
-from experiments.options import add_results
-from experiments.processes import as_they_finish
+from experiments.studies import add_study_options, run_missing, standard_error, study_folder
 from kfac_backend.files import write_file
 from marglik.data import NCI1, DataSource, Digits, ImageData
 from marglik.data.batches import Splits, split_batches
@@ -60,7 +59,6 @@ from marglik.runs.build import build_fabric, build_from_spec
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
 from marglik.runs.training_setup import TrainingSetup
 from marglik.storage.provenance import environment
-from marglik.storage.record_file import write_json
 from marglik.training.loop import OnlineResult
 from marglik.training.optimizers import OptimizerConfig
 
@@ -538,7 +536,7 @@ def figure(runs: Sequence[dict[str, Any]]) -> Figure:
                 axes.errorbar(
                     sizes,
                     [statistics.mean(v) for v in values],
-                    yerr=[_standard_error(v) for v in values],
+                    yerr=[standard_error(v) for v in values],
                     fmt=f"o{line}",
                     ms=4,
                     color=COLORS[way],
@@ -593,12 +591,8 @@ def _percent(share: float) -> str:
 
 def _mean(values: Sequence[float], form: str = "{:.3f}") -> str:
     mean = form.format(statistics.mean(values))
-    error = form.replace("+", "").format(_standard_error(values))
+    error = form.replace("+", "").format(standard_error(values))
     return f"{mean} ± {error}" if len(values) > 1 else mean
-
-
-def _standard_error(values: Sequence[float]) -> float:
-    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
 def report(folder: Path) -> str:
@@ -630,14 +624,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sizes", nargs="*", type=int, help="of the problem's own; default: all")
     parser.add_argument("--seeds", type=int, default=5, help="how many; default: 5")
     parser.add_argument("--quick", action="store_true", help="two seeds")
-    parser.add_argument("--report", action="store_true", help="make the tables from the JSON alone")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; default: 1")
-    add_results(parser)
+    add_study_options(parser)
     options = parser.parse_args(arguments)
-    folder = options.results / "weight_decay_study"
-    if options.report and not list(folder.glob("*.json")):
-        parser.error(f"--report: no JSON in {folder}/; leave --report out to run what it needs")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = study_folder(parser, options, "weight_decay_study")
     seeds = 2 if options.quick else options.seeds
     tasks = [
         Config(data, seed, options.part, size)
@@ -646,19 +635,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for size in PROBLEMS[data].epochs
         if options.sizes is None or size in options.sizes
     ]
-    missing = [task for task in tasks if not (folder / f"{task.name}.json").exists()]
-    failed = 0
-    for config, found in as_they_finish(run, [] if options.report else missing, options.jobs):
-        if isinstance(found, Exception):
-            failed += 1
-            print(f"{config.name}: {found}", file=sys.stderr, flush=True)
-            continue
-        write_json(folder / f"{config.name}.json", found)
-        print(f"{config.name}: {found['seconds']:.0f} s", flush=True)
-    if list(folder.glob("*.json")):
-        print(report(folder))
-        print(f"Written to {folder}/")
-    return 1 if failed else 0
+    return run_missing(run, tasks, folder, report, options)
 
 
 if __name__ == "__main__":

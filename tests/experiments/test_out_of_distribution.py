@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from experiments import out_of_distribution
+from experiments import out_of_distribution, studies
 from experiments.options import SHIPPED
 from experiments.out_of_distribution import Config, Row, predict_rows, rows_of, table
 from marglik.data import CORRUPTIONS, SEVERITIES
@@ -82,7 +82,7 @@ def test_finished_seeds_are_kept_and_the_report_is_made_from_the_json_alone(
             asked.append(task.name)
             yield task, seed(task.seed, nll=0.4)
 
-    monkeypatch.setattr(out_of_distribution, "as_they_finish", as_they_finish)
+    monkeypatch.setattr(studies, "as_they_finish", as_they_finish)
     here = ["--results", str(tmp_path)]
     assert out_of_distribution.main(["--quick", *here]) == 0
     assert asked == []

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experiments import predictive_rivals, rivals
+from experiments import predictive_rivals, rivals, studies
 from experiments.options import SHIPPED
 from experiments.predictive_rivals import Config, table
 from marglik.models import MLP
@@ -74,7 +74,7 @@ def test_finished_seeds_are_kept(tmp_path, monkeypatch, capsys):
             asked.append(task.name)
             yield task, seed(task.seed, {"MAP": row(0.4)}) | {"seconds": 1.0}
 
-    monkeypatch.setattr(predictive_rivals, "as_they_finish", as_they_finish)
+    monkeypatch.setattr(studies, "as_they_finish", as_they_finish)
     predictive_rivals.main(["--quick", "--results", str(tmp_path)])
     assert asked == ["digits_1"]
     assert "0.300 ± 0.100" in capsys.readouterr().out

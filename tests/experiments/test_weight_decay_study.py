@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from experiments import studies
 from experiments import weight_decay_study as study
 from experiments.weight_decay_study import Config, Task
 from marglik.data.batches import split_batches
@@ -161,6 +162,6 @@ def test_finished_seeds_are_kept(tmp_path, monkeypatch):
             asked.append(task.name)
             yield task, ways(task.seed, 0.1) | {"seconds": 1.0}
 
-    monkeypatch.setattr(study, "as_they_finish", as_they_finish)
+    monkeypatch.setattr(studies, "as_they_finish", as_they_finish)
     assert study.main(["--quick", "--sizes", "100", "--results", str(tmp_path)]) == 0
     assert asked == ["digits_ways_100_1"]

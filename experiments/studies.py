@@ -1,0 +1,80 @@
+"""What studies over several seeds share: a JSON file for each run, what is missing, the report."""
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from experiments.options import add_results
+from experiments.processes import as_they_finish
+from marglik.storage.record_file import write_json
+
+__all__ = ["Run", "add_study_options", "run_missing", "standard_error", "study_folder"]
+
+
+class Run(Protocol):
+    """One run's configuration."""
+
+    @property
+    def name(self) -> str:
+        """What its file is called."""
+        ...
+
+
+def add_study_options(parser: argparse.ArgumentParser, jobs: bool = True) -> None:
+    """The options --report, --results and, for `run_missing`, --jobs."""
+    parser.add_argument("--report", action="store_true", help="make the tables from the JSON alone")
+    if jobs:
+        parser.add_argument("--jobs", type=int, default=1, help="runs at a time; default: 1")
+    add_results(parser)
+
+
+def study_folder(parser: argparse.ArgumentParser, options: argparse.Namespace, name: str) -> Path:
+    """The folder of a study's files, which is made; leaves the process if --report finds none."""
+    folder = options.results / name
+    if options.report and not list(folder.glob("*.json")):
+        parser.error(f"--report: no JSON in {folder}/; leave --report out to run what it needs")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def run_missing(
+    run: Callable[[Any], dict[str, Any]],
+    tasks: Sequence[Run],
+    folder: Path,
+    report: Callable[[Path], str],
+    options: argparse.Namespace,
+) -> int:
+    """Run the tasks that have no file yet, and report on all; returns the exit status.
+
+    A run that fails is named on stderr, and takes no other along.
+
+    Args:
+        run: from a task to plain data, with its "seconds".
+        tasks: all that belong to the study.
+        folder: of their files.
+        report: writes tables and figures of a folder's files, and returns the tables.
+        options: those of `add_study_options`.
+    """
+    missing = [task for task in tasks if not (folder / f"{task.name}.json").exists()]
+    failed = 0
+    for task, found in as_they_finish(run, [] if options.report else missing, options.jobs):
+        if isinstance(found, Exception):
+            failed += 1
+            print(f"{task.name}: {found}", file=sys.stderr, flush=True)
+            continue
+        write_json(folder / f"{task.name}.json", found)
+        seconds = found["seconds"]
+        total = sum(seconds.values()) if isinstance(seconds, dict) else seconds
+        print(f"{task.name}: {total:.0f} s", flush=True)
+    if list(folder.glob("*.json")):
+        print(report(folder))
+        print(f"Written to {folder}/")
+    return 1 if failed else 0
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of the mean; 0 of one value, of which nothing is known."""
+    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
