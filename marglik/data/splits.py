@@ -142,8 +142,9 @@ def _divided(splits: AnySplits, share: float, seed: int) -> AnySplits:
     x, y = splits.train
     size = round(share * len(y))
     # Labels that do not count are of no class.
-    stratifies = splits.classes is not None and y.dim() == 1 and splits.ignore_index is None
-    least = len(splits.classes or ()) if stratifies else 1
+    C = len(splits.classes or ())
+    stratifies = C > 0 and y.dim() == 1 and bool(((y >= 0) & (y < C)).all())
+    least = C if stratifies else 1
     if not least <= size <= len(y) - least:
         raise ValueError(
             f"held_out={share}: {len(y)} training examples would be divided into {len(y) - size} "
