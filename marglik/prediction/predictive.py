@@ -245,10 +245,14 @@ def laplace_predictive(
     remembered = laplace.calibrations.get(config.label) if config.is_calibrated else None
     if calibration is None:
         calibration = Calibration(**remembered["calibration"]) if remembered else Calibration()
+    if config.method != "linearised":
+        check_link(config.method, likelihood)
+    if calibration.covariance_scale == 0:  # at the cost of a forward pass
+        sigma = calibration.sigma_noise or laplace.sigma_noise
+        return map_predictive(laplace.model, likelihood, sigma, calibration.output_temperature)
     if config.method == "linearised":
         return _linearised_networks(laplace, config, likelihood, generator, calibration)
     link, memory = config.method, config.memory and config.memory * 2**20
-    check_link(link, likelihood)
     mean = at_least_float32(laplace.mean)
     shape = (config.samples, laplace.n_outputs)
     noise = torch.randn(shape, generator=generator, device=mean.device, dtype=mean.dtype)

@@ -228,6 +228,20 @@ def test_bad_input_is_named():
         fit_calibration(broken)
 
 
+@pytest.mark.parametrize("method", ["probit", "linearised"])
+@pytest.mark.parametrize("likelihood", LINKS)
+def test_without_covariance_a_forward_pass_is_enough(likelihood, method, monkeypatch):
+    la, x = fitted(likelihood)
+    for name in ("output_distribution", "linearised_outputs", "sample"):
+        monkeypatch.setattr(la, name, None)
+    sigma = 0.3 if likelihood == "regression" else None
+    calibration = Calibration(0.0, 1.0 if sigma else 2.0, sigma)
+    found = laplace_predictive(la, PredictiveConfig(method), calibration=calibration)(x)
+    expected = map_predictive(la.model, likelihood, sigma or 1.0, 1.0 if sigma else 2.0)(x)
+    assert_close(found.mean, expected.mean)
+    assert_close(found.total, expected.total)
+
+
 def test_linearised_networks_are_scaled_as_their_outputs_covariance_is():
     """Their calibration is mc's, but for the samples."""
     la, _ = fitted()
