@@ -24,7 +24,8 @@ def shipped_sums():
 
 
 def of_preset(config):
-    names = [f"{who}, {which}" for who in ("learned", "initial") for which in ("MAP", "Laplace")]
+    predictives = ("MAP", "MAP, temperature-scaled", "Laplace, mc")
+    names = [f"{who}, {which}" for who in ("learned", "initial") for which in predictives]
     metrics = {name: {"test/cls/NLL": 7.5, "test/cls/accuracy": 0.5} for name in names}
     config = {"preset": config.preset, "seed": config.seed}
     return {"config": config, "metrics": metrics, "seconds": 90.0}
