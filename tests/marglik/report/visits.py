@@ -36,6 +36,7 @@ def visiting(browser, path, script=None, **options):
     context = browser.new_context(offline=True, **options)
     if script:
         context.add_init_script(script)
+    context.set_default_navigation_timeout(120_000)  # milliseconds; other tests may take the cores
     visit = Visit(context.new_page(), path)
     yield visit
     assert visit.requests_elsewhere() == []
