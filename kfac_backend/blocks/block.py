@@ -1,7 +1,6 @@
 """The curvature block of one parameter tensor: B ⊗ A, B alone, or a diagonal."""
 
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kfac_backend.blocks.eigen import eigenvalues, eigh
+from kfac_backend.threads import map_on_cores
 
 __all__ = ["EigenBlock", "KroneckerBlock", "compute_eigenvalues"]
 
@@ -179,27 +179,14 @@ def compute_eigenvalues(blocks: Iterable[KroneckerBlock]) -> None:
         for F, name in block.named_factors():
             factors.setdefault(id(F), (F, name))
     ordered = sorted(factors.values(), key=lambda factor: -factor[0].shape[-1])
-    threads = torch.get_num_threads()
     small = not ordered or ordered[0][0].shape[-1] < 256
-    if small or threads == 1 or ordered[0][0].device.type != "cpu":
+    if small or ordered[0][0].device.type != "cpu":
         solved = [eigenvalues(*factor) for factor in ordered]
     else:
-        solved = _in_threads(ordered, threads)
+        solved = map_on_cores(lambda factor: eigenvalues(*factor), ordered)
     by_factor = dict(zip((id(F) for F, _ in ordered), solved, strict=True))
     for block in blocks:
         block.keep_eigenvalues([by_factor[id(F)] for F, _ in block.named_factors()])
-
-
-def _in_threads(factors: list[tuple[Tensor, str]], threads: int) -> list[tuple[Tensor, int]]:
-    def solve(factor: tuple[Tensor, str]) -> tuple[Tensor, int]:
-        torch.set_num_threads(1)
-        return eigenvalues(*factor)
-
-    try:
-        with ThreadPoolExecutor(threads) as pool:
-            return list(pool.map(solve, factors))
-    finally:
-        torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)

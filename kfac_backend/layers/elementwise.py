@@ -231,11 +231,16 @@ class InstanceNormRule(ElementwiseRule):
 
 
 class BatchNormRule(ElementwiseRule):
-    """nn.BatchNorm1d, 2d, 3d in eval mode: a fixed map per channel."""
+    """nn.BatchNorm1d, 2d, 3d in eval mode: a fixed map per channel.
+
+    In train mode, which only the optimiser takes, the batch's statistics count as constants.
+    """
 
     def normalised(self, a: Tensor) -> Tensor:
-        """The input normalised by the running statistics."""
+        """The input normalised by the running statistics, or by the batch's."""
         layer = self.layer
+        if layer.training:
+            return F.batch_norm(a, None, None, training=True, eps=layer.eps)
         return F.batch_norm(a, layer.running_mean, layer.running_var, eps=layer.eps)
 
 
@@ -301,9 +306,14 @@ class OwnParameter(nn.Module):
         self._module, self.name, self.view = [module], name, view
 
     @property
+    def holder(self) -> nn.Module:
+        """The module whose it is."""
+        return self._module[0]
+
+    @property
     def value(self) -> nn.Parameter:
         """The parameter."""
-        return getattr(self._module[0], self.name)
+        return getattr(self.holder, self.name)
 
     def copies(self, value: Tensor, N: int) -> Tensor:
         """A copy (N, ...) for each example, in one place of memory."""
@@ -312,7 +322,7 @@ class OwnParameter(nn.Module):
 
     def extra_repr(self) -> str:
         """Whose it is."""
-        return f"{type(self._module[0]).__name__}.{self.name}"
+        return f"{type(self.holder).__name__}.{self.name}"
 
 
 class OwnParameterRule(ExactRule):

@@ -3,6 +3,10 @@
 Parameters are detached meanwhile. A graph begins where the first tracked layers end: their outputs
 become leaves that require a gradient. So no weight gradient is ever computed, and nothing before
 the first tracked layers is propagated through. Rules see inputs and gradients as they pass by.
+
+A step of training shows its own forward pass instead (``in_training``). Parameters keep their
+graph there, which the training goes on to use; the backward passes of the curvature end at the
+same outputs, so that autograd leaves the weights' gradients out.
 """
 
 import math
@@ -12,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from kfac_backend.layers import Use
@@ -41,6 +46,8 @@ class Capture:
             the memory of a backward pass; never faster on a CPU.
         keep_inputs: hand all layers' inputs to ``on_gradient``, whether their rules need them or
             not.
+        in_training: show the forward pass of a step of training, which `begin` and `end` enclose,
+            instead of one that `forward` makes.
 
     Raises:
         NotImplementedError: in the forward pass, a layer under no_grad; own parameters with an
@@ -59,6 +66,7 @@ class Capture:
         channels_last: bool = False,
         batched: bool = False,
         keep_inputs: bool = False,
+        in_training: bool = False,
     ) -> None:
         self._model = model
         self._assignment = assignment
@@ -67,9 +75,12 @@ class Capture:
         self._channels_last = channels_last
         self._batched = batched
         self._keep_inputs = keep_inputs
+        self._in_training = in_training
         self._handles: list[RemovableHandle] = []
         # The state of one forward pass and its backward passes; `forward` clears it.
-        self._sources: list[Tensor] = []  # leaves, at which the backward passes end
+        self._sources: list[Any] = []  # leaves, or edges in training; the backward passes end there
+        self._nodes: set[Node] = set()  # of the outputs so far, in training
+        self._listens = False
         self._num_examples: int | None = None
         self._runs_backward = False  # once True, a layer that runs is one of a checkpoint
         self._number: dict[TrackedLayer, int] = {}  # runs so far
@@ -87,24 +98,48 @@ class Capture:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if not self._in_training:  # where the backward passes come after the hooks are gone
+            self.forget()
+
+    def listen(self) -> None:
+        """From now on gradients are shown, whoever propagates them."""
+        self._listens = True
+
+    def forget(self) -> None:
+        """Let go of the graph, and show no gradient from now on."""
+        self._listens = False
         self._sources.clear()
+        self._nodes.clear()
 
     def forward(self, x: Any) -> Any:
         """The model's output at x, with a graph down to the first tracked outputs."""
-        self._sources.clear()
+        with torch.enable_grad(), explicit_forwards(self._assignment):
+            copies = self.begin(x)
+            f = call_with(self._model, copies, x, self._channels_last)
+        self.end()
+        return f
+
+    def begin(self, x: Any) -> dict[str, Tensor]:
+        """Prepare for a forward pass at x; returns the copies of own parameters that it must use.
+
+        These are name -> (N, ...), one for each example, so that their gradients come apart.
+        """
+        self.forget()
+        if not self._in_training:
+            self.listen()
         self._number.clear()
         self._reached.clear()
         self._runs_backward = False
         self._num_examples = num_examples(x)
-        with torch.enable_grad(), explicit_forwards(self._assignment):
-            copies = self._copies_of_own_parameters(x)
-            f = call_with(self._model, copies, x, self._channels_last)
+        return self._copies_of_own_parameters(x)
+
+    def end(self) -> None:
+        """Check, after a forward pass, that all layers ran as often as they are supposed to."""
         for tracked in self._assignment.layers if self._assignment.runs else []:
             known = self._assignment.runs.get(tracked.layer, ())
             number = self._number.get(tracked, 0)
             if len(set(known)) > 1 and number != len(known):
                 raise _other_runs(tracked, f"{number} times instead of {len(known)}")
-        return f
 
     def backward(
         self, f: Tensor, vectors: Iterable[Tensor], on_vector_end: Callable[[], None] | None = None
@@ -123,6 +158,7 @@ class Capture:
 
         vectors = (vector.to(f.dtype) for vector in vectors)
         self._runs_backward = True
+        self.listen()
         # Without a graph the output depends on no tracked layer: all gradients are zero.
         if not f.requires_grad:
             return
@@ -191,13 +227,42 @@ class Capture:
                 )
             layer: Any = tracked.layer
             (name,) = tracked.parameters.values()
-            source = layer.copies(layer.value.detach(), N).requires_grad_()
-            self._sources.append(source)
+            value = layer.value if self._in_training else layer.value.detach()
+            source = self._as_source(layer.copies(value, N))
             use = Use(source.new_zeros(N, 0))  # there is no input, only a number of examples
             self._on_input(tracked, use)
-            # A clone, since autograd forbids in-place operations on a leaf.
-            copies[name] = self._shown(source.clone(), tracked, use)
+            copies[name] = self._shown(source, tracked, use)
         return copies
+
+    def _as_source(self, output: Tensor) -> Tensor:
+        """The same values, at which backward passes end."""
+        if self._in_training:
+            self._sources.append(get_gradient_edge(output))
+            return output
+        source = output.detach().requires_grad_()
+        self._sources.append(source)
+        # A clone, since autograd forbids in-place operations, of activations, on a leaf.
+        return source.clone()
+
+    def _is_reached_from(self, output: Tensor, a: Tensor) -> bool:
+        """Whether a backward pass that ends at the sources so far passes through this output.
+
+        Args:
+            output: a layer's output.
+            a: the layer's input. In training it may have a graph without a tracked layer in it,
+                that of parameters without a rule.
+        """
+        if not self._in_training:
+            return output.requires_grad
+        ahead, seen = [a.grad_fn], set()
+        while ahead:
+            node = ahead.pop()
+            if node in self._nodes:
+                return True
+            if node is not None and node not in seen:
+                seen.add(node)
+                ahead += [before for before, _ in node.next_functions]
+        return False
 
     def _pre_hook(self, tracked: TrackedLayer) -> Callable[..., None]:
         def hook(layer: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -227,7 +292,8 @@ class Capture:
 
     def _forward_hook(self, tracked: TrackedLayer) -> Callable[..., Tensor]:
         def hook(layer: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
-            a = first_input(args, kwargs).detach()
+            given = first_input(args, kwargs)
+            a = given.detach()
             number, run = self._run(tracked)
             N = self._num_examples
             if isinstance(run, SharedAxes) and run.are_those_of(a) and N is not None:
@@ -242,11 +308,8 @@ class Capture:
                 use = seen
             else:
                 use = Use(a.new_empty(0), rows)  # not to keep the input in memory until then
-            if not output.requires_grad:
-                source = output.detach().requires_grad_()
-                self._sources.append(source)
-                # A clone, since autograd forbids in-place operations, of activations, on a leaf.
-                output = source.clone()
+            if not self._is_reached_from(output, given):
+                output = self._as_source(output)
 
             def on_reached() -> None:
                 if run == "constant":
@@ -265,9 +328,13 @@ class Capture:
         on_reached: Callable[[], None] = lambda: None,
     ) -> Tensor:
         """The output, whose gradients are shown to the callback."""
+        if self._in_training and output.grad_fn is not None:
+            self._nodes.add(output.grad_fn)
         version = use.a._version  # pyright: ignore[reportPrivateUsage]
 
         def on_gradient(b: Tensor) -> None:
+            if not self._listens:  # the training's own backward pass
+                return
             on_reached()
             if use.a._version != version:  # pyright: ignore[reportPrivateUsage]
                 raise NotImplementedError(

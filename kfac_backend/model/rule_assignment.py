@@ -1,7 +1,7 @@
 """Which trainable parameters have a rule; whatever has none is an error that names it."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -83,13 +83,16 @@ class RuleAssignment:
         return self.layers + self.own_parameters
 
 
-def assign_rules(model: nn.Module, unsupported: Unsupported = "error") -> RuleAssignment:
+def assign_rules(
+    model: nn.Module, unsupported: Unsupported = "error", only: Collection[str] | None = None
+) -> RuleAssignment:
     """Sort the trainable parameters of a model into those with a rule and those without.
 
     Args:
         model: the model; parameters with ``requires_grad=False`` are left out.
         unsupported: "error" raises, "freeze" leaves parameters without a rule out with a warning
             that names them, "diagonal" asks for the exact diagonal of their block.
+        only: names of the parameters to consider; None means all.
 
     Raises:
         TypeError: no model, or one that is spread over devices.
@@ -97,7 +100,9 @@ def assign_rules(model: nn.Module, unsupported: Unsupported = "error") -> RuleAs
         NotImplementedError: a layer without a rule, or with an option that its rule does not know.
     """
     check_module(model)
-    trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    trainable = {
+        n: p for n, p in model.named_parameters() if p.requires_grad and (only is None or n in only)
+    }
     if not trainable:
         raise ValueError(
             "The model has no trainable parameter. Call requires_grad_(True) on those whose "
@@ -124,11 +129,11 @@ def assign_rules(model: nn.Module, unsupported: Unsupported = "error") -> RuleAs
         own = {
             local: names[id(p)]
             for local, p in module.named_parameters(recurse=False, remove_duplicate=False)
-            if p.requires_grad
+            if id(p) in names
         }
         found, known = registered(module), set()
         if found and issubclass(found.rule, LayerByParts):
-            if any(p.requires_grad for p in module.parameters()):
+            if any(id(p) in names for p in module.parameters()):
                 by_parts = found.rule()
                 parts = by_parts.parts(module)
                 divided.append(DividedLayer(prefix, module, by_parts, parts))

@@ -1,0 +1,136 @@
+"""`KFAC`: the preconditioner and the step behind it as one optimiser."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from kfac_backend.optimizer.options import PreconditionerOptions
+from kfac_backend.optimizer.preconditioner import KfacPreconditioner
+from kfac_backend.options import CurvatureKeywords, CurvatureOptions, Likelihood, check_option
+
+__all__ = ["KFAC", "BaseOptimizer"]
+
+BaseOptimizer = Literal["sgd", "nadamw"]
+
+
+class KFAC(Optimizer):
+    """K-FAC: preconditioned gradients, then a step of SGD with momentum or of NAdamW.
+
+    It is an optimiser of torch in all respects: learning rate schedulers, ``state_dict``, Lightning
+    Fabric. See `KfacPreconditioner` for what it asks of model and loss, and for other optimisers.
+
+    ```python
+    optimizer = KFAC(model, "classification", lr=0.1, kfac_approx="reduce")
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    ```
+
+    Args:
+        model: the model.
+        likelihood: of the loss, as for `KfacPreconditioner`.
+        lr: the learning rate.
+        base: "sgd", whose weight decay is coupled (a part of the gradient, added after the
+            preconditioning), or "nadamw", torch's NAdam with decoupled weight decay.
+        momentum: of "sgd".
+        nesterov: whether that is Nesterov's.
+        betas: of "nadamw".
+        eps: of "nadamw".
+        weight_decay: see ``base``.
+        params: the parameters, or groups of them, if not all trainable ones of the model.
+        options: how factors become a preconditioner.
+        curvature: how factors are made.
+        exclude: patterns of parameters that keep their plain gradients.
+        seed: of fisher="mc"'s labels.
+        error_if_nonfinite: whether gradients with NaN or infinity are an error.
+        keywords: single options of the curvature.
+
+    Raises:
+        ValueError: an option that is not supported.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood,
+        lr: float,
+        *,
+        base: BaseOptimizer = "sgd",
+        momentum: float = 0.9,
+        nesterov: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        params: Any = None,
+        options: PreconditionerOptions = PreconditionerOptions(),  # noqa: B008
+        curvature: CurvatureOptions = CurvatureOptions(fisher="mc"),  # noqa: B008
+        exclude: Sequence[str] = (),
+        seed: int = 0,
+        error_if_nonfinite: bool = True,
+        **keywords: Unpack[CurvatureKeywords],
+    ) -> None:
+        check_option("base", base, BaseOptimizer)
+        if params is None:
+            params = [p for p in model.parameters() if p.requires_grad]
+        if base == "sgd":
+            nesterov = nesterov and momentum > 0
+            self.base: Optimizer = torch.optim.SGD(
+                params, lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay
+            )
+        else:
+            self.base = torch.optim.NAdam(
+                params, lr, betas, eps, weight_decay, decoupled_weight_decay=True
+            )
+        """The optimiser that takes the step; groups and state are its own."""
+        self.preconditioner = KfacPreconditioner(
+            model,
+            likelihood,
+            options,
+            curvature,
+            exclude=exclude,
+            seed=seed,
+            error_if_nonfinite=error_if_nonfinite,
+            **keywords,
+        )
+        """What goes before it."""
+        super().__init__(self.base.param_groups, self.base.defaults)
+        self._share()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One step; returns the closure's loss, if there is a closure.
+
+        Raises:
+            FloatingPointError: factors or gradients that are not finite.
+        """
+        loss: Tensor | float | None = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.preconditioner.step(lr=max(float(group["lr"]) for group in self.param_groups))
+        self.base.step()
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As of torch's optimisers."""
+        if "base" not in vars(self) or self.param_groups is not self.base.param_groups:
+            super().add_param_group(param_group)  # in the constructor
+        else:
+            self.base.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The base optimiser's state, and the preconditioner's under a key of its own."""
+        return {**self.base.state_dict(), "preconditioner": self.preconditioner.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        state = dict(state_dict)
+        self.preconditioner.load_state_dict(state.pop("preconditioner"))
+        self.base.load_state_dict(state)
+        self._share()
+
+    def _share(self) -> None:
+        self.param_groups, self.state = self.base.param_groups, self.base.state

@@ -1,0 +1,76 @@
+"""The options of preconditioning, and the one place that checks them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from kfac_backend.options import check_option, check_positive
+
+__all__ = ["DampingOn", "Interval", "NormControl", "PreconditionerOptions", "interval_at"]
+
+DampingOn = Literal["factors", "product"]
+NormControl = Literal["none", "kl_clip", "gradient_clip", "graft"]
+Interval = int | Callable[[int], int]
+"""A number of steps, or a function of the step (from 0) that returns it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreconditionerOptions:
+    """How factors become a preconditioner; `CurvatureOptions` says how factors are made.
+
+    The defaults are those of the paper's graph experiment but for the damping, which has to be
+    tuned together with the learning rate.
+
+    Args:
+        damping: λ > 0, added to the curvature of the mean loss. Tune it first.
+        damping_on: "factors" adds √λ to B and to A and inverts both (Cholesky, about twenty times
+            cheaper than eigenvectors). "product" adds λ to B ⊗ A itself, which is exact: as a
+            prior of precision N·λ would.
+        balanced: for "factors", whether B and A get √λ/π and π√λ with π² = (tr A/d_in)/(tr B/d_out)
+            (Martens & Grosse 2015, section 6.3), so that both are damped alike; π = 1 otherwise.
+        factor_every: steps from one new pair of factors to the next. A function of the step makes
+            it a schedule.
+        update_every: steps from one new preconditioner to the next, out of the latest factors.
+        ema_decay: ρ of the factors' moving average F ← ρF + (1 − ρ)F_batch, corrected for its
+            start; 0 takes the latest factors alone.
+        norm_control: "none"; "kl_clip" scales all preconditioned gradients p̂ by min(1, √(κ / (η²
+            Σ⟨p̂, g⟩))), κ = ``norm_limit`` and η the learning rate (Ba et al. 2017);
+            "gradient_clip" scales all gradients to a norm of ``norm_limit`` at most; "graft"
+            gives each preconditioned gradient the norm that its gradient had, so that the base
+            optimiser's learning rate can stay.
+        norm_limit: see there.
+
+    Raises:
+        ValueError: an option that is not supported.
+    """
+
+    damping: float = 1e-2
+    damping_on: DampingOn = "factors"
+    balanced: bool = True
+    factor_every: Interval = 10
+    update_every: Interval = 10
+    ema_decay: float = 0.0
+    norm_control: NormControl = "none"
+    norm_limit: float = 1e-3
+
+    def __post_init__(self) -> None:
+        check_positive("damping", self.damping)
+        check_positive("norm_limit", self.norm_limit)
+        check_option("damping_on", self.damping_on, DampingOn)
+        check_option("norm_control", self.norm_control, NormControl)
+        if not 0 <= self.ema_decay < 1:
+            raise ValueError(f"ema_decay must be in [0, 1), not {self.ema_decay}.")
+        for name in ("factor_every", "update_every"):
+            interval_at(getattr(self, name), 0, name)
+
+
+def interval_at(interval: Interval, step: int, name: str) -> int:
+    """The number of steps that an interval is at a step.
+
+    Raises:
+        ValueError: it is not an integer of at least 1.
+    """
+    value = interval(step) if callable(interval) else interval
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, not {value!r} (step {step}).")
+    return value

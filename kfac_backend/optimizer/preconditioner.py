@@ -1,0 +1,369 @@
+"""`KfacPreconditioner`: natural gradients for any optimiser of torch.
+
+Between ``loss.backward()`` and the optimiser's step it replaces each gradient g by (F + λI)⁻¹ g,
+where F is the parameter's block of the K-FAC curvature of the mean loss.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from kfac_backend.blocks.block import KroneckerBlock
+from kfac_backend.model.rule_assignment import check_module
+from kfac_backend.optimizer.damped_inverse import (
+    DampedInverse,
+    EigenInverse,
+    FactorInverse,
+    clip_factor,
+    damped_inverse,
+    kl_clip_factor,
+)
+from kfac_backend.optimizer.options import PreconditionerOptions, interval_at
+from kfac_backend.optimizer.training_pass import TrainingPass
+from kfac_backend.options import (
+    CurvatureKeywords,
+    CurvatureOptions,
+    Likelihood,
+    check_positive,
+)
+from kfac_backend.threads import map_on_cores
+
+__all__ = ["KfacPreconditioner"]
+
+FORMAT_VERSION = 1
+
+
+class KfacPreconditioner:
+    """Replaces a model's gradients by natural gradients, (F + λI)⁻¹ g.
+
+    ```python
+    preconditioner = KfacPreconditioner(model, "classification", kfac_approx="reduce")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+    for x, y in loader:
+        F.cross_entropy(model(x), y).backward()
+        preconditioner.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    ```
+
+    The loss is taken to be the mean of −log p(y|f) over the examples, or over their loss terms,
+    with any further terms. Another constant in front of it changes what λ means, and nothing else.
+    With gradient accumulation call `step` after the last backward pass: the curvature is of all
+    batches since the last step.
+
+    In a step with new factors (``factor_every``) the first batch of all is proved on as in
+    `kronecker_factors`, the training's own forward pass shows the layers' inputs, and before the
+    training's backward pass the vectors of the curvature go back through the same graph: one for
+    fisher="mc" with one sample, which is the default here. fisher="empirical" takes the training's
+    own gradients and costs no backward pass; it is no approximation of the Hessian, and it takes an
+    example's loss terms together.
+
+    With a `torch.amp.GradScaler` the gradients may stay scaled, unless ``norm_control`` is
+    "kl_clip" or "gradient_clip": then call ``scaler.unscale_(optimizer)`` before. In both cases
+    pass error_if_nonfinite=False, as the scaler skips such steps itself.
+
+    Source: Eschenhagen et al. 2023 (arXiv:2311.00636), section 4 and the appendix on optimisation;
+    Martens & Grosse 2015 (arXiv:1503.05671).
+
+    Args:
+        model: the model; see `kronecker_factors`, except that BatchNorm may be in train mode.
+            Parameters without a rule keep their plain gradients, and one warning names them.
+        likelihood: "classification", "regression" or "bernoulli", as of `kronecker_factors`.
+        options: how factors become a preconditioner; damping first.
+        curvature: how factors are made; fisher="mc" by default. Labels that do not count are seen
+            by their gradients, which are zero, where an example has several loss terms or
+            ``ignore_index`` is not None.
+        exclude: names of parameters, or patterns of them, that keep their plain gradients.
+        seed: of the labels that fisher="mc" draws.
+        error_if_nonfinite: whether gradients with NaN or infinity are an error.
+        keywords: single options of the curvature, in place of those of ``curvature``.
+
+    Raises:
+        ValueError: an option that is not supported, a pattern that fits no parameter.
+        NotImplementedError: a layer with an option that its rule does not know; in the first
+            forward pass, layers that hooks cannot follow.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood,
+        options: PreconditionerOptions = PreconditionerOptions(),  # noqa: B008
+        curvature: CurvatureOptions = CurvatureOptions(fisher="mc"),  # noqa: B008
+        *,
+        exclude: Sequence[str] = (),
+        seed: int = 0,
+        error_if_nonfinite: bool = True,
+        **keywords: Unpack[CurvatureKeywords],
+    ) -> None:
+        check_module(model)
+        self.options = options
+        """As given."""
+        self.error_if_nonfinite = error_if_nonfinite
+        """As given."""
+        parameters = dict(model.named_parameters())
+        device = next(iter(parameters.values())).device if parameters else "cpu"
+        self._generator = torch.Generator(device).manual_seed(seed)
+        self._pass = TrainingPass(
+            model,
+            likelihood,
+            curvature.but(**keywords),
+            self._generator,
+            _matching(exclude, parameters),
+        )
+        self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+        self._tell_plain(exclude)
+        self._step = 0
+        self._damping: float | dict[str, float] = options.damping
+        self._blocks: dict[str, KroneckerBlock] = {}
+        self._weight = 0.0  # of all batches in the moving average: 1 − ρᵏ after k of them
+        self._inverses: dict[str, DampedInverse] = {}
+
+    @property
+    def damping(self) -> float | Mapping[str, float]:
+        """λ, one for all or one for each of `names`; a new one holds from the next update on.
+
+        With ``damping_on="product"`` a prior of precision δ adds λ = T δ/N to the curvature of the
+        mean loss. With the loss's gradient complete, prior and all, a step is then one of natural
+        gradient on the posterior, and there is nothing to tune.
+        """
+        return self._damping
+
+    @damping.setter
+    def damping(self, damping: float | Mapping[str, float]) -> None:
+        if isinstance(damping, Mapping):
+            missing = [name for name in self.names if name not in damping]
+            if missing:
+                raise ValueError(
+                    f"There is no damping for '{missing[0]}'; give one number, or one for each of "
+                    f"the {len(self.names)} preconditioned parameters (names)."
+                )
+            for name in self.names:
+                check_positive(f"damping['{name}']", damping[name])
+            self._damping = {name: float(damping[name]) for name in self.names}
+        else:
+            check_positive("damping", damping)
+            self._damping = float(damping)
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters whose gradients are preconditioned."""
+        return self._pass.names
+
+    @property
+    def blocks(self) -> Mapping[str, KroneckerBlock]:
+        """Parameter name -> block of the mean loss, in its moving average; empty at first."""
+        return self._blocks
+
+    def step(self, lr: float | None = None) -> None:
+        """Replace the gradients; once per step of the optimiser, before it.
+
+        Args:
+            lr: the optimiser's learning rate, which norm_control="kl_clip" needs.
+
+        Raises:
+            RuntimeError: new factors are due, and no backward pass was seen.
+            FloatingPointError: factors or gradients that are not finite, with the parameter's name.
+            ValueError: no learning rate, though it is needed.
+        """
+        options = self.options
+        if options.norm_control == "kl_clip" and lr is None:
+            raise ValueError(
+                "norm_control='kl_clip' needs the learning rate: step(lr=...), for example "
+                "optimizer.param_groups[0]['lr']."
+            )
+        if self._pass.is_due:
+            self._average(self._pass.mean_blocks())
+        if self._every(options.update_every, "update_every"):
+            self._inverses = self._new_inverses()
+            if not options.ema_decay:
+                self._blocks = {}
+        with torch.no_grad():
+            self._precondition(lr)
+        self._step += 1
+        self._pass.is_due = self._every(options.factor_every, "factor_every")
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context whose forward passes are no part of the training."""
+        was, self._pass.is_due = self._pass.is_due, False
+        try:
+            yield
+        finally:
+            self._pass.is_due = was
+
+    def detach(self) -> None:
+        """Take all hooks off the model; `step` is of no use from then on."""
+        self._pass.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a run needs to go on to the bit: tensors, numbers and strings, nothing else.
+
+        Between steps, not between the backward passes of one.
+        """
+        return {
+            "version": FORMAT_VERSION,
+            "step": self._step,
+            "weight": self._weight,
+            "damping": self._damping,
+            "generator": self._generator.get_state(),
+            "blocks": {
+                name: {"B": block.B} if block.A is None else {"B": block.B, "A": block.A}
+                for name, block in self._blocks.items()
+            },
+            "inverses": {name: inverse.tensors() for name, inverse in self._inverses.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken, with the same model and options.
+
+        Raises:
+            ValueError: a state of another model, of another damping_on, or of a later version.
+        """
+        if state["version"] > FORMAT_VERSION:
+            raise ValueError(
+                f"The state is of version {state['version']}, later than {FORMAT_VERSION}; update."
+            )
+        inverses: Mapping[str, Mapping[str, Tensor]] = state["inverses"]
+        for kind in ("blocks", "inverses"):
+            if state[kind] and list(state[kind]) != self.names:
+                other = set(state[kind]).symmetric_difference(self.names) or {"another order"}
+                raise ValueError(
+                    f"The state is of another model, or of other excluded parameters: {min(other)}."
+                )
+        by_eigenvectors = any("spectrum" in tensors for tensors in inverses.values())
+        if inverses and by_eigenvectors != (self.options.damping_on == "product"):
+            raise ValueError(
+                f"The state has damping_on={'product' if by_eigenvectors else 'factors'!r}, the "
+                f"options have {self.options.damping_on!r}; use the former."
+            )
+        inverse_type = EigenInverse if by_eigenvectors else FactorInverse
+        device = self._generator.device
+        self._step, self._weight = int(state["step"]), float(state["weight"])
+        self.damping = state["damping"]
+        self._generator.set_state(state["generator"].cpu())
+        self._blocks = {
+            name: KroneckerBlock(name, tensors["B"], tensors.get("A"))
+            for name, tensors in _to(state["blocks"], device).items()
+        }
+        self._inverses = {
+            name: inverse_type.from_tensors(tensors)
+            for name, tensors in _to(inverses, device).items()
+        }
+        self._pass.reset()
+        self._pass.is_due = self._every(self.options.factor_every, "factor_every")
+
+    def _every(self, interval: Any, name: str) -> bool:
+        return self._step % interval_at(interval, self._step, name) == 0
+
+    def _new_inverses(self) -> dict[str, DampedInverse]:
+        """Parameter name -> the damped inverse of its block; on a CPU several at once."""
+        damping = self._damping
+
+        def invert(block: KroneckerBlock) -> DampedInverse:
+            own = damping[block.name] if isinstance(damping, dict) else damping
+            return damped_inverse(block, own, self.options.damping_on, self.options.balanced)
+
+        with torch.no_grad():
+            if self._generator.device.type != "cpu":
+                return {name: invert(block) for name, block in self._blocks.items()}
+            # The largest first, so that no core is left with it at the end.
+            largest = sorted(self._blocks.values(), key=lambda block: -_size(block))
+            inverses = map_on_cores(invert, largest)
+        by_name = {block.name: inverse for block, inverse in zip(largest, inverses, strict=True)}
+        return {name: by_name[name] for name in self._blocks}
+
+    def _average(self, new: dict[str, KroneckerBlock]) -> None:
+        """F ← ρF + (1 − ρ)F_batch, divided by the weights so far, of B and of A; in place."""
+        rho = self.options.ema_decay
+        self._weight = rho * self._weight + 1 - rho
+        if not rho or not self._blocks:
+            self._blocks = new
+            return
+        share = (1 - rho) / self._weight
+        for name, block in self._blocks.items():
+            for F, of_batch in ((block.B, new[name].B), (block.A, new[name].A)):
+                if F is not None and of_batch is not None:
+                    F.lerp_(of_batch, share)
+            del new[name]  # the memory of one parameter's factors at a time
+
+    def _precondition(self, lr: float | None) -> None:
+        with_gradient = {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
+        if self.error_if_nonfinite:
+            _check_finite(with_gradient)
+        control, limit = self.options.norm_control, self.options.norm_limit
+        before, after = [], []
+        for name, inverse in self._inverses.items():
+            g = with_gradient.get(name)
+            if g is None:
+                continue
+            p = inverse(g)
+            if control == "kl_clip":
+                before.append((p * g).sum(dtype=torch.float32))
+            elif control == "graft":
+                norm = torch.linalg.vector_norm(p)
+                p *= torch.linalg.vector_norm(g) / norm.clamp(min=torch.finfo(p.dtype).tiny)
+            g.copy_(p)
+            after.append(g)
+        if control == "kl_clip" and before and lr is not None:
+            torch._foreach_mul_(after, kl_clip_factor(torch.stack(before), lr, limit))
+        elif control == "gradient_clip" and with_gradient:
+            every = list(with_gradient.values())
+            torch._foreach_mul_(every, clip_factor(every, limit))
+
+    def _tell_plain(self, exclude: Sequence[str]) -> None:
+        left_out = _matching(exclude, self._parameters)
+        plain = [n for n in self._parameters if n not in self.names and n not in left_out]
+        if plain:
+            warnings.warn(
+                f"No K-FAC rule for {', '.join(plain)}: trained with the plain gradient. Exclude "
+                "them to say the same.",
+                stacklevel=3,
+            )
+
+
+def _matching(patterns: Sequence[str], names: Mapping[str, object]) -> frozenset[str]:
+    """The names that any pattern fits."""
+    if isinstance(patterns, str):
+        patterns = [patterns]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"exclude: no parameter fits {pattern!r}; there are {', '.join(names)}."
+            )
+    return frozenset(n for n in names if any(fnmatchcase(n, pattern) for pattern in patterns))
+
+
+def _check_finite(gradients: Mapping[str, Tensor]) -> None:
+    """Raise a FloatingPointError that names the first gradient that is not finite."""
+    if not gradients:
+        return
+    largest = torch._foreach_norm(list(gradients.values()), ord=float("inf"))
+    if torch.isfinite(torch.stack([entry.float() for entry in largest])).all():
+        return
+    wrong = next(name for name, g in gradients.items() if not torch.isfinite(g).all())
+    raise FloatingPointError(
+        f"The gradient of '{wrong}' is not finite: the training diverges. Lower the learning rate, "
+        "raise the damping, warm the learning rate up, or set norm_control (kl_clip, "
+        "gradient_clip). With a GradScaler pass error_if_nonfinite=False."
+    )
+
+
+def _size(block: KroneckerBlock) -> int:
+    """Rows of a block's largest factor."""
+    return max(F.shape[-1] for F, _ in block.named_factors())
+
+
+def _to(
+    by_name: Mapping[str, Mapping[str, Tensor]], device: torch.device
+) -> dict[str, dict[str, Tensor]]:
+    """Copies on the device."""
+    return {
+        name: {kind: tensor.to(device, copy=True) for kind, tensor in tensors.items()}
+        for name, tensors in by_name.items()
+    }

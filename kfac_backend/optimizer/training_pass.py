@@ -1,0 +1,380 @@
+"""Factors of a step of training, out of the very forward pass that the step makes.
+
+Hooks at the model see when a forward pass begins and ends. In a step that is due, the layers show
+their inputs meanwhile. When the training's backward pass reaches the model's output, the vectors of
+the curvature are propagated back first, through the same graph, to outputs of layers only: weights'
+gradients are left out. With fisher="empirical" the training's own backward pass shows what is
+needed, and there is no other.
+
+This order, the vectors first, is the only one possible: the training's backward pass frees the
+graph as it goes.
+"""
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from kfac_backend.assembly import assemble_blocks
+from kfac_backend.blocks.block import KroneckerBlock
+from kfac_backend.factors import CurvaturePass
+from kfac_backend.layers import Use
+from kfac_backend.loss.hessian import IGNORED, check_targets, num_counted_terms
+from kfac_backend.model.batches import detached, examples
+from kfac_backend.model.calls import (
+    check_output,
+    explicit_forwards,
+    logits_of,
+    num_examples,
+    restoration,
+)
+from kfac_backend.model.capture import Capture
+from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer, assign_rules
+from kfac_backend.model.targets import counting, mask_of
+from kfac_backend.model.verification import verify_independence
+from kfac_backend.options import CurvatureOptions, Likelihood, automatic_mode
+from kfac_backend.precision import backward_arithmetic, full_float32
+from kfac_backend.threads import turn_of
+
+__all__ = ["TrainingPass"]
+
+
+class TrainingPass(CurvaturePass):
+    """Sums over the forward passes of a step, one or, with gradient accumulation, several.
+
+    Layers whose blocks cannot be made are left out, not refused: they train all the same.
+
+    Args:
+        model: the model that is trained. BatchNorm may be in train mode; its batch statistics then
+            count as constants.
+        likelihood: of the loss.
+        options: all choices of the pass.
+        generator: source of fisher="mc"'s labels, on the model's device.
+        left_out: names of parameters that need no block.
+
+    Raises:
+        ValueError: options that are not for the likelihood, the device, the model's layers, or
+            that only a pass of its own can have.
+        NotImplementedError: a layer with an option that its rule does not know.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood,
+        options: CurvatureOptions,
+        generator: torch.Generator,
+        left_out: frozenset[str] = frozenset(),
+    ) -> None:
+        if options.batched:
+            raise ValueError(
+                "batched=True needs a forward pass of its own, and a step of training shares its "
+                "own; use batched=False."
+            )
+        self._left_out = left_out
+        self._now: _Forward | None = None
+        self._probe = next(model.parameters(), None)
+        self.is_due = True
+        """Whether forward passes are to be seen."""
+        super().__init__(model, likelihood, options, generator=generator)
+        self._handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(_ModelHook(self._begin), with_kwargs=True),
+            # Also after an error in the forward pass, lest hooks remain.
+            model.register_forward_hook(_ModelHook(self._end), always_call=True),
+        ]
+
+    def detach(self) -> None:
+        """Take all hooks off the model."""
+        self.reset()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def reset(self) -> None:
+        """Forget the forward passes seen so far."""
+        if self._now is not None:
+            self._now.context.close()
+            self._now.capture.forget()
+        self._now = None
+        super().reset()
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters that get a block, in the model's order."""
+        return self._assignment.names
+
+    def mean_blocks(self) -> dict[str, KroneckerBlock]:
+        """Parameter name -> block of the mean loss: A and B are means over the step's loss terms.
+
+        The pass starts anew.
+
+        Raises:
+            RuntimeError: no forward pass with a backward pass was seen.
+        """
+        self._finish()
+        if self._now is not None or not self._num_data:
+            raise RuntimeError(
+                "No backward pass through the model's output was seen since the last step, so that "
+                "there is no curvature. Call the model itself (not a compiled or copied one) with "
+                "gradients, and loss.backward(), before step()."
+            )
+        terms = max(self._num_loss_terms, 1)
+        # The training's own gradients are those of a mean already: T · Σ (b/T)(b/T)ᵀ.
+        scale = float(terms) if self._options.fisher == "empirical" else 1.0 / terms
+        blocks = assemble_blocks(self._rules)
+        self.reset()
+        # Not in place, since a weight and its bias may have one B.
+        return {name: replace(blocks[name], B=blocks[name].B * scale) for name in self.names}
+
+    def _assign(self) -> RuleAssignment:
+        """The layers with rules; parameters without one have no block."""
+        only = {
+            name
+            for name, p in self._model.named_parameters()
+            if p.requires_grad and p.dim() and name not in self._left_out
+        }
+        restore = restoration(self._model)
+        try:
+            self._model.eval()  # BatchNorm has a rule there
+            assignment = assign_rules(self._model, "diagonal", only)
+        finally:
+            restore()
+        names = {name for t in assignment.all for name in t.parameters.values()}
+        if not names:
+            raise ValueError("No trainable parameter of the model has a K-FAC rule.")
+        ordered = [name for name in assignment.names if name in names]
+        return replace(assignment, diagonal=[], names=ordered)
+
+    def _begin(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Before a forward pass of the model: let its layers show what they see."""
+        if not self.is_due or not torch.is_grad_enabled() or not self._is_itself():
+            return
+        self._finish()
+        if self._now is not None:
+            self._drop()
+        x = _input(self._model, args, kwargs)
+        self._prove(x)
+        forward = _Forward(
+            Capture(
+                self._model,
+                self._assignment,
+                self._add_input,
+                self._add_gradient,
+                in_training=True,
+            ),
+            mask_of(x, self._options.dict_key_mask),
+        )
+        self._rows_seen = {}
+        self._begin_part()
+        with ExitStack() as stack:
+            stack.enter_context(explicit_forwards(self._assignment))
+            stack.enter_context(counting(forward.mask))
+            stack.enter_context(forward.capture)
+            copies = forward.capture.begin(x)
+            if self._options.fisher == "empirical":
+                forward.capture.listen()
+            for tracked in self._assignment.own_parameters:
+                (name,) = tracked.parameters.values()
+                stack.enter_context(_lent(tracked.layer, copies[name]))
+            forward.context = stack.pop_all()
+        self._now = forward
+
+    def _end(self, args: tuple, output: Any) -> None:
+        """After it: wait for the training's backward pass at the model's output."""
+        forward = self._now
+        if forward is None or forward.is_over:
+            return
+        forward.is_over = True
+        forward.context.close()
+        if output is None:  # the forward pass failed; the error is on its way
+            self.reset()
+            return
+        f = logits_of(output)
+        check_output(f)
+        if not f.requires_grad:
+            self._drop()
+            return
+        forward.capture.end()
+        self._check_rows(len(f), hides=forward.mask is not None)
+        with self._no_autocast(), full_float32():
+            self._end_forward()
+        forward.f = f
+        # Weak, since the output would otherwise hold itself, and with it the graph.
+        this, its = weakref.ref(self), weakref.ref(forward)
+
+        def hook(g: Tensor) -> None:
+            owner, of_output = this(), its()
+            if owner is not None and of_output is not None:
+                owner._reached(of_output, g)
+
+        f.register_hook(hook)
+
+    def _reached(self, forward: "_Forward", g: Tensor) -> None:
+        """The training's backward pass has come to the model's output, with its gradient g."""
+        empirical = self._options.fisher == "empirical"
+        if forward.is_seen and not empirical:
+            return  # a vector of the curvature begins here, too; or a second loss
+        f, forward.f = forward.f, None
+        if f is None or self._now is not forward:
+            raise RuntimeError(
+                "A backward pass came to an output of the model for a second time, or not to its "
+                "latest. The curvature needs one backward pass after each forward pass: put the "
+                "examples into one batch, add the losses up, or run the others with paused()."
+            )
+        y = self._pseudo_targets(f, g, forward.mask)
+        check_targets(f.detach(), y, self._likelihood, may_ignore=True)
+        forward.is_seen = True
+        self._num_data += len(f)
+        self._num_outputs = f.shape[-1]
+        self._num_loss_terms += num_counted_terms(f, y, self._likelihood)
+        if empirical:
+            return  # the backward pass that goes on from here shows the gradients
+        with self._no_autocast(), backward_arithmetic(self._options.backward_precision):
+            forward.capture.backward(f, self._vectors(f, y), self._end_vector)
+        self._finish()
+
+    def _finish(self) -> None:
+        """All gradients of the latest forward pass have been seen, if any have."""
+        forward = self._now
+        if forward is None or not forward.is_seen:
+            return
+        self._now = None
+        with full_float32():
+            self._end_vector()
+        forward.capture.check_runs()
+        forward.capture.forget()
+        self._end_part()
+
+    def _drop(self) -> None:
+        """Forget a forward pass that no backward pass has followed, such as one of evaluation.
+
+        Raises:
+            RuntimeError: its inputs are in the sums of others that have had theirs.
+        """
+        others = self._num_data
+        self.reset()
+        if others:
+            raise RuntimeError(
+                "The model ran with gradients and without a backward pass, between the batches of "
+                "one step. Run it under torch.no_grad(), or with paused()."
+            )
+
+    def _add_input(self, tracked: TrackedLayer, use: Use) -> None:
+        with torch.no_grad(), full_float32():
+            super()._add_input(tracked, use)
+
+    def _add_gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
+        with torch.no_grad(), full_float32(), self._no_autocast():
+            super()._add_gradient(tracked, use, b.detach())
+
+    def _is_itself(self) -> bool:
+        """Whether the model runs with its own parameters: a Laplace pass, say, lends it others."""
+        return next(self._model.parameters()) is self._probe
+
+    def _prove(self, x: Any) -> None:
+        """Prove, in eval mode, that the hooks see all; see `Proof`."""
+        N = num_examples(x)
+        mask = None if self._mask_verified else mask_of(x, self._options.dict_key_mask)
+        if self._proof.is_made(N) and mask is None:
+            return
+        x = detached(x, self._device)
+        restore = restoration(self._model)
+        self.is_due = False  # not to see the proof's own forward passes
+        try:
+            self._model.eval()
+            with turn_of(self._model), full_float32(), self._no_autocast():
+                self._prove_some(x, N)
+                if mask is not None:
+                    self._prove_mask(x, mask)
+        except NotImplementedError as error:
+            raise NotImplementedError(
+                f"{error} Or leave its parameters out of the preconditioning (exclude); they then "
+                "train with their plain gradients."
+            ) from error
+        finally:
+            restore()
+            self.is_due = True
+
+    def _prove_some(self, x: Any, N: int | None) -> None:
+        if self._proof.is_made(N):
+            return
+        which = self._proof.some(x, N)
+        if which is not None:
+            x, N = examples(x, which), len(which)
+        self._proof.make(x, N)
+        if self._kfac_approx == "auto":
+            self._kfac_approx = automatic_mode(self._proof.output_dim)
+
+    def _prove_mask(self, x: Any, mask: Tensor) -> None:
+        """As `_verify_mask`: what the mask hides has no loss term."""
+        ignored = ~mask if self._proof.output_dim > 2 else None
+        with counting(mask):
+            verify_independence(self._model, self._assignment, x, ignored=ignored)
+        self._mask_verified = True
+
+    def _pseudo_targets(self, f: Tensor, g: Tensor, mask: Tensor | None) -> Tensor:
+        """Targets that say which terms count; their values are of no use without a label.
+
+        A term without a gradient has a label that does not count. Where an example has one term,
+        that needs to be said: a network may be so sure of it that nothing is left of its gradient.
+        """
+        if self._likelihood != "classification":
+            return torch.zeros_like(f)
+        y = torch.zeros(f.shape[:-1], dtype=torch.long, device=f.device)
+        if f.dim() > 2 or mask is not None or self._options.ignore_index is not None:
+            y = y.masked_fill((g == 0).all(-1), IGNORED)
+        return y
+
+
+@dataclass(eq=False)
+class _Forward:
+    """One forward pass of the training, until its backward pass."""
+
+    capture: Capture
+    mask: Tensor | None
+    context: ExitStack = field(default_factory=ExitStack)
+    f: Tensor | None = None
+    """The output, while its gradient is waited for."""
+    is_over: bool = False
+    is_seen: bool = False
+    """Whether the backward pass has come to the output."""
+
+
+class _ModelHook:
+    """A hook at the model, which a copy of the model (deepcopy, pickle) is rid of."""
+
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, model: nn.Module, *seen: Any) -> None:
+        """What forward hooks are called with, but for the model."""
+        if self._call is not None:
+            self._call(*seen)
+
+    def __reduce__(self) -> tuple:
+        return (_ModelHook, ())
+
+
+@contextmanager
+def _lent(layer: Any, copies: Tensor) -> Iterator[None]:
+    """A module's own parameter is its copies for a while."""
+    parameters, own = layer.holder._parameters, layer.value
+    parameters[layer.name] = copies
+    try:
+        yield
+    finally:
+        parameters[layer.name] = own
+
+
+def _input(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What a call of the model hands it: one argument, or a mapping of several by their names."""
+    if len(args) == 1 and not kwargs:
+        return args[0]
+    given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    return {name: value for name, value in given.items() if isinstance(value, Tensor)}
