@@ -25,10 +25,12 @@ def interleaved(
     repetitions: int,
     device: torch.device,
     clock: str = "wall",
+    warm_up: bool = True,
 ) -> dict[str, list[float]]:
     """Seconds of each repetition of each work; all take turns, after one round that warms up."""
     measured: dict[str, list[float]] = {name: [] for name in work}
-    for repetition in tqdm(range(repetitions + 1), desc="Repetitions", disable=None, leave=False):
+    rounds = range(0 if warm_up else 1, repetitions + 1)
+    for repetition in tqdm(rounds, desc="Repetitions", disable=None, leave=False):
         for name, function in work.items():
             elapsed = seconds(function, device, clock)
             if repetition > 0:

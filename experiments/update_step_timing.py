@@ -82,14 +82,14 @@ def run(config: Config) -> dict[str, Any]:
     for name in names:
         step = make(name, config)
         try:
-            step()
+            step()  # warms up, too
         except Exception as error:  # a peer may not take this model, or run out of memory
             if name not in PEERS:
                 raise
             left_out[name] = f"{type(error).__name__}: {error}"
         else:
             work[name] = step
-    measured = interleaved(work, config.repetitions, device, config.clock)
+    measured = interleaved(work, config.repetitions, device, config.clock, warm_up=False)
     ratios = median_ratios(measured, "SGD")
     return {
         "config": asdict(config),
