@@ -50,7 +50,7 @@ def ratio_table(sizes: Sizes) -> str:
     lines = [_row(["times an SGD step, batch", *sizes]), _row(["---"] * (len(sizes) + 1))]
     for mode in MODES:
         label = f"marglik, {mode}, factors every 10 and inverses every 50 steps"
-        cells = [f"{part['amortised_times_sgd'][mode]:.2f}" for part in sizes.values()]
+        cells = [_cell(part["amortised_times_sgd"], mode) for part in sizes.values()]
         lines.append(_row([label, *cells]))
     for name in rows:
         if name != "SGD":
@@ -111,9 +111,12 @@ def plot(sizes: Sizes) -> Figure:
         style, color = styles[library], colors[kind[0]]
         axes.plot(*zip(*points, strict=True), style, color=color, marker="o", ms=3, label=name)
     for mode in MODES:
-        points = [part["amortised_times_sgd"][mode] for part in sizes.values()]
+        amortised = {N: p["amortised_times_sgd"] for N, p in sizes.items()}
+        points = [(N, ratios[mode]) for N, ratios in amortised.items() if mode in ratios]
         label = f"marglik, {mode}, factors every 10, inverses every 50"
-        axes.plot(list(sizes), points, "-", color=colors[mode], alpha=0.5, marker="s", label=label)
+        if points:
+            color = colors[mode]
+            axes.plot(*zip(*points, strict=True), color=color, alpha=0.5, marker="s", label=label)
     axes.axhline(1.0, color="0.5", lw=1)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

@@ -48,7 +48,7 @@ class Config:
 
     batch_size: int = 128
     repetitions: int = 5
-    peers: bool = True
+    contenders: tuple[str, ...] = tuple(CONTENDERS)
     threads: int = 2
     """Of a CPU."""
     clock: str = "wall"
@@ -77,9 +77,8 @@ def run(config: Config) -> dict[str, Any]:
     """Seconds of a step of each contender, and their ratios to the SGD step."""
     torch.set_num_threads(config.threads)
     device = torch.device(config.device)
-    names = [name for name in CONTENDERS if config.peers or name not in PEERS]
     work, left_out = {}, {}
-    for name in names:
+    for name in config.contenders:
         step = make(name, config)
         try:
             step()  # warms up, too
@@ -91,10 +90,11 @@ def run(config: Config) -> dict[str, Any]:
             work[name] = step
     measured = interleaved(work, config.repetitions, device, config.clock, warm_up=False)
     ratios = median_ratios(measured, "SGD")
+    modes = report.MODES if set(PARTS) <= set(ratios) else ()
     return {
         "config": asdict(config),
         "times_sgd": ratios,
-        "amortised_times_sgd": {mode: amortised(ratios, mode, config) for mode in report.MODES},
+        "amortised_times_sgd": {mode: amortised(ratios, mode, config) for mode in modes},
         "median_seconds": medians(measured),
         "seconds": measured,
         "left_out": left_out,
@@ -112,7 +112,7 @@ def amortised(ratios: dict[str, float], mode: str, config: Config) -> float:
 
 def run_memory(config: Config) -> dict[str, Any]:
     """Peak memory of each contender at two batch sizes, and the memory of factors and inverses."""
-    names = ["SGD", *OURS, *(PEERS if config.peers else ())]
+    names = [name for name in config.contenders if name not in PARTS]
     tasks = [
         MemoryTask(name, replace(config, batch_size=size))
         for name in names
@@ -174,7 +174,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repetitions", type=int, default=Config.repetitions)
     parser.add_argument("--threads", type=int, default=Config.threads, help="of a CPU")
     parser.add_argument("--clock", choices=CLOCKS, default=Config.clock)
-    parser.add_argument("--no-peers", action="store_true", help="ours and SGD only")
+    parser.add_argument(
+        "--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME",
+        help=f"SGD always; default: all of {', '.join(repr(name) for name in CONTENDERS)}",
+    )  # fmt: skip
     parser.add_argument("--no-memory", action="store_true", help="time only")
     parser.add_argument("--resume", action="store_true", help="keep what is there")
     parser.add_argument("--device", default=Config.device, help=f"default: {Config.device}")
@@ -183,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     config = Config(
         repetitions=options.repetitions,
-        peers=not options.no_peers,
+        contenders=tuple(name for name in CONTENDERS if name in {"SGD", *options.contenders}),
         threads=options.threads,
         clock=options.clock,
         device=options.device,
