@@ -164,6 +164,7 @@ def _model(config: Config, R: int) -> nn.Module:
 def _batch(config: Config, R: int, N: int) -> tuple[Tensor, Tensor]:
     train = DART(config.data, R, num_train=N, num_test=1, seed=config.seed).load().train
     x, y = train
+    assert isinstance(x, Tensor)
     # Labels behind a text's end do not count; all positions shall, for the sake of the time.
     return x, torch.where(y == IGNORED, x, y)
 

@@ -8,6 +8,7 @@ their plain gradient; ours has a block for each.
 import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -113,8 +114,9 @@ def curvlinops(kfac_approx: str) -> Contender:
             )
             inverse = KFACInverseLinearOperator(kfac, damping=DAMPING, use_heuristic_damping=True)
             gradients = [p.grad for p in parameters if p.grad is not None]
-            for p, natural in zip(parameters, inverse @ gradients, strict=True):
-                p.grad = natural
+            natural: Any = inverse @ gradients
+            for p, of_p in zip(parameters, natural, strict=True):
+                p.grad = of_p
             optimizer.step()
 
         return step
