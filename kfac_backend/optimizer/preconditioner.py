@@ -344,7 +344,7 @@ def _check_finite(gradients: Mapping[str, Tensor]) -> None:
     if not gradients:
         return
     largest = torch._foreach_norm(list(gradients.values()), ord=float("inf"))
-    if torch.isfinite(torch.stack([entry.float() for entry in largest])).all():
+    if torch.stack([torch.isfinite(entry) for entry in largest]).all():
         return
     wrong = next(name for name, g in gradients.items() if not torch.isfinite(g).all())
     raise FloatingPointError(

@@ -11,7 +11,6 @@ graph as it goes.
 """
 
 import inspect
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -99,8 +98,7 @@ class TrainingPass(CurvaturePass):
     def reset(self) -> None:
         """Forget the forward passes seen so far."""
         if self._now is not None:
-            self._now.context.close()
-            self._now.capture.forget()
+            self._now.forget()
         self._now = None
         super().reset()
 
@@ -204,16 +202,10 @@ class TrainingPass(CurvaturePass):
         self._check_rows(len(f), hides=forward.mask is not None)
         with self._no_autocast(), full_float32():
             self._end_forward()
+        # The output holds itself by this, and with it the graph, until its gradient has come, or
+        # until the pass is not interested any more.
         forward.f = f
-        # Weak, since the output would otherwise hold itself, and with it the graph.
-        this, its = weakref.ref(self), weakref.ref(forward)
-
-        def hook(g: Tensor) -> None:
-            owner, of_output = this(), its()
-            if owner is not None and of_output is not None:
-                owner._reached(of_output, g)
-
-        f.register_hook(hook)
+        f.register_hook(lambda g: self._reached(forward, g))
 
     def _reached(self, forward: "_Forward", g: Tensor) -> None:
         """The training's backward pass has come to the model's output, with its gradient g."""
@@ -288,7 +280,7 @@ class TrainingPass(CurvaturePass):
         self.is_due = False  # not to see the proof's own forward passes
         try:
             self._model.eval()
-            with turn_of(self._model), full_float32(), self._no_autocast():
+            with turn_of(self._model), full_float32():
                 self._prove_some(x, N)
                 if mask is not None:
                     self._prove_mask(x, mask)
@@ -344,6 +336,12 @@ class _Forward:
     is_over: bool = False
     is_seen: bool = False
     """Whether the backward pass has come to the output."""
+
+    def forget(self) -> None:
+        """Let go of the graph, and of the layers."""
+        self.context.close()
+        self.capture.forget()
+        self.f = None
 
 
 class _ModelHook:
