@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,10 @@ from kfac_backend.options import CurvatureOptions, Likelihood, automatic_mode
 from kfac_backend.precision import backward_arithmetic, full_float32
 from kfac_backend.threads import turn_of
 
-__all__ = ["TrainingPass"]
+__all__ = ["MeanOver", "TrainingPass"]
+
+MeanOver = Literal["terms", "examples"]
+"""What a loss is a mean over: its terms, or examples, each with the sum of its terms."""
 
 
 class TrainingPass(CurvaturePass):
@@ -56,6 +59,7 @@ class TrainingPass(CurvaturePass):
         options: all choices of the pass.
         generator: source of fisher="mc"'s labels, on the model's device.
         left_out: names of parameters that need no block.
+        mean_over: what the loss is a mean over.
 
     Raises:
         ValueError: options that are not for the likelihood, the device, the model's layers, or
@@ -70,6 +74,7 @@ class TrainingPass(CurvaturePass):
         options: CurvatureOptions,
         generator: torch.Generator,
         left_out: frozenset[str] = frozenset(),
+        mean_over: MeanOver = "terms",
     ) -> None:
         if options.batched:
             raise ValueError(
@@ -77,6 +82,7 @@ class TrainingPass(CurvaturePass):
                 "own; use batched=False."
             )
         self._left_out = left_out
+        self._mean_over: MeanOver = mean_over
         self._now: _Forward | None = None
         self._probe = next(model.parameters(), None)
         self.is_due = True
@@ -122,9 +128,9 @@ class TrainingPass(CurvaturePass):
                 "there is no curvature. Call the model itself (not a compiled or copied one) with "
                 "gradients, and loss.backward(), before step()."
             )
-        terms = max(self._num_loss_terms, 1)
+        number = max(self._num_loss_terms if self._mean_over == "terms" else self._num_data, 1)
         # The training's own gradients are those of a mean already: T · Σ (b/T)(b/T)ᵀ.
-        scale = float(terms) if self._options.fisher == "empirical" else 1.0 / terms
+        scale = float(number) if self._options.fisher == "empirical" else 1.0 / number
         blocks = assemble_blocks(self._rules)
         self.reset()
         # Not in place, since a weight and its bias may have one B.

@@ -20,7 +20,7 @@ def train(model, optimizer, steps, x, y, preconditioner=None):
         loss = F.cross_entropy(model(x), y)
         loss.backward()
         if preconditioner is not None:
-            preconditioner.step(lr=0.1)
+            preconditioner.step(lr=0.01)
         optimizer.step()
         losses.append(float(loss))
     return losses

@@ -17,7 +17,7 @@ from tests.kfac_backend.networks import OwnNorm, data, network
 from tests.random_numbers import error, normal
 
 LAMBDA = 0.03
-EVERY = {"factor_every": 1, "update_every": 1}
+EVERY = {"factor_every": 1, "update_every": 1, "norm_control": "none"}
 
 
 def preconditioner(model, likelihood="classification", *, exclude=(), **options):
