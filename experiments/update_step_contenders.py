@@ -49,7 +49,10 @@ def marglik(
 ) -> Contender:
     """K-FAC, with new factors and a new preconditioner in each step unless said otherwise."""
     options = PreconditionerOptions(
-        damping=DAMPING, factor_every=factor_every, update_every=update_every
+        damping=DAMPING,
+        factor_every=factor_every,
+        update_every=update_every,
+        norm_control="none",
     )
 
     def contender(model: nn.Module, x: Tensor, y: Tensor) -> Work:

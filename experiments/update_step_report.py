@@ -67,10 +67,13 @@ def seconds_table(sizes: Sizes) -> str:
         cells = [f"{PAPER[mode][N]:.2f}" if N in PAPER[mode] else "" for N in sizes]
         lines.append(_row([f"the paper (V100), {mode}", *cells]))
     ours = [
-        p["median_seconds"]["marglik, reduce"] / p["median_seconds"]["marglik, expand"]
-        for p in sizes.values()
+        seconds["marglik, reduce"] / seconds["marglik, expand"]
+        if {"marglik, reduce", "marglik, expand"} <= seconds.keys()
+        else None
+        for seconds in (p["median_seconds"] for p in sizes.values())
     ]
-    lines.append(_row(["reduce / expand", *(f"{ratio:.2f}" for ratio in ours)]))
+    cells = ["" if ratio is None else f"{ratio:.2f}" for ratio in ours]
+    lines.append(_row(["reduce / expand", *cells]))
     theirs = [
         f"{PAPER['reduce'][N] / PAPER['expand'][N]:.2f}" if N in PAPER["expand"] else ""
         for N in sizes
