@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: train test test-slow test-lowest lint format bench exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study uci update-step-timing gpt-timing
+.PHONY: train test test-slow test-lowest lint format bench exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study uci update-step-timing gpt-timing natural-gradient
 
 train: $(INSTALLED)  ## train on the built-in digits, learn the weight decays, write runs/digits
 	$(BIN)/marglik train --config digits
@@ -44,6 +44,9 @@ out-of-distribution: $(INSTALLED)  ## calibrated predictives on corrupted images
 
 predictive-study: $(INSTALLED)  ## what each part of a Laplace predictive costs, dense GGN to s and τ: a quarter of an hour; again to go on
 	$(BIN)/python -m experiments.predictive_study
+
+natural-gradient: $(INSTALLED)  ## weight decays learned with SGD, AdamW and K-FAC: digits, five seeds; again to go on
+	$(BIN)/python -m experiments.natural_gradient
 
 weight-decay-study: $(INSTALLED)  ## learned weight decays beside a grid and the default: digits, five seeds; again to go on
 	$(BIN)/python -m experiments.weight_decay_study
