@@ -105,21 +105,23 @@ def plot(sizes: Sizes) -> Figure:
     axes = figure.subplots()
     names = [n for n in dict.fromkeys(n for p in sizes.values() for n in p["times_sgd"])]
     colors = {"expand": "tab:blue", "reduce": "tab:orange"}
-    styles = {"marglik": "-", "curvlinops": "--", "singd": ":", "ASDL": "-."}
+    styles = {"marglik": "o-", "curvlinops": "s--", "singd": "^:", "ASDL": "D-."}
     for name in names:
         library, *kind = name.split(", ")
         if library not in styles or kind[1:]:
             continue
         points = [(N, p["times_sgd"][name]) for N, p in sizes.items() if name in p["times_sgd"]]
         style, color = styles[library], colors[kind[0]]
-        axes.plot(*zip(*points, strict=True), style, color=color, marker="o", ms=3, label=name)
+        axes.plot(*zip(*points, strict=True), style, color=color, ms=4, label=name)
     for mode in MODES:
         amortised = {N: p["amortised_times_sgd"] for N, p in sizes.items()}
         points = [(N, ratios[mode]) for N, ratios in amortised.items() if mode in ratios]
         label = f"marglik, {mode}, factors every 10, inverses every 50"
         if points:
             color = colors[mode]
-            axes.plot(*zip(*points, strict=True), color=color, alpha=0.5, marker="s", label=label)
+            axes.plot(
+                *zip(*points, strict=True), color=color, alpha=0.5, marker="*", ms=8, label=label
+            )
     axes.axhline(1.0, color="0.5", lw=1)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
