@@ -72,13 +72,13 @@ def test_predictive_numbers_are_those_of_the_json():
 def test_python_examples_run(capsys, monkeypatch, tmp_path):
     readme = (ROOT / "README.md").read_text()
     examples = re.findall(r"```python\n(.*?)```", readme, re.S)
-    assert len(examples) == 5
+    assert len(examples) == 6
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     namespace: dict = {}
     for example in examples:
         exec(example, namespace)  # each goes on where the one before ended
-    assert all(len(examples[i].splitlines()) <= 15 for i in (0, 2, 3, 4))
+    assert all(len(examples[i].splitlines()) <= 15 for i in (0, 3, 4, 5))
     assert (tmp_path / "reliability.png").stat().st_size > 1000
     assert len(set(namespace["laplace"].prior_precision.tolist())) == 10
     assert "torch.Size([75, 75])" in capsys.readouterr().out
