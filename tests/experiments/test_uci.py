@@ -102,7 +102,7 @@ def tiny(tmp_path, monkeypatch):
 
 
 def test_a_split(tiny):
-    found = json.loads(json.dumps(uci.run(uci.Config("yacht", 0, steps=40, updates=4))))
+    found = json.loads(json.dumps(uci.run(uci.Config("yacht", 0, steps=40, lr=0.03, updates=4))))
     assert list(found["methods"]) == [
         "ours", "MAP, learned σ", "laplace-torch, post hoc", "grid search", "ensemble of five",
     ]  # fmt: skip
@@ -116,11 +116,15 @@ def test_a_split(tiny):
 
 
 def test_results_are_kept_if_their_configuration_is_the_same(tmp_path):
-    config = uci.Config("yacht", 3, 2)
+    config = uci.Config("yacht", 3, 2, 0.1)
     assert uci.kept(config, tmp_path) is None
+    summary = [{"config": uci.asdict(config) | change} for change in ({"split": 2}, {})]
+    assert uci.kept(config, tmp_path, summary) == summary[1]
+    assert uci.kept(config, tmp_path, summary[:1]) is None
     write_json(tmp_path / "yacht_3.json", {"config": uci.asdict(config), "methods": {}})
     assert uci.kept(config, tmp_path)["methods"] == {}
-    assert uci.kept(uci.Config("yacht", 3, steps=1), tmp_path) is None
+    assert uci.kept(uci.Config("yacht", 3, 1, 0.1), tmp_path) is None
+    assert uci.kept(uci.Config("yacht", 3, 2, 0.2), tmp_path) is None
 
 
 def test_splits_that_are_asked_for():
