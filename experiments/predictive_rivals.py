@@ -15,15 +15,13 @@ the command is given again.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,9 +31,14 @@ from torch import Tensor, nn
 from experiments import rivals
 from experiments.cifar10 import archive, images
 from experiments.rivals import Rival, Task
-from experiments.studies import add_study_options, run_missing, standard_error, study_folder
+from experiments.studies import (
+    add_study_options,
+    report_problems,
+    run_missing,
+    standard_error,
+    study_folder,
+)
 from experiments.timing import interleaved, medians
-from kfac_backend.files import write_file
 from kfac_backend.options import CurvatureOptions, KfacApprox
 from marglik.data import NCI1, DataSource, Digits, ImageSet, Noise
 from marglik.data.batches import Batches, ImageBatches, Splits, split_batches
@@ -54,7 +57,6 @@ from marglik.prediction.predictive import (
     laplace_predictive,
     map_predictive,
 )
-from marglik.report.figures import save_figure
 from marglik.runs.build import build_from_spec
 from marglik.storage.provenance import environment
 from marglik.training.loop import OnlineTraining
@@ -414,19 +416,6 @@ def _mean(values: Sequence[float], form: str) -> str:
     return f"{mean} ± {form.format(standard_error(values))}" if len(values) > 1 else mean
 
 
-def report(folder: Path) -> str:
-    """Write table.md and a figure for each problem that has results; returns the tables."""
-    problems: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for path in sorted(folder.glob("*.json")):
-        found = json.loads(path.read_text())
-        problems[found["config"]["data"]].append(found)
-    text = "\n\n".join(table(problems[name]) for name in PROBLEMS if name in problems)
-    write_file(folder / "table.md", (text + "\n").encode())
-    for name, runs in problems.items():
-        save_figure(figure(runs), folder / f"{name}.png")
-    return text
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is missing, write tables and figures; returns the exit status."""
     parser = argparse.ArgumentParser(description="Our predictives and their rivals.")
@@ -438,6 +427,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = study_folder(parser, options, "predictive_rivals")
     seeds = 2 if options.quick else options.seeds
     tasks = [Config(data, seed) for data in options.data for seed in range(seeds)]
+    report = partial(report_problems, problems=PROBLEMS, table=table, figure=figure)
     return run_missing(run, tasks, folder, report, options)
 
 
