@@ -92,7 +92,7 @@ def test_a_run_measures_every_row(monkeypatch):
     rows = found["rows"]
     absent = set() if found["versions"]["ivon-opt"] else {"IVON"}
     assert set(found["failed"]) == absent
-    assert len(rows) == 13 - len(absent)
+    assert len(rows) == 16 - len(absent)
     assert found["num_examples"] == {"train": 629, "validation": 270, "test": 898}
     # Temperature scaling as a row and as a column are one thing.
     scaled, raw = rows["temperature scaling"], rows["MAP, chosen weight decay"]
@@ -100,6 +100,12 @@ def test_a_run_measures_every_row(monkeypatch):
         assert scaled["metrics"][name] == pytest.approx(value, rel=1e-3)
     assert scaled["temperature"] == pytest.approx(1.0, abs=1e-2)
     assert raw["search_seconds"] > 0 < raw["prediction_seconds"]
+    for name in ("probit", "mc", "probit, last layer"):
+        plain, calibrated = rows[f"marglik, {name}"], rows[f"marglik, {name}, calibrated"]
+        assert calibrated["held_out"]["cls/NLL"] <= plain["held_out"]["cls/NLL"] + 1e-6
+        assert calibrated["search_seconds"] > 0 == plain["search_seconds"]
+        # Held-out data has hardly more to say than it has said.
+        assert calibrated["temperature"] == pytest.approx(1.0, abs=0.15)
     json.dumps(found)
 
 
