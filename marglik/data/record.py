@@ -86,8 +86,9 @@ def is_held_out(splits: Splits, record: dict[str, Any] | None) -> bool:
 
     That is so if the training set is the one that the record is of.
     """
-    there = splits.validation is not None and record is not None
-    return there and record.get("train_sha256") == _sum_of_training(splits)
+    if splits.validation is None or record is None:
+        return False
+    return record.get("train_sha256") == _sum_of_training(splits)
 
 
 def tensors_in(part: ImageSet | tuple[Tensor | Graphs, Tensor]) -> list[Tensor]:
