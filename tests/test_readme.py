@@ -68,6 +68,26 @@ def test_predictive_numbers_are_those_of_the_json():
     assert peak["ours"] <= 1.5 * peak["training step"]
 
 
+@pytest.mark.parametrize(
+    ("title", "folder"),
+    [
+        ("Rivals of the Laplace predictive", "predictive_rivals"),
+        ("Where the Laplace predictive loses", "predictive_study"),
+        ("Is learning the weight decay worth it?", "weight_decay_study"),
+        ("UCI regression", "uci"),
+    ],
+)
+def test_quoted_means_are_those_of_the_tables(title, folder):
+    """Each "mean ± standard error" of a section, whatever sign its sentence gives it."""
+    folder = ROOT / "experiments/results" / folder
+    page = (ROOT / "experiments/README.md").read_text()
+    section = page.split(f"## {title}\n")[1].split("\n## ")[0]
+    quoted = re.findall(r"\d+\.\d+ ± \d+\.\d+", flat(section))
+    table = (folder / "table.md").read_text()
+    assert [number for number in quoted if number not in table] == []
+    assert quoted
+
+
 @pytest.mark.filterwarnings("ignore:By default `link_approx`")
 def test_python_examples_run(capsys, monkeypatch, tmp_path):
     readme = (ROOT / "README.md").read_text()
