@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: train test test-slow test-lowest lint format bench exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study uci natural-gradient
+.PHONY: train test test-slow test-lowest lint format bench exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study uci update-step-timing gpt-timing natural-gradient
 
 train: $(INSTALLED)  ## train on the built-in digits, learn the weight decays, write runs/digits
 	$(BIN)/marglik train --config digits
@@ -56,6 +56,13 @@ table2: $(INSTALLED)  ## the paper's Table 2 at the size of two cores: less than
 
 uci: $(INSTALLED)  ## UCI regression, noise and weight decays learned, beside four rivals: an hour; again to go on
 	$(BIN)/python -m experiments.uci --resume
+
+update-step-timing: $(INSTALLED)  ## the paper's Table 1: a K-FAC step on WRN-16-4, ours and the peers', beside an SGD step; an hour
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
+	$(BIN)/python -m experiments.update_step_timing --resume
+
+gpt-timing: $(INSTALLED)  ## K-FAC of a language model, expand against reduce: ten minutes
+	$(BIN)/python -m experiments.gpt_timing
 
 test-lowest:  ## the test suite with the oldest dependencies that pyproject.toml allows
 	$(PYTHON) -m venv .venv-lowest

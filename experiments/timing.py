@@ -11,17 +11,28 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
-__all__ = ["interleaved", "medians", "peak_memory", "seconds"]
+__all__ = ["CLOCKS", "interleaved", "median_ratios", "medians", "peak_memory", "seconds"]
+
+CLOCKS: dict[str, Callable[[], float]] = {
+    "wall": time.perf_counter,
+    "processor": time.process_time,
+}
+"""What seconds are of. Those of the processor, with one thread, bear other work on its cores."""
 
 
 def interleaved(
-    work: Mapping[str, Callable[[], object]], repetitions: int, device: torch.device
+    work: Mapping[str, Callable[[], object]],
+    repetitions: int,
+    device: torch.device,
+    clock: str = "wall",
+    warm_up: bool = True,
 ) -> dict[str, list[float]]:
     """Seconds of each repetition of each work; all take turns, after one round that warms up."""
     measured: dict[str, list[float]] = {name: [] for name in work}
-    for repetition in tqdm(range(repetitions + 1), desc="Repetitions", disable=None, leave=False):
+    rounds = range(0 if warm_up else 1, repetitions + 1)
+    for repetition in tqdm(rounds, desc="Repetitions", disable=None, leave=False):
         for name, function in work.items():
-            elapsed = seconds(function, device)
+            elapsed = seconds(function, device, clock)
             if repetition > 0:
                 measured[name].append(elapsed)
     return measured
@@ -32,13 +43,21 @@ def medians(measured: Mapping[str, list[float]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in measured.items()}
 
 
-def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Wall-clock seconds of one run."""
+def median_ratios(measured: Mapping[str, list[float]], to: str) -> dict[str, float]:
+    """The median of each work's seconds divided by those of the work ``to`` in the same round."""
+    return {
+        name: statistics.median(a / b for a, b in zip(values, measured[to], strict=True))
+        for name, values in measured.items()
+    }
+
+
+def seconds(work: Callable[[], object], device: torch.device, clock: str = "wall") -> float:
+    """Seconds of one run, by one of `CLOCKS`."""
     _wait(device)
-    start = time.perf_counter()
+    start = CLOCKS[clock]()
     work()
     _wait(device)
-    return time.perf_counter() - start
+    return CLOCKS[clock]() - start
 
 
 def peak_memory(work: Callable[[], object], device: torch.device) -> int:

@@ -26,6 +26,7 @@ __all__ = [
     "DampedInverse",
     "EigenInverse",
     "FactorInverse",
+    "FactorSolve",
     "clip_factor",
     "damped_inverse",
     "kl_clip_factor",
@@ -60,8 +61,7 @@ class FactorInverse:
 
     def __call__(self, G: Tensor) -> Tensor:
         """The preconditioned gradient."""
-        columns = 1 if self.A is None else self.A.shape[-1]
-        V = G.reshape(*self.B.shape[:-1], columns).to(self.B.dtype)
+        V = _as_matrices(G, self.B, self.A)
         # 1x1 inverses are a diagonal: its batched product would take a kernel for each entry.
         V = self.B * V if self.B.shape[-1] == 1 else self.B @ V
         V = V if self.A is None else V @ self.A
@@ -73,6 +73,37 @@ class FactorInverse:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "FactorInverse":
+        """The one that `tensors` were of."""
+        return cls(**tensors)
+
+
+@dataclass(frozen=True)
+class FactorSolve:
+    """The same map by triangular solves, for a block whose inverse would be used but once.
+
+    To solve for the d_out rows of a gradient takes d_out d_in² multiplications, as the product with
+    the inverse does, but with less speed; the inverse takes d_in³/3 more. At 256×2304 the solve
+    takes 22 ms, the product 19 ms, and the inverse 78 ms (a core of x86-64).
+    """
+
+    L_B: Tensor
+    """L_B L_Bᵀ = B + λ_B I, lower triangular: (d_out, d_out) or (G, d_out, d_out)."""
+    L_A: Tensor | None = None
+    """L_A L_Aᵀ = A + λ_A I, or None for a block without A."""
+
+    def __call__(self, G: Tensor) -> Tensor:
+        """The preconditioned gradient."""
+        V = _as_matrices(G, self.L_B, self.L_A)
+        V = _solve(self.L_B, V, left=True)
+        V = V if self.L_A is None else _solve(self.L_A, V, left=False)
+        return V.reshape(G.shape).to(G.dtype)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The two roots."""
+        return {"L_B": self.L_B} if self.L_A is None else {"L_B": self.L_B, "L_A": self.L_A}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "FactorSolve":
         """The one that `tensors` were of."""
         return cls(**tensors)
 
@@ -104,7 +135,11 @@ class EigenInverse:
 
 
 def damped_inverse(
-    block: KroneckerBlock, damping: float, damping_on: DampingOn, balanced: bool = True
+    block: KroneckerBlock,
+    damping: float,
+    damping_on: DampingOn,
+    balanced: bool = True,
+    once: bool = False,
 ) -> DampedInverse:
     """(F + damping)⁻¹ of a block of the mean loss, as a map of gradients.
 
@@ -113,12 +148,14 @@ def damped_inverse(
         damping: λ > 0.
         damping_on: see `PreconditionerOptions`.
         balanced: see there.
+        once: whether the map will be used for one gradient only, so that with damping on the
+            factors no inverse is made.
 
     Raises:
         FloatingPointError: a factor that is not finite.
     """
     for F, name in block.named_factors():
-        if not torch.isfinite(F).all():
+        if not torch.isfinite(F.sum()):  # a tenth of the time that each entry's own test takes
             raise FloatingPointError(
                 f"The curvature factor of '{name}' is not finite: the training diverges. Lower the "
                 "learning rate, raise the damping, warm the learning rate up, or set norm_control "
@@ -130,14 +167,16 @@ def damped_inverse(
         if eigen.Q_A is None:
             spectrum = spectrum.expand(*eigen.beta.shape, 1)
         return EigenInverse(replace(eigen, beta=eigen.beta.new_empty(0), alpha=None), spectrum)
-    if block.A is None:
-        return FactorInverse(_inverse(block.B, damping, f"{block.name}, B"))
-    pi = _balance(block.B, block.A) if balanced else 1.0
-    root = damping**0.5
-    return FactorInverse(
-        _inverse(block.B, root / pi, f"{block.name}, B"),
-        _inverse(block.A, root * pi, f"{block.name}, A"),
-    )
+    of_B: Tensor | float = damping
+    L_A = None
+    if block.A is not None:
+        pi = _balance(block.B, block.A) if balanced else 1.0
+        of_B = damping**0.5 / pi
+        L_A = _root(block.A, damping**0.5 * pi, f"{block.name}, A")
+    L_B = _root(block.B, of_B, f"{block.name}, B")
+    if once:
+        return FactorSolve(L_B, L_A)
+    return FactorInverse(_inverse(L_B), None if L_A is None else _inverse(L_A))
 
 
 def kl_clip_factor(inner_products: Tensor, learning_rate: float, kl_limit: float) -> Tensor:
@@ -173,8 +212,14 @@ def _balance(B: Tensor, A: Tensor) -> Tensor:
     return ratio.sqrt()[..., None, None]
 
 
-def _inverse(F: Tensor, damping: Tensor | float, name: str) -> Tensor:
-    """(F + damping I)⁻¹, batched over leading axes.
+def _as_matrices(G: Tensor, B: Tensor, A: Tensor | None) -> Tensor:
+    """G as (d_out, d_in), or (G, d_out, d_in), in the factors' dtype."""
+    columns = 1 if A is None else A.shape[-1]
+    return G.reshape(*B.shape[:-1], columns).to(B.dtype)
+
+
+def _root(F: Tensor, damping: Tensor | float, name: str) -> Tensor:
+    """Lower triangular L with L Lᵀ = F + damping I, batched over leading axes.
 
     Args:
         F: a factor.
@@ -183,13 +228,29 @@ def _inverse(F: Tensor, damping: Tensor | float, name: str) -> Tensor:
     """
     damping = torch.as_tensor(damping, dtype=F.dtype, device=F.device)
     if F.shape[-1] == 1:
-        return 1.0 / (F.clamp(min=0.0) + damping)
+        return (F.clamp(min=0.0) + damping).sqrt()
     of_diagonal = damping[..., 0] if damping.dim() else damping
     damped = F.clone()
     damped.diagonal(dim1=-2, dim2=-1).add_(of_diagonal)
     L, failed = torch.linalg.cholesky_ex(damped)
     if not failed.any():
-        return torch.cholesky_inverse(L)
+        return L
     # Rounding made an eigenvalue of F more negative than the damping is large: clip it.
+    # With QR of √Λ Qᵀ = Q' R, Rᵀ R = Q Λ Qᵀ, and no rounding can make it fail.
     values, Q, _ = eigh(F, name)
-    return (Q / (values + of_diagonal)[..., None, :]) @ Q.mT
+    root = (values + of_diagonal).sqrt()[..., None] * Q.mT
+    return torch.linalg.qr(root, mode="r").R.mT.contiguous()
+
+
+def _inverse(L: Tensor) -> Tensor:
+    """(L Lᵀ)⁻¹."""
+    return L.square().reciprocal() if L.shape[-1] == 1 else torch.cholesky_inverse(L)
+
+
+def _solve(L: Tensor, V: Tensor, left: bool) -> Tensor:
+    """(L Lᵀ)⁻¹ V, or V (L Lᵀ)⁻¹ if not ``left``."""
+    if L.shape[-1] == 1:
+        return V / L.square()
+    first, second = (L, L.mT) if left else (L.mT, L)
+    half = torch.linalg.solve_triangular(first, V, upper=not left, left=left)
+    return torch.linalg.solve_triangular(second, half, upper=left, left=left)

@@ -19,6 +19,7 @@ from kfac_backend.optimizer.damped_inverse import (
     DampedInverse,
     EigenInverse,
     FactorInverse,
+    FactorSolve,
     clip_factor,
     damped_inverse,
     kl_clip_factor,
@@ -241,13 +242,15 @@ class KfacPreconditioner:
                 raise ValueError(
                     f"The state is of another model, or of other excluded parameters: {min(other)}."
                 )
-        by_eigenvectors = any("spectrum" in tensors for tensors in inverses.values())
+        kinds = {kind for tensors in inverses.values() for kind in tensors}
+        by_eigenvectors = "spectrum" in kinds
         if inverses and by_eigenvectors != (self.options.damping_on == "product"):
             raise ValueError(
                 f"The state has damping_on={'product' if by_eigenvectors else 'factors'!r}, the "
                 f"options have {self.options.damping_on!r}; use the former."
             )
-        inverse_type = EigenInverse if by_eigenvectors else FactorInverse
+        inverse_type = FactorSolve if "L_B" in kinds else FactorInverse
+        inverse_type = EigenInverse if by_eigenvectors else inverse_type
         device = self._generator.device
         self._step, self._weight = int(state["step"]), float(state["weight"])
         self.damping = state["damping"]
@@ -268,11 +271,12 @@ class KfacPreconditioner:
 
     def _new_inverses(self) -> dict[str, DampedInverse]:
         """Parameter name -> the damped inverse of its block; on a CPU several at once."""
-        damping = self._damping
+        options, damping = self.options, self._damping
+        once = interval_at(options.update_every, self._step, "update_every") == 1
 
         def invert(block: KroneckerBlock) -> DampedInverse:
             own = damping[block.name] if isinstance(damping, dict) else damping
-            return damped_inverse(block, own, self.options.damping_on, self.options.balanced)
+            return damped_inverse(block, own, options.damping_on, options.balanced, once)
 
         with torch.no_grad():
             if self._generator.device.type != "cpu":

@@ -29,6 +29,9 @@ FEWEST_PRODUCTS = 4
 LARGEST_DENSE = 1024
 """Entries of an elementwise parameter up to which its block is dense; its diagonal beyond."""
 
+FEWEST_COLUMNS = 128
+"""Columns, at least, of the strips in which a CPU makes the upper half of a Gram matrix."""
+
 MOST_WAITING = 32
 """Backward vectors whose derivatives wait to be squared together: fewer, larger operations."""
 
@@ -71,6 +74,9 @@ class DenseGram(Gram):
     def total(self) -> Float[Tensor, "G d d"] | None:
         """The sum so far, None before the first rows."""
         self._add_waiting()
+        if self._total is not None:
+            for start, end in _strips(self._total):
+                self._total[:, end:, start:end] = self._total[:, start:end, end:].mT
         return self._total
 
     def _add_waiting(self) -> None:
@@ -82,12 +88,17 @@ class DenseGram(Gram):
         if len(rows) == 1 and is_tall(rows[0]):
             gram = tall_product(rows[0], rows[0])[None]
             self._total = gram if self._total is None else self._total.add_(gram)
-        elif self._total is None:
-            self._total = rows.mT @ rows
-        elif len(rows) == 1:
-            self._total[0].addmm_(rows[0].mT, rows[0])
-        else:
-            self._total.baddbmm_(rows.mT, rows)
+            return
+        d, keep = rows.shape[-1], 0.0 if self._total is None else 1.0
+        if self._total is None:
+            self._total = rows.new_empty(len(rows), d, d)
+        if len(rows) > 1:
+            self._total.baddbmm_(rows.mT, rows, beta=keep)
+            return
+        # What lies below the strips' diagonal blocks is left for `total` to copy.
+        for start, end in _strips(self._total):
+            left, right = rows[0, :, start:end], rows[0, :, start:]
+            self._total[0, start:end, start:].addmm_(left.mT, right, beta=keep)
 
 
 class DiagonalGram(Gram):
@@ -176,6 +187,20 @@ def tall_product(left: Float[Tensor, "M c"], right: Float[Tensor, "M d"]) -> Flo
     shape = (threads, size)
     product = (left[split].unflatten(0, shape).mT @ right[split].unflatten(0, shape)).sum(0)
     return product.addmm_(left[rest].mT, right[rest])
+
+
+def _strips(gram: Float[Tensor, "G d d"]) -> list[tuple[int, int]]:
+    """(first, last + 1) of the rows of each strip in which a Gram matrix is made.
+
+    A strip begins at the diagonal, so that with n strips (n + 1) / 2n of the products are made:
+    1152 columns of 4096 rows take 45 instead of 69 ms, 384 columns 5.7 instead of 8.1 ms (a core of
+    x86-64). A GPU gains nothing from several smaller products.
+    """
+    G, d, _ = gram.shape
+    if G > 1 or gram.device.type != "cpu":
+        return [(0, d)]
+    size = max(FEWEST_COLUMNS, -(-d // 8))
+    return [(start, min(start + size, d)) for start in range(0, d, size)]
 
 
 def _by_length(rows: list[Tensor]) -> list[Tensor]:

@@ -124,16 +124,16 @@ def _pairs(image: Float[Tensor, "N C H W"], y: Window, x: Window) -> Grams:
 
 
 def _rows(image: Float[Tensor, "N C H W"], y: Window, x: Window, by_lag: bool = False) -> Grams:
-    P = _channels_last(image, y, x)  # (N, Hp, Wp, C)
-    lines = P.flatten(0, 1)
+    P = _rows_first(image, y, x)
     for lag in range(y.kernel):
         shift, same = lag * y.dilation, lag == 0
-        # Shifted over the end of an image a line meets zeros, see _channels_last.
-        whole = line_gram(lines[: len(lines) - shift], lines[shift:], x, same, by_lag)
+        upper, lower = P[: max(0, len(P) - shift)].flatten(0, 1), P[shift:].flatten(0, 1)
+        whole = line_gram(upper, lower, x, same, by_lag)
         for a in range(y.kernel - lag):
             gram, missing = whole, left_out(y, a, lag, P.device)
             if missing is not None:
-                upper, lower = P[:, missing].flatten(0, 1), P[:, missing + shift].flatten(0, 1)
+                first = missing - y.content.start
+                upper, lower = P[first].flatten(0, 1), P[first + shift].flatten(0, 1)
                 gram = whole - line_gram(upper, lower, x, same, by_lag)
             yield a, a + lag, gram
 
@@ -157,7 +157,8 @@ def cheapest_way(examples: int, channels: int, y: Window, x: Window, device: str
     }
     if y.stride == 1:
         # (number of lines, whether both are the same) of each product of lines
-        lines = [(examples * _stored(y), lag == 0) for lag in range(y.kernel)]
+        rows = [max(0, len(y.content) - lag * y.dilation) for lag in range(y.kernel)]
+        lines = [(examples * number, lag == 0) for lag, number in enumerate(rows)]
         for lag in range(y.kernel):
             for a in range(y.kernel - lag):
                 missing = left_out(y, a, lag, torch.device("cpu"))
@@ -167,7 +168,7 @@ def cheapest_way(examples: int, channels: int, y: Window, x: Window, device: str
             products["shifts"] = [
                 (L * pixels, channels)
                 for L, same in lines
-                for pixels in line_products(x, _stored(x), same)
+                for pixels in line_products(x, x.padded + _missing_zeros(x), same)
             ]
     overhead = OVERHEAD.get(device, OVERHEAD["cuda"])
     cost = {
@@ -177,31 +178,31 @@ def cheapest_way(examples: int, channels: int, y: Window, x: Window, device: str
     return min(cost, key=lambda way: cost[way])
 
 
-def _stored(window: Window) -> int:
-    """Entries of the padded axis, with the zeros that shifts need behind it."""
-    return window.padded + _missing_zeros(window)
-
-
 def _missing_zeros(window: Window) -> int:
     """Zeros to add behind the axis, so that no shift leads from one content to the next."""
     reach = window.dilation * (window.kernel - 1) if window.stride == 1 else 0
     return max(0, reach - (window.padded - len(window.content)))
 
 
+def _rows_first(
+    image: Float[Tensor, "N C H W"], y: Window, x: Window
+) -> Float[Tensor, "H N Wp C"]:
+    """The rows of ``y.content``, padded along the width, with zeros behind each for every shift.
+
+    The pairs of rows at one lag are then two slices of memory, and no product meets rows of zeros.
+    """
+    before, after = x.before, x.after
+    if y.padding_mode != "constant":
+        image, before, after = pad(image, y, x), 0, 0
+    widths = [0, 0, before, after + _missing_zeros(x)]  # F.pad wants the last axis first
+    return F.pad(image.permute(2, 0, 3, 1), widths).contiguous()
+
+
 def _channels_last(
     image: Float[Tensor, "N C H W"], y: Window, x: Window
 ) -> Float[Tensor, "N Hp Wp C"]:
-    """The padded image, channels last, with zeros behind each line and image for every shift."""
-    widths = [0, 0]  # F.pad wants the last axis first
-    for window in (x, y):
-        before, after = (
-            (window.before, window.after) if window.padding_mode == "constant" else (0, 0)
-        )
-        widths += [before, after + _missing_zeros(window)]
-    if y.padding_mode != "constant":
-        image = pad(image, y, x)
-    rows = image.permute(0, 2, 3, 1)
-    return (F.pad(rows, widths) if any(widths) else rows).contiguous()
+    """The padded image, channels last."""
+    return pad(image, y, x).permute(0, 2, 3, 1).contiguous()
 
 
 def _patch_rows(

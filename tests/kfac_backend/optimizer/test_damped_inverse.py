@@ -5,7 +5,13 @@ import torch
 from torch.testing import assert_close
 
 from kfac_backend import KroneckerBlock
-from kfac_backend.optimizer.damped_inverse import clip_factor, damped_inverse, kl_clip_factor
+from kfac_backend.optimizer.damped_inverse import (
+    FactorInverse,
+    FactorSolve,
+    clip_factor,
+    damped_inverse,
+    kl_clip_factor,
+)
 from tests.random_numbers import normal
 
 LAMBDA = 0.03
@@ -41,9 +47,10 @@ def test_damping_of_the_product_is_a_dense_solve(name):
     assert_close(found, torch.linalg.solve(dense, g), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("once", [True, False])
 @pytest.mark.parametrize("balanced", [True, False])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_damping_of_the_factors_is_a_dense_solve(name, balanced):
+def test_damping_of_the_factors_is_a_dense_solve(name, balanced, once):
     """(B + √λ/π I) ⊗ (A + π√λ I), group by group, with the traces' ratio by hand."""
     block = block_of(name)
     g = normal(block.numel, seed=20)
@@ -66,8 +73,9 @@ def test_damping_of_the_factors_is_a_dense_solve(name, balanced):
                 )
             )
         dense = torch.block_diag(*parts)
-    found = damped_inverse(block, LAMBDA, "factors", balanced)(g)
-    assert_close(found, torch.linalg.solve(dense, g), rtol=1e-10, atol=1e-10)
+    found = damped_inverse(block, LAMBDA, "factors", balanced, once)
+    assert isinstance(found, FactorSolve if once else FactorInverse)
+    assert_close(found(g), torch.linalg.solve(dense, g), rtol=1e-10, atol=1e-10)
 
 
 def test_the_two_dampings_differ():
@@ -89,14 +97,15 @@ def test_balance_makes_the_scale_of_the_factors_meaningless():
     assert (plain[0] - plain[1]).norm() > 0.1 * plain[0].norm()
 
 
+@pytest.mark.parametrize("once", [True, False])
 @pytest.mark.parametrize("damping_on", ["product", "factors"])
-def test_rounding_below_zero_is_clipped(damping_on):
+def test_rounding_below_zero_is_clipped(damping_on, once):
     """A factor with a negative eigenvalue, larger than the damping: as if it were zero."""
     Q = torch.linalg.qr(normal(3, 3, seed=1)).Q
     F = (Q * torch.tensor([2.0, 1.0, -0.1]).double()) @ Q.T
     right = (Q / torch.tensor([2.01, 1.01, 0.01]).double()) @ Q.T
     g = normal(3, seed=2)
-    found = damped_inverse(KroneckerBlock("b", F), 0.01, damping_on)(g)
+    found = damped_inverse(KroneckerBlock("b", F), 0.01, damping_on, once=once)(g)
     assert_close(found, right @ g, rtol=1e-6, atol=1e-6)
 
 
@@ -107,10 +116,11 @@ def test_what_is_not_finite_is_named(damping_on):
         damped_inverse(KroneckerBlock("conv1.weight", B, A * torch.nan), LAMBDA, damping_on)
 
 
+@pytest.mark.parametrize("once", [True, False])
 @pytest.mark.parametrize("damping_on", ["product", "factors"])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_tensors_and_back(name, damping_on):
-    inverse = damped_inverse(block_of(name), LAMBDA, damping_on)
+def test_tensors_and_back(name, damping_on, once):
+    inverse = damped_inverse(block_of(name), LAMBDA, damping_on, once=once)
     again = type(inverse).from_tensors(inverse.tensors())
     g = normal(block_of(name).numel, seed=20)
     assert torch.equal(inverse(g), again(g))
