@@ -1,0 +1,134 @@
+"""Which families of models are accepted, in which way, and why others are refused.
+
+``python -m tests.models.matrix`` prints the table and writes it as JSON.
+"""
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfac_backend import kronecker_factors
+from tests.models.brute_force import Reference, reference
+from tests.models.families import FAMILIES, Case
+
+__all__ = ["Outcome", "check", "outcome"]
+
+MODES = ("expand", "reduce")
+TOLERANCE = 1e-6
+"""Of blocks in float64. Models that compute a part in float32 whatever their dtype have another."""
+COARSE = 2e-4
+
+Outcome = dict[str, Any]
+
+
+def outcome(name: str) -> Outcome:
+    """What becomes of one family: for each mode "exact", "diagonal", "refused: why", or an error.
+
+    "exact" means that each block is what `brute_force.reference` says: by K-FAC's definition for
+    weights, the GGN's own block for all else. "diagonal" means that some parameters have the
+    exact diagonal of their block, which was asked for.
+    """
+    torch.manual_seed(0)
+    case = FAMILIES[name]()
+    found: Outcome = {"family": name}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for mode in MODES:
+            found[mode] = check(case, mode)
+            if found[mode].startswith(("refused", "raw")):
+                found[f"{mode}, diagonal"] = check(case, mode, unsupported="diagonal")
+    return found
+
+
+def check(case: Case, mode: str, **options: Any) -> str:
+    """How the blocks compare with brute force, in a word."""
+    data = [({**case.x, "labels": case.y} if isinstance(case.x, dict) else (case.x, case.y))]
+    try:
+        factors = kronecker_factors(
+            case.model,
+            data,
+            "classification",
+            kfac_approx=mode,
+            dict_key_mask=None,
+            shift_labels=False,
+            **options,
+        )
+    except NotImplementedError as error:
+        return f"refused: {error}"
+    except Exception as error:  # noqa: BLE001
+        return f"raw {type(error).__name__}: {error}"
+    expected, _ = reference(case.model, case.x, "classification", mode)
+    names = [n for n, p in case.model.named_parameters() if p.requires_grad]
+    if list(factors.blocks) != names:
+        return f"WRONG: blocks of {list(factors.blocks)}"
+    kinds = {name: _kind(name, factors.blocks[name], expected) for name in names}
+    wrong = [f"{name} ({kind})" for name, kind in kinds.items() if kind.startswith("WRONG")]
+    if wrong:
+        return f"WRONG: {', '.join(wrong)}"
+    diagonal = [name for name, kind in kinds.items() if kind == "diagonal"]
+    return f"diagonal: {', '.join(diagonal)}" if diagonal else "exact"
+
+
+def _kind(name: str, block: Any, expected: Reference) -> str:
+    """Whether a block is the expected product, or exact, or the exact diagonal."""
+    gradients = expected.gradients[name]
+    v = torch.randn(gradients.shape[1], 2, generator=torch.Generator().manual_seed(0)).double()
+    found = torch.stack([block.matvec(column) for column in v.T], 1).double()
+    exact = gradients.T @ (gradients @ v)
+    if name in expected.products:
+        product = _times(expected.products[name], v)
+        error = _error(found, product)
+        if error < COARSE:
+            return "product"
+    else:
+        error = _error(found, exact)
+        if error < COARSE:
+            return "exact"
+    if _error(found, gradients.square().sum(0)[:, None] * v) < COARSE:
+        return "diagonal"
+    return f"WRONG by {error:.1g}"
+
+
+def _times(products: Iterable[tuple[Tensor, Tensor]], v: Tensor) -> Tensor:
+    """The block-diagonal matrix of Kronecker products times vectors (P, k)."""
+    out, start = [], 0
+    for first, second in products:
+        size = len(first) * len(second)
+        V = v[start : start + size].T.reshape(-1, len(first), len(second))
+        out.append((first @ V @ second.T).flatten(1).T)
+        start += size
+    return torch.cat(out)
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    scale = expected.norm().clamp(min=1e-12)
+    return float((found - expected).norm() / scale) if found.shape == expected.shape else torch.inf
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default="", help="families whose name contains this")
+    parser.add_argument("--json", type=Path, help="where the table goes")
+    arguments = parser.parse_args()
+    rows = []
+    for name in FAMILIES:
+        if arguments.only in name:
+            rows.append(outcome(name))
+            for key, value in rows[-1].items():
+                if key != "family":
+                    print(f"{name:45} {key:18} {value[:230]}", flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    sys.exit(any(v.startswith(("WRONG", "raw")) for row in rows for v in row.values()))
+
+
+if __name__ == "__main__":
+    main()
