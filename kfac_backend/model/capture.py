@@ -7,6 +7,7 @@ the first tracked layers is propagated through. Rules see inputs and gradients a
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from kfac_backend.layers import Use
+from kfac_backend.layers import FunctionalLayer, Use
 from kfac_backend.layers.elementwise import OwnParameter
-from kfac_backend.layers.rows import Rows, Run, SharedAxes, current_rows
+from kfac_backend.layers.rows import Rows, Run, SharedAxes, current_rows, folded_rows
 from kfac_backend.model.calls import call_with, explicit_forwards, num_examples
+from kfac_backend.model.operations import Expression, Follower
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
+from kfac_backend.precision import at_least_float32
 
-__all__ = ["Capture", "first_input", "rows_of"]
+__all__ = ["Capture", "check_before", "first_input", "rows_of"]
 
 OnInput = Callable[[TrackedLayer, Use], None]
 OnGradient = Callable[[TrackedLayer, Use, Tensor], None]
@@ -41,6 +44,8 @@ class Capture:
             the memory of a backward pass; never faster on a CPU.
         keep_inputs: hand all layers' inputs to ``on_gradient``, whether their rules need them or
             not.
+        follower: makes the context that sees operations on parameters, from the arguments of
+            `Follower`.
 
     Raises:
         NotImplementedError: in the forward pass, a layer under no_grad; own parameters with an
@@ -59,6 +64,7 @@ class Capture:
         channels_last: bool = False,
         batched: bool = False,
         keep_inputs: bool = False,
+        follower: Callable[..., Follower] = Follower,
     ) -> None:
         self._model = model
         self._assignment = assignment
@@ -67,6 +73,8 @@ class Capture:
         self._channels_last = channels_last
         self._batched = batched
         self._keep_inputs = keep_inputs
+        self._make_follower = follower
+        self._follower: Follower | None = None
         self._handles: list[RemovableHandle] = []
         # The state of one forward pass and its backward passes; `forward` clears it.
         self._sources: list[Tensor] = []  # leaves, at which the backward passes end
@@ -98,7 +106,10 @@ class Capture:
         self._num_examples = num_examples(x)
         with torch.enable_grad(), explicit_forwards(self._assignment):
             copies = self._copies_of_own_parameters(x)
-            f = call_with(self._model, copies, x, self._channels_last)
+            follower = self._follower = self._new_follower()
+            with follower or nullcontext():
+                values = copies if follower is None else copies | follower.values
+                f = call_with(self._model, values, x, self._channels_last)
         for tracked in self._assignment.layers if self._assignment.runs else []:
             known = self._assignment.runs.get(tracked.layer, ())
             number = self._number.get(tracked, 0)
@@ -168,6 +179,53 @@ class Capture:
                 number = kinds.index("constant") + 1
                 raise _other_runs(tracked, f"with a constant output in run {number}")
 
+    def _new_follower(self) -> Follower | None:
+        """Sees the operations on followed parameters, with new leaves; None if there are none."""
+        operations = self._assignment.operations
+        if not operations.names:
+            return None
+        leaves = {
+            name: self._model.get_parameter(name).detach().requires_grad_()
+            for name in operations.names
+        }
+        return self._make_follower(operations, leaves, self._copies, self._seen)
+
+    def _copies(self, expression: Expression, M: int) -> Tensor:
+        """A copy (M, ...) of an expression for each row, whose gradients are its parameters'."""
+        N, own = self._num_examples, self._assignment.operations.own
+        rows, fold = current_rows(), 0
+        if rows is not None and not (rows.of_positions or len(rows.index) == M):
+            rows = None
+        if rows is None or rows.of_positions:
+            rows, fold = None, M // N if N else 0
+            if not N or M % N:
+                raise NotImplementedError(
+                    f"Parameters {', '.join(map(repr, expression.leaves))} meet {M} rows of {N} "
+                    "examples; say which example each row belongs to (examples_of_rows), or freeze "
+                    "them (requires_grad_(False))."
+                )
+        source = expression.value.detach().expand(M, *expression.value.shape).requires_grad_()
+        self._sources.append(source)
+        examples = M // fold if rows is None else rows.num_examples
+        uses = {name: Use(source.new_zeros(examples, 0)) for name in expression.leaves}
+        for name, use in uses.items():
+            if name in own:
+                self._on_input(own[name], use)
+
+        def on_gradient(b: Tensor) -> None:
+            b = b.reshape(-1, *expression.value.shape)  # (V·M, ...)
+            if rows is not None:
+                b = rows.sums(b)
+            elif fold > 1:
+                b = at_least_float32(b).unflatten(0, (-1, fold)).sum(1)
+            for name, gradients in expression.gradients(b).items():
+                self._on_gradient(own[name], uses[name], gradients)
+
+        if self._batched:
+            return _Tap.apply(source.clone(), on_gradient)
+        source.register_hook(on_gradient)
+        return source
+
     def _run(self, tracked: TrackedLayer) -> tuple[int, Run]:
         """The number of a layer's run that begins, and what it is."""
         number = self._number.get(tracked, 0)
@@ -201,61 +259,62 @@ class Capture:
 
     def _pre_hook(self, tracked: TrackedLayer) -> Callable[..., None]:
         def hook(layer: nn.Module, args: tuple, kwargs: dict) -> None:
-            if self._runs_backward:
-                raise NotImplementedError(
-                    f"Layer {tracked} runs again in the backward pass (torch.utils.checkpoint), "
-                    "where it would be counted twice. Switch checkpointing off, or freeze it "
-                    "(requires_grad_(False))."
-                )
-            a = first_input(args, kwargs)
-            if a.is_floating_point() == tracked.rule.takes_integers:
-                needs, way_out = "floating point", "x.float() / 255 for images in uint8"
-                if tracked.rule.takes_integers:
-                    needs, way_out = "integers", "tokens.long() for tokens' numbers"
-                raise TypeError(
-                    f"Layer {tracked} got an input of dtype {a.dtype}; it needs {needs}. "
-                    f"Convert the data, for example {way_out}."
-                )
-            if not torch.is_grad_enabled():
-                raise NotImplementedError(
-                    f"Layer {tracked} runs without gradients (under torch.no_grad, or in a "
-                    "reentrant checkpoint). Freeze it (requires_grad_(False)), or let gradients "
-                    "through."
-                )
+            self._check(tracked, first_input(args, kwargs))
+            if self._follower is not None:
+                self._follower.inside.append(tracked)
 
         return hook
+
+    def _check(self, tracked: TrackedLayer, a: Tensor) -> None:
+        if self._runs_backward:
+            raise NotImplementedError(
+                f"Layer {tracked} runs again in the backward pass (torch.utils.checkpoint), "
+                "where it would be counted twice. Switch checkpointing off, or freeze it "
+                "(requires_grad_(False))."
+            )
+        check_before(tracked, a)
 
     def _forward_hook(self, tracked: TrackedLayer) -> Callable[..., Tensor]:
         def hook(layer: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
-            a = first_input(args, kwargs).detach()
-            number, run = self._run(tracked)
-            N = self._num_examples
-            if isinstance(run, SharedAxes) and run.are_those_of(a) and N is not None:
-                a, output = run.for_each_example(a, N), run.for_each_example(output, N)
-            rows = rows_of(tracked, a)
-            seen = Use(a if rows is None else rows.flatten(a), rows)
-            if run != "constant":
-                self._on_input(tracked, seen)
-                if output.numel():
-                    self._reached[tracked, number] = False
-            if self._keep_inputs or tracked.rule.needs_input:
-                use = seen
-            else:
-                use = Use(a.new_empty(0), rows)  # not to keep the input in memory until then
-            if not output.requires_grad:
-                source = output.detach().requires_grad_()
-                self._sources.append(source)
-                # A clone, since autograd forbids in-place operations, of activations, on a leaf.
-                output = source.clone()
-
-            def on_reached() -> None:
-                if run == "constant":
-                    raise _other_runs(tracked, f"without a constant output in run {number + 1}")
-                self._reached[tracked, number] = True
-
-            return self._shown(output, tracked, use, on_reached)
+            if self._follower is not None:
+                self._follower.inside.remove(tracked)
+            return self._seen(tracked, first_input(args, kwargs), output)
 
         return hook
+
+    def _seen(self, tracked: TrackedLayer, a: Tensor, output: Tensor) -> Tensor:
+        """A layer has run: show its input, and return the output that shows its gradients."""
+        if isinstance(tracked.layer, FunctionalLayer):  # which has no hook
+            self._check(tracked, a)
+        a = a.detach()
+        number, run = self._run(tracked)
+        N = self._num_examples
+        if isinstance(run, SharedAxes) and run.are_those_of(a) and N is not None:
+            a, output = run.for_each_example(a, N), run.for_each_example(output, N)
+        rows = rows_of(tracked, a)
+        if run == "folded" and rows is None and N:
+            rows = folded_rows(len(a), N, a.device)
+        seen = Use(a if rows is None else rows.flatten(a), rows)
+        if run != "constant":
+            self._on_input(tracked, seen)
+            if output.numel():
+                self._reached[tracked, number] = False
+        if self._keep_inputs or tracked.rule.needs_input:
+            use = seen
+        else:
+            use = Use(a.new_empty(0), rows)  # not to keep the input in memory until then
+        if not output.requires_grad:
+            source = output.detach().requires_grad_()
+            self._sources.append(source)
+            # A clone, since autograd forbids in-place operations, of activations, on a leaf.
+            output = source.clone()
+
+        def on_reached() -> None:
+            if run == "constant":
+                raise _other_runs(tracked, f"without a constant output in run {number + 1}")
+            self._reached[tracked, number] = True
+
+        return self._shown(output, tracked, use, on_reached)
 
     def _shown(
         self,
@@ -336,6 +395,29 @@ def _other_runs(tracked: TrackedLayer, how: str) -> NotImplementedError:
         "another way than in the first, so that its runs cannot be told apart. Use separate "
         "layers, or freeze it (requires_grad_(False))."
     )
+
+
+def check_before(tracked: TrackedLayer, a: Tensor) -> None:
+    """Raise an error if a layer that is about to run cannot be followed.
+
+    Raises:
+        TypeError: an input of integers for a layer that takes none, or the other way round.
+        NotImplementedError: a layer that runs without gradients.
+    """
+    if a.is_floating_point() == tracked.rule.takes_integers:
+        needs, way_out = "floating point", "x.float() / 255 for images in uint8"
+        if tracked.rule.takes_integers:
+            needs, way_out = "integers", "tokens.long() for tokens' numbers"
+        raise TypeError(
+            f"Layer {tracked} got an input of dtype {a.dtype}; it needs {needs}. "
+            f"Convert the data, for example {way_out}."
+        )
+    if not torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"Layer {tracked} runs without gradients (under torch.no_grad, or in a "
+            "reentrant checkpoint). Freeze it (requires_grad_(False)), or let gradients "
+            "through."
+        )
 
 
 def first_input(args: tuple, kwargs: dict) -> Tensor:

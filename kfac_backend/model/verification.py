@@ -1,20 +1,24 @@
 """The proof, on a pass's first batches, that the hooks of `capture` see all that rules rely on.
 
-A wrong number is worse than an error. Three kinds of layer would give wrong numbers, and each
-raises an error here that names the layer:
+A wrong number is worse than an error. Three kinds of layer would give wrong numbers, and each is
+found here:
 
 - `verify_uses`: a layer whose parameters are used outside of its forward, where no hook sees it, or
-  that computes something else than its rule assumes.
+  that computes something else than its rule assumes. Its parameters, and those without a rule, are
+  then followed operation by operation (`follow`), and what that finds is proved, too
+  (`verify_followed`).
 - `verify_divided`, `verify_own_parameters`: a layer whose stand-in (its parts, or a copy of a
   parameter for each example) computes something else than the layer itself.
 - `verify_independence`: a layer that mixes the rows of different examples.
 
-The proof also finds out what the pass needs to know: how batches split, which runs of layers work
-on an input that all examples share (`find_runs`), and the rules of derived layers.
+What cannot be proved raises an error that names it, or has the diagonal of its block if that is
+asked for. The proof also finds out what the pass needs to know: how batches split, which runs of
+layers work on an input that all examples share, or on several rows of each (`find_runs`), and the
+rules of derived layers.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,14 +36,22 @@ from kfac_backend.model.calls import (
     forked_random_numbers,
     num_examples,
 )
-from kfac_backend.model.capture import Capture, first_input, rows_of
+from kfac_backend.model.capture import Capture, check_before, first_input, rows_of
 from kfac_backend.model.comparison import DtypesInUse, close, noise_like, same_with_derivatives
 from kfac_backend.model.finite import check_inputs
 from kfac_backend.model.memory import is_out_of_memory
-from kfac_backend.model.rule_assignment import DividedLayer, RuleAssignment, TrackedLayer
+from kfac_backend.model.operations import Follower, Shapes, Trial
+from kfac_backend.model.rule_assignment import (
+    DividedLayer,
+    Operations,
+    RuleAssignment,
+    TrackedLayer,
+    followed,
+)
 
 __all__ = [
     "Proof",
+    "Refusal",
     "no_copies",
     "verify_divided",
     "verify_independence",
@@ -108,43 +120,141 @@ class Proof:
             raise
 
     def _make(self, x: Any, N: int | None, ignored: Tensor | None) -> None:
+        while True:  # each time with fewer parameters to prove something of
+            try:
+                self._prove(x, N, ignored)
+                return
+            except Refusal as refusal:
+                self._give_up(refusal)
+
+    def _prove(self, x: Any, N: int | None, ignored: Tensor | None) -> None:
         # The order matters. Parts come first, since from then on they run in place of the layers'
         # own forwards. Runs on shared inputs must be known before independence is proved: their
-        # rows belong to no example, and would look as if examples mixed.
+        # rows belong to no example, and would look as if examples mixed. And before parameters are
+        # followed: what such runs return is copied for each example.
         by_example = N is not None and num_examples(x) == N
+        assignment = self.assignment
         if not self._uses_verified:
-            verify_divided(self._model, self.assignment, x)
+            verify_divided(self._model, assignment, x)
+            f, assignment, candidates = verify_uses(self._model, assignment, x)
+            self.output_dim = f.dim() if isinstance(f, Tensor) else 0
             if by_example:
-                self.assignment = find_runs(self._model, self.assignment, x)
+                try:
+                    assignment = find_runs(self._model, assignment, x)
+                except Refusal as shared:  # what runs once for all examples may be followed, too
+                    candidates = shared.errors | candidates
+                    assignment = assignment.without(shared.errors)
+                    assignment = find_runs(self._model, assignment, x)
+            if candidates:
+                if not by_example:
+                    raise Refusal(candidates)
+                assignment = follow(self._model, assignment, x, candidates)
+                verify_followed(self._model, assignment, x, candidates)
         if not self._independence_verified and (N is None or N > 1):
             again = with_first_again(x, self.plan.splits) if by_example else (x, None)
-            self._independence_verified, runs = verify_independence(
-                self._model,
-                self.assignment,
-                *again,
-                self.plan.channels_last,
-                ignored,
-            )
+            while True:
+                try:
+                    self._independence_verified, runs = verify_independence(
+                        self._model, assignment, *again, self.plan.channels_last, ignored
+                    )
+                    break
+                except _Mixed as mixed:  # perhaps just rows in another order
+                    assignment = _without_folds(assignment, mixed)
             if not by_example:
-                self.assignment = _with_runs(self.assignment, runs)
-        if not self._uses_verified:
-            f, self.assignment = verify_uses(self._model, self.assignment, x)
-            self.output_dim = f.dim() if isinstance(f, Tensor) else 0
-            self._uses_verified = True
+                assignment = _with_runs(assignment, runs)
+        self.assignment = assignment
+        self._uses_verified = True
+
+    def _give_up(self, refusal: "Refusal") -> None:
+        """Treat parameters that nothing can be proved of as was asked for.
+
+        Raises:
+            NotImplementedError: nothing was asked for; the refusal.
+            ValueError: no parameter is left.
+        """
+        assignment, names = self.assignment, refusal.errors
+        if assignment.unsupported == "error" or not names:
+            raise refusal.first from refusal.__cause__
+        if assignment.unsupported == "freeze":
+            with_rule = [name for name in names if name not in assignment.unknown]
+            if with_rule:
+                raise names[with_rule[0]] from refusal.__cause__
+            warnings.warn(
+                f"Treated as constants, having no K-FAC rule: {', '.join(names)}.", stacklevel=2
+            )
+            left = [name for name in assignment.names if name not in names]
+            if not left:
+                raise ValueError("No trainable parameter of the model has a K-FAC rule.")
+            self.assignment = replace(assignment.without(names), names=left)
+            return
+        unused = [name for name in names if name in assignment.diagonal]
+        assert not unused, unused
+        self.assignment = replace(
+            assignment.without(names),
+            diagonal=[n for n in assignment.names if n in names or n in assignment.diagonal],
+            divided=[d for d in assignment.divided if d not in refusal.divided],
+        )
 
 
-def verify_uses(model: nn.Module, assignment: RuleAssignment, x: Any) -> tuple[Any, RuleAssignment]:
-    """Prove with a forward pass that each parameter acts through its own layer alone.
+class Refusal(NotImplementedError):
+    """Parameters whose uses cannot be followed.
+
+    Args:
+        errors: name -> the error that says why.
+        divided: layers whose parts are not what they compute.
+    """
+
+    def __init__(
+        self,
+        errors: Mapping[str, NotImplementedError],
+        divided: Collection[DividedLayer] = (),
+    ) -> None:
+        self.errors, self.divided = dict(errors), divided
+        super().__init__(str(self.first))
+
+    @property
+    def first(self) -> NotImplementedError:
+        """The first error."""
+        return next(iter(self.errors.values()))
+
+
+class _Mixed(NotImplementedError):
+    """A layer with rows that belong to several examples."""
+
+    def __init__(self, message: str, tracked: TrackedLayer) -> None:
+        super().__init__(message)
+        self.tracked = tracked
+
+
+def _without_folds(assignment: RuleAssignment, mixed: _Mixed) -> RuleAssignment:
+    """The assignment, in which it is not known whose the rows of that layer are.
+
+    Raises:
+        NotImplementedError: that did not help.
+    """
+    runs = dict(assignment.runs)
+    if "folded" not in runs.get(mixed.tracked.layer, ()):
+        raise NotImplementedError(str(mixed)) from None
+    kinds = runs.pop(mixed.tracked.layer)
+    kinds = tuple("examples" if kind == "folded" else kind for kind in kinds)
+    if any(kind != "examples" for kind in kinds):
+        runs[mixed.tracked.layer] = kinds
+    return replace(assignment, runs=runs)
+
+
+def verify_uses(
+    model: nn.Module, assignment: RuleAssignment, x: Any
+) -> tuple[Any, RuleAssignment, dict[str, NotImplementedError]]:
+    """Prove with a forward pass which parameters act through their own layer alone.
 
     A hook detaches each tracked layer's output. If the next layer's input, or the model's output,
     still depends on a parameter, that parameter was used where no hook could see it.
 
     Returns:
-        The model's output, and the assignment with the rules that derived layers obey.
-
-    Raises:
-        NotImplementedError: a tracked parameter is used outside of its layer's forward; a layer
-            computes something else than the class, the parts or the rule that are supposed.
+        The model's output, the assignment with the rules that derived layers obey, and the
+        parameters that must be followed otherwise, with an error for each: used outside of their
+        layer's forward, of a layer that computes something else than the class, the parts or the
+        rule that are supposed, or without a rule.
     """
     tracked_names = {name for t in assignment.layers for name in t.parameters.values()}
     parameters = {
@@ -153,32 +263,44 @@ def verify_uses(model: nn.Module, assignment: RuleAssignment, x: Any) -> tuple[A
         if name in tracked_names
     }
     rules: dict[TrackedLayer, list[type[Rule]]] = {}
+    disobedient: set[TrackedLayer] = set()
+    outside: dict[str, NotImplementedError] = {}
+
+    def before(tracked: TrackedLayer) -> Callable[..., None]:
+        def hook(layer: nn.Module, args: tuple, kwargs: dict) -> None:
+            try:
+                check_before(tracked, first_input(args, kwargs))
+            except TypeError:
+                if type(layer) is tracked.layer_type:
+                    raise
+                disobedient.add(tracked)  # a derived class that takes other arguments
+
+        return hook
 
     def check(tracked: TrackedLayer) -> Callable[..., Any]:
         def hook(layer: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
             a = first_input(args, kwargs)
             if a.requires_grad:  # though the outputs of all tracked layers before are detached
-                raise _used_outside(parameters, a, f"the input of layer {tracked}")
+                outside.update(_used_outside(parameters, a, f"the input of layer {tracked}"))
+            if tracked in disobedient:
+                return output.detach()
             own = {local: parameters[name] for local, name in tracked.parameters.items()}
-            before = rules.get(tracked)  # of an earlier run, all of which one rule must fit
+            known = rules.get(tracked)  # of an earlier run, all of which one rule must fit
             rules[tracked] = [
                 rule
                 for rule in _rules_obeyed(tracked, own, args, kwargs, output)
-                if before is None or rule in before
+                if known is None or rule in known
             ]
             if not rules[tracked]:
-                raise NotImplementedError(
-                    f"Layer {tracked} computes something else than its class "
-                    f"{tracked.layer_type.__name__} and the rule for it (an overridden forward, a "
-                    "hook, or computed weights), so that its rule would give wrong numbers. "
-                    "Register a rule for its class (register_rule), derive it from nn.Module, or "
-                    "freeze it (requires_grad_(False))."
-                )
+                disobedient.add(tracked)
             return output.detach()
 
         return hook
 
-    handles = [t.layer.register_forward_hook(check(t), with_kwargs=True) for t in assignment.layers]
+    handles = []
+    for t in assignment.layers:
+        handles.append(t.layer.register_forward_pre_hook(before(t), with_kwargs=True))
+        handles.append(t.layer.register_forward_hook(check(t), with_kwargs=True))
     try:
         with torch.enable_grad(), explicit_forwards(assignment):
             f = call_with(model, parameters, x)
@@ -186,18 +308,179 @@ def verify_uses(model: nn.Module, assignment: RuleAssignment, x: Any) -> tuple[A
         for handle in handles:
             handle.remove()
     if isinstance(f, Tensor) and f.requires_grad:
-        raise _used_outside(parameters, f, "the model's output")
-    unused = [str(tracked) for tracked in assignment.layers if tracked not in rules]
+        outside |= _used_outside(parameters, f, "the model's output")
+        f = f.detach()
+    candidates = dict(assignment.unknown)
+    layers = []
+    unused = []
+    for t in assignment.layers:
+        if t in disobedient:
+            candidates |= dict.fromkeys(t.parameters.values(), _something_else(t))
+        elif t in rules:
+            layers.append(t if rules[t][0] is t.rule else replace(t, rule=rules[t][0]))
+        elif not outside.keys() >= set(t.parameters.values()):  # else functions use them
+            layers.append(t)
+            unused.append(t)
+    run = {name for t in rules for name in t.parameters.values()}
+    unused = [str(t) for t in unused if not run.issuperset(t.parameters.values())]
     if unused:
         warnings.warn(
             f"No part of the forward pass, so that their blocks are zero: {', '.join(unused)}.",
             stacklevel=2,
         )
-    layers = [
-        t if t not in rules or rules[t][0] is t.rule else replace(t, rule=rules[t][0])
-        for t in assignment.layers
-    ]
-    return f, replace(assignment, layers=layers)
+    candidates = outside | candidates
+    return f, replace(assignment, layers=layers), candidates
+
+
+def _something_else(tracked: TrackedLayer) -> NotImplementedError:
+    return NotImplementedError(
+        f"Layer {tracked} computes something else than its class "
+        f"{tracked.layer_type.__name__} and the rule for it (an overridden forward, a "
+        "hook, or computed weights), so that its rule would give wrong numbers. "
+        "Register a rule for its class (register_rule), derive it from nn.Module, or "
+        "freeze it (requires_grad_(False))."
+    )
+
+
+def follow(
+    model: nn.Module,
+    assignment: RuleAssignment,
+    x: Any,
+    candidates: Mapping[str, NotImplementedError],
+) -> RuleAssignment:
+    """The assignment with parameters that are followed operation by operation.
+
+    It takes a run with one example and one with two: see `operations`. Nothing is proved by them.
+
+    Args:
+        model: the model.
+        assignment: its tracked layers, with their runs.
+        x: some examples.
+        candidates: the parameters to follow, with an error for each if it cannot be.
+
+    Raises:
+        Refusal: parameters that cannot be followed.
+    """
+    places: dict[str, tuple[nn.Module, str]] = {}
+    names = {id(p): name for name, p in model.named_parameters()}
+    for module in model.modules():
+        for local, p in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(names[id(p)], (module, local))
+    operations = Operations(tuple(candidates), {name: followed(model, name) for name in candidates})
+    known = replace(assignment, operations=operations)
+    made: list[Follower] = []
+    copied: set[str] = set()
+
+    def record(tracked: TrackedLayer, use: Use) -> None:
+        if isinstance(tracked.layer, OwnParameter):
+            copied.update(tracked.parameters.values())
+
+    def shapes(*args: Any) -> Follower:
+        made.append(Shapes(*args))
+        return made[-1]
+
+    def trial(*args: Any) -> Follower:
+        assert isinstance(made[0], Shapes)
+        made.append(Trial(*args, seen=made[0].seen, places=places))
+        return made[-1]
+
+    try:
+        for make, numbers in ((shapes, [0]), (trial, [0, 0])):
+            some = examples(x, torch.tensor(numbers))
+            with (
+                Capture(model, known, record, lambda *_: None, follower=make) as capture,
+                forked_random_numbers(model),
+            ):
+                capture.forward(some)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise Refusal(candidates) from error
+    tried = made[-1]
+    assert isinstance(tried, Trial)
+    layers = list(dict.fromkeys(w for w in operations.ways.values() if isinstance(w, TrackedLayer)))
+    of_layers = {name for t in assignment.layers + layers for name in t.parameters.values()}
+    why = dict.fromkeys(copied & of_layers, "is a weight, and also meets other operations")
+    why |= tried.refused
+    if why:
+        raise Refusal(
+            {
+                name: NotImplementedError(f"{error} What it does: '{name}' {why[name]}.")
+                for name, error in candidates.items()
+                if name in why
+            }
+        )
+    own = {name: t for name, t in operations.own.items() if name not in of_layers}
+    folded = {t.layer: ("folded",) for t in tried.folded}
+    return replace(
+        assignment,
+        layers=assignment.layers + layers,
+        operations=replace(operations, own=own),
+        runs={**assignment.runs, **folded},
+    )
+
+
+def verify_followed(
+    model: nn.Module,
+    assignment: RuleAssignment,
+    x: Any,
+    candidates: Mapping[str, NotImplementedError],
+) -> None:
+    """Prove that what is seen of the followed parameters is all that they do.
+
+    The output must not change, and the gradients that the uses give a parameter, by their rules and
+    over all examples, must add up to autograd's.
+
+    Raises:
+        Refusal: parameters for which that does not hold.
+    """
+    names = assignment.operations.names
+    sums = {name: torch.zeros_like(model.get_parameter(name)).flatten() for name in names}
+    rules = {t: t.rule(t.layer, "expand", t.parameters) for t in assignment.layers}
+
+    def record(tracked: TrackedLayer, use: Use, b: Tensor) -> None:
+        if isinstance(tracked.layer, OwnParameter):
+            found = dict.fromkeys(tracked.parameters, b.sum(0))
+        elif sums.keys() & set(tracked.parameters.values()):
+            found = summed_gradients(rules[tracked], use, b)
+        else:
+            return
+        for local, gradient in found.items():
+            if tracked.parameters[local] in sums:
+                slot, slots = tracked.slots.get(local, (0, 1))
+                part = sums[tracked.parameters[local]].chunk(slots)[slot]
+                part += gradient.to(part)
+
+    leaves = {name: model.get_parameter(name).detach().requires_grad_() for name in names}
+    with torch.enable_grad():
+        with explicit_forwards(assignment), forked_random_numbers(model), DtypesInUse() as used:
+            f = call_with(model, leaves, x)
+        if not isinstance(f, Tensor):
+            return  # reported with the targets
+        try:
+            with (
+                Capture(model, assignment, lambda *_: None, record, keep_inputs=True) as capture,
+                forked_random_numbers(model),
+            ):
+                g = capture.forward(x)
+                u = noise_like(f)
+                same = close(f.detach(), g.detach(), used.tolerance)
+                if same:
+                    capture.backward(g, [u])
+        except (RuntimeError, ValueError, IndexError) as error:
+            if is_out_of_memory(error):
+                raise
+            raise Refusal(candidates) from error
+        should: Sequence[Tensor | None] = [None] * len(names)
+        if f.requires_grad:
+            should = torch.autograd.grad(f, list(leaves.values()), u, allow_unused=True)
+    wrong = {}
+    for name, gradient in zip(names, should, strict=True):
+        gradient = torch.zeros_like(leaves[name]) if gradient is None else gradient
+        if not same or not close(gradient.flatten(), sums[name], used.tolerance):
+            wrong[name] = candidates[name]
+    if wrong:
+        raise Refusal(wrong)
 
 
 def _rules_obeyed(
@@ -358,14 +641,16 @@ def verify_independence(
             own = is_first if len(by_first) == len(f) else ~by_rest
         if (by_first & ~own).any() or (by_rest & own).any():
             if isinstance(tracked.layer, OwnParameter):
-                raise no_copies([tracked.name])
-            raise NotImplementedError(
+                names = list(tracked.parameters.values())
+                raise Refusal(dict.fromkeys(names, no_copies(names)))
+            raise _Mixed(
                 f"In layer {tracked} the rows of different examples mix: its input has no batch "
                 "axis in front, a layer behind it shares information within a batch, or its rows "
                 "are examples in another order than the outputs. Put the batch axis first "
                 "(N, ..., d), say which example each row belongs to (examples_of_rows), make what "
                 "belongs together one example with several loss terms (outputs (N, R, C)), or "
-                "freeze it (requires_grad_(False))."
+                "freeze it (requires_grad_(False)).",
+                tracked,
             )
     return len(f) > 1, capture.runs
 
@@ -431,7 +716,7 @@ def find_runs(model: nn.Module, assignment: RuleAssignment, x: Any) -> RuleAssig
         if shape is not None and shape == of_two and runs[tracked][number] != "constant"
     }
     if not shared:
-        return _with_runs(assignment, runs)
+        return _with_runs(assignment, _with_folds(runs, shapes, shapes_of_two))
     # A first axis with one entry may be a batch axis, or an axis of positions of which there is
     # one. Both are tried; only with the right one the output stays the same.
     for first in (True, False):
@@ -441,14 +726,31 @@ def find_runs(model: nn.Module, assignment: RuleAssignment, x: Any) -> RuleAssig
         known = _with_runs(assignment, runs)
         error = _wrong(model, known, twins)
         if error is None:
-            return known
-    names = dict.fromkeys(str(tracked) for tracked, _ in shared)
-    raise NotImplementedError(
-        f"{' and '.join(names)} has the same input for all examples, and its output cannot be "
-        "given to each, (N, ...): the model's output would be another, or rows of different "
-        "examples mix (dropout on what all share does that, too). Give it a batch axis (N, ...), "
-        "or freeze it (requires_grad_(False))."
-    ) from error
+            return _with_runs(assignment, _with_folds(runs, shapes, shapes_of_two))
+    layers = dict.fromkeys(tracked for tracked, _ in shared)
+    message = (
+        f"{' and '.join(map(str, layers))} has the same input for all examples, and its output "
+        "cannot be given to each, (N, ...): the model's output would be another, or rows of "
+        "different examples mix (dropout on what all share does that, too). Give it a batch axis "
+        "(N, ...), or freeze it (requires_grad_(False))."
+    )
+    names = [name for tracked in layers for name in tracked.parameters.values()]
+    raise Refusal(dict.fromkeys(names, NotImplementedError(message))) from error
+
+
+def _with_folds(
+    runs: dict[TrackedLayer, list[Run]],
+    shapes: dict[TrackedLayer, list[torch.Size | None]],
+    shapes_of_two: dict[TrackedLayer, list[torch.Size | None]],
+) -> dict[TrackedLayer, list[Run]]:
+    """The runs; those with k > 1 rows for one example and 2 k for two are folded."""
+    for tracked, kinds in runs.items():
+        of_both = zip(shapes.get(tracked, []), shapes_of_two.get(tracked, []), strict=False)
+        for number, (one, two) in enumerate(of_both):
+            known = one is not None and two is not None and len(one) > 0 and len(two) > 0
+            if known and kinds[number] == "examples" and 1 < one[0] and two[0] == 2 * one[0]:
+                kinds[number] = "folded"
+    return runs
 
 
 def _runs_and_shapes(
@@ -506,18 +808,22 @@ def _wrong(model: nn.Module, assignment: RuleAssignment, twins: Any) -> Exceptio
     return None
 
 
-def _used_outside(parameters: dict[str, Tensor], value: Tensor, where: str) -> NotImplementedError:
-    """The error that names the parameters on which a value depends, though it should on none."""
-    grads = torch.autograd.grad(value.sum(), list(parameters.values()), allow_unused=True)
-    names = ", ".join(
-        f"'{name}'" for name, g in zip(parameters, grads, strict=True) if g is not None
-    )
-    return NotImplementedError(
-        f"{names} reached {where} outside of the forward of its own layer (used functionally, by "
-        "a layer without a rule, or in a compiled model), where hooks cannot see it. Call the "
-        "layer itself, pass the model before torch.compile, or freeze the parameter "
-        "(requires_grad_(False))."
-    )
+def _used_outside(
+    parameters: dict[str, Tensor], value: Tensor, where: str
+) -> dict[str, NotImplementedError]:
+    """The parameters on which a value depends, though it should on none, and an error for each."""
+    leaves = list(parameters.values())
+    grads = torch.autograd.grad(value.sum(), leaves, retain_graph=True, allow_unused=True)
+    return {
+        name: NotImplementedError(
+            f"'{name}' reached {where} outside of the forward of its own layer (used "
+            "functionally, by a layer without a rule, or in a compiled model), where hooks cannot "
+            "see it. Call the layer itself, pass the model before torch.compile, or freeze the "
+            "parameter (requires_grad_(False))."
+        )
+        for name, g in zip(parameters, grads, strict=True)
+        if g is not None
+    }
 
 
 def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None:
@@ -532,6 +838,7 @@ def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None
     parameters = {
         name: p.detach().requires_grad_(p.requires_grad) for name, p in model.named_parameters()
     }
+    names_of = {id(p): name for name, p in parameters.items()}
 
     def check(d: DividedLayer) -> Callable[..., Any]:
         def hook(layer: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
@@ -550,12 +857,14 @@ def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None
                 for module, mode in modes:
                     module.training = mode
             if not same_with_derivatives(should, does, own, used.tolerance):
-                raise NotImplementedError(
+                error = NotImplementedError(
                     f"Layer '{d.name}' ({type(layer).__name__}) computes something else than "
                     f"{type(d.by_parts).__name__} (an overridden forward, other options, or wrong "
                     "parts). Register parts for its class (register_rule), or freeze it "
                     "(requires_grad_(False))."
                 )
+                names = [names_of[id(p)] for p in own]
+                raise Refusal(dict.fromkeys(names, error), [d])
 
         return hook
 
@@ -598,7 +907,7 @@ def verify_own_parameters(model: nn.Module, assignment: RuleAssignment, x: Any) 
         except Exception as error:  # a forward may fail in any way on a tensor of another shape
             if isinstance(error, NotImplementedError) or is_out_of_memory(error):
                 raise
-            raise no_copies(names) from error
+            raise Refusal(dict.fromkeys(names, no_copies(names))) from error
         u = noise_like(f)
         same = close(f.detach(), g.detach(), used.tolerance)
         if same and f.requires_grad:
@@ -609,7 +918,7 @@ def verify_own_parameters(model: nn.Module, assignment: RuleAssignment, x: Any) 
                     does = gradients.get(name, torch.zeros_like(gradient).flatten())
                     same = same and close(gradient.flatten(), does, used.tolerance)
     if not same:
-        raise no_copies(names)
+        raise Refusal(dict.fromkeys(names, no_copies(names)))
 
 
 def no_copies(names: list[str]) -> NotImplementedError:

@@ -119,7 +119,9 @@ def _ways(model: nn.Module, parameters: dict[str, Tensor], x: Any) -> tuple[set[
     if not f.requires_grad:
         return linear, set()
     torch.manual_seed(0)
-    grads = torch.autograd.grad((f * torch.randn_like(f)).sum(), list(parameters.values()), allow_unused=True)
+    grads = torch.autograd.grad(
+        (f * torch.randn_like(f)).sum(), list(parameters.values()), allow_unused=True
+    )
     other = {n for n, g in zip(parameters, grads, strict=True) if g is not None and g.any()}
     return linear - other, other
 
@@ -164,7 +166,9 @@ def _watched(parameters: dict[str, Tensor], detach: bool = False) -> Iterator[li
         if name is not None:
             ones = torch.ones(zero.numel() // zero.shape[features], 1, dtype=torch.float64)
             axis = features if features < 0 else features + 1
-            parts = 3 if name.endswith("in_proj_bias") and bias.shape == parameters[name].shape else 1
+            parts = (
+                3 if name.endswith("in_proj_bias") and bias.shape == parameters[name].shape else 1
+            )
             for part, some in enumerate(torch.arange(len(bias)).chunk(parts)):
                 group = part if parts > 1 else bias.storage_offset() // len(bias)
                 rows = lambda b, some=some: b.movedim(axis, -1).flatten(1, -2)[..., some]  # noqa: E731
@@ -174,7 +178,9 @@ def _watched(parameters: dict[str, Tensor], detach: bool = False) -> Iterator[li
         output, zero = perturbed(true_linear(x, constant(weight), constant(bias)))
         name = name_of(weight)
         if name is not None:
-            parts = 3 if name.endswith("in_proj_weight") and len(weight) == len(parameters[name]) else 1
+            parts = (
+                3 if name.endswith("in_proj_weight") and len(weight) == len(parameters[name]) else 1
+            )
             a = x.detach().reshape(-1, x.shape[-1]).double()
             for part in range(parts):
                 size = len(weight) // parts
@@ -195,7 +201,18 @@ def _watched(parameters: dict[str, Tensor], detach: bool = False) -> Iterator[li
         note_bias(bias, zero, -1)
         return output
 
-    def embedding(tokens: Tensor, weight: Tensor, padding_idx: int | None = None, *rest: Any, **kw: Any) -> Tensor:
+    def matmul(x: Tensor, weight: Tensor) -> Tensor:
+        name, base = name_of(weight), weight._base
+        if name is None or base is None or weight.dim() != 2 or weight.shape != base.mT.shape:
+            return true_matmul(x, weight)
+        output, zero = perturbed(true_matmul(x, constant(weight)))
+        a = x.detach().reshape(-1, x.shape[-1])
+        noted.append(_Noted(name, 0, a, zero, lambda b: b.flatten(1, -2), False, False))
+        return output
+
+    def embedding(
+        tokens: Tensor, weight: Tensor, padding_idx: int | None = None, *rest: Any, **kw: Any
+    ) -> Tensor:
         output, zero = perturbed(true_embedding(tokens, constant(weight), padding_idx, *rest, **kw))
         name = name_of(weight)
         if name is not None:
@@ -204,38 +221,72 @@ def _watched(parameters: dict[str, Tensor], detach: bool = False) -> Iterator[li
             if padding_idx is not None and padding_idx >= 0:
                 counted = flat != padding_idx
             a = F.one_hot(flat[counted], len(weight)).double()
-            noted.append(_Noted(name, 0, a, zero, lambda b: b.flatten(1, -2)[:, counted], True, False))
+            noted.append(
+                _Noted(name, 0, a, zero, lambda b: b.flatten(1, -2)[:, counted], True, False)
+            )
         return output
 
     def convolution(true: Any, dimensions: int) -> Any:
-        def conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1) -> Tensor:
-            output, zero = perturbed(true(x, constant(weight), constant(bias), stride, padding, dilation, groups))
+        def conv(
+            x: Tensor,
+            weight: Tensor,
+            bias: Tensor | None = None,
+            stride: Any = 1,
+            padding: Any = 0,
+            dilation: Any = 1,
+            groups: int = 1,
+        ) -> Tensor:
+            output, zero = perturbed(
+                true(x, constant(weight), constant(bias), stride, padding, dilation, groups)
+            )
             name = name_of(weight)
             if name is not None:
-                _note_convolution(noted, name, x.detach(), weight, zero, (stride, padding, dilation), groups)
+                _note_convolution(
+                    noted, name, x.detach(), weight, zero, (stride, padding, dilation), groups
+                )
             note_bias(bias, zero, 1)
             return output
 
         return conv
 
-    def transposed(x: Tensor, weight: Tensor, bias: Any = None, stride: Any = 1, padding: Any = 0, more: Any = 0, groups: int = 1, dilation: Any = 1) -> Tensor:
-        output, zero = perturbed(true_transposed(x, constant(weight), constant(bias), stride, padding, more, groups, dilation))
+    def transposed(
+        x: Tensor,
+        weight: Tensor,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        more: Any = 0,
+        groups: int = 1,
+        dilation: Any = 1,
+    ) -> Tensor:
+        output, zero = perturbed(
+            true_transposed(
+                x, constant(weight), constant(bias), stride, padding, more, groups, dilation
+            )
+        )
         name = name_of(weight)
         if name is not None:
             assert groups == 1
             a = x.detach().flatten(2).transpose(1, 2).flatten(0, 1)  # (R, C_in)
 
             def rows(b: Tensor) -> Tensor:
-                return F.unfold(b.flatten(0, 1), weight.shape[2:], dilation, padding, stride).unflatten(0, b.shape[:2]).movedim(-1, 2).flatten(1, 2)
+                return (
+                    F.unfold(b.flatten(0, 1), weight.shape[2:], dilation, padding, stride)
+                    .unflatten(0, b.shape[:2])
+                    .movedim(-1, 2)
+                    .flatten(1, 2)
+                )
 
             noted.append(_Noted(name, 0, a, zero, rows, True, False))
         note_bias(bias, zero, 1)
         return output
 
+    true_matmul = Tensor.__matmul__
     true_linear, true_addmm, true_embedding = F.linear, torch.addmm, F.embedding
     true_transposed = F.conv_transpose2d
     places = [
         (F, "linear", linear),
+        (Tensor, "__matmul__", matmul),  # with a transpose
         (torch, "addmm", addmm),
         (F, "embedding", embedding),
         (F, "conv1d", convolution(F.conv1d, 1)),
@@ -255,7 +306,15 @@ def _watched(parameters: dict[str, Tensor], detach: bool = False) -> Iterator[li
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
-def _note_convolution(noted: list[_Noted], name: str, x: Tensor, weight: Tensor, zero: Tensor, geometry: tuple, groups: int) -> None:
+def _note_convolution(
+    noted: list[_Noted],
+    name: str,
+    x: Tensor,
+    weight: Tensor,
+    zero: Tensor,
+    geometry: tuple,
+    groups: int,
+) -> None:
     """Patches by a convolution with one-hot kernels, for any stride, padding and dilation."""
     stride, padding, dilation = geometry
     kernel = weight.shape[2:]

@@ -47,9 +47,7 @@ def _noise(*shape: int) -> Tensor:
 
 
 def _tokens(length: int = TOKENS) -> Tensor:
-    return torch.randint(
-        2, VOCABULARY, (N, length), generator=torch.Generator().manual_seed(1)
-    )
+    return torch.randint(2, VOCABULARY, (N, length), generator=torch.Generator().manual_seed(1))
 
 
 # --- transformers: texts ---
@@ -285,7 +283,7 @@ def _timm_efficientnet(name: str) -> Callable[[], Case]:
 def _timm_regnet() -> Case:
     from timm.models.regnet import RegNet, RegNetCfg
 
-    config = RegNetCfg(depth=4, w0=16, wa=8.0, wm=2.0, group_size=8, se_ratio=0.25, stem_width=8)
+    config = RegNetCfg(depth=8, w0=8, wa=8.0, wm=2.0, group_size=8, se_ratio=0.25, stem_width=8)
     return _case(RegNet(config, num_classes=CLASSES), _noise(3, PIXELS, PIXELS))
 
 
@@ -321,13 +319,9 @@ def _torchvision_model(name: str) -> nn.Module:
     if name == "resnet":
         return resnet.ResNet(resnet.BasicBlock, [1, 1, 1, 1], CLASSES)
     if name == "resnext":
-        return resnet.ResNet(
-            resnet.Bottleneck, [1, 1, 1, 1], CLASSES, groups=2, width_per_group=4
-        )
+        return resnet.ResNet(resnet.Bottleneck, [1, 1, 1, 1], CLASSES, groups=2, width_per_group=4)
     if name == "vit":
-        return vision_transformer.VisionTransformer(
-            PIXELS, 16, 2, 2, 8, 12, num_classes=CLASSES
-        )
+        return vision_transformer.VisionTransformer(PIXELS, 16, 2, 2, 8, 12, num_classes=CLASSES)
     if name in ("swin", "swin_v2"):
         v2 = name == "swin_v2"
         return swin_transformer.SwinTransformer(
@@ -339,7 +333,9 @@ def _torchvision_model(name: str) -> nn.Module:
             num_classes=CLASSES,
             stochastic_depth_prob=0.0,
             block=swin_transformer.SwinTransformerBlockV2 if v2 else None,
-            downsample_layer=swin_transformer.PatchMergingV2 if v2 else swin_transformer.PatchMerging,
+            downsample_layer=swin_transformer.PatchMergingV2
+            if v2
+            else swin_transformer.PatchMerging,
         )
     if name == "convnext":
         blocks = [convnext.CNBlockConfig(8, 12, 1), convnext.CNBlockConfig(12, None, 1)]
@@ -347,9 +343,7 @@ def _torchvision_model(name: str) -> nn.Module:
     if name == "densenet":
         return densenet.DenseNet(4, (2, 2), 8, 2, num_classes=CLASSES)
     if name == "mobilenet":
-        return mobilenetv2.MobileNetV2(
-            CLASSES, 0.25, [[1, 8, 1, 1], [2, 8, 1, 2]], round_nearest=4
-        )
+        return mobilenetv2.MobileNetV2(CLASSES, 0.25, [[1, 8, 1, 1], [2, 8, 1, 2]], round_nearest=4)
     if name == "efficientnet":
         blocks = [
             efficientnet.MBConvConfig(1, 3, 1, 8, 8, 1, 1, 1),
@@ -397,7 +391,9 @@ def _graphs(kind: str, **more: Any) -> Callable[[], Case]:
                 super().__init__()
                 if kind == "GINConv":
                     layers = [
-                        gnn.GINConv(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4)), **more)
+                        gnn.GINConv(
+                            nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4)), **more
+                        )
                         for _ in range(2)
                     ]
                 else:
@@ -425,7 +421,9 @@ def _unet() -> Case:
         def __init__(self) -> None:
             super().__init__()
             self.down = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
-            self.middle = nn.Sequential(nn.Conv2d(4, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.ReLU())
+            self.middle = nn.Sequential(
+                nn.Conv2d(4, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.ReLU()
+            )
             self.up = nn.ConvTranspose2d(6, 4, 2, 2)
             self.last = nn.Sequential(nn.Conv2d(8, 4, 3, padding=1), nn.ReLU())
             self.head = nn.Conv2d(4, CLASSES, 1)
@@ -520,9 +518,7 @@ FAMILIES: dict[str, Callable[[], Case]] = {
     "transformers Llama": _llama("Llama"),
     "transformers Llama (language model)": _causal("Llama", **_LLAMA),
     "transformers Mistral": _llama("Mistral"),
-    "transformers Mixtral": _llama(
-        "Mixtral", num_local_experts=2, experts_implementation="eager"
-    ),
+    "transformers Mixtral": _llama("Mixtral", num_local_experts=2, experts_implementation="eager"),
     "transformers Qwen2": _llama("Qwen2"),
     "transformers Qwen3": _llama("Qwen3", head_dim=4),
     "transformers Gemma": _llama("Gemma", head_dim=4),
@@ -630,6 +626,7 @@ FAMILIES: dict[str, Callable[[], Case]] = {
         num_blocks=2,
         block_layer="ResBlock",
         norm_layer="Affine",
+        mlp_ratio=2.0,
     ),
     "timm RegNet": _timm_regnet,
     "timm NFNet (weight standardisation)": _timm_nf,
@@ -646,7 +643,9 @@ FAMILIES: dict[str, Callable[[], Case]] = {
     "torchvision Swin V2": _torchvision("swin_v2"),
     "peft LoRA": _peft("LoraConfig", r=2, target_modules=["q_proj", "v_proj"]),
     "peft DoRA": _peft("LoraConfig", r=2, target_modules=["q_proj", "v_proj"], use_dora=True),
-    "peft IA3": _peft("IA3Config", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "peft IA3": _peft(
+        "IA3Config", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
+    ),
     "torch-geometric GCN": _graphs("GCNConv"),
     "torch-geometric GIN": _graphs("GINConv", train_eps=True),
     "torch-geometric SAGE": _graphs("SAGEConv"),

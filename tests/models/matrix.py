@@ -82,15 +82,11 @@ def _kind(name: str, block: Any, expected: Reference) -> str:
     v = torch.randn(gradients.shape[1], 2, generator=torch.Generator().manual_seed(0)).double()
     found = torch.stack([block.matvec(column) for column in v.T], 1).double()
     exact = gradients.T @ (gradients @ v)
-    if name in expected.products:
-        product = _times(expected.products[name], v)
-        error = _error(found, product)
-        if error < COARSE:
-            return "product"
-    else:
-        error = _error(found, exact)
-        if error < COARSE:
-            return "exact"
+    if name in expected.products and _error(found, _times(expected.products[name], v)) < COARSE:
+        return "product"
+    error = _error(found, exact)
+    if error < COARSE:
+        return "exact"
     if _error(found, gradients.square().sum(0)[:, None] * v) < COARSE:
         return "diagonal"
     return f"WRONG by {error:.1g}"
