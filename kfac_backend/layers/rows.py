@@ -125,9 +125,9 @@ class SharedAxes:
 
 
 Run = SharedAxes | Literal["examples", "folded", "constant"]
-"""What one run of a layer works on: rows of examples ("examples"), several rows of each example, one
-after the other ("folded", as windows of images), an input that all examples share (`SharedAxes`),
-or "constant" if no derivative passes through its output (detached, or not used)."""
+"""What one run of a layer works on: rows of examples ("examples"), several rows of each example,
+one after the other ("folded", as windows of images), an input that all examples share
+(`SharedAxes`), or "constant" if no derivative passes through its output (detached, not used)."""
 
 
 class _Declared:

@@ -56,7 +56,7 @@ class Expression:
         """Name -> gradients (K, P) in the parameter, of gradients (K, ...) in the expression."""
         if len(self.leaves) == 1:
             ((name, leaf),) = self.leaves.items()
-            if _is_stored(self.value, leaf) or _is_stored(self.value.view(-1), leaf.view(-1)):
+            if _is_stored(self.value, leaf, in_shape=False):
                 return {name: b.flatten(1)}
         leaves = list(self.leaves.values())
         gradients = torch.autograd.grad(
@@ -241,6 +241,8 @@ class Follower(TorchFunctionMode):
         self, func: Callable, args: tuple, kwargs: dict[str, Any]
     ) -> Callable[..., Any] | None:
         """The function in parts, if an expression is its scale or its bias."""
+        if func is Tensor.repeat and (sizes := _expanded(*args)):
+            return lambda value, *_: value.expand(sizes)
         if func not in REWRITTEN:
             return None
         rewritten, positions = REWRITTEN[func]
@@ -462,14 +464,14 @@ def _aligned(rows: Tensor, axis: int) -> Tensor:
     return rows.squeeze(axis).movedim(0, axis)
 
 
-def _is_stored(value: Tensor, parameter: Tensor) -> bool:
-    """Whether a tensor is the parameter, entry by entry of the memory."""
-    return (
-        value.data_ptr() == parameter.data_ptr()
-        and value.shape == parameter.shape
-        and value.stride() == parameter.stride()
-        and value.dtype == parameter.dtype
-    )
+def _is_stored(value: Tensor, parameter: Tensor, in_shape: bool = True) -> bool:
+    """Whether a tensor is the parameter, the same entries of memory in the same order."""
+    if value.data_ptr() != parameter.data_ptr() or value.dtype != parameter.dtype:
+        return False
+    if in_shape:
+        return value.shape == parameter.shape and value.stride() == parameter.stride()
+    contiguous = value.is_contiguous() and parameter.is_contiguous()
+    return contiguous and value.numel() == parameter.numel()
 
 
 def _names(call: _Call) -> str:
@@ -485,6 +487,15 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(entry)
     elif isinstance(value, dict):
         yield from _tensors(tuple(value.values()))
+
+
+def _expanded(value: Tensor, *repeats: Any) -> tuple[int, ...] | None:
+    """The shape of a tensor that is repeated along axes with one entry; None if others are, too."""
+    known = tuple(repeats[0]) if len(repeats) == 1 and not isinstance(repeats[0], int) else repeats
+    shape = (1,) * (len(known) - value.dim()) + tuple(value.shape)
+    if any(size > 1 and times > 1 for size, times in zip(shape, known, strict=True)):
+        return None
+    return tuple(size * times for size, times in zip(shape, known, strict=True))
 
 
 def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:

@@ -142,7 +142,7 @@ def _root(Lambda: Tensor) -> Tensor:
 
 @contextmanager
 def _watched(parameters: dict[str, Tensor], detach: bool = False) -> Iterator[list[_Noted]]:
-    """torch's functions exchanged for ones that note the uses of these parameters."""
+    """Torch's functions exchanged for ones that note the uses of these parameters."""
     names = {id(p): name for name, p in parameters.items()}
     noted: list[_Noted] = []
 

@@ -261,9 +261,9 @@ def _timm_resnet(block: str = "BasicBlock", **more: Any) -> Callable[[], Case]:
 
 def _timm_efficientnet(name: str) -> Callable[[], Case]:
     def make() -> Case:
+        from timm.layers import Conv2dSame  # noqa: F401
         from timm.models._efficientnet_builder import decode_arch_def, round_channels
         from timm.models.efficientnet import EfficientNet
-        from timm.layers import Conv2dSame  # noqa: F401
 
         same = name == "same"
         model = EfficientNet(
