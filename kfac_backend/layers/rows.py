@@ -124,10 +124,11 @@ class SharedAxes:
         return x.expand(N, *x.shape[1:]) if self.with_first else x.expand(N, *x.shape)
 
 
-Run = SharedAxes | Literal["examples", "folded", "constant"]
+Run = SharedAxes | Literal["examples", "folded", "followed", "constant"]
 """What one run of a layer works on: rows of examples ("examples"), several rows of each example,
 one after the other ("folded", as windows of images), an input that all examples share
-(`SharedAxes`), or "constant" if no derivative passes through its output (detached, not used)."""
+(`SharedAxes`; "followed" if its output must be followed to where it meets the examples), or
+"constant" if no derivative passes through its output (detached, not used)."""
 
 
 class _Declared:

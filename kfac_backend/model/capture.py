@@ -19,7 +19,7 @@ from kfac_backend.layers import FunctionalLayer, Use
 from kfac_backend.layers.elementwise import OwnParameter
 from kfac_backend.layers.rows import Rows, Run, SharedAxes, current_rows, folded_rows
 from kfac_backend.model.calls import call_with, explicit_forwards, num_examples
-from kfac_backend.model.operations import Expression, Follower
+from kfac_backend.model.operations import Expression, Follower, LayerRun
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
 from kfac_backend.precision import at_least_float32
 
@@ -82,6 +82,8 @@ class Capture:
         self._runs_backward = False  # once True, a layer that runs is one of a checkpoint
         self._number: dict[TrackedLayer, int] = {}  # runs so far
         self._reached: dict[tuple[TrackedLayer, int], bool] = {}  # by a gradient, for each run
+        self._followed: dict[LayerRun, tuple[Use, torch.Size]] = {}
+        self._waiting: dict[LayerRun, Tensor] = {}  # one vector's gradients so far
 
     def __enter__(self) -> "Capture":
         for tracked in self._assignment.layers:
@@ -102,6 +104,8 @@ class Capture:
         self._sources.clear()
         self._number.clear()
         self._reached.clear()
+        self._followed.clear()
+        self._waiting.clear()
         self._runs_backward = False
         self._num_examples = num_examples(x)
         with torch.enable_grad(), explicit_forwards(self._assignment):
@@ -132,6 +136,11 @@ class Capture:
             torch.autograd.grad(f, self._sources, vector, retain_graph=True, allow_unused=True)
             return vector
 
+        def end_vector() -> None:
+            self._end_vector()
+            if on_vector_end is not None:
+                on_vector_end()
+
         vectors = (vector.to(f.dtype) for vector in vectors)
         self._runs_backward = True
         # Without a graph the output depends on no tracked layer: all gradients are zero.
@@ -141,13 +150,11 @@ class Capture:
             vectors = list(vectors)
             if vectors:
                 torch.func.vmap(propagate)(torch.stack(vectors))
-                if on_vector_end is not None:
-                    on_vector_end()
+                end_vector()
             return
         for vector in vectors:
             propagate(vector)
-            if on_vector_end is not None:
-                on_vector_end()
+            end_vector()
 
     @property
     def runs(self) -> dict[TrackedLayer, list[Run]]:
@@ -182,13 +189,14 @@ class Capture:
     def _new_follower(self) -> Follower | None:
         """Sees the operations on followed parameters, with new leaves; None if there are none."""
         operations = self._assignment.operations
-        if not operations.names:
+        once = {layer for layer, kinds in self._assignment.runs.items() if "followed" in kinds}
+        if not operations.names and not once:
             return None
         leaves = {
             name: self._model.get_parameter(name).detach().requires_grad_()
             for name in operations.names
         }
-        return self._make_follower(operations, leaves, self._copies, self._seen)
+        return self._make_follower(operations, leaves, self._copies, self._seen, once)
 
     def _copies(self, expression: Expression, M: int) -> Tensor:
         """A copy (M, ...) of an expression for each row, whose gradients are its parameters'."""
@@ -207,10 +215,10 @@ class Capture:
         source = expression.value.detach().expand(M, *expression.value.shape).requires_grad_()
         self._sources.append(source)
         examples = M // fold if rows is None else rows.num_examples
-        uses = {name: Use(source.new_zeros(examples, 0)) for name in expression.leaves}
-        for name, use in uses.items():
-            if name in own:
-                self._on_input(own[name], use)
+        uses = {leaf: Use(source.new_zeros(examples, 0)) for leaf in expression.leaves}
+        for leaf, use in uses.items():
+            if isinstance(leaf, str):
+                self._on_input(own[leaf], use)
 
         def on_gradient(b: Tensor) -> None:
             b = b.reshape(-1, *expression.value.shape)  # (V·M, ...)
@@ -218,8 +226,12 @@ class Capture:
                 b = rows.sums(b)
             elif fold > 1:
                 b = at_least_float32(b).unflatten(0, (-1, fold)).sum(1)
-            for name, gradients in expression.gradients(b).items():
-                self._on_gradient(own[name], uses[name], gradients)
+            for leaf, gradients in expression.gradients(b).items():
+                if isinstance(leaf, str):
+                    self._on_gradient(own[leaf], uses[leaf], gradients)
+                else:  # its other ways to the output may still be on their way
+                    known = self._waiting.get(leaf)
+                    self._waiting[leaf] = gradients if known is None else known + gradients
 
         if self._batched:
             return _Tap.apply(source.clone(), on_gradient)
@@ -289,6 +301,8 @@ class Capture:
         a = a.detach()
         number, run = self._run(tracked)
         N = self._num_examples
+        if run == "followed" and self._follower is not None and N is not None:
+            return self._begun(tracked, number, a.expand(N, *a.shape), output)
         if isinstance(run, SharedAxes) and run.are_those_of(a) and N is not None:
             a, output = run.for_each_example(a, N), run.for_each_example(output, N)
         rows = rows_of(tracked, a)
@@ -315,6 +329,26 @@ class Capture:
             self._reached[tracked, number] = True
 
         return self._shown(output, tracked, use, on_reached)
+
+    def _begun(self, tracked: TrackedLayer, number: int, a: Tensor, output: Tensor) -> Tensor:
+        """The output of a run for all examples, which is followed to where it meets them."""
+        assert self._follower is not None
+        run = LayerRun(tracked, number)
+        use = Use(a)
+        self._on_input(tracked, use)
+        self._reached[tracked, number] = False
+        if not (self._keep_inputs or tracked.rule.needs_input):
+            use = Use(a.new_empty(0))
+        self._followed[run] = use, output.shape
+        return self._follower.begin(run, output)
+
+    def _end_vector(self) -> None:
+        """Show the gradients of outputs that were followed, now that they are complete."""
+        for run, gradients in self._waiting.items():
+            use, shape = self._followed[run]
+            self._reached[run.tracked, run.number] = True
+            self._on_gradient(run.tracked, use, gradients.unflatten(1, shape))
+        self._waiting.clear()
 
     def _shown(
         self,

@@ -14,11 +14,16 @@ table, several biases in one. Sooner or later it *meets* the examples, in one of
   the gradient of one example, and an expression's own graph takes it on to its parameters: exact.
 
 `follow` finds out which is which, with one example and with two: what grows has met the examples.
+A layer that runs once for all examples (a table of relative positions) and whose output cannot be
+copied for each right there is a beginning as well: its output is followed as a parameter is, and
+gets each example's gradient.
+
 An operation is known by what it is made of, and not by its number, so that a loop may be longer in
 another batch. Nothing here is taken on trust: `verification` compares outputs and gradients.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, combinations
 from typing import Any, NamedTuple
@@ -36,24 +41,40 @@ from kfac_backend.model.comparison import DtypesInUse, close
 from kfac_backend.model.memory import is_out_of_memory
 from kfac_backend.model.rule_assignment import Operations, TrackedLayer
 
-__all__ = ["Expression", "Follower", "Shapes", "Trial"]
+__all__ = ["Expression", "Follower", "LayerRun", "Shapes", "Trial"]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerRun:
+    """A layer's run on what all examples share: its output is a beginning, as a parameter is."""
+
+    tracked: TrackedLayer
+    number: int
 
 
 @dataclass(frozen=True, eq=False)
 class Expression:
-    """A tensor that is made of followed parameters alone."""
+    """A tensor that is made of followed parameters, and of layers' outputs for all examples."""
 
     value: Tensor
     """What the model is handed: a constant. It is held here so that its id stays its own."""
     twin: Tensor
-    """The same with a graph, down to the parameters' leaves."""
+    """The same with a graph, down to the leaves."""
     key: int
     """How it was made: see `Operations.key`."""
-    leaves: Mapping[str, Tensor]
-    """Name -> leaf of each of the parameters."""
+    leaves: "Leaves"
 
-    def gradients(self, b: Tensor) -> dict[str, Tensor]:
-        """Name -> gradients (K, P) in the parameter, of gradients (K, ...) in the expression."""
+    @property
+    def names(self) -> list[str]:
+        """The parameters, those of layers included."""
+        names = [
+            [leaf] if isinstance(leaf, str) else leaf.tracked.parameters.values()
+            for leaf in self.leaves
+        ]
+        return list(dict.fromkeys(chain.from_iterable(names)))
+
+    def gradients(self, b: Tensor) -> dict["str | LayerRun", Tensor]:
+        """Gradients (K, P) in each leaf, of gradients (K, ...) in the expression."""
         if len(self.leaves) == 1:
             ((name, leaf),) = self.leaves.items()
             if _is_stored(self.value, leaf, in_shape=False):
@@ -68,6 +89,10 @@ class Expression:
             materialize_grads=True,
         )
         return {name: g.flatten(1) for name, g in zip(self.leaves, gradients, strict=True)}
+
+
+Leaves = Mapping[str | LayerRun, Tensor]
+"""A parameter's name -> a leaf that stands for it; a layer's run -> zeros, added to its output."""
 
 
 class _Call(NamedTuple):
@@ -108,6 +133,7 @@ class Follower(TorchFunctionMode):
         leaves: name -> a leaf that requires a gradient.
         copies: called with an expression and a number M, returns a copy (M, ...) for each row.
         layer: called with a layer, its input and its output; returns the output.
+        once: layers that run on what all examples share.
     """
 
     def __init__(
@@ -116,10 +142,11 @@ class Follower(TorchFunctionMode):
         leaves: Mapping[str, Tensor],
         copies: Callable[[Expression, int], Tensor],
         layer: Callable[[TrackedLayer, Tensor, Tensor], Tensor],
+        once: Container[nn.Module] = (),
     ) -> None:
         super().__init__()
-        self._operations, self._leaves = operations, leaves
-        self._copies, self._layer = copies, layer
+        self._operations = operations
+        self._copies, self._layer, self._once = copies, layer, once
         self._known: dict[int, Expression] = {}
         self._roots: dict[int, str] = {}
         self.inside: list[TrackedLayer] = []
@@ -144,6 +171,16 @@ class Follower(TorchFunctionMode):
                 return rewritten(*args, **kwargs)
         key = self._operations.key(func, *(e.key for e in expressions))
         return self._run(_Call(func, args, kwargs, expressions, key))
+
+    def begin(self, run: LayerRun, output: Tensor) -> Tensor:
+        """The output of a layer that ran for all examples, as the beginning of expressions."""
+        known = self._known.get(id(output))  # if its input is an expression
+        zeros = torch.zeros_like(output).requires_grad_()
+        twin = (output.detach() if known is None else known.twin) + zeros
+        key = self._operations.key(run.tracked.name, run.number)
+        value = output.detach()
+        self._know(value, twin, key, {**({} if known is None else known.leaves), run: zeros})
+        return value
 
     def _run(self, call: _Call) -> Any:
         way = self._operations.ways.get(call.key)
@@ -178,7 +215,7 @@ class Follower(TorchFunctionMode):
     def _follow_on(self, call: _Call, outputs: list[Tensor]) -> None:
         """Know the operation's results as expressions."""
         twins = _tensors(call.run(self._twin))
-        leaves = {name: leaf for e in call.expressions for name, leaf in e.leaves.items()}
+        leaves = {key: leaf for e in call.expressions for key, leaf in e.leaves.items()}
         for number, (value, twin) in enumerate(zip(outputs, twins, strict=True)):
             if twin.requires_grad:  # else under no_grad, or a comparison: a constant
                 self._know(value, twin, self._operations.key(call.key, number), leaves)
@@ -233,6 +270,8 @@ class Follower(TorchFunctionMode):
         if expression is None or len(expression.leaves) > 1:
             return None
         ((name, leaf),) = expression.leaves.items()
+        if isinstance(name, LayerRun):
+            return None
         if _is_stored(value, leaf):
             return name, False
         return (name, True) if leaf.dim() == 2 and _is_stored(value, leaf.mT) else None
@@ -241,8 +280,8 @@ class Follower(TorchFunctionMode):
         self, func: Callable, args: tuple, kwargs: dict[str, Any]
     ) -> Callable[..., Any] | None:
         """The function in parts, if an expression is its scale or its bias."""
-        if func is Tensor.repeat and (sizes := _expanded(*args)):
-            return lambda value, *_: value.expand(sizes)
+        if func is Tensor.repeat:
+            return _repeat if _repeated(*args) else None
         if func not in REWRITTEN:
             return None
         rewritten, positions = REWRITTEN[func]
@@ -330,12 +369,12 @@ class Trial(Follower):
             why = f"meets {call}, which takes no copy of it for each example"
             why = str(error) if isinstance(error, _Refused) else why
             self._operations.ways[call.key] = "refused"
-            self.refused |= {name: why for e in call.expressions for name in e.leaves}
+            self.refused |= {name: why for e in call.expressions for name in e.names}
             return call.run() if changed is None else expected
 
     def _way(self, call: _Call, outputs: list[Tensor], time: int) -> Any:
         """What the operation is: "computed", an axis, or a layer."""
-        if self.inside:
+        if self.inside and self.inside[-1].layer not in self._once:
             raise _Refused(f"goes through layer {self.inside[-1]} once for all examples")
         one = self._seen.get(call.key, [])
         if time >= len(one) or len(one[time]) != len(outputs):
@@ -475,7 +514,7 @@ def _is_stored(value: Tensor, parameter: Tensor, in_shape: bool = True) -> bool:
 
 
 def _names(call: _Call) -> str:
-    return ", ".join(dict.fromkeys(f"'{name}'" for e in call.expressions for name in e.leaves))
+    return ", ".join(dict.fromkeys(f"'{name}'" for e in call.expressions for name in e.names))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -489,15 +528,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors(tuple(value.values()))
 
 
-def _expanded(value: Tensor, *repeats: Any) -> tuple[int, ...] | None:
-    """The shape of a tensor that is repeated along axes with one entry; None if others are, too."""
-    known = tuple(repeats[0]) if len(repeats) == 1 and not isinstance(repeats[0], int) else repeats
-    shape = (1,) * (len(known) - value.dim()) + tuple(value.shape)
-    if any(size > 1 and times > 1 for size, times in zip(shape, known, strict=True)):
-        return None
-    return tuple(size * times for size, times in zip(shape, known, strict=True))
-
-
 def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Arguments with each tensor replaced."""
     if isinstance(value, Tensor):
@@ -507,6 +537,23 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_mapped(entry, function) for entry in value)
     return value
+
+
+def _repeated(value: Tensor, *repeats: Any) -> int | None:
+    """How often a tensor is repeated along its first axis, or a new one; None if along others."""
+    times = tuple(repeats[0]) if len(repeats) == 1 and not isinstance(repeats[0], int) else repeats
+    behind = times[1:] if len(times) == value.dim() else times[-value.dim() :]
+    first = times[: len(times) - len(behind)]
+    return math.prod(first) if set(behind) <= {1} and len(first) == 1 else None
+
+
+def _repeat(value: Tensor, *repeats: Any) -> Tensor:
+    """A repeated tensor, one copy behind the other."""
+    times = _repeated(value, *repeats)
+    assert times is not None
+    sizes = repeats[0] if len(repeats) == 1 and not isinstance(repeats[0], int) else repeats
+    copies = value.expand(times, *value.shape)
+    return copies if len(sizes) > value.dim() else copies.flatten(0, 1)
 
 
 def _scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None, behind: int = 0) -> Tensor:

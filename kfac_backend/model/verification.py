@@ -138,18 +138,14 @@ class Proof:
             verify_divided(self._model, assignment, x)
             f, assignment, candidates = verify_uses(self._model, assignment, x)
             self.output_dim = f.dim() if isinstance(f, Tensor) else 0
+            once: dict[str, NotImplementedError] = {}
             if by_example:
-                try:
-                    assignment = find_runs(self._model, assignment, x)
-                except Refusal as shared:  # what runs once for all examples may be followed, too
-                    candidates = shared.errors | candidates
-                    assignment = assignment.without(shared.errors)
-                    assignment = find_runs(self._model, assignment, x)
-            if candidates:
+                assignment, once = find_runs(self._model, assignment, x)
+            if candidates or once:
                 if not by_example:
                     raise Refusal(candidates)
-                assignment = follow(self._model, assignment, x, candidates)
-                verify_followed(self._model, assignment, x, candidates)
+                assignment = follow(self._model, assignment, x, candidates, once)
+                verify_followed(self._model, assignment, x, candidates | once)
         if not self._independence_verified and (N is None or N > 1):
             again = with_first_again(x, self.plan.splits) if by_example else (x, None)
             while True:
@@ -347,6 +343,7 @@ def follow(
     assignment: RuleAssignment,
     x: Any,
     candidates: Mapping[str, NotImplementedError],
+    once: Mapping[str, NotImplementedError],
 ) -> RuleAssignment:
     """The assignment with parameters that are followed operation by operation.
 
@@ -357,10 +354,12 @@ def follow(
         assignment: its tracked layers, with their runs.
         x: some examples.
         candidates: the parameters to follow, with an error for each if it cannot be.
+        once: the same for those of layers whose output is followed, see `find_runs`.
 
     Raises:
         Refusal: parameters that cannot be followed.
     """
+    errors = {**candidates, **once}
     places: dict[str, tuple[nn.Module, str]] = {}
     names = {id(p): name for name, p in model.named_parameters()}
     for module in model.modules():
@@ -395,7 +394,7 @@ def follow(
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise Refusal(candidates) from error
+        raise Refusal(errors) from error
     tried = made[-1]
     assert isinstance(tried, Trial)
     layers = list(dict.fromkeys(w for w in operations.ways.values() if isinstance(w, TrackedLayer)))
@@ -406,7 +405,7 @@ def follow(
         raise Refusal(
             {
                 name: NotImplementedError(f"{error} What it does: '{name}' {why[name]}.")
-                for name, error in candidates.items()
+                for name, error in errors.items()
                 if name in why
             }
         )
@@ -434,7 +433,7 @@ def verify_followed(
     Raises:
         Refusal: parameters for which that does not hold.
     """
-    names = assignment.operations.names
+    names = list(candidates)
     sums = {name: torch.zeros_like(model.get_parameter(name)).flatten() for name in names}
     rules = {t: t.rule(t.layer, "expand", t.parameters) for t in assignment.layers}
 
@@ -683,22 +682,26 @@ def with_first_again(x: Any, splits: bool = True) -> tuple[Any, Tensor | None]:
     return (again, numbers) if type(again) is type(x) else (x, None)
 
 
-def find_runs(model: nn.Module, assignment: RuleAssignment, x: Any) -> RuleAssignment:
+def find_runs(
+    model: nn.Module, assignment: RuleAssignment, x: Any
+) -> tuple[RuleAssignment, dict[str, NotImplementedError]]:
     """The assignment, completed by the runs of layers that do not work on rows of examples.
 
-    There are two kinds. A run on an input that all examples share, such as an embedding of
-    positions, has an input of the same shape for one example as for two. The model broadcasts its
-    output; a copy of it for each example changes no number, and gets that example's gradient. And a
-    run whose output passes no derivative on, of a parameter with other runs that do, is a constant:
-    it does not count as a use of the parameter.
+    A run on an input that all examples share, such as an embedding of positions, has an input of
+    the same shape for one example as for two. If the model broadcasts its output, a copy of it for
+    each example changes no number, and gets that example's gradient; else the output is followed to
+    where it meets the examples (`follow`). A run on several rows of each example has a multiple of
+    the rows for two. And a run whose output passes no derivative on, of a parameter with other runs
+    that do, is a constant: it does not count as a use of the parameter.
 
     Args:
         model: the model.
         assignment: its tracked layers.
         x: some examples; if they cannot be taken apart, the assignment is returned as it is.
 
-    Raises:
-        NotImplementedError: outputs that the model does not broadcast.
+    Returns:
+        The assignment, and the parameters of layers whose output must be followed, with an error
+        for each if it cannot be.
     """
     try:
         one, twins = (examples(x, torch.tensor(numbers)) for numbers in ([0], [0, 0]))
@@ -707,7 +710,7 @@ def find_runs(model: nn.Module, assignment: RuleAssignment, x: Any) -> RuleAssig
     except Exception as error:  # if the whole batch fails, too, the pass reports it with its cause
         if is_out_of_memory(error):
             raise
-        return assignment
+        return assignment, {}
     shared = {
         (tracked, number): shape
         for tracked, seen in shapes.items()
@@ -716,7 +719,7 @@ def find_runs(model: nn.Module, assignment: RuleAssignment, x: Any) -> RuleAssig
         if shape is not None and shape == of_two and runs[tracked][number] != "constant"
     }
     if not shared:
-        return _with_runs(assignment, _with_folds(runs, shapes, shapes_of_two))
+        return _with_runs(assignment, _with_folds(runs, shapes, shapes_of_two)), {}
     # A first axis with one entry may be a batch axis, or an axis of positions of which there is
     # one. Both are tried; only with the right one the output stays the same.
     for first in (True, False):
@@ -726,7 +729,9 @@ def find_runs(model: nn.Module, assignment: RuleAssignment, x: Any) -> RuleAssig
         known = _with_runs(assignment, runs)
         error = _wrong(model, known, twins)
         if error is None:
-            return _with_runs(assignment, _with_folds(runs, shapes, shapes_of_two))
+            return _with_runs(assignment, _with_folds(runs, shapes, shapes_of_two)), {}
+    for tracked, number in shared:
+        runs[tracked][number] = "followed"
     layers = dict.fromkeys(tracked for tracked, _ in shared)
     message = (
         f"{' and '.join(map(str, layers))} has the same input for all examples, and its output "
@@ -735,7 +740,8 @@ def find_runs(model: nn.Module, assignment: RuleAssignment, x: Any) -> RuleAssig
         "(N, ...), or freeze it (requires_grad_(False))."
     )
     names = [name for tracked in layers for name in tracked.parameters.values()]
-    raise Refusal(dict.fromkeys(names, NotImplementedError(message))) from error
+    known = _with_runs(assignment, _with_folds(runs, shapes, shapes_of_two))
+    return known, dict.fromkeys(names, NotImplementedError(message))
 
 
 def _with_folds(

@@ -137,10 +137,6 @@ OWN = {
         ),
         {"queries": zeros(2, 3)},
     ),
-    "layer on what all share, not broadcast": (
-        lambda m, x: m.head(torch.tanh(x.mean(1) * m.pos(torch.ones(5, 3).double()).sum(0))),
-        {"pos": nn.Linear(3, 3)},
-    ),
     "sequence first": (
         lambda m, x: m.head((x.transpose(0, 1) * m.s + m.p).tanh().mean(0)),
         {"s": zeros(3), "p": zeros(4, 1, 3)},
@@ -284,6 +280,55 @@ def test_as_the_layer_itself(case, mode):
     other = factors(reference, x, kfac_approx="reduce" if mode == "expand" else "expand")
     name = next(name for name in expected.blocks if name.endswith("weight") and "head" not in name)
     assert error(found.to_dense(name), other.to_dense(name)) > 0.02
+
+
+def scores(m, x, tables):
+    """As DeBERTa: projections of a table of relative positions, repeated for all heads."""
+    index = torch.tensor([[0, 1], [2, 0]])
+    q = m.query(x).unflatten(-1, (2, -1)).transpose(1, 2).flatten(0, 1)  # (N·h, 2, d / h)
+    bias = [(table @ q.mT).mT[:, torch.arange(2)[:, None], index].tanh() for table in tables(m, x)]
+    weights = (q @ q.mT + bias[0] + bias[1]).softmax(-1)
+    return m.head((weights @ q).unflatten(0, (-1, 2)).transpose(1, 2).flatten(2).mean(1))
+
+
+def shared_tables(m, x):
+    for layer in (m.query, m.key):
+        table = layer(m.norm(m.table.weight)).unflatten(-1, (2, -1)).transpose(0, 1)
+        yield table.repeat(len(x), 1, 1)
+
+
+def tables_for_each(m, x):
+    for layer in (m.query, m.key):
+        ids = torch.arange(3).expand(len(x), 3)
+        table = layer(m.norm(m.table(ids))).unflatten(-1, (2, -1)).transpose(1, 2)
+        yield table.flatten(0, 1)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("batched", [False, True])
+def test_layers_that_run_once_and_whose_outputs_are_not_broadcast(batched):
+    """Each layer's block is as if it ran for each example; that of the table is exact."""
+
+    def layers():
+        return {
+            "table": nn.Embedding(3, 4),
+            "norm": nn.LayerNorm(4),
+            "query": nn.Linear(4, 4),
+            "key": nn.Linear(4, 4),
+            "head": head(4),
+        }
+
+    model = Model(lambda m, x: scores(m, x, shared_tables), **layers())
+    each = Model(lambda m, x: scores(m, x, tables_for_each), **layers())
+    each.load_state_dict(model.state_dict())
+    x = normal(5, 2, 4)
+    exact = dense_ggn_blocks(model, x, "classification")["table.weight"]
+    for mode in MODES:
+        found = factors(model, x, kfac_approx=mode, batched=batched)
+        expected = factors(each, x, kfac_approx=mode)
+        blocks = {name: expected.to_dense(name) for name in expected.blocks}
+        assert error(blocks["table.weight"], exact) > 0.02
+        assert_blocks(found, blocks | {"table.weight": exact})
 
 
 def test_derived_layers_with_other_arguments():
