@@ -306,7 +306,8 @@ class Capture:
         if isinstance(run, SharedAxes) and run.are_those_of(a) and N is not None:
             a, output = run.for_each_example(a, N), run.for_each_example(output, N)
         rows = rows_of(tracked, a)
-        if run == "folded" and rows is None and N:
+        # Where a mask hides positions, those of folded rows would have to be folded, too.
+        if run == "folded" and current_rows() is None and N:
             rows = folded_rows(len(a), N, a.device)
         seen = Use(a if rows is None else rows.flatten(a), rows)
         if run != "constant":

@@ -374,6 +374,9 @@ class Trial(Follower):
 
     def _way(self, call: _Call, outputs: list[Tensor], time: int) -> Any:
         """What the operation is: "computed", an axis, or a layer."""
+        use = _weight_use(call.func, call.args, call.kwargs)
+        if self.inside and use is not None and self._expression(use.weight):
+            raise _Refused(f"is computed with before it is the weight of layer {self.inside[-1]}")
         if self.inside and self.inside[-1].layer not in self._once:
             raise _Refused(f"goes through layer {self.inside[-1]} once for all examples")
         one = self._seen.get(call.key, [])
@@ -387,7 +390,6 @@ class Trial(Follower):
         axis = _grown_axis(one[time], shapes)
         if axis is None:
             raise _Refused(f"meets {call}, whose output has no axis of examples")
-        use = _weight_use(call.func, call.args, call.kwargs)
         if use is not None and not self._expression(use.a):
             return self._layer_of(call, use, shapes[0], axis)
         if call.func in PRODUCTS:
@@ -419,7 +421,8 @@ class Trial(Follower):
         rule: type[Rule] | None = use.rule
         if turned:
             rule = {LinearRule: TransposedLinearRule, TransposedLinearRule: LinearRule}.get(rule)
-        if rule is None or use.a.dim() < 2 - rule.takes_integers:
+        matrix = use.weight.dim() == 2 or "kernel_size" in use.settings
+        if rule is None or not matrix or use.a.dim() < 2 - rule.takes_integers:
             raise _Refused(f"is the weight of {call} in a way without a rule")
         places = {local: self._places[full] for local, full in names.items()}
         layer = FunctionalLayer(places, str(call), use.settings)

@@ -41,12 +41,10 @@ class _Noted(NamedTuple):
     is_bias: bool
 
 
-def reference(
-    model: nn.Module, x: Any, likelihood: str, approx: str
-) -> tuple[Reference, list[str]]:
-    """The blocks by K-FAC's definition and by the GGN's, and parameters without any linear use."""
+def reference(model: nn.Module, x: Any, likelihood: str, approx: str) -> Reference:
+    """The blocks by K-FAC's definition and by the GGN's."""
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    linear, other = _ways(model, parameters, x)
+    other = _other_ways(model, parameters, x)
     uses: dict[tuple[str, int], dict[int, Use]] = {}
     rows: dict[str, list[Tensor]] = {name: [] for name in parameters}
     outputs = []
@@ -64,8 +62,7 @@ def reference(
             for seen, leaf, g in zip(jacobian, leaves, grads, strict=True):
                 seen.append(torch.zeros_like(leaf) if g is None else g)
         J = [torch.stack(seen) for seen in jacobian]  # (T·C, ...)
-        hessians = loss_hessians([f.detach()], likelihood)[0]
-        roots = [_root(Lambda) for Lambda in hessians]
+        roots = [_root(Lambda) for Lambda in loss_hessians([f.detach()], likelihood)[0]]
         for name, of_parameter in zip(parameters, J, strict=False):
             by_term = of_parameter.reshape(T, C, -1)
             rows[name] += [roots[t].T @ by_term[t] for t in range(T)]
@@ -96,7 +93,7 @@ def reference(
         product = both[0] if len(both) == 1 else nearest_kronecker(both)
         products.setdefault(name, []).append(product)
     gradients = {name: torch.cat(of_name).detach() for name, of_name in rows.items()}
-    return Reference(products, gradients), [name for name in parameters if name not in linear]
+    return Reference(products, gradients)
 
 
 def _complete(uses: list[Use], N: int) -> list[Use]:
@@ -107,23 +104,20 @@ def _complete(uses: list[Use], N: int) -> list[Use]:
     return uses
 
 
-def _ways(model: nn.Module, parameters: dict[str, Tensor], x: Any) -> tuple[set[str], set[str]]:
-    """The parameters with a linear use, and those that act in another way, too.
+def _other_ways(model: nn.Module, parameters: dict[str, Tensor], x: Any) -> set[str]:
+    """The parameters that also act in another way than by linear uses.
 
-    For the second the linear uses' weights are detached: what still has a gradient acts elsewhere.
+    In these their weights are detached: what still has a gradient acts elsewhere.
     """
     one = {k: v[:1] for k, v in x.items()} if isinstance(x, dict) else x[:1]
-    with _watched(parameters, detach=True) as noted:
+    with _watched(parameters, detach=True):
         f = _output(model, one)
-    linear = {use.name for use in noted}
     if not f.requires_grad:
-        return linear, set()
-    torch.manual_seed(0)
-    grads = torch.autograd.grad(
-        (f * torch.randn_like(f)).sum(), list(parameters.values()), allow_unused=True
-    )
-    other = {n for n, g in zip(parameters, grads, strict=True) if g is not None and g.any()}
-    return linear - other, other
+        return set()
+    u = torch.randn(f.shape, generator=torch.Generator().manual_seed(0), dtype=f.dtype)
+    leaves = list(parameters.values())
+    grads = torch.autograd.grad((f * u).sum(), leaves, allow_unused=True)
+    return {n for n, g in zip(parameters, grads, strict=True) if g is not None and g.any()}
 
 
 def _output(model: nn.Module, one: Any) -> Tensor:

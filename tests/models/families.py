@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["DEFAULT", "FAMILIES", "Case"]
+__all__ = ["DEFAULT", "FAMILIES", "REFUSED", "Case"]
 
 N, CLASSES, TOKENS, VOCABULARY, PIXELS = 3, 3, 4, 11, 32
 
@@ -261,7 +261,6 @@ def _timm_resnet(block: str = "BasicBlock", **more: Any) -> Callable[[], Case]:
 
 def _timm_efficientnet(name: str) -> Callable[[], Case]:
     def make() -> Case:
-        from timm.layers import Conv2dSame  # noqa: F401
         from timm.models._efficientnet_builder import decode_arch_def, round_channels
         from timm.models.efficientnet import EfficientNet
 
@@ -664,3 +663,10 @@ DEFAULT = [
     "peft LoRA",
 ]
 """Those of the default suite; the others are marked slow."""
+
+REFUSED = {
+    "transformers Mixtral": "is computed with before it is the weight of linear",
+    "transformers wav2vec 2.0": "is computed with before it is the weight of layer",
+    "timm NFNet (weight standardisation)": "is computed with before it is the weight of conv2d",
+}
+"""What the error says of those that are not accepted: weights that are computed of parameters."""

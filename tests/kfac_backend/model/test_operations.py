@@ -428,6 +428,33 @@ def test_a_longer_loop_and_other_operations_in_another_batch():
         kronecker_factors(changing, data, "classification")
 
 
+def test_masked_positions_of_folded_rows_are_not_guessed():
+    class Folded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.head = nn.Linear(3, 3), head()
+
+        def forward(self, x, attention_mask):
+            windows = self.fc(x.unflatten(1, (2, 2)).flatten(0, 1)).tanh()
+            tokens = windows.unflatten(0, (-1, 2)).flatten(1, 2)
+            return self.head((tokens * attention_mask[..., None]).mean(1))
+
+    model, x, labels = randomize(Folded()), normal(3, 4, 3), torch.tensor([0, 1, 2])
+    mask = torch.ones(3, 4).long()
+    factors = kronecker_factors(
+        model,
+        [{"x": x, "attention_mask": mask, "labels": labels}],
+        "classification",
+        kfac_approx="reduce",
+    )
+    assert factors.blocks["fc.weight"].num_terms == 3
+    mask[0, 3] = 0
+    with pytest.raises(NotImplementedError, match="'fc' .*got 6 rows in a batch of 3"):
+        kronecker_factors(
+            model, [{"x": x, "attention_mask": mask, "labels": labels}], "classification"
+        )
+
+
 def test_large_ones_have_the_exact_diagonal():
     model = Model(
         lambda m, x: m.head((x + m.positions).tanh().mean(1)),

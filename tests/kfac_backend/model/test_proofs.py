@@ -98,9 +98,29 @@ def test_runs_on_examples_and_on_what_all_share():
         assert_same_blocks(once, factors(each, x, kfac_approx=kfac_approx))
 
 
+def test_what_all_share_and_is_not_broadcast():
+    once = Model(
+        lambda layers, x: layers["fc"](x) / layers["fc"](torch.eye(4).double()).norm(),
+        fc=nn.Linear(4, 2),
+    )
+    each = Model(
+        lambda layers, x: (
+            layers["fc"](x)
+            / layers["fc"](torch.eye(4).double().expand(len(x), 4, 4))
+            .flatten(1)
+            .norm(dim=1, keepdim=True)
+        ),
+        **once.layers,
+    )
+    x = noise(5, 4)
+    for kfac_approx in MODES:
+        found = factors(once, x, kfac_approx=kfac_approx)
+        assert_same_blocks(found, factors(each, x, kfac_approx=kfac_approx))
+
+
 def test_what_all_share_and_no_copy_can_be_given():
     model = Model(
-        lambda layers, x: layers["fc"](x) / layers["fc"](torch.eye(4).double()).norm(),
+        lambda layers, x: layers["fc"](x) / layers["fc"](noise(9, 4))[: len(x)].exp(),
         fc=nn.Linear(4, 2),
     )
     with pytest.raises(NotImplementedError, match="'layers.fc' .*has the same input for all"):
