@@ -310,6 +310,8 @@ def verify_uses(
     layers = []
     unused = []
     for t in assignment.layers:
+        if t in disobedient and not t.built_in:
+            raise _something_else(t)  # a user's rule: it is wrong, and not just for other layers
         if t in disobedient:
             candidates |= dict.fromkeys(t.parameters.values(), _something_else(t))
         elif t in rules:
