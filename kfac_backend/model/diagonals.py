@@ -66,7 +66,7 @@ def _all_at_once(
 
     def of_one(x_n: Any, u_n: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         one = {k: v[None] for k, v in x_n.items()} if isinstance(x_n, dict) else x_n[None]
-        f_n, pull = vjp(lambda values: call_with(model, values, one)[0], parameters)
+        f_n, pull, *_ = vjp(lambda values: call_with(model, values, one)[0], parameters)
         (gradients,) = vmap(pull)(u_n)  # (V, ...)
         return f_n, {name: g.square().sum(0) for name, g in gradients.items()}
 

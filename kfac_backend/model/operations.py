@@ -179,7 +179,8 @@ class Follower(TorchFunctionMode):
         twin = (output.detach() if known is None else known.twin) + zeros
         key = self._operations.key(run.tracked.name, run.number)
         value = output.detach()
-        self._know(value, twin, key, {**({} if known is None else known.leaves), run: zeros})
+        leaves: Leaves = {} if known is None else known.leaves
+        self._know(value, twin, key, {**leaves, run: zeros})
         return value
 
     def _run(self, call: _Call) -> Any:
@@ -251,7 +252,7 @@ class Follower(TorchFunctionMode):
             )
         return self._layer(tracked, use.a, call.run())
 
-    def _know(self, value: Tensor, twin: Tensor, key: int, leaves: Mapping[str, Tensor]) -> None:
+    def _know(self, value: Tensor, twin: Tensor, key: int, leaves: Leaves) -> None:
         self._known[id(value)] = Expression(value, twin, key, leaves)
 
     def _twin(self, value: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Which trainable parameters have a rule; whatever has none is an error that names it."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from kfac_backend.options import Unsupported
 __all__ = [
     "DividedLayer",
     "Operations",
+    "Refusal",
     "RuleAssignment",
     "TrackedLayer",
     "check_module",
@@ -126,6 +127,28 @@ class RuleAssignment:
             unknown={name: error for name, error in self.unknown.items() if name not in names},
             operations=self.operations.without(names),
         )
+
+
+class Refusal(NotImplementedError):
+    """Parameters whose uses cannot be followed.
+
+    Args:
+        errors: name -> the error that says why.
+        divided: layers whose parts are not what they compute.
+    """
+
+    def __init__(
+        self,
+        errors: Mapping[str, NotImplementedError],
+        divided: Collection[DividedLayer] = (),
+    ) -> None:
+        self.errors, self.divided = dict(errors), divided
+        super().__init__(str(self.first))
+
+    @property
+    def first(self) -> NotImplementedError:
+        """The first error."""
+        return next(iter(self.errors.values()))
 
 
 def assign_rules(model: nn.Module, unsupported: Unsupported = "error") -> RuleAssignment:

@@ -22,7 +22,7 @@ from kfac_backend.model.comparison import DtypesInUse
 from tests.models.brute_force import Reference, reference
 from tests.models.families import FAMILIES, Case
 
-__all__ = ["Outcome", "check", "outcome"]
+__all__ = ["Outcome", "check", "outcome", "table"]
 
 MODES = ("expand", "reduce")
 TOLERANCE = 1e-8
@@ -124,6 +124,27 @@ def _times(products: Iterable[tuple[Tensor, Tensor]], v: Tensor) -> Tensor:
 def _error(found: Tensor, expected: Tensor) -> float:
     scale = expected.norm().clamp(min=1e-12)
     return float((found - expected).norm() / scale) if found.shape == expected.shape else torch.inf
+
+
+def table(families: list[Outcome], before: dict[str, dict[str, str]]) -> str:
+    """The outcomes as Markdown, a row for each library.
+
+    Args:
+        families: of each family, what `outcome` returned.
+        before: family -> mode -> "exact", "refused" or "raw", at an earlier commit.
+    """
+    rows: dict[str, tuple[list[str], list[str], list[bool]]] = {}
+    for row in families:
+        library, _, name = row["family"].partition(" ")
+        accepted, refused, were = rows.setdefault(library if name else "none", ([], [], []))
+        exact = all(row[mode] == "exact" for mode in MODES)
+        (accepted if exact else refused).append(name or library)
+        were.append(all(before[row["family"]][mode] == "exact" for mode in MODES))
+    lines = ["| library | exact in both modes | refused | before |", "|---|---|---|---|"]
+    for library, (accepted, refused, were) in rows.items():
+        counts = f"{sum(were)} of {len(were)}"
+        lines.append(f"| {library} | {', '.join(accepted)} | {', '.join(refused)} | {counts} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
