@@ -658,7 +658,7 @@ DEFAULT = [
     "transformers Swin",
     "timm ViT",
     "timm BEiT",
-    "torchvision ResNet",
+    "timm EfficientNet (TensorFlow's padding)",
     "torchvision ConvNeXt",
     "peft LoRA",
 ]

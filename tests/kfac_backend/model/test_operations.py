@@ -473,11 +473,28 @@ def test_large_ones_have_the_exact_diagonal():
     assert_close(block.B.flatten(), exact)
 
 
-@pytest.mark.parametrize(
-    "case", ["class token", "table of a folded attention", "several biases in one"]
-)
-def test_the_covariance_of_the_predictive(case):
-    function, own = OWN[case]
+PREDICTED = {
+    **{name: OWN[name] for name in ("class token", "table of a folded attention", "used twice")},
+    "several biases in one": OWN["several biases in one"],
+    "folded windows": (LAYERS["folded windows"][0], {"fc": nn.Linear(3, 3)}),
+    "outputs that are followed": (
+        lambda m, x: scores(m, x[:, :2].repeat(1, 1, 2)[..., :4], shared_tables),
+        {
+            "table": nn.Embedding(3, 4),
+            "norm": nn.LayerNorm(4),
+            "query": nn.Linear(4, 4),
+            "key": nn.Linear(4, 4),
+            "head": head(4),
+        },
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("case", PREDICTED)
+def test_the_covariance_of_the_predictive(case, batched):
+    function, own = PREDICTED[case]
     model, x = Model(function, **{"head": head(), **own}), normal(5, 4, 3)
     found = factors(model, x)
     precision = {}
@@ -490,7 +507,7 @@ def test_the_covariance_of_the_predictive(case):
         J = jacobians[name].flatten(2)
         H = found.to_dense(name)
         covariance += J @ torch.linalg.inv(H + 0.7 * torch.eye(len(H)).double()) @ J.mT
-    f, does = OutputCovariance(model, precision)(x)
+    f, does = OutputCovariance(model, precision, batched=batched)(x)
     assert_close(f, model(x).detach())
     assert_close(does, covariance)
 
