@@ -76,6 +76,10 @@ class Capture:
         self._make_follower = follower
         self._follower: Follower | None = None
         self._handles: list[RemovableHandle] = []
+        self.folds = False
+        """Whether rows of the last forward pass were taken for several of each example."""
+        self.not_folded: list[TrackedLayer] = []
+        """Layers whose rows should have been several of each example, but are no multiple."""
         # The state of one forward pass and its backward passes; `forward` clears it.
         self._sources: list[Tensor] = []  # leaves, at which the backward passes end
         self._num_examples: int | None = None
@@ -101,6 +105,8 @@ class Capture:
 
     def forward(self, x: Any) -> Any:
         """The model's output at x, with a graph down to the first tracked outputs."""
+        self.folds = False
+        self.not_folded.clear()
         self._sources.clear()
         self._number.clear()
         self._reached.clear()
@@ -212,6 +218,7 @@ class Capture:
                     "examples; say which example each row belongs to (examples_of_rows), or freeze "
                     "them (requires_grad_(False))."
                 )
+        self.folds = self.folds or fold > 1
         source = expression.value.detach().expand(M, *expression.value.shape).requires_grad_()
         self._sources.append(source)
         examples = M // fold if rows is None else rows.num_examples
@@ -302,6 +309,8 @@ class Capture:
         number, run = self._run(tracked)
         N = self._num_examples
         if run == "followed" and self._follower is not None and N is not None:
+            if output.requires_grad:  # it depends on the examples
+                raise _other_runs(tracked, f"on examples in run {number + 1}")
             return self._begun(tracked, number, a.expand(N, *a.shape), output)
         if isinstance(run, SharedAxes) and run.are_those_of(a) and N is not None:
             a, output = run.for_each_example(a, N), run.for_each_example(output, N)
@@ -309,6 +318,9 @@ class Capture:
         # Where a mask hides positions, those of folded rows would have to be folded, too.
         if run == "folded" and current_rows() is None and N:
             rows = folded_rows(len(a), N, a.device)
+            self.folds = True
+            if len(a) % N:
+                self.not_folded.append(tracked)
         seen = Use(a if rows is None else rows.flatten(a), rows)
         if run != "constant":
             self._on_input(tracked, seen)

@@ -237,7 +237,10 @@ class Follower(TorchFunctionMode):
                 copies[id(e.value)] = _aligned(self._copies(e, M), axis)
         output = call.run(lambda value: copies.get(id(value), value))
         if not isinstance(output, Tensor) or output.dim() < -axis or output.shape[axis] != M:
-            raise _Refused(f"meets {call}, which takes no copy of it for each example")
+            raise NotImplementedError(
+                f"{_names(call)} meets {call} in this batch, which takes no copy of it for each "
+                'example. Freeze it (requires_grad_(False)), or pass unsupported="diagonal".'
+            )
         return output
 
     def _met_as_weight(self, call: _Call, tracked: TrackedLayer) -> Any:

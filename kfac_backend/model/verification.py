@@ -440,6 +440,8 @@ def verify_independence(
     )
     with capture:
         f = capture.forward(x)
+        for tracked in capture.not_folded:
+            raise _Mixed(f"Layer {tracked} got rows in no multiple of the examples.", tracked)
         if not isinstance(f, Tensor) or f.dim() < 2:
             return False, {}  # a wrong output is reported with the targets
         if not torch.isfinite(f).all():
@@ -452,6 +454,18 @@ def verify_independence(
         is_first = numbers == 0
         of_first = is_first.view(-1, *[1] * (f.dim() - 1))
         capture.backward(f, [u * of_first, u * ~of_first])
+        if capture.folds and finite:
+            by_pair, reached = reached, {}
+            # Each bit of the examples' numbers tells two halves of them apart, and all bits each
+            # from each: rows that were chosen by their values are not so many of every example.
+            for bit in range((len(f) - 1).bit_length()):
+                half = (torch.arange(len(f), device=f.device) >> bit & 1).bool()
+                of_half = half.view_as(of_first)
+                capture.backward(f, [u * of_half, u * ~of_half])
+                for (tracked, use), seen in reached.items():
+                    _check_folded(tracked, use, seen, half)
+                reached.clear()
+            reached = by_pair
     if not finite:
         return False, {}  # 0 · NaN is NaN in every row; the eigenvalues will name the layer
     for (tracked, use), seen in reached.items():
@@ -486,6 +500,30 @@ def verify_independence(
                 tracked,
             )
     return len(f) > 1, capture.runs
+
+
+def _check_folded(tracked: TrackedLayer, use: Use, seen: list[Tensor], half: Tensor) -> None:
+    """Raise an error unless the gradients of each half of the examples reach its rows alone.
+
+    Args:
+        tracked: a layer.
+        use: one run of it.
+        seen: which rows are reached by the one half, and by the other, if they reach any.
+        half: (N,) which examples the one half are.
+    """
+    if len(seen) < 2:
+        return
+    if use.rows is not None:
+        own = torch.cat([half, half[:1]])[use.rows.index]
+    elif len(seen[0]) == len(half):
+        own = half
+    else:
+        return
+    if (seen[0] & ~own).any() or (seen[1] & own).any():
+        if isinstance(tracked.layer, OwnParameter):
+            names = list(tracked.parameters.values())
+            raise Refusal(dict.fromkeys(names, no_copies(names)))
+        raise _Mixed(f"In layer {tracked} the rows of different examples mix.", tracked)
 
 
 def with_first_again(x: Any, splits: bool = True) -> tuple[Any, Tensor | None]:

@@ -428,6 +428,31 @@ def test_a_longer_loop_and_other_operations_in_another_batch():
         kronecker_factors(changing, data, "classification")
 
 
+def test_rows_that_were_chosen_by_their_values_are_not_taken_for_folded():
+    """Experts get as many rows of all examples together as folded ones, not of each."""
+
+    def routed(m, x):
+        rows = x.flatten(0, 1)
+        chosen = rows[:, 0] > 0
+        h = torch.zeros_like(rows)
+        h[chosen] = m.fc(rows[chosen])
+        return m.head(h.view_as(x).tanh().mean(1))
+
+    model, x = Model(routed, fc=nn.Linear(3, 3), head=head()), normal(5, 4, 3)
+    x[..., 0] = torch.tensor([[1.0, 1, -1, -1]])  # two of each, and so it is with folded rows
+    counts = [2, 2, 3, 1, 2]  # two of each on average, and of the first
+    uneven = x.clone()
+    for n, count in enumerate(counts):
+        uneven[n, :, 0] = torch.where(torch.arange(4) < count, 1.0, -1.0)
+    assert factors(model, x, kfac_approx="reduce").blocks
+    with pytest.raises(NotImplementedError, match="'fc' .*got 10 rows in a batch of 5"):
+        factors(model, uneven, kfac_approx="reduce")
+    assert factors(model, uneven).blocks  # expand need not know
+    with pytest.raises(NotImplementedError, match="'fc' .*got 9 rows in a batch of 5"):
+        factors(model, torch.where(uneven == uneven[2, 0, 0], uneven, uneven)[[0, 1, 4, 0, 3]],
+                kfac_approx="reduce")  # fmt: skip
+
+
 def test_masked_positions_of_folded_rows_are_not_guessed():
     class Folded(nn.Module):
         def __init__(self):
