@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: train test test-slow test-lowest lint format bench exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study uci update-step-timing gpt-timing natural-gradient
+.PHONY: train test test-slow test-lowest lint format bench exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study uci update-step-timing gpt-timing natural-gradient models
 
 train: $(INSTALLED)  ## train on the built-in digits, learn the weight decays, write runs/digits
 	$(BIN)/marglik train --config digits
@@ -28,6 +28,10 @@ bench: $(INSTALLED)  ## curvature pass, evidence update and predictive against t
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
 	$(BIN)/python -m experiments.bench_curvature
 	$(BIN)/python -m experiments.bench_predictive
+
+models: $(INSTALLED)  ## seventy families of models of other libraries against brute force: five minutes
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[models]'
+	$(BIN)/python -m tests.models.matrix --json experiments/results/models/models.json
 
 exactness: $(INSTALLED)  ## where the modes are exact, after the paper's figures 1 and 2: half a minute
 	$(BIN)/python -m experiments.exactness

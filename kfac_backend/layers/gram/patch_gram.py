@@ -184,9 +184,7 @@ def _missing_zeros(window: Window) -> int:
     return max(0, reach - (window.padded - len(window.content)))
 
 
-def _rows_first(
-    image: Float[Tensor, "N C H W"], y: Window, x: Window
-) -> Float[Tensor, "H N Wp C"]:
+def _rows_first(image: Float[Tensor, "N C H W"], y: Window, x: Window) -> Float[Tensor, "H N Wp C"]:
     """The rows of ``y.content``, padded along the width, with zeros behind each for every shift.
 
     The pairs of rows at one lag are then two slices of memory, and no product meets rows of zeros.
