@@ -175,7 +175,8 @@ def run(problem: Problem, method: Method, config: Config) -> Row:
 def first_reaching(curve: Row, metric: str, target: float) -> int | None:
     """The first step at which the validation data's metric is at the target or better, if any."""
     lower = metric == "loss"
-    for step, value in zip(curve["step"], curve[metric], strict=True):
+    # A run that diverges before the first measurement has no values.
+    for step, value in zip(curve["step"], curve.get(metric, []), strict=True):
         if value <= target if lower else value >= target:
             return step
     return None
