@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from kfac_backend.optimizer.options import PreconditionerOptions
 from kfac_backend.optimizer.preconditioner import KfacPreconditioner
+from kfac_backend.optimizer.training_pass import MeanOver
 from kfac_backend.options import CurvatureKeywords, CurvatureOptions, Likelihood, check_option
 
 __all__ = ["KFAC", "BaseOptimizer"]
@@ -45,6 +46,7 @@ class KFAC(Optimizer):
         options: how factors become a preconditioner.
         curvature: how factors are made.
         exclude: patterns of parameters that keep their plain gradients.
+        mean_over: what the loss is a mean over.
         seed: of fisher="mc"'s labels.
         error_if_nonfinite: whether gradients with NaN or infinity are an error.
         keywords: single options of the curvature.
@@ -69,6 +71,7 @@ class KFAC(Optimizer):
         options: PreconditionerOptions = PreconditionerOptions(),  # noqa: B008
         curvature: CurvatureOptions = CurvatureOptions(fisher="mc"),  # noqa: B008
         exclude: Sequence[str] = (),
+        mean_over: MeanOver = "terms",
         seed: int = 0,
         error_if_nonfinite: bool = True,
         **keywords: Unpack[CurvatureKeywords],
@@ -92,6 +95,7 @@ class KFAC(Optimizer):
             options,
             curvature,
             exclude=exclude,
+            mean_over=mean_over,
             seed=seed,
             error_if_nonfinite=error_if_nonfinite,
             **keywords,

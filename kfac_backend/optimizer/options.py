@@ -18,8 +18,8 @@ Interval = int | Callable[[int], int]
 class PreconditionerOptions:
     """How factors become a preconditioner; `CurvatureOptions` says how factors are made.
 
-    The defaults are those of the paper's graph experiment but for the damping, which has to be
-    tuned together with the learning rate.
+    Learning rate and damping have to be tuned together. The defaults bear learning rates from 0.05
+    to 0.3 on the digits, where without ``norm_control`` most of them diverge.
 
     Args:
         damping: λ > 0, added to the curvature of the mean loss. Tune it first.
@@ -33,9 +33,9 @@ class PreconditionerOptions:
         update_every: steps from one new preconditioner to the next, out of the latest factors.
         ema_decay: ρ of the factors' moving average F ← ρF + (1 − ρ)F_batch, corrected for its
             start; 0 takes the latest factors alone.
-        norm_control: "none"; "kl_clip" scales all preconditioned gradients p̂ by min(1, √(κ / (η²
-            Σ⟨p̂, g⟩))), κ = ``norm_limit`` and η the learning rate (Ba et al. 2017);
-            "gradient_clip" scales all gradients to a norm of ``norm_limit`` at most; "graft"
+        norm_control: "none", as in the paper; "kl_clip" scales all preconditioned gradients p̂ by
+            min(1, √(κ / (η² Σ⟨p̂, g⟩))), κ = ``norm_limit`` and η the learning rate (Ba et al.
+            2017); "gradient_clip" scales all gradients to a norm of ``norm_limit`` at most; "graft"
             gives each preconditioned gradient the norm that its gradient had, so that the base
             optimiser's learning rate can stay.
         norm_limit: see there.
@@ -44,13 +44,13 @@ class PreconditionerOptions:
         ValueError: an option that is not supported.
     """
 
-    damping: float = 1e-2
+    damping: float = 0.1
     damping_on: DampingOn = "factors"
     balanced: bool = True
     factor_every: Interval = 10
     update_every: Interval = 10
     ema_decay: float = 0.0
-    norm_control: NormControl = "none"
+    norm_control: NormControl = "kl_clip"
     norm_limit: float = 1e-3
 
     def __post_init__(self) -> None:

@@ -24,11 +24,12 @@ from kfac_backend.optimizer.damped_inverse import (
     kl_clip_factor,
 )
 from kfac_backend.optimizer.options import PreconditionerOptions, interval_at
-from kfac_backend.optimizer.training_pass import TrainingPass
+from kfac_backend.optimizer.training_pass import MeanOver, TrainingPass
 from kfac_backend.options import (
     CurvatureKeywords,
     CurvatureOptions,
     Likelihood,
+    check_option,
     check_positive,
 )
 from kfac_backend.threads import map_on_cores
@@ -46,13 +47,13 @@ class KfacPreconditioner:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
     for x, y in loader:
         F.cross_entropy(model(x), y).backward()
-        preconditioner.step()
+        preconditioner.step(lr=0.1)
         optimizer.step()
         optimizer.zero_grad()
     ```
 
-    The loss is taken to be the mean of −log p(y|f) over the examples, or over their loss terms,
-    with any further terms. Another constant in front of it changes what λ means, and nothing else.
+    The loss is taken to be a mean of −log p(y|f) (``mean_over``), with any further terms. Another
+    constant in front of it changes what λ means, and nothing else.
     With gradient accumulation call `step` after the last backward pass: the curvature is of all
     batches since the last step.
 
@@ -79,6 +80,7 @@ class KfacPreconditioner:
             by their gradients, which are zero, where an example has several loss terms or
             ``ignore_index`` is not None.
         exclude: names of parameters, or patterns of them, that keep their plain gradients.
+        mean_over: "terms", as torch's losses are, or "examples", whose several terms are summed.
         seed: of the labels that fisher="mc" draws.
         error_if_nonfinite: whether gradients with NaN or infinity are an error.
         keywords: single options of the curvature, in place of those of ``curvature``.
@@ -97,11 +99,13 @@ class KfacPreconditioner:
         curvature: CurvatureOptions = CurvatureOptions(fisher="mc"),  # noqa: B008
         *,
         exclude: Sequence[str] = (),
+        mean_over: MeanOver = "terms",
         seed: int = 0,
         error_if_nonfinite: bool = True,
         **keywords: Unpack[CurvatureKeywords],
     ) -> None:
         check_module(model)
+        check_option("mean_over", mean_over, MeanOver)
         self.options = options
         """As given."""
         self.error_if_nonfinite = error_if_nonfinite
@@ -115,6 +119,7 @@ class KfacPreconditioner:
             curvature.but(**keywords),
             self._generator,
             _matching(exclude, parameters),
+            mean_over,
         )
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         self._tell_plain(exclude)
@@ -344,7 +349,7 @@ def _check_finite(gradients: Mapping[str, Tensor]) -> None:
     if not gradients:
         return
     largest = torch._foreach_norm(list(gradients.values()), ord=float("inf"))
-    if torch.isfinite(torch.stack([entry.float() for entry in largest])).all():
+    if torch.stack([torch.isfinite(entry) for entry in largest]).all():
         return
     wrong = next(name for name, g in gradients.items() if not torch.isfinite(g).all())
     raise FloatingPointError(

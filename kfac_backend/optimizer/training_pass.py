@@ -11,11 +11,10 @@ graph as it goes.
 """
 
 import inspect
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +41,10 @@ from kfac_backend.options import CurvatureOptions, Likelihood, automatic_mode
 from kfac_backend.precision import backward_arithmetic, full_float32
 from kfac_backend.threads import turn_of
 
-__all__ = ["TrainingPass"]
+__all__ = ["MeanOver", "TrainingPass"]
+
+MeanOver = Literal["terms", "examples"]
+"""What a loss is a mean over: its terms, or examples, each with the sum of its terms."""
 
 
 class TrainingPass(CurvaturePass):
@@ -57,6 +59,7 @@ class TrainingPass(CurvaturePass):
         options: all choices of the pass.
         generator: source of fisher="mc"'s labels, on the model's device.
         left_out: names of parameters that need no block.
+        mean_over: what the loss is a mean over.
 
     Raises:
         ValueError: options that are not for the likelihood, the device, the model's layers, or
@@ -71,6 +74,7 @@ class TrainingPass(CurvaturePass):
         options: CurvatureOptions,
         generator: torch.Generator,
         left_out: frozenset[str] = frozenset(),
+        mean_over: MeanOver = "terms",
     ) -> None:
         if options.batched:
             raise ValueError(
@@ -78,6 +82,7 @@ class TrainingPass(CurvaturePass):
                 "own; use batched=False."
             )
         self._left_out = left_out
+        self._mean_over: MeanOver = mean_over
         self._now: _Forward | None = None
         self._probe = next(model.parameters(), None)
         self.is_due = True
@@ -99,8 +104,7 @@ class TrainingPass(CurvaturePass):
     def reset(self) -> None:
         """Forget the forward passes seen so far."""
         if self._now is not None:
-            self._now.context.close()
-            self._now.capture.forget()
+            self._now.forget()
         self._now = None
         super().reset()
 
@@ -124,9 +128,9 @@ class TrainingPass(CurvaturePass):
                 "there is no curvature. Call the model itself (not a compiled or copied one) with "
                 "gradients, and loss.backward(), before step()."
             )
-        terms = max(self._num_loss_terms, 1)
+        number = max(self._num_loss_terms if self._mean_over == "terms" else self._num_data, 1)
         # The training's own gradients are those of a mean already: T · Σ (b/T)(b/T)ᵀ.
-        scale = float(terms) if self._options.fisher == "empirical" else 1.0 / terms
+        scale = float(number) if self._options.fisher == "empirical" else 1.0 / number
         blocks = assemble_blocks(self._rules)
         self.reset()
         # Not in place, since a weight and its bias may have one B.
@@ -204,16 +208,10 @@ class TrainingPass(CurvaturePass):
         self._check_rows(len(f), hides=forward.mask is not None)
         with self._no_autocast(), full_float32():
             self._end_forward()
+        # The output holds itself by this, and with it the graph, until its gradient has come, or
+        # until the pass is not interested any more.
         forward.f = f
-        # Weak, since the output would otherwise hold itself, and with it the graph.
-        this, its = weakref.ref(self), weakref.ref(forward)
-
-        def hook(g: Tensor) -> None:
-            owner, of_output = this(), its()
-            if owner is not None and of_output is not None:
-                owner._reached(of_output, g)
-
-        f.register_hook(hook)
+        f.register_hook(lambda g: self._reached(forward, g))
 
     def _reached(self, forward: "_Forward", g: Tensor) -> None:
         """The training's backward pass has come to the model's output, with its gradient g."""
@@ -294,7 +292,7 @@ class TrainingPass(CurvaturePass):
         self.is_due = False  # not to see the proof's own forward passes
         try:
             self._model.eval()
-            with turn_of(self._model), full_float32(), self._no_autocast():
+            with turn_of(self._model), full_float32():
                 self._prove_some(x, N)
                 if mask is not None:
                     self._prove_mask(x, mask)
@@ -350,6 +348,12 @@ class _Forward:
     is_over: bool = False
     is_seen: bool = False
     """Whether the backward pass has come to the output."""
+
+    def forget(self) -> None:
+        """Let go of the graph, and of the layers."""
+        self.context.close()
+        self.capture.forget()
+        self.f = None
 
 
 class _ModelHook:

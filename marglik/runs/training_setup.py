@@ -74,13 +74,20 @@ class TrainingSetup:
             method=method,
             lr=prior.lr,
         )
-        optimizer, scheduler = build_optimizer(model, self.optimizer, run.epochs * len(batches))
+        curvature = self.curvature.options(self.splits.targets)
+        optimizer, scheduler = build_optimizer(
+            model,
+            self.optimizer,
+            run.epochs * len(batches),
+            curvature=curvature,
+            seed=run.seed,
+        )
 
         def make_posterior(prior_precision: Tensor, sigma_noise: Tensor) -> Posterior:
             return Posterior(
                 model,
                 "classification",
-                self.curvature.options(self.splits.targets),
+                curvature,
                 prior_precision=prior_precision,
                 temperature=prior.temperature,
             )
@@ -98,6 +105,7 @@ class TrainingSetup:
             curvature_loader=curvature_batches,
             fabric=self.fabric,
             compile_mode=run.compile,
+            prior_is_damping=self.optimizer.kfac.prior_is_damping,
             targets=self.splits.targets,
             monitor=self._monitor(model) if run.monitor else None,
             on_record=log.write if log else None,

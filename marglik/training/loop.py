@@ -82,6 +82,8 @@ class OnlineTraining:
         curvature_loader: data of the curvature pass; None takes the training loader.
         fabric: device and precision; None takes the model's device, in full precision.
         compile_mode: mode of `torch.compile` for the network's steps; None does not compile.
+        prior_is_damping: whether `KFAC`, damped on the product, takes each tensor's weight decay
+            T·δ/N as a part of its damping; without effect on other optimisers.
         targets: how batches give their targets; the options of what ``make_laplace`` returns must
             say the same.
         monitor: called with the epoch's number after each epoch, with the model in eval mode; the
@@ -110,6 +112,7 @@ class OnlineTraining:
         curvature_loader: Loader | None = None,
         fabric: "Fabric | None" = None,
         compile_mode: CompileMode | None = None,
+        prior_is_damping: bool = True,
         targets: TargetOptions = TargetOptions(),  # noqa: B008
         monitor: Callable[[int], Mapping[str, float]] | None = None,
         on_record: Callable[[Record], None] | None = None,
@@ -141,6 +144,7 @@ class OnlineTraining:
             self.fabric,
             scheduler=scheduler,
             compile_mode=compile_mode,
+            prior_is_damping=prior_is_damping,
             targets=targets,
             progress=progress,
         )

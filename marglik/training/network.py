@@ -10,6 +10,9 @@ A group that the data does not need gets an ever larger δ. SGD's step on its pe
 overshoot and diverge once learning rate times weight decay exceeds 2 (1.36 with Nesterov's momentum
 of 0.9); a decay beyond 1 / learning rate, which takes its parameter to zero in one step, is limited
 to that, and the epoch's record names it.
+
+`KFAC` divides by curvature and damping. With damping of the product the prior's curvature, T δ_g/N
+on the same scale, is a part of both, so that a step is one of natural gradient on the posterior.
 """
 
 import time
@@ -24,6 +27,7 @@ from kfac_backend.loss.hessian import check_targets, counted_terms, loss_sum
 from kfac_backend.model.batches import each_batch
 from kfac_backend.model.calls import arguments, logits_of
 from kfac_backend.model.targets import Targets, split_batch
+from kfac_backend.optimizer import KFAC
 from kfac_backend.options import Likelihood, TargetOptions
 from marglik.training.loaders import Loader
 
@@ -50,11 +54,12 @@ class NetworkTraining:
         fabric: device and precision.
         scheduler: stepped after every batch.
         compile_mode: `torch.compile`'s mode for the steps, not compiled if None.
+        prior_is_damping: see `OnlineTraining`.
         targets: how batches give their targets; as for the curvature.
         progress: whether to show a bar over the batches.
 
     Raises:
-        ValueError: an optimiser with a weight decay.
+        ValueError: an optimiser with a weight decay, K-FAC with a compiled model.
     """
 
     def __init__(
@@ -67,6 +72,7 @@ class NetworkTraining:
         *,
         scheduler: LRScheduler | None = None,
         compile_mode: CompileMode | None = None,
+        prior_is_damping: bool = True,
         targets: TargetOptions = TargetOptions(),  # noqa: B008
         progress: bool = False,
     ) -> None:
@@ -74,6 +80,11 @@ class NetworkTraining:
             raise ValueError(
                 "The optimiser has a weight decay of its own; the prior takes its place. "
                 "Set the optimiser's weight_decay to 0."
+            )
+        if compile_mode is not None and isinstance(optimizer, KFAC):
+            raise ValueError(
+                "A compiled model hides its layers from K-FAC (optimizer.name=kfac). Train without "
+                "compile, or with another optimiser."
             )
         self.model = model
         self.loader = loader
@@ -84,6 +95,12 @@ class NetworkTraining:
         self._progress = progress
         # Adam's steps do not grow with the gradient.
         self._is_sgd = isinstance(optimizer, torch.optim.SGD)
+        self._preconditioner = None
+        if isinstance(optimizer, KFAC) and prior_is_damping:
+            options = optimizer.preconditioner.options
+            if options.damping_on == "product":
+                self._preconditioner = optimizer.preconditioner
+                self._own_damping = options.damping
         # Two shapes of batches, the usual one and the last, are compiled; none is made symbolic.
         compiled: Any = (
             model
@@ -108,6 +125,7 @@ class NetworkTraining:
         start = time.perf_counter()
         self.model.train()
         parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self._set_damping(weight_decays, variance)
         limited: dict[str, None] = {}
         totals = torch.zeros(4, dtype=torch.float64, device=parameters[0].device)
         examples = 0
@@ -172,6 +190,18 @@ class NetworkTraining:
             terms = torch.full_like(data_loss, y.numel()) if counted is None else counted.sum()
         sums = (data_loss.detach(), penalty * len(f), correct, terms)
         return torch.stack([value.double() for value in sums])
+
+    def _set_damping(self, decays: Sequence[Decay], variance: float) -> None:
+        """The prior's curvature, on the scale of the objective, beside K-FAC's own damping."""
+        if self._preconditioner is None:
+            return
+        names = (name for name, p in self.model.named_parameters() if p.requires_grad)
+        by_name = dict(zip(names, decays, strict=True))
+        self._preconditioner.damping = {
+            # Of one precision for each entry, their mean: a Kronecker product has no room for more.
+            name: self._own_damping + variance * float(torch.as_tensor(by_name[name]).mean())
+            for name in self._preconditioner.names
+        }
 
     def _stable_decays(
         self, parameters: list[nn.Parameter], decays: Sequence[Decay], variance: float

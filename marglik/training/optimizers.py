@@ -1,42 +1,100 @@
 """The network's optimiser and its schedule, as the paper's experiment has them."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
+from kfac_backend.optimizer import KFAC, PreconditionerOptions
+from kfac_backend.optimizer.kfac import BaseOptimizer
+from kfac_backend.optimizer.options import DampingOn, NormControl
+from kfac_backend.options import CurvatureOptions, Fisher, Likelihood
 from marglik.posterior.prior import parameter_kind
 
-__all__ = ["OptimizerConfig", "build_optimizer"]
+__all__ = ["KfacConfig", "OptimizerConfig", "build_optimizer"]
+
+
+@dataclass(frozen=True)
+class KfacConfig:
+    """How optimizer.name=kfac preconditions the gradients; see `KfacPreconditioner`.
+
+    Args:
+        base: the step behind it: sgd with momentum, or nadamw.
+        damping: added to the curvature of the mean loss; with prior_is_damping beside the prior's.
+        damping_on: product adds the damping to B ⊗ A; factors adds its root to both, cheaper.
+        prior_is_damping: whether the learned weight decay of each tensor is a part of its damping,
+            so that a step is one of natural gradient on the posterior; for damping_on=product.
+        fisher: mc draws the labels of the factors from the model; empirical takes the gradients of
+            the training itself; exact propagates all outputs back.
+        factor_every: steps from one new pair of factors to the next.
+        update_every: steps from one new preconditioner to the next.
+        ema_decay: of the factors' moving average; 0 takes the latest batch alone.
+        norm_control: none, kl_clip, gradient_clip or graft (to the plain gradient's norm).
+        norm_limit: of kl_clip and of gradient_clip.
+    """
+
+    base: BaseOptimizer = "sgd"
+    damping: float = 0.1
+    damping_on: DampingOn = "product"
+    prior_is_damping: bool = True
+    fisher: Fisher = "mc"
+    factor_every: int = 10
+    update_every: int = 10
+    ema_decay: float = 0.0
+    norm_control: NormControl = "kl_clip"
+    norm_limit: float = 1e-3
+
+    def __post_init__(self) -> None:
+        try:
+            self.preconditioner()
+        except ValueError as error:
+            raise ValueError(f"optimizer.kfac.{error}") from error
+        if self.prior_is_damping and self.damping_on == "factors":
+            raise ValueError(
+                "optimizer.kfac.prior_is_damping needs damping_on=product, where a prior adds to "
+                "the curvature; pass --optimizer.kfac.prior_is_damping false."
+            )
+
+    def preconditioner(self) -> PreconditionerOptions:
+        """The options of the preconditioner."""
+        others = ("base", "prior_is_damping", "fisher")
+        return PreconditionerOptions(**{k: v for k, v in asdict(self).items() if k not in others})
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
     """The network's optimiser; its learning rate falls by a cosine, a little every step.
 
-    There is no weight decay here: the prior's gradient is part of the loss, for SGD and AdamW
-    alike. (AdamW's decoupled decay would not lead to the maximum of the log joint, which is what
-    the Laplace approximation needs.)
+    There is no weight decay here: the prior's gradient is part of the loss, for all of them.
+    (AdamW's decoupled decay would not lead to the maximum of the log joint, which is what the
+    Laplace approximation needs.)
 
     Args:
-        name: SGD or AdamW.
+        name: SGD, AdamW, or K-FAC in the mode of the curvature pass.
         lr: first learning rate.
         min_lr: last learning rate.
         scalar_lr_factor: times the learning rate for parameters with a single entry.
-        momentum: SGD's momentum.
+        momentum: SGD's momentum, also behind K-FAC.
         nesterov: whether SGD's momentum is Nesterov's.
+        kfac: options of K-FAC.
     """
 
-    name: Literal["sgd", "adamw"] = "sgd"
+    name: Literal["sgd", "adamw", "kfac"] = "sgd"
     lr: float = 0.1
     min_lr: float = 1e-6
     scalar_lr_factor: float = 0.1
     momentum: float = 0.9
     nesterov: bool = True
+    kfac: KfacConfig = field(default_factory=KfacConfig)
 
     def __post_init__(self) -> None:
+        if self.name != "kfac" and self.kfac != KfacConfig():
+            raise ValueError(
+                f"optimizer.kfac has options, but optimizer.name is {self.name}; pass "
+                "--optimizer.name kfac."
+            )
         if not self.lr > 0:
             raise ValueError(f"optimizer.lr must be positive, not {self.lr}.")
         if not 0 <= self.min_lr <= self.lr:
@@ -54,9 +112,23 @@ class OptimizerConfig:
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimizerConfig, num_steps: int
+    model: nn.Module,
+    config: OptimizerConfig,
+    num_steps: int,
+    likelihood: Likelihood = "classification",
+    curvature: CurvatureOptions = CurvatureOptions(),  # noqa: B008
+    seed: int = 0,
 ) -> tuple[torch.optim.Optimizer, CosineAnnealingLR]:
-    """The optimiser of a model's trainable parameters, and its schedule over the steps."""
+    """The optimiser of a model's trainable parameters, and its schedule over the steps.
+
+    Args:
+        model: the model.
+        config: the options.
+        num_steps: how many there will be.
+        likelihood: of the loss, for K-FAC.
+        curvature: the mode of K-FAC, and how batches give their targets.
+        seed: of the labels that K-FAC draws.
+    """
     scalars, others = [], []
     for p in model.parameters():
         if p.requires_grad:
@@ -70,6 +142,22 @@ def build_optimizer(
         optimizer: torch.optim.Optimizer = torch.optim.SGD(
             groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov
         )
-    else:
+    elif config.name == "adamw":
         optimizer = torch.optim.AdamW(groups, lr=config.lr, weight_decay=0.0)
+    else:
+        optimizer = KFAC(
+            model,
+            likelihood,
+            config.lr,
+            base=config.kfac.base,
+            momentum=config.momentum,
+            nesterov=config.nesterov,
+            params=groups,
+            options=config.kfac.preconditioner(),
+            curvature=curvature.but(
+                fisher=config.kfac.fisher, mc_samples=1, rank_tolerance=0.0, batched=False
+            ),
+            mean_over="examples",  # the loop's objective
+            seed=seed,
+        )
     return optimizer, CosineAnnealingLR(optimizer, T_max=num_steps, eta_min=config.min_lr)

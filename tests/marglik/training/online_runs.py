@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from kfac_backend.laplace.interface import KfacGGN
+from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from marglik import Hyperparameters, KronLaplace, OnlineTraining, PriorGroups, Schedule
 from marglik.data import ImageBatches
 from marglik.data.image_sets import ImageSet
@@ -43,6 +44,10 @@ CASES: dict[str, dict[str, Any]] = {
     "the first is the best": {"scheduler": partial(LambdaLR, lr_lambda=lambda i: 1 + 30 * (i > 6))},
     "no update": {"burn_in": 9, "backend_kwargs": {"stochastic": True}},
     "float16": {"float16": True},
+    "K-FAC": {
+        "kfac": {"lr": 0.02, "fisher": "mc"},
+        "preconditioner": {"ema_decay": 0.5, "factor_every": 2, "update_every": 3},
+    },
 }
 
 
@@ -83,7 +88,11 @@ def make(
     schedule = Schedule(
         4, every=2, steps=5, burn_in=options.get("burn_in", 0), keep=options.get("keep", "best")
     )
-    optimizer = options["optimizer"](model.parameters())
+    if "kfac" in options:
+        conditioning = PreconditionerOptions(damping_on="product", **options["preconditioner"])
+        optimizer = KFAC(model, likelihood, options=conditioning, **options["kfac"])
+    else:
+        optimizer = options["optimizer"](model.parameters())
     return OnlineTraining(
         model, optimizer, loader, likelihood, hyperparameters, make_laplace, schedule,
         scheduler=options["scheduler"](optimizer), curvature_loader=curvature_loader,

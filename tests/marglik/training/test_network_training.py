@@ -10,6 +10,9 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
+from kfac_backend import kronecker_factors
+from kfac_backend.loss.hessian import loss_sum
+from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from marglik import Hyperparameters, KronLaplace, OnlineTraining, PriorGroups
 from marglik.data import ImageBatches
 from marglik.data.image_sets import ImageSet
@@ -296,3 +299,47 @@ def test_targets_are_looked_at_before_the_first_step():
     with pytest.raises(ValueError, match="3"):
         network.epoch(1, [0.1] * 5, 1.0)
     assert same(before, [p.detach() for p in parameters])
+
+
+@pytest.mark.parametrize(("likelihood", "variance"), [("classification", 1.0), ("regression", 0.3)])
+@pytest.mark.parametrize("prior_is_damping", [True, False])
+def test_kfac_takes_natural_gradient_steps_on_the_posterior(likelihood, variance, prior_is_damping):
+    """Δ = −lr (F + (λ + σ² T δ/N) I)⁻¹ (g + σ² T δ/N θ), F of the mean loss with unit noise."""
+    model, (x, y) = Network(), batch(likelihood)
+    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    decays = decays_of(list(parameters.values()), False)
+    before = {name: p.detach().clone() for name, p in parameters.items()}
+    factors = kronecker_factors(model, [(x, y)], likelihood, unsupported="diagonal")
+    (loss_sum(model(x), y, likelihood) / len(x)).backward()
+    gradients = {
+        n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()
+    }
+    model.zero_grad()
+    with pytest.warns(UserWarning, match="No K-FAC rule for unused"):
+        optimizer = KFAC(
+            model, likelihood, LR, momentum=0.0, fisher="exact",
+            options=PreconditionerOptions(
+                damping=0.02, damping_on="product", norm_control="none"
+            ),
+        )  # fmt: skip
+    NetworkTraining(
+        model, optimizer, [(x, y)], likelihood, Fabric(accelerator="cpu", devices=1),
+        prior_is_damping=prior_is_damping,
+    ).epoch(1, decays, variance)  # fmt: skip
+    for decay, (name, p) in zip(decays, parameters.items(), strict=True):
+        g = (gradients[name] + variance * decay * before[name]).flatten()
+        if name != "unused":
+            damping = 0.02 + (variance * decay if prior_is_damping else 0.0)
+            block = factors.to_dense(name) / len(x)
+            g = torch.linalg.solve(block + damping * torch.eye(len(block)).double(), g)
+        assert_close(p.detach(), before[name] - LR * g.view(p.shape))
+
+
+def test_kfac_needs_layers_that_it_can_see():
+    model = nn.Linear(4, 3)
+    optimizer = KFAC(model, "classification", LR)
+    with pytest.raises(ValueError, match="hides its layers from K-FAC"):
+        NetworkTraining(
+            model, optimizer, [], "classification", Fabric(accelerator="cpu", devices=1),
+            compile_mode="default",
+        )  # fmt: skip

@@ -6,9 +6,11 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
+from kfac_backend import CurvatureOptions
+from kfac_backend.optimizer import KFAC
 from marglik import Hyperparameters, KronLaplace, OnlineTraining, PriorGroups, Schedule
 from marglik.training.loaders import count_examples
-from marglik.training.optimizers import OptimizerConfig, build_optimizer
+from marglik.training.optimizers import KfacConfig, OptimizerConfig, build_optimizer
 
 
 def data(likelihood="classification", n=40):
@@ -261,11 +263,35 @@ def test_optimizer_has_a_tenth_of_the_rate_for_scalars_and_a_cosine():
         ({"scalar_lr_factor": 0.0}, "scalar_lr_factor"),
         ({"momentum": 1.0}, "optimizer.momentum"),
         ({"momentum": 0.0}, "nesterov needs momentum"),
+        ({"kfac": KfacConfig(damping=1.0)}, "optimizer.name is sgd; pass --optimizer.name kfac"),
     ],
 )
 def test_wrong_optimizer_options(options, message):
     with pytest.raises(ValueError, match=message):
         OptimizerConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"damping": -1.0}, "optimizer.kfac.damping must be positive, not -1"),
+        ({"damping_on": "factors"}, "prior_is_damping needs damping_on=product"),
+    ],
+)
+def test_wrong_kfac_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        KfacConfig(**options)
+
+
+def test_kfac_by_name():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    config = OptimizerConfig(name="kfac", kfac=KfacConfig(base="nadamw", update_every=7))
+    optimizer, scheduler = build_optimizer(
+        model, config, 10, curvature=CurvatureOptions(kfac_approx="reduce", rank_tolerance=0.1)
+    )
+    assert isinstance(optimizer, KFAC) and isinstance(optimizer.base, torch.optim.NAdam)
+    assert optimizer.preconditioner.options.update_every == 7
+    assert scheduler.optimizer is optimizer and len(optimizer.param_groups) == 2
 
 
 @pytest.mark.parametrize("field", ["epochs", "every"])

@@ -1,0 +1,140 @@
+"""(F + damping)⁻¹ g against dense algebra, and the norms."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from kfac_backend import KroneckerBlock
+from kfac_backend.optimizer.damped_inverse import clip_factor, damped_inverse, kl_clip_factor
+from tests.random_numbers import normal
+
+LAMBDA = 0.03
+
+
+def gram(*shape, seed):
+    x = normal(*shape, seed=seed)
+    return x @ x.mT / shape[-1]
+
+
+BLOCKS = {
+    "weight": (20 * gram(3, 5, seed=0), gram(4, 6, seed=1)),
+    "bias": (gram(3, 5, seed=2), None),
+    "rank one": (gram(3, 1, seed=3), gram(4, 1, seed=4)),
+    "groups": (gram(2, 3, 5, seed=5), gram(2, 4, 6, seed=6)),
+    "groups of one A": (gram(2, 3, 5, seed=7), gram(4, 6, seed=8)),
+    "tokens": (gram(5, 1, 3, seed=9), gram(4, 6, seed=10)),
+    "diagonal": (gram(5, 1, 3, seed=11), None),
+    "zero": (torch.zeros(3, 3).double(), torch.zeros(4, 4).double()),
+}
+
+
+def block_of(name):
+    return KroneckerBlock(name, *BLOCKS[name])
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_damping_of_the_product_is_a_dense_solve(name):
+    block = block_of(name)
+    g = normal(block.numel, seed=20)
+    dense = block.to_dense() + LAMBDA * torch.eye(block.numel).double()
+    found = damped_inverse(block, LAMBDA, "product")(g)
+    assert_close(found, torch.linalg.solve(dense, g), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_damping_of_the_factors_is_a_dense_solve(name, balanced):
+    """(B + √λ/π I) ⊗ (A + π√λ I), group by group, with the traces' ratio by hand."""
+    block = block_of(name)
+    g = normal(block.numel, seed=20)
+    if block.A is None:
+        dense = block.to_dense() + LAMBDA * torch.eye(block.numel).double()
+    else:
+        B = block.B.reshape(-1, *block.B.shape[-2:])
+        A = block.A.expand(len(B), *block.A.shape[-2:])
+        together = block.B.dim() > block.A.dim()  # one A for all groups: one π
+        parts = []
+        for B_g, A_g in zip(B, A, strict=True):
+            of_B = torch.stack([b.diagonal().mean() for b in B]).mean() if together else None
+            of_B = B_g.diagonal().mean() if of_B is None else of_B
+            of_A = A_g.diagonal().mean()
+            pi = float((of_A / of_B).sqrt()) if balanced and of_B * of_A > 0 else 1.0
+            identities = [torch.eye(len(m)).double() for m in (B_g, A_g)]
+            parts.append(
+                torch.kron(
+                    B_g + LAMBDA**0.5 / pi * identities[0], A_g + LAMBDA**0.5 * pi * identities[1]
+                )
+            )
+        dense = torch.block_diag(*parts)
+    found = damped_inverse(block, LAMBDA, "factors", balanced)(g)
+    assert_close(found, torch.linalg.solve(dense, g), rtol=1e-10, atol=1e-10)
+
+
+def test_the_two_dampings_differ():
+    """Negative control: by the cross terms, unless there is a single factor."""
+    g = normal(12, seed=20)
+    both = [damped_inverse(block_of("weight"), LAMBDA, on)(g) for on in ("product", "factors")]
+    assert (both[0] - both[1]).norm() > 0.1 * both[0].norm()
+    unbalanced = damped_inverse(block_of("weight"), LAMBDA, "factors", False)(g)
+    assert (both[1] - unbalanced).norm() > 0.01 * both[1].norm()
+
+
+def test_balance_makes_the_scale_of_the_factors_meaningless():
+    B, A = BLOCKS["weight"]
+    g = normal(12, seed=20)
+    one, other = KroneckerBlock("w", B, A), KroneckerBlock("w", 50 * B, A / 50)
+    found = [damped_inverse(block, LAMBDA, "factors")(g) for block in (one, other)]
+    assert_close(*found)
+    plain = [damped_inverse(block, LAMBDA, "factors", False)(g) for block in (one, other)]
+    assert (plain[0] - plain[1]).norm() > 0.1 * plain[0].norm()
+
+
+@pytest.mark.parametrize("damping_on", ["product", "factors"])
+def test_rounding_below_zero_is_clipped(damping_on):
+    """A factor with a negative eigenvalue, larger than the damping: as if it were zero."""
+    Q = torch.linalg.qr(normal(3, 3, seed=1)).Q
+    F = (Q * torch.tensor([2.0, 1.0, -0.1]).double()) @ Q.T
+    right = (Q / torch.tensor([2.01, 1.01, 0.01]).double()) @ Q.T
+    g = normal(3, seed=2)
+    found = damped_inverse(KroneckerBlock("b", F), 0.01, damping_on)(g)
+    assert_close(found, right @ g, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("damping_on", ["product", "factors"])
+def test_what_is_not_finite_is_named(damping_on):
+    B, A = BLOCKS["weight"]
+    with pytest.raises(FloatingPointError, match=r"'conv1.weight, A' is not finite.*learning rate"):
+        damped_inverse(KroneckerBlock("conv1.weight", B, A * torch.nan), LAMBDA, damping_on)
+
+
+@pytest.mark.parametrize("damping_on", ["product", "factors"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_tensors_and_back(name, damping_on):
+    inverse = damped_inverse(block_of(name), LAMBDA, damping_on)
+    again = type(inverse).from_tensors(inverse.tensors())
+    g = normal(block_of(name).numel, seed=20)
+    assert torch.equal(inverse(g), again(g))
+
+
+def test_half_precision_gradients_keep_their_dtype_and_shape():
+    inverse = damped_inverse(
+        KroneckerBlock("w", *(F.float() for F in BLOCKS["weight"])), 1, "factors"
+    )
+    g = normal(3, 4, 1, 1).bfloat16()
+    assert inverse(g).dtype == torch.bfloat16 and inverse(g).shape == g.shape
+
+
+def test_kl_clip():
+    """min(1, √(κ / (η² Σ⟨p̂, g⟩))): afterwards η² ν² Σ⟨p̂, g⟩ = κ."""
+    products = torch.tensor([3.0, 5.0]).double()
+    nu = kl_clip_factor(products, 0.1, 1e-3)
+    assert_close(0.1**2 * nu**2 * products.sum(), torch.tensor(1e-3).double())
+    assert kl_clip_factor(products, 1e-3, 1e-3) == 1
+    assert kl_clip_factor(0 * products, 0.1, 1e-3) == 1
+
+
+def test_clip():
+    gradients = [normal(3, seed=1), normal(2, 2, seed=2)]
+    norm = torch.cat([g.flatten() for g in gradients]).norm()
+    assert_close(clip_factor(gradients, 0.5) * norm, torch.tensor(0.5).double())
+    assert clip_factor(gradients, 100.0) == 1

@@ -1,0 +1,158 @@
+"""`KFAC` is an optimiser of torch like any other, and trains."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.fabric import Fabric
+from torch import nn
+from torch.testing import assert_close
+
+from kfac_backend.optimizer import KFAC, KfacPreconditioner, PreconditionerOptions
+from tests.kfac_backend.networks import data, network
+
+OPTIONS = PreconditionerOptions(damping=0.05, factor_every=2, update_every=2)
+
+
+def train(model, optimizer, steps, x, y, preconditioner=None):
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        if preconditioner is not None:
+            preconditioner.step(lr=0.01)
+        optimizer.step()
+        losses.append(float(loss))
+    return losses
+
+
+BASES = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.01, momentum=0.8, nesterov=True, weight_decay=0.02),
+    "nadamw": lambda p: torch.optim.NAdam(
+        p, 0.01, (0.8, 0.95), 1e-7, 0.02, decoupled_weight_decay=True
+    ),
+}
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_is_the_preconditioner_and_torchs_optimiser(base):
+    x, y = data()
+    ours, theirs = network(), network()
+    arguments = {"momentum": 0.8} if base == "sgd" else {"betas": (0.8, 0.95), "eps": 1e-7}
+    optimizer = KFAC(
+        ours, "classification", 0.01, base=base, weight_decay=0.02, options=OPTIONS, **arguments
+    )
+    train(ours, optimizer, 5, x, y)
+    preconditioner = KfacPreconditioner(theirs, "classification", OPTIONS)
+    train(theirs, BASES[base](theirs.parameters()), 5, x, y, preconditioner)
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(p, q)
+    plain = network()
+    train(plain, BASES[base](plain.parameters()), 5, x, y)
+    assert not torch.allclose(plain[8].weight, ours[8].weight)
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
+def test_it_trains(base, kfac_approx):
+    """The loss falls, and faster than that of the base optimiser with the same learning rate."""
+    x, y = data(40)
+    model, plain = network(), network()
+    options = PreconditionerOptions(damping=0.05, factor_every=2, update_every=2)
+    optimizer = KFAC(
+        model, "classification", 0.01, base=base, options=options, kfac_approx=kfac_approx
+    )
+    losses = train(model, optimizer, 60, x, y)
+    kinds = {"sgd": torch.optim.SGD, "nadamw": torch.optim.NAdam}
+    arguments = {"momentum": 0.9, "nesterov": True} if base == "sgd" else {}
+    without = train(plain, kinds[base](plain.parameters(), 0.01, **arguments), 60, x, y)
+    assert losses[-1] < 0.5 * losses[0] and losses[-1] < without[-1]
+
+
+def test_schedulers_closures_and_groups():
+    model, (x, y) = network(), data()
+    groups = [
+        {"params": list(model[:8].parameters()), "lr": 0.01},
+        {"params": list(model[8:].parameters())},
+    ]
+    optimizer = KFAC(model, "classification", 0.02, params=groups, options=OPTIONS)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(closure)
+    assert torch.is_tensor(loss) and loss.grad_fn is not None
+    scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.005, 0.01]
+    assert optimizer.base.param_groups is optimizer.param_groups
+
+
+def test_frozen_parameters_stay():
+    model, (x, y) = network(), data()
+    model[0].requires_grad_(False)
+    before = model[0].weight.clone()
+    optimizer = KFAC(model, "classification", 0.02, options=OPTIONS)
+    train(model, optimizer, 3, x, y)
+    assert torch.equal(model[0].weight, before)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == 9
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_resume_to_the_bit(base, tmp_path):
+    x, y = data()
+    x = x.float()  # torch's NAdam loses a bit of its own state in float64
+
+    def fresh():
+        model = network().float()
+        return model, KFAC(model, "classification", 0.01, base=base, options=OPTIONS)
+
+    whole, optimizer = fresh()
+    train(whole, optimizer, 8, x, y)
+    first, optimizer = fresh()
+    train(first, optimizer, 5, x, y)
+    torch.save([first.state_dict(), optimizer.state_dict()], tmp_path / "run.pt")
+    second, optimizer = fresh()
+    states = torch.load(tmp_path / "run.pt", weights_only=True)
+    for part, state in zip((second, optimizer), states, strict=True):
+        part.load_state_dict(state)
+    assert optimizer.param_groups is optimizer.base.param_groups
+    train(second, optimizer, 3, x, y)
+    for p, q in zip(whole.parameters(), second.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_fabric_with_accumulation_and_clipping(precision):
+    """Two halves of a batch under Fabric are the whole batch by hand."""
+    x, y = (tensor.float() if tensor.is_floating_point() else tensor for tensor in data(8))
+    options = PreconditionerOptions(damping=0.05, factor_every=1, update_every=1)
+    make = lambda model: KFAC(  # noqa: E731
+        model, "classification", 0.01, options=options, fisher="exact"
+    )
+    model, plain = network().float(), network().float()
+    fabric = Fabric(accelerator="cpu", devices=1, precision=precision)
+    wrapped, optimizer = fabric.setup(model, make(model))
+    for _ in range(2):
+        optimizer.zero_grad()
+        for part in (slice(4), slice(4, 8)):
+            fabric.backward(F.cross_entropy(wrapped(x[part]), y[part]) / 2)
+        fabric.clip_gradients(wrapped, optimizer, max_norm=0.5)
+        optimizer.step()
+    by_hand = make(plain)
+    for _ in range(2):
+        by_hand.zero_grad()
+        F.cross_entropy(plain(x), y).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        by_hand.step()
+    rough = {"rtol": 1e-4, "atol": 1e-6} if precision == "32-true" else {"rtol": 0.2, "atol": 5e-3}
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_close(p, q, **rough)
+
+
+def test_a_wrong_base_is_named():
+    with pytest.raises(ValueError, match="base='adam' is not supported; choose one of 'sgd'"):
+        KFAC(network(), "classification", 0.1, base="adam")

@@ -1,0 +1,399 @@
+"""Preconditioned gradients against dense algebra, and when factors and inverses are made."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.testing import assert_close
+
+from kfac_backend import kronecker_factors
+from kfac_backend.optimizer import KfacPreconditioner, PreconditionerOptions
+from tests import oracles
+from tests.kfac_backend.block_checks import MODES, OTHER, randomize
+from tests.kfac_backend.layers import test_exactness
+from tests.kfac_backend.networks import OwnNorm, data, network
+from tests.random_numbers import error, normal
+
+LAMBDA = 0.03
+EVERY = {"factor_every": 1, "update_every": 1, "norm_control": "none"}
+
+
+def preconditioner(model, likelihood="classification", *, exclude=(), **options):
+    curvature = {k: options.pop(k) for k in ("kfac_approx", "fisher") if k in options}
+    options = PreconditionerOptions(**{"damping": LAMBDA, **EVERY, **options})
+    return KfacPreconditioner(
+        model, likelihood, options, exclude=exclude, **{"fisher": "exact", **curvature}
+    )
+
+
+def mean_squared(f, y):
+    return 0.5 * (f - y).square().sum(-1).mean()
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def preconditioned(model, conditioner, loss):
+    """Gradients before and after."""
+    before = gradients(model, loss)
+    conditioner.step(lr=0.1)
+    return before, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def dense_step(blocks, g, damping=LAMBDA):
+    return {
+        name: torch.linalg.solve(
+            block + damping * torch.eye(len(block)).double(), g[name].flatten()
+        ).view(g[name].shape)
+        for name, block in blocks.items()
+    }
+
+
+@pytest.mark.parametrize("case", test_exactness.CASES)
+def test_where_kfac_is_exact_a_step_is_the_damped_newton_step(case):
+    """(GGN_block + λI)⁻¹ g with the GGN by brute force; the other mode gives another step."""
+    mode, layers, shape = test_exactness.CASES[case]
+    model, x = randomize(nn.Sequential(*layers())), normal(*shape)
+    f = model(x)
+    y, terms = normal(*f.shape, seed=4), f.shape[:-1].numel()
+    ggn = {
+        name: block / terms
+        for name, block in oracles.dense_ggn_blocks(model, x, "regression").items()
+    }
+    found = {}
+    for approx in MODES:
+        conditioner = preconditioner(model, "regression", damping_on="product", kfac_approx=approx)
+        g, found[approx] = preconditioned(model, conditioner, mean_squared(model(x), y))
+        conditioner.detach()
+    right = dense_step(ggn, g)
+    for name in ggn:
+        assert_close(found[mode][name], right[name], rtol=1e-9, atol=1e-9)
+    assert max(error(found[OTHER[mode]][name], right[name]) for name in ggn) > 0.05
+
+
+@pytest.mark.parametrize("kfac_approx", MODES)
+@pytest.mark.parametrize("damping_on", ["product", "factors"])
+def test_everywhere_else_it_is_the_formula(kfac_approx, damping_on):
+    model, (x, y) = network(), data()
+    factors = kronecker_factors(model, [(x, y)], "classification", kfac_approx=kfac_approx)
+    conditioner = preconditioner(
+        model, damping_on=damping_on, balanced=False, kfac_approx=kfac_approx
+    )
+    g, found = preconditioned(model, conditioner, F.cross_entropy(model(x), y))
+    for name, block in factors.blocks.items():
+        B, A = block.B / len(x), block.A
+        if damping_on == "product" or A is None:
+            dense = block.to_dense() / len(x)
+            dense = dense + LAMBDA * torch.eye(len(dense)).double()
+        else:
+            B = B + LAMBDA**0.5 * torch.eye(B.shape[-1]).double()
+            A = A + LAMBDA**0.5 * torch.eye(A.shape[-1]).double()
+            pairs = zip(B, A, strict=True) if B.dim() > 2 else [(B, A)]
+            dense = torch.block_diag(*[torch.kron(b, a) for b, a in pairs])
+        right = torch.linalg.solve(dense, g[name].flatten()).view(g[name].shape)
+        assert_close(found[name], right, rtol=1e-9, atol=1e-11)
+        assert error(found[name], g[name]) > 0.05, name
+
+
+def test_one_step_reaches_the_minimum_of_a_quadratic():
+    """One layer, no bias, λ → 0: the loss is quadratic in the weight and its block is exact."""
+    model, x = randomize(nn.Sequential(nn.Linear(3, 2, bias=False))), normal(8, 3)
+    y = normal(8, 2, seed=3)
+    conditioner = preconditioner(model, "regression", damping=1e-12, damping_on="product")
+    preconditioned(model, conditioner, mean_squared(model(x), y))
+    with torch.no_grad():
+        model[0].weight -= model[0].weight.grad
+    solution = torch.linalg.lstsq(x, y).solution.T
+    assert_close(model[0].weight.detach(), solution, rtol=1e-8, atol=1e-8)
+    # Negative control: plain gradient descent is not there after a step.
+    plain = randomize(nn.Sequential(nn.Linear(3, 2, bias=False)))
+    g = gradients(plain, mean_squared(plain(x), y))["0.weight"]
+    assert (plain[0].weight - g - solution).norm() > 0.1
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_batches_repeated_or_accumulated_give_the_same_step(fisher):
+    """The same data twice is the same mean; three parts with their losses' share are the whole."""
+    steps = []
+    for way in ("whole", "twice", "accumulated"):
+        model, (x, y) = network(), data(6)
+        conditioner = preconditioner(model, fisher=fisher)
+        if way == "accumulated":
+            for part in torch.arange(6).split(2):
+                (F.cross_entropy(model(x[part]), y[part]) / 3).backward()
+        else:
+            again = 2 if way == "twice" else 1
+            F.cross_entropy(model(x.repeat(again, 1, 1, 1)), y.repeat(again)).backward()
+        conditioner.step()
+        steps.append({name: p.grad for name, p in model.named_parameters()})
+    for name, whole in steps[0].items():
+        assert_close(steps[1][name], whole)
+        assert_close(steps[2][name], whole)
+
+
+def test_moving_average_with_the_correction_of_its_start():
+    """F_k = Σ ρ^(k−i) (1 − ρ) F_i / (1 − ρᵏ), of B and of A."""
+    model, (x, y) = network(), data(6)
+    conditioner = preconditioner(model, ema_decay=0.7)
+    batches = [(x[i : i + 2], y[i : i + 2]) for i in (0, 2, 4)]
+    for x_i, y_i in batches:
+        F.cross_entropy(model(x_i), y_i).backward()
+        conditioner.step()
+    found = conditioner.blocks
+    each = [kronecker_factors(model, [batch], "classification").blocks for batch in batches]
+    weights = torch.tensor([0.7**2, 0.7, 1.0]).double() * 0.3 / (1 - 0.7**3)
+    assert weights.sum() == pytest.approx(1.0)
+    for name, block in found.items():
+        assert_close(block.B, sum(w * blocks[name].B / 2 for w, blocks in zip(weights, each)))  # noqa: B905
+        if block.A is not None:
+            assert_close(block.A, sum(w * blocks[name].A for w, blocks in zip(weights, each)))  # noqa: B905
+
+
+def count_events(model, steps, **options):
+    """In which steps the factors and the inverses changed."""
+    conditioner = preconditioner(model, ema_decay=0.5, **options)
+    factors, inverses, known = [], [], (None, None)
+    x, y = data()
+    for step in range(steps):
+        F.cross_entropy(model(x + 0.1 * step), y).backward()
+        conditioner.step()
+        now = conditioner.state_dict()
+        B, inverse = now["blocks"]["10.weight"]["B"].clone(), now["inverses"]["10.weight"]["B"]
+        if known[0] is None or not torch.equal(B, known[0]):
+            factors.append(step)
+        if known[1] is None or not torch.equal(inverse, known[1]):
+            inverses.append(step)
+        known = B, inverse.clone()
+    return factors, inverses
+
+
+def test_intervals_and_schedules():
+    assert count_events(network(), 7, factor_every=2, update_every=3) == ([0, 2, 4, 6], [0, 3, 6])
+    schedule = lambda step: 1 if step < 2 else 4  # noqa: E731
+    assert count_events(network(), 9, factor_every=schedule, update_every=schedule) == (
+        [0, 1, 4, 8],
+        [0, 1, 4, 8],
+    )
+
+
+def test_damping_by_parameter_holds_from_the_next_update_on():
+    """The posterior's precision λ_g = T δ_g / N of each tensor is its damping of the product."""
+    model, (x, y) = network(), data()
+    conditioner = preconditioner(model, damping_on="product")
+    lambdas = {name: 0.01 * (i + 1) for i, name in enumerate(conditioner.names)}
+    conditioner.damping = lambdas
+    g, found = preconditioned(model, conditioner, F.cross_entropy(model(x), y))
+    factors = kronecker_factors(model, [(x, y)], "classification")
+    for name, damping in lambdas.items():
+        right = dense_step({name: factors.to_dense(name) / len(x)}, g, damping)[name]
+        assert_close(found[name], right, rtol=1e-9, atol=1e-11)
+    with pytest.raises(ValueError, match=r"no damping for '0.weight'.*preconditioned parameters"):
+        conditioner.damping = {"10.bias": 1.0}
+    with pytest.raises(ValueError, match="must be positive, not 0"):
+        conditioner.damping = 0.0
+
+
+def test_kl_clip_needs_and_takes_the_learning_rate():
+    """η² Σ⟨p̂, g⟩ ≤ κ afterwards, and the direction is that without."""
+    steps = []
+    for control in ("none", "kl_clip"):
+        model, (x, y) = network(), data()
+        conditioner = preconditioner(model, norm_control=control, norm_limit=1e-4)
+        loss = F.cross_entropy(model(x), y)
+        if control == "kl_clip":
+            with pytest.raises(ValueError, match=r"step\(lr=...\)"):
+                conditioner.step()
+        steps.append(preconditioned(model, conditioner, loss))
+    (g, free), (_, clipped) = steps
+    inner = sum((g[name] * free[name]).sum() for name in g)
+    nu = (1e-4 / (0.1**2 * inner)).sqrt()
+    assert nu < 1
+    for name in g:
+        assert_close(clipped[name], nu * free[name], rtol=1e-5, atol=1e-9)
+
+
+def test_gradient_clip_is_of_all_gradients():
+    model, (x, y) = network(), data()
+    conditioner = preconditioner(
+        model, norm_control="gradient_clip", norm_limit=0.01, exclude=["10.*"]
+    )
+    _, found = preconditioned(model, conditioner, F.cross_entropy(model(x), y))
+    assert torch.cat([p.flatten() for p in found.values()]).norm() == pytest.approx(0.01)
+
+
+def test_graft_keeps_each_norm():
+    model, (x, y) = network(), data()
+    conditioner = preconditioner(model, norm_control="graft")
+    g, found = preconditioned(model, conditioner, F.cross_entropy(model(x), y))
+    for name in g:
+        assert found[name].norm() == pytest.approx(float(g[name].norm()))
+    assert error(found["10.weight"], g["10.weight"]) > 0.05
+
+
+def test_parameters_without_a_rule_keep_their_gradients_and_are_named_once():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), OwnNorm(4), nn.Linear(4, 2)).double()
+    with pytest.warns(UserWarning, match=r"No K-FAC rule for 1.weight, 1.bias: .*plain gradient"):
+        conditioner = preconditioner(model)
+    x, y = normal(5, 3), torch.tensor([0, 1, 1, 0, 0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            g, found = preconditioned(model, conditioner, F.cross_entropy(model(x), y))
+        conditioner.detach()
+        preconditioner(model, exclude=["1.*"])
+    assert torch.equal(found["1.weight"], g["1.weight"])
+    assert error(found["0.weight"], g["0.weight"]) > 0.05
+
+
+def test_excluded_parameters_keep_their_gradients():
+    model, (x, y) = network(), data()
+    conditioner = preconditioner(model, exclude=["8.*", "0.weight"])
+    g, found = preconditioned(model, conditioner, F.cross_entropy(model(x), y))
+    for name in g:
+        assert torch.equal(g[name], found[name]) == (name.startswith("8.") or name == "0.weight")
+    with pytest.raises(ValueError, match=r"no parameter fits 'nine\*'; there are 0.weight"):
+        preconditioner(network(), exclude=["nine*"])
+
+
+def test_divergence_is_a_named_error():
+    model, (x, y) = network(), data()
+    conditioner = preconditioner(model)
+    F.cross_entropy(model(x), y).backward()
+    model[8].weight.grad[0, 0] = float("inf")
+    with pytest.raises(FloatingPointError, match=r"gradient of '8.weight' is not finite.*damping"):
+        conditioner.step()
+    with torch.no_grad():
+        model[8].weight.fill_(1e200)
+    F.cross_entropy(model(x), y).backward()
+    with pytest.raises(FloatingPointError, match=r"not finite: the training diverges"):
+        conditioner.step()
+
+
+def test_a_grad_scalers_gradients_may_be_scaled_or_infinite():
+    """Preconditioning is linear; what is infinite stays so, and the scaler skips the step."""
+    found = []
+    for scale in (1.0, 64.0):
+        model, (x, y) = network(), data()
+        conditioner = preconditioner(model)
+        (scale * F.cross_entropy(model(x), y)).backward()
+        conditioner.step()
+        found.append({name: p.grad / scale for name, p in model.named_parameters()})
+    for name in found[0]:
+        assert_close(found[0][name], found[1][name])
+    model, (x, y) = network(), data()
+    conditioner = preconditioner(model)
+    conditioner.error_if_nonfinite = False
+    F.cross_entropy(model(x), y).backward()
+    model[8].weight.grad[0, 0] = float("inf")
+    conditioner.step()
+    assert not torch.isfinite(model[8].weight.grad).all()
+    assert torch.isfinite(model[10].weight.grad).all()
+
+
+def test_autocast_trains_with_float32_factors():
+    model, (x, y) = network().float(), data()
+    x = x.float()
+    conditioner = preconditioner(model, fisher="mc")
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    conditioner.step()
+    tensors = conditioner.state_dict()["inverses"]["8.weight"]
+    assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
+    exact = preconditioner(reference := network().float())
+    F.cross_entropy(reference(x), y).backward()
+    exact.step()
+    assert error(model[8].weight.grad, reference[8].weight.grad) < 0.6
+
+
+@pytest.mark.parametrize("damping_on", ["product", "factors"])
+def test_resume_to_the_bit(damping_on, tmp_path):
+    """After 5 of 9 steps, between two updates of factors and inverses, through a file."""
+
+    def run(steps, conditioner, optimizer, model):
+        x, y = data()
+        for step in steps:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x + 0.01 * step), y).backward()
+            conditioner.step()
+            optimizer.step()
+
+    def fresh():
+        model = network()
+        conditioner = preconditioner(
+            model, fisher="mc", damping_on=damping_on, ema_decay=0.9, factor_every=2, update_every=3
+        )
+        return conditioner, torch.optim.SGD(model.parameters(), 0.02, momentum=0.9), model
+
+    whole = fresh()
+    run(range(9), *whole)
+    first = fresh()
+    run(range(5), *first)
+    states = [part.state_dict() for part in first]
+    torch.save(states, tmp_path / "state.pt")
+    second = fresh()
+    loaded = torch.load(tmp_path / "state.pt", weights_only=True)
+    for part, state in zip(second, loaded, strict=True):
+        part.load_state_dict(state)
+    run(range(5, 9), *second)
+    for p, q in zip(whole[2].parameters(), second[2].parameters(), strict=True):
+        assert torch.equal(p, q)
+    # Negative control: without the preconditioner's state the run is another.
+    third = fresh()
+    for part, state in zip(third[1:], loaded[1:], strict=True):
+        part.load_state_dict(state)
+    run(range(5, 9), *third)
+    assert not torch.equal(whole[2][8].weight, third[2][8].weight)
+
+
+def test_states_of_others_are_refused():
+    model, (x, y) = network(), data()
+    conditioner = preconditioner(model)
+    F.cross_entropy(model(x), y).backward()
+    conditioner.step()
+    state = conditioner.state_dict()
+    with pytest.raises(ValueError, match="another model.*8.weight"):
+        preconditioner(network(), exclude=["8.weight"]).load_state_dict(state)
+    with pytest.raises(ValueError, match="damping_on='factors', the options have 'product'"):
+        preconditioner(network(), damping_on="product").load_state_dict(state)
+    with pytest.raises(ValueError, match="version 99"):
+        preconditioner(network()).load_state_dict({**state, "version": 99})
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("damping", 0.0, "damping must be positive, not 0"),
+        ("damping_on", "both", "'factors', 'product'"),
+        ("factor_every", 0, "factor_every must be an integer of at least 1, not 0"),
+        ("update_every", lambda step: 0.5, r"update_every must be .* not 0.5 \(step 0\)"),
+        ("ema_decay", 1.0, r"ema_decay must be in \[0, 1\), not 1.0"),
+        ("norm_control", "clip", "'none', 'kl_clip', 'gradient_clip', 'graft'"),
+        ("norm_limit", -1.0, "norm_limit must be positive"),
+    ],
+)
+def test_options_that_are_not_supported(option, value, message):
+    with pytest.raises(ValueError, match=message):
+        PreconditionerOptions(**{option: value})
+
+
+def test_paused_forward_passes_are_no_part_of_the_training():
+    model, (x, y) = network(), data()
+    conditioner = preconditioner(model)
+    loss = F.cross_entropy(model(x), y)
+    with conditioner.paused():
+        model(2 * x).sum().backward()
+        model.zero_grad()
+    loss.backward()
+    conditioner.step()
+    plain = network()
+    other = preconditioner(plain)
+    F.cross_entropy(plain(x), y).backward()
+    other.step()
+    assert torch.equal(model[8].weight.grad, plain[8].weight.grad)

@@ -1,0 +1,473 @@
+"""Factors of a step of training are those of a pass over the same batch."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from kfac_backend import kronecker_factors, register_parameters
+from kfac_backend.layers import Scale, registry
+from kfac_backend.optimizer.training_pass import TrainingPass
+from kfac_backend.options import CurvatureOptions
+from marglik.models import GPT, VisionTransformer
+from tests import oracles
+from tests.kfac_backend.block_checks import MODES, randomize
+from tests.kfac_backend.layers import test_all_torch_layers as all_layers
+from tests.kfac_backend.layers import tied_models
+from tests.kfac_backend.networks import data, network
+from tests.random_numbers import error, normal
+
+
+def training_pass(model, likelihood="classification", left_out=(), **options):
+    options = CurvatureOptions(**{"fisher": "exact", **options})
+    generator = torch.Generator().manual_seed(0)
+    return TrainingPass(model, likelihood, options, generator, frozenset(left_out))
+
+
+def loss_of(f, y, likelihood="classification"):
+    if likelihood == "classification":
+        return F.cross_entropy(f.flatten(0, -2), y.flatten())
+    if likelihood == "regression":
+        return 0.5 * (f - y).square().sum(-1).mean()
+    return F.binary_cross_entropy_with_logits(f, y, reduction="none").sum(-1).mean()
+
+
+def in_training(model, x, y, likelihood="classification", **options):
+    """The blocks of one step, and the gradients that it made."""
+    curvature = training_pass(model, likelihood, **options)
+    loss_of(model(x), y, likelihood).backward()
+    blocks = curvature.mean_blocks()
+    curvature.detach()
+    return blocks
+
+
+def assert_blocks_of_a_pass(model, x, y, likelihood="classification", **options):
+    """Those of `kronecker_factors`, divided by the loss terms; gradients as without the hooks."""
+    loss_of(model(x), y, likelihood).backward()
+    plain = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    blocks = in_training(model, x, y, likelihood, **options)
+    for name, p in model.named_parameters():
+        assert_close(p.grad, plain[name], rtol=1e-9, atol=1e-12, msg=name)
+    options = {"fisher": "exact", **options}
+    factors = kronecker_factors(model, [(x, y)], likelihood, **options)
+    assert list(blocks) == list(factors.blocks)
+    for name, block in blocks.items():
+        assert_close(
+            block.to_dense(), factors.to_dense(name) / factors.num_loss_terms, rtol=1e-9, atol=1e-12
+        )
+    return blocks
+
+
+@pytest.mark.parametrize("kfac_approx", MODES)
+@pytest.mark.parametrize("name", [n for n in all_layers.RIGHT if not n.startswith("Lazy")])
+def test_all_layers_of_torch(name, kfac_approx):
+    model, x = all_layers.around(all_layers.RIGHT, name)
+    if not name.startswith("Transformer"):  # whose batch axis is the second
+        x = x.repeat(3, *[1] * (x.dim() - 1))
+    if x.is_floating_point():
+        x = x + 0.5 * normal(*x.shape, seed=5)
+    assert_blocks_of_a_pass(model, x, torch.tensor([0, 1, 1])[: len(x)], kfac_approx=kfac_approx)
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression", "bernoulli"])
+@pytest.mark.parametrize("kfac_approx", MODES)
+def test_equals_the_ggn_of_brute_force(likelihood, kfac_approx):
+    """Without shared positions a block of one layer is exact for one example."""
+    model, x = randomize(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))), normal(1, 3)
+    y = torch.tensor([1]) if likelihood == "classification" else torch.tensor([[1.0, 0.0]]).double()
+    blocks = in_training(model, x, y, likelihood, kfac_approx=kfac_approx)
+    for name, block in oracles.dense_ggn_blocks(model, x, likelihood).items():
+        assert_close(blocks[name].to_dense(), block)
+
+
+@pytest.mark.parametrize("kfac_approx", MODES)
+def test_a_network_of_many_layers(kfac_approx):
+    blocks = assert_blocks_of_a_pass(network(), *data(), kfac_approx=kfac_approx)
+    other = in_training(
+        network(), *data(), kfac_approx="reduce" if kfac_approx == "expand" else "expand"
+    )
+    assert error(other["0.weight"].to_dense(), blocks["0.weight"].to_dense()) > 0.1
+
+
+TIED = {
+    name: getattr(tied_models, name)
+    for name in ("CalledTwice", "TwoLayers", "Recurrent", "TiedBias", "TwoNames", "EncoderTwice")
+}
+
+
+@pytest.mark.parametrize("kfac_approx", MODES)
+@pytest.mark.parametrize("name", TIED)
+def test_tied_tensors(name, kfac_approx):
+    model = TIED[name]()
+    model.pool = True
+    x = normal(4, 3, 3)
+    y = normal(*randomize(model)(x).shape, seed=3)
+    assert_blocks_of_a_pass(model, x, y, "regression", kfac_approx=kfac_approx)
+
+
+@pytest.mark.parametrize("kfac_approx", MODES)
+def test_own_parameters_and_attention(kfac_approx):
+    model = randomize(VisionTransformer(image_size=8, patch_size=4, dim=8, depth=1, heads=2))
+    x, y = normal(3, 3, 8, 8), torch.tensor([0, 1, 2])
+    blocks = assert_blocks_of_a_pass(model, x, y, kfac_approx=kfac_approx)
+    assert any("position" in name for name in blocks)
+    for name, p in model.named_parameters():  # what was lent is given back
+        assert isinstance(p, nn.Parameter), name
+
+
+@pytest.mark.parametrize("kfac_approx", MODES)
+def test_language_model_with_a_loss_term_for_each_position(kfac_approx):
+    model = randomize(GPT(vocab_size=5, context=4, dim=8, depth=1, heads=2, tied=False))
+    x = torch.tensor([[1, 2, 3, 0], [4, 4, 0, 1]])
+    assert_blocks_of_a_pass(model, x, x.flip(1), kfac_approx=kfac_approx)
+
+
+def test_labels_that_do_not_count_are_seen_by_their_gradients():
+    """Their terms count neither in the vectors nor in the number of terms."""
+    model = randomize(GPT(vocab_size=5, context=4, dim=8, depth=1, heads=2, tied=False))
+    x = torch.tensor([[1, 2, 3, 0], [4, 4, 0, 1]])
+    y = torch.tensor([[2, -100, 0, 1], [-100, -100, 3, -100]])
+    blocks = in_training(model, x, y)
+    factors = kronecker_factors(model, [(x, y)], "classification", ignore_index=-100)
+    for name, block in blocks.items():
+        assert_close(block.to_dense(), factors.to_dense(name) / 4)
+    all_count = in_training(model, x, y.clamp(min=0))
+    name = list(blocks)[-1]
+    assert error(all_count[name].to_dense(), blocks[name].to_dense()) > 0.02
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x, attention_mask):
+        x = torch.tanh(self.first(x)) * attention_mask[..., None]
+        return self.head(x.sum(1) / attention_mask.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("kfac_approx", MODES)
+def test_positions_that_a_mask_hides(kfac_approx):
+    model, mask = randomize(Masked()), torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1]])
+    x, y = normal(3, 3, 3), torch.tensor([0, 1, 1])
+    curvature = training_pass(model, kfac_approx=kfac_approx)
+    loss_of(model(x, attention_mask=mask), y).backward()
+    blocks = curvature.mean_blocks()
+    batch = {"x": x, "attention_mask": mask, "labels": y}
+    factors = kronecker_factors(model, [batch], "classification", kfac_approx=kfac_approx)
+    for name, block in blocks.items():
+        assert_close(block.to_dense(), factors.to_dense(name) / 3)
+    other = torch.ones_like(mask)
+    loss_of(model(x, attention_mask=other), y).backward()
+    unmasked = curvature.mean_blocks()
+    assert error(unmasked["first.weight"].to_dense(), blocks["first.weight"].to_dense()) > 0.05
+
+
+@pytest.mark.parametrize("kfac_approx", MODES)
+def test_monte_carlo_in_the_mean(kfac_approx):
+    model, (x, y) = network(), data()
+    exact = in_training(model, x, y, kfac_approx=kfac_approx)
+    curvature = training_pass(model, kfac_approx=kfac_approx, fisher="mc")
+    mean = {name: 0.0 for name in exact}
+    for _ in range(200):
+        loss_of(model(x), y).backward()
+        for name, block in curvature.mean_blocks().items():
+            mean[name] = mean[name] + block.B / 200
+            assert_close(block.A, exact[name].A)
+    for name, block in exact.items():
+        assert error(mean[name], block.B) < 0.25, name
+    curvature.detach()
+    one = in_training(model, x, y, kfac_approx=kfac_approx, fisher="mc")
+    assert error(one["10.weight"].B, exact["10.weight"].B) > 0.25  # a single sample is not enough
+
+
+@pytest.mark.parametrize("kfac_approx", MODES)
+def test_empirical_fisher_is_that_of_the_training_gradients(kfac_approx):
+    model, (x, y) = network(), data()
+    blocks = in_training(model, x, y, kfac_approx=kfac_approx, fisher="empirical")
+    factors = kronecker_factors(
+        model, [(x, y)], "classification", kfac_approx=kfac_approx, fisher="empirical"
+    )
+    for name, block in blocks.items():
+        assert_close(block.to_dense(), factors.to_dense(name) / 7)
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+@pytest.mark.parametrize("kfac_approx", MODES)
+def test_gradient_accumulation_is_one_batch(kfac_approx, fisher):
+    model, (x, y) = network(), data(6)
+    whole = in_training(model, x, y, kfac_approx=kfac_approx, fisher=fisher)
+    curvature = training_pass(model, kfac_approx=kfac_approx, fisher=fisher)
+    for x_i, y_i in zip(x.split(2), y.split(2), strict=True):
+        (loss_of(model(x_i), y_i) / 3).backward()
+    for name, block in curvature.mean_blocks().items():
+        assert_close(block.to_dense(), whole[name].to_dense())
+
+
+def convolution_flops(work):
+    with FlopCounterMode(display=False) as counter:
+        work()
+    counts = counter.get_flop_counts()["Global"]
+    aten = torch.ops.aten
+    return counts.get(aten.convolution, 0), counts.get(aten.convolution_backward, 0)
+
+
+@pytest.mark.parametrize(("fisher", "vectors"), [("exact", 2), ("mc", 1), ("empirical", 0)])
+def test_costs_no_forward_pass_and_backward_passes_to_inputs_only(fisher, vectors):
+    model, (x, y) = network(), data()
+    plain = convolution_flops(lambda: loss_of(model(x), y).backward())
+    first, _ = convolution_flops(lambda: model[0](x))
+    forward = plain[0]
+    curvature = training_pass(model, fisher=fisher)
+    loss_of(model(x), y).backward()  # which makes the proof, too
+    curvature.mean_blocks()
+    found = convolution_flops(lambda: loss_of(model(x), y).backward())
+    assert found == (forward, plain[1] + vectors * (forward - first))
+
+
+def test_train_mode_and_random_numbers_stay():
+    """Dropout draws what it draws without the hooks, and the proof leaves no trace."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2)).train()
+    x, y = torch.randn(6, 3), torch.tensor([0, 1, 1, 0, 0, 1])
+    outputs, curvature = [], None
+    for hooked in (False, True):
+        curvature = training_pass(model) if hooked else None
+        torch.manual_seed(3)
+        outputs.append(model(x))
+        loss_of(outputs[-1], y).backward()
+        assert model.training and model[1].training
+    assert torch.equal(*outputs)
+    assert curvature.mean_blocks()["2.weight"].B.any()
+
+
+def test_batch_norm_in_train_mode_counts_its_statistics_as_constants():
+    """Equal to a model whose running statistics are those of the batch."""
+    torch.manual_seed(0)
+    build = lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=1.0), nn.Linear(4, 2))  # noqa: E731
+    model, x, y = build().double().train(), normal(6, 3), torch.tensor([0, 1, 1, 0, 0, 1])
+    curvature = training_pass(model)
+    loss_of(model(x), y).backward()
+    blocks = curvature.mean_blocks()
+    curvature.detach()
+    fixed = build().double()
+    fixed.load_state_dict(model.state_dict())
+    fixed[1].running_var.mul_(5 / 6)  # torch keeps the unbiased estimate
+    factors = kronecker_factors(fixed.eval(), [(x, y)], "classification")
+    for name in ("1.weight", "1.bias", "2.weight", "2.bias"):
+        assert_close(blocks[name].to_dense(), factors.to_dense(name) / 6)
+    assert not torch.equal(model[1].running_mean, torch.zeros(4).double())
+
+
+def test_checkpointing_is_a_named_error():
+    class Checkpointed(nn.Sequential):
+        def forward(self, x):
+            return self[2](checkpoint(nn.Sequential(self[0], self[1]), x, use_reentrant=False))
+
+    model = Checkpointed(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    training_pass(model)
+    with pytest.raises(NotImplementedError, match="Switch checkpointing off"):
+        model(torch.randn(5, 3))
+
+
+class Partly(nn.Module):
+    """A parameter without a rule in front of the layers, and one behind."""
+
+    def __init__(self):
+        super().__init__()
+        self.mixing = nn.Parameter(torch.eye(3).double())
+        self.first, self.head = nn.Linear(3, 4).double(), nn.Linear(4, 2).double()
+        self.temperature = nn.Parameter(torch.tensor(1.0).double())
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.first(x @ self.mixing))) * self.temperature
+
+
+def test_parameters_without_a_rule_take_no_part():
+    torch.manual_seed(0)
+    model, x, y = Partly(), normal(5, 3), torch.tensor([0, 1, 1, 0, 0])
+    blocks = in_training(model, x, y)
+    assert list(blocks) == ["first.weight", "first.bias", "head.weight", "head.bias"]
+    ggn = oracles.dense_ggn_blocks(model.head, torch.tanh(model.first(x)), "classification")
+    assert_close(blocks["head.bias"].to_dense(), ggn["bias"] / 5)
+    assert blocks["first.weight"].B.any()
+
+
+def test_frozen_and_left_out_parameters_have_no_block():
+    model, (x, y) = network(), data()
+    model[0].requires_grad_(False)
+    blocks = in_training(model, x, y, left_out=["10.weight", "10.bias"])
+    rest = kronecker_factors(model, [(x, y)], "classification")
+    assert set(rest.blocks) - set(blocks) == {"10.weight", "10.bias"} and "8.weight" in blocks
+    assert_close(blocks["8.weight"].to_dense(), rest.to_dense("8.weight") / 7)
+
+
+def test_forward_passes_without_a_backward_pass_are_forgotten():
+    model, (x, y) = network(), data()
+    whole = in_training(model, x, y)
+    curvature = training_pass(model)
+    model(2 * x)  # for whatever reason
+    with torch.no_grad():
+        model(3 * x)
+    kronecker_factors(model, [(x, y)], "classification")  # a Laplace pass in between
+    loss_of(model(x), y).backward()
+    for name, block in curvature.mean_blocks().items():
+        assert_close(block.to_dense(), whole[name].to_dense())
+
+
+def test_a_forward_pass_without_backward_between_accumulated_ones_is_an_error():
+    model, (x, y) = network(), data()
+    training_pass(model)
+    loss_of(model(x), y).backward()
+    model(x)
+    with pytest.raises(RuntimeError, match=r"without a backward pass.*no_grad\(\)"):
+        model(x)
+
+
+def test_two_forward_passes_before_one_backward_are_an_error():
+    model, (x, y) = network(), data()
+    training_pass(model)
+    loss = loss_of(model(x), y) + loss_of(model(2 * x), y)
+    with pytest.raises(RuntimeError, match="one backward pass after each forward pass"):
+        loss.backward()
+
+
+def test_no_forward_pass_is_an_error():
+    curvature = training_pass(network())
+    with pytest.raises(RuntimeError, match=r"No backward pass.*before step\(\)"):
+        curvature.mean_blocks()
+
+
+def test_two_losses_of_one_output():
+    """The curvature is that of the output, whatever its losses, unless it is made of these."""
+    model, (x, y) = network(), data()
+    whole = in_training(model, x, y)
+    curvature = training_pass(model)
+    f = model(x)
+    (0.3 * loss_of(f, y)).backward(retain_graph=True)
+    (0.7 * loss_of(f, y)).backward()
+    assert_close(curvature.mean_blocks()["10.weight"].B, whole["10.weight"].B)
+    training_pass(other := network(), fisher="empirical")
+    f = other(x)
+    loss_of(f, y).backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="for a second time"):
+        loss_of(f, y).backward()
+
+
+def test_an_error_in_the_forward_pass_leaves_no_hooks():
+    model, (x, y) = network(), data()
+    curvature = training_pass(model)
+    with pytest.raises(RuntimeError):
+        model(x[:, :1])  # too few channels
+    assert not any(layer._forward_hooks for layer in model)
+    loss_of(model(x), y).backward()
+    assert curvature.mean_blocks()["0.weight"].B.any()
+
+
+def test_detach_and_copies():
+    model, (x, y) = network(), data()
+    curvature = training_pass(model)
+    copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    for other in (copied, pickled):
+        loss_of(other(x), y).backward()
+        with pytest.raises(RuntimeError, match="No backward pass"):
+            curvature.mean_blocks()
+    curvature.detach()
+    assert not model._forward_hooks and not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("fisher", ["exact", "mc", "empirical"])
+@pytest.mark.parametrize("backward", [True, False])
+def test_the_graph_is_freed(fisher, backward):
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.watched = watched = nn.Identity()
+            alive.append(weakref.ref(watched))
+
+        @staticmethod
+        def backward(ctx, b):
+            return b
+
+    alive = []
+    model, (x, y) = (
+        nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)),
+        (torch.randn(5, 3), torch.ones(5).long()),
+    )
+    watched = nn.Sequential(model[0], model[1])
+    watched.forward = lambda x: model[1](Watched.apply(model[0](x)))
+    curvature = training_pass(watched, fisher=fisher)
+    watched(x)  # makes the proof, and is dropped
+    gc.collect()
+    gc.disable()
+    try:
+        alive.clear()
+        f = watched(x)
+        assert alive[0]() is not None
+        if backward:
+            loss_of(f, y).backward()
+            curvature.mean_blocks()
+        del f
+        curvature.reset()
+        assert alive[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_what_hooks_cannot_follow_names_the_way_out():
+    class Functional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.fc(x) * self.fc.weight.sum()
+
+    training_pass(model := Functional())
+    with pytest.raises(NotImplementedError, match=r"'fc.weight' reached.*\(exclude\)"):
+        model(torch.randn(4, 3))
+
+
+def test_batched_is_refused():
+    with pytest.raises(ValueError, match="batched=False"):
+        training_pass(network(), batched=True)
+
+
+def test_in_place_activations_and_scales():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(3, 4), nn.ReLU(inplace=True), Scale(), nn.ReLU(inplace=True), nn.Linear(4, 2)
+    )
+    assert_blocks_of_a_pass(model.double(), normal(5, 3), torch.tensor([0, 1, 1, 0, 0]))
+
+
+@pytest.fixture
+def registry_as_it_was(monkeypatch):
+    known = {cls: dict(views) for cls, views in registry.PARAMETERS.items()}
+    monkeypatch.setattr(registry, "PARAMETERS", known)
+
+
+def test_registered_parameters(registry_as_it_was):
+    @register_parameters(gain=(1, -1))
+    class Gain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gain, self.fc = nn.Parameter(torch.ones(3)), nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.fc(torch.tanh(x * self.gain))
+
+    assert_blocks_of_a_pass(randomize(Gain()), normal(5, 3), torch.tensor([0, 1, 1, 0, 0]))
