@@ -62,14 +62,14 @@ PROBLEMS = {
         scalar_lr_factor=0.1,
     ),
 }  # fmt: skip
-CLIPPED = {"norm_control": "kl_clip"}
+CLIPPED, PLAIN = {"norm_control": "kl_clip"}, {"norm_control": "none"}
 METHODS = {
     "nesterov": Method("SGD, Nesterov", "nesterov"),
     "adamw": Method("AdamW", "adamw", weight_decay=1e-2),
     "soap": Method("SOAP", "soap", betas=(0.95, 0.95), weight_decay=1e-2),
     "expand": Method("K-FAC-expand, KL clip", "nesterov", "expand", CLIPPED),
     "reduce": Method("K-FAC-reduce, KL clip", "nesterov", "reduce", CLIPPED),
-    "reduce plain": Method("K-FAC-reduce", "nesterov", "reduce"),
+    "reduce plain": Method("K-FAC-reduce", "nesterov", "reduce", PLAIN),
 }
 SGD_LR, ADAM_LR = (1e-3, 1.0), (1e-4, 1e-1)
 STUDY = Study(

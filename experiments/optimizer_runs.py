@@ -35,10 +35,11 @@ __all__ = [
     "Problem",
     "Schedule",
     "best_candidate",
-    "first_reaching",
     "random_search",
     "run",
     "run_timing",
+    "runs_of",
+    "settled_at",
     "time_steps",
 ]
 
@@ -172,18 +173,23 @@ def run(problem: Problem, method: Method, config: Config) -> Row:
     }
 
 
-def first_reaching(curve: Row, metric: str, target: float) -> int | None:
-    """The first step at which the validation data's metric is at the target or better, if any."""
-    lower = metric == "loss"
+def settled_at(curve: Row, metric: str, target: float) -> int | None:
+    """The first step from which on the validation metric stays at the target or better, if any.
+
+    Not the first at the target: an untrained network's metric may jump above it for a moment.
+    """
     # A run that diverges before the first measurement has no values.
-    for step, value in zip(curve["step"], curve.get(metric, []), strict=True):
-        if value <= target if lower else value >= target:
-            return step
-    return None
+    values = curve.get(metric, [])
+    sign = 1 if metric == "loss" else -1
+    first = len(values)
+    while first and sign * values[first - 1] <= sign * target:
+        first -= 1
+    settled = first < len(values) and curve["diverged"] is None
+    return curve["step"][first] if settled else None
 
 
 def best_candidate(found: Row, target: float | None = None) -> Candidate:
-    """The one whose run reaches the target first, or else whose last value is the best.
+    """The one whose run settles at the target first, or else whose last value is the best.
 
     Args:
         found: a search.
@@ -199,7 +205,7 @@ def best_candidate(found: Row, target: float | None = None) -> Candidate:
         raise ValueError(f"All runs of {found['config']['method']} diverged; search lower rates.")
 
     def rank(curve: Row) -> tuple[float, float]:
-        step = None if target is None else first_reaching(curve, metric, target)
+        step = None if target is None else settled_at(curve, metric, target)
         return (math.inf if step is None else step, sign * curve[metric][-1])
 
     return Candidate(**min(curves, key=rank)["candidate"])

@@ -48,8 +48,8 @@ PROBLEMS = {
         "CIFAR-10 (JPEG), ViT", _cifar10, _network, "classification", 128, "accuracy"
     ),
 }
-EVERY = {"factor_every": 50, "update_every": 50}
-EACH = {"factor_every": 1, "update_every": 10, "ema_decay": 0.9982}
+EVERY = {"factor_every": 50, "update_every": 50, "norm_control": "none"}
+EACH = {"factor_every": 1, "update_every": 10, "ema_decay": 0.9982, "norm_control": "none"}
 _method = partial(
     Method,
     base="nadamw",
