@@ -11,7 +11,7 @@ weight decay .026595, gradients clipped at 1): expand 92.6 and reduce 93.7 thous
 37 hours, where that reference takes 117.4 thousand steps in 25.
 
 Here, for two cores: CIFAR-10 (JPEG), 8,000 images, 2,000 more for validation, patches of 8×8,
-batches of 128, 300 steps. The learning rates of both references are tuned, too; K-FAC with factors
+batches of 64, 300 steps. The learning rates of both references are tuned, too; K-FAC with factors
 at every step takes the reference's, as in the paper. torch's NAdam warms β₁ up, which AlgoPerf's
 does not.
 
@@ -45,7 +45,7 @@ def _network(splits: Any) -> VisionTransformer:
 
 PROBLEMS = {
     "cifar10": Problem(
-        "CIFAR-10 (JPEG), ViT", _cifar10, _network, "classification", 128, "accuracy"
+        "CIFAR-10 (JPEG), ViT", _cifar10, _network, "classification", 64, "accuracy"
     ),
 }
 EVERY = {"factor_every": 50, "update_every": 50, "norm_control": "none"}
