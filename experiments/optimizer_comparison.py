@@ -4,7 +4,8 @@ Each method has the same number of random trials: of its learning rate, and with
 rate and damping at once. The settings with the lowest last validation loss then run with three
 other seeds, in the same number of steps, with the same schedule: a linear warm-up of 5 % of the
 steps, then a cosine to zero. SOAP's and K-FAC's preconditioners are new every 10 steps;
-K-FAC goes before Nesterov's SGD, with a KL clip of 1e-3, in one row without. The target
+K-FAC goes before Nesterov's SGD, with a KL clip of 1e-3 and factors of one batch of ten; one row
+has moving averages (.9) of these factors, one has no KL clip. The target
 of the tables is the loss that tuned SGD ends with. Eschenhagen et al. 2023 have no such comparison.
 
 ``make optimizer-comparison`` runs what is missing; ``--data`` names some of the problems. SOAP is
@@ -63,12 +64,14 @@ PROBLEMS = {
     ),
 }  # fmt: skip
 CLIPPED, PLAIN = {"norm_control": "kl_clip"}, {"norm_control": "none"}
+AVERAGED = {**CLIPPED, "ema_decay": 0.9}
 METHODS = {
     "nesterov": Method("SGD, Nesterov", "nesterov"),
     "adamw": Method("AdamW", "adamw", weight_decay=1e-2),
     "soap": Method("SOAP", "soap", betas=(0.95, 0.95), weight_decay=1e-2),
     "expand": Method("K-FAC-expand, KL clip", "nesterov", "expand", CLIPPED),
     "reduce": Method("K-FAC-reduce, KL clip", "nesterov", "reduce", CLIPPED),
+    "reduce averaged": Method("K-FAC-reduce, KL clip, averages", "nesterov", "reduce", AVERAGED),
     "reduce plain": Method("K-FAC-reduce", "nesterov", "reduce", PLAIN),
 }
 SGD_LR, ADAM_LR = (1e-3, 1.0), (1e-4, 1e-1)
