@@ -106,7 +106,7 @@ def kronecker_factors(
         TypeError: inputs that are not of floating point, outputs that are not a tensor, labels
             that are not integers, batches that are neither (x, y) nor a mapping.
         KeyError: a mapping without ``dict_key_y``.
-        NotImplementedError: a layer without a rule, or used in a way that hooks cannot see.
+        NotImplementedError: a parameter without a rule, or used in a way that cannot be followed.
         torch.OutOfMemoryError: naming a batch size that fits.
     """
     options = options.but(**keywords)

@@ -19,7 +19,7 @@ copied for each right there is a beginning as well: its output is followed as a 
 gets each example's gradient.
 
 An operation is known by what it is made of, and not by its number, so that a loop may be longer in
-another batch. Nothing here is taken on trust: `verification` compares outputs and gradients.
+another batch. Nothing here is taken on trust: `following` compares outputs and gradients.
 """
 
 import math

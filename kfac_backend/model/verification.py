@@ -5,8 +5,7 @@ found here:
 
 - `verify_uses`: a layer whose parameters are used outside of its forward, where no hook sees it, or
   that computes something else than its rule assumes. Its parameters, and those without a rule, are
-  then followed operation by operation (`follow`), and what that finds is proved, too
-  (`verify_followed`).
+  then followed operation by operation, and what that finds is proved, too (`following`).
 - `verify_divided`, `verify_own_parameters`: a layer whose stand-in (its parts, or a copy of a
   parameter for each example) computes something else than the layer itself.
 - `verify_independence`: a layer that mixes the rows of different examples.
