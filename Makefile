@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: train test test-slow test-lowest lint format bench exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study uci update-step-timing gpt-timing natural-gradient
+.PHONY: train test test-slow test-lowest lint format bench exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study uci update-step-timing gpt-timing natural-gradient models graph-network-training vision-transformer-training optimizer-comparison
 
 train: $(INSTALLED)  ## train on the built-in digits, learn the weight decays, write runs/digits
 	$(BIN)/marglik train --config digits
@@ -28,6 +28,10 @@ bench: $(INSTALLED)  ## curvature pass, evidence update and predictive against t
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
 	$(BIN)/python -m experiments.bench_curvature
 	$(BIN)/python -m experiments.bench_predictive
+
+models: $(INSTALLED)  ## seventy families of models of other libraries against brute force: five minutes
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[models]'
+	$(BIN)/python -m tests.models.matrix --json experiments/results/models/models.json
 
 exactness: $(INSTALLED)  ## where the modes are exact, after the paper's figures 1 and 2: half a minute
 	$(BIN)/python -m experiments.exactness
@@ -63,6 +67,16 @@ update-step-timing: $(INSTALLED)  ## the paper's Table 1: a K-FAC step on WRN-16
 
 gpt-timing: $(INSTALLED)  ## K-FAC of a language model, expand against reduce: ten minutes
 	$(BIN)/python -m experiments.gpt_timing
+
+graph-network-training: $(INSTALLED)  ## the paper's figure 3 on NCI1: K-FAC beside Nesterov's SGD, half an hour; again to go on
+	$(BIN)/python -m experiments.graph_network_training
+
+vision-transformer-training: $(INSTALLED)  ## the paper's figure 4 on CIFAR-10 (JPEG): K-FAC beside NAdamW, half an hour; again to go on
+	$(BIN)/python -m experiments.vision_transformer_training
+
+optimizer-comparison: $(INSTALLED)  ## SGD, AdamW, SOAP and K-FAC with the same tuning; again to go on
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
+	$(BIN)/python -m experiments.optimizer_comparison
 
 test-lowest:  ## the test suite with the oldest dependencies that pyproject.toml allows
 	$(PYTHON) -m venv .venv-lowest

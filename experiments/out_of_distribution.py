@@ -16,14 +16,12 @@ given again; trainings go on in ``runs/out_of_distribution/``.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,8 +29,12 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from experiments.cifar10 import archive
-from experiments.studies import add_study_options, run_missing, study_folder
-from kfac_backend.files import write_file
+from experiments.studies import (
+    add_study_options,
+    report_problems,
+    run_missing,
+    study_folder,
+)
 from marglik.cli import main as marglik
 from marglik.data import (
     CORRUPTIONS,
@@ -57,7 +59,6 @@ from marglik.prediction.evaluation import compute_metrics
 from marglik.prediction.links import Calibration, Prediction, predict_from_gaussian
 from marglik.prediction.metrics import out_of_distribution_metrics
 from marglik.prediction.predictive import PredictiveConfig
-from marglik.report.figures import save_figure
 from marglik.runs.build import build_from_spec
 from marglik.storage.provenance import environment
 from marglik.storage.record_file import read_posterior
@@ -438,19 +439,6 @@ def _mean(values: Sequence[float], digits: int, sign: str = "") -> str:
     return f"{mean} ± {statistics.stdev(values) / len(values) ** 0.5:.{digits}f}"
 
 
-def report(folder: Path) -> str:
-    """Write table.md and a figure for each problem that has results; returns the tables."""
-    problems: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for path in sorted(folder.glob("*.json")):
-        found = json.loads(path.read_text())
-        problems[found["config"]["data"]].append(found)
-    text = "\n\n".join(table(problems[name]) for name in PROBLEMS if name in problems)
-    write_file(folder / "table.md", (text + "\n").encode())
-    for name, runs in problems.items():
-        save_figure(figure(runs), folder / f"{name}.png")
-    return text
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is missing, write tables and figures; returns the exit status."""
     parser = argparse.ArgumentParser(description="Calibrated predictives where the data shifts.")
@@ -467,6 +455,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for data in options.data
         for seed in range(options.seeds or PROBLEMS[data].seeds)
     ]
+    report = partial(report_problems, problems=PROBLEMS, table=table, figure=figure)
     return run_missing(run, tasks, folder, report, options)
 
 

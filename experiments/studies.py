@@ -1,17 +1,30 @@
 """What studies over several seeds share: a JSON file for each run, what is missing, the report."""
 
 import argparse
+import json
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from matplotlib.figure import Figure
+
 from experiments.options import add_results
 from experiments.processes import as_they_finish
+from kfac_backend.files import write_file
+from marglik.report.figures import save_figure
 from marglik.storage.record_file import write_json
 
-__all__ = ["Run", "add_study_options", "run_missing", "standard_error", "study_folder"]
+__all__ = [
+    "Run",
+    "add_study_options",
+    "report_problems",
+    "run_missing",
+    "standard_error",
+    "study_folder",
+]
 
 
 class Run(Protocol):
@@ -73,6 +86,32 @@ def run_missing(
         print(report(folder))
         print(f"Written to {folder}/")
     return 1 if failed else 0
+
+
+def report_problems(
+    folder: Path,
+    problems: Iterable[str],
+    table: Callable[[list[dict[str, Any]]], str],
+    figure: Callable[[list[dict[str, Any]]], Figure],
+) -> str:
+    """Write table.md and a figure for each problem that has results; returns the tables.
+
+    Args:
+        folder: of the results' files, and of what is written.
+        problems: the names under "data" of their configurations, in the tables' order.
+        table: from a problem's results to Markdown.
+        figure: from a problem's results to its figure.
+    """
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for path in sorted(folder.glob("*.json")):
+        run = json.loads(path.read_text(encoding="utf-8"))
+        found[run["config"]["data"]].append(run)
+    there = [name for name in problems if name in found]
+    text = "\n\n".join(table(found[name]) for name in there)
+    write_file(folder / "table.md", (text + "\n").encode())
+    for name in there:
+        save_figure(figure(found[name]), folder / f"{name}.png")
+    return text
 
 
 def standard_error(values: Sequence[float]) -> float:

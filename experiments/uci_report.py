@@ -8,10 +8,11 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from experiments.studies import standard_error
 from kfac_backend.files import write_file
 from marglik.report.figures import save_figure
 
-__all__ = ["RECORDED", "report", "write_report"]
+__all__ = ["RECORDED", "report", "runs_of", "verdict", "write_report"]
 
 RECORDED = {
     "concrete": ((4.82, 0.16), (-2.93, 0.02)),
@@ -46,9 +47,7 @@ def write_report(path: Path) -> str:
     Raises:
         ValueError: no split is finished.
     """
-    found = json.loads(path.read_text(encoding="utf-8"))["runs"]
-    runs = {name: [r for r in found if r["config"]["dataset"] == name] for name in RECORDED}
-    runs = {name: own for name, own in runs.items() if own}
+    runs = runs_of(path)
     if not runs:
         raise ValueError(f"{path} has no finished split; run python -m experiments.uci --resume.")
     text = report(runs)
@@ -58,12 +57,20 @@ def write_report(path: Path) -> str:
     return text
 
 
+def runs_of(path: Path) -> Runs:
+    """The finished splits of each set that has some, in the recorded results' order."""
+    found = json.loads(path.read_text(encoding="utf-8"))["runs"]
+    runs = {name: [r for r in found if r["config"]["dataset"] == name] for name in RECORDED}
+    return {name: own for name, own in runs.items() if own}
+
+
 def report(runs: Runs) -> str:
     """All tables as Markdown: mean ± standard error over splits, in the target's units."""
     head = f"| set | splits | MC dropout, recorded | {' | '.join(METHODS)} |"
     rule = "|" + "---|" * (3 + len(METHODS))
     parts = [
         "# UCI regression",
+        verdict(runs),
         "Test log likelihood (nats per example, higher is better)",
         "\n".join([head, rule, *(_row(n, own, "log_likelihood", 1, 2) for n, own in runs.items())]),
         "RMSE (the target's units)",
@@ -72,11 +79,40 @@ def report(runs: Runs) -> str:
         ),
         "Log likelihood of ours minus the others', paired by split",
         _differences(runs),
+        "σ of the standardised targets, and how many parameters the data determine (K-FAC)",
+        _learned(runs),
         "Processor seconds of one split, all trainings included (one thread; the grid's and the "
         "ensemble's networks are trained side by side, which costs far less than one by one)",
         _cost(runs),
     ]
     return "\n\n".join(parts)
+
+
+def verdict(runs: Runs) -> str:
+    """On which sets ours reaches the recorded log likelihood, and the grid search's."""
+    of_dropout, of_grid = [], []
+    for name, own in runs.items():
+        ours = [r["methods"]["ours"]["log_likelihood"] for r in own]
+        if statistics.mean(ours) >= RECORDED[name][1][0]:
+            of_dropout.append(name)
+        gains = _gains(own, "grid search")
+        if statistics.mean(gains) >= -standard_error(gains):
+            of_grid.append(name)
+    return (
+        f"Ours has at least the recorded log likelihood for {_some(of_dropout, len(runs))}, and at "
+        "least the grid search's less one standard error of the difference for "
+        f"{_some(of_grid, len(runs))}."
+    )
+
+
+def _some(names: Sequence[str], number: int) -> str:
+    return f"{len(names)} of {number} sets ({', '.join(names) or 'none'})"
+
+
+def _gains(own: Sequence[dict[str, Any]], other: str) -> list[float]:
+    """Log likelihood of ours less another's, by split."""
+    pairs = [(r["methods"]["ours"], r["methods"][other]) for r in own]
+    return [a["log_likelihood"] - b["log_likelihood"] for a, b in pairs]
 
 
 def _row(name: str, own: Sequence[dict[str, Any]], key: str, column: int, decimals: int) -> str:
@@ -92,10 +128,19 @@ def _differences(runs: Runs) -> str:
     for name, own in runs.items():
         cells = []
         for other in others:
-            pairs = [(r["methods"]["ours"], r["methods"][other]) for r in own]
-            gains = [a["log_likelihood"] - b["log_likelihood"] for a, b in pairs]
-            cells.append(_mean(gains, 3, sign=True))
+            cells.append(_mean(_gains(own, other), 3, sign=True))
         lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _learned(runs: Runs) -> str:
+    lines = ["| set | σ, learned | σ, grid search | effective parameters |", "|---|---|---|---|"]
+    for name, own in runs.items():
+        ours, grid = (
+            _mean([r[key]["sigma_noise"] for r in own], 3) for key in ("learned", "grid search")
+        )
+        effective = statistics.mean(r["learned"]["effective_parameters"] for r in own)
+        lines.append(f"| {name} | {ours} | {grid} | {effective:.0f} |")
     return "\n".join(lines)
 
 
@@ -118,7 +163,7 @@ def _mean(values: Sequence[float], decimals: int, sign: bool = False) -> str:
     mean = f"{statistics.mean(values):{'+' if sign else ''}.{decimals}f}"
     if len(values) < 2:
         return mean
-    return f"{mean} ± {statistics.stdev(values) / len(values) ** 0.5:.{decimals}f}"
+    return f"{mean} ± {standard_error(values):.{decimals}f}"
 
 
 def figure(runs: Runs) -> Figure:
@@ -129,7 +174,7 @@ def figure(runs: Runs) -> Figure:
         names = ("MC dropout, recorded", *METHODS)
         for place, method in enumerate(METHODS, 1):
             values = [r["methods"][method]["log_likelihood"] for r in own]
-            error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+            error = standard_error(values)
             color = "tab:blue" if method == "ours" else "tab:gray"
             axes.errorbar(statistics.mean(values), place, xerr=error, fmt="o", color=color)
         recorded = RECORDED[name][1]

@@ -111,12 +111,6 @@ class CorrectionPass(CurvaturePass):
         # Their basis is there already: the mode would be of no use.
         options = self.options.but(kfac_approx="expand")
         super().__init__(model, factors.likelihood, options, generator=generator)
-        names = {name for t in self._assignment.layers for name in t.parameters.values()}
-        self._bases = {
-            name: block.decompose()
-            for name, block in self._uncorrected.blocks.items()
-            if name in names
-        }
         device = self._device.type
         self._memory = HELD.get(device, HELD["cuda"])
         self._at_once = AT_ONCE.get(device, AT_ONCE["cuda"])
@@ -149,7 +143,7 @@ class CorrectionPass(CurvaturePass):
                 )
         blocks = dict(factors.blocks)
         for name, moments in self._moments.moments.items():
-            block, eigen = blocks[name], replace(self._bases[name], corrected=moments)
+            block, eigen = blocks[name], replace(self._moments.bases[name], corrected=moments)
             blocks[name] = CorrectedBlock(name, block.B, block.A, block.num_terms, eigen=eigen)
         self.reset()
         return replace(factors, blocks=blocks)
@@ -158,8 +152,11 @@ class CorrectionPass(CurvaturePass):
     def _moments(self) -> LayerMoments:
         """The sums; made with the first batch, which may find other rules for derived layers."""
         if self._made_moments is None:
+            names = {name for t in self._assignment.all for name in t.parameters.values()}
+            blocks = self._uncorrected.blocks
+            bases = {name: block.decompose() for name, block in blocks.items() if name in names}
             self._made_moments = LayerMoments(
-                self._assignment, self._bases, self._at_once, self._product_bytes
+                self._assignment, bases, self._at_once, self._product_bytes
             )
         return self._made_moments
 
@@ -168,7 +165,12 @@ class CorrectionPass(CurvaturePass):
         sizes = {name: block.numel for name, block in self._uncorrected.blocks.items()}
         assignment = assignment_of_blocks(self._model, sizes)
         layers = [t for t in assignment.layers if not issubclass(t.rule, ExactRule)]
-        return replace(assignment, layers=layers, own_parameters=[], diagonal=[])
+        blocks = self._uncorrected.blocks
+        unknown = {n: e for n, e in assignment.unknown.items() if blocks[n].A is not None}
+        return replace(assignment, layers=layers, own_parameters=[], unknown=unknown)
+
+    def _add_diagonal(self, x: Any, y: Tensor) -> None:
+        """Nothing: these blocks stay."""
 
     @property
     def _part_size(self) -> int | None:

@@ -21,8 +21,9 @@ from kfac_backend.model.batches import (
     splits_by_example,
     to_device,
 )
-from kfac_backend.model.calls import call_with, restoration
+from kfac_backend.model.calls import call_with, forked_random_numbers, restoration
 from kfac_backend.model.capture import Capture
+from kfac_backend.model.diagonals import squared_gradients
 from kfac_backend.model.finite import check_finite
 from kfac_backend.model.memory import give_back_free_memory, is_out_of_memory, out_of_memory
 from kfac_backend.model.rule_assignment import (
@@ -105,7 +106,7 @@ def kronecker_factors(
         TypeError: inputs that are not of floating point, outputs that are not a tensor, labels
             that are not integers, batches that are neither (x, y) nor a mapping.
         KeyError: a mapping without ``dict_key_y``.
-        NotImplementedError: a layer without a rule, or used in a way that hooks cannot see.
+        NotImplementedError: a parameter without a rule, or used in a way that cannot be followed.
         torch.OutOfMemoryError: naming a batch size that fits.
     """
     options = options.but(**keywords)
@@ -466,23 +467,8 @@ def ggn_diagonal(
 ) -> dict[str, Tensor]:
     """Σ_n Σ_v (∂ v_nᵀf_n / ∂θ_i)² of each named parameter, in its shape.
 
-    Right for any layer that does not mix examples, and slow: N·V backward passes a batch.
+    Right for any layer that does not mix examples; see `squared_gradients`.
     """
-    by_name = dict(model.named_parameters())
-    parameters = {name: by_name[name].detach().requires_grad_() for name in names}
-    diagonal = {name: torch.zeros_like(p) for name, p in parameters.items()}
-    with torch.enable_grad():
-        f = call_with(model, parameters, x)
-    if not f.requires_grad:
-        return diagonal
-    for vector in vectors(f, y):
-        for n in range(len(f)):
-            only = torch.zeros_like(f)
-            only[n] = vector[n].to(f.dtype)
-            grads = torch.autograd.grad(
-                f, list(parameters.values()), only, retain_graph=True, allow_unused=True
-            )
-            for total, g in zip(diagonal.values(), grads, strict=True):
-                if g is not None:
-                    total += g.square()
-    return diagonal
+    with torch.no_grad(), forked_random_numbers(model):
+        f = call_with(model, {}, x)
+    return squared_gradients(model, names, x, f, vectors(f, y))

@@ -120,7 +120,8 @@ class CurvatureOptions(TargetOptions):
             the labels' own gradients (one backward pass for each loss term).
         mc_samples: labels drawn per example for fisher="mc".
         unsupported: parameters without a rule raise ("error"), are constants ("freeze"), or get the
-            exact diagonal of their block ("diagonal", slow: each backward pass once per example).
+            exact diagonal of their block ("diagonal", slow: each example's gradient apart); the
+            last also those with a rule that are used in another way.
         rank_tolerance: share of tr Λ, the loss Hessian's trace, that may be left out for each loss
             term to save backward passes ("classification", "exact"); 0 leaves nothing out. What it
             was is in the factors, see `KroneckerFactors.left_out_share`.

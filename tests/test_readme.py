@@ -68,17 +68,37 @@ def test_predictive_numbers_are_those_of_the_json():
     assert peak["ours"] <= 1.5 * peak["training step"]
 
 
+@pytest.mark.parametrize(
+    ("title", "folder"),
+    [
+        ("Rivals of the Laplace predictive", "predictive_rivals"),
+        ("Where the Laplace predictive loses", "predictive_study"),
+        ("Is learning the weight decay worth it?", "weight_decay_study"),
+        ("UCI regression", "uci"),
+    ],
+)
+def test_quoted_means_are_those_of_the_tables(title, folder):
+    """Each "mean ± standard error" of a section, whatever sign its sentence gives it."""
+    folder = ROOT / "experiments/results" / folder
+    page = (ROOT / "experiments/README.md").read_text()
+    section = page.split(f"## {title}\n")[1].split("\n## ")[0]
+    quoted = re.findall(r"\d+\.\d+ ± \d+\.\d+", flat(section))
+    table = (folder / "table.md").read_text()
+    assert [number for number in quoted if number not in table] == []
+    assert quoted
+
+
 @pytest.mark.filterwarnings("ignore:By default `link_approx`")
 def test_python_examples_run(capsys, monkeypatch, tmp_path):
     readme = (ROOT / "README.md").read_text()
     examples = re.findall(r"```python\n(.*?)```", readme, re.S)
-    assert len(examples) == 5
+    assert len(examples) == 6
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     namespace: dict = {}
     for example in examples:
         exec(example, namespace)  # each goes on where the one before ended
-    assert all(len(examples[i].splitlines()) <= 15 for i in (0, 2, 3, 4))
+    assert all(len(examples[i].splitlines()) <= 15 for i in (0, 3, 4, 5))
     assert (tmp_path / "reliability.png").stat().st_size > 1000
     assert len(set(namespace["laplace"].prior_precision.tolist())) == 10
     assert "torch.Size([75, 75])" in capsys.readouterr().out

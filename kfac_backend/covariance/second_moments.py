@@ -51,7 +51,7 @@ class LayerMoments(ParameterGradients):
         product_bytes: int,
     ) -> None:
         super().__init__(assignment)
-        self._bases = bases
+        self.bases = bases
         self._memory = memory
         self._product_bytes = product_bytes
         self.moments = {
@@ -72,7 +72,7 @@ class LayerMoments(ParameterGradients):
     def add(self, seen: list[Seen]) -> None:
         """Add all uses that were seen, whose gradients add up in tied parameters."""
         for (name, (slot, slots)), gradients in self.of_uses(seen):
-            block, moments = self._bases[name], self.moments[name]
+            block, moments = self.bases[name], self.moments[name]
             if slots > 1:
                 block, moments = group_of(block, slot), moments[slot]
             self._add(moments, gradients, block)

@@ -5,7 +5,7 @@ The registry is all that the rest of the package knows of layers.
 
 from kfac_backend.layers.elementwise import ExactRule
 from kfac_backend.layers.modules import Bias, Scale
-from kfac_backend.layers.parts import LayerByParts, LinearPart
+from kfac_backend.layers.parts import FunctionalLayer, LayerByParts, LinearPart
 from kfac_backend.layers.registry import (
     Registered,
     declared_parameters,
@@ -22,6 +22,7 @@ __all__ = [
     "Bias",
     "ExactRule",
     "ExampleGradients",
+    "FunctionalLayer",
     "LayerByParts",
     "LinearPart",
     "Registered",

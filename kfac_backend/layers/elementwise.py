@@ -293,7 +293,7 @@ class ScaleRule(ExactRule):
 
 
 class OwnParameter(nn.Module):
-    """One parameter of a module, declared by `register_parameters`; never run.
+    """One parameter of a module, declared by `register_parameters` or followed; never run.
 
     Args:
         module: whose it is.

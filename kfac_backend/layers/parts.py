@@ -12,7 +12,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["LayerByParts", "LinearPart"]
+__all__ = ["FunctionalLayer", "LayerByParts", "LinearPart"]
 
 
 class LinearPart(nn.Module):
@@ -64,6 +64,42 @@ class LinearPart(nn.Module):
         tensor = getattr(self._layer[0], self.parameter_of[local])
         slots = self.slots.get(local, 1)
         return tensor if slots == 1 else tensor.chunk(slots)[self.slot]
+
+
+class FunctionalLayer(nn.Module):
+    """The layer that a call such as ``F.conv2d(x, weight, bias)`` stands for; never run.
+
+    Args:
+        places: "weight" and "bias" -> the module that has the parameter, and its name there.
+        function: what is called.
+        settings: what the rule of such a layer asks of it: stride, padding and so on.
+    """
+
+    def __init__(
+        self,
+        places: Mapping[str, tuple[nn.Module, str]],
+        function: str,
+        settings: Mapping[str, Any],
+    ) -> None:
+        super().__init__()
+        self._places = dict(places)  # no submodules: a dictionary hides them from torch
+        self._function = function
+        self.settings = dict(settings)
+        vars(self).update(settings)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight."""
+        return getattr(*self._places["weight"])
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias, if the call has one that is a parameter."""
+        return getattr(*self._places["bias"]) if "bias" in self._places else None
+
+    def extra_repr(self) -> str:
+        """What is called, and how."""
+        return ", ".join([self._function, *(f"{k}={v}" for k, v in self.settings.items())])
 
 
 class LayerByParts(ABC):

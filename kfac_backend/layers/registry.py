@@ -124,8 +124,10 @@ def register_rule(*layer_types: type[nn.Module]) -> Callable[[T], T]:
 def register_parameters(*names: str, **views: tuple[int, ...]) -> Callable[[T], T]:
     """A class decorator for modules with parameters of their own: biases, scales, class tokens.
 
-    Their forward must use them elementwise, so that each example may be given its own copy (N, ...)
-    in place of (1, ...); their blocks then are exact. The first batch of each pass proves that.
+    A pass finds such parameters by itself; declared ones it need not follow through the operations
+    of the forward pass. Their forward must use them elementwise, so that each example may be given
+    its own copy (N, ...) in place of (1, ...); their blocks then are exact. The first batch of each
+    pass proves that.
 
     ``@register_parameters("class_token", "position_embedding", scale=(1, 1, -1))``
 

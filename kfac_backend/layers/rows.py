@@ -17,7 +17,15 @@ from torch import Tensor
 
 from kfac_backend.precision import at_least_float32
 
-__all__ = ["Rows", "Run", "SharedAxes", "counted_positions", "current_rows", "examples_of_rows"]
+__all__ = [
+    "Rows",
+    "Run",
+    "SharedAxes",
+    "counted_positions",
+    "current_rows",
+    "examples_of_rows",
+    "folded_rows",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,9 +124,11 @@ class SharedAxes:
         return x.expand(N, *x.shape[1:]) if self.with_first else x.expand(N, *x.shape)
 
 
-Run = SharedAxes | Literal["examples", "constant"]
-"""What one run of a layer works on: rows of examples ("examples"), an input that all examples share
-(`SharedAxes`), or "constant" if no derivative passes through its output (detached, or not used)."""
+Run = SharedAxes | Literal["examples", "folded", "followed", "constant"]
+"""What one run of a layer works on: rows of examples ("examples"), several rows of each example,
+one after the other ("folded", as windows of images), an input that all examples share
+(`SharedAxes`; "followed" if its output must be followed to where it meets the examples), or
+"constant" if no derivative passes through its output (detached, not used)."""
 
 
 class _Declared:
@@ -138,6 +148,14 @@ class _Declared:
 
 
 _current: ContextVar[_Declared | None] = ContextVar("kfac_backend.layers.rows", default=None)
+
+
+def folded_rows(M: int, N: int, device: torch.device) -> Rows | None:
+    """The examples of M rows, M / N of each example, one after the other; None if M is N."""
+    if M == N or M % N:
+        return None
+    index = torch.arange(M, device=device) // (M // N)
+    return Rows((M,), index, N, all_count=True)
 
 
 def current_rows() -> Rows | None:

@@ -11,6 +11,7 @@ same outputs, so that autograd leaves the weights' gradients out.
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,13 +20,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from kfac_backend.layers import Use
+from kfac_backend.layers import FunctionalLayer, Use
 from kfac_backend.layers.elementwise import OwnParameter
-from kfac_backend.layers.rows import Rows, Run, SharedAxes, current_rows
+from kfac_backend.layers.rows import Rows, Run, SharedAxes, current_rows, folded_rows
 from kfac_backend.model.calls import call_with, explicit_forwards, num_examples
+from kfac_backend.model.operations import Expression, Follower, LayerRun
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
+from kfac_backend.precision import at_least_float32
 
-__all__ = ["Capture", "first_input", "rows_of"]
+__all__ = ["Capture", "check_before", "first_input", "rows_of"]
 
 OnInput = Callable[[TrackedLayer, Use], None]
 OnGradient = Callable[[TrackedLayer, Use, Tensor], None]
@@ -48,6 +51,8 @@ class Capture:
             not.
         in_training: show the forward pass of a step of training, which `begin` and `end` enclose,
             instead of one that `forward` makes.
+        follower: makes the context that sees operations on parameters, from the arguments of
+            `Follower`.
 
     Raises:
         NotImplementedError: in the forward pass, a layer under no_grad; own parameters with an
@@ -67,6 +72,7 @@ class Capture:
         batched: bool = False,
         keep_inputs: bool = False,
         in_training: bool = False,
+        follower: Callable[..., Follower] = Follower,
     ) -> None:
         self._model = model
         self._assignment = assignment
@@ -76,7 +82,13 @@ class Capture:
         self._batched = batched
         self._keep_inputs = keep_inputs
         self._in_training = in_training
+        self._make_follower = follower
+        self._follower: Follower | None = None
         self._handles: list[RemovableHandle] = []
+        self.folds = False
+        """Whether rows of the last forward pass were taken for several of each example."""
+        self.not_folded: list[TrackedLayer] = []
+        """Layers whose rows should have been several of each example, but are no multiple."""
         # The state of one forward pass and its backward passes; `forward` clears it.
         self._sources: list[Any] = []  # leaves, or edges in training; the backward passes end there
         self._nodes: set[Node] = set()  # of the outputs so far, in training
@@ -85,6 +97,8 @@ class Capture:
         self._runs_backward = False  # once True, a layer that runs is one of a checkpoint
         self._number: dict[TrackedLayer, int] = {}  # runs so far
         self._reached: dict[tuple[TrackedLayer, int], bool] = {}  # by a gradient, for each run
+        self._followed: dict[LayerRun, tuple[Use, torch.Size]] = {}
+        self._waiting: dict[LayerRun, Tensor] = {}  # one vector's gradients so far
 
     def __enter__(self) -> "Capture":
         for tracked in self._assignment.layers:
@@ -115,7 +129,10 @@ class Capture:
         """The model's output at x, with a graph down to the first tracked outputs."""
         with torch.enable_grad(), explicit_forwards(self._assignment):
             copies = self.begin(x)
-            f = call_with(self._model, copies, x, self._channels_last)
+            follower = self._follower = self._new_follower()
+            with follower or nullcontext():
+                values = copies if follower is None else copies | follower.values
+                f = call_with(self._model, values, x, self._channels_last)
         self.end()
         return f
 
@@ -127,8 +144,12 @@ class Capture:
         self.forget()
         if not self._in_training:
             self.listen()
+        self.folds = False
+        self.not_folded.clear()
         self._number.clear()
         self._reached.clear()
+        self._followed.clear()
+        self._waiting.clear()
         self._runs_backward = False
         self._num_examples = num_examples(x)
         return self._copies_of_own_parameters(x)
@@ -156,6 +177,11 @@ class Capture:
             torch.autograd.grad(f, self._sources, vector, retain_graph=True, allow_unused=True)
             return vector
 
+        def end_vector() -> None:
+            self._end_vector()
+            if on_vector_end is not None:
+                on_vector_end()
+
         vectors = (vector.to(f.dtype) for vector in vectors)
         self._runs_backward = True
         self.listen()
@@ -166,13 +192,11 @@ class Capture:
             vectors = list(vectors)
             if vectors:
                 torch.func.vmap(propagate)(torch.stack(vectors))
-                if on_vector_end is not None:
-                    on_vector_end()
+                end_vector()
             return
         for vector in vectors:
             propagate(vector)
-            if on_vector_end is not None:
-                on_vector_end()
+            end_vector()
 
     @property
     def runs(self) -> dict[TrackedLayer, list[Run]]:
@@ -203,6 +227,59 @@ class Capture:
             if "constant" in kinds:
                 number = kinds.index("constant") + 1
                 raise _other_runs(tracked, f"with a constant output in run {number}")
+
+    def _new_follower(self) -> Follower | None:
+        """Sees the operations on followed parameters, with new leaves; None if there are none."""
+        operations = self._assignment.operations
+        once = {layer for layer, kinds in self._assignment.runs.items() if "followed" in kinds}
+        if not operations.names and not once:
+            return None
+        leaves = {
+            name: self._model.get_parameter(name).detach().requires_grad_()
+            for name in operations.names
+        }
+        return self._make_follower(operations, leaves, self._copies, self._seen, once)
+
+    def _copies(self, expression: Expression, M: int) -> Tensor:
+        """A copy (M, ...) of an expression for each row, whose gradients are its parameters'."""
+        N, own = self._num_examples, self._assignment.operations.own
+        rows, fold = current_rows(), 0
+        if rows is not None and not (rows.of_positions or len(rows.index) == M):
+            rows = None
+        if rows is None or rows.of_positions:
+            rows, fold = None, M // N if N else 0
+            if not N or M % N:
+                raise NotImplementedError(
+                    f"Parameters {', '.join(map(repr, expression.leaves))} meet {M} rows of {N} "
+                    "examples; say which example each row belongs to (examples_of_rows), or freeze "
+                    "them (requires_grad_(False))."
+                )
+        self.folds = self.folds or fold > 1
+        source = expression.value.detach().expand(M, *expression.value.shape).requires_grad_()
+        self._sources.append(source)
+        examples = M // fold if rows is None else rows.num_examples
+        uses = {leaf: Use(source.new_zeros(examples, 0)) for leaf in expression.leaves}
+        for leaf, use in uses.items():
+            if isinstance(leaf, str):
+                self._on_input(own[leaf], use)
+
+        def on_gradient(b: Tensor) -> None:
+            b = b.reshape(-1, *expression.value.shape)  # (V·M, ...)
+            if rows is not None:
+                b = rows.sums(b)
+            elif fold > 1:
+                b = at_least_float32(b).unflatten(0, (-1, fold)).sum(1)
+            for leaf, gradients in expression.gradients(b).items():
+                if isinstance(leaf, str):
+                    self._on_gradient(own[leaf], uses[leaf], gradients)
+                else:  # its other ways to the output may still be on their way
+                    known = self._waiting.get(leaf)
+                    self._waiting[leaf] = gradients if known is None else known + gradients
+
+        if self._batched:
+            return _Tap.apply(source.clone(), on_gradient)
+        source.register_hook(on_gradient)
+        return source
 
     def _run(self, tracked: TrackedLayer) -> tuple[int, Run]:
         """The number of a layer's run that begins, and what it is."""
@@ -266,59 +343,87 @@ class Capture:
 
     def _pre_hook(self, tracked: TrackedLayer) -> Callable[..., None]:
         def hook(layer: nn.Module, args: tuple, kwargs: dict) -> None:
-            if self._runs_backward:
-                raise NotImplementedError(
-                    f"Layer {tracked} runs again in the backward pass (torch.utils.checkpoint), "
-                    "where it would be counted twice. Switch checkpointing off, or freeze it "
-                    "(requires_grad_(False))."
-                )
-            a = first_input(args, kwargs)
-            if a.is_floating_point() == tracked.rule.takes_integers:
-                needs, way_out = "floating point", "x.float() / 255 for images in uint8"
-                if tracked.rule.takes_integers:
-                    needs, way_out = "integers", "tokens.long() for tokens' numbers"
-                raise TypeError(
-                    f"Layer {tracked} got an input of dtype {a.dtype}; it needs {needs}. "
-                    f"Convert the data, for example {way_out}."
-                )
-            if not torch.is_grad_enabled():
-                raise NotImplementedError(
-                    f"Layer {tracked} runs without gradients (under torch.no_grad, or in a "
-                    "reentrant checkpoint). Freeze it (requires_grad_(False)), or let gradients "
-                    "through."
-                )
+            self._check(tracked, first_input(args, kwargs))
+            if self._follower is not None:
+                self._follower.inside.append(tracked)
 
         return hook
+
+    def _check(self, tracked: TrackedLayer, a: Tensor) -> None:
+        if self._runs_backward:
+            raise NotImplementedError(
+                f"Layer {tracked} runs again in the backward pass (torch.utils.checkpoint), "
+                "where it would be counted twice. Switch checkpointing off, or freeze it "
+                "(requires_grad_(False))."
+            )
+        check_before(tracked, a)
 
     def _forward_hook(self, tracked: TrackedLayer) -> Callable[..., Tensor]:
         def hook(layer: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
-            given = first_input(args, kwargs)
-            a = given.detach()
-            number, run = self._run(tracked)
-            N = self._num_examples
-            if isinstance(run, SharedAxes) and run.are_those_of(a) and N is not None:
-                a, output = run.for_each_example(a, N), run.for_each_example(output, N)
-            rows = rows_of(tracked, a)
-            seen = Use(a if rows is None else rows.flatten(a), rows)
-            if run != "constant":
-                self._on_input(tracked, seen)
-                if output.numel():
-                    self._reached[tracked, number] = False
-            if self._keep_inputs or tracked.rule.needs_input:
-                use = seen
-            else:
-                use = Use(a.new_empty(0), rows)  # not to keep the input in memory until then
-            if not self._is_reached_from(output, given):
-                output = self._as_source(output)
-
-            def on_reached() -> None:
-                if run == "constant":
-                    raise _other_runs(tracked, f"without a constant output in run {number + 1}")
-                self._reached[tracked, number] = True
-
-            return self._shown(output, tracked, use, on_reached)
+            if self._follower is not None:
+                self._follower.inside.remove(tracked)
+            return self._seen(tracked, first_input(args, kwargs), output)
 
         return hook
+
+    def _seen(self, tracked: TrackedLayer, a: Tensor, output: Tensor) -> Tensor:
+        """A layer has run: show its input, and return the output that shows its gradients."""
+        if isinstance(tracked.layer, FunctionalLayer):  # which has no hook
+            self._check(tracked, a)
+        given, a = a, a.detach()
+        number, run = self._run(tracked)
+        N = self._num_examples
+        if run == "followed" and self._follower is not None and N is not None:
+            if output.requires_grad:  # it depends on the examples
+                raise _other_runs(tracked, f"on examples in run {number + 1}")
+            return self._begun(tracked, number, a.expand(N, *a.shape), output)
+        if isinstance(run, SharedAxes) and run.are_those_of(a) and N is not None:
+            a, output = run.for_each_example(a, N), run.for_each_example(output, N)
+        rows = rows_of(tracked, a)
+        # Where a mask hides positions, those of folded rows would have to be folded, too.
+        if run == "folded" and current_rows() is None and N:
+            rows = folded_rows(len(a), N, a.device)
+            self.folds = True
+            if len(a) % N:
+                self.not_folded.append(tracked)
+        seen = Use(a if rows is None else rows.flatten(a), rows)
+        if run != "constant":
+            self._on_input(tracked, seen)
+            if output.numel():
+                self._reached[tracked, number] = False
+        if self._keep_inputs or tracked.rule.needs_input:
+            use = seen
+        else:
+            use = Use(a.new_empty(0), rows)  # not to keep the input in memory until then
+        if not self._is_reached_from(output, given):
+            output = self._as_source(output)
+
+        def on_reached() -> None:
+            if run == "constant":
+                raise _other_runs(tracked, f"without a constant output in run {number + 1}")
+            self._reached[tracked, number] = True
+
+        return self._shown(output, tracked, use, on_reached)
+
+    def _begun(self, tracked: TrackedLayer, number: int, a: Tensor, output: Tensor) -> Tensor:
+        """The output of a run for all examples, which is followed to where it meets them."""
+        assert self._follower is not None
+        run = LayerRun(tracked, number)
+        use = Use(a)
+        self._on_input(tracked, use)
+        self._reached[tracked, number] = False
+        if not (self._keep_inputs or tracked.rule.needs_input):
+            use = Use(a.new_empty(0))
+        self._followed[run] = use, output.shape
+        return self._follower.begin(run, output)
+
+    def _end_vector(self) -> None:
+        """Show the gradients of outputs that were followed, now that they are complete."""
+        for run, gradients in self._waiting.items():
+            use, shape = self._followed[run]
+            self._reached[run.tracked, run.number] = True
+            self._on_gradient(run.tracked, use, gradients.unflatten(1, shape))
+        self._waiting.clear()
 
     def _shown(
         self,
@@ -403,6 +508,29 @@ def _other_runs(tracked: TrackedLayer, how: str) -> NotImplementedError:
         "another way than in the first, so that its runs cannot be told apart. Use separate "
         "layers, or freeze it (requires_grad_(False))."
     )
+
+
+def check_before(tracked: TrackedLayer, a: Tensor) -> None:
+    """Raise an error if a layer that is about to run cannot be followed.
+
+    Raises:
+        TypeError: an input of integers for a layer that takes none, or the other way round.
+        NotImplementedError: a layer that runs without gradients.
+    """
+    if a.is_floating_point() == tracked.rule.takes_integers:
+        needs, way_out = "floating point", "x.float() / 255 for images in uint8"
+        if tracked.rule.takes_integers:
+            needs, way_out = "integers", "tokens.long() for tokens' numbers"
+        raise TypeError(
+            f"Layer {tracked} got an input of dtype {a.dtype}; it needs {needs}. "
+            f"Convert the data, for example {way_out}."
+        )
+    if not torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"Layer {tracked} runs without gradients (under torch.no_grad, or in a "
+            "reentrant checkpoint). Freeze it (requires_grad_(False)), or let gradients "
+            "through."
+        )
 
 
 def first_input(args: tuple, kwargs: dict) -> Tensor:

@@ -1,8 +1,8 @@
 """Which trainable parameters have a rule; whatever has none is an error that names it."""
 
-import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -22,12 +22,15 @@ from kfac_backend.layers.rows import Run
 from kfac_backend.options import Unsupported
 
 __all__ = [
-    "RuleAssignment",
     "DividedLayer",
+    "Operations",
+    "Refusal",
+    "RuleAssignment",
     "TrackedLayer",
     "check_module",
     "assignment_of_blocks",
     "assign_rules",
+    "followed",
 ]
 
 
@@ -61,6 +64,33 @@ class DividedLayer:
     parts: Mapping[str, LinearPart]
 
 
+Way = int | TrackedLayer | Literal["computed", "refused"]
+"""What an operation on parameters is: one whose output has its rows at this axis (from the end),
+a layer's run, a computation of parameters alone, or one that cannot be followed."""
+
+
+@dataclass(frozen=True, eq=False)
+class Operations:
+    """Parameters that pass no hook, and what the operations on them are; see `operations`."""
+
+    names: tuple[str, ...] = ()
+    """The parameters."""
+    own: Mapping[str, TrackedLayer] = field(default_factory=dict)
+    """Name -> the parameter as a layer `OwnParameter`, if it is used by broadcasting."""
+    keys: dict[tuple, int] = field(default_factory=dict)
+    ways: dict[int, Way] = field(default_factory=dict)
+    """Key -> what an operation is."""
+
+    def key(self, made_by: str | int | Callable[..., Any], *of: int) -> int:
+        """The number of what is made by an operation of these, or of a parameter by its name."""
+        return self.keys.setdefault((made_by, *of), len(self.keys))
+
+    def without(self, names: Mapping[str, Any]) -> "Operations":
+        """The same, but for some parameters, which are constants."""
+        own = {name: tracked for name, tracked in self.own.items() if name not in names}
+        return replace(self, names=tuple(n for n in self.names if n not in names), own=own)
+
+
 @dataclass(frozen=True)
 class RuleAssignment:
     """What a curvature pass computes: the layers with rules, and parameters by their diagonal."""
@@ -76,11 +106,49 @@ class RuleAssignment:
     runs: Mapping[nn.Module, tuple[Run, ...]] = field(default_factory=dict)
     """Layer -> its runs in a forward pass, one after the other; without those layers that run on
     rows of examples alone. See `verification.find_runs`."""
+    unknown: Mapping[str, NotImplementedError] = field(default_factory=dict)
+    """Parameters that no rule is for -> what there is to say if no operation shows their uses."""
+    operations: Operations = field(default_factory=Operations)
+    """Parameters whose uses operations show; a proof moves them here."""
+    unsupported: Unsupported = "error"
+    """What becomes of parameters whose uses cannot be followed."""
 
     @property
     def all(self) -> list[TrackedLayer]:
         """All that has a rule."""
-        return self.layers + self.own_parameters
+        return self.layers + self.own_parameters + list(self.operations.own.values())
+
+    def without(self, names: Mapping[str, Any]) -> "RuleAssignment":
+        """The assignment without the uses of some parameters that it knew."""
+        return replace(
+            self,
+            layers=_with_parameters(self.layers, lambda name: name not in names),
+            own_parameters=_with_parameters(self.own_parameters, lambda name: name not in names),
+            unknown={name: error for name, error in self.unknown.items() if name not in names},
+            operations=self.operations.without(names),
+        )
+
+
+class Refusal(NotImplementedError):
+    """Parameters whose uses cannot be followed.
+
+    Args:
+        errors: name -> the error that says why.
+        divided: layers whose parts are not what they compute.
+    """
+
+    def __init__(
+        self,
+        errors: Mapping[str, NotImplementedError],
+        divided: Collection[DividedLayer] = (),
+    ) -> None:
+        self.errors, self.divided = dict(errors), divided
+        super().__init__(str(self.first))
+
+    @property
+    def first(self) -> NotImplementedError:
+        """The first error."""
+        return next(iter(self.errors.values()))
 
 
 def assign_rules(
@@ -88,16 +156,19 @@ def assign_rules(
 ) -> RuleAssignment:
     """Sort the trainable parameters of a model into those with a rule and those without.
 
+    Of the latter, the proof on the first batch finds out how they are used.
+
     Args:
         model: the model; parameters with ``requires_grad=False`` are left out.
-        unsupported: "error" raises, "freeze" leaves parameters without a rule out with a warning
-            that names them, "diagonal" asks for the exact diagonal of their block.
+        unsupported: what the proof does with those whose uses it cannot follow: "error" raises,
+            "freeze" leaves those without a rule out with a warning that names them, "diagonal" asks
+            for the exact diagonal of their block.
         only: names of the parameters to consider; None means all.
 
     Raises:
         TypeError: no model, or one that is spread over devices.
         ValueError: no trainable parameter, a 0-dimensional one, BatchNorm in train mode.
-        NotImplementedError: a layer without a rule, or with an option that its rule does not know.
+        NotImplementedError: a recurrent layer, or one with an option that its rule does not know.
     """
     check_module(model)
     trainable = {
@@ -157,19 +228,19 @@ def assign_rules(
     # A second name of a layer's tensor, such as masked-language heads have for their output layer's
     # bias, is no use; `verify_uses` proves that there is none.
     without_rule = [missed for missed in without_rule if missed[2] not in covered]
-    if without_rule and unsupported == "error":
-        raise _no_rule(*without_rule[0])
-    missing = list(dict.fromkeys(name for _, _, name in without_rule))
-    if missing and unsupported == "freeze":
-        warnings.warn(
-            f"Treated as constants, having no K-FAC rule: {', '.join(missing)}.", stacklevel=2
-        )
-    diagonal = missing if unsupported == "diagonal" else []
-    covered |= set(diagonal)
-    if not covered:
-        raise ValueError("No trainable parameter of the model has a K-FAC rule.")
-    ordered = [name for name in trainable if name in covered]
-    return RuleAssignment(layers, own_parameters, divided, diagonal, ordered)
+    unknown = {name: _no_rule(prefix, module, name) for prefix, module, name in without_rule}
+    hidden = [n for _, module, n in without_rule if isinstance(module, RNNBase | RNNCellBase)]
+    if hidden and unsupported == "error":
+        raise unknown[hidden[0]]
+    return RuleAssignment(
+        layers,
+        own_parameters,
+        divided,
+        [],
+        list(trainable),
+        unknown=unknown,
+        unsupported=unsupported,
+    )
 
 
 def _parts(
@@ -184,6 +255,14 @@ def _parts(
         if mine:
             name = f"{prefix}.{part_name}" if prefix else part_name
             yield TrackedLayer(name, part, found.rule, mine, found.layer_type, slots=slots)
+
+
+def followed(model: nn.Module, name: str) -> TrackedLayer:
+    """A parameter as a layer that never runs, for what operations show of it."""
+    prefix, _, local = name.rpartition(".")
+    module = model.get_submodule(prefix)
+    layer = OwnParameter(module, local, (1, *getattr(module, local).shape))
+    return TrackedLayer(name, layer, OwnParameterRule, {local: name}, OwnParameter)
 
 
 def _own_parameter(
@@ -240,21 +319,23 @@ def assignment_of_blocks(model: nn.Module, sizes: Mapping[str, int]) -> RuleAssi
             "requires_grad_(True) on it, as it was when the posterior was fitted."
         )
 
-    def with_blocks(layers: list[TrackedLayer]) -> list[TrackedLayer]:
-        chosen = []
-        for tracked in layers:
-            own = {local: name for local, name in tracked.parameters.items() if name in sizes}
-            if own:
-                chosen.append(replace(tracked, parameters=own))
-        return chosen
+    others = {name: None for name in assignment.names if name not in sizes}
+    return replace(assignment.without(others), names=list(sizes))
 
-    return replace(
-        assignment,
-        layers=with_blocks(assignment.layers),
-        own_parameters=with_blocks(assignment.own_parameters),
-        diagonal=[name for name in assignment.diagonal if name in sizes],
-        names=list(sizes),
-    )
+
+def _with_parameters(
+    layers: list[TrackedLayer], chosen: Callable[[str], bool]
+) -> list[TrackedLayer]:
+    """The layers with those of their parameters alone; without layers that have none."""
+    own = [
+        (tracked, {local: name for local, name in tracked.parameters.items() if chosen(name)})
+        for tracked in layers
+    ]
+    return [
+        tracked if names == tracked.parameters else replace(tracked, parameters=names)
+        for tracked, names in own
+        if names
+    ]
 
 
 def _check_batch_norm(model: nn.Module) -> None:

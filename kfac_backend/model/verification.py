@@ -1,16 +1,19 @@
 """The proof, on a pass's first batches, that the hooks of `capture` see all that rules rely on.
 
-A wrong number is worse than an error. Three kinds of layer would give wrong numbers, and each
-raises an error here that names the layer:
+A wrong number is worse than an error. Three kinds of layer would give wrong numbers, and each is
+found here:
 
 - `verify_uses`: a layer whose parameters are used outside of its forward, where no hook sees it, or
-  that computes something else than its rule assumes.
+  that computes something else than its rule assumes. Its parameters, and those without a rule, are
+  then followed operation by operation, and what that finds is proved, too (`following`).
 - `verify_divided`, `verify_own_parameters`: a layer whose stand-in (its parts, or a copy of a
   parameter for each example) computes something else than the layer itself.
 - `verify_independence`: a layer that mixes the rows of different examples.
 
-The proof also finds out what the pass needs to know: how batches split, which runs of layers work
-on an input that all examples share (`find_runs`), and the rules of derived layers.
+What cannot be proved raises an error that names it, or has the diagonal of its block if that is
+asked for. The proof also finds out what the pass needs to know: how batches split, which runs of
+layers work on an input that all examples share, or on several rows of each (`find_runs`), and the
+rules of derived layers.
 """
 
 import warnings
@@ -32,11 +35,17 @@ from kfac_backend.model.calls import (
     forked_random_numbers,
     num_examples,
 )
-from kfac_backend.model.capture import Capture, first_input, rows_of
+from kfac_backend.model.capture import Capture, check_before, first_input, rows_of
 from kfac_backend.model.comparison import DtypesInUse, close, noise_like, same_with_derivatives
 from kfac_backend.model.finite import check_inputs
+from kfac_backend.model.following import follow, verify_followed
 from kfac_backend.model.memory import is_out_of_memory
-from kfac_backend.model.rule_assignment import DividedLayer, RuleAssignment, TrackedLayer
+from kfac_backend.model.rule_assignment import (
+    DividedLayer,
+    Refusal,
+    RuleAssignment,
+    TrackedLayer,
+)
 
 __all__ = [
     "Proof",
@@ -108,43 +117,115 @@ class Proof:
             raise
 
     def _make(self, x: Any, N: int | None, ignored: Tensor | None) -> None:
+        while True:  # each time with fewer parameters to prove something of
+            try:
+                self._prove(x, N, ignored)
+                return
+            except Refusal as refusal:
+                self._give_up(refusal)
+
+    def _prove(self, x: Any, N: int | None, ignored: Tensor | None) -> None:
         # The order matters. Parts come first, since from then on they run in place of the layers'
         # own forwards. Runs on shared inputs must be known before independence is proved: their
-        # rows belong to no example, and would look as if examples mixed.
+        # rows belong to no example, and would look as if examples mixed. And before parameters are
+        # followed: what such runs return is copied for each example.
         by_example = N is not None and num_examples(x) == N
+        assignment = self.assignment
         if not self._uses_verified:
-            verify_divided(self._model, self.assignment, x)
+            verify_divided(self._model, assignment, x)
+            f, assignment, candidates = verify_uses(self._model, assignment, x)
+            self.output_dim = f.dim() if isinstance(f, Tensor) else 0
+            once: dict[str, NotImplementedError] = {}
             if by_example:
-                self.assignment = find_runs(self._model, self.assignment, x)
+                assignment, once = find_runs(self._model, assignment, x)
+            if candidates or once:
+                if not by_example:
+                    raise Refusal(candidates)
+                assignment = follow(self._model, assignment, x, candidates, once)
+                verify_followed(self._model, assignment, x, candidates | once)
         if not self._independence_verified and (N is None or N > 1):
             again = with_first_again(x, self.plan.splits) if by_example else (x, None)
-            self._independence_verified, runs = verify_independence(
-                self._model,
-                self.assignment,
-                *again,
-                self.plan.channels_last,
-                ignored,
-            )
+            while True:
+                try:
+                    self._independence_verified, runs = verify_independence(
+                        self._model, assignment, *again, self.plan.channels_last, ignored
+                    )
+                    break
+                except _Mixed as mixed:  # perhaps just rows in another order
+                    assignment = _without_folds(assignment, mixed)
             if not by_example:
-                self.assignment = _with_runs(self.assignment, runs)
-        if not self._uses_verified:
-            f, self.assignment = verify_uses(self._model, self.assignment, x)
-            self.output_dim = f.dim() if isinstance(f, Tensor) else 0
-            self._uses_verified = True
+                assignment = _with_runs(assignment, runs)
+        self.assignment = assignment
+        self._uses_verified = True
+
+    def _give_up(self, refusal: "Refusal") -> None:
+        """Treat parameters that nothing can be proved of as was asked for.
+
+        Raises:
+            NotImplementedError: nothing was asked for; the refusal.
+            ValueError: no parameter is left.
+        """
+        assignment, names = self.assignment, refusal.errors
+        if assignment.unsupported == "error" or not names:
+            raise refusal.first from refusal.__cause__
+        if assignment.unsupported == "freeze":
+            with_rule = [name for name in names if name not in assignment.unknown]
+            if with_rule:
+                raise names[with_rule[0]] from refusal.__cause__
+            warnings.warn(
+                f"Treated as constants, having no K-FAC rule: {', '.join(names)}.", stacklevel=2
+            )
+            left = [name for name in assignment.names if name not in names]
+            if not left:
+                raise ValueError("No trainable parameter of the model has a K-FAC rule.")
+            self.assignment = replace(assignment.without(names), names=left)
+            return
+        unused = [name for name in names if name in assignment.diagonal]
+        assert not unused, unused
+        self.assignment = replace(
+            assignment.without(names),
+            diagonal=[n for n in assignment.names if n in names or n in assignment.diagonal],
+            divided=[d for d in assignment.divided if d not in refusal.divided],
+        )
 
 
-def verify_uses(model: nn.Module, assignment: RuleAssignment, x: Any) -> tuple[Any, RuleAssignment]:
-    """Prove with a forward pass that each parameter acts through its own layer alone.
+class _Mixed(NotImplementedError):
+    """A layer with rows that belong to several examples."""
+
+    def __init__(self, message: str, tracked: TrackedLayer) -> None:
+        super().__init__(message)
+        self.tracked = tracked
+
+
+def _without_folds(assignment: RuleAssignment, mixed: _Mixed) -> RuleAssignment:
+    """The assignment, in which it is not known whose the rows of that layer are.
+
+    Raises:
+        NotImplementedError: that did not help.
+    """
+    runs = dict(assignment.runs)
+    if "folded" not in runs.get(mixed.tracked.layer, ()):
+        raise NotImplementedError(str(mixed)) from None
+    folded = runs.pop(mixed.tracked.layer)
+    kinds: tuple[Run, ...] = tuple("examples" if kind == "folded" else kind for kind in folded)
+    if any(kind != "examples" for kind in kinds):
+        runs[mixed.tracked.layer] = kinds
+    return replace(assignment, runs=runs)
+
+
+def verify_uses(
+    model: nn.Module, assignment: RuleAssignment, x: Any
+) -> tuple[Any, RuleAssignment, dict[str, NotImplementedError]]:
+    """Prove with a forward pass which parameters act through their own layer alone.
 
     A hook detaches each tracked layer's output. If the next layer's input, or the model's output,
     still depends on a parameter, that parameter was used where no hook could see it.
 
     Returns:
-        The model's output, and the assignment with the rules that derived layers obey.
-
-    Raises:
-        NotImplementedError: a tracked parameter is used outside of its layer's forward; a layer
-            computes something else than the class, the parts or the rule that are supposed.
+        The model's output, the assignment with the rules that derived layers obey, and the
+        parameters that must be followed otherwise, with an error for each: used outside of their
+        layer's forward, of a layer that computes something else than the class, the parts or the
+        rule that are supposed, or without a rule.
     """
     tracked_names = {name for t in assignment.layers for name in t.parameters.values()}
     parameters = {
@@ -153,32 +234,44 @@ def verify_uses(model: nn.Module, assignment: RuleAssignment, x: Any) -> tuple[A
         if name in tracked_names
     }
     rules: dict[TrackedLayer, list[type[Rule]]] = {}
+    disobedient: set[TrackedLayer] = set()
+    outside: dict[str, NotImplementedError] = {}
+
+    def before(tracked: TrackedLayer) -> Callable[..., None]:
+        def hook(layer: nn.Module, args: tuple, kwargs: dict) -> None:
+            try:
+                check_before(tracked, first_input(args, kwargs))
+            except TypeError:
+                if type(layer) is tracked.layer_type:
+                    raise
+                disobedient.add(tracked)  # a derived class that takes other arguments
+
+        return hook
 
     def check(tracked: TrackedLayer) -> Callable[..., Any]:
         def hook(layer: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
             a = first_input(args, kwargs)
             if a.requires_grad:  # though the outputs of all tracked layers before are detached
-                raise _used_outside(parameters, a, f"the input of layer {tracked}")
+                outside.update(_used_outside(parameters, a, f"the input of layer {tracked}"))
+            if tracked in disobedient:
+                return output.detach()
             own = {local: parameters[name] for local, name in tracked.parameters.items()}
-            before = rules.get(tracked)  # of an earlier run, all of which one rule must fit
+            known = rules.get(tracked)  # of an earlier run, all of which one rule must fit
             rules[tracked] = [
                 rule
                 for rule in _rules_obeyed(tracked, own, args, kwargs, output)
-                if before is None or rule in before
+                if known is None or rule in known
             ]
             if not rules[tracked]:
-                raise NotImplementedError(
-                    f"Layer {tracked} computes something else than its class "
-                    f"{tracked.layer_type.__name__} and the rule for it (an overridden forward, a "
-                    "hook, or computed weights), so that its rule would give wrong numbers. "
-                    "Register a rule for its class (register_rule), derive it from nn.Module, or "
-                    "freeze it (requires_grad_(False))."
-                )
+                disobedient.add(tracked)
             return output.detach()
 
         return hook
 
-    handles = [t.layer.register_forward_hook(check(t), with_kwargs=True) for t in assignment.layers]
+    handles = []
+    for t in assignment.layers:
+        handles.append(t.layer.register_forward_pre_hook(before(t), with_kwargs=True))
+        handles.append(t.layer.register_forward_hook(check(t), with_kwargs=True))
     try:
         with torch.enable_grad(), explicit_forwards(assignment):
             f = call_with(model, parameters, x)
@@ -186,18 +279,40 @@ def verify_uses(model: nn.Module, assignment: RuleAssignment, x: Any) -> tuple[A
         for handle in handles:
             handle.remove()
     if isinstance(f, Tensor) and f.requires_grad:
-        raise _used_outside(parameters, f, "the model's output")
-    unused = [str(tracked) for tracked in assignment.layers if tracked not in rules]
+        outside |= _used_outside(parameters, f, "the model's output")
+        f = f.detach()
+    candidates = dict(assignment.unknown)
+    layers = []
+    unused = []
+    for t in assignment.layers:
+        if t in disobedient and not t.built_in:
+            raise _something_else(t)  # a user's rule: it is wrong, and not just for other layers
+        if t in disobedient:
+            candidates |= dict.fromkeys(t.parameters.values(), _something_else(t))
+        elif t in rules:
+            layers.append(t if rules[t][0] is t.rule else replace(t, rule=rules[t][0]))
+        elif not outside.keys() >= set(t.parameters.values()):  # else functions use them
+            layers.append(t)
+            unused.append(t)
+    run = {name for t in rules for name in t.parameters.values()}
+    unused = [str(t) for t in unused if not run.issuperset(t.parameters.values())]
     if unused:
         warnings.warn(
             f"No part of the forward pass, so that their blocks are zero: {', '.join(unused)}.",
             stacklevel=2,
         )
-    layers = [
-        t if t not in rules or rules[t][0] is t.rule else replace(t, rule=rules[t][0])
-        for t in assignment.layers
-    ]
-    return f, replace(assignment, layers=layers)
+    candidates = outside | candidates
+    return f, replace(assignment, layers=layers), candidates
+
+
+def _something_else(tracked: TrackedLayer) -> NotImplementedError:
+    return NotImplementedError(
+        f"Layer {tracked} computes something else than its class "
+        f"{tracked.layer_type.__name__} and the rule for it (an overridden forward, a "
+        "hook, or computed weights), so that its rule would give wrong numbers. "
+        "Register a rule for its class (register_rule), derive it from nn.Module, or "
+        "freeze it (requires_grad_(False))."
+    )
 
 
 def _rules_obeyed(
@@ -324,6 +439,8 @@ def verify_independence(
     )
     with capture:
         f = capture.forward(x)
+        for tracked in capture.not_folded:
+            raise _Mixed(f"Layer {tracked} got rows in no multiple of the examples.", tracked)
         if not isinstance(f, Tensor) or f.dim() < 2:
             return False, {}  # a wrong output is reported with the targets
         if not torch.isfinite(f).all():
@@ -336,6 +453,18 @@ def verify_independence(
         is_first = numbers == 0
         of_first = is_first.view(-1, *[1] * (f.dim() - 1))
         capture.backward(f, [u * of_first, u * ~of_first])
+        if capture.folds and finite:
+            by_pair, reached = reached, {}
+            # Each bit of the examples' numbers tells two halves of them apart, and all bits each
+            # from each: rows that were chosen by their values are not so many of every example.
+            for bit in range((len(f) - 1).bit_length()):
+                half = (torch.arange(len(f), device=f.device) >> bit & 1).bool()
+                of_half = half.view_as(of_first)
+                capture.backward(f, [u * of_half, u * ~of_half])
+                for (tracked, use), seen in reached.items():
+                    _check_folded(tracked, use, seen, half)
+                reached.clear()
+            reached = by_pair
     if not finite:
         return False, {}  # 0 · NaN is NaN in every row; the eigenvalues will name the layer
     for (tracked, use), seen in reached.items():
@@ -358,16 +487,42 @@ def verify_independence(
             own = is_first if len(by_first) == len(f) else ~by_rest
         if (by_first & ~own).any() or (by_rest & own).any():
             if isinstance(tracked.layer, OwnParameter):
-                raise no_copies([tracked.name])
-            raise NotImplementedError(
+                names = list(tracked.parameters.values())
+                raise Refusal(dict.fromkeys(names, no_copies(names)))
+            raise _Mixed(
                 f"In layer {tracked} the rows of different examples mix: its input has no batch "
                 "axis in front, a layer behind it shares information within a batch, or its rows "
                 "are examples in another order than the outputs. Put the batch axis first "
                 "(N, ..., d), say which example each row belongs to (examples_of_rows), make what "
                 "belongs together one example with several loss terms (outputs (N, R, C)), or "
-                "freeze it (requires_grad_(False))."
+                "freeze it (requires_grad_(False)).",
+                tracked,
             )
     return len(f) > 1, capture.runs
+
+
+def _check_folded(tracked: TrackedLayer, use: Use, seen: list[Tensor], half: Tensor) -> None:
+    """Raise an error unless the gradients of each half of the examples reach its rows alone.
+
+    Args:
+        tracked: a layer.
+        use: one run of it.
+        seen: which rows are reached by the one half, and by the other, if they reach any.
+        half: (N,) which examples the one half are.
+    """
+    if len(seen) < 2:
+        return
+    if use.rows is not None:
+        own = torch.cat([half, half[:1]])[use.rows.index]
+    elif len(seen[0]) == len(half):
+        own = half
+    else:
+        return
+    if (seen[0] & ~own).any() or (seen[1] & own).any():
+        if isinstance(tracked.layer, OwnParameter):
+            names = list(tracked.parameters.values())
+            raise Refusal(dict.fromkeys(names, no_copies(names)))
+        raise _Mixed(f"In layer {tracked} the rows of different examples mix.", tracked)
 
 
 def with_first_again(x: Any, splits: bool = True) -> tuple[Any, Tensor | None]:
@@ -398,22 +553,26 @@ def with_first_again(x: Any, splits: bool = True) -> tuple[Any, Tensor | None]:
     return (again, numbers) if type(again) is type(x) else (x, None)
 
 
-def find_runs(model: nn.Module, assignment: RuleAssignment, x: Any) -> RuleAssignment:
+def find_runs(
+    model: nn.Module, assignment: RuleAssignment, x: Any
+) -> tuple[RuleAssignment, dict[str, NotImplementedError]]:
     """The assignment, completed by the runs of layers that do not work on rows of examples.
 
-    There are two kinds. A run on an input that all examples share, such as an embedding of
-    positions, has an input of the same shape for one example as for two. The model broadcasts its
-    output; a copy of it for each example changes no number, and gets that example's gradient. And a
-    run whose output passes no derivative on, of a parameter with other runs that do, is a constant:
-    it does not count as a use of the parameter.
+    A run on an input that all examples share, such as an embedding of positions, has an input of
+    the same shape for one example as for two. If the model broadcasts its output, a copy of it for
+    each example changes no number, and gets that example's gradient; else the output is followed to
+    where it meets the examples (`follow`). A run on several rows of each example has a multiple of
+    the rows for two. And a run whose output passes no derivative on, of a parameter with other runs
+    that do, is a constant: it does not count as a use of the parameter.
 
     Args:
         model: the model.
         assignment: its tracked layers.
         x: some examples; if they cannot be taken apart, the assignment is returned as it is.
 
-    Raises:
-        NotImplementedError: outputs that the model does not broadcast.
+    Returns:
+        The assignment, and the parameters of layers whose output must be followed, with an error
+        for each if it cannot be.
     """
     try:
         one, twins = (examples(x, torch.tensor(numbers)) for numbers in ([0], [0, 0]))
@@ -422,7 +581,7 @@ def find_runs(model: nn.Module, assignment: RuleAssignment, x: Any) -> RuleAssig
     except Exception as error:  # if the whole batch fails, too, the pass reports it with its cause
         if is_out_of_memory(error):
             raise
-        return assignment
+        return assignment, {}
     shared = {
         (tracked, number): shape
         for tracked, seen in shapes.items()
@@ -431,7 +590,7 @@ def find_runs(model: nn.Module, assignment: RuleAssignment, x: Any) -> RuleAssig
         if shape is not None and shape == of_two and runs[tracked][number] != "constant"
     }
     if not shared:
-        return _with_runs(assignment, runs)
+        return _with_runs(assignment, _with_folds(runs, shapes, shapes_of_two)), {}
     # A first axis with one entry may be a batch axis, or an axis of positions of which there is
     # one. Both are tried; only with the right one the output stays the same.
     for first in (True, False):
@@ -441,14 +600,35 @@ def find_runs(model: nn.Module, assignment: RuleAssignment, x: Any) -> RuleAssig
         known = _with_runs(assignment, runs)
         error = _wrong(model, known, twins)
         if error is None:
-            return known
-    names = dict.fromkeys(str(tracked) for tracked, _ in shared)
-    raise NotImplementedError(
-        f"{' and '.join(names)} has the same input for all examples, and its output cannot be "
-        "given to each, (N, ...): the model's output would be another, or rows of different "
-        "examples mix (dropout on what all share does that, too). Give it a batch axis (N, ...), "
-        "or freeze it (requires_grad_(False))."
-    ) from error
+            return _with_runs(assignment, _with_folds(runs, shapes, shapes_of_two)), {}
+    for tracked, number in shared:
+        runs[tracked][number] = "followed"
+    layers = dict.fromkeys(tracked for tracked, _ in shared)
+    message = (
+        f"{' and '.join(map(str, layers))} has the same input for all examples, and its output "
+        "cannot be given to each, (N, ...): the model's output would be another, or rows of "
+        "different examples mix (dropout on what all share does that, too). Give it a batch axis "
+        "(N, ...), or freeze it (requires_grad_(False))."
+    )
+    names = [name for tracked in layers for name in tracked.parameters.values()]
+    known = _with_runs(assignment, _with_folds(runs, shapes, shapes_of_two))
+    return known, dict.fromkeys(names, NotImplementedError(message))
+
+
+def _with_folds(
+    runs: dict[TrackedLayer, list[Run]],
+    shapes: dict[TrackedLayer, list[torch.Size | None]],
+    shapes_of_two: dict[TrackedLayer, list[torch.Size | None]],
+) -> dict[TrackedLayer, list[Run]]:
+    """The runs; those with k > 1 rows for one example and 2 k for two are folded."""
+    for tracked, kinds in runs.items():
+        of_both = zip(shapes.get(tracked, []), shapes_of_two.get(tracked, []), strict=False)
+        for number, (one, two) in enumerate(of_both):
+            if not one or not two or kinds[number] != "examples":  # told, or no axis
+                continue
+            if one[0] > 1 and two[0] == 2 * one[0]:
+                kinds[number] = "folded"
+    return runs
 
 
 def _runs_and_shapes(
@@ -506,18 +686,22 @@ def _wrong(model: nn.Module, assignment: RuleAssignment, twins: Any) -> Exceptio
     return None
 
 
-def _used_outside(parameters: dict[str, Tensor], value: Tensor, where: str) -> NotImplementedError:
-    """The error that names the parameters on which a value depends, though it should on none."""
-    grads = torch.autograd.grad(value.sum(), list(parameters.values()), allow_unused=True)
-    names = ", ".join(
-        f"'{name}'" for name, g in zip(parameters, grads, strict=True) if g is not None
-    )
-    return NotImplementedError(
-        f"{names} reached {where} outside of the forward of its own layer (used functionally, by "
-        "a layer without a rule, or in a compiled model), where hooks cannot see it. Call the "
-        "layer itself, pass the model before torch.compile, or freeze the parameter "
-        "(requires_grad_(False))."
-    )
+def _used_outside(
+    parameters: dict[str, Tensor], value: Tensor, where: str
+) -> dict[str, NotImplementedError]:
+    """The parameters on which a value depends, though it should on none, and an error for each."""
+    leaves = list(parameters.values())
+    grads = torch.autograd.grad(value.sum(), leaves, retain_graph=True, allow_unused=True)
+    return {
+        name: NotImplementedError(
+            f"'{name}' reached {where} outside of the forward of its own layer (used "
+            "functionally, by a layer without a rule, or in a compiled model), where hooks cannot "
+            "see it. Call the layer itself, pass the model before torch.compile, or freeze the "
+            "parameter (requires_grad_(False))."
+        )
+        for name, g in zip(parameters, grads, strict=True)
+        if g is not None
+    }
 
 
 def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None:
@@ -532,6 +716,7 @@ def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None
     parameters = {
         name: p.detach().requires_grad_(p.requires_grad) for name, p in model.named_parameters()
     }
+    names_of = {id(p): name for name, p in parameters.items()}
 
     def check(d: DividedLayer) -> Callable[..., Any]:
         def hook(layer: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
@@ -550,12 +735,14 @@ def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None
                 for module, mode in modes:
                     module.training = mode
             if not same_with_derivatives(should, does, own, used.tolerance):
-                raise NotImplementedError(
+                error = NotImplementedError(
                     f"Layer '{d.name}' ({type(layer).__name__}) computes something else than "
                     f"{type(d.by_parts).__name__} (an overridden forward, other options, or wrong "
                     "parts). Register parts for its class (register_rule), or freeze it "
                     "(requires_grad_(False))."
                 )
+                names = [names_of[id(p)] for p in own]
+                raise Refusal(dict.fromkeys(names, error), [d])
 
         return hook
 
@@ -598,7 +785,7 @@ def verify_own_parameters(model: nn.Module, assignment: RuleAssignment, x: Any) 
         except Exception as error:  # a forward may fail in any way on a tensor of another shape
             if isinstance(error, NotImplementedError) or is_out_of_memory(error):
                 raise
-            raise no_copies(names) from error
+            raise Refusal(dict.fromkeys(names, no_copies(names))) from error
         u = noise_like(f)
         same = close(f.detach(), g.detach(), used.tolerance)
         if same and f.requires_grad:
@@ -609,7 +796,7 @@ def verify_own_parameters(model: nn.Module, assignment: RuleAssignment, x: Any) 
                     does = gradients.get(name, torch.zeros_like(gradient).flatten())
                     same = same and close(gradient.flatten(), does, used.tolerance)
     if not same:
-        raise no_copies(names)
+        raise Refusal(dict.fromkeys(names, no_copies(names)))
 
 
 def no_copies(names: list[str]) -> NotImplementedError:

@@ -11,7 +11,8 @@ graph as it goes.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -34,7 +35,12 @@ from kfac_backend.model.calls import (
     restoration,
 )
 from kfac_backend.model.capture import Capture
-from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer, assign_rules
+from kfac_backend.model.rule_assignment import (
+    Operations,
+    RuleAssignment,
+    TrackedLayer,
+    assign_rules,
+)
 from kfac_backend.model.targets import counting, mask_of
 from kfac_backend.model.verification import verify_independence
 from kfac_backend.options import CurvatureOptions, Likelihood, automatic_mode
@@ -146,14 +152,10 @@ class TrainingPass(CurvaturePass):
         restore = restoration(self._model)
         try:
             self._model.eval()  # BatchNorm has a rule there
-            assignment = assign_rules(self._model, "diagonal", only)
+            assignment = assign_rules(self._model, "freeze", only)
         finally:
             restore()
-        names = {name for t in assignment.all for name in t.parameters.values()}
-        if not names:
-            raise ValueError("No trainable parameter of the model has a K-FAC rule.")
-        ordered = [name for name in assignment.names if name in names]
-        return replace(assignment, diagonal=[], names=ordered)
+        return _only_with_hooks(assignment, assignment.unknown)
 
     def _begin(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Before a forward pass of the model: let its layers show what they see."""
@@ -224,6 +226,12 @@ class TrainingPass(CurvaturePass):
                 "A backward pass came to an output of the model for a second time, or not to its "
                 "latest. The curvature needs one backward pass after each forward pass: put the "
                 "examples into one batch, add the losses up, or run the others with paused()."
+            )
+        if not torch.isfinite(f).all():  # no label can be drawn; a GPU would end the process
+            raise FloatingPointError(
+                "The model's output is not finite: the training diverges. Lower the learning rate, "
+                "raise the damping, warm the learning rate up, or set norm_control (kl_clip, "
+                "gradient_clip)."
             )
         y = self._pseudo_targets(f, g, forward.mask)
         check_targets(f.detach(), y, self._likelihood, may_ignore=True)
@@ -306,6 +314,18 @@ class TrainingPass(CurvaturePass):
         if which is not None:
             x, N = examples(x, which), len(which)
         self._proof.make(x, N)
+        assignment = self._assignment
+        followed = dict.fromkeys(assignment.operations.names)
+        for tracked in assignment.layers:
+            if "followed" in assignment.runs.get(tracked.layer, ()):
+                followed |= dict.fromkeys(tracked.parameters.values())
+        if followed:
+            warnings.warn(
+                f"No hook sees the uses of {', '.join(followed)}: trained with the plain gradient. "
+                "Leave them out (exclude) to say the same.",
+                stacklevel=2,
+            )
+            self._proof.assignment = _only_with_hooks(assignment, followed)
         if self._kfac_approx == "auto":
             self._kfac_approx = automatic_mode(self._proof.output_dim)
 
@@ -328,6 +348,20 @@ class TrainingPass(CurvaturePass):
         if f.dim() > 2 or mask is not None or self._options.ignore_index is not None:
             y = y.masked_fill((g == 0).all(-1), IGNORED)
         return y
+
+
+def _only_with_hooks(assignment: RuleAssignment, others: Mapping[str, object]) -> RuleAssignment:
+    """The assignment without parameters whose uses only operations would show.
+
+    A step of training runs as it is; to follow operations it would have to run on other leaves.
+
+    Raises:
+        ValueError: no parameter is left.
+    """
+    left = [name for name in assignment.names if name not in others]
+    if not left:
+        raise ValueError("No trainable parameter of the model has a K-FAC rule.")
+    return replace(assignment.without(others), names=left, unknown={}, operations=Operations())
 
 
 @dataclass(eq=False)

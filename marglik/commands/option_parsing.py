@@ -1,7 +1,6 @@
 """Options that several commands read: presets, and the fields of a dataclass."""
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import fields
 from importlib.resources import files
@@ -10,6 +9,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from docstring_parser import parse as parse_docstring
 from jsonargparse import ActionConfigFile, ActionYesNo, ArgumentParser, DefaultHelpFormatter
+from torch import nn
 
 from marglik.storage.provenance import Provenance
 
@@ -57,11 +57,16 @@ class PresetOrFile(ActionConfigFile):
 
 
 class HelpFormatter(DefaultHelpFormatter):
-    """Leaves out the hundreds of subclasses that torch.nn.Module has."""
+    """Leaves out the hundreds of subclasses that torch.nn.Module has.
+
+    They are not even looked for: that would import packages that happen to be installed, such as
+    transformers, and take tens of seconds.
+    """
 
     def _get_help_string(self, action: Any) -> str:
-        text = super()._get_help_string(action)
-        return re.sub(r", known subclasses: torch\.nn\.Module.*\)", ")", text)
+        if getattr(action, "_typehint", None) is nn.Module:
+            action.extra_help = str  # the empty text
+        return super()._get_help_string(action)
 
 
 def whole_names(arguments: Sequence[str]) -> list[str]:

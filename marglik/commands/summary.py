@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from marglik.prediction.evaluation_record import IN_SAMPLE, has_in_sample_metrics
+from marglik.prediction.links import Calibration
+
 __all__ = ["print_evaluation", "print_fit", "print_summary", "progress_lines"]
 
 LAYERS_SHOWN = 20
@@ -49,7 +52,10 @@ def print_summary(results: dict[str, Any], report: Path) -> None:
     _print_weight_decays(results["weight_decay"])
     _print_positions(results.get("num_positions"))
     _print_metrics({n: _shifts_averaged(values) for n, values in results["metrics"].items()})
-    _print_calibration(results.get("calibration"))
+    fit = results.get("calibration")
+    if fit and any(key.startswith("validation/") for m in results["metrics"].values() for key in m):
+        print(IN_SAMPLE)
+    _print_calibration(fit)
     print(f"\nWritten to {results['output']}; to look at: {report}")
 
 
@@ -88,17 +94,21 @@ def print_evaluation(results: dict[str, Any]) -> None:
         print(f"out of distribution: {ood['num_examples']} of {ood['name']}{note}")
     named = results["predictives"].items()
     _print_metrics({name: _shifts_averaged(entry["metrics"]) for name, entry in named})
+    if has_in_sample_metrics(results):
+        print(IN_SAMPLE)
+    for label, fit in results["calibrated"].items():
+        _print_calibration(fit, f"{label}: c")
     if any(name.endswith("uncalibrated") for name in results["predictives"]):
         print(
             "Uncalibrated: the posterior keeps no calibration of such a predictive, or none was "
-            "asked for. marglik train makes it, and marglik fit with a validation set, for the "
-            "layers of --predictive.layers."
+            "asked for. marglik train makes it for the layers of --predictive.layers; marglik fit "
+            "and marglik evaluate do if the data have a validation set that was not trained on."
         )
     for what in results["replaced"]:
         print(f"Replaced: {what}.")
 
 
-def _print_calibration(fit: dict[str, Any] | None) -> None:
+def _print_calibration(fit: dict[str, Any] | None, begin: str = "C") -> None:
     """What held-out data said of the predictive."""
     if fit is None:
         print(
@@ -106,16 +116,9 @@ def _print_calibration(fit: dict[str, Any] | None) -> None:
             "for (--predictive.calibration)."
         )
         return
-    found = fit["calibration"]
-    noise = found["sigma_noise"]
-    outputs = (
-        f"outputs divided by {found['output_temperature']:.3g}"
-        if noise is None
-        else f"noise of standard deviation {noise:.3g}"
-    )
     print(
-        f"\nCalibrated by {fit['num_terms']} held-out loss terms: covariances times "
-        f"{found['covariance_scale']:.3g}, {outputs}. Their NLL: {fit['nll']:.4f}; MAP "
+        f"\n{begin}alibrated by {fit['num_terms']} held-out loss terms: "
+        f"{Calibration(**fit['calibration']).in_words}. Their NLL: {fit['nll']:.4f}; MAP "
         f"{fit['nll_map']:.4f}, temperature-scaled {fit['nll_scaled_map']:.4f}; uncalibrated "
         f"Laplace {fit['nll_uncalibrated']:.4f}."
     )

@@ -5,21 +5,26 @@ from typing import Any
 
 from torch import Tensor
 
+from kfac_backend.files import sha256_of_tensors
 from marglik.data import ImageSet, ImageSplits, Splits
 from marglik.data.tensors import described
 from marglik.graphs import Graphs
 
-__all__ = ["as_trained", "data_record", "tensors_in"]
+__all__ = ["as_trained", "data_record", "is_held_out", "tensors_in"]
 
 
 def data_record(splits: Splits, source: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Name, classes, and normalisation or what graphs are like, as plain data for JSON.
+    """Name, training examples, classes, and normalisation or what graphs are like, for JSON.
 
     Args:
         splits: the data.
         source: how it is loaded, ``{"class_path": ..., "init_args": {...}}``.
     """
-    record: dict[str, Any] = {"name": splits.name, "source": source}
+    record: dict[str, Any] = {
+        "name": splits.name,
+        "source": source,
+        "train_sha256": _sum_of_training(splits),
+    }
     if isinstance(splits, ImageSplits):
         record |= {
             "classes": list(splits.classes),
@@ -76,12 +81,27 @@ def as_trained(splits: Splits, record: dict[str, Any] | None) -> Splits:
     return replace(splits, mean=tuple(record["mean"]), std=tuple(record["std"]))
 
 
+def is_held_out(splits: Splits, record: dict[str, Any] | None) -> bool:
+    """Whether there is a validation set that is known not to have been trained on.
+
+    That is so if the training set is the one that the record is of.
+    """
+    if splits.validation is None or record is None:
+        return False
+    return record.get("train_sha256") == _sum_of_training(splits)
+
+
 def tensors_in(part: ImageSet | tuple[Tensor | Graphs, Tensor]) -> list[Tensor]:
     """What a split is made of: inputs, the targets last."""
     x, y = (part.images, part.labels) if isinstance(part, ImageSet) else part
     if isinstance(x, Tensor):
         return [x, y]
     return [*(getattr(x, field.name) for field in fields(x)), y]
+
+
+def _sum_of_training(splits: Splits) -> str:
+    """Of the training set's inputs and targets; images as they are before normalisation."""
+    return sha256_of_tensors(tensors_in(splits.train))
 
 
 def _images(splits: Splits) -> list[int] | None:

@@ -321,9 +321,7 @@ def calibrate(
         ValueError: no held-out target that counts.
     """
     held_out = HeldOut.of(posterior, batches, config, progress=progress)
-    link = "mc" if config.method == "linearised" else config.method
-    fit = fit_calibration(held_out, link, config.samples)
-    posterior.calibrations |= {config.label: asdict(fit)}
+    fit = _fits(posterior, held_out, [config])[config.label]
     # The samples of the search, for which s and τ are best; others differ by their sampling error.
     generator = generator or torch.Generator(posterior.mean.device).manual_seed(0)
     predict = laplace_predictive(posterior, config, generator, fit.calibration)
@@ -347,13 +345,21 @@ def calibrations_of(
         config: whose uncertainty counts, and how many samples link "mc" has.
         progress: whether to show a bar over the batches.
     """
-    if config.method == "linearised":
-        return {config.label: calibrate(posterior, batches, config, progress=progress).fit}
     held_out = HeldOut.of(posterior, batches, config, progress=progress)
     links = [link for link in get_args(Link) if is_link_of(link, held_out.likelihood)]
+    of_links = [replace(config, method=link) for link in links]
+    return _fits(posterior, held_out, [config] if config.method == "linearised" else of_links)
+
+
+def _fits(
+    posterior: Posterior, held_out: HeldOut, configs: Sequence[PredictiveConfig]
+) -> dict[str, CalibrationFit]:
+    """Label -> calibration; remembered by the posterior."""
     fits = {
-        replace(config, method=link).label: fit_calibration(held_out, link, config.samples)
-        for link in links
+        config.label: fit_calibration(
+            held_out, "mc" if config.method == "linearised" else config.method, config.samples
+        )
+        for config in configs
     }
     posterior.calibrations |= {label: asdict(fit) for label, fit in fits.items()}
     return fits

@@ -42,11 +42,24 @@ from marglik.prediction.predictive import (
 from marglik.storage.checkpoint import Checkpoints
 from marglik.storage.provenance import environment
 
-__all__ = ["EvaluationConfig", "combined", "evaluate", "evaluate_network"]
+__all__ = [
+    "IN_SAMPLE",
+    "EvaluationConfig",
+    "combined",
+    "evaluate",
+    "evaluate_network",
+    "has_in_sample_metrics",
+]
 
 _logger = logging.getLogger(__name__)
 
 ENTROPY_BINS = 30
+
+IN_SAMPLE = (
+    "Where the validation set has calibrated a predictive, its metrics there are in-sample, and "
+    "no test of it."
+)
+"""What to say beside such metrics."""
 
 Score = Literal["entropy", "epistemic"]
 
@@ -229,6 +242,15 @@ def evaluate_network(
     scale = [splits.mean, splits.std] if isinstance(splits, ImageSplits) else []
     tensors = [*tensors_in(splits.test), *map(torch.tensor, scale)]
     return record | {"of": of, "test": sha256_of_tensors(tensors)}
+
+
+def has_in_sample_metrics(evaluation: Mapping[str, Any]) -> bool:
+    """Whether an evaluation has a calibrated predictive's metrics of a validation set."""
+    return any(
+        (entry.get("options") or {}).get("calibration")
+        and any(key.startswith("validation/") for key in entry["metrics"])
+        for entry in evaluation["predictives"].values()
+    )
 
 
 def combined(found: dict[str, Any], earlier: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:

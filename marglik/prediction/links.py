@@ -69,6 +69,16 @@ class Calibration:
         if self.sigma_noise is not None:
             check_positive("sigma_noise", self.sigma_noise)
 
+    @property
+    def in_words(self) -> str:
+        """What it does, for people."""
+        outputs = (
+            f"outputs divided by {self.output_temperature:.3g}"
+            if self.sigma_noise is None
+            else f"noise of standard deviation {self.sigma_noise:.3g}"
+        )
+        return f"covariances times {self.covariance_scale:.3g}, {outputs}"
+
 
 @dataclass(frozen=True)
 class Prediction:

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from shlex import quote
 from typing import Any
 
+from marglik.prediction.evaluation_record import IN_SAMPLE, has_in_sample_metrics
+from marglik.prediction.links import Calibration
 from marglik.report.chart import Chart
 from marglik.report.contents import Run
 from marglik.report.layer_charts import (
@@ -100,6 +102,8 @@ def summary_section(runs: Sequence[Run]) -> Section:
         )
     blocks: list[Any] = [Note(text) for run in runs for text in _gains(run)]
     blocks.append(summary_table(runs))
+    if any(run.evaluation and has_in_sample_metrics(run.evaluation) for run in runs):
+        blocks.append(Note(IN_SAMPLE))
     if len({one.run.data for one in predictives(runs)}) > 1:
         blocks.append(Note("The runs have different data; the best values are those of each data."))
     sequences = dict.fromkeys(f"{r.data} ({r.num_positions:,})" for r in runs if r.num_positions)
@@ -127,16 +131,10 @@ def _gains(run: Run) -> list[str]:
             for other in entries
             if other.startswith("MAP") and key in _metrics(entries, other)
         ]
-        noise = found.get("sigma_noise")
-        outputs = (
-            f"outputs divided by {found['output_temperature']:.3g}"
-            if noise is None
-            else f"noise {noise:.3g}"
-        )
         who = "" if run.alone else f"{run.label}: "
         texts.append(
-            f"{who}{name}, calibrated (covariances times {found['covariance_scale']:.3g}, "
-            f"{outputs}), has a test NLL of {entry['metrics'][key]:.4f} nats; {', '.join(rivals)}."
+            f"{who}{name}, calibrated ({Calibration(**found).in_words}), has a test NLL of "
+            f"{entry['metrics'][key]:.4f} nats; {', '.join(rivals)}."
         )
     return texts
 

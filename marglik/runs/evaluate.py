@@ -1,17 +1,22 @@
 """What `marglik evaluate` does: predictions of a saved posterior, or of a bare checkpoint."""
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from kfac_backend.files import parse_json, sha256
 from kfac_backend.options import Likelihood
-from marglik.data import DataSource, ImageData
-from marglik.data.record import as_trained
+from marglik.data import DataSource, ImageData, Splits
+from marglik.data.batches import split_batches
+from marglik.data.record import as_trained, is_held_out
+from marglik.posterior.posterior import Posterior
 from marglik.posterior.posterior_file import load_posterior
 from marglik.posterior.pretrained import load_pretrained
+from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.evaluation_record import EvaluationConfig, combined, evaluate_network
 from marglik.prediction.predictive import (
     PredictiveConfig,
@@ -26,6 +31,8 @@ from marglik.storage.run_files import EVALUATION, POSTERIOR
 from marglik.storage.run_folder import RunFolder
 
 __all__ = ["evaluate_run"]
+
+_logger = logging.getLogger(__name__)
 
 
 def evaluate_run(
@@ -45,9 +52,13 @@ def evaluate_run(
 ) -> dict[str, Any]:
     """Evaluate a network at its parameters (MAP) and under its posterior.
 
+    Predictives that the posterior remembers no calibration of are calibrated by the data's
+    validation set, if the network was not trained on it.
+
     What is found adds to an earlier evaluation of the same posterior and test set in the folder;
     where it cannot, it takes its place. Returns the content of ``evaluation.json``, and under
-    "output" where it lies, under "replaced" what it replaces, in words.
+    "output" where it lies, under "replaced" what it replaces, in words, under "calibrated" what
+    the validation set said.
 
     Args:
         path: a folder of marglik train or marglik fit; or a checkpoint, which needs model and data
@@ -103,7 +114,7 @@ def evaluate_run(
         if model is None or data is None:
             raise ValueError(f"{path} is a checkpoint; it needs --model and --data.")
         load_pretrained(model, path)
-        model, splits, laplace = model.to(device), data.load(), None
+        model, splits, laplace, record = model.to(device), data.load(), None, None
         likelihood = likelihood or "classification"
         map_ = map_predictive(model, likelihood, sigma_noise or 1.0)
         of = sha256(Path(path).read_bytes() + repr(sigma_noise).encode())
@@ -119,6 +130,9 @@ def evaluate_run(
         # Whoever has removed it wants a new one.
         is_there = (folder.path / EVALUATION).exists()
         earlier = parse_json(folder.read(EVALUATION) or b"null") if is_there else None
+        calibrated = {}
+        if laplace is not None and record is not None:
+            calibrated = _calibrate(laplace, configs, splits, record["data"], device, progress)
         found = evaluate_network(
             map_,
             laplace,
@@ -136,7 +150,33 @@ def evaluate_run(
         found, replaced = (found, []) if earlier is None else combined(found, earlier)
         folder.adopt("evaluate")
         folder.write(EVALUATION, as_json(found))
-    return found | {"output": str(folder.path), "replaced": replaced}
+    return found | {"output": str(folder.path), "replaced": replaced, "calibrated": calibrated}
+
+
+def _calibrate(
+    laplace: Posterior,
+    configs: list[PredictiveConfig],
+    splits: Splits,
+    trained_on: dict[str, Any] | None,
+    device: torch.device,
+    progress: bool,
+) -> dict[str, Any]:
+    """Calibrate what the posterior remembers no calibration of; label -> what was found.
+
+    By the validation set, unless the network may have been trained on it. The posterior's file
+    stays as it is.
+    """
+    remembered = laplace.calibrations
+    unknown = [c for c in configs if c.is_calibrated and c.label not in remembered]
+    if not unknown or not is_held_out(splits, trained_on):
+        return {}
+    for config in unknown:
+        if config.label not in laplace.calibrations:  # those of all links are made at once
+            _logger.info("calibrating %s by the validation set", config.label)
+            batches = split_batches(splits, "validation", config.batch_size, device=device)
+            calibrations_of(laplace, batches, config, progress=progress)
+    laplace.calibrations |= remembered
+    return {config.label: laplace.calibrations[config.label] for config in unknown}
 
 
 def _saved(path: str, given: Any, record: dict[str, Any], key: str, kinds: Any) -> Any:

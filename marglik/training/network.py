@@ -6,11 +6,6 @@ do not depend on regression's noise. ℓ is an example's loss, of a sequence the
 positions that count: where others take the mean over R positions, SGD needs a learning rate R times
 smaller (Adam's steps do not grow with the gradient).
 
-A group that the data does not need gets an ever larger δ. SGD's step on its penalty would
-overshoot and diverge once learning rate times weight decay exceeds 2 (1.36 with Nesterov's momentum
-of 0.9); a decay beyond 1 / learning rate, which takes its parameter to zero in one step, is limited
-to that, and the epoch's record names it.
-
 `KFAC` divides by curvature and damping. With damping of the product the prior's curvature, T δ_g/N
 on the same scale, is a part of both, so that a step is one of natural gradient on the posterior.
 """
@@ -30,6 +25,7 @@ from kfac_backend.model.targets import Targets, split_batch
 from kfac_backend.optimizer import KFAC
 from kfac_backend.options import Likelihood, TargetOptions
 from marglik.training.loaders import Loader
+from marglik.training.penalty import Decay, add_penalty, check_no_weight_decay, stable_decays
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric  # importing Lightning takes seconds
@@ -39,8 +35,6 @@ __all__ = ["CompileMode", "NetworkTraining", "Record"]
 Record = dict[str, Any]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune"]
 """Of `torch.compile`; the last two record CUDA graphs on a GPU."""
-Decay = float | Tensor
-"""Weight decay of a parameter tensor: one number, or one per entry."""
 
 
 class NetworkTraining:
@@ -76,11 +70,7 @@ class NetworkTraining:
         targets: TargetOptions = TargetOptions(),  # noqa: B008
         progress: bool = False,
     ) -> None:
-        if any(group.get("weight_decay") for group in optimizer.param_groups):
-            raise ValueError(
-                "The optimiser has a weight decay of its own; the prior takes its place. "
-                "Set the optimiser's weight_decay to 0."
-            )
+        check_no_weight_decay(optimizer)
         if compile_mode is not None and isinstance(optimizer, KFAC):
             raise ValueError(
                 "A compiled model hides its layers from K-FAC (optimizer.name=kfac). Train without "
@@ -93,8 +83,6 @@ class NetworkTraining:
         self.scheduler = scheduler
         self._targets = Targets(likelihood, targets)
         self._progress = progress
-        # Adam's steps do not grow with the gradient.
-        self._is_sgd = isinstance(optimizer, torch.optim.SGD)
         self._preconditioner = None
         if isinstance(optimizer, KFAC) and prior_is_damping:
             options = optimizer.preconditioner.options
@@ -132,7 +120,7 @@ class NetworkTraining:
         for batch in each_batch(self.loader, f"Epoch {epoch}", self._progress):
             x, y = split_batch(self.fabric.to_device(batch), self._targets.options.dict_key_y)
             y = self._targets(self.model, x, y)
-            stable, names = self._stable_decays(parameters, weight_decays, variance)
+            stable, names = stable_decays(self.model, self.optimizer, weight_decays, variance)
             limited |= dict.fromkeys(names)
             totals += self._step(x, y, parameters, stable, variance)
             examples += len(y)
@@ -178,7 +166,7 @@ class NetworkTraining:
         scale: list[Tensor] = []  # by which the gradients are multiplied, in float16
         objective.register_hook(scale.append)
         self.fabric.backward(objective)
-        penalty = _add_penalty(parameters, weight_decays, variance * scale[0])
+        penalty = add_penalty(parameters, weight_decays, variance * scale[0])
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
@@ -202,47 +190,3 @@ class NetworkTraining:
             name: self._own_damping + variance * float(torch.as_tensor(by_name[name]).mean())
             for name in self._preconditioner.names
         }
-
-    def _stable_decays(
-        self, parameters: list[nn.Parameter], decays: Sequence[Decay], variance: float
-    ) -> tuple[list[Decay], list[str]]:
-        """The weight decay of each parameter, and the names of those limited to 1 / lr."""
-        if not self._is_sgd:
-            return list(decays), []
-        rates = {p: g["lr"] for g in self.optimizer.param_groups for p in g["params"]}
-        stable, limited = [], []
-        for p, decay in zip(parameters, decays, strict=True):
-            largest = 1 / (rates[p] * variance) if rates.get(p) else float("inf")
-            if isinstance(decay, Tensor):
-                is_limited = bool((decay > largest).any())
-                stable.append(decay.clamp(max=largest))
-            else:
-                is_limited = decay > largest
-                stable.append(min(decay, largest))
-            if is_limited:
-                limited += [name for name, q in self.model.named_parameters() if q is p]
-        return stable, limited
-
-
-@torch.no_grad()
-def _add_penalty(
-    parameters: list[nn.Parameter], weight_decays: list[Decay], scale: Tensor
-) -> Tensor:
-    """Add scale · wd · θ to the gradients; returns ½ Σ wd ‖θ‖², a scalar.
-
-    A few launches for all tensors together; autograd would have several for each of them.
-    """
-    gradients = []
-    for p in parameters:
-        # Where the network did not use it, its prior holds.
-        gradients.append(torch.zeros_like(p) if p.grad is None else p.grad)
-    values: list[Tensor] = list(parameters)
-    decays: Any = [d.to(values[0]) if isinstance(d, Tensor) else d for d in weight_decays]
-    roots = torch._foreach_mul(values, [d**0.5 for d in decays])
-    penalty = 0.5 * torch.stack(torch._foreach_norm(roots)).square().sum()
-    pulls = torch._foreach_mul(values, decays)
-    torch._foreach_mul_(pulls, scale)
-    # Not in place: a compiled backward pass may have given two parameters one gradient.
-    for p, gradient in zip(parameters, torch._foreach_add(gradients, pulls), strict=True):
-        p.grad = gradient
-    return penalty

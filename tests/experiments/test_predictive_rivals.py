@@ -50,6 +50,14 @@ def test_the_table():
     assert missing == "Not there: SWAG (ValueError: no)."
 
 
+def test_differences_from_temperature_scaling_are_paired():
+    rows = [{"MAP": row(a), "temperature scaling": row(b)} for a, b in ((0.2, 0.1), (0.4, 0.1))]
+    lines = table([seed(i, own) for i, own in enumerate(rows)]).splitlines()
+    assert "| NLL, tempered − temperature scaling |" in lines[4]
+    assert lines[-2].endswith("| +0.100 ± 0.050 |")
+    assert lines[-1].endswith("| +0.000 ± 0.000 |")
+
+
 def test_the_report_is_made_from_the_json_alone(tmp_path, capsys):
     folder = tmp_path / "predictive_rivals"
     folder.mkdir()
@@ -92,7 +100,7 @@ def test_a_run_measures_every_row(monkeypatch):
     rows = found["rows"]
     absent = set() if found["versions"]["ivon-opt"] else {"IVON"}
     assert set(found["failed"]) == absent
-    assert len(rows) == 13 - len(absent)
+    assert len(rows) == 16 - len(absent)
     assert found["num_examples"] == {"train": 629, "validation": 270, "test": 898}
     # Temperature scaling as a row and as a column are one thing.
     scaled, raw = rows["temperature scaling"], rows["MAP, chosen weight decay"]
@@ -100,7 +108,28 @@ def test_a_run_measures_every_row(monkeypatch):
         assert scaled["metrics"][name] == pytest.approx(value, rel=1e-3)
     assert scaled["temperature"] == pytest.approx(1.0, abs=1e-2)
     assert raw["search_seconds"] > 0 < raw["prediction_seconds"]
-    json.dumps(found)
+    for name in ("probit", "mc", "probit, last layer"):
+        plain, calibrated = rows[f"marglik, {name}"], rows[f"marglik, {name}, calibrated"]
+        assert calibrated["held_out"]["cls/NLL"] <= plain["held_out"]["cls/NLL"] + 1e-6
+        assert calibrated["search_seconds"] > 0 == plain["search_seconds"]
+        # Held-out data has hardly more to say than it has said.
+        assert calibrated["temperature"] == pytest.approx(1.0, abs=0.15)
+    # Our rows alone: the same again, beside the rivals' as they were.
+    before = json.loads(json.dumps(found))
+    for row in before["rows"].values():
+        row["prediction_seconds"] *= 3
+    del before["rows"]["marglik, mc"]
+    before["rows"]["marglik, probit"]["metrics"] = {}
+    again = predictive_rivals.our_rows_again(before)["rows"]
+    assert set(again) == set(rows)
+    for name, row in again.items():
+        for key, value in rows[name]["metrics"].items():
+            assert row["metrics"][key] == pytest.approx(value, rel=1e-5), (name, key)
+        if not name.startswith("marglik"):
+            assert row == before["rows"][name]
+    before["rows"]["MAP"]["metrics"]["cls/NLL"] += 0.1
+    with pytest.raises(ValueError, match="code or data have changed"):
+        predictive_rivals.our_rows_again(before)
 
 
 def test_a_rival_that_fails_is_reported_and_the_others_go_on(monkeypatch, capsys):

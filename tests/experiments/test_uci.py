@@ -12,6 +12,7 @@ import torch
 from torch.testing import assert_close
 
 from experiments import uci, uci_report, uci_rivals
+from experiments.options import SHIPPED
 from marglik.storage.record_file import write_json
 
 TRAINING = uci_rivals.Training(hidden=4, steps=12, batch_size=8, lr=0.05)
@@ -102,7 +103,7 @@ def tiny(tmp_path, monkeypatch):
 
 
 def test_a_split(tiny):
-    found = json.loads(json.dumps(uci.run(uci.Config("yacht", 0, steps=40, updates=4))))
+    found = json.loads(json.dumps(uci.run(uci.Config("yacht", 0, steps=40, lr=0.03, updates=4))))
     assert list(found["methods"]) == [
         "ours", "MAP, learned σ", "laplace-torch, post hoc", "grid search", "ensemble of five",
     ]  # fmt: skip
@@ -116,11 +117,15 @@ def test_a_split(tiny):
 
 
 def test_results_are_kept_if_their_configuration_is_the_same(tmp_path):
-    config = uci.Config("yacht", 3, 2)
+    config = uci.Config("yacht", 3, 2, 0.1)
     assert uci.kept(config, tmp_path) is None
+    summary = [{"config": uci.asdict(config) | change} for change in ({"split": 2}, {})]
+    assert uci.kept(config, tmp_path, summary) == summary[1]
+    assert uci.kept(config, tmp_path, summary[:1]) is None
     write_json(tmp_path / "yacht_3.json", {"config": uci.asdict(config), "methods": {}})
     assert uci.kept(config, tmp_path)["methods"] == {}
-    assert uci.kept(uci.Config("yacht", 3, steps=1), tmp_path) is None
+    assert uci.kept(uci.Config("yacht", 3, 1, 0.1), tmp_path) is None
+    assert uci.kept(uci.Config("yacht", 3, 2, 0.2), tmp_path) is None
 
 
 def test_splits_that_are_asked_for():
@@ -145,12 +150,32 @@ def test_the_tables(tmp_path):
             name: {"log_likelihood": value, "rmse": 0.5, "seconds": 3.0, "trainings": 1}
             for name, value in zip(uci_report.METHODS, (ours, 0.0, 0.0, grid, 0.0), strict=True)
         }
-        return {"config": {"dataset": "yacht", "split": number}, "methods": methods}
+        return {
+            "config": {"dataset": "yacht", "split": number},
+            "methods": methods,
+            "learned": {"sigma_noise": 0.25, "effective_parameters": 31.0},
+            "grid search": {"sigma_noise": 0.5},
+        }
 
     path = tmp_path / "uci.json"
     write_json(path, {"runs": [split(0, -1.0, -1.5), split(1, -2.0, -1.9)]})
     text = uci_report.write_report(path)
     assert "| yacht | 2 | -1.25 ± 0.01 | -1.50 ± 0.50 | 0.00 ± 0.00 |" in text
     assert "| yacht | -1.500 ± 0.500 | -1.500 ± 0.500 | +0.200 ± 0.300 |" in text
+    assert (
+        "Ours has at least the recorded log likelihood for 0 of 1 sets (none), and at least the "
+        "grid search's less one standard error of the difference for 1 of 1 sets (yacht).\n"
+    ) in text
+    assert "| yacht | 0.250 ± 0.000 | 0.500 ± 0.000 | 31 |" in text
     assert (tmp_path / "table.md").read_text() == text + "\n"
     assert (tmp_path / "log_likelihood.png").exists()
+
+
+def test_the_readme_has_the_shipped_numbers():
+    runs = uci_report.runs_of(SHIPPED / "uci" / "uci.json")
+    readme = (SHIPPED.parent / "README.md").read_text()
+    text = uci_report.report(runs)
+    assert (SHIPPED / "uci" / "table.md").read_text() == text + "\n"
+    for line in text.split("\n\nRMSE")[0].splitlines()[5:]:
+        assert line in readme, line
+    assert uci_report.verdict(runs) in " ".join(readme.split())

@@ -8,6 +8,7 @@ import torch
 
 from experiments import studies
 from experiments import weight_decay_study as study
+from experiments.options import SHIPPED
 from experiments.weight_decay_study import Config, Task
 from marglik.data.batches import split_batches
 from marglik.models import MLP
@@ -165,3 +166,12 @@ def test_finished_seeds_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(studies, "as_they_finish", as_they_finish)
     assert study.main(["--quick", "--sizes", "100", "--results", str(tmp_path)]) == 0
     assert asked == ["digits_ways_100_1"]
+
+
+def test_the_readme_has_the_shipped_differences():
+    table = (SHIPPED / "weight_decay_study" / "table.md").read_text()
+    readme = (SHIPPED.parent / "README.md").read_text()
+    rows = table.split("The learned way minus another")[1].split("\n\n")[1].splitlines()
+    assert len(rows) > 4
+    for row in rows:
+        assert row in readme, row

@@ -264,7 +264,7 @@ def test_rows_must_be_told_their_examples():
             self.layer = nn.Linear(2, 3)
 
         def forward(self, x):
-            return self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+            return self.layer(x.transpose(0, 1).flatten(0, 1)).unflatten(0, (3, -1)).transpose(0, 1)
 
     model, x = Folds().double(), normal(4, 3, 2)
     batches = [(x, torch.zeros(4, 3).long())]

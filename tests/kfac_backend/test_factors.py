@@ -226,7 +226,7 @@ def test_unsupported_freeze_leaves_out_with_a_warning():
     torch.manual_seed(0)
     model = WithAffineNorm().double()
     x, y = torch.randn(4, 3).double(), torch.tensor([0, 1, 2, 0])
-    with pytest.warns(UserWarning, match="norm.weight, norm.bias"):
+    with pytest.warns(UserWarning, match="having no K-FAC rule: norm.weight, norm.bias"):
         factors = kronecker_factors(model, [(x, y)], "classification", unsupported="freeze")
     assert list(factors.blocks) == ["first.weight", "first.bias", "last.weight", "last.bias"]
 

@@ -292,7 +292,7 @@ def test_parameters_without_a_block_are_named():
             self.by = nn.Parameter(torch.zeros(4))
 
         def forward(self, x):
-            return x + self.by
+            return x @ torch.diag(self.by)  # a weight that is computed
 
     model = nn.Sequential(nn.Flatten(), nn.Linear(32, 4), Shift(), nn.Linear(4, 3)).double()
     la = Laplace(

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from kfac_backend import kronecker_factors, register_parameters
 from kfac_backend.layers import registry
 from kfac_backend.layers.gram import gram
+from kfac_backend.model.rule_assignment import assign_rules
 from marglik.models import VisionTransformer
 from tests.kfac_backend.block_checks import (
     MODES,
@@ -110,12 +111,9 @@ def test_classes_of_others_and_subclasses():
             return super().forward(x) + self.extra.tanh()
 
     model, x, y = randomize(Derived()), *setting()[1:]
-    with pytest.raises(NotImplementedError, match="'class_token' of layer '' .Derived. has no"):
-        kronecker_factors(model, [(x, y)], "classification")
     assert declare(Another) is Another
-    with pytest.raises(NotImplementedError, match="'extra' of layer ''"):
-        kronecker_factors(model, [(x, y)], "classification")
     register_parameters("extra")(Derived)
+    assert assign_rules(model).unknown == {}
     exact = dense_ggn_blocks(model, x, "classification")
     factors = kronecker_factors(model, [(x, y)], "classification")
     assert_blocks(factors, {"extra": exact["extra"], **own(exact)})
@@ -166,13 +164,12 @@ def test_one_parameter_of_two_modules_and_uses_add_up():
         assert_blocks(factors, {"0.p": exact["0.p"]})
 
 
-def test_undeclared_ones_are_an_error_that_names_the_way():
+def test_undeclared_ones_are_found_and_have_the_same_blocks():
     model, x, y = setting()
-    with pytest.raises(NotImplementedError, match="'class_token' of .*register_parameters"):
-        kronecker_factors(model, [(x, y)], "classification")
-    register_parameters("class_token", "position_embedding", scale=(1, 1, -1))(Tokens)
-    with pytest.raises(NotImplementedError, match="'shift' of .*register_parameters"):
-        kronecker_factors(model, [(x, y)], "classification")
+    found = kronecker_factors(model, [(x, y)], "classification")
+    declare()
+    declared = kronecker_factors(model, [(x, y)], "classification")
+    assert_blocks(found, {name: declared.to_dense(name) for name in declared.blocks})
 
 
 @pytest.mark.parametrize("view", [(), (3,), (-1, 3), (2, 1, 3)])

@@ -89,9 +89,13 @@ def test_lora_by_parts_is_lora_of_linear_layers(kfac_approx):
     assert "forward" not in model.layer.__dict__
 
 
-def test_without_a_rule_the_error_names_the_way():
-    with pytest.raises(NotImplementedError, match="'layer.A' of layer 'layer' .*register_rule"):
-        kronecker_factors(lora_model(), [data()], "classification")
+@pytest.mark.parametrize("kfac_approx", MODES)
+def test_without_parts_the_products_themselves_are_found(kfac_approx):
+    found = kronecker_factors(lora_model(), [data()], "classification", kfac_approx=kfac_approx)
+    register_rule(LoRALinear)(LoRAByParts)
+    expected = kronecker_factors(lora_model(), [data()], "classification", kfac_approx=kfac_approx)
+    for name in expected.blocks:
+        assert_close(found.to_dense(name), expected.to_dense(name))
 
 
 def test_parts_that_compute_something_else():

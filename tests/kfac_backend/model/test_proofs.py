@@ -81,9 +81,7 @@ def test_a_tied_layer_that_no_derivative_goes_through():
         Model(lambda layers, x, w=w: both(layers, x, w), **children) for w in (True, False)
     )
     x = noise(5, 4)
-    with pytest.warns(UserWarning, match="No part of the forward pass"):
-        expected = factors(expected, x)
-    assert_same_blocks(factors(found, x), expected)
+    assert_same_blocks(factors(found, x), factors(expected, x))
 
 
 def test_runs_on_examples_and_on_what_all_share():
@@ -100,9 +98,29 @@ def test_runs_on_examples_and_on_what_all_share():
         assert_same_blocks(once, factors(each, x, kfac_approx=kfac_approx))
 
 
+def test_what_all_share_and_is_not_broadcast():
+    once = Model(
+        lambda layers, x: layers["fc"](x) / layers["fc"](torch.eye(4).double()).norm(),
+        fc=nn.Linear(4, 2),
+    )
+    each = Model(
+        lambda layers, x: (
+            layers["fc"](x)
+            / layers["fc"](torch.eye(4).double().expand(len(x), 4, 4))
+            .flatten(1)
+            .norm(dim=1, keepdim=True)
+        ),
+        **once.layers,
+    )
+    x = noise(5, 4)
+    for kfac_approx in MODES:
+        found = factors(once, x, kfac_approx=kfac_approx)
+        assert_same_blocks(found, factors(each, x, kfac_approx=kfac_approx))
+
+
 def test_what_all_share_and_no_copy_can_be_given():
     model = Model(
-        lambda layers, x: layers["fc"](x) / layers["fc"](torch.eye(4).double()).norm(),
+        lambda layers, x: layers["fc"](x) / layers["fc"](noise(9, 4))[: len(x)].exp(),
         fc=nn.Linear(4, 2),
     )
     with pytest.raises(NotImplementedError, match="'layers.fc' .*has the same input for all"):
@@ -206,7 +224,7 @@ def test_a_proof_runs_on_few_examples_from_all_over_the_batch():
     x = noise(100, 4)
     x[:, 0] = torch.arange(100)
     factors(model, x)
-    *_, independence, uses, whole = sizes
+    whole, uses, independence = sizes[-1], *(seen for seen in sizes if len(seen) in (30, 32))
     assert len(whole) == 100 and len(uses) == 30 and uses == sorted(uses)
     assert (uses[0], uses[-1]) == (0, 99) and independence == [*uses, 0, 0]
 
@@ -249,7 +267,8 @@ def test_a_norm_in_float32_inside_of_a_float64_model(norm):
 def test_in_float64_rounding_of_float32_is_seen():
     """The negative control: without a cast, 1e-6 is another function."""
     layer = nn.Linear(4, 2).double()
-    layer.register_forward_hook(lambda module, args, output: output * (1 + 1e-6))
+    scaled = nn.functional.linear
+    layer.forward = lambda x: scaled(x, layer.weight * (1 + 1e-6), layer.bias)
     with pytest.raises(NotImplementedError, match="computes something else"):
         factors(nn.Sequential(layer), noise(5, 4))
 
@@ -306,7 +325,7 @@ def test_the_proof_is_asked_for_again_after_it_failed():
             self.fc, self.out = nn.Linear(4, 4), nn.Linear(4, 3)
 
         def forward(self, x):
-            return self.out(nn.functional.linear(x, self.fc.weight, self.fc.bias))
+            return self.out(nn.functional.linear(x, self.fc.weight.tanh(), self.fc.bias))
 
     curvature = CurvaturePass(Bypassed(), "classification")
     x, y = torch.randn(3, 4), torch.tensor([0, 1, 2])

@@ -427,16 +427,30 @@ def test_the_graph_is_freed(fisher, backward):
         gc.enable()
 
 
-def test_what_hooks_cannot_follow_names_the_way_out():
-    class Functional(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(3, 2)
+class Functional(nn.Module):
+    """A weight that no hook sees, and a layer; a second use of the weight cannot be followed."""
 
-        def forward(self, x):
-            return self.fc(x) * self.fc.weight.sum()
+    def __init__(self, twice):
+        super().__init__()
+        self.first, self.fc, self.twice = nn.Linear(3, 3), nn.Linear(3, 2, bias=False), twice
 
-    training_pass(model := Functional())
+    def forward(self, x):
+        x = F.linear(torch.tanh(self.first(x)), self.fc.weight)
+        return x * self.fc.weight.sum() if self.twice else x
+
+
+def test_what_no_hook_sees_keeps_its_plain_gradient_and_is_named():
+    model, x, y = Functional(False).double(), normal(4, 3), torch.tensor([0, 1, 1, 0])
+    with pytest.warns(UserWarning, match="No hook sees the uses of fc.weight: .*plain gradient"):
+        blocks = in_training(model, x, y)
+    assert list(blocks) == ["first.weight", "first.bias"]
+    factors = kronecker_factors(model, [(x, y)], "classification")
+    for name, block in blocks.items():
+        assert_close(block.to_dense(), factors.to_dense(name) / 4)
+
+
+def test_what_cannot_be_followed_names_the_way_out():
+    training_pass(model := Functional(True))
     with pytest.raises(NotImplementedError, match=r"'fc.weight' reached.*\(exclude\)"):
         model(torch.randn(4, 3))
 

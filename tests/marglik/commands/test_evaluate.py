@@ -10,8 +10,14 @@ from PIL import Image
 
 from marglik.cli import main
 from marglik.data import Digits, ImageData
+from marglik.data.batches import split_batches
 from marglik.models import MLP
 from marglik.posterior.posterior_file import load_posterior, save_posterior
+from marglik.prediction.calibration import calibrate
+from marglik.prediction.evaluation_record import IN_SAMPLE
+from marglik.prediction.predictive import PredictiveConfig
+from marglik.runs.build import build_from_spec
+from marglik.storage.record_file import read_posterior
 from tests.marglik.commands.command_line import DATA, HELD_OUT, MODEL, refusal
 
 QUIET = ["--progress", "false"]
@@ -195,9 +201,43 @@ def test_last_layer(run):
     assert main(["evaluate", str(run), *QUIET]) == 0
     every = metrics(run)
     assert last["MAP"] == every["MAP"]
-    # The run has calibrated all layers' uncertainty.
-    assert "Laplace, probit, last layer, uncalibrated" in last
-    assert "Laplace, probit" in every
+    assert "Laplace, probit, last layer" in last and "Laplace, probit" in every
+
+
+def test_what_is_not_calibrated_yet_is_by_the_validation_set(run, tmp_path, capsys):
+    """The run has calibrated all layers' uncertainty, not the last one's alone."""
+    last, out = ["--predictive.layers", "last"], ["--output", str(tmp_path / "out")]
+    before = (run / "posterior.json").read_bytes()
+    assert main(["evaluate", str(run), *QUIET, *last, "--methods", "[mc, probit]", *out]) == 0
+    assert (run / "posterior.json").read_bytes() == before
+    printed = capsys.readouterr().out
+    names = ["Laplace, mc, last layer", "Laplace, probit, last layer"]
+    assert all(f"{name}: calibrated by 116 held-out loss terms" in printed for name in names)
+    assert IN_SAMPLE in printed and IN_SAMPLE in (tmp_path / "out" / "report.html").read_text()
+    predictives = evaluated(tmp_path / "out")["predictives"]
+    assert list(predictives) == ["MAP", "MAP, temperature-scaled", *names]
+    posterior = load_posterior(run, MLP(64, (12,), 8))
+    splits = build_from_spec(ImageData, read_posterior(run)["data"]["source"]).load()
+    remembered = dict(posterior.calibrations)
+    for method, name in zip(("mc", "probit"), names, strict=True):
+        config = PredictiveConfig(method, layers="last")
+        fit = calibrate(posterior, split_batches(splits, "validation", 64), config).fit
+        found = predictives[name]["options"]["calibration"]
+        for key in ("covariance_scale", "output_temperature"):
+            assert found[key] == pytest.approx(getattr(fit.calibration, key), rel=1e-3)
+    # The other layers' calibration is still the run's.
+    assert main(["evaluate", str(run), *QUIET, *out]) == 0
+    options = evaluated(tmp_path / "out")["predictives"]["Laplace, probit"]["options"]
+    assert options["calibration"] == remembered["Laplace, probit"]["calibration"]
+    assert "probit: calibrated" not in capsys.readouterr().out
+
+
+def test_data_that_may_have_been_trained_on_calibrates_nothing(run, tmp_path, capsys):
+    other = [*DATA, "--data.data.seed", "5"]
+    last, out = ["--predictive.layers", "last"], ["--output", str(tmp_path / "out")]
+    assert main(["evaluate", str(run), *QUIET, *last, *other, *out]) == 0
+    assert list(metrics(tmp_path / "out")) == ["MAP", "Laplace, probit, last layer, uncalibrated"]
+    assert "that was not trained on" in capsys.readouterr().out
 
 
 def test_a_posterior_that_does_not_say_how_its_network_is_built(trained, tmp_path, capsys):

@@ -164,7 +164,7 @@ def test_other_likelihoods(problem, tmp_path, capsys):
     predictives = metrics(tmp_path / "fit", *methods)
     assert list(predictives) == [
         "MAP", "MAP, temperature-scaled", "Laplace, probit", "Laplace, mc",
-        "Laplace, linearised, uncalibrated",
+        "Laplace, linearised",
     ]  # fmt: skip
     # The validation data has chosen among all of these.
     key = "validation/reg/NLL" if problem.likelihood == "regression" else "validation/cls/NLL"

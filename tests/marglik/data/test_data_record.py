@@ -1,12 +1,14 @@
 """Other data meets a network in the form of its training data, or is refused."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
+from kfac_backend.files import sha256_of_tensors
 from marglik.data import ImageSet, ImageSplits, TensorSplits
-from marglik.data.record import as_trained, data_record
+from marglik.data.record import as_trained, data_record, is_held_out, tensors_in
 from marglik.graphs import Graphs
 
 
@@ -34,6 +36,10 @@ def words(name="words", classes=("a", "b")):
     return TensorSplits(pair, None, pair, name, classes, ignore_index=-1)
 
 
+def of_training(splits):
+    return sha256_of_tensors(tensors_in(splits.train))
+
+
 def recorded(splits, source=None):
     """The record after its way through a file."""
     return json.loads(json.dumps(data_record(splits, source)))
@@ -41,23 +47,38 @@ def recorded(splits, source=None):
 
 def test_record_of_images():
     source = {"class_path": "marglik.data.Digits", "init_args": {"seed": 1}}
-    assert recorded(images(), source) == {
-        "name": "pets", "source": source, "classes": ["cat", "dog"], "image_shape": [1, 4, 4],
-        "mean": [9.0], "std": [3.0],
+    pets = images()
+    assert recorded(pets, source) == {
+        "name": "pets", "source": source, "train_sha256": of_training(pets),
+        "classes": ["cat", "dog"], "image_shape": [1, 4, 4], "mean": [9.0], "std": [3.0],
     }  # fmt: skip
 
 
 def test_record_of_tensors():
-    assert recorded(tensors()) == {"name": "waves", "source": None}
+    waves = tensors()
+    assert recorded(waves) == {"name": "waves", "source": None, "train_sha256": of_training(waves)}
+
+
+def test_what_was_not_trained_on():
+    pets = images()
+    record, none = recorded(pets), replace(pets, validation=None)
+    with_some = replace(pets, validation=pets.test)
+    assert is_held_out(with_some, record) and not is_held_out(none, record)
+    assert not is_held_out(with_some, None) and not is_held_out(with_some, {"name": "pets"})
+    other = replace(pets.train, labels=1 - pets.train.labels)
+    assert not is_held_out(replace(with_some, train=other), record)
 
 
 def test_record_of_graphs_and_of_sequences():
     of_graphs, of_words = recorded(graphs()), recorded(words())
     assert of_graphs == {
-        "name": "molecules", "source": None, "classes": ["inert", "active"],
-        "graphs": "graphs with 3 features per node and 1 per edge",
+        "name": "molecules", "source": None, "train_sha256": of_training(graphs()),
+        "classes": ["inert", "active"], "graphs": "graphs with 3 features per node and 1 per edge",
     }  # fmt: skip
-    assert of_words == {"name": "words", "source": None, "classes": ["a", "b"]}
+    assert of_words == {
+        "name": "words", "source": None, "train_sha256": of_training(words()),
+        "classes": ["a", "b"],
+    }  # fmt: skip
 
 
 def test_data_of_the_same_kind_stays_as_it_is():

@@ -1,0 +1,443 @@
+"""Trainings by one optimiser and another: a curve for each, the search of settings, time per step.
+
+Shared by the experiments that train with K-FAC. Curves count steps. Their seconds come from
+`time_steps`, which alternates the methods in one process, so that they meet the same load.
+"""
+
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from torch.optim import SGD, AdamW, NAdam, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from kfac_backend.optimizer import KfacPreconditioner, PreconditionerOptions
+from kfac_backend.options import Likelihood
+from marglik.data.batches import Splits, split_batches
+from marglik.data.tensors import SplitName
+from marglik.eval_mode import eval_mode
+from marglik.posterior.prior import parameter_kind
+from marglik.storage.provenance import environment
+
+__all__ = [
+    "Candidate",
+    "Config",
+    "Method",
+    "Part",
+    "Problem",
+    "Schedule",
+    "best_candidate",
+    "random_search",
+    "run",
+    "run_timing",
+    "runs_of",
+    "settled_at",
+    "time_steps",
+]
+
+BaseName = Literal["nesterov", "adamw", "nadamw", "soap"]
+Mode = Literal["expand", "reduce"]
+Part = Literal["search", "seeds"]
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Data, network and loss; the same data for all seeds, which are of start and order."""
+
+    title: str
+    load: Callable[[], Splits]
+    make_model: Callable[[Splits], nn.Module]
+    likelihood: Likelihood
+    batch_size: int
+    metric: str = "loss"
+    """What targets are of: "loss", "accuracy" or "average precision" of the validation data."""
+    scalar_lr_factor: float = 1.0
+    """Times the learning rate for parameters with a single entry."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """An optimiser; `Candidate` has what is searched for."""
+
+    title: str
+    base: BaseName
+    kfac_approx: Mode | None = None
+    """Of the preconditioner before it, if there is one."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of the preconditioner, but for its damping."""
+    momentum: float = 0.9
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+    clip: float | None = None
+    """Largest norm of the gradient, before preconditioning."""
+    pace: float = 1.0
+    """Times the schedule's warm-up and steps."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What is searched for."""
+
+    lr: float
+    damping: float | None = None
+    """With K-FAC."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Learning rate over steps: a linear warm-up, then a fall to ``end`` of the highest."""
+
+    steps: int
+    warmup: int
+    shape: Literal["cosine", "linear"] = "cosine"
+    """Linear is AlgoPerf's polynomial, of degree 1."""
+    end: float = 0.0
+    fall: float = 1.0
+    """The share of the steps after the warm-up in which it falls; constant from then on."""
+
+    def times(self, pace: float) -> "Schedule":
+        """With warm-up and steps times a factor."""
+        return replace(self, steps=round(pace * self.steps), warmup=round(pace * self.warmup))
+
+    def factor(self, step: int) -> float:
+        """What the highest learning rate is multiplied by at a step, from 0."""
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        share = min(1.0, (step - self.warmup) / (self.fall * (self.steps - self.warmup)))
+        left = (1 + math.cos(math.pi * share)) / 2 if self.shape == "cosine" else 1 - share
+        return self.end + (1 - self.end) * left
+
+
+@dataclass(frozen=True)
+class Config:
+    """Trainings of one method on one problem: all candidates with all seeds, in one file."""
+
+    problem: str
+    method: str
+    part: Part
+    candidates: tuple[Candidate, ...]
+    seeds: tuple[int, ...]
+    schedule: Schedule
+    measure_every: int
+    """Steps between measurements of the validation data."""
+
+    @property
+    def name(self) -> str:
+        """What its file is called."""
+        return f"{self.problem}_{self.method}_{self.part}".replace(" ", "_")
+
+
+def random_search(
+    lr: tuple[float, float], damping: tuple[float, float], trials: int
+) -> tuple[Candidate, ...]:
+    """Log-uniform in both; the same points for each method that has the same ranges."""
+    generator = torch.Generator().manual_seed(0)
+    points = torch.rand(trials, 2, generator=generator).tolist()
+
+    def between(share: float, ends: tuple[float, float]) -> float:
+        low, high = map(math.log, ends)
+        return math.exp(low + share * (high - low))
+
+    return tuple(Candidate(between(u, lr), between(v, damping)) for u, v in points)
+
+
+def run(problem: Problem, method: Method, config: Config) -> Row:
+    """All curves of a configuration, with their candidates and seeds."""
+    torch.set_num_threads(1)
+    started = time.perf_counter()
+    splits = problem.load()
+    schedule = config.schedule.times(method.pace)
+    curves = [
+        {"candidate": asdict(candidate), "seed": seed}
+        | _curve(problem, splits, method, candidate, seed, schedule, config.measure_every)
+        for candidate in config.candidates
+        for seed in config.seeds
+    ]
+    return {
+        "config": asdict(config),
+        "problem": problem.title,
+        "metric": problem.metric,
+        "method": asdict(method),
+        "curves": curves,
+        "seconds": time.perf_counter() - started,
+        **environment(torch.device("cpu")),
+    }
+
+
+def settled_at(curve: Row, metric: str, target: float) -> int | None:
+    """The first step from which on the validation metric stays at the target or better, if any.
+
+    Not the first at the target: an untrained network's metric may jump above it for a moment.
+    """
+    # A run that diverges before the first measurement has no values.
+    values = curve.get(metric, [])
+    sign = 1 if metric == "loss" else -1
+    first = len(values)
+    while first and sign * values[first - 1] <= sign * target:
+        first -= 1
+    settled = first < len(values) and curve["diverged"] is None
+    return curve["step"][first] if settled else None
+
+
+def best_candidate(found: Row, target: float | None = None) -> Candidate:
+    """The one whose run settles at the target first, or else whose last value is the best.
+
+    Args:
+        found: a search.
+        target: of the metric; None: the last value alone.
+
+    Raises:
+        ValueError: all of its runs diverged.
+    """
+    metric = found["metric"]
+    sign = 1 if metric == "loss" else -1
+    curves = [curve for curve in found["curves"] if curve["diverged"] is None]
+    if not curves:
+        raise ValueError(f"All runs of {found['config']['method']} diverged; search lower rates.")
+
+    def rank(curve: Row) -> tuple[float, float]:
+        step = None if target is None else settled_at(curve, metric, target)
+        return (math.inf if step is None else step, sign * curve[metric][-1])
+
+    return Candidate(**min(curves, key=rank)["candidate"])
+
+
+# One training
+
+
+class _Training:
+    """A network with its optimiser, and what one step of both is."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        splits: Splits,
+        method: Method,
+        candidate: Candidate,
+        seed: int,
+        schedule: Schedule,
+    ) -> None:
+        torch.manual_seed(seed)
+        self.model = problem.make_model(splits)
+        self.loss = _loss(problem.likelihood)
+        self.method = method
+        self.optimizer = _optimizer(
+            method, _groups(self.model, candidate.lr, problem.scalar_lr_factor), candidate.lr
+        )
+        self.scheduler = LambdaLR(self.optimizer, schedule.factor)
+        self.preconditioner = None
+        if method.kfac_approx is not None:
+            assert candidate.damping is not None
+            self.preconditioner = KfacPreconditioner(
+                self.model,
+                problem.likelihood,
+                PreconditionerOptions(damping=candidate.damping, **method.options),
+                kfac_approx=method.kfac_approx,
+                seed=seed,
+            )
+        loader = split_batches(splits, "train", problem.batch_size, shuffle=True, seed=seed)
+        self.batches = _full_batches(loader, problem.batch_size)
+
+    def step(self) -> Tensor:
+        """The loss of the batch before the step.
+
+        Raises:
+            FloatingPointError: factors or gradients that are not finite.
+        """
+        x, y = next(self.batches)
+        self.optimizer.zero_grad()
+        loss = self.loss(self.model(x), y)
+        loss.backward()
+        if self.method.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.method.clip)
+        if self.preconditioner is not None:
+            self.preconditioner.step(lr=self.optimizer.param_groups[0]["lr"])
+        self.optimizer.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # SOAP's first step has no update
+            self.scheduler.step()
+        return loss.detach()
+
+
+def _curve(
+    problem: Problem,
+    splits: Splits,
+    method: Method,
+    candidate: Candidate,
+    seed: int,
+    schedule: Schedule,
+    measure_every: int,
+) -> Row:
+    """Lists over measurements: step, train loss since the last, validation loss and metrics."""
+    started = time.process_time()
+    training = _Training(problem, splits, method, candidate, seed, schedule)
+    found: dict[str, list[float]] = {"step": [], "train loss": []}
+    losses: list[Tensor] = []
+    diverged: str | None = None
+    try:
+        for step in range(1, schedule.steps + 1):
+            losses.append(training.step())
+            if step % measure_every and step != schedule.steps:
+                continue
+            mean = torch.stack(losses).mean().item()
+            if not math.isfinite(mean):
+                raise FloatingPointError(f"The loss is {mean}.")
+            losses.clear()
+            measured = _measure(problem, splits, training.model, "validation")
+            if not math.isfinite(measured["loss"]):
+                raise FloatingPointError(f"The validation loss is {measured['loss']}.")
+            for key, value in {"step": step, "train loss": mean, **measured}.items():
+                found.setdefault(key, []).append(value)
+    except FloatingPointError as error:
+        diverged = f"step {step}: {error}"
+    test = None if diverged else _measure(problem, splits, training.model, "test")
+    # Seconds of a processor, measurements included: what the study takes, no comparison.
+    seconds = time.process_time() - started
+    return {**found, "test": test, "diverged": diverged, "processor_seconds": seconds}
+
+
+def _measure(
+    problem: Problem, splits: Splits, model: nn.Module, split: SplitName
+) -> dict[str, float]:
+    """Mean loss (nats), and accuracy or average precision."""
+    loss, pairs = _loss(problem.likelihood), []
+    with torch.no_grad(), eval_mode(model):
+        for x, y in split_batches(splits, split, 256):
+            pairs.append((model(x), y))
+    f, y = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    found = {"loss": loss(f, y).item()}
+    if problem.likelihood == "classification":
+        counted = y >= 0
+        found["accuracy"] = (f.argmax(-1) == y)[counted].float().mean().item()
+    elif torch.isfinite(f).all():
+        found["average precision"] = _average_precision(f, y)
+    return found
+
+
+def _average_precision(f: Tensor, y: Tensor) -> float:
+    """Mean over the targets that have both labels, as ogbg-molpcba's evaluator has it."""
+    from sklearn.metrics import average_precision_score
+
+    f, y = f.view(len(f), -1), y.view(len(y), -1)
+    each = []
+    for scores, labels in zip(f.unbind(1), y.unbind(1), strict=True):
+        known = labels >= 0
+        if 0 < labels[known].sum() < known.sum():
+            each.append(average_precision_score(labels[known].numpy(), scores[known].numpy()))
+    return float(statistics.mean(each))
+
+
+def _loss(likelihood: Likelihood) -> Callable[[Tensor, Tensor], Tensor]:
+    return _bernoulli_loss if likelihood == "bernoulli" else _categorical_loss
+
+
+def _categorical_loss(f: Tensor, y: Tensor) -> Tensor:
+    """Mean over the terms that count, for one label for each example or for each position."""
+    return cross_entropy(f.flatten(0, -2), y.flatten())
+
+
+def _bernoulli_loss(f: Tensor, y: Tensor) -> Tensor:
+    """Mean over the targets of all examples that are known; -1 is an unknown one."""
+    y = y.view(f.shape).to(f.dtype)
+    known = y >= 0
+    return binary_cross_entropy_with_logits(f[known], y[known])
+
+
+def _full_batches(loader: Any, size: int) -> Iterator[Any]:
+    """Batch after batch, without end, without a smaller one at the end of the data."""
+    while True:
+        for x, y in loader:
+            if len(y) == size:
+                yield x, y
+
+
+def _groups(model: nn.Module, lr: float, scalar_lr_factor: float) -> list[dict[str, Any]]:
+    scalars, others = [], []
+    for p in model.parameters():
+        is_scalar = scalar_lr_factor != 1 and parameter_kind(p) == "scalars"
+        (scalars if is_scalar else others).append(p)
+    rates = ((others, 1.0), (scalars, scalar_lr_factor))
+    return [{"params": params, "lr": lr * factor} for params, factor in rates if params]
+
+
+def _optimizer(method: Method, groups: list[dict[str, Any]], lr: float) -> Optimizer:
+    decay = method.weight_decay
+    if method.base == "nesterov":
+        return SGD(groups, lr, method.momentum, nesterov=True, weight_decay=decay)
+    if method.base == "adamw":
+        return AdamW(groups, lr, method.betas, weight_decay=decay)
+    if method.base == "nadamw":
+        return NAdam(groups, lr, method.betas, weight_decay=decay, decoupled_weight_decay=True)
+    from pytorch_optimizer import SOAP  # only this method needs it
+
+    return SOAP(groups, lr, method.betas, weight_decay=decay, precondition_frequency=10)
+
+
+# Time
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Methods whose steps are timed beside each other."""
+
+    problem: str
+    methods: tuple[str, ...]
+    block: int
+    """Steps in a row, a multiple of all intervals."""
+    blocks: int = 7
+
+    @property
+    def name(self) -> str:
+        """What its file is called."""
+        return f"{self.problem}_{self.methods[0]}_timing".replace(" ", "_")
+
+
+def run_timing(problem: Problem, methods: Mapping[str, Method], config: Timing) -> Row:
+    """Seconds of a step of each method: median and quartiles over blocks."""
+    torch.set_num_threads(1)
+    started = time.perf_counter()
+    found = time_steps(problem, {name: methods[name] for name in config.methods}, config)
+    return {
+        "config": asdict(config),
+        "step_seconds": found,
+        "seconds": time.perf_counter() - started,
+        **environment(torch.device("cpu")),
+    }
+
+
+def time_steps(
+    problem: Problem, methods: Mapping[str, Method], config: Timing
+) -> dict[str, dict[str, float]]:
+    """Processor seconds of a step, averaged over a block; the methods take turns by blocks."""
+    splits = problem.load()
+    # The settings do not matter for time; small ones cannot diverge.
+    candidate, schedule = Candidate(1e-6, 1.0), Schedule(10**6, 0)
+    make = partial(_Training, problem, splits, candidate=candidate, seed=0, schedule=schedule)
+    trainings = {name: make(method=method) for name, method in methods.items()}
+    each: dict[str, list[float]] = {name: [] for name in trainings}
+    for number in range(config.blocks + 1):
+        for name, training in trainings.items():
+            started = time.process_time()
+            for _ in range(config.block):
+                training.step()
+            if number:  # the first warms up
+                each[name].append((time.process_time() - started) / config.block)
+    return {
+        name: dict(zip(("low", "median", "high"), statistics.quantiles(s, n=4), strict=True))
+        for name, s in each.items()
+    }
+
+
+def runs_of(found: Sequence[Row], problem: str, part: str) -> dict[str, Row]:
+    """Method -> its runs, of the JSON files of a study."""
+    own = (r for r in found if r["config"].get("part") == part)
+    return {r["config"]["method"]: r for r in own if r["config"]["problem"] == problem}

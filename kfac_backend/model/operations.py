@@ -1,0 +1,680 @@
+"""Parameters that pass no hook, followed operation by operation.
+
+Models use parameters of their own: class tokens, scales, norms of their own making. And they hand
+a layer's weight to a function (``F.linear(x, self.qkv.weight)``) instead of calling the layer.
+Hooks see neither. A mode of torch does: it is shown each operation of the forward pass.
+
+An *expression* is a tensor that is made of followed parameters alone: w itself, 1 + w, rows of a
+table, several biases in one. Sooner or later it *meets* the examples, in one of two ways:
+
+- as the weight of a linear map (``F.linear``, a convolution, an embedding, ``@``). Then the
+  operation is what a layer with that weight would be, and gets that layer's rule. The expression
+  must be the parameter as it is stored, or its transpose.
+- otherwise by broadcasting. Then each example is given its own copy. What comes back to a copy is
+  the gradient of one example, and an expression's own graph takes it on to its parameters: exact.
+
+`follow` finds out which is which, with one example and with two: what grows has met the examples.
+A layer that runs once for all examples (a table of relative positions) and whose output cannot be
+copied for each right there is a beginning as well: its output is followed as a parameter is, and
+gets each example's gradient.
+
+An operation is known by what it is made of, and not by its number, so that a loop may be longer in
+another batch. Nothing here is taken on trust: `following` compares outputs and gradients.
+"""
+
+import math
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain, combinations
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from kfac_backend.layers import FunctionalLayer, Rule
+from kfac_backend.layers.convolution import Conv1dRule, Conv2dRule, Conv3dRule
+from kfac_backend.layers.embedding import EmbeddingRule
+from kfac_backend.layers.weight_sharing import LinearRule, TransposedLinearRule
+from kfac_backend.model.comparison import DtypesInUse, close
+from kfac_backend.model.memory import is_out_of_memory
+from kfac_backend.model.rule_assignment import Operations, TrackedLayer
+
+__all__ = ["Expression", "Follower", "LayerRun", "Shapes", "Trial"]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerRun:
+    """A layer's run on what all examples share: its output is a beginning, as a parameter is."""
+
+    tracked: TrackedLayer
+    number: int
+
+
+@dataclass(frozen=True, eq=False)
+class Expression:
+    """A tensor that is made of followed parameters, and of layers' outputs for all examples."""
+
+    value: Tensor
+    """What the model is handed: a constant. It is held here so that its id stays its own."""
+    twin: Tensor
+    """The same with a graph, down to the leaves."""
+    key: int
+    """How it was made: see `Operations.key`."""
+    leaves: "Leaves"
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters, those of layers included."""
+        names = [
+            [leaf] if isinstance(leaf, str) else leaf.tracked.parameters.values()
+            for leaf in self.leaves
+        ]
+        return list(dict.fromkeys(chain.from_iterable(names)))
+
+    def gradients(self, b: Tensor) -> dict["str | LayerRun", Tensor]:
+        """Gradients (K, P) in each leaf, of gradients (K, ...) in the expression."""
+        if len(self.leaves) == 1:
+            ((name, leaf),) = self.leaves.items()
+            if _is_stored(self.value, leaf, in_shape=False):
+                return {name: b.flatten(1)}
+        leaves = list(self.leaves.values())
+        gradients = torch.autograd.grad(
+            self.twin,
+            leaves,
+            b.to(self.twin.dtype).reshape(-1, *self.twin.shape),
+            retain_graph=True,
+            is_grads_batched=True,
+            materialize_grads=True,
+        )
+        return {name: g.flatten(1) for name, g in zip(self.leaves, gradients, strict=True)}
+
+
+Leaves = Mapping[str | LayerRun, Tensor]
+"""A parameter's name -> a leaf that stands for it; a layer's run -> zeros, added to its output."""
+
+
+class _Call(NamedTuple):
+    """An operation on expressions that is about to run."""
+
+    func: Callable[..., Any]
+    args: tuple
+    kwargs: dict[str, Any]
+    expressions: list[Expression]
+    key: int
+
+    def run(self, replaced: Callable[[Tensor], Tensor] = lambda value: value) -> Any:
+        """The result, with each tensor replaced."""
+        return self.func(*_mapped(self.args, replaced), **_mapped(self.kwargs, replaced))
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """All tensors that it is given."""
+        return _tensors((self.args, self.kwargs))
+
+    @property
+    def changes(self) -> Tensor | None:
+        """The tensor that it changes in place, if it does."""
+        name = getattr(self.func, "__name__", "")
+        in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+        first = self.args[0] if self.args else None
+        return first if (in_place or name == "__setitem__") and isinstance(first, Tensor) else None
+
+    def __str__(self) -> str:
+        return getattr(self.func, "__name__", str(self.func))
+
+
+class Follower(TorchFunctionMode):
+    """A context in which operations on followed parameters do what `Operations` says.
+
+    Args:
+        operations: what is known of them.
+        leaves: name -> a leaf that requires a gradient.
+        copies: called with an expression and a number M, returns a copy (M, ...) for each row.
+        layer: called with a layer, its input and its output; returns the output.
+        once: layers that run on what all examples share.
+    """
+
+    def __init__(
+        self,
+        operations: Operations,
+        leaves: Mapping[str, Tensor],
+        copies: Callable[[Expression, int], Tensor],
+        layer: Callable[[TrackedLayer, Tensor, Tensor], Tensor],
+        once: Container[nn.Module] = (),
+    ) -> None:
+        super().__init__()
+        self._operations = operations
+        self._copies, self._layer, self._once = copies, layer, once
+        self._known: dict[int, Expression] = {}
+        self._roots: dict[int, str] = {}
+        self.inside: list[TrackedLayer] = []
+        """The layers with a rule that run at the moment; what they do with their own parameters
+        is their rules' business."""
+        self.values = {name: leaf.detach() for name, leaf in leaves.items()}
+        """What the model is to be called with."""
+        for name, value in self.values.items():
+            self._know(value, leaves[name], operations.key(name), {name: leaves[name]})
+            self._roots[id(value)] = name
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        expressions = [e for value in _tensors((args, kwargs)) if (e := self._expression(value))]
+        if not expressions:
+            return func(*args, **kwargs)
+        rewritten = self._rewritten(func, args, kwargs)
+        if rewritten is not None:
+            with self:  # its parts are shown to this mode again
+                return rewritten(*args, **kwargs)
+        key = self._operations.key(func, *(e.key for e in expressions))
+        return self._run(_Call(func, args, kwargs, expressions, key))
+
+    def begin(self, run: LayerRun, output: Tensor) -> Tensor:
+        """The output of a layer that ran for all examples, as the beginning of expressions."""
+        known = self._known.get(id(output))  # if its input is an expression
+        zeros = torch.zeros_like(output).requires_grad_()
+        twin = (output.detach() if known is None else known.twin) + zeros
+        key = self._operations.key(run.tracked.name, run.number)
+        value = output.detach()
+        leaves: Leaves = {} if known is None else known.leaves
+        self._know(value, twin, key, {**leaves, run: zeros})
+        return value
+
+    def _run(self, call: _Call) -> Any:
+        way = self._operations.ways.get(call.key)
+        if way == "computed":
+            return self._computed(call)
+        if isinstance(way, int):
+            return self._met(call, way)
+        if isinstance(way, TrackedLayer):
+            return self._met_as_weight(call, way)
+        output = call.run()
+        if way is None and any(True for _ in _tensors(output)):
+            raise NotImplementedError(
+                f"{_names(call)} meets {call} in this batch as it did not in the first, so that "
+                'its block cannot be told. Freeze it (requires_grad_(False)), or pass unsupported="'
+                'diagonal".'
+            )
+        return output
+
+    def _computed(self, call: _Call) -> Any:
+        """An expression of expressions: computed as it is, and once more with a graph."""
+        output = call.run()
+        outputs = list(_tensors(output))
+        if any(value.requires_grad for value in outputs):
+            raise NotImplementedError(
+                f"{_names(call)} meets the examples in {call}, as it did not in the first batch. "
+                "Freeze it (requires_grad_(False))."
+            )
+        if outputs:
+            self._follow_on(call, outputs)
+        return output
+
+    def _follow_on(self, call: _Call, outputs: list[Tensor]) -> None:
+        """Know the operation's results as expressions."""
+        twins = _tensors(call.run(self._twin))
+        leaves = {key: leaf for e in call.expressions for key, leaf in e.leaves.items()}
+        for number, (value, twin) in enumerate(zip(outputs, twins, strict=True)):
+            if twin.requires_grad:  # else under no_grad, or a comparison: a constant
+                self._know(value, twin, self._operations.key(call.key, number), leaves)
+
+    def _met(self, call: _Call, axis: int) -> Any:
+        """The operation with a copy of each expression for each row of its output.
+
+        Args:
+            call: the operation.
+            axis: the output's axis of rows, from the end, where broadcasting begins.
+        """
+        M = max((t.shape[axis] for t in call.tensors if t.dim() >= -axis), default=1)
+        if M == 1:  # as if there were nothing but expressions: expand, for example
+            M = call.run().shape[axis]
+        copies: dict[int, Tensor] = {}
+        for e in call.expressions:
+            if id(e.value) not in copies:
+                copies[id(e.value)] = _aligned(self._copies(e, M), axis)
+        output = call.run(lambda value: copies.get(id(value), value))
+        if not isinstance(output, Tensor) or output.dim() < -axis or output.shape[axis] != M:
+            raise NotImplementedError(
+                f"{_names(call)} meets {call} in this batch, which takes no copy of it for each "
+                'example. Freeze it (requires_grad_(False)), or pass unsupported="diagonal".'
+            )
+        return output
+
+    def _met_as_weight(self, call: _Call, tracked: TrackedLayer) -> Any:
+        """The operation as a layer's run."""
+        use = _weight_use(call.func, call.args, call.kwargs)
+        layer = tracked.layer
+        assert use is not None and isinstance(layer, FunctionalLayer)
+        if use.settings != layer.settings:
+            raise NotImplementedError(
+                f"Layer {tracked} runs with {use.settings} and with {layer.settings}, which have "
+                "no common block. Freeze it (requires_grad_(False))."
+            )
+        return self._layer(tracked, use.a, call.run())
+
+    def _know(self, value: Tensor, twin: Tensor, key: int, leaves: Leaves) -> None:
+        self._known[id(value)] = Expression(value, twin, key, leaves)
+
+    def _twin(self, value: Tensor) -> Tensor:
+        expression = self._known.get(id(value))
+        return value if expression is None else expression.twin
+
+    def _expression(self, value: Any) -> Expression | None:
+        name = self._roots.get(id(value))
+        if name is not None and any(name in t.parameters.values() for t in self.inside):
+            return None
+        return self._known.get(id(value))
+
+    def _stored(self, value: Any) -> tuple[str, bool] | None:
+        """The parameter that a tensor is as it is stored, and whether it is its transpose."""
+        expression = self._expression(value)
+        if expression is None or len(expression.leaves) > 1:
+            return None
+        ((name, leaf),) = expression.leaves.items()
+        if isinstance(name, LayerRun):
+            return None
+        if _is_stored(value, leaf):
+            return name, False
+        return (name, True) if leaf.dim() == 2 and _is_stored(value, leaf.mT) else None
+
+    def _rewritten(
+        self, func: Callable, args: tuple, kwargs: dict[str, Any]
+    ) -> Callable[..., Any] | None:
+        """The function in parts, if an expression is its scale or its bias."""
+        if func is Tensor.repeat:
+            return _repeat if _repeated(*args) else None
+        if func not in REWRITTEN:
+            return None
+        rewritten, positions = REWRITTEN[func]
+        values = [kwargs.get(key, args[i] if i < len(args) else None) for key, i in positions]
+        if not any(self._expression(value) for value in values):
+            return None
+        if func in WEIGHTS:  # a layer's bias, if the weight is one's, too
+            _, weight, bias, *_ = _weight_use(func, args, kwargs) or (None, None, None)
+            if self._stored(weight) and self._stored(bias):
+                return None
+        return rewritten
+
+
+class Shapes(Follower):
+    """The first of two runs: the shapes of all that parameters reach, for one example.
+
+    What has met the examples cannot be told from an expression yet, and is followed on. So an
+    operation is noted under the keys of all sets of its expressions: one is that of the true ones.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.seen: dict[int, list[list[torch.Size]]] = {}
+
+    def _run(self, call: _Call) -> Any:
+        output = call.run()
+        outputs = list(_tensors(output))
+        if not outputs:
+            return output
+        shapes = [value.shape for value in outputs]
+        keys = [e.key for e in call.expressions]
+        sizes = range(1, len(keys) + 1) if len(keys) <= 4 else (1, len(keys))
+        for some in dict.fromkeys(chain.from_iterable(combinations(keys, k) for k in sizes)):
+            self.seen.setdefault(self._operations.key(call.func, *some), []).append(shapes)
+        if call.changes is None or self._expression(call.changes):
+            self._follow_on(call, outputs)
+        return output
+
+
+class Trial(Follower):
+    """The second, for two examples: what each operation is, which is tried out at once.
+
+    Args:
+        args: as of `Follower`.
+        seen: what `Shapes` saw.
+        places: name -> the module that has the parameter, and its name there.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        seen: Mapping[int, list[list[torch.Size]]],
+        places: Mapping[str, tuple[nn.Module, str]],
+    ) -> None:
+        super().__init__(*args)
+        self._seen, self._places = seen, places
+        self._times: dict[int, int] = {}
+        self.refused: dict[str, str] = {}
+        """Name -> why it cannot be followed."""
+        self.folded: set[TrackedLayer] = set()
+        """Layers that got several rows of each example."""
+
+    def _run(self, call: _Call) -> Any:
+        changed = call.changes
+        before = None if changed is None else changed.detach().clone()
+        expected = call.run(lambda value: value.clone() if value is changed else value)
+        outputs = list(_tensors(expected))
+        if not outputs and before is None:
+            return expected
+        time = self._times.get(call.key, 0)
+        self._times[call.key] = time + 1
+        try:
+            way = self._way(call, outputs, time)
+            known = self._operations.ways.setdefault(call.key, way)
+            if known != way:
+                raise _Refused(f"meets {call} in different ways")
+            with DtypesInUse() as used:
+                output = super()._run(call)
+            if way != "computed" and not close(expected.detach(), output.detach(), used.tolerance):
+                raise _Refused(f"meets {call}, which takes no copy of it for each example")
+            return output
+        except Exception as error:  # an operation fails in any way on a tensor of another shape
+            if is_out_of_memory(error):
+                raise
+            why = f"meets {call}, which takes no copy of it for each example"
+            why = str(error) if isinstance(error, _Refused) else why
+            self._operations.ways[call.key] = "refused"
+            self.refused |= {name: why for e in call.expressions for name in e.names}
+            return call.run() if changed is None else expected
+
+    def _way(self, call: _Call, outputs: list[Tensor], time: int) -> Any:
+        """What the operation is: "computed", an axis, or a layer."""
+        use = _weight_use(call.func, call.args, call.kwargs)
+        if self.inside and use is not None and self._expression(use.weight):
+            raise _Refused(f"is computed with before it is the weight of layer {self.inside[-1]}")
+        if self.inside and self.inside[-1].layer not in self._once:
+            raise _Refused(f"goes through layer {self.inside[-1]} once for all examples")
+        one = self._seen.get(call.key, [])
+        if time >= len(one) or len(one[time]) != len(outputs):
+            raise _Refused(f"meets {call} with two examples, and not with one")
+        shapes = [value.shape for value in outputs]
+        if shapes == one[time] and not any(value.requires_grad for value in outputs):
+            if call.changes is not None and not self._expression(call.changes):
+                raise _Refused(f"is written into a tensor by {call}")
+            return "computed"
+        axis = _grown_axis(one[time], shapes)
+        if axis is None:
+            raise _Refused(f"meets {call}, whose output has no axis of examples")
+        if use is not None and not self._expression(use.a):
+            return self._layer_of(call, use, shapes[0], axis)
+        if call.func in PRODUCTS:
+            raise _Refused(f"meets {call} as a matrix")
+        for e in call.expressions:
+            if e.value.dim() >= -axis and e.value.shape[axis] != 1:
+                raise _Refused(f"meets {call} with entries of its own for each example")
+        return axis
+
+    def _layer_of(
+        self, call: _Call, use: "_WeightUse", shape: torch.Size, axis: int
+    ) -> TrackedLayer:
+        if len(shape) + axis != 0:
+            raise _Refused(f"is the weight of {call}, whose examples do not come first")
+        known = self._operations.ways.get(call.key)
+        tracked = known if isinstance(known, TrackedLayer) else self._new_layer(call, use)
+        if shape[0] > 2:
+            self.folded.add(tracked)
+        return tracked
+
+    def _new_layer(self, call: _Call, use: "_WeightUse") -> TrackedLayer:
+        stored = self._stored(use.weight)
+        if stored is None:
+            raise _Refused(f"is computed with before it is the weight of {call}")
+        name, turned = stored
+        names = {"weight": name}
+        if use.bias is not None and (bias := self._stored(use.bias)):
+            names["bias"] = bias[0]
+        rule: type[Rule] | None = use.rule
+        if turned:
+            rule = {LinearRule: TransposedLinearRule, TransposedLinearRule: LinearRule}.get(rule)
+        matrix = use.weight.dim() == 2 or "kernel_size" in use.settings
+        if rule is None or not matrix or use.a.dim() < 2 - rule.takes_integers:
+            raise _Refused(f"is the weight of {call} in a way without a rule")
+        places = {local: self._places[full] for local, full in names.items()}
+        layer = FunctionalLayer(places, str(call), use.settings)
+        rule.check(layer)
+        prefix, _, local = name.rpartition(".")
+        prefix = prefix if local == "weight" else name
+        return TrackedLayer(prefix, layer, rule, names, FunctionalLayer)
+
+
+class _Refused(NotImplementedError):
+    """An operation that cannot be followed; its message goes on "'name' ..."."""
+
+
+class _WeightUse(NamedTuple):
+    """A linear operation: input, weight, bias."""
+
+    a: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    rule: type[Rule]
+    settings: dict[str, Any]
+    """What its rule asks of a layer."""
+
+
+def _weight_use(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> _WeightUse | None:
+    """The operation as a linear map of its input; None if it is none."""
+    if func not in WEIGHTS:
+        return None
+    rule, names = WEIGHTS[func]
+    given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+    a, weight, bias = given.pop("input", None), given.pop("weight", None), given.pop("bias", None)
+    if not (isinstance(a, Tensor) and isinstance(weight, Tensor)):
+        return None
+    settings: dict[str, Any] = {}
+    if rule is EmbeddingRule:
+        padding = given.get("padding_idx")
+        settings = {
+            "num_embeddings": len(weight),
+            "padding_idx": padding if padding is None or padding >= 0 else padding + len(weight),
+            "max_norm": given.get("max_norm"),
+            "scale_grad_by_freq": given.get("scale_grad_by_freq", False),
+        }
+    elif rule not in (LinearRule, TransposedLinearRule):
+        n = weight.dim() - 2
+        padding = given.get("padding", 0)
+        groups = given.get("groups", 1)
+        settings = {
+            "in_channels": weight.shape[1] * groups,
+            "out_channels": len(weight),
+            "kernel_size": tuple(weight.shape[2:]),
+            "stride": _each_axis(given.get("stride", 1), n),
+            "padding": padding if isinstance(padding, str) else _each_axis(padding, n),
+            "dilation": _each_axis(given.get("dilation", 1), n),
+            "groups": groups,
+            "padding_mode": "zeros",
+        }
+    return _WeightUse(a, weight, bias, rule, settings)
+
+
+def _grown_axis(one: list[torch.Size], two: list[torch.Size]) -> int | None:
+    """The axis, from the end, along which the output for two examples is twice that for one."""
+    if len(one) != 1 or len(two) != 1 or len(one[0]) != len(two[0]):
+        return None
+    differing = [(i, a, b) for i, (a, b) in enumerate(zip(one[0], two[0], strict=True)) if a != b]
+    if len(differing) != 1:
+        return None
+    ((i, a, b),) = differing
+    return i - len(one[0]) if b == 2 * a else None
+
+
+def _each_axis(value: Any, n: int) -> tuple[int, ...]:
+    values = (value,) if isinstance(value, int) else tuple(value)
+    return values * n if len(values) == 1 else values
+
+
+def _aligned(rows: Tensor, axis: int) -> Tensor:
+    """Copies (M, *shape) with their rows at an axis from the end, where the shape has one entry."""
+    missing = -axis - (rows.dim() - 1)
+    if missing > 0:
+        return rows.reshape(len(rows), *[1] * (missing - 1), *rows.shape[1:])
+    return rows.squeeze(axis).movedim(0, axis)
+
+
+def _is_stored(value: Tensor, parameter: Tensor, in_shape: bool = True) -> bool:
+    """Whether a tensor is the parameter, the same entries of memory in the same order."""
+    if value.data_ptr() != parameter.data_ptr() or value.dtype != parameter.dtype:
+        return False
+    if in_shape:
+        return value.shape == parameter.shape and value.stride() == parameter.stride()
+    contiguous = value.is_contiguous() and parameter.is_contiguous()
+    return contiguous and value.numel() == parameter.numel()
+
+
+def _names(call: _Call) -> str:
+    return ", ".join(dict.fromkeys(f"'{name}'" for e in call.expressions for name in e.names))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in arguments or results."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _tensors(entry)
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
+
+
+def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Arguments with each tensor replaced."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: _mapped(entry, function) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(entry, function) for entry in value)
+    return value
+
+
+def _repeated(value: Tensor, *repeats: Any) -> int | None:
+    """How often a tensor is repeated along its first axis, or a new one; None if along others."""
+    times = tuple(repeats[0]) if len(repeats) == 1 and not isinstance(repeats[0], int) else repeats
+    behind = times[1:] if len(times) == value.dim() else times[-value.dim() :]
+    first = times[: len(times) - len(behind)]
+    return math.prod(first) if set(behind) <= {1} and len(first) == 1 else None
+
+
+def _repeat(value: Tensor, *repeats: Any) -> Tensor:
+    """A repeated tensor, one copy behind the other."""
+    times = _repeated(value, *repeats)
+    assert times is not None
+    sizes = repeats[0] if len(repeats) == 1 and not isinstance(repeats[0], int) else repeats
+    copies = value.expand(times, *value.shape)
+    return copies if len(sizes) > value.dim() else copies.flatten(0, 1)
+
+
+def _scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None, behind: int = 0) -> Tensor:
+    """Weight and bias of features with so many axes behind them, one after the other."""
+    for operation, value in ((torch.mul, weight), (torch.add, bias)):
+        if value is not None:
+            y = operation(y, value.reshape(-1, *[1] * behind) if behind else value)
+    return y
+
+
+def _layer_norm(
+    input: Tensor,
+    normalized_shape: Iterable[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    return _scaled(F.layer_norm(input, list(normalized_shape), eps=eps), weight, bias)
+
+
+def _rms_norm(
+    input: Tensor,
+    normalized_shape: Iterable[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    return _scaled(F.rms_norm(input, list(normalized_shape), eps=eps), weight, None)
+
+
+def _group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    return _scaled(F.group_norm(input, num_groups, eps=eps), weight, bias, input.dim() - 2)
+
+
+def _batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    y = F.batch_norm(input, running_mean, running_var, None, None, training, momentum, eps)
+    return _scaled(y, weight, bias, input.dim() - 2)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return _scaled(F.linear(input, weight), None, bias)
+
+
+def _addmm(bias: Tensor, input: Tensor, mat2: Tensor, **scales: Any) -> Tensor:
+    if scales:
+        raise _Refused("meets addmm with scales")
+    return _scaled(input @ mat2, None, bias)
+
+
+def _convolution(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(input: Tensor, weight: Tensor, bias: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return _scaled(function(input, weight, None, *args, **kwargs), None, bias, weight.dim() - 2)
+
+    return run
+
+
+_CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_MATRICES = ("input", "weight")
+PRODUCTS: set[Callable] = {
+    torch.matmul,
+    torch.mm,
+    torch.bmm,
+    torch.einsum,
+    torch.baddbmm,
+    torch.addmm,
+    F.linear,
+    F.bilinear,
+    Tensor.matmul,
+    Tensor.__matmul__,
+    Tensor.__rmatmul__,
+    Tensor.mm,
+    Tensor.bmm,
+}
+"""Operations that sum over entries of an expression, which is not to be copied for them."""
+WEIGHTS: dict[Callable, tuple[type[Rule], tuple[str, ...]]] = {
+    F.linear: (LinearRule, ("input", "weight", "bias")),
+    F.conv1d: (Conv1dRule, _CONVOLUTION),
+    F.conv2d: (Conv2dRule, _CONVOLUTION),
+    F.conv3d: (Conv3dRule, _CONVOLUTION),
+    F.embedding: (
+        EmbeddingRule,
+        ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq"),
+    ),
+    torch.matmul: (TransposedLinearRule, _MATRICES),
+    torch.mm: (TransposedLinearRule, _MATRICES),
+    Tensor.matmul: (TransposedLinearRule, _MATRICES),
+    Tensor.__matmul__: (TransposedLinearRule, _MATRICES),
+    Tensor.mm: (TransposedLinearRule, _MATRICES),
+}
+"""Linear operations: the rule of a layer that does the same, and what the arguments are."""
+_BIAS = [("bias", 2)]
+REWRITTEN: dict[Callable, tuple[Callable, list[tuple[str, int]]]] = {
+    F.layer_norm: (_layer_norm, [("weight", 2), ("bias", 3)]),
+    F.rms_norm: (_rms_norm, [("weight", 2)]),
+    F.group_norm: (_group_norm, [("weight", 2), ("bias", 3)]),
+    F.batch_norm: (_batch_norm, [("weight", 3), ("bias", 4)]),
+    F.linear: (_linear, _BIAS),
+    F.conv1d: (_convolution(F.conv1d), _BIAS),
+    F.conv2d: (_convolution(F.conv2d), _BIAS),
+    F.conv3d: (_convolution(F.conv3d), _BIAS),
+    torch.addmm: (_addmm, [("input", 0), ("mat2", 2)]),
+}
+"""Functions in parts whose expressions stand in operations of their own, and where those are."""

@@ -1,0 +1,107 @@
+"""A callback for Lightning's Trainer.
+
+```python
+prior = MarginalLikelihood("classification", network="net")
+trainer = L.Trainer(max_epochs=20, callbacks=[prior])
+trainer.fit(module, loader)
+prior.posterior  # fitted, with the learned weight decays
+```
+"""
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+from torch.optim import Optimizer
+
+from kfac_backend.options import CurvatureOptions, Likelihood
+from marglik.callbacks.prior_learner import PriorLearner
+from marglik.posterior.posterior import Posterior
+
+__all__ = ["MarginalLikelihood"]
+
+
+class MarginalLikelihood(Callback):
+    """Learns a weight decay per parameter tensor while Lightning's Trainer trains.
+
+    Every few epochs it climbs the evidence on the training dataloader, logs it, and the weight
+    decays, to the trainer's loggers, and goes on with the new ones; its state is saved in the
+    trainer's checkpoints. The module's optimiser must have no weight decay of its own.
+
+    Args:
+        likelihood: of the module's loss: "classification", "regression" or "bernoulli".
+        curvature: all options of the curvature pass.
+        network: the module's attribute that holds the network, "net" for ``self.net``; None if the
+            module itself returns logits. The dataloader's batches must be (x, y), or mappings.
+        options: those of `PriorLearner`.
+
+    Raises:
+        ValueError: an option that is not supported; when training starts, several optimisers, one
+            with a weight decay, several training dataloaders.
+    """
+
+    def __init__(
+        self,
+        likelihood: Likelihood,
+        curvature: CurvatureOptions = CurvatureOptions(),  # noqa: B008
+        *,
+        network: str | None = None,
+        **options: Any,
+    ) -> None:
+        self.learner = PriorLearner(likelihood, curvature, **options)
+        """Hyperparameters and evidences."""
+        self._network = network
+
+    @property
+    def posterior(self) -> Posterior | None:
+        """Fitted after the last epoch, with what was learned; None before the first update."""
+        return self.learner.posterior
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count the data, and make the hyperparameters."""
+        if len(trainer.optimizers) != 1:
+            raise ValueError(
+                f"The module has {len(trainer.optimizers)} optimisers; MarginalLikelihood knows "
+                "which gradients belong together only where there is one."
+            )
+        loader: Any = trainer.train_dataloader
+        if isinstance(loader, dict | list | tuple):
+            raise ValueError(
+                f"There are {len(loader)} training dataloaders; MarginalLikelihood needs one."
+            )
+        if trainer.max_epochs is None or trainer.max_epochs < 1:
+            raise ValueError(
+                f"max_epochs={trainer.max_epochs}: MarginalLikelihood needs the number of epochs, "
+                "as the last one ends with an update. Pass Trainer(max_epochs=...)."
+            )
+        network = pl_module if self._network is None else getattr(pl_module, self._network, None)
+        if not isinstance(network, nn.Module):
+            raise ValueError(
+                f"network={self._network!r} is no module of {type(pl_module).__name__}; there are "
+                f"{', '.join(name for name, _ in pl_module.named_children())}."
+            )
+        self.learner.start(network, trainer.optimizers[0], loader, trainer.max_epochs)
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Add the prior's gradient, before any clipping."""
+        self.learner.add_to_gradients()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Update the prior, if an update is due, and log."""
+        found = self.learner.end_of_epoch(trainer.current_epoch + 1)
+        if found:
+            for logger in trainer.loggers:
+                logger.log_metrics(
+                    {f"prior/{name}": value for name, value in found.items()}, trainer.global_step
+                )
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the trainer's checkpoints."""
+        return self.learner.state_dict() if hasattr(self.learner, "hyperparameters") else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """From one of them."""
+        if state_dict:
+            self.learner.load_state_dict(state_dict)

@@ -1,0 +1,238 @@
+"""What a training loop of somebody else's calls, so that the prior is learned in it.
+
+The steps are those of `OnlineTraining`: the prior's gradient is added before each step of the
+optimiser, and every few epochs the evidence of a Laplace approximation is climbed. On the same
+batches the weight decays are the same to the bit.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfac_backend.factors import check_one_process
+from kfac_backend.loss.hessian import counted_terms
+from kfac_backend.model.rule_assignment import check_module
+from kfac_backend.model.targets import Targets, split_batch
+from kfac_backend.optimizer.training_pass import MeanOver
+from kfac_backend.options import CurvatureOptions, Likelihood, check_option, check_positive
+from marglik.posterior.hyperparameters import Hyperparameters, UpdateMethod
+from marglik.posterior.posterior import Posterior
+from marglik.posterior.prior import (
+    PriorGroups,
+    PriorStructure,
+    precision_to_weight_decay,
+    weight_decay_to_precision,
+)
+from marglik.training.loaders import Loader, count_examples
+from marglik.training.penalty import add_penalty, check_no_weight_decay, stable_decays
+from marglik.training.schedule import Schedule
+from marglik.training.update import update_prior
+
+__all__ = ["PriorLearner"]
+
+
+class PriorLearner:
+    """Learns weight decays, one per parameter tensor, in a training loop of somebody else's.
+
+    Args:
+        likelihood: of the loss: "classification", "regression" or "bernoulli".
+        curvature: all options of the curvature pass.
+        weight_decay: the initial value for all groups.
+        structure: the groups of parameters that share one: see `PriorGroups.from_model`.
+        every: epochs between updates; the last epoch ends with one.
+        burn_in: no update before the end of this epoch.
+        steps: hyperparameter steps in each update.
+        method: "adam" or "mackay".
+        lr: Adam's step size, for the logarithm of the precision.
+        temperature: T; the likelihood is raised to the power 1/T.
+        learn_sigma_noise: whether σ of regression is learned.
+        mean_over: "examples" where the loss is a mean over examples, as for a classifier; "terms"
+            where it is one over all loss terms, as for a language model.
+        loss_scale: how many times −log p(y|f), with unit noise, the loss is; 2/C for
+            ``F.mse_loss`` of C outputs, whose −log p is ½‖y − f‖².
+
+    Raises:
+        ValueError: an option that is not supported.
+    """
+
+    def __init__(
+        self,
+        likelihood: Likelihood,
+        curvature: CurvatureOptions = CurvatureOptions(),  # noqa: B008
+        *,
+        weight_decay: float = 5e-4,
+        structure: PriorStructure | Mapping[str, str] = "layerwise",
+        every: int = 5,
+        burn_in: int = 0,
+        steps: int = 100,
+        method: UpdateMethod = "adam",
+        lr: float = 0.1,
+        temperature: float = 1.0,
+        learn_sigma_noise: bool = False,
+        mean_over: MeanOver = "examples",
+        loss_scale: float = 1.0,
+    ) -> None:
+        curvature.check(likelihood)
+        check_option("mean_over", mean_over, MeanOver)
+        for name, value in (
+            ("weight_decay", weight_decay),
+            ("temperature", temperature),
+            ("loss_scale", loss_scale),
+        ):
+            check_positive(name, value)
+        if learn_sigma_noise and likelihood != "regression":
+            raise ValueError(
+                f"learn_sigma_noise=True is for likelihood 'regression', not {likelihood!r}."
+            )
+        self.likelihood: Likelihood = likelihood
+        self.curvature = curvature
+        self.temperature = temperature
+        self.mean_over: MeanOver = mean_over
+        self.loss_scale = loss_scale
+        self.posterior: Posterior | None = None
+        """Fitted by the latest update, with the hyperparameters that it learned."""
+        self.evidences: list[float] = []
+        """The evidence (nats) after each update."""
+        self._schedule = Schedule(every=every, burn_in=burn_in, steps=steps, keep="last")
+        self._initial = weight_decay
+        self._structure: PriorStructure | Mapping[str, str] = structure
+        self._of_hyperparameters: dict[str, Any] = {
+            "method": method,
+            "lr": lr,
+            "learn_sigma_noise": learn_sigma_noise,
+        }
+        self._state: Mapping[str, Any] | None = None
+        self._terms_per_example = 1.0
+
+    def start(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Loader, epochs: int
+    ) -> None:
+        """Before the first step.
+
+        Args:
+            model: the network, whose outputs are what the likelihood takes.
+            optimizer: its optimiser, without weight decay.
+            loader: batches (x, y), or mappings, of training and of the curvature pass.
+            epochs: how many there will be.
+
+        Raises:
+            ValueError: an optimiser with weight decay, no data, a state of another model.
+            NotImplementedError: this is one of several processes.
+        """
+        check_one_process()
+        check_module(model)
+        check_no_weight_decay(optimizer)
+        self._model, self._optimizer, self._loader = model, optimizer, loader
+        self._schedule = Schedule(
+            epochs, self._schedule.every, self._schedule.burn_in, self._schedule.steps, keep="last"
+        )
+        self._num_data = count_examples(loader)
+        if not self._num_data:
+            raise ValueError("The data is empty: the loader yields no batch.")
+        self.hyperparameters = Hyperparameters(
+            PriorGroups.from_model(model, self._structure),
+            weight_decay_to_precision(self._initial, self._num_data, self.temperature),
+            **self._of_hyperparameters,
+        )
+        if self.mean_over == "terms" and self._state is None:
+            self._terms_per_example = self._count_terms()
+        if self._state is not None:
+            self._terms_per_example = self._state["terms_per_example"]
+            self.evidences = list(self._state["evidences"])
+            self.hyperparameters.load_state_dict(self._state["hyperparameters"])
+            self._state = None
+
+    def _count_terms(self) -> float:
+        """How many loss terms count, per example; one look at all targets."""
+        targets = Targets(self.likelihood, self.curvature)
+        terms = examples = 0
+        for batch in self._loader:
+            x, y = split_batch(batch, self.curvature.dict_key_y)
+            y = targets(self._model, x, y)
+            counted = counted_terms(y, self.likelihood)
+            terms += y.shape[:-1].numel() if counted is None else int(counted.sum())
+            examples += len(y)
+        return max(terms, 1) / examples
+
+    def add_to_gradients(self) -> Tensor:
+        """Add the prior's gradient, after the backward pass; returns ½ Σ wd ‖θ‖², a scalar."""
+        hyper = self.hyperparameters
+        groups, decays = hyper.groups, self.weight_decays()
+        by_parameter = (
+            groups.for_parameters(decays)
+            if groups.diagonal
+            else groups.for_laplace(decays).tolist()
+        )
+        # The user's loss is so many times the objective's: see `marglik.training.network`.
+        scale = hyper.sigma_noise.square().item() * self.loss_scale
+        if self.mean_over == "terms":
+            scale /= self._terms_per_example
+        stable, _ = stable_decays(self._model, self._optimizer, by_parameter, scale)
+        parameters = [p for p in self._model.parameters() if p.requires_grad]
+        return add_penalty(parameters, stable, torch.tensor(scale, device=parameters[0].device))
+
+    def end_of_epoch(self, epoch: int) -> dict[str, float]:
+        """After an epoch (from 1): an update of the prior, if one is due; returns what to log.
+
+        Raises:
+            ValueError: examples with several loss terms, where a mean over examples was announced.
+            FloatingPointError: the evidence is not finite.
+        """
+        if not self._schedule.is_due(epoch):
+            return {}
+        hyper = self.hyperparameters
+        laplace = Posterior(
+            self._model,
+            self.likelihood,
+            self.curvature,
+            prior_precision=hyper.groups.for_laplace(hyper.prior_precision),
+            sigma_noise=hyper.sigma_noise,
+            temperature=self.temperature,
+        )
+        evidences, record = update_prior(
+            hyper,
+            laplace,
+            self._loader,
+            self._num_data,
+            self._schedule.steps,
+            temperature=self.temperature,
+        )
+        factors = laplace.factors
+        assert factors is not None
+        terms = factors.num_loss_terms / factors.num_data
+        if self.mean_over == "examples" and terms != 1:
+            raise ValueError(
+                f"The examples have {terms:.4g} loss terms each, over which a loss is usually a "
+                "mean, too; then the prior must be as much smaller. Pass mean_over='terms', or "
+                "loss_scale where the loss is really a mean over examples of their sums."
+            )
+        self._terms_per_example = terms
+        laplace.prior_precision = hyper.groups.for_laplace(hyper.prior_precision)
+        if self.likelihood == "regression":
+            laplace.sigma_noise = hyper.sigma_noise
+        self.posterior = laplace
+        self.evidences.append(evidences[-1])
+        found = {"log_marginal_likelihood_per_example": record["evidence_per_example"]}
+        found |= {f"weight_decay/{name}": wd for name, wd in record["weight_decay"].items()}
+        if "sigma_noise" in record:
+            found["sigma_noise"] = record["sigma_noise"]
+        return found
+
+    def weight_decays(self) -> Tensor:
+        """T·δ/N of each group at present, (groups,)."""
+        delta = self.hyperparameters.prior_precision
+        return precision_to_weight_decay(delta, self._num_data, self.temperature)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is needed to go on: tensors, numbers and strings."""
+        return {
+            "hyperparameters": self.hyperparameters.state_dict(),
+            "terms_per_example": self._terms_per_example,
+            "evidences": list(self.evidences),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on, from the next `start`, where `state_dict` was taken."""
+        self._state = dict(state)

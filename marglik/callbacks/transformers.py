@@ -1,0 +1,127 @@
+"""A callback for Hugging Face's Trainer.
+
+```python
+trainer = Trainer(model, arguments, train_dataset=data)
+prior = MarginalLikelihood.attached(trainer, "classification")
+trainer.train()
+prior.posterior  # fitted, with the learned weight decays
+```
+"""
+
+from pathlib import Path
+from typing import Any, Self
+
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from kfac_backend.options import CurvatureOptions, Likelihood
+from marglik.callbacks.prior_learner import PriorLearner
+from marglik.posterior.posterior import Posterior
+from marglik.storage.checkpoint import Checkpoints
+
+__all__ = ["MarginalLikelihood"]
+
+FOLDER = "marglik_prior"
+"""Of the prior's state, in each checkpoint of the trainer."""
+
+
+class MarginalLikelihood(TrainerCallback):
+    """Learns a weight decay per parameter tensor while Hugging Face's Trainer trains.
+
+    Every few epochs it climbs the evidence on the training data, logs it, and the weight decays,
+    through ``trainer.log``, and goes on with the new ones; each checkpoint of the trainer gets a
+    folder with its state. ``TrainingArguments(weight_decay=0)``, the default, is needed.
+
+    Args:
+        trainer: which logs.
+        likelihood: of the model's loss: "classification" also for language models, "regression" or
+            "bernoulli".
+        curvature: all options of the curvature pass; for language models fisher="mc" and
+            ``ignore_index=-100``.
+        options: those of `PriorLearner`; mean_over="terms" for language models.
+
+    Raises:
+        ValueError: an option that is not supported; when training starts, an optimiser with a
+            weight decay.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        likelihood: Likelihood,
+        curvature: CurvatureOptions = CurvatureOptions(),  # noqa: B008
+        **options: Any,
+    ) -> None:
+        self.learner = PriorLearner(likelihood, curvature, **options)
+        """Hyperparameters and evidences."""
+        self._trainer = trainer
+
+    @classmethod
+    def attached(
+        cls,
+        trainer: Trainer,
+        likelihood: Likelihood,
+        curvature: CurvatureOptions = CurvatureOptions(),  # noqa: B008
+        **options: Any,
+    ) -> Self:
+        """The callback, added to the trainer."""
+        callback = cls(trainer, likelihood, curvature, **options)
+        trainer.add_callback(callback)
+        return callback
+
+    @property
+    def posterior(self) -> Posterior | None:
+        """Fitted after the last epoch, with what was learned; None before the first update."""
+        return self.learner.posterior
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Count the data, and make the hyperparameters; or read them, where the run goes on."""
+        model: nn.Module = kwargs["model"]
+        if state.global_step:
+            self.learner.load_state_dict(self._checkpoints(args, state).load())
+        optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
+        self.learner.start(
+            model, optimizer, kwargs["train_dataloader"], round(state.num_train_epochs)
+        )
+
+    def on_pre_optimizer_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Add the prior's gradient, after the trainer's clipping."""
+        self.learner.add_to_gradients()
+
+    def on_epoch_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Update the prior, if an update is due, and log."""
+        found = self.learner.end_of_epoch(round(state.epoch or 0))
+        if found:
+            self._trainer.log({f"prior/{name}": value for name, value in found.items()})
+
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Write the prior's state beside the trainer's."""
+        self._checkpoints(args, state).save(self.learner.state_dict())
+
+    def _checkpoints(self, args: TrainingArguments, state: TrainerState) -> Checkpoints:
+        folder = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}" / FOLDER
+        return Checkpoints(folder, minutes=0)

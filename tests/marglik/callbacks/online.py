@@ -1,0 +1,48 @@
+"""The same training by `OnlineTraining`, whose decays the callbacks must reach to the bit."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from kfac_backend import CurvatureOptions
+from marglik import Hyperparameters, OnlineTraining, Posterior, PriorGroups, Schedule
+from marglik.posterior.prior import weight_decay_to_precision
+
+N, EPOCHS, EVERY, STEPS, LR, WEIGHT_DECAY = 30, 5, 2, 7, 0.1, 1e-2
+OPTIONS = {"weight_decay": WEIGHT_DECAY, "every": EVERY, "steps": STEPS}
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def dataset():
+    x = torch.randn(N, 4, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(x, x[:, :3].argmax(1))
+
+
+def loader():
+    """Without a shuffle: trainers draw their seeds in other places."""
+    return DataLoader(dataset(), 8)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), LR, momentum=0.9)
+
+
+def online_training(model, optimizer, epochs=EPOCHS, scheduler=None):
+    """The decays T·δ/N that it learns, by tensor, and the evidence at the end."""
+    hyperparameters = Hyperparameters(
+        PriorGroups.from_model(model), weight_decay_to_precision(WEIGHT_DECAY, N, 1.0)
+    )
+    training = OnlineTraining(
+        model, optimizer, loader(), "classification", hyperparameters,
+        lambda delta, sigma: Posterior(
+            model, "classification", CurvatureOptions(), prior_precision=delta
+        ),
+        Schedule(epochs, every=EVERY, steps=STEPS, keep="last"),
+        scheduler=scheduler,
+    )  # fmt: skip
+    result = training.run()
+    return training.weight_decays(), result.evidence

@@ -1,0 +1,200 @@
+"""The callback in Lightning's own Trainer: OnlineTraining's decays, logs, checkpoints, errors."""
+
+import logging
+import warnings
+
+import lightning.pytorch as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset
+
+from kfac_backend import CurvatureOptions
+from marglik.callbacks.lightning import MarginalLikelihood
+from tests.marglik.callbacks.online import (
+    EPOCHS,
+    LR,
+    OPTIONS,
+    dataset,
+    loader,
+    network,
+    online_training,
+    sgd,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="lightning")
+        yield
+
+
+class Classifier(L.LightningModule):
+    def __init__(self, weight_decay=0.0, optimizers=1):
+        super().__init__()
+        self.net = network()
+        self.weight_decay, self.number = weight_decay, optimizers
+        self.automatic_optimization = optimizers == 1
+
+    def training_step(self, batch, index):
+        x, y = batch
+        return F.cross_entropy(self.net(x), y)
+
+    def configure_optimizers(self):
+        made = [
+            torch.optim.SGD(self.net.parameters(), LR, momentum=0.9, weight_decay=self.weight_decay)
+            for _ in range(self.number)
+        ]
+        return made if self.number > 1 else made[0]
+
+
+def trainer(callback, epochs=EPOCHS, **options):
+    return L.Trainer(
+        max_epochs=epochs, accelerator="cpu", devices=1, callbacks=[callback],
+        **{"logger": False, "enable_checkpointing": False, **options},
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+
+
+def test_decays_are_those_of_online_training_to_the_bit():
+    prior, module = MarginalLikelihood("classification", network="net", **OPTIONS), Classifier()
+    trainer(prior).fit(module, loader())
+    model = network()
+    decays, evidence = online_training(model, sgd(model))
+    assert torch.equal(prior.learner.weight_decays(), decays)
+    for p, q in zip(module.net.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert prior.learner.evidences[-1] == evidence and len(prior.learner.evidences) == 3
+    # Negative controls: they were learned, and the network has felt it.
+    assert len(set(decays.tolist())) == 4
+    plain = Classifier()
+    L.Trainer(
+        max_epochs=EPOCHS, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    ).fit(plain, loader())  # fmt: skip
+    assert not torch.equal(plain.net[0].weight, model[0].weight)
+
+
+def test_ends_with_a_fitted_posterior_at_what_was_learned():
+    prior, module = MarginalLikelihood("classification", network="net", **OPTIONS), Classifier()
+    assert prior.posterior is None
+    trainer(prior).fit(module, loader())
+    posterior = prior.posterior
+    assert posterior.n_data == len(dataset())
+    learned = prior.learner.hyperparameters.prior_precision
+    assert_close(posterior.prior_precision.double(), learned, rtol=1e-6, atol=0)
+    assert_close(
+        float(posterior.log_marginal_likelihood()), prior.learner.evidences[-1], rtol=1e-6, atol=0
+    )
+    weights = torch.cat([p.detach().flatten() for p in module.net.parameters()])
+    assert_close(posterior.mean.flatten(), weights)
+
+
+def test_logs_to_the_users_loggers(tmp_path):
+    prior = MarginalLikelihood("classification", network="net", **OPTIONS)
+    logger = CSVLogger(tmp_path)
+    trainer(prior, logger=logger).fit(Classifier(), loader())
+    logger.save()
+    header, *rows = (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()
+    for name in ("prior/log_marginal_likelihood_per_example", "prior/weight_decay/0.weight"):
+        assert name in header.split(",")
+    assert len(rows) == 3
+
+
+def test_resumes_from_lightnings_checkpoints(tmp_path):
+    whole, module = MarginalLikelihood("classification", network="net", **OPTIONS), Classifier()
+    trainer(whole).fit(module, loader())
+    first = MarginalLikelihood("classification", network="net", **OPTIONS)
+    half = trainer(first, epochs=4, enable_checkpointing=True, default_root_dir=tmp_path)
+    half.fit(Classifier(), loader())
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    second, resumed = MarginalLikelihood("classification", network="net", **OPTIONS), Classifier()
+    trainer(second).fit(resumed, loader(), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
+    assert torch.equal(second.learner.weight_decays(), whole.learner.weight_decays())
+    assert second.learner.evidences == whole.learner.evidences
+    for p, q in zip(module.net.parameters(), resumed.net.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_what_it_cannot_work_with_is_named():
+    def fit(module, loaders=None, **options):
+        prior = MarginalLikelihood("classification", **{"network": "net", **options})
+        trainer(prior).fit(module, loaders or loader())
+
+    with pytest.raises(ValueError, match="weight decay of its own"):
+        fit(Classifier(weight_decay=0.1))
+    with pytest.raises(ValueError, match="has 2 optimisers"):
+        fit(Classifier(optimizers=2))
+    with pytest.raises(ValueError, match=r"network='nett' is no module .*there are net"):
+        fit(Classifier(), network="nett")
+    with pytest.raises(ValueError, match="There are 2 training dataloaders"):
+        fit(Classifier(), loaders=[loader(), loader()])
+    with pytest.raises(ValueError, match="mean_over='batch' is not supported"):
+        MarginalLikelihood("classification", mean_over="batch")
+    with pytest.raises(ValueError, match="learn_sigma_noise=True is for likelihood 'regression'"):
+        MarginalLikelihood("classification", learn_sigma_noise=True)
+
+
+class Tagger(L.LightningModule):
+    """A loss term for each position; torch's mean goes over all of them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(4, 3)
+        self.gradients = []
+
+    def training_step(self, batch, index):
+        x, y = batch
+        return F.cross_entropy(self.net(x).flatten(0, 1), y.flatten())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 1e-3)
+
+    def on_before_optimizer_step(self, optimizer):
+        self.gradients.append(self.net.weight.grad.clone())
+
+
+def test_a_mean_over_terms_takes_a_smaller_share_of_the_prior():
+    """The penalty is wd/R per example with R terms, as the loss is 1/R of the objective's."""
+    x = torch.randn(8, 5, 4, generator=torch.Generator().manual_seed(0))
+    y = x[..., :3].argmax(-1)
+    data = DataLoader(TensorDataset(x, y), 8)
+    prior = MarginalLikelihood(
+        "classification", network="net", mean_over="terms", every=1, steps=3, weight_decay=2.0
+    )
+    module = Tagger()
+    before = module.net.weight.detach().clone()
+    F.cross_entropy(module.net(x).flatten(0, 1), y.flatten()).backward()
+    plain = module.net.weight.grad.clone()
+    module.zero_grad()
+    trainer(prior, epochs=1).fit(module, data)
+    # The number of terms is known from the first batch on.
+    step = (before - module.net.weight.detach()) / 1e-3
+    assert_close(step, plain + 2.0 / 5 * before, rtol=1e-3, atol=1e-4)
+    wrong = MarginalLikelihood("classification", network="net", every=1)
+    with pytest.raises(ValueError, match="5 loss terms each.*mean_over='terms'"):
+        trainer(wrong, epochs=1).fit(Tagger(), data)
+
+
+def test_regression_learns_its_noise():
+    class Regressor(Classifier):
+        def training_step(self, batch, index):
+            x, y = batch
+            return F.mse_loss(self.net(x), y)
+
+    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+    y = x[:, :3] + 0.3 * torch.randn(60, 3, generator=torch.Generator().manual_seed(1))
+    prior = MarginalLikelihood(
+        "regression", CurvatureOptions(kfac_approx="reduce"), network="net",
+        learn_sigma_noise=True, loss_scale=2 / 3, every=10,
+    )  # fmt: skip
+    trainer(prior, epochs=60).fit(Regressor(), DataLoader(TensorDataset(x, y), 60))
+    assert 0.2 < prior.posterior.sigma_noise < 0.6

@@ -1,0 +1,138 @@
+"""The callback in Hugging Face's own Trainer: OnlineTraining's decays, logs, checkpoints."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from kfac_backend import CurvatureOptions
+from tests.marglik.callbacks.online import (
+    EPOCHS,
+    LR,
+    OPTIONS,
+    dataset,
+    network,
+    online_training,
+    sgd,
+)
+
+transformers = pytest.importorskip("transformers")
+
+from marglik.callbacks.transformers import MarginalLikelihood  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Classifier(nn.Module):
+    """As Hugging Face's models: a loss if there are labels, and logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x, labels=None):
+        logits = self.net(x)
+        output = {"logits": logits}
+        if labels is not None:
+            output = {"loss": F.cross_entropy(logits, labels), **output}
+        return transformers.modeling_outputs.SequenceClassifierOutput(**output)
+
+
+class InOrder(transformers.Trainer):
+    """Without a shuffle, as in the loader of `OnlineTraining`."""
+
+    def _get_train_sampler(self, *args, **kwargs):
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+def trainer(tmp_path, model, epochs=EPOCHS, **options):
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), num_train_epochs=epochs, per_device_train_batch_size=8,
+        max_grad_norm=0.0, use_cpu=True, report_to=[], disable_tqdm=True, logging_strategy="no",
+        **{"save_strategy": "no", **options},
+    )  # fmt: skip
+    examples = [{"x": x, "labels": y} for x, y in dataset()]
+    optimizer = sgd(model)
+    constant = LambdaLR(optimizer, lambda step: 1.0)
+    return InOrder(model, arguments, train_dataset=examples, optimizers=(optimizer, constant))
+
+
+def test_decays_are_those_of_online_training_to_the_bit(tmp_path):
+    model = Classifier()
+    run = trainer(tmp_path, model)
+    prior = MarginalLikelihood.attached(run, "classification", **OPTIONS)
+    run.train()
+    other = network()
+    decays, evidence = online_training(other, sgd(other))
+    assert torch.equal(prior.learner.weight_decays(), decays)
+    for p, q in zip(model.net.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert prior.learner.evidences[-1] == evidence
+    assert prior.posterior.n_data == len(dataset())
+    logged = [
+        entry for entry in run.state.log_history if "prior/weight_decay/net.0.weight" in entry
+    ]
+    assert len(logged) == 3
+    assert logged[-1]["prior/log_marginal_likelihood_per_example"] == pytest.approx(
+        evidence / len(dataset())
+    )
+
+
+def test_resumes_from_the_trainers_checkpoints(tmp_path):
+    whole = Classifier()
+    run = trainer(tmp_path / "whole", whole)
+    prior = MarginalLikelihood.attached(run, "classification", **OPTIONS)
+    run.train()
+    run = trainer(tmp_path / "parts", Classifier(), save_strategy="epoch")
+    stopped = MarginalLikelihood.attached(run, "classification", **OPTIONS)
+
+    class Stop(transformers.TrainerCallback):
+        def on_epoch_end(self, args, state, control, **kwargs):
+            control.should_training_stop = round(state.epoch) == 3
+
+    run.add_callback(Stop())
+    run.train()
+    assert len(stopped.learner.evidences) == 1
+    resumed = Classifier()
+    run = trainer(tmp_path / "parts", resumed, save_strategy="epoch")
+    second = MarginalLikelihood.attached(run, "classification", **OPTIONS)
+    run.train(resume_from_checkpoint=True)
+    assert torch.equal(second.learner.weight_decays(), prior.learner.weight_decays())
+    for p, q in zip(whole.net.parameters(), resumed.net.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_weight_decay_of_the_trainer_is_named(tmp_path):
+    model = Classifier()
+    run = trainer(tmp_path, model)
+    for group in run.optimizer.param_groups:
+        group["weight_decay"] = 0.1
+    MarginalLikelihood.attached(run, "classification", **OPTIONS)
+    with pytest.raises(ValueError, match="weight decay of its own"):
+        run.train()
+    assert LR > 0
+
+
+def test_a_small_language_model(tmp_path):
+    """GPT-2 with Hugging Face's own loss: shifted labels, a mean over the terms that count."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2, tie_word_embeddings=False,
+        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config)
+    tokens = torch.randint(11, (12, 6), generator=torch.Generator().manual_seed(0))
+    examples = [{"input_ids": row, "labels": row} for row in tokens]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), num_train_epochs=2, per_device_train_batch_size=4,
+        use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", learning_rate=1e-2,
+    )  # fmt: skip
+    run = transformers.Trainer(model, arguments, train_dataset=examples)
+    prior = MarginalLikelihood.attached(
+        run, "classification", CurvatureOptions(fisher="mc", ignore_index=-100),
+        mean_over="terms", every=1, steps=3,
+    )  # fmt: skip
+    run.train()
+    assert prior.posterior.factors.num_loss_terms == 12 * 5
+    assert len(prior.learner.evidences) == 2

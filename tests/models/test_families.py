@@ -1,0 +1,62 @@
+"""Popular models of other libraries: each block against brute force, in both modes."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.models.families import DEFAULT, FAMILIES, REFUSED
+from tests.models.matrix import MODES, check, outcome, table
+
+ROOT = Path(__file__).parents[2]
+
+PACKAGES = {"torch-geometric": "torch_geometric", "U-Net": "torch"}
+
+
+def needs(name):
+    """Skip where the family's package is missing."""
+    package = name.split()[0]
+    package = PACKAGES.get(package, package)
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: make models")
+
+
+@pytest.mark.parametrize("name", DEFAULT)
+def test_exact_without_a_declaration(name):
+    needs(name)
+    case = FAMILIES[name]()
+    for mode in MODES:
+        assert check(case, mode) == "exact"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_exact_or_refused_by_name(name):
+    needs(name)
+    found = outcome(name)
+    for mode in MODES:
+        if name in REFUSED:
+            assert found[mode].startswith("refused: "), found[mode]
+            assert REFUSED[name] in found[mode]
+            assert found[f"{mode}, diagonal"].startswith("diagonal: ")
+        else:
+            assert found[mode] == "exact"
+
+
+def test_few_are_refused():
+    assert len(REFUSED) < 0.05 * len(FAMILIES)
+    assert REFUSED.keys() < FAMILIES.keys() and set(DEFAULT) < FAMILIES.keys()
+
+
+def test_the_table_is_that_of_the_results():
+    folder = ROOT / "experiments/results/models"
+    families = json.loads((folder / "models.json").read_text())["families"]
+    before = json.loads((folder / "before.json").read_text())
+    assert [row["family"] for row in families] == list(FAMILIES)
+    assert {row["family"] for row in families if row["expand"] != "exact"} == set(REFUSED)
+    readme = (ROOT / "kfac_backend/README.md").read_text()
+    assert table(families, before) in readme
+    accepted = len(FAMILIES) - len(REFUSED)
+    of_all = f"of {len(FAMILIES)} families, {accepted} are taken as they are"
+    assert of_all in " ".join((ROOT / "README.md").read_text().split())
