@@ -225,7 +225,8 @@ class TrainingPass(CurvaturePass):
                 "latest. The curvature needs one backward pass after each forward pass: put the "
                 "examples into one batch, add the losses up, or run the others with paused()."
             )
-        if not torch.isfinite(f).all():  # no label can be drawn; on a GPU that would end the process
+        # No label can be drawn from it, and on a GPU the attempt would end the process.
+        if not torch.isfinite(f).all():
             raise FloatingPointError(
                 "The model's output is not finite: the training diverges. Lower the learning rate, "
                 "raise the damping, warm the learning rate up, or set norm_control (kl_clip, "
