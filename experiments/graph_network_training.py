@@ -57,12 +57,12 @@ def ogbg_molpcba() -> TensorSplits:
         ]
         senders, receivers = torch.cat(ends, 1)
         y = torch.stack([torch.as_tensor(label).float() for label in labels])
-        features = [
+        v, e = (
             torch.cat([torch.as_tensor(graph[kind]).float() for graph in graphs])
             for kind in ("node_feat", "edge_feat")
-        ]
+        )
         counts = torch.tensor([edges.shape[1] for edges in ends])
-        return Graphs(*features, senders, receivers, nodes, counts), y.nan_to_num(-1.0)
+        return Graphs(v, e, senders, receivers, nodes, counts), y.nan_to_num(-1.0)
 
     train, validation, test = (pair(which[split]) for split in ("train", "valid", "test"))
     return TensorSplits(train, validation, test, "ogbg-molpcba")

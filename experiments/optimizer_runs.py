@@ -108,7 +108,7 @@ class Schedule:
         """With warm-up and steps times a factor."""
         return replace(self, steps=round(pace * self.steps), warmup=round(pace * self.warmup))
 
-    def factor(self, step: int) -> float:
+    def factor(self, step: float) -> float:
         """What the highest learning rate is multiplied by at a step, from 0."""
         if step < self.warmup:
             return (step + 1) / self.warmup
@@ -283,6 +283,7 @@ def _curve(
     found: dict[str, list[float]] = {"step": [], "train loss": []}
     losses: list[Tensor] = []
     diverged: str | None = None
+    step = 0
     try:
         for step in range(1, schedule.steps + 1):
             losses.append(training.step())

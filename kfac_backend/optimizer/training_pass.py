@@ -96,8 +96,7 @@ class TrainingPass(CurvaturePass):
         super().__init__(model, likelihood, options, generator=generator)
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(_ModelHook(self._begin), with_kwargs=True),
-            # Also after an error in the forward pass, lest hooks remain.
-            model.register_forward_hook(_ModelHook(self._end), always_call=True),
+            self._end_hook(),
         ]
 
     def detach(self) -> None:
@@ -189,7 +188,14 @@ class TrainingPass(CurvaturePass):
                 (name,) = tracked.parameters.values()
                 stack.enter_context(_lent(tracked.layer, copies[name]))
             forward.context = stack.pop_all()
+        # Last of all: where the model is a layer itself, its own hook comes before.
+        self._handles.pop().remove()
+        self._handles.append(self._end_hook())
         self._now = forward
+
+    def _end_hook(self) -> RemovableHandle:
+        """Also called after an error in the forward pass, lest hooks remain."""
+        return self._model.register_forward_hook(_ModelHook(self._end), always_call=True)
 
     def _end(self, args: tuple, output: Any) -> None:
         """After it: wait for the training's backward pass at the model's output."""
@@ -227,7 +233,8 @@ class TrainingPass(CurvaturePass):
                 "latest. The curvature needs one backward pass after each forward pass: put the "
                 "examples into one batch, add the losses up, or run the others with paused()."
             )
-        if not torch.isfinite(f).all():  # no label can be drawn; a GPU would end the process
+        # No label can be drawn from it, and on a GPU the attempt would end the process.
+        if not torch.isfinite(f).all():
             raise FloatingPointError(
                 "The model's output is not finite: the training diverges. Lower the learning rate, "
                 "raise the damping, warm the learning rate up, or set norm_control (kl_clip, "

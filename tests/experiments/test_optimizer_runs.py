@@ -28,7 +28,9 @@ from experiments.optimizer_runs import (
     settled_at,
 )
 from experiments.steps_to_target import Study, target_of
+from kfac_backend.options import Likelihood
 from marglik.data.tensors import TensorSplits
+from marglik.graphs import Graphs
 from marglik.models import MLP, GraphNetwork
 
 SCHEDULE = Schedule(8, 2)
@@ -41,7 +43,7 @@ def kept_threads():
     torch.set_num_threads(threads)
 
 
-def problem(likelihood="classification", metric="loss"):
+def problem(likelihood: Likelihood = "classification", metric="loss"):
     generator = torch.Generator().manual_seed(0)
 
     def pair(n):
@@ -293,6 +295,7 @@ def test_ogbg_molpcba(monkeypatch):
     monkeypatch.setitem(sys.modules, "ogb.graphproppred", module)
     splits = graph_study.ogbg_molpcba()
     graphs, y = splits.train
+    assert isinstance(graphs, Graphs)
     assert graphs.nodes[:, 0].tolist() == [1, 1, 1, 0, 0, 2]
     assert (graphs.senders.tolist(), graphs.receivers.tolist()) == ([0, 3, 4], [2, 4, 3])
     assert graphs.edge_counts.tolist() == [1, 2, 0]

@@ -405,3 +405,17 @@ def test_paused_forward_passes_are_no_part_of_the_training():
     F.cross_entropy(plain(x), y).backward()
     other.step()
     assert torch.equal(model[8].weight.grad, plain[8].weight.grad)
+
+
+def test_an_output_that_is_not_finite_is_a_named_error():
+    """No label can be drawn from it."""
+    model = nn.Sequential(nn.Linear(3, 2))
+    kept = KfacPreconditioner(
+        model, "classification", PreconditionerOptions(factor_every=1), kfac_approx="reduce"
+    )
+    model(torch.randn(4, 3)).sum().backward()  # the first batch is proved on
+    kept.step(lr=0.1)
+    with torch.no_grad():
+        model[0].weight.fill_(float("inf"))
+    with pytest.raises(FloatingPointError, match="output is not finite: the training diverges"):
+        model(torch.randn(4, 3)).sum().backward()

@@ -485,3 +485,15 @@ def test_registered_parameters(registry_as_it_was):
             return self.fc(torch.tanh(x * self.gain))
 
     assert_blocks_of_a_pass(randomize(Gain()), normal(5, 3), torch.tensor([0, 1, 1, 0, 0]))
+
+
+def test_a_single_layer_is_a_model():
+    model, y = randomize(nn.Linear(3, 2)), torch.tensor([0, 1, 1, 0])
+    x = normal(4, 3)
+    curvature = training_pass(model)
+    for _ in range(2):
+        loss_of(model(x), y).backward()
+        blocks = curvature.mean_blocks()
+    factors = kronecker_factors(model, [(x, y)], "classification")
+    for name, block in blocks.items():
+        assert_close(block.to_dense(), factors.to_dense(name) / 4)
