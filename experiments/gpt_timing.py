@@ -116,7 +116,9 @@ def factors(model: nn.Module, x: Tensor, y: Tensor, mode: Mode) -> Work:
 
 def kfac_step(model: nn.Module, x: Tensor, y: Tensor, mode: Mode) -> Work:
     """A step with new factors and a new preconditioner, in front of AdamW."""
-    options = PreconditionerOptions(factor_every=1, update_every=1, norm_control="none")
+    options = PreconditionerOptions(
+        factor_every=1, update_every=1, ema_decay=0.0, norm_control="none"
+    )
     preconditioner = KfacPreconditioner(
         model, "classification", options, kfac_approx=mode, fisher="mc"
     )

@@ -89,7 +89,7 @@ PROBLEMS = {
 }  # fmt: skip
 
 MOMENTUM, WEIGHT_DECAY = 0.9449369031171744, 1.2859640541025928e-7
-EVERY = {"factor_every": 10, "update_every": 10, "norm_control": "none"}
+EVERY = {"factor_every": 10, "update_every": 10, "ema_decay": 0.0, "norm_control": "none"}
 _method = partial(Method, base="nesterov", momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
 METHODS = {
     "nesterov": _method("Nesterov"),

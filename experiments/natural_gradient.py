@@ -36,10 +36,13 @@ OPTIMIZERS: Mapping[str, tuple[OptimizerConfig, tuple[float, ...]]] = {
     "SGD": (OptimizerConfig(), (0.03, 0.1, 0.3)),
     "AdamW": (OptimizerConfig(name="adamw"), (1e-3, 3e-3, 1e-2)),
     "K-FAC": (
-        OptimizerConfig(name="kfac", kfac=KfacConfig(prior_is_damping=False)),
+        OptimizerConfig(name="kfac", kfac=KfacConfig(ema_decay=0.0, prior_is_damping=False)),
         (0.03, 0.1, 0.3),
     ),
-    "K-FAC, prior as damping": (OptimizerConfig(name="kfac"), (0.03, 0.1, 0.3)),
+    "K-FAC, prior as damping": (
+        OptimizerConfig(name="kfac", kfac=KfacConfig(ema_decay=0.0)),
+        (0.03, 0.1, 0.3),
+    ),
 }
 """Each with the learning rates that are tried."""
 

@@ -63,7 +63,8 @@ PROBLEMS = {
         scalar_lr_factor=0.1,
     ),
 }  # fmt: skip
-CLIPPED, PLAIN = {"norm_control": "kl_clip"}, {"norm_control": "none"}
+CLIPPED = {"norm_control": "kl_clip", "ema_decay": 0.0}
+PLAIN = {"norm_control": "none", "ema_decay": 0.0}
 AVERAGED = {**CLIPPED, "ema_decay": 0.9}
 METHODS = {
     "nesterov": Method("SGD, Nesterov", "nesterov"),

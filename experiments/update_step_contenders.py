@@ -52,6 +52,7 @@ def marglik(
         damping=DAMPING,
         factor_every=factor_every,
         update_every=update_every,
+        ema_decay=0.0,
         norm_control="none",
     )
 

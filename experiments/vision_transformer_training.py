@@ -48,7 +48,7 @@ PROBLEMS = {
         "CIFAR-10 (JPEG), ViT", _cifar10, _network, "classification", 64, "accuracy"
     ),
 }
-EVERY = {"factor_every": 50, "update_every": 50, "norm_control": "none"}
+EVERY = {"factor_every": 50, "update_every": 50, "ema_decay": 0.0, "norm_control": "none"}
 EACH = {"factor_every": 1, "update_every": 10, "ema_decay": 0.9982, "norm_control": "none"}
 _method = partial(
     Method,

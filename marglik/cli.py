@@ -12,7 +12,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 
 from marglik.commands.messages import check_values, explained
 from marglik.commands.option_parsing import HelpFormatter, whole_names
-from marglik.commands.summary import progress_lines
+from marglik.commands.progress import progress_lines
 
 __all__ = ["main"]
 

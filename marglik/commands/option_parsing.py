@@ -9,7 +9,6 @@ from typing import Any, TypeVar, get_type_hints
 
 from docstring_parser import parse as parse_docstring
 from jsonargparse import ActionConfigFile, ActionYesNo, ArgumentParser, DefaultHelpFormatter
-from torch import nn
 
 from marglik.storage.provenance import Provenance
 
@@ -64,7 +63,8 @@ class HelpFormatter(DefaultHelpFormatter):
     """
 
     def _get_help_string(self, action: Any) -> str:
-        if getattr(action, "_typehint", None) is nn.Module:
+        # By its text, since torch itself takes seconds to import.
+        if "torch.nn.modules.module.Module" in str(getattr(action, "_typehint", "")):
             action.extra_help = str  # the empty text
         return super()._get_help_string(action)
 

@@ -1,42 +1,14 @@
-"""What a command prints: a line for each step while it runs, the tables at its end."""
+"""What a command prints at its end: its tables."""
 
-import logging
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from marglik.prediction.evaluation_record import IN_SAMPLE, has_in_sample_metrics
 from marglik.prediction.links import Calibration
 
-__all__ = ["print_evaluation", "print_fit", "print_summary", "progress_lines"]
+__all__ = ["print_evaluation", "print_fit", "print_summary"]
 
 LAYERS_SHOWN = 20
-
-
-@contextmanager
-def progress_lines(prefix: str = "") -> Iterator[None]:
-    """Show what the package logs (epochs, updates, evaluations) on stderr, a line at a time.
-
-    For where progress bars are hidden, as they are in files and pipes.
-
-    Args:
-        prefix: of each line, such as the run's name where several share stderr.
-    """
-    logger = logging.getLogger("marglik")
-    handler = logging.StreamHandler(sys.stderr)  # flushes after each line
-    handler.setFormatter(logging.Formatter(prefix.replace("%", "%%") + "%(message)s"))
-    level, propagate = logger.level, logger.propagate
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-        logger.propagate = propagate
 
 
 def print_summary(results: dict[str, Any], report: Path) -> None:

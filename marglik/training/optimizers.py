@@ -42,7 +42,7 @@ class KfacConfig:
     fisher: Fisher = "mc"
     factor_every: int = 10
     update_every: int = 10
-    ema_decay: float = 0.0
+    ema_decay: float = 0.9
     norm_control: NormControl = "kl_clip"
     norm_limit: float = 1e-3
 

@@ -316,7 +316,7 @@ def test_ogbg_molpcba(monkeypatch):
 
 def test_the_studies_are_the_papers():
     expand = graph_study.METHODS["expand"]
-    every = {"factor_every": 10, "update_every": 10, "norm_control": "none"}
+    every = {"factor_every": 10, "update_every": 10, "ema_decay": 0.0, "norm_control": "none"}
     assert (expand.pace, dict(expand.options)) == (0.75, every)
     assert graph_study.STUDY.schedules["molpcba"].times(0.75).steps == 45_000
     every, each = vision_study.STUDIES
