@@ -7,9 +7,9 @@ blocks, of K-FAC and EKFAC with both modes, of its diagonal, of the last layer, 
 directions alone that the data determine; δ is the default, found post hoc, or learned online; s
 and τ are found on held-out data one at a time, both, or not at all. Rows are paired by network.
 
-Finding, so far (25 of 63 runs, two seeds, see the table): the loss is there with the dense GGN, and
-K-FAC makes it smaller; most of the outputs' variance lies in directions of which the data say less
-than the prior. s takes the loss away, mostly by making s nearly 0.
+Finding (see the table): the loss is there with the dense GGN, and K-FAC does not make it larger;
+most of the outputs' variance lies in directions of which the data say less than the prior. s takes
+the loss away, mostly by making s nearly 0.
 
 ``make predictive-study`` runs what is missing; ``--quick`` one seed. Each run is a JSON file in
 ``results/predictive_study/`` (of the working directory).
