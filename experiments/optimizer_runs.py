@@ -378,7 +378,8 @@ def _optimizer(method: Method, groups: list[dict[str, Any]], lr: float) -> Optim
         return AdamW(groups, lr, method.betas, weight_decay=decay)
     if method.base == "nadamw":
         return NAdam(groups, lr, method.betas, weight_decay=decay, decoupled_weight_decay=True)
-    from pytorch_optimizer import SOAP  # only this method needs it
+    # Only this method needs it.
+    from pytorch_optimizer import SOAP  # pyright: ignore[reportMissingImports]
 
     return SOAP(groups, lr, method.betas, weight_decay=decay, precondition_frequency=10)
 

@@ -187,12 +187,12 @@ class KfacPreconditioner:
             self._average(self._pass.mean_blocks())
         if self._every(options.update_every, "update_every"):
             self._inverses = self._new_inverses()
-            if not options.ema_decay:
-                self._blocks = {}
         with torch.no_grad():
             self._precondition(lr)
         self._step += 1
         self._pass.is_due = self._every(options.factor_every, "factor_every")
+        if self._pass.is_due and not options.ema_decay:
+            self._blocks = {}  # not to hold them beside the new ones
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -237,11 +237,10 @@ class KfacPreconditioner:
             )
         inverses: Mapping[str, Mapping[str, Tensor]] = state["inverses"]
         for kind in ("blocks", "inverses"):
-            if state[kind] and list(state[kind]) != self.names:
-                other = set(state[kind]).symmetric_difference(self.names) or {"another order"}
-                raise ValueError(
-                    f"The state is of another model, or of other excluded parameters: {min(other)}."
-                )
+            # Not the other way round: the first batch may show that some have no block.
+            others = set(state[kind]) - set(self.names)
+            if others:
+                raise _another_model(others)
         kinds = {kind for tensors in inverses.values() for kind in tensors}
         by_eigenvectors = "spectrum" in kinds
         if inverses and by_eigenvectors != (self.options.damping_on == "product"):
@@ -253,7 +252,8 @@ class KfacPreconditioner:
         inverse_type = EigenInverse if by_eigenvectors else inverse_type
         device = self._generator.device
         self._step, self._weight = int(state["step"]), float(state["weight"])
-        self.damping = state["damping"]
+        damping = state["damping"]
+        self._damping = dict(damping) if isinstance(damping, Mapping) else float(damping)
         self._generator.set_state(state["generator"].cpu())
         self._blocks = {
             name: KroneckerBlock(name, tensors["B"], tensors.get("A"))
@@ -294,6 +294,8 @@ class KfacPreconditioner:
         if not rho or not self._blocks:
             self._blocks = new
             return
+        if set(new) != set(self._blocks):
+            raise _another_model(set(new) ^ set(self._blocks))
         share = (1 - rho) / self._weight
         for name, block in self._blocks.items():
             for F, of_batch in ((block.B, new[name].B), (block.A, new[name].A)):
@@ -334,6 +336,12 @@ class KfacPreconditioner:
                 "them to say the same.",
                 stacklevel=3,
             )
+
+
+def _another_model(names: set[str]) -> ValueError:
+    return ValueError(
+        f"The state is of another model, or of other excluded parameters: {min(names)}."
+    )
 
 
 def _matching(patterns: Sequence[str], names: Mapping[str, object]) -> frozenset[str]:

@@ -14,6 +14,7 @@ from tests import oracles
 from tests.kfac_backend.block_checks import MODES, OTHER, randomize
 from tests.kfac_backend.layers import test_exactness
 from tests.kfac_backend.networks import OwnNorm, data, network
+from tests.kfac_backend.optimizer.test_training_pass import Functional
 from tests.random_numbers import error, normal
 
 LAMBDA = 0.03
@@ -180,6 +181,22 @@ def test_intervals_and_schedules():
         [0, 1, 4, 8],
         [0, 1, 4, 8],
     )
+
+
+@pytest.mark.parametrize("ema_decay", [0.0, 0.5])
+def test_updates_between_new_factors_take_the_old_ones(ema_decay):
+    """With more updates than factors, a new damping meets the latest factors."""
+    model, (x, y) = network(), data()
+    conditioner = preconditioner(
+        model, factor_every=3, update_every=1, damping_on="product", ema_decay=ema_decay
+    )
+    factors = kronecker_factors(model, [(x, y)], "classification")
+    for damping in (0.03, 0.5):
+        conditioner.damping = damping
+        g, found = preconditioned(model, conditioner, F.cross_entropy(model(x), y))
+        blocks = {name: factors.to_dense(name) / len(x) for name in factors.blocks}
+        for name, right in dense_step(blocks, g, damping).items():
+            assert_close(found[name], right, rtol=1e-9, atol=1e-11)
 
 
 def test_damping_by_parameter_holds_from_the_next_update_on():
@@ -360,6 +377,24 @@ def test_resume_to_the_bit(damping_on, update_every, tmp_path):
     assert not torch.equal(whole[2][8].weight, third[2][8].weight)
 
 
+def test_resumes_with_parameters_that_turn_out_to_have_no_block():
+    """Their names are in `names` until the first batch, and in no state."""
+    model, x, y = Functional(False).double(), normal(4, 3), torch.tensor([0, 1, 1, 0])
+    first = preconditioner(model, ema_decay=0.5)
+    with pytest.warns(UserWarning, match="No hook sees the uses of fc.weight"):
+        F.cross_entropy(model(x), y).backward()
+    first.damping = dict.fromkeys(first.names, 0.1)
+    first.step()
+    first.detach()
+    second = preconditioner(model, ema_decay=0.5)
+    second.load_state_dict(first.state_dict())
+    model.zero_grad()
+    with pytest.warns(UserWarning, match="No hook sees the uses of fc.weight"):
+        F.cross_entropy(model(x), y).backward()
+    second.step()
+    assert list(second.blocks) == ["first.weight", "first.bias"]
+
+
 def test_states_of_others_are_refused():
     model, (x, y) = network(), data()
     conditioner = preconditioner(model)
@@ -368,6 +403,11 @@ def test_states_of_others_are_refused():
     state = conditioner.state_dict()
     with pytest.raises(ValueError, match="another model.*8.weight"):
         preconditioner(network(), exclude=["8.weight"]).load_state_dict(state)
+    other = preconditioner(network(), ema_decay=0.5)
+    other.load_state_dict({**state, "blocks": {"8.weight": {"B": torch.eye(5).double()}}})
+    F.cross_entropy(other._pass._model(x), y).backward()
+    with pytest.raises(ValueError, match="another model.*0.bias"):
+        other.step()
     with pytest.raises(ValueError, match="damping_on='factors', the options have 'product'"):
         preconditioner(network(), damping_on="product").load_state_dict(state)
     with pytest.raises(ValueError, match="version 99"):
