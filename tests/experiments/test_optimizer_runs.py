@@ -254,7 +254,7 @@ def test_the_table():
 def test_the_comparison():
     """Its networks fit their data, of which only the digits are always here."""
     task = config(schedule=Schedule(2, 1), measure_every=2)
-    for name in ("soap", "reduce"):
+    for name in ("reduce", "soap"):
         if name == "soap":
             pytest.importorskip("pytorch_optimizer")
         method = optimizer_comparison.METHODS[name]
