@@ -66,7 +66,8 @@ class KfacPreconditioner:
     example's loss terms together.
 
     With a `torch.amp.GradScaler` the gradients may stay scaled, unless ``norm_control`` is
-    "kl_clip" or "gradient_clip": then call ``scaler.unscale_(optimizer)`` before. In both cases
+    "kl_clip" or "gradient_clip": then call ``scaler.unscale_(optimizer)`` before. Factors of
+    fisher="empirical" would be of the scaled loss; take "mc" with a scaler. In all cases
     pass error_if_nonfinite=False, as the scaler skips such steps itself.
 
     Source: Eschenhagen et al. 2023 (arXiv:2311.00636), section 4 and the appendix on optimisation;

@@ -56,7 +56,8 @@ MeanOver = Literal["terms", "examples"]
 class TrainingPass(CurvaturePass):
     """Sums over the forward passes of a step, one or, with gradient accumulation, several.
 
-    Layers whose blocks cannot be made are left out, not refused: they train all the same.
+    Parameters without a rule, and those whose uses no hook sees, are left out: they train all the
+    same. Layers whose rows cannot be told apart are an error.
 
     Args:
         model: the model that is trained. BatchNorm may be in train mode; its batch statistics then
@@ -70,7 +71,8 @@ class TrainingPass(CurvaturePass):
     Raises:
         ValueError: options that are not for the likelihood, the device, the model's layers, or
             that only a pass of its own can have.
-        NotImplementedError: a layer with an option that its rule does not know.
+        NotImplementedError: a layer with an option that its rule does not know; in a forward pass,
+            what hooks cannot follow.
     """
 
     def __init__(
@@ -119,7 +121,7 @@ class TrainingPass(CurvaturePass):
         return self._assignment.names
 
     def mean_blocks(self) -> dict[str, KroneckerBlock]:
-        """Parameter name -> block of the mean loss: A and B are means over the step's loss terms.
+        """Parameter name -> block of the mean loss: B is divided by what that is a mean over.
 
         The pass starts anew.
 

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
 
 from kfac_backend.layers import Bias, Scale
 from marglik.models import WideResNetFixup
@@ -57,3 +58,12 @@ def assert_same(first, second, **tolerances):
         assert_close(block.B, second.blocks[name].B, **tolerances)
         if block.A is not None:
             assert_close(block.A, second.blocks[name].A, **tolerances)
+
+
+def convolution_flops(work):
+    """Of the convolutions that some work runs, forward and backward."""
+    with FlopCounterMode(display=False) as counter:
+        work()
+    counts = counter.get_flop_counts()["Global"]
+    aten = torch.ops.aten
+    return counts.get(aten.convolution, 0), counts.get(aten.convolution_backward, 0)

@@ -5,14 +5,21 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.flop_counter import FlopCounterMode
 
 from kfac_backend import kronecker_factors
 from kfac_backend.factors import CurvaturePass
 from kfac_backend.layers import Scale
 from tests import oracles
 from tests.kfac_backend.block_checks import MODES
-from tests.kfac_backend.networks import OwnNorm, assert_same, data, images, network, wide_resnet
+from tests.kfac_backend.networks import (
+    OwnNorm,
+    assert_same,
+    convolution_flops,
+    data,
+    images,
+    network,
+    wide_resnet,
+)
 from tests.plain_curvature import plain_factors
 
 
@@ -31,14 +38,6 @@ def test_wide_resnet_equals_the_plain_implementation(kfac_approx, dtype, width, 
         if A is not None:
             assert block.A is not None
             assert (block.A - A).norm() <= tolerance * A.norm(), name
-
-
-def convolution_flops(work):
-    with FlopCounterMode(display=False) as counter:
-        work()
-    counts = counter.get_flop_counts()["Global"]
-    aten = torch.ops.aten
-    return counts.get(aten.convolution, 0), counts.get(aten.convolution_backward, 0)
 
 
 @pytest.mark.parametrize(("fisher", "vectors"), [("exact", 9), ("mc", 1), ("empirical", 1)])

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 from kfac_backend import kronecker_factors, register_parameters
 from kfac_backend.layers import Scale, registry
@@ -22,7 +21,7 @@ from tests import oracles
 from tests.kfac_backend.block_checks import MODES, randomize
 from tests.kfac_backend.layers import test_all_torch_layers as all_layers
 from tests.kfac_backend.layers import tied_models
-from tests.kfac_backend.networks import data, network
+from tests.kfac_backend.networks import convolution_flops, data, network
 from tests.random_numbers import error, normal
 
 
@@ -211,14 +210,6 @@ def test_gradient_accumulation_is_one_batch(kfac_approx, fisher):
         (loss_of(model(x_i), y_i) / 3).backward()
     for name, block in curvature.mean_blocks().items():
         assert_close(block.to_dense(), whole[name].to_dense())
-
-
-def convolution_flops(work):
-    with FlopCounterMode(display=False) as counter:
-        work()
-    counts = counter.get_flop_counts()["Global"]
-    aten = torch.ops.aten
-    return counts.get(aten.convolution, 0), counts.get(aten.convolution_backward, 0)
 
 
 @pytest.mark.parametrize(("fisher", "vectors"), [("exact", 2), ("mc", 1), ("empirical", 0)])
