@@ -18,13 +18,14 @@ from kfac_backend.layers.uses import BlockSums
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
 from kfac_backend.options import Approximation
 
-__all__ = ["assemble_blocks", "make_rules"]
+__all__ = ["Part", "assemble_blocks", "collect_sums", "make_rules"]
 
 
-class _Part(NamedTuple):
-    """One layer's sums of a parameter."""
+class Part(NamedTuple):
+    """One layer's sums of a parameter, additive over the data."""
 
     slot: tuple[int, int]
+    """Which of how many maps the parameter holds, (0, 1) for the only one."""
     sums: BlockSums
 
 
@@ -48,17 +49,19 @@ def make_rules(
     return rules
 
 
-def assemble_blocks(rules: dict[TrackedLayer, Rule]) -> dict[str, KroneckerBlock]:
-    """Parameter name -> block, A a mean over its terms.
-
-    The sums become the blocks in place, and ``rules`` is empty afterwards.
-    """
-    parts: dict[str, list[_Part]] = {}
+def collect_sums(rules: dict[TrackedLayer, Rule]) -> dict[str, list[Part]]:
+    """Parameter name -> the sums of each layer that has it; ``rules`` is empty afterwards."""
+    parts: dict[str, list[Part]] = {}
     while rules:  # one at a time, as what a rule holds may be as large as its sums
         tracked, rule = rules.popitem()
         for local, sums in rule.block_sums().items():
-            part = _Part(tracked.slots.get(local, (0, 1)), sums)
+            part = Part(tracked.slots.get(local, (0, 1)), sums)
             parts.setdefault(tracked.parameters[local], []).append(part)
+    return parts
+
+
+def assemble_blocks(parts: Mapping[str, list[Part]]) -> dict[str, KroneckerBlock]:
+    """Parameter name -> block, A a mean over its terms; the sums become the blocks in place."""
     return {name: _block(name, of_name) for name, of_name in parts.items()}
 
 
@@ -105,7 +108,7 @@ def _kind(rule: Rule, local: str) -> tuple:
     return (type(rule), local)
 
 
-def _block(name: str, parts: list[_Part]) -> KroneckerBlock:
+def _block(name: str, parts: list[Part]) -> KroneckerBlock:
     """The block of a parameter: of all its slots, and of both ways that it is used in."""
     if len(parts) > 1 and parts[0].slot[1] > 1:
         return _packed(name, parts)
@@ -121,7 +124,7 @@ def _one_block(name: str, sums: BlockSums) -> KroneckerBlock:
     return KroneckerBlock(name, B, A, sums.num_terms)
 
 
-def _packed(name: str, parts: list[_Part]) -> KroneckerBlock:
+def _packed(name: str, parts: list[Part]) -> KroneckerBlock:
     """Several maps' blocks as groups of one tensor."""
     ordered = sorted(parts, key=lambda part: part.slot[0])
     assert [part.slot[0] for part in ordered] == list(range(parts[0].slot[1]))

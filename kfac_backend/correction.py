@@ -8,10 +8,12 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
+from kfac_backend.blocks.block import decompose_on_ranks
 from kfac_backend.blocks.corrected import CorrectedBlock
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.covariance.eigenbasis import LARGEST_PRODUCT
 from kfac_backend.covariance.second_moments import LayerMoments
+from kfac_backend.distributed import ProcessGroupOption
 from kfac_backend.factors import CurvaturePass
 from kfac_backend.layers import ExactRule, Use
 from kfac_backend.model.batches import each_batch
@@ -25,6 +27,7 @@ from kfac_backend.model.rule_assignment import (
 from kfac_backend.model.targets import split_batch
 from kfac_backend.options import CurvatureKeywords, CurvatureOptions
 from kfac_backend.precision import exact_arithmetic
+from kfac_backend.reduction import PassSums
 
 __all__ = ["CorrectionPass", "check_read_twice", "corrected_factors"]
 
@@ -42,6 +45,7 @@ def corrected_factors(
     *,
     generator: torch.Generator | None = None,
     progress: bool = False,
+    process_group: ProcessGroupOption = "default",
     **keywords: Unpack[CurvatureKeywords],
 ) -> KroneckerFactors:
     """The factors with the eigenvalues of the exact blocks in their eigenbasis (EKFAC).
@@ -66,6 +70,7 @@ def corrected_factors(
         options: those of the first pass; by default, what the factors tell of them.
         generator: source of fisher="mc"'s labels, which are drawn anew.
         progress: whether to show a progress bar over the batches.
+        process_group: the ranks that have a shard of the data each, as of `kronecker_factors`.
         keywords: single options, in place of those of ``options``.
 
     Raises:
@@ -73,10 +78,13 @@ def corrected_factors(
             `kronecker_factors`, too.
         NotImplementedError: a layer whose rows are not told their examples; see there, too.
     """
-    correction = CorrectionPass(factors, model, options, generator=generator, **keywords)
+    correction = CorrectionPass(
+        factors, model, options, generator=generator, process_group=process_group, **keywords
+    )
     dict_key_y = correction.options.dict_key_y
-    for batch in each_batch(data, "Eigenvalue correction", progress):
-        correction.add(*split_batch(batch, dict_key_y))
+    with correction.ranks.failing_together("a pass for corrected eigenvalues"):
+        for batch in each_batch(data, "Eigenvalue correction", progress):
+            correction.add(*split_batch(batch, dict_key_y))
     return correction.factors()
 
 
@@ -92,6 +100,7 @@ class CorrectionPass(CurvaturePass):
         model: the model.
         options: those of the first pass.
         generator: source of labels.
+        process_group: the ranks that have a shard of the data each.
         keywords: single options.
     """
 
@@ -102,6 +111,7 @@ class CorrectionPass(CurvaturePass):
         options: CurvatureOptions | None = None,
         *,
         generator: torch.Generator | None = None,
+        process_group: ProcessGroupOption = "default",
         **keywords: Unpack[CurvatureKeywords],
     ) -> None:
         check_module(model)
@@ -110,7 +120,11 @@ class CorrectionPass(CurvaturePass):
         """Those of the pass."""
         # Their basis is there already: the mode would be of no use.
         options = self.options.but(kfac_approx="expand")
-        super().__init__(model, factors.likelihood, options, generator=generator)
+        super().__init__(
+            model, factors.likelihood, options, generator=generator, process_group=process_group
+        )
+        blocks = self._uncorrected.blocks
+        self._bases = decompose_on_ranks([blocks[name] for name in self._basis_names], self.ranks)
         device = self._device.type
         self._memory = HELD.get(device, HELD["cuda"])
         self._at_once = AT_ONCE.get(device, AT_ONCE["cuda"])
@@ -129,10 +143,10 @@ class CorrectionPass(CurvaturePass):
             ValueError: other data than that of the factors.
         """
         self._check_whole()
-        factors = self._uncorrected
+        factors, sums = self._uncorrected, self._total_sums()
         for what, seen, expected in (
-            ("examples", self._num_data, factors.num_data),
-            ("loss terms", self._num_loss_terms, factors.num_loss_terms),
+            ("examples", sums.num_data, factors.num_data),
+            ("loss terms", sums.num_loss_terms, factors.num_loss_terms),
         ):
             if seen != expected:
                 raise ValueError(
@@ -142,23 +156,33 @@ class CorrectionPass(CurvaturePass):
                     "multiplied, and over all the data."
                 )
         blocks = dict(factors.blocks)
-        for name, moments in self._moments.moments.items():
-            block, eigen = blocks[name], replace(self._moments.bases[name], corrected=moments)
+        for name, moments in sums.others.items():
+            block, eigen = blocks[name], replace(self._bases[name], corrected=moments)
             blocks[name] = CorrectedBlock(name, block.B, block.A, block.num_terms, eigen=eigen)
         self.reset()
         return replace(factors, blocks=blocks)
+
+    def _sums(self) -> PassSums:
+        """The second moments."""
+        sums = self._without_data()
+        sums.others = self._moments.moments
+        return sums
 
     @property
     def _moments(self) -> LayerMoments:
         """The sums; made with the first batch, which may find other rules for derived layers."""
         if self._made_moments is None:
-            names = {name for t in self._assignment.all for name in t.parameters.values()}
-            blocks = self._uncorrected.blocks
-            bases = {name: block.decompose() for name, block in blocks.items() if name in names}
+            bases = {name: self._bases[name] for name in self._basis_names}
             self._made_moments = LayerMoments(
                 self._assignment, bases, self._at_once, self._product_bytes
             )
         return self._made_moments
+
+    @property
+    def _basis_names(self) -> list[str]:
+        """The blocks that layers without an exact rule have."""
+        names = {name for t in self._assignment.all for name in t.parameters.values()}
+        return [name for name in self._uncorrected.blocks if name in names]
 
     def _assign(self) -> RuleAssignment:
         """The layers whose blocks are not exact."""

@@ -6,9 +6,10 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.assembly import assemble_blocks, make_rules
+from kfac_backend.assembly import assemble_blocks, collect_sums, make_rules
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.blocks.kronecker import KroneckerFactors
+from kfac_backend.distributed import ProcessGroupOption, Ranks
 from kfac_backend.layers import Rule, Use
 from kfac_backend.layers.uses import PositionSums
 from kfac_backend.loss.hessian import check_targets, counted_terms, loss_sum, num_counted_terms
@@ -48,11 +49,11 @@ from kfac_backend.precision import (
     exact_arithmetic,
     full_float32,
 )
+from kfac_backend.reduction import PassSums, sum_over_ranks
 from kfac_backend.threads import turn_of
 
 __all__ = [
     "CurvaturePass",
-    "check_one_process",
     "ggn_diagonal",
     "kronecker_factors",
 ]
@@ -66,6 +67,7 @@ def kronecker_factors(
     *,
     generator: torch.Generator | None = None,
     progress: bool = False,
+    process_group: ProcessGroupOption = "default",
     **keywords: Unpack[CurvatureKeywords],
 ) -> KroneckerFactors:
     """Kronecker-factored GGN (K-FAC) of a model on data, B ⊗ A per parameter tensor.
@@ -94,7 +96,14 @@ def kronecker_factors(
         options: all choices of the pass: mode, Fisher, which targets count; see `CurvatureOptions`.
         generator: source of fisher="mc"'s labels, on the model's device.
         progress: whether to show a progress bar over the batches.
+        process_group: the ranks of `torch.distributed` that have a shard of the data each; the
+            factors are those of all the data, on each rank, and all ranks must call this. Shards
+            may differ in size, or be empty; none of the data may be in two (as a
+            ``DistributedSampler`` puts some that do not divide). None: this process alone.
         keywords: single options, in place of those of ``options``: ``kfac_approx="reduce"``.
+
+    With fisher="mc" each rank draws labels of its own, by the generator's state and its number;
+    where all have the same seed, the same seed and number of ranks give the same factors.
 
     On a CPU batches are split inside where parts are faster, and convolutions run in channels_last.
     That changes nothing but rounding and the order in which labels are drawn.
@@ -108,31 +117,16 @@ def kronecker_factors(
         KeyError: a mapping without ``dict_key_y``.
         NotImplementedError: a parameter without a rule, or used in a way that cannot be followed.
         torch.OutOfMemoryError: naming a batch size that fits.
+        RankError: another rank has failed or is gone, or has another model or other options.
     """
     options = options.but(**keywords)
-    curvature = CurvaturePass(model, likelihood, options, generator=generator)
-    for batch in each_batch(data, "Curvature", progress):
-        curvature.add(*split_batch(batch, options.dict_key_y))
+    curvature = CurvaturePass(
+        model, likelihood, options, generator=generator, process_group=process_group
+    )
+    with curvature.ranks.failing_together("a curvature pass"):
+        for batch in each_batch(data, "Curvature", progress):
+            curvature.add(*split_batch(batch, options.dict_key_y))
     return curvature.factors()
-
-
-def check_one_process() -> None:
-    """Raise a NotImplementedError in one of several processes of torch.distributed.
-
-    Each sees a part of the data, and would take it for the whole: with two, the evidence would be
-    that of half the data.
-    """
-    distributed = torch.distributed
-    if not distributed.is_available() or not distributed.is_initialized():
-        return
-    processes = distributed.get_world_size()
-    if processes > 1:
-        raise NotImplementedError(
-            f"This is one of {processes} processes of torch.distributed, and would take its part "
-            "of the data for all of it. Compute curvature and evidence, and train with them, in "
-            "one process that sees all data: without torchrun, or after "
-            "torch.distributed.destroy_process_group()."
-        )
 
 
 class CurvaturePass:
@@ -143,6 +137,7 @@ class CurvaturePass:
         likelihood: of the targets.
         options: all choices of the pass.
         generator: source of fisher="mc"'s labels, on the model's device.
+        process_group: the ranks that have a shard of the data each, see `kronecker_factors`.
         keywords: single options, in place of those of ``options``.
 
     Raises:
@@ -157,11 +152,14 @@ class CurvaturePass:
         options: CurvatureOptions = CurvatureOptions(),  # noqa: B008
         *,
         generator: torch.Generator | None = None,
+        process_group: ProcessGroupOption = "default",
         **keywords: Unpack[CurvatureKeywords],
     ) -> None:
         check_module(model)
         options = options.but(**keywords)
         options.check(likelihood)
+        self.ranks = Ranks(process_group)
+        """Those that have a shard of the data each."""
         self._likelihood: Likelihood = likelihood
         self._options = options
         self._generator = generator
@@ -177,11 +175,11 @@ class CurvaturePass:
 
     def reset(self) -> None:
         """Forget the batches seen so far, and any failure."""
-        check_one_process()
         self._device = next(self._model.parameters()).device
         check_precision(self._options.backward_precision, self._device)
         self._failed = False
         self._made_rules: dict[TrackedLayer, Rule] | None = None
+        self._labels = self._own_labels()
         self._vectors = self._new_vectors()
         self._diagonal: dict[str, Tensor] = {}
         self._num_data = self._num_outputs = self._num_loss_terms = 0
@@ -288,29 +286,61 @@ class CurvaturePass:
         The sums become the factors in place, and the pass starts anew.
         """
         self._check_whole()
-        if not self._num_data:
+        sums = self._total_sums()
+        if not sums.num_data:
             raise ValueError(
                 "The data is empty: no batch was added since the pass began, or since the last "
                 "factors()."
             )
-        self._failed = True  # the sums are used up from here on
-        blocks = assemble_blocks(self._rules) | {
-            name: KroneckerBlock(name, d.reshape(-1, 1, 1)) for name, d in self._diagonal.items()
+        blocks = assemble_blocks(sums.blocks) | {
+            name: KroneckerBlock(name, d.reshape(-1, 1, 1)) for name, d in sums.others.items()
         }
-        blocks = {name: blocks[name] for name in self._assignment.names}
+        names = self._assignment.names
+        if not self._num_data:  # this rank has proved nothing, and others may have found more out
+            names = [name for name, _ in self._model.named_parameters() if name in blocks]
         factors = KroneckerFactors(
-            blocks,
-            num_data=self._num_data,
-            num_outputs=self._num_outputs,
-            num_loss_terms=self._num_loss_terms,
-            loss=self._loss.item(),
+            {name: blocks[name] for name in names},
+            num_data=sums.num_data,
+            num_outputs=sums.num_outputs,
+            num_loss_terms=sums.num_loss_terms,
+            loss=sums.loss,
             likelihood=self._likelihood,
-            options=self._options.but(kfac_approx=self._kfac_approx),
-            trace=float(self._vectors.trace),
-            trace_left_out=float(self._vectors.trace_left_out),
+            options=self._options.but(kfac_approx=sums.kfac_approx),
+            trace=sums.trace,
+            trace_left_out=sums.trace_left_out,
         )
         self.reset()
         return factors
+
+    def _total_sums(self) -> PassSums:
+        """The sums over all ranks' data, of which this pass has none left until `reset`."""
+        sums = self._sums() if self._num_data else self._without_data()
+        names = {n: tuple(p.shape) for n, p in self._model.named_parameters() if p.requires_grad}
+        same = {
+            "the likelihood": self._likelihood,
+            "the options": repr(self._options),
+            "the trainable parameters": names,
+        }
+        sums = sum_over_ranks(sums, self.ranks, same, self._device)
+        self._draw_on()
+        return sums
+
+    def _sums(self) -> PassSums:
+        """What this process has summed up; the rules are used up."""
+        self._failed = True
+        sums = self._without_data()
+        sums.blocks, sums.others = collect_sums(self._rules), self._diagonal
+        sums.trace = float(self._vectors.trace)
+        sums.trace_left_out = float(self._vectors.trace_left_out)
+        return sums
+
+    def _without_data(self) -> PassSums:
+        """The counts alone."""
+        return PassSums(
+            {}, {}, self._kfac_approx,
+            num_outputs=self._num_outputs, num_data=self._num_data,
+            num_loss_terms=self._num_loss_terms, loss=self._loss.item(),
+        )  # fmt: skip
 
     def _assign(self) -> RuleAssignment:
         """The layers and parameters that the pass is about."""
@@ -437,7 +467,30 @@ class CurvaturePass:
             self._rules[tracked].add_gradient(use, b, self._position_sums)
 
     def _new_vectors(self) -> BackwardVectors:
-        return BackwardVectors(self._likelihood, self._options, self._generator)
+        return BackwardVectors(self._likelihood, self._options, self._labels)
+
+    def _own_labels(self) -> torch.Generator | None:
+        """The source of labels of one pass: with several ranks, this rank's own.
+
+        It comes from the state of the common one without changing it, so that ranks with more
+        batches than others leave the common one as the others do; see `_draw_on`.
+        """
+        if self._options.fisher != "mc" or self.ranks.size == 1:
+            return self._generator
+        return self.ranks.generator(self._common_generator())
+
+    def _draw_on(self) -> None:
+        """Let the next pass draw other labels, on all ranks alike."""
+        if self._options.fisher == "mc" and self.ranks.size > 1:
+            common = self._common_generator()
+            torch.rand((), generator=common, device=common.device)
+
+    def _common_generator(self) -> torch.Generator:
+        if self._generator is not None:
+            return self._generator
+        if self._device.type == "cuda":
+            return torch.cuda.default_generators[self._device.index or 0]
+        return torch.default_generator
 
     def _end_vector(self) -> None:
         for rule in self._rules.values():

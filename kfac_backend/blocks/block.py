@@ -1,6 +1,6 @@
 """The curvature block of one parameter tensor: B ⊗ A, B alone, or a diagonal."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from kfac_backend.blocks.eigen import eigenvalues, eigh
+from kfac_backend.distributed import Ranks
 from kfac_backend.threads import map_on_cores
 
-__all__ = ["EigenBlock", "KroneckerBlock", "compute_eigenvalues"]
+__all__ = ["EigenBlock", "KroneckerBlock", "compute_eigenvalues", "decompose_on_ranks"]
 
 
 @dataclass(frozen=True)
@@ -115,9 +116,19 @@ class KroneckerBlock:
         return factors if self.A is None else [*factors, (self.A, f"{self.name}, A")]
 
     @property
+    def cost(self) -> int:
+        """What to decompose or invert it costs, up to a constant: d³ of each factor."""
+        return sum(F.shape[:-2].numel() * F.shape[-1] ** 3 for F, _ in self.named_factors())
+
+    @property
     def knows_eigenvalues(self) -> bool:
         """Whether the eigenvalues are computed already."""
         return "_known" in self.__dict__
+
+    @property
+    def knows_eigenvectors(self) -> bool:
+        """Whether `decompose` only returns what is there."""
+        return False
 
     def keep_eigenvalues(self, known: list[tuple[Tensor, int]]) -> None:
         """Keep the eigenvalues of the factors, in their order, and how many were clipped."""
@@ -156,6 +167,12 @@ class KroneckerBlock:
             None if of_A is None else of_A.vectors,
         )
 
+    def empty_decomposition(self) -> "EigenBlock":
+        """What `decompose` returns, with numbers still to be filled in."""
+        of_A = (None, None) if self.A is None else (self.A[..., 0], self.A)
+        parts = (self.B[..., 0], self.B, *of_A)
+        return EigenBlock(*(None if p is None else torch.empty_like(p) for p in parts))  # pyright: ignore[reportArgumentType]
+
     def _as_matrices(self, v: Tensor) -> Tensor:
         """(..., P) as (..., d_out, d_in), with G before d_out if there are groups."""
         columns = 1 if self.A is None else self.A.shape[-1]
@@ -167,11 +184,20 @@ def _terms(block: KroneckerBlock) -> tuple[float, ...]:
     return block.num_terms if isinstance(block.num_terms, tuple) else (block.num_terms,)
 
 
-def compute_eigenvalues(blocks: Iterable[KroneckerBlock]) -> None:
+def compute_eigenvalues(blocks: Iterable[KroneckerBlock], ranks: Ranks | None = None) -> None:
     """Compute all blocks' eigenvalues, which they keep; on a CPU as many at once as it has threads.
 
     Eigenvalues alone hardly gain from a second thread: at 2304×2304 it saves a sixth of the time. A
     factor that two blocks share, a weight's and its bias's, is solved once.
+
+    Args:
+        blocks: those that know them already are left out.
+        ranks: share the work out between them, largest first by d³: all have the same blocks, all
+            call this, and all get the same numbers to the bit. None: this process does it all.
+
+    Raises:
+        ValueError: a factor that is not finite.
+        RankError: another rank has found one, or is gone.
     """
     blocks = [block for block in blocks if not block.knows_eigenvalues]
     factors: dict[int, tuple[Tensor, str]] = {}
@@ -179,14 +205,71 @@ def compute_eigenvalues(blocks: Iterable[KroneckerBlock]) -> None:
         for F, name in block.named_factors():
             factors.setdefault(id(F), (F, name))
     ordered = sorted(factors.values(), key=lambda factor: -factor[0].shape[-1])
-    small = not ordered or ordered[0][0].shape[-1] < 256
-    if small or ordered[0][0].device.type != "cpu":
-        solved = [eigenvalues(*factor) for factor in ordered]
+    if ranks is None or ranks.size == 1:
+        solved = _solve(ordered)
     else:
-        solved = map_on_cores(lambda factor: eigenvalues(*factor), ordered)
+        solved = _solve_on_ranks(ordered, ranks)
     by_factor = dict(zip((id(F) for F, _ in ordered), solved, strict=True))
     for block in blocks:
         block.keep_eigenvalues([by_factor[id(F)] for F, _ in block.named_factors()])
+
+
+def _solve(factors: Sequence[tuple[Tensor, str]]) -> list[tuple[Tensor, int]]:
+    """The eigenvalues of named factors, the largest of them first, and how many were clipped."""
+    small = not factors or factors[0][0].shape[-1] < 256
+    if small or factors[0][0].device.type != "cpu":
+        return [eigenvalues(*factor) for factor in factors]
+    return map_on_cores(lambda factor: eigenvalues(*factor), factors)
+
+
+def _solve_on_ranks(
+    factors: Sequence[tuple[Tensor, str]], ranks: Ranks
+) -> list[tuple[Tensor, int]]:
+    """As `_solve`, each factor by one rank."""
+    what = "eigenvalues"
+    owners = ranks.owners([F.shape[:-2].numel() * F.shape[-1] ** 3 for F, _ in factors])
+    own = [i for i, owner in enumerate(owners) if owner == ranks.rank]
+    with ranks.failing_together(what):
+        solved = dict(zip(own, _solve([factors[i] for i in own]), strict=True))
+    values = [
+        solved[i][0] if i in solved else F.new_empty(F.shape[:-1], dtype=torch.float64)
+        for i, (F, _) in enumerate(factors)
+    ]
+    ranks.exchange_(values, owners, what)
+    clipped: dict[int, int] = {}
+    for of_rank in ranks.gather({i: number for i, (_, number) in solved.items()}, what):
+        clipped |= of_rank
+    return [(of_factor, clipped[i]) for i, of_factor in enumerate(values)]
+
+
+def decompose_on_ranks(blocks: Iterable[KroneckerBlock], ranks: Ranks) -> dict[str, "EigenBlock"]:
+    """Name -> eigenvalues and -vectors of each block; each by one rank, and sent to all.
+
+    All ranks have the same blocks, all call this, and all get the same numbers to the bit.
+
+    Raises:
+        ValueError: a factor that is not finite.
+        RankError: another rank has found one, or is gone.
+    """
+    blocks, what = list(blocks), "eigenvectors"
+    if ranks.size == 1:
+        return {block.name: block.decompose() for block in blocks}
+    known = {block.name: block.decompose() for block in blocks if block.knows_eigenvectors}
+    blocks = [block for block in blocks if not block.knows_eigenvectors]
+    owners = ranks.owners([block.cost for block in blocks])
+    found: dict[str, EigenBlock] = {}
+    with ranks.failing_together(what):
+        for block, owner in zip(blocks, owners, strict=True):
+            own = owner == ranks.rank
+            found[block.name] = block.decompose() if own else block.empty_decomposition()
+    tensors = [
+        (tensor, owner)
+        for block, owner in zip(blocks, owners, strict=True)
+        for tensor in vars(found[block.name]).values()
+        if tensor is not None
+    ]
+    ranks.exchange_([t for t, _ in tensors], [owner for _, owner in tensors], what)
+    return known | found
 
 
 @dataclass(frozen=True)

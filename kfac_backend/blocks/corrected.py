@@ -88,6 +88,11 @@ class CorrectedBlock(KroneckerBlock):
         """Always."""
         return True
 
+    @property
+    def knows_eigenvectors(self) -> bool:
+        """Always."""
+        return True
+
     def factor_eigenvalues(self) -> tuple[Tensor, None]:
         """All P eigenvalues ≥ 0, in float64, which are no products, and None."""
         return self._corrected.double().flatten(), None

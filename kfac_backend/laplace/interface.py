@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
-from kfac_backend.factors import CurvaturePass, check_one_process
+from kfac_backend.distributed import ProcessGroupOption, Ranks
+from kfac_backend.factors import CurvaturePass
 from kfac_backend.laplace.kron import FactorKron, laplace
 from kfac_backend.options import CurvatureOptions, Fisher, KfacApprox
 
@@ -26,6 +27,10 @@ class KfacInterface(laplace.curvature.CurvatureInterface):
         dict_key_x: the input's key in batches that are mappings.
         dict_key_y: the targets' key in batches that are mappings.
         generator: source of Monte Carlo labels.
+        process_group: the ranks that have a shard of each batch, None for this process alone. What
+            `kron`, `full` and `diag` return is of the shards together, so that every rank must call
+            them as often: give each the same number of batches, of any sizes. `marglik.KronLaplace`
+            reduces once for all batches, and needs no such care.
         kwargs: those of laplace-torch's interfaces (``stochastic``, ``num_samples``), and the
             options of `CurvatureOptions` but ``fisher`` and ``mc_samples``. laplace-torch needs a
             block for every trainable parameter: freeze with requires_grad_(False) instead of
@@ -42,6 +47,7 @@ class KfacInterface(laplace.curvature.CurvatureInterface):
         dict_key_y: str = "labels",
         *,
         generator: torch.Generator | None = None,
+        process_group: ProcessGroupOption = "default",
         **kwargs: Any,
     ) -> None:
         of_laplace = {k: kwargs.pop(k) for k in ("stochastic", "num_samples") if k in kwargs}
@@ -49,6 +55,8 @@ class KfacInterface(laplace.curvature.CurvatureInterface):
             model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y, **of_laplace
         )
         self.generator = generator
+        self.ranks = Ranks(process_group)
+        """Those that have a shard of each batch."""
         self.options = CurvatureOptions().but(
             **{"dict_key_y": dict_key_y} | kwargs,
             fisher=self.fisher,
@@ -108,8 +116,19 @@ class KfacInterface(laplace.curvature.CurvatureInterface):
         key = repr(options)
         if key not in self._passes:
             likelihood: Any = self.likelihood
-            self._passes[key] = CurvaturePass(model, likelihood, options, generator=self.generator)
+            self._passes[key] = CurvaturePass(
+                model,
+                likelihood,
+                options,
+                generator=self.generator,
+                process_group=self.ranks.process_group,
+            )
         return self._passes[key]
+
+    def _of_all_ranks(self, loss: Tensor, H: Tensor) -> tuple[Tensor, Tensor]:
+        """The sums of both over the ranks."""
+        self.ranks.sum_([loss, H], "laplace-torch's curvature")
+        return loss, H
 
 
 class KfacGGN(KfacInterface, laplace.curvature.GGNInterface):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -129,15 +148,15 @@ class KfacGGN(KfacInterface, laplace.curvature.GGNInterface):  # pyright: ignore
         self, x: Any, y: Tensor, N: int | None = None, mc_samples: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """Loss and dense GGN (P, P) of one batch; ``mc_samples`` as in `kron`, N is not needed."""
-        check_one_process()
-        return laplace.curvature.GGNInterface.full(self._with_samples(mc_samples), x, y)
+        backend = self._with_samples(mc_samples)
+        return self._of_all_ranks(*laplace.curvature.GGNInterface.full(backend, x, y))
 
     def diag(  # pyright: ignore[reportIncompatibleMethodOverride]  # names the keywords
         self, x: Any, y: Tensor, N: int | None = None, mc_samples: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """Loss and diagonal (P,) of the GGN of one batch; arguments as in `full`."""
-        check_one_process()
-        return laplace.curvature.GGNInterface.diag(self._with_samples(mc_samples), x, y)
+        backend = self._with_samples(mc_samples)
+        return self._of_all_ranks(*laplace.curvature.GGNInterface.diag(backend, x, y))
 
     def _with_samples(self, mc_samples: int | None) -> "KfacGGN":
         if mc_samples is None:
@@ -176,15 +195,13 @@ class KfacEF(KfacInterface, laplace.curvature.EFInterface):  # pyright: ignore[r
 
     def full(self, x: Any, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Loss and dense empirical Fisher (P, P) of one batch."""
-        check_one_process()
         loss, H = super().full(x, y, **kwargs)
-        return loss, self.factor * H
+        return self._of_all_ranks(loss, self.factor * H)
 
     def diag(self, x: Any, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Loss and diagonal (P,) of the empirical Fisher of one batch."""
-        check_one_process()
         loss, H = super().diag(x, y, **kwargs)
-        return loss, self.factor * H
+        return self._of_all_ranks(loss, self.factor * H)
 
 
 def _check_sum(factors: KroneckerFactors, N: int) -> None:

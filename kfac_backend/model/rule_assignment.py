@@ -371,7 +371,11 @@ def _no_rule(module_name: str, module: nn.Module, parameter: str) -> NotImplemen
 
 
 def check_module(model: object) -> None:
-    """Raise a TypeError unless this is a model, in one piece."""
+    """Raise a TypeError unless this is a model, in one piece.
+
+    Raises:
+        NotImplementedError: parameters that are spread over ranks (FSDP, tensor parallelism).
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"The model is {model!r:.80}, of type {type(model).__name__}; a torch.nn.Module is "
@@ -383,4 +387,20 @@ def check_module(model: object) -> None:
             raise TypeError(
                 f"{which} is in nn.DataParallel, whose copies of the layers hooks cannot follow. "
                 f"Pass what it holds: {f'model.{name}' if name else 'model'}.module."
+            )
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise TypeError(
+                f"{f'Layer {name!r}' if name else 'The model'} is in DistributedDataParallel, which "
+                "averages gradients that are no concern of the curvature. Pass what it holds "
+                f"({f'model.{name}' if name else 'model'}.module); the ranks' sums are reduced all "
+                "the same."
+            )
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "full_tensor") or type(parameter).__name__ == "FlatParameter":
+            raise NotImplementedError(
+                f"Parameter '{name}' is spread over ranks (FSDP or tensor parallelism), and hooks "
+                "would see a part of it. The whole model must lie on each rank: use "
+                "DistributedDataParallel for the training, or gather the parameters into a model "
+                "of its own (torch.distributed.checkpoint.state_dict.get_model_state_dict with "
+                "full_state_dict=True) before the curvature pass."
             )

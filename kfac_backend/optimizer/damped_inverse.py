@@ -29,6 +29,7 @@ __all__ = [
     "FactorSolve",
     "clip_factor",
     "damped_inverse",
+    "empty_inverse",
     "kl_clip_factor",
 ]
 
@@ -177,6 +178,18 @@ def damped_inverse(
     if once:
         return FactorSolve(L_B, L_A)
     return FactorInverse(_inverse(L_B), None if L_A is None else _inverse(L_A))
+
+
+def empty_inverse(
+    block: KroneckerBlock, damping_on: DampingOn, once: bool = False
+) -> DampedInverse:
+    """What `damped_inverse` makes of a block, with numbers still to be filled in."""
+    B = torch.empty_like(block.B)
+    A = None if block.A is None else torch.empty_like(block.A)
+    if damping_on == "product":
+        spectrum = B.new_empty(*B.shape[:-1], 1 if A is None else A.shape[-1])
+        return EigenInverse(EigenBlock(B.new_empty(0), B, None, A), spectrum)
+    return FactorSolve(B, A) if once else FactorInverse(B, A)
 
 
 def kl_clip_factor(inner_products: Tensor, learning_rate: float, kl_limit: float) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from kfac_backend.distributed import ProcessGroupOption
 from kfac_backend.optimizer.options import PreconditionerOptions
 from kfac_backend.optimizer.preconditioner import KfacPreconditioner
 from kfac_backend.optimizer.training_pass import MeanOver
@@ -49,6 +50,7 @@ class KFAC(Optimizer):
         mean_over: what the loss is a mean over.
         seed: of fisher="mc"'s labels.
         error_if_nonfinite: whether gradients with NaN or infinity are an error.
+        process_group: the ranks that each have a part of a step's data.
         keywords: single options of the curvature.
 
     Raises:
@@ -74,6 +76,7 @@ class KFAC(Optimizer):
         mean_over: MeanOver = "terms",
         seed: int = 0,
         error_if_nonfinite: bool = True,
+        process_group: ProcessGroupOption = "default",
         **keywords: Unpack[CurvatureKeywords],
     ) -> None:
         check_option("base", base, BaseOptimizer)
@@ -98,6 +101,7 @@ class KFAC(Optimizer):
             mean_over=mean_over,
             seed=seed,
             error_if_nonfinite=error_if_nonfinite,
+            process_group=process_group,
             **keywords,
         )
         """What goes before it."""

@@ -6,10 +6,18 @@ from typing import Literal
 
 from kfac_backend.options import check_option, check_positive
 
-__all__ = ["DampingOn", "Interval", "NormControl", "PreconditionerOptions", "interval_at"]
+__all__ = [
+    "DampingOn",
+    "Interval",
+    "InverseOwners",
+    "NormControl",
+    "PreconditionerOptions",
+    "interval_at",
+]
 
 DampingOn = Literal["factors", "product"]
 NormControl = Literal["none", "kl_clip", "gradient_clip", "graft"]
+InverseOwners = Literal["all", "one"]
 Interval = int | Callable[[int], int]
 """A number of steps, or a function of the step (from 0) that returns it."""
 
@@ -40,6 +48,11 @@ class PreconditionerOptions:
             gives each preconditioned gradient the norm that its gradient had, so that the base
             optimiser's learning rate can stay.
         norm_limit: see there.
+        inverse_owners: which of several ranks keep the inverse of a block. Each is made by one of
+            them. "all": it is sent to the others when it is new, and steps in between need no
+            communication. "one": it stays where it was made, and preconditioned gradients are sent
+            in every step; a rank then holds an n-th of the inverses (Pauloski et al. 2021,
+            arXiv:2107.01739).
 
     Raises:
         ValueError: an option that is not supported.
@@ -53,12 +66,14 @@ class PreconditionerOptions:
     ema_decay: float = 0.9
     norm_control: NormControl = "kl_clip"
     norm_limit: float = 1e-3
+    inverse_owners: InverseOwners = "all"
 
     def __post_init__(self) -> None:
         check_positive("damping", self.damping)
         check_positive("norm_limit", self.norm_limit)
         check_option("damping_on", self.damping_on, DampingOn)
         check_option("norm_control", self.norm_control, NormControl)
+        check_option("inverse_owners", self.inverse_owners, InverseOwners)
         if not 0 <= self.ema_decay < 1:
             raise ValueError(f"ema_decay must be in [0, 1), not {self.ema_decay}.")
         for name in ("factor_every", "update_every"):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.blocks.block import KroneckerBlock
+from kfac_backend.distributed import ProcessGroupOption, Ranks
 from kfac_backend.model.rule_assignment import check_module
 from kfac_backend.optimizer.damped_inverse import (
     DampedInverse,
@@ -22,6 +23,7 @@ from kfac_backend.optimizer.damped_inverse import (
     FactorSolve,
     clip_factor,
     damped_inverse,
+    empty_inverse,
     kl_clip_factor,
 )
 from kfac_backend.optimizer.options import PreconditionerOptions, interval_at
@@ -83,8 +85,14 @@ class KfacPreconditioner:
             ``ignore_index`` is not None.
         exclude: names of parameters, or patterns of them, that keep their plain gradients.
         mean_over: "terms", as torch's losses are, or "examples", whose several terms are summed.
-        seed: of the labels that fisher="mc" draws.
+        seed: of the labels that fisher="mc" draws; the same on all ranks, each of which makes
+            labels of its own from it.
         error_if_nonfinite: whether gradients with NaN or infinity are an error.
+        process_group: the ranks of `torch.distributed` that each have a part of a step's data, and
+            average their gradients, as `DistributedDataParallel` does. All call `step`, and get the
+            same. Labels drawn aside, that is what one process gets with the data of all; fisher=
+            "empirical" needs the average of the ranks' losses to be the mean over all terms. Pass
+            the model itself here, not its wrapper.
         keywords: single options of the curvature, in place of those of ``curvature``.
 
     Raises:
@@ -104,6 +112,7 @@ class KfacPreconditioner:
         mean_over: MeanOver = "terms",
         seed: int = 0,
         error_if_nonfinite: bool = True,
+        process_group: ProcessGroupOption = "default",
         **keywords: Unpack[CurvatureKeywords],
     ) -> None:
         check_module(model)
@@ -122,6 +131,7 @@ class KfacPreconditioner:
             self._generator,
             _matching(exclude, parameters),
             mean_over,
+            process_group,
         )
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         self._tell_plain(exclude)
@@ -130,6 +140,13 @@ class KfacPreconditioner:
         self._blocks: dict[str, KroneckerBlock] = {}
         self._weight = 0.0  # of all batches in the moving average: 1 − ρᵏ after k of them
         self._inverses: dict[str, DampedInverse] = {}
+        self._owners: dict[str, int] = {}  # which rank makes each inverse
+        self._once = False  # whether the inverses serve one step alone
+
+    @property
+    def ranks(self) -> Ranks:
+        """Those that have a part of each step's data."""
+        return self._pass.ranks
 
     @property
     def damping(self) -> float | Mapping[str, float]:
@@ -211,7 +228,8 @@ class KfacPreconditioner:
     def state_dict(self) -> dict[str, Any]:
         """All that a run needs to go on to the bit: tensors, numbers and strings, nothing else.
 
-        Between steps, not between the backward passes of one.
+        Between steps, not between the backward passes of one. The same on all ranks, and for any
+        number of them; with ``inverse_owners="one"`` all must call it.
         """
         return {
             "version": FORMAT_VERSION,
@@ -223,7 +241,7 @@ class KfacPreconditioner:
                 name: {"B": block.B} if block.A is None else {"B": block.B, "A": block.A}
                 for name, block in self._blocks.items()
             },
-            "inverses": {name: inverse.tensors() for name, inverse in self._inverses.items()},
+            "inverses": {n: inverse.tensors() for n, inverse in self._all_inverses().items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -260,9 +278,12 @@ class KfacPreconditioner:
             name: KroneckerBlock(name, tensors["B"], tensors.get("A"))
             for name, tensors in _to(state["blocks"], device).items()
         }
+        self._share_out()
+        self._once = inverse_type is FactorSolve
         self._inverses = {
             name: inverse_type.from_tensors(tensors)
             for name, tensors in _to(inverses, device).items()
+            if self._keeps(name)
         }
         self._pass.reset()
         self._pass.is_due = self._every(self.options.factor_every, "factor_every")
@@ -270,23 +291,65 @@ class KfacPreconditioner:
     def _every(self, interval: Any, name: str) -> bool:
         return self._step % interval_at(interval, self._step, name) == 0
 
+    def _share_out(self) -> None:
+        """Say which rank makes which inverse."""
+        blocks = self._blocks.values()
+        owners = self.ranks.owners([block.cost for block in blocks])
+        self._owners = dict(zip(self._blocks, owners, strict=True))
+
+    def _keeps(self, name: str) -> bool:
+        """Whether this rank has the inverse of a block between updates."""
+        return self.options.inverse_owners == "all" or self._owners[name] == self.ranks.rank
+
     def _new_inverses(self) -> dict[str, DampedInverse]:
-        """Parameter name -> the damped inverse of its block; on a CPU several at once."""
+        """Parameter name -> the damped inverse of its block, of those that this rank keeps."""
+        self._share_out()
+        self._once = interval_at(self.options.update_every, self._step, "update_every") == 1
+        own = {n: b for n, b in self._blocks.items() if self._owners[n] == self.ranks.rank}
+        if self.ranks.size == 1:
+            return self._inverses_of(own)
+        with self.ranks.failing_together("inverses of the curvature"):
+            inverses = self._inverses_of(own)
+        return self._sent(inverses) if self.options.inverse_owners == "all" else inverses
+
+    def _inverses_of(self, blocks: Mapping[str, KroneckerBlock]) -> dict[str, DampedInverse]:
+        """The damped inverses of these blocks; on a CPU several at once."""
         options, damping = self.options, self._damping
-        once = interval_at(options.update_every, self._step, "update_every") == 1
 
         def invert(block: KroneckerBlock) -> DampedInverse:
             own = damping[block.name] if isinstance(damping, dict) else damping
-            return damped_inverse(block, own, options.damping_on, options.balanced, once)
+            return damped_inverse(block, own, options.damping_on, options.balanced, self._once)
 
         with torch.no_grad():
             if self._generator.device.type != "cpu":
-                return {name: invert(block) for name, block in self._blocks.items()}
+                return {name: invert(block) for name, block in blocks.items()}
             # The largest first, so that no core is left with it at the end.
-            largest = sorted(self._blocks.values(), key=lambda block: -_size(block))
+            largest = sorted(blocks.values(), key=lambda block: -_size(block))
             inverses = map_on_cores(invert, largest)
         by_name = {block.name: inverse for block, inverse in zip(largest, inverses, strict=True)}
-        return {name: by_name[name] for name in self._blocks}
+        return {name: by_name[name] for name in blocks}
+
+    def _all_inverses(self) -> dict[str, DampedInverse]:
+        """Those of all blocks, fetched from the ranks that keep them."""
+        if self.options.inverse_owners == "all" or self.ranks.size == 1 or not self._owners:
+            return self._inverses
+        return self._sent(self._inverses)
+
+    def _sent(self, own: Mapping[str, DampedInverse]) -> dict[str, DampedInverse]:
+        """The inverses of all blocks, from the ranks that have made them to all."""
+        on, once = self.options.damping_on, self._once
+        inverses = {
+            name: own[name] if name in own else empty_inverse(block, on, once)
+            for name, block in self._blocks.items()
+        }
+        tensors = [
+            (tensor, self._owners[name])
+            for name, inverse in inverses.items()
+            for tensor in inverse.tensors().values()
+        ]
+        owners = [owner for _, owner in tensors]
+        self.ranks.exchange_([tensor for tensor, _ in tensors], owners, "inverses")
+        return inverses
 
     def _average(self, new: dict[str, KroneckerBlock]) -> None:
         """F ← ρF + (1 − ρ)F_batch, divided by the weights so far, of B and of A; in place."""
@@ -310,11 +373,8 @@ class KfacPreconditioner:
             _check_finite(with_gradient)
         control, limit = self.options.norm_control, self.options.norm_limit
         before, after = [], []
-        for name, inverse in self._inverses.items():
-            g = with_gradient.get(name)
-            if g is None:
-                continue
-            p = inverse(g)
+        for name, p in self._preconditioned(with_gradient):
+            g = with_gradient[name]
             if control == "kl_clip":
                 before.append((p * g).sum(dtype=torch.float32))
             elif control == "graft":
@@ -327,6 +387,22 @@ class KfacPreconditioner:
         elif control == "gradient_clip" and with_gradient:
             every = list(with_gradient.values())
             torch._foreach_mul_(every, clip_factor(every, limit))
+
+    def _preconditioned(self, gradients: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Name and (F + λI)⁻¹ g of each block whose parameter has a gradient, one at a time."""
+        names = [name for name in self._owners if name in gradients]
+        if self.options.inverse_owners == "all" or self.ranks.size == 1:
+            yield from ((name, self._inverses[name](gradients[name])) for name in names)
+            return
+        results = {
+            name: self._inverses[name](gradients[name])
+            if name in self._inverses
+            else torch.empty_like(gradients[name])
+            for name in names
+        }
+        owners = [self._owners[name] for name in names]
+        self.ranks.exchange_(list(results.values()), owners, "preconditioned gradients")
+        yield from results.items()
 
     def _tell_plain(self, exclude: Sequence[str]) -> None:
         left_out = _matching(exclude, self._parameters)

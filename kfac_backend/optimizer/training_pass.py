@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from kfac_backend.assembly import assemble_blocks
 from kfac_backend.blocks.block import KroneckerBlock
+from kfac_backend.distributed import ProcessGroupOption
 from kfac_backend.factors import CurvaturePass
 from kfac_backend.layers import Use
 from kfac_backend.loss.hessian import IGNORED, check_targets, num_counted_terms
@@ -67,6 +68,7 @@ class TrainingPass(CurvaturePass):
         generator: source of fisher="mc"'s labels, on the model's device.
         left_out: names of parameters that need no block.
         mean_over: what the loss is a mean over.
+        process_group: the ranks that have a part of each step's data, see `kronecker_factors`.
 
     Raises:
         ValueError: options that are not for the likelihood, the device, the model's layers, or
@@ -83,6 +85,7 @@ class TrainingPass(CurvaturePass):
         generator: torch.Generator,
         left_out: frozenset[str] = frozenset(),
         mean_over: MeanOver = "terms",
+        process_group: ProcessGroupOption = "default",
     ) -> None:
         if options.batched:
             raise ValueError(
@@ -95,7 +98,9 @@ class TrainingPass(CurvaturePass):
         self._probe = next(model.parameters(), None)
         self.is_due = True
         """Whether forward passes are to be seen."""
-        super().__init__(model, likelihood, options, generator=generator)
+        super().__init__(
+            model, likelihood, options, generator=generator, process_group=process_group
+        )
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(_ModelHook(self._begin), with_kwargs=True),
             self._end_hook(),
@@ -129,19 +134,28 @@ class TrainingPass(CurvaturePass):
             RuntimeError: no forward pass with a backward pass was seen.
         """
         self._finish()
-        if self._now is not None or not self._num_data:
+        one = self.ranks.size == 1
+        if self._now is not None or (one and not self._num_data):
             raise RuntimeError(
                 "No backward pass through the model's output was seen since the last step, so that "
                 "there is no curvature. Call the model itself (not a compiled or copied one) with "
                 "gradients, and loss.backward(), before step()."
             )
-        number = max(self._num_loss_terms if self._mean_over == "terms" else self._num_data, 1)
-        # The training's own gradients are those of a mean already: T · Σ (b/T)(b/T)ᵀ.
-        scale = float(number) if self._options.fisher == "empirical" else 1.0 / number
-        blocks = assemble_blocks(self._rules)
+        sums = self._total_sums()
+        if not sums.num_data:
+            raise RuntimeError("No rank has seen a backward pass since the last step.")
+        number = max(sums.num_loss_terms if self._mean_over == "terms" else sums.num_data, 1)
+        # The training's own gradients are those of a mean already: T · Σ (b/T)(b/T)ᵀ. Ranks' losses
+        # are averaged: theirs are gradients of that mean times the number of ranks.
+        scale = 1.0 / number
+        if self._options.fisher == "empirical":
+            scale = number / self.ranks.size**2
+        blocks = assemble_blocks(sums.blocks)
+        # Without data of its own, this rank may not know yet that some have none.
+        names = self.names if self._num_data else [name for name in self.names if name in blocks]
         self.reset()
         # Not in place, since a weight and its bias may have one B.
-        return {name: replace(blocks[name], B=blocks[name].B * scale) for name in self.names}
+        return {name: replace(blocks[name], B=blocks[name].B * scale) for name in names}
 
     def _assign(self) -> RuleAssignment:
         """The layers with rules; parameters without one have no block."""

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.factors import check_one_process
 from kfac_backend.loss.hessian import counted_terms
 from kfac_backend.model.rule_assignment import check_module
 from kfac_backend.model.targets import Targets, split_batch
@@ -121,7 +120,6 @@ class PriorLearner:
             ValueError: an optimiser with weight decay, no data, a state of another model.
             NotImplementedError: this is one of several processes.
         """
-        check_one_process()
         check_module(model)
         check_no_weight_decay(optimizer)
         self._model, self._optimizer, self._loader = model, optimizer, loader

@@ -51,8 +51,8 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
         dict_key_y: the targets' key in batches that are mappings.
         backend: `KfacGGN` or `KfacEF`.
         damping: add √δ to both factors' eigenvalues instead of δ to their products.
-        backend_kwargs: keywords of the backend: ``stochastic``, ``num_samples``, and the options of
-            `CurvatureOptions`.
+        backend_kwargs: keywords of the backend: ``stochastic``, ``num_samples``, ``generator``,
+            ``process_group``, and the options of `CurvatureOptions`.
         asdl_fisher_kwargs: what laplace-torch forwards to ``backend.kron``.
         kfac_approx: a mode, "auto" or modes by layers' names; the backend's own if None.
     """
@@ -126,6 +126,7 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
             temperature=temperature,
             damping=damping,
             generator=of_backend.generator,
+            process_group=of_backend.ranks.process_group,
         )
 
     def restore(self, factors: KroneckerFactors) -> None:

@@ -13,12 +13,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from kfac_backend.blocks.block import EigenBlock
+from kfac_backend.blocks.block import EigenBlock, compute_eigenvalues
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.correction import check_read_twice, corrected_factors
 from kfac_backend.covariance.last_layer import LastLayerCovariance
 from kfac_backend.covariance.linearised import linearised_outputs
 from kfac_backend.covariance.output_covariance import OutputCovariance
+from kfac_backend.distributed import ProcessGroupOption, Ranks
 from kfac_backend.factors import kronecker_factors
 from kfac_backend.model.rule_assignment import check_module
 from kfac_backend.options import CurvatureOptions, Likelihood, check_option, check_positive
@@ -51,6 +52,8 @@ class Posterior:
         damping: whether √δ is added to the eigenvalues of each factor, instead of δ to their
             products.
         generator: source of fisher="mc"'s labels, on the model's device.
+        process_group: the ranks of `torch.distributed` that `fit` has a shard of the data on each;
+            None for this process alone.
 
     Raises:
         ValueError: an option that is not supported, or a hyperparameter that is not positive.
@@ -71,9 +74,12 @@ class Posterior:
         temperature: float = 1.0,
         damping: bool = False,
         generator: torch.Generator | None = None,
+        process_group: ProcessGroupOption = "default",
     ) -> None:
         check_module(model)
         options.check(likelihood)
+        self.ranks = Ranks(process_group)
+        """Those that fit together."""
         self.model = model
         self.likelihood: Likelihood = likelihood
         self.options = options
@@ -182,6 +188,9 @@ class Posterior:
     ) -> None:
         """Compute the curvature at the model's present parameters.
 
+        With several ranks of `torch.distributed` all call it, each with its shard of the data, and
+        all end with the posterior of all the data; see `kronecker_factors`.
+
         Args:
             train_loader: any iterable of batches (x, y), or of mappings.
             override: whether earlier data is forgotten; False adds the new data to it.
@@ -204,6 +213,7 @@ class Posterior:
                 self.options,
                 generator=self.generator,
                 progress=progress_bar,
+                process_group=self.ranks.process_group,
             )
             if corrected:
                 factors = in_eval_mode(self.model, corrected_factors)(
@@ -212,9 +222,12 @@ class Posterior:
                     train_loader,
                     generator=self.generator,
                     progress=progress_bar,
+                    process_group=self.ranks.process_group,
                 )
         if not override and self.factors is not None:
             factors = self.factors + factors
+        if self.ranks.size > 1:  # now, while all are here: the evidence may be asked for by one
+            compute_eigenvalues(factors.blocks.values(), self.ranks)
         self.restore(factors)
 
     def restore(self, factors: KroneckerFactors) -> None:

@@ -8,7 +8,6 @@ from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from kfac_backend.factors import check_one_process
 from kfac_backend.laplace.interface import KfacGGN
 from kfac_backend.laplace.kron import laplace as laplace_torch
 from kfac_backend.model.rule_assignment import check_module
@@ -89,7 +88,6 @@ def marglik_training(
         negative evidence (nats) at every hyperparameter step; the loss of every epoch.
     """
     check_module(model)
-    check_one_process()
     structures = {"layerwise": "layerwise", "scalar": "scalar", "diag": "diagonal"}
     if prior_structure not in structures:
         raise ValueError(

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
 
-from kfac_backend.factors import check_one_process
 from kfac_backend.model.rule_assignment import check_module
 from kfac_backend.options import Likelihood, TargetOptions, check_option, check_positive
 from marglik.eval_mode import eval_mode, kept_mode
@@ -119,7 +118,6 @@ class OnlineTraining:
         progress: bool = False,
     ) -> None:
         check_module(model)
-        check_one_process()
         check_option("likelihood", likelihood, Likelihood)
         check_positive("temperature", temperature)
         self.model = model

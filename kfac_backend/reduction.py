@@ -1,0 +1,159 @@
+"""What a pass has summed up, and the sum of that over ranks.
+
+Everything in `PassSums` is a sum over examples, so that any split of the data gives the same total:
+unequal shards, and ranks without any. Means and scalings come after the reduction, never before.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kfac_backend.assembly import Part
+from kfac_backend.distributed import Ranks, check_same
+from kfac_backend.options import KfacApprox
+
+__all__ = ["PassSums", "sum_over_ranks"]
+
+WHAT = "a curvature pass"
+COUNTS = ("num_data", "num_loss_terms", "loss", "trace", "trace_left_out")
+
+
+@dataclass
+class PassSums:
+    """A pass's sums over the data that one process, or all of them, have seen."""
+
+    blocks: dict[str, list[Part]]
+    """Parameter name -> the sums of its layers."""
+    others: dict[str, Tensor]
+    """Name -> a sum of any shape, such as a diagonal."""
+    kfac_approx: KfacApprox
+    """The mode, "auto" where no batch has decided it."""
+    num_outputs: int
+    num_data: int
+    num_loss_terms: int
+    loss: float
+    """Σ ℓ (nats)."""
+    trace: float = 0.0
+    trace_left_out: float = 0.0
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors; a weight and its bias may share one, which comes twice then."""
+        of_blocks = [
+            t for parts in self.blocks.values() for p in parts for t in (p.sums.B, p.sums.A)
+        ]
+        return [t for t in (*of_blocks, *self.others.values()) if t is not None]
+
+    def with_tensors(self, tensors: Iterable[Tensor]) -> "PassSums":
+        """The same with other tensors, in the order of `tensors`."""
+        rest = iter(tensors)
+        blocks = {
+            name: [
+                p._replace(
+                    sums=p.sums._replace(B=next(rest), A=None if p.sums.A is None else next(rest))
+                )
+                for p in parts
+            ]
+            for name, parts in self.blocks.items()
+        }
+        return replace(self, blocks=blocks, others={name: next(rest) for name in self.others})
+
+
+class _Message(NamedTuple):
+    """What a rank tells the others before the sums themselves travel."""
+
+    same: dict[str, Any]
+    """What must be the same on all ranks."""
+    sums: PassSums | None
+    """Its counts, and tensors on the meta device: their shapes alone; None without data."""
+    first_of: list[int]
+    """For each tensor, the first that is the very same one."""
+
+
+def sum_over_ranks(
+    sums: PassSums, ranks: Ranks, same: Mapping[str, Any], device: torch.device
+) -> PassSums:
+    """The sums over all ranks' data, in place, the same to the bit on each.
+
+    One small message with counts and shapes, then the tensors in large buckets. A rank without data
+    learns the shapes from the others.
+
+    Args:
+        sums: this rank's.
+        ranks: all of them.
+        same: what must be equal everywhere, such as options, by the names that errors use.
+        device: where the sums are.
+
+    Raises:
+        RankError: a rank is gone, or has another model, other options or another version.
+    """
+    if ranks.size == 1:
+        return sums
+    messages = ranks.gather(_message(sums, same), WHAT)
+    _check(messages)
+    with_data = [(m.sums, m.first_of) for m in messages if m.sums is not None]
+    if not with_data:
+        return sums
+    first, first_of = with_data[0]
+    if not sums.num_data:
+        zeros = [torch.zeros_like(tensor, device=device) for tensor in first.tensors()]
+        sums = first.with_tensors(zeros[i] for i in first_of)
+    if any(other != first_of for _, other in with_data):
+        # One rank has two tensors where another has one for both: all must have two.
+        sums = sums.with_tensors([tensor.clone() for tensor in sums.tensors()])
+    ranks.sum_(sums.tensors(), WHAT)
+    totals: dict[str, Any] = {
+        name: sum(getattr(of_rank, name) for of_rank, _ in with_data) for name in COUNTS
+    }
+    return replace(
+        sums, **totals, blocks=_with_num_terms(sums, [of_rank for of_rank, _ in with_data])
+    )
+
+
+def _message(sums: PassSums, same: Mapping[str, Any]) -> _Message:
+    same = {"the version of torch": str(torch.__version__), **same}
+    if not sums.num_data:
+        return _Message(same, None, [])
+    tensors = sums.tensors()
+    positions: dict[int, int] = {}
+    first_of = [positions.setdefault(id(tensor), i) for i, tensor in enumerate(tensors)]
+    shapes = sums.with_tensors(torch.empty_like(tensor, device="meta") for tensor in tensors)
+    return _Message(same, shapes, first_of)
+
+
+def _check(messages: list[_Message]) -> None:
+    """Raise a RankError if a rank differs from the first."""
+    check_same([message.same for message in messages], WHAT)
+    with_data = [m.sums for m in messages if m.sums is not None]
+    if with_data:
+        check_same([_kinds(sums) for sums in with_data], WHAT)
+
+
+def _kinds(sums: PassSums) -> dict[str, Any]:
+    """What the data decides, and must be the same on all ranks that have any."""
+    tensors = [(tuple(t.shape), str(t.dtype)) for t in sums.tensors()]
+    slots = {name: [part.slot for part in parts] for name, parts in sums.blocks.items()}
+    return {
+        "the mode": sums.kfac_approx,
+        "the number of outputs": sums.num_outputs,
+        "the factors' parameters": list(sums.blocks) + list(sums.others),
+        "the layers of each parameter": slots,
+        "the factors' shapes and dtypes": tensors,
+    }
+
+
+def _with_num_terms(sums: PassSums, of_ranks: list[PassSums]) -> dict[str, list[Part]]:
+    """The blocks' sums, with the terms that all ranks have seen."""
+    return {
+        name: [
+            part._replace(
+                sums=part.sums._replace(
+                    num_terms=sum(other.blocks[name][i].sums.num_terms for other in of_ranks)
+                )
+            )
+            for i, part in enumerate(parts)
+        ]
+        for name, parts in sums.blocks.items()
+    }
