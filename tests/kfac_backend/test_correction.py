@@ -14,7 +14,7 @@ from kfac_backend.blocks.corrected import CorrectedBlock
 from kfac_backend.correction import CorrectionPass
 from tests import oracles
 from tests.kfac_backend.block_checks import MODES, OTHER
-from tests.kfac_backend.covariance.test_output_covariance_of_layers import CASES, case
+from tests.kfac_backend.layer_cases import CASES, case
 from tests.kfac_backend.networks import data, network
 from tests.random_numbers import normal
 

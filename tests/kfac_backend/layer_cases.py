@@ -1,0 +1,178 @@
+"""Networks around each kind of layer, with inputs: what a way of computing has to get right."""
+
+import torch
+from torch import Tensor, nn
+
+from kfac_backend import register_parameters
+from marglik.models import GraphNetwork
+from tests.kfac_backend.block_checks import randomize
+from tests.kfac_backend.layers import attention_models, padded_models, tied_models
+from tests.kfac_backend.layers.attention_models import CAUSAL, PADDING, Attending, Layered, Stack
+from tests.kfac_backend.layers.padded_models import (
+    TOKENS,
+    Padded,
+    PaddedTokens,
+    PaddedTransformer,
+)
+from tests.kfac_backend.layers.test_elementwise import with_statistics
+from tests.kfac_backend.layers.test_modes_of_axes import Folded
+from tests.marglik.some_graphs import some_graphs
+from tests.random_numbers import normal
+
+
+class Around(nn.Module):
+    """The layer, and logits of all of its outputs together."""
+
+    def __init__(self, layer: nn.Module, x: Tensor, times: int = 1):
+        super().__init__()
+        self.layer, self.times = layer, times
+        self.head = nn.Linear(layer(x)[0].numel(), 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = self.layer(x).tanh()
+        return self.head(x.flatten(1))
+
+
+@register_parameters("token", "position", scale=(1, 1, -1), gain=(1, 1, 1))
+class Own(nn.Module):
+    """Own parameters, one of them used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.position = (nn.Parameter(torch.zeros(1, n, 3)) for n in (1, 3))
+        self.scale, self.gain = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(1))
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.position
+        return self.head(torch.tanh(x * self.scale + self.gain).sum(1)) * self.gain[..., 0]
+
+
+class TwoNorms(nn.Module):
+    """Two norms with one weight, and biases of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.head = nn.LayerNorm(3), nn.LayerNorm(3), nn.Linear(9, 3)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(x).sin()).flatten(1))
+
+
+class Bilinear(nn.Module):
+    """A layer without a rule, whose block is a diagonal."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Bilinear(3, 3, 2), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x, x.sin()).tanh())
+
+
+def pooled(model: nn.Module) -> nn.Module:
+    model.pool = True
+    return model
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randint(5, shape, generator=torch.Generator().manual_seed(0))
+
+
+def layer(build, *shape: int, times: int = 1):
+    return lambda: (Around(build(), torch.zeros(1, *shape[1:]), times), normal(*shape))
+
+
+def attention(**options):
+    more = {"padding": PADDING} if options.pop("padding", True) else {}
+    d = (options.get("embed_dim", 4), options.get("kdim", 4), options.get("vdim", 4))
+    return lambda: (Attending(True, **options), attention_models.batch_of(True, d=d, **more))
+
+
+def tied(cls, *shape: int):
+    inputs = tokens(*shape) if issubclass(cls, tied_models.LanguageModel) else normal(*shape)
+    return lambda: (pooled(cls()), inputs)
+
+
+def embedding(*shape: int, **options):
+    return lambda: (
+        nn.Sequential(nn.Embedding(5, 3, **options), nn.Tanh(), nn.Flatten(), nn.LazyLinear(3)),
+        tokens(*shape),
+    )
+
+
+def graphs_of_edges():
+    model = padded_models.Graphs()
+    return model, padded_models.graphs(model)[0]
+
+
+CASES = {
+    "Conv1d": layer(lambda: nn.Conv1d(2, 4, 2, stride=2, padding=1, groups=2), 3, 2, 5),
+    "Conv3d": layer(lambda: nn.Conv3d(2, 3, (1, 2, 2), dilation=(1, 1, 2)), 3, 2, 2, 3, 4),
+    "Conv1d twice": layer(lambda: nn.Conv1d(2, 2, 3, padding=1), 3, 2, 4, times=2),
+    "ConvTranspose1d": layer(lambda: nn.ConvTranspose1d(2, 3, 3, 2, 1, 1), 3, 2, 3),
+    "ConvTranspose2d": layer(lambda: nn.ConvTranspose2d(2, 3, 2, padding=1), 3, 2, 3, 3),
+    "ConvTranspose2d, groups": layer(
+        lambda: nn.ConvTranspose2d(2, 4, (1, 3), (2, 2), groups=2, dilation=2), 3, 2, 2, 2
+    ),
+    "ConvTranspose2d twice": layer(
+        lambda: nn.ConvTranspose2d(2, 2, 3, padding=1, bias=False), 3, 2, 2, 3, times=2
+    ),
+    "Embedding": embedding(4, 3),
+    "Embedding of one token": embedding(6),
+    "Embedding with padding": embedding(4, 3, padding_idx=1),
+    "LayerNorm": layer(lambda: nn.LayerNorm(3), 3, 2, 3),
+    "LayerNorm twice": layer(lambda: nn.LayerNorm((2, 3)), 3, 4, 2, 3, times=2),
+    "RMSNorm": layer(lambda: nn.RMSNorm(3), 3, 2, 3),
+    "BatchNorm2d": layer(lambda: nn.BatchNorm2d(2).eval(), 3, 2, 2, 3),
+    "GroupNorm": layer(lambda: nn.GroupNorm(2, 4), 3, 4, 3),
+    "InstanceNorm1d": layer(lambda: nn.InstanceNorm1d(2, affine=True), 3, 2, 4),
+    "PReLU": layer(lambda: nn.PReLU(2), 3, 2, 4),
+    "PReLU twice": layer(nn.PReLU, 3, 2, 4, times=2),
+    "own parameters": lambda: (Own(), normal(4, 2, 3)),
+    "two norms, one weight": lambda: (TwoNorms(), normal(4, 3, 3)),
+    "no rule": lambda: (Bilinear(), normal(4, 3)),
+    "attention": attention(attn_mask=CAUSAL),
+    "attention, sequence first": attention(batch_first=False),
+    "attention, separate projections": attention(kdim=3, vdim=2),
+    "attention, more keys": attention(add_bias_kv=True, add_zero_attn=True, padding=False),
+    "transformer": lambda: (
+        Layered(True, causal=True), attention_models.batch_of(True, d=(4, 4, 4), padding=PADDING)
+    ),
+    "transformer, sequence first": lambda: (
+        Layered(True, batch_first=False), attention_models.batch_of(True, padding=PADDING)
+    ),
+    "stack of encoder layers": lambda: (
+        Stack(), attention_models.batch_of(True, padding=PADDING)
+    ),
+    "one layer for two halves": tied(tied_models.CalledTwice, 3, 3, 3),
+    "one layer for positions and their mean": tied(tied_models.PositionsThenMean, 3, 3, 3),
+    "two linear layers": tied(tied_models.TwoLayers, 3, 3, 3),
+    "two linear layers, one bias": tied(tied_models.TiedBias, 3, 3, 3),
+    "recurrent": tied(tied_models.Recurrent, 3, 3, 3),
+    "encoder layer twice": tied(tied_models.EncoderTwice, 3, 3, 3),
+    "grouped convolution twice": tied(tied_models.GroupsTwice, 3, 4, 3),
+    "language model": tied(tied_models.LanguageModel, 4, 3),
+    "language model with padding": tied(tied_models.PaddedLanguageModel, 4, 3),
+    "embedded twice, read twice": tied(tied_models.EmbeddedTwice, 4, 3),
+    "autoencoder": tied(tied_models.Autoencoder, 3, 4, 3),
+    "counted positions": lambda: (Padded("mean", "counted"), padded_models.batch_of()),
+    "rows in another order": lambda: (Padded("root", "rows"), padded_models.batch_of()),
+    "sequence first": lambda: (Padded("sum", "sequence first"), padded_models.batch_of()),
+    "padded transformer": lambda: (PaddedTransformer(), padded_models.batch_of()),
+    "padded tokens": lambda: (PaddedTokens(0), {**padded_models.batch_of(), "x": TOKENS}),
+    "graphs": graphs_of_edges,
+    "graph network": lambda: (GraphNetwork(3, 2, 2, 3, 1), some_graphs()),
+    "rows of images": lambda: (Folded(nn.Conv2d(2, 4, 2)), normal(3, 2, 2, 3, 3)),
+}  # fmt: skip
+
+
+def case(name: str):
+    model, x = CASES[name]()
+    if any(isinstance(p, nn.UninitializedParameter) for p in model.parameters()):
+        model(x)
+    model = randomize(model)
+    with_statistics(model)
+    return model, x

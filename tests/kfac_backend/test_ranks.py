@@ -1,0 +1,51 @@
+"""Shards of the data on several ranks give what one process has of all the data."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tests.ranks import results
+
+WORLDS = (1, 2, 4)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    return results("tests.kfac_backend.curvature_on_ranks", folder, *WORLDS)
+
+
+@pytest.mark.parametrize("world", WORLDS[1:])
+def test_factors_are_those_of_one_process(found, world):
+    (alone,) = found[1]
+    for of_rank in found[world]:
+        assert of_rank.keys() <= alone.keys()
+        for name, tensor in of_rank.items():
+            if not name.startswith("mc, "):
+                # Gradients that cancel (reduce, keys of attention) leave squares of rounding.
+                atol = 1e-10 * float(alone[name].abs().max()) + 1e-24
+                assert_close(tensor, alone[name], rtol=1e-10, atol=atol, msg=name)
+    assert len(found[2][0]) == len(alone) > 1000
+    assert len(found[4][0]) > 250
+
+
+@pytest.mark.parametrize("world", WORLDS[1:])
+def test_all_ranks_have_the_same_to_the_bit(found, world):
+    for of_rank in found[world][1:]:
+        for name, tensor in found[world][0].items():
+            assert torch.equal(of_rank[name], tensor), name
+
+
+@pytest.mark.parametrize("world", WORLDS[1:])
+def test_each_rank_draws_labels_of_its_own(found, world):
+    of_rank = found[world][0]
+    names = [name for name in of_rank if name.startswith("mc, together")]
+    assert names
+    for name in names:
+        one_by_one = of_rank[name.replace("together", "one by one")]
+        assert_close(of_rank[name], one_by_one, rtol=1e-10, atol=1e-12)
+    other = [of_rank[name.replace("together", "the next pass")] for name in names]
+    differ = [not torch.allclose(of_rank[name], o) for name, o in zip(names, other, strict=True)]
+    assert any(differ)  # the next pass draws others
+    numbers = of_rank["mc, numbers"]
+    assert len(torch.unique(numbers)) == numbers.numel() == 4 * world
