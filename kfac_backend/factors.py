@@ -315,13 +315,8 @@ class CurvaturePass:
     def _total_sums(self) -> PassSums:
         """The sums over all ranks' data, of which this pass has none left until `reset`."""
         sums = self._sums() if self._num_data else self._without_data()
-        names = {n: tuple(p.shape) for n, p in self._model.named_parameters() if p.requires_grad}
-        same = {
-            "the likelihood": self._likelihood,
-            "the options": repr(self._options),
-            "the trainable parameters": names,
-        }
-        sums = sum_over_ranks(sums, self.ranks, same, self._device)
+        same = {"the likelihood": self._likelihood, "the options": repr(self._options)}
+        sums = sum_over_ranks(sums, self.ranks, self._model, same)
         self._draw_on()
         return sums
 

@@ -4,15 +4,16 @@ Everything in `PassSums` is a sum over examples, so that any split of the data g
 unequal shards, and ranks without any. Means and scalings come after the reduction, never before.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kfac_backend.assembly import Part
-from kfac_backend.distributed import Ranks, check_same
+from kfac_backend.distributed import RankError, Ranks, check_same
 from kfac_backend.options import KfacApprox
 
 __all__ = ["PassSums", "sum_over_ranks"]
@@ -66,6 +67,8 @@ class _Message(NamedTuple):
 
     same: dict[str, Any]
     """What must be the same on all ranks."""
+    norms: dict[str, float]
+    """Of each trainable parameter; ranks have the same up to rounding."""
     sums: PassSums | None
     """Its counts, and tensors on the meta device: their shapes alone; None without data."""
     first_of: list[int]
@@ -73,7 +76,7 @@ class _Message(NamedTuple):
 
 
 def sum_over_ranks(
-    sums: PassSums, ranks: Ranks, same: Mapping[str, Any], device: torch.device
+    sums: PassSums, ranks: Ranks, model: nn.Module, same: Mapping[str, Any]
 ) -> PassSums:
     """The sums over all ranks' data, in place, the same to the bit on each.
 
@@ -83,16 +86,17 @@ def sum_over_ranks(
     Args:
         sums: this rank's.
         ranks: all of them.
-        same: what must be equal everywhere, such as options, by the names that errors use.
-        device: where the sums are.
+        model: which must be the same on all, up to rounding.
+        same: what else must be, such as options, by the names that errors use.
 
     Raises:
         RankError: a rank is gone, or has another model, other options or another version.
     """
     if ranks.size == 1:
         return sums
-    messages = ranks.gather(_message(sums, same), WHAT)
+    messages = ranks.gather(_message(sums, model, same), WHAT)
     _check(messages)
+    device = next(model.parameters()).device
     with_data = [(m.sums, m.first_of) for m in messages if m.sums is not None]
     if not with_data:
         return sums
@@ -112,20 +116,36 @@ def sum_over_ranks(
     )
 
 
-def _message(sums: PassSums, same: Mapping[str, Any]) -> _Message:
-    same = {"the version of torch": str(torch.__version__), **same}
+def _message(sums: PassSums, model: nn.Module, same: Mapping[str, Any]) -> _Message:
+    trainable = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    same = {
+        "the version of torch": str(torch.__version__),
+        "the trainable parameters": {name: tuple(p.shape) for name, p in trainable.items()},
+        **same,
+    }
+    norms = torch.stack([torch.linalg.vector_norm(p).double() for p in trainable.values()])
+    by_name = dict(zip(trainable, norms.tolist(), strict=True))
     if not sums.num_data:
-        return _Message(same, None, [])
+        return _Message(same, by_name, None, [])
     tensors = sums.tensors()
     positions: dict[int, int] = {}
     first_of = [positions.setdefault(id(tensor), i) for i, tensor in enumerate(tensors)]
     shapes = sums.with_tensors(torch.empty_like(tensor, device="meta") for tensor in tensors)
-    return _Message(same, shapes, first_of)
+    return _Message(same, by_name, shapes, first_of)
 
 
 def _check(messages: list[_Message]) -> None:
     """Raise a RankError if a rank differs from the first."""
     check_same([message.same for message in messages], WHAT)
+    for name, norm in messages[0].norms.items():
+        for rank, message in enumerate(messages):
+            if not math.isclose(norm, message.norms[name], rel_tol=1e-3):
+                raise RankError(
+                    f"Ranks disagree in {WHAT}: parameter '{name}' has norm {norm:.6g} on rank 0 "
+                    f"and {message.norms[name]:.6g} on rank {rank}. Give all the same weights "
+                    "first: train with DistributedDataParallel, or send rank 0's to the others "
+                    "(torch.distributed.broadcast)."
+                )
     with_data = [m.sums for m in messages if m.sums is not None]
     if with_data:
         check_same([_kinds(sums) for sums in with_data], WHAT)

@@ -29,9 +29,8 @@ def results(module: str, folder: Path, *worlds: int) -> dict[int, list[dict[str,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    return {
-        world: [load_file(_path(folder, rank, world)) for rank in range(world)] for world in worlds
-    }
+    paths = {world: [_path(folder, rank, world) for rank in range(world)] for world in worlds}
+    return {world: [load_file(p) for p in of if p.exists()] for world, of in paths.items()}
 
 
 def run(module: str, folder: Path, world: int) -> bool:
@@ -56,9 +55,6 @@ def _one(work, folder: Path, rank: int, world: int) -> int:
             )
         found = {name: tensor.contiguous().clone() for name, tensor in work(folder).items()}
         save_file(found, _path(folder, rank, world))
-        if world > 1:
-            distributed.barrier()
-            distributed.destroy_process_group()
     except BaseException:
         print(f"Rank {rank} of {world}:", flush=True)
         traceback.print_exc()

@@ -382,18 +382,18 @@ def check_module(model: object) -> None:
             "needed."
         )
     for name, module in model.named_modules():
+        which = f"Layer '{name}'" if name else "The model"
+        inner = f"{f'model.{name}' if name else 'model'}.module"
         if isinstance(module, nn.DataParallel):
-            which = f"Layer '{name}'" if name else "The model"
             raise TypeError(
                 f"{which} is in nn.DataParallel, whose copies of the layers hooks cannot follow. "
-                f"Pass what it holds: {f'model.{name}' if name else 'model'}.module."
+                f"Pass what it holds: {inner}."
             )
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise TypeError(
-                f"{f'Layer {name!r}' if name else 'The model'} is in DistributedDataParallel, which "
-                "averages gradients that are no concern of the curvature. Pass what it holds "
-                f"({f'model.{name}' if name else 'model'}.module); the ranks' sums are reduced all "
-                "the same."
+                f"{which} is in DistributedDataParallel, which waits for gradients of a training "
+                f"step. Pass what it holds, {inner}: the curvature's sums are reduced over the "
+                "ranks all the same."
             )
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "full_tensor") or type(parameter).__name__ == "FlatParameter":

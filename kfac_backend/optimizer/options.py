@@ -50,8 +50,9 @@ class PreconditionerOptions:
         norm_limit: see there.
         inverse_owners: which of several ranks keep the inverse of a block. Each is made by one of
             them. "all": it is sent to the others when it is new, and steps in between need no
-            communication. "one": it stays where it was made, and preconditioned gradients are sent
-            in every step; a rank then holds an n-th of the inverses (Pauloski et al. 2021,
+            communication; the ranks' steps are equal up to the rounding of one product. "one": it
+            stays where it was made, and preconditioned gradients are sent in every step, equal to
+            the bit; a rank then holds an n-th of the inverses (Pauloski et al. 2021,
             arXiv:2107.01739).
 
     Raises:

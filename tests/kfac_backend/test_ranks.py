@@ -49,3 +49,47 @@ def test_each_rank_draws_labels_of_its_own(found, world):
     assert any(differ)  # the next pass draws others
     numbers = of_rank["mc, numbers"]
     assert len(torch.unique(numbers)) == numbers.numel() == 4 * world
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("failures")
+    (of_first,) = results("tests.kfac_backend.failures_on_ranks", folder, 2)[2]
+    return {name: bytes(text.tolist()).decode() for name, text in of_first.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    {
+        "other options": "Ranks disagree in a curvature pass: the options is",
+        "another model": "Ranks disagree in a curvature pass: the trainable parameters is",
+        "other weights": "parameter '8.weight' has norm",
+        "no data": "ValueError: The data is empty",
+        "under DDP": "TypeError: The model is in DistributedDataParallel",
+        "in parts": "NotImplementedError: Parameter '8.weight' is spread over ranks",
+        "control": "no error",
+    }.items(),
+)
+def test_both_ranks_are_told(told, name, words):
+    for rank in (0, 1):
+        assert words in told[f"{rank}, {name}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "words"),
+    [
+        ("a wrong label", "a curvature pass", "ValueError: "),
+        ("eigenvalues", "eigenvalues", "ValueError: The curvature factor of '8.weight, A'"),
+        ("eigenvectors", "eigenvectors", "ValueError: The curvature factor of '8.weight, A'"),
+    ],
+)
+def test_a_failure_of_one_ends_both(told, name, what, words):
+    texts = [told[f"{rank}, {name}"] for rank in (0, 1)]
+    (own,) = [text for text in texts if text.startswith(words)]
+    (others,) = [text for text in texts if text != own]
+    assert others.startswith("RankError: Rank ")
+    assert f"failed in {what}, which ends it for all: {words}" in others
+
+
+def test_a_rank_that_is_gone(told):
+    assert told["gone"].startswith("RankError: Rank 0 of 2 lost the others in a test: ")

@@ -1,0 +1,71 @@
+"""What `test_ranks` compares between worlds: run by `tests.ranks` on each rank."""
+
+import copy
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from kfac_backend.distributed import Ranks
+from kfac_backend.optimizer import KFAC, PreconditionerOptions
+from tests.kfac_backend.networks import data, network
+
+SETTINGS = {
+    "factors": {},
+    "factors, solved once": {"update_every": 1, "factor_every": 1},
+    "product": {"damping_on": "product", "norm_control": "graft"},
+}
+FISHERS = ("exact", "empirical")
+STEPS, N = 6, 8
+
+
+def trained(ranks: Ranks, fisher: str, options: PreconditionerOptions, state=None):
+    """The parameters and the optimiser after some steps, or after the rest of them."""
+    model = network()
+    optimizer = KFAC(model, "classification", 0.1, options=options, fisher=fisher)
+    steps = range(STEPS)
+    if state is not None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        steps = range(STEPS // 2, STEPS)
+    whole = DistributedDataParallel(model) if ranks.size > 1 else model
+    halfway = None
+    for step in steps:
+        x, y = data(N * STEPS)
+        own = torch.arange(N * step, N * (step + 1)).tensor_split(ranks.size)[ranks.rank]
+        optimizer.zero_grad()
+        F.cross_entropy(whole(x[own]), y[own]).backward()
+        optimizer.step()
+        if step == STEPS // 2 - 1:
+            halfway = copy.deepcopy(
+                {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            )
+    return model, optimizer, halfway
+
+
+def work(folder: Path) -> dict[str, Tensor]:
+    """Parameters after training, from the start and from another world's state."""
+    ranks = Ranks()
+    found = {}
+    few = ranks.size == 4  # which take their time on two cores
+    for name, own in list(SETTINGS.items())[2 if few else 0 :]:
+        for fisher in FISHERS[: 1 if few else 2]:
+            for owners in ("all", "one"):
+                key = f"{name}, {fisher}, {owners}"
+                settings = {"factor_every": 2, "update_every": 2} | own
+                options = PreconditionerOptions(inverse_owners=owners, **settings)
+                model, optimizer, halfway = trained(ranks, fisher, options)
+                found |= {f"{key}, {n}": p.detach() for n, p in model.named_parameters()}
+                held = optimizer.preconditioner._inverses  # pyright: ignore[reportPrivateUsage]
+                found[f"held, {key}"] = torch.tensor(len(held))
+                if ranks.rank == 0:
+                    torch.save(halfway, folder / f"{key} of {ranks.size}.pt")
+                elsewhere = folder / f"{key} of {ranks.size // 2}.pt"
+                if ranks.size > 1:
+                    state = torch.load(elsewhere)
+                    model, *_ = trained(ranks, fisher, options, state)
+                    named = model.named_parameters()
+                    found |= {f"resumed, {key}, {n}": p.detach() for n, p in named}
+    return found

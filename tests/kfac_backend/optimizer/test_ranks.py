@@ -1,0 +1,60 @@
+"""K-FAC steps on several ranks are those of one process with the batches of all."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tests.kfac_backend.networks import network
+from tests.ranks import results
+
+WORLDS = (1, 2, 4)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    return results("tests.kfac_backend.optimizer.steps_on_ranks", folder, *WORLDS)
+
+
+@pytest.mark.parametrize("world", WORLDS[1:])
+def test_steps_are_those_of_one_process(found, world):
+    (alone,) = found[1]
+    for of_rank in found[world]:
+        for name, tensor in of_rank.items():
+            if not name.startswith(("held", "resumed")):
+                assert_close(tensor, alone[name], rtol=1e-9, atol=1e-10, msg=name)
+    assert {name.split(",")[0] for name in found[2][0] if name in alone} >= {"factors", "product"}
+    assert any(name.startswith("product, exact, one") for name in found[4][0])
+
+
+@pytest.mark.parametrize("world", WORLDS[1:])
+def test_a_state_goes_on_with_twice_the_ranks(found, world):
+    (alone,) = found[1]
+    for of_rank in found[world]:
+        resumed = [name for name in of_rank if name.startswith("resumed")]
+        assert resumed
+        for name in resumed:
+            expected = alone[name.removeprefix("resumed, ")]
+            assert_close(of_rank[name], expected, rtol=1e-9, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("world", WORLDS[1:])
+def test_one_owner_holds_a_part_of_the_inverses(found, world):
+    number = sum(1 for _ in network().parameters())
+    for name in (name for name in found[world][0] if name.startswith("held")):
+        held = [int(of_rank[name]) for of_rank in found[world]]
+        assert sum(held) == (number if name.endswith("one") else world * number)
+        if name.endswith("one"):
+            assert max(held) < number
+
+
+@pytest.mark.parametrize("world", WORLDS[1:])
+def test_ranks_stay_together(found, world):
+    for of_rank in found[world][1:]:
+        for name, tensor in found[world][0].items():
+            if ", one, " in name:
+                assert torch.equal(of_rank[name], tensor), name
+            elif not name.startswith("held"):
+                # Each multiplies by the inverses itself, and a product's last bit may depend on
+                # where its matrices lie in memory.
+                assert_close(of_rank[name], tensor, rtol=1e-13, atol=1e-14, msg=name)
