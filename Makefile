@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: train test test-slow test-lowest lint format bench exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study uci update-step-timing gpt-timing natural-gradient models graph-network-training vision-transformer-training optimizer-comparison
+.PHONY: train test test-slow test-lowest lint format bench exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study uci update-step-timing gpt-timing natural-gradient models graph-network-training vision-transformer-training optimizer-comparison ranks-timing simulate-ranks
 
 train: $(INSTALLED)  ## train on the built-in digits, learn the weight decays, write runs/digits
 	$(BIN)/marglik train --config digits
@@ -54,6 +54,12 @@ natural-gradient: $(INSTALLED)  ## weight decays learned with SGD, AdamW and K-F
 
 weight-decay-study: $(INSTALLED)  ## learned weight decays beside a grid and the default: digits, five seeds; again to go on
 	$(BIN)/python -m experiments.weight_decay_study
+
+ranks-timing: $(INSTALLED)  ## a curvature pass on two ranks against one, and communication's share: three minutes
+	$(BIN)/python -m experiments.ranks_timing
+
+simulate-ranks: $(INSTALLED)  ## what an update takes on up to a thousand GPUs, simulated: seconds
+	$(BIN)/python -m experiments.simulate_ranks
 
 table2: $(INSTALLED)  ## the paper's Table 2 at the size of two cores: less than two hours; again to go on
 	$(BIN)/python -m experiments.marglik_cifar10

@@ -20,7 +20,7 @@ from torch import distributed as dist
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["ProcessGroupOption", "RankError", "Ranks"]
+__all__ = ["ProcessGroupOption", "RankError", "Ranks", "check_same", "share_out"]
 
 ProcessGroupOption: TypeAlias = "ProcessGroup | Literal['default'] | None"
 """The ranks that share the data: a process group, the default one if there is one, or none."""
@@ -131,18 +131,8 @@ class Ranks:
                 _spread(flat, bucket)
 
     def owners(self, costs: Sequence[float]) -> list[int]:
-        """The rank that does each piece of work: the largest first, to who has the least so far.
-
-        It costs no communication, as all ranks find the same. The last to end takes at most 4/3 of
-        the least time possible (Graham 1969, "Bounds on multiprocessing timing anomalies").
-        """
-        loads = [(0.0, rank) for rank in range(self.size)]
-        owners = [0] * len(costs)
-        for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
-            load, rank = heapq.heappop(loads)
-            owners[index] = rank
-            heapq.heappush(loads, (load + costs[index], rank))
-        return owners
+        """The rank that does each piece of work, see `share_out`; without communication."""
+        return share_out(costs, self.size)
 
     def exchange_(self, tensors: Sequence[Tensor], owners: Sequence[int], what: str) -> None:
         """Fill each tensor with its owner's values, to the bit.
@@ -195,6 +185,21 @@ class Ranks:
                 "why. End all ranks and start anew, where a run was kept with resume. (How long a "
                 "rank waits is the timeout of torch.distributed.init_process_group.)"
             ) from error
+
+
+def share_out(costs: Sequence[float], ranks: int) -> list[int]:
+    """The rank that does each piece of work: the largest first, to who has the least so far.
+
+    The last to end takes at most 4/3 of the least time possible (Graham 1969, "Bounds on
+    multiprocessing timing anomalies").
+    """
+    loads = [(0.0, rank) for rank in range(ranks)]
+    owners = [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        load, rank = heapq.heappop(loads)
+        owners[index] = rank
+        heapq.heappush(loads, (load + costs[index], rank))
+    return owners
 
 
 def check_same(values: Sequence[Mapping[str, Any]], what: str) -> None:
