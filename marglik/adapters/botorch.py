@@ -25,6 +25,7 @@ try:
         MultitaskMultivariateNormal,
         MultivariateNormal,
     )
+    from linear_operator import to_linear_operator  # pyright: ignore[reportMissingImports]
 except ImportError as error:
     raise ImportError("marglik.adapters.botorch needs BoTorch: pip install botorch.") from error
 
@@ -106,10 +107,13 @@ class LaplaceModel(Model):
         elif observation_noise:
             variance = self.laplace.sigma_noise.to(mean).square()
             covariance = covariance + variance * torch.eye(covariance.shape[-1]).to(mean)
+        # Points that are almost the same make it singular to rounding: of an operator, unlike of a
+        # tensor, GPyTorch takes a root with as little jitter as it needs.
+        operator = to_linear_operator(covariance)
         if len(outputs) == 1:
-            normal = MultivariateNormal(mean[..., 0], covariance)
+            normal = MultivariateNormal(mean[..., 0], operator)
         else:
-            normal = MultitaskMultivariateNormal(mean, covariance)  # output by output of each point
+            normal = MultitaskMultivariateNormal(mean, operator)  # output by output of each point
         found = GPyTorchPosterior(normal)
         if posterior_transform is not None:
             return posterior_transform(posterior=found, X=X)

@@ -89,6 +89,18 @@ def test_samples_are_roots_times_base_samples(outputs):
     assert torch.autograd.gradcheck(value, (X,)) and gradient.norm() > 0
 
 
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_points_may_coincide(outputs):
+    """As the optimiser of an acquisition function moves them; their covariance is singular."""
+    posterior, _ = fitted(outputs)
+    X = torch.rand(1, 2).double().expand(3, 2).clone().requires_grad_()
+    found = LaplaceModel(posterior).posterior(X)
+    samples = found.rsample(torch.Size([50]))
+    assert_close(samples[:, 0], samples[:, 2], rtol=0, atol=1e-2)
+    samples.sum().backward()
+    assert torch.isfinite(X.grad).all()
+
+
 def test_some_outputs_and_transforms():
     posterior, _ = fitted(3)
     model, X = LaplaceModel(posterior), torch.rand(4, 2).double()
