@@ -46,8 +46,8 @@ def value(points):
 # %% [markdown]
 # ## The surrogate
 # A network that is trained from scratch in each round, in float64. Then the curvature, and the
-# precision of the prior where the evidence is highest. The noise stays what it is: with eight points
-# that the network passes through, the evidence would explain everything by noise.
+# precision of the prior where the evidence is highest. The noise stays what it is: with eight
+# points that the network passes through, the evidence would explain everything by noise.
 
 
 # %%

@@ -26,8 +26,8 @@ warnings.filterwarnings("ignore", module="lightning")
 
 # %% [markdown]
 # ## The data
-# 300 handwritten digits to train on, 200 held out for the two numbers of the calibration, and 500 for
-# the test. A fifth of all labels are drawn at random, so that there is something to overfit.
+# 300 handwritten digits to train on, 200 held out for the two numbers of the calibration, and 500
+# for the test. A fifth of all labels are drawn at random, so that there is something to overfit.
 
 # %%
 L.seed_everything(0, verbose=False)
