@@ -144,7 +144,14 @@ def marglik_training(
         cast(Likelihood, likelihood),
         hyperparameters,
         make_laplace,
-        Schedule(n_epochs, marglik_frequency, n_epochs_burnin, n_hypersteps, last_epoch=False),
+        Schedule(
+            n_epochs,
+            marglik_frequency,
+            n_epochs_burnin,
+            n_hypersteps,
+            last_epoch=False,
+            keep="best",
+        ),
         temperature=temperature,
         scheduler=scheduler,
         # laplace-torch takes the length of the dataset for the number of examples that it sees.

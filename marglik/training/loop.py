@@ -48,8 +48,8 @@ class OnlineResult:
     laplace: Any
     """Fitted at the model's parameters, with the learned hyperparameters."""
     evidence: float
-    """Its log marginal likelihood (nats, a sum over the data): the highest of all updates, or the
-    last one's if the schedule keeps the last."""
+    """Its log marginal likelihood (nats, a sum over the data): the last update's, or the highest of
+    all if the schedule keeps the best."""
     epoch: int
     """The epoch after which that evidence was computed."""
     records: list[Record] = field(default_factory=list)
