@@ -63,16 +63,11 @@ def build(
         options: all options of the curvature pass.
         hyperparameters: those of `marglik.Posterior`, such as ``prior_precision``.
     """
-    return Transform(
-        partial(
-            init,
-            model=model,
-            likelihood=likelihood,
-            options=options,
-            hyperparameters=hyperparameters,
-        ),
-        update,
+    own_init: Any = partial(
+        init, model=model, likelihood=likelihood, options=options, hyperparameters=hyperparameters
     )
+    own_update: Any = update  # typed for our state alone, where a transform's takes any
+    return Transform(own_init, own_update)
 
 
 def init(

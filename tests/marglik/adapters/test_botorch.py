@@ -38,7 +38,7 @@ def dense(posterior, X):
     """J(X) Σ J(X)ᵀ of one set of points, (q·m, q·m), from the blocks' dense matrices."""
     parameters = {n: p.detach() for n, p in posterior.model.named_parameters()}
     J = jacrev(lambda p: functional_call(posterior.model, p, (X,)))(parameters)
-    total = 0
+    total = torch.zeros(())
     for name, block in posterior.factors.blocks.items():
         precision = block.to_dense() / (SIGMA**2 * T) + DELTA * torch.eye(block.numel)
         J_n = J[name].flatten(2).flatten(0, 1)  # (q·m, P)
@@ -98,7 +98,7 @@ def test_points_may_coincide(outputs):
     samples = found.rsample(torch.Size([50]))
     assert_close(samples[:, 0], samples[:, 2], rtol=0, atol=1e-2)
     samples.sum().backward()
-    assert torch.isfinite(X.grad).all()
+    assert X.grad is not None and torch.isfinite(X.grad).all()
 
 
 def test_some_outputs_and_transforms():
@@ -130,7 +130,7 @@ def test_their_acquisition_functions_climb():
     assert_close(value, acquisition(candidate)[0])
     noisy = qLogNoisyExpectedImprovement(model, x, sampler, prune_baseline=True)
     pair, value = optimize_acqf(noisy, BOUNDS, 2, num_restarts=3, raw_samples=16)
-    assert pair.shape == (2, 2) and torch.isfinite(value)
+    assert pair.shape == (2, 2) and value is not None and torch.isfinite(value)
     assert value > noisy(torch.cat([at_random[:64], at_random[64:128]], 1)).median()
 
 

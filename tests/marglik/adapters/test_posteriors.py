@@ -1,10 +1,11 @@
 """The interface of the library posteriors: its loop, against marglik's own fit."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 from marglik import Posterior
@@ -22,7 +23,7 @@ def problem():
     return model, list(zip(x.split(5), (x[:, :2].argmax(1)).split(5), strict=True))
 
 
-def run(method, transform, model, batches, inplace=False):
+def run(method, transform, model, batches, inplace=False) -> tuple[Any, Tensor]:
     """The loop that posteriors documents, the same for each method."""
     state = transform.init(dict(model.named_parameters()))
     for batch in batches:
