@@ -76,8 +76,8 @@ def kronecker_factors(
     reduce where positions are summed or averaged into one output per example. Source: Eschenhagen
     et al. 2023 (arXiv:2311.00636), sections 3.2 and 3.3.
 
-    The model runs in the mode (train or eval) it is in; dropout that is on stays on. Some
-    eight examples of the first batch run twice before the pass, to prove that the hooks see all and that
+    The model runs in the mode (train or eval) it is in; dropout that is on stays on. Some eight
+    examples of the first batch run twice before the pass, to prove that the hooks see all and that
     no examples mix. (After a first batch of one example, so do those of the first that has
     several.) One and two run before that, to see which layers run once for all examples, and how
     batches may be split; further runs prove that attention by parts and copies of a module's own
