@@ -8,9 +8,17 @@ import torch
 from torch import Tensor
 
 from kfac_backend.blocks.eigen import eigenvalues, eigh
+from kfac_backend.blocks.sketch import (
+    Basis,
+    Factor,
+    Frame,
+    SketchedFactor,
+    add_factors,
+    whole,
+)
 from kfac_backend.threads import map_on_cores
 
-__all__ = ["EigenBlock", "KroneckerBlock", "compute_eigenvalues"]
+__all__ = ["EigenBlock", "KroneckerBlock", "compute_eigenvalues", "coordinates"]
 
 
 @dataclass(frozen=True)
@@ -25,10 +33,10 @@ class KroneckerBlock:
 
     name: str
     """The parameter's name, for errors."""
-    B: Tensor
-    """Gradient factor, a sum over the data: (d_out, d_out) or (G, d_out, d_out)."""
-    A: Tensor | None = None
-    """Input factor, a mean over the data: (d_in, d_in) or (G, d_in, d_in)."""
+    B: Factor
+    """Gradient factor, a sum over the data: (d_out, d_out) or (G, d_out, d_out), or a sketch."""
+    A: Factor | None = None
+    """Input factor, a mean over the data: (d_in, d_in) or (G, d_in, d_in), or a sketch."""
     num_terms: float | tuple[float, ...] = 0
     """How many terms A is the mean of, data of weight c counted c times: N·R for expand, N for
     reduce; one number for all groups, or one for each."""
@@ -53,16 +61,20 @@ class KroneckerBlock:
 
     def to_dense(self) -> Tensor:
         """The block as a (P, P) matrix."""
-        B = self.B.reshape(-1, *self.B.shape[-2:])
+        B = _dense(self.B)
+        B = B.reshape(-1, *B.shape[-2:])
         if self.A is None:
             return torch.block_diag(*B)
-        A = self.A.expand(len(B), *self.A.shape[-2:])  # groups may have one
+        A = _dense(self.A)
+        A = A.expand(len(B), *A.shape[-2:])  # groups may have one
         return torch.block_diag(*(torch.kron(b, a) for b, a in zip(B, A, strict=True)))
 
     def matvec(self, v: Tensor) -> Tensor:
         """(B ⊗ A) v for vectors v (..., P)."""
         V = self._as_matrices(v)
-        V = self.B @ V if self.A is None else self.B @ V @ self.A.mT
+        V = self.B.times(V.mT).mT if isinstance(self.B, SketchedFactor) else self.B @ V
+        if self.A is not None:
+            V = self.A.times(V) if isinstance(self.A, SketchedFactor) else V @ self.A.mT
         return V.reshape(v.shape)
 
     def scale(self, weight: float) -> "KroneckerBlock":
@@ -83,8 +95,13 @@ class KroneckerBlock:
                 f"The blocks of '{self.name}' and '{other.name}' differ in shape; only factors of "
                 "the same model can be added."
             )
+        if [type(F) for F in (self.B, self.A)] != [type(F) for F in (other.B, other.A)]:
+            raise ValueError(
+                f"One of the blocks of '{self.name}' has a sketched factor where the other has a "
+                "whole one. Make both with the same sketch_rank."
+            )
         if self.A is None or other.A is None:
-            return replace(self, B=self.B + other.B)
+            return replace(self, B=add_factors(self.B, other.B))
         for block in (self, other):
             if not any(_terms(block)) and block.B.any() and block.A is not None and block.A.any():
                 raise ValueError(
@@ -97,19 +114,40 @@ class KroneckerBlock:
         shares = [
             pair[1] / total if total else 0.0 for pair, total in zip(pairs, terms, strict=True)
         ]
-        share = torch.tensor(shares, dtype=torch.float64)
-        share = share[:, None, None] if len(terms) > 1 else share
-        A = self.A * (1 - share).to(self.A) + other.A * share.to(self.A)
-        return replace(
-            self, B=self.B + other.B, A=A, num_terms=terms[0] if len(terms) == 1 else terms
-        )
+        B = add_factors(self.B, other.B)
+        if isinstance(self.A, SketchedFactor) or isinstance(other.A, SketchedFactor):
+            A = add_factors(self.A * (1 - shares[0]), other.A * shares[0])
+        else:
+            share = torch.tensor(shares, dtype=torch.float64)
+            share = (share[:, None, None] if len(terms) > 1 else share).to(self.A)
+            A = self.A * (1 - share) + other.A * share
+        return replace(self, B=B, A=A, num_terms=terms[0] if len(terms) == 1 else terms)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None):
         """The block on another device or in another dtype."""
         A = None if self.A is None else self.A.to(device, dtype)
         return replace(self, B=self.B.to(device, dtype), A=A)
 
-    def named_factors(self) -> list[tuple[Tensor, str]]:
+    @property
+    def sketches(self) -> dict[str, SketchedFactor]:
+        """Which of "B" and "A" are sketches -> the factor."""
+        return {
+            which: F for which, F in (("B", self.B), ("A", self.A)) if isinstance(F, SketchedFactor)
+        }
+
+    def whole_factors(self, what: str) -> tuple[Tensor, Tensor | None]:
+        """B and A, where something needs them as matrices.
+
+        Args:
+            what: what it is, for the error.
+
+        Raises:
+            NotImplementedError: one of them is a sketch.
+        """
+        A = None if self.A is None else whole(self.A, self.name, what)
+        return whole(self.B, self.name, what), A
+
+    def named_factors(self) -> list[tuple[Factor, str]]:
         """B, and A if there is one, with what to call them in errors."""
         factors = [(self.B, f"{self.name}, B")]
         return factors if self.A is None else [*factors, (self.A, f"{self.name}, A")]
@@ -147,19 +185,32 @@ class KroneckerBlock:
 
     def decompose(self) -> "EigenBlock":
         """Eigenvalues and eigenvectors of the factors."""
-        of_B = eigh(self.B, f"{self.name}, B")
-        of_A = None if self.A is None else eigh(self.A, f"{self.name}, A")
-        return EigenBlock(
-            of_B.values,
-            of_B.vectors,
-            None if of_A is None else of_A.values,
-            None if of_A is None else of_A.vectors,
-        )
+        of_B = _decomposed(self.B, f"{self.name}, B")
+        of_A = (None, None) if self.A is None else _decomposed(self.A, f"{self.name}, A")
+        return EigenBlock(*of_B, *of_A)
 
     def _as_matrices(self, v: Tensor) -> Tensor:
         """(..., P) as (..., d_out, d_in), with G before d_out if there are groups."""
         columns = 1 if self.A is None else self.A.shape[-1]
         return v.reshape(*v.shape[:-1], *self.B.shape[:-1], columns)
+
+
+def _dense(factor: Factor) -> Tensor:
+    return factor.to_dense() if isinstance(factor, SketchedFactor) else factor
+
+
+def _decomposed(factor: Factor, name: str) -> tuple[Tensor, Basis]:
+    if isinstance(factor, SketchedFactor):
+        return factor.decompose()
+    found = eigh(factor, name)
+    return found.values, found.vectors
+
+
+def _eigenvalues(factor: Factor, name: str) -> tuple[Tensor, int]:
+    """Ascending, and how many were clipped; those of a sketch are known."""
+    if isinstance(factor, SketchedFactor):
+        return factor.eigenvalues(), 0
+    return eigenvalues(factor, name)
 
 
 def _terms(block: KroneckerBlock) -> tuple[float, ...]:
@@ -174,16 +225,16 @@ def compute_eigenvalues(blocks: Iterable[KroneckerBlock]) -> None:
     factor that two blocks share, a weight's and its bias's, is solved once.
     """
     blocks = [block for block in blocks if not block.knows_eigenvalues]
-    factors: dict[int, tuple[Tensor, str]] = {}
+    factors: dict[int, tuple[Factor, str]] = {}
     for block in blocks:
         for F, name in block.named_factors():
             factors.setdefault(id(F), (F, name))
     ordered = sorted(factors.values(), key=lambda factor: -factor[0].shape[-1])
     small = not ordered or ordered[0][0].shape[-1] < 256
     if small or ordered[0][0].device.type != "cpu":
-        solved = [eigenvalues(*factor) for factor in ordered]
+        solved = [_eigenvalues(*factor) for factor in ordered]
     else:
-        solved = map_on_cores(lambda factor: eigenvalues(*factor), ordered)
+        solved = map_on_cores(lambda factor: _eigenvalues(*factor), ordered)
     by_factor = dict(zip((id(F) for F, _ in ordered), solved, strict=True))
     for block in blocks:
         block.keep_eigenvalues([by_factor[id(F)] for F, _ in block.named_factors()])
@@ -193,19 +244,31 @@ def compute_eigenvalues(blocks: Iterable[KroneckerBlock]) -> None:
 class EigenBlock:
     """A block by eigenvalues and -vectors: Q_B diag(β) Q_Bᵀ ⊗ Q_A diag(α) Q_Aᵀ.
 
+    The eigenvectors of a sketched factor are a frame of k + d vectors, and its eigenvalues as many.
     Where the eigenvalues are ``corrected``, they take the place of the products β_i α_j.
     """
 
     beta: Tensor
     """(d_out) or (G, d_out)."""
-    Q_B: Tensor
+    Q_B: Basis
     """(d_out, d_out) or (G, d_out, d_out)."""
     alpha: Tensor | None = None
     """(d_in) or (G, d_in)."""
-    Q_A: Tensor | None = None
+    Q_A: Basis | None = None
     """(d_in, d_in) or (G, d_in, d_in)."""
     corrected: Tensor | None = None
     """(..., d_out, d_in), or (..., d_out, 1) without Q_A; see `CorrectedBlock`."""
+
+    @property
+    def numel(self) -> int:
+        """P, the number of parameters of the block."""
+        return self._shape.numel()
+
+    @property
+    def _shape(self) -> torch.Size:
+        """(..., d_out, d_in), the parameter's as a matrix."""
+        columns = 1 if self.Q_A is None else self.Q_A.shape[-2]
+        return torch.Size((*self.Q_B.shape[:-1], columns))
 
     def scale(self, factor: Tensor | float) -> "EigenBlock":
         """The block times a factor ≥ 0, spread evenly over B and A; differentiable in it."""
@@ -249,15 +312,39 @@ class EigenBlock:
             return (self.beta + root)[..., :, None] * (self.alpha + root)[..., None, :]
         return self.beta[..., :, None] * self.alpha[..., None, :] + delta
 
+    def log_det(self, spectrum: Tensor) -> Tensor:
+        """Log det of Q diag(spectrum) Qᵀ, which counts the entries of a frame as its directions."""
+        logs = spectrum.double().log()
+        for axis, Q in ((-2, self.Q_B), (-1, self.Q_A)):
+            if isinstance(Q, Frame):
+                d, k = Q.U.shape
+                weights = logs.new_full((k + d,), (d - k) / d)
+                weights[:k] = 1
+                logs = logs * (weights[:, None] if axis == -2 else weights)
+        return logs.sum()
+
     def power_matvec(self, v: Tensor, spectrum: Tensor, exponent: float) -> Tensor:
         """Q diag(spectrum ** exponent) Qᵀ v for vectors v (..., P), with Q = Q_B ⊗ Q_A."""
-        V = v.reshape(*v.shape[:-1], *spectrum.shape)
-        V = self.Q_B.mT @ V if self.Q_A is None else self.Q_B.mT @ V @ self.Q_A
+        V = v.reshape(*v.shape[:-1], *self._shape)
+        Q_B, Q_A = self.Q_B, self.Q_A
+        V = Q_B.coordinates(V.mT).mT if isinstance(Q_B, Frame) else Q_B.mT @ V
+        if Q_A is not None:
+            V = coordinates(V, Q_A)
         V = V * spectrum.pow(exponent)
-        V = self.Q_B @ V if self.Q_A is None else self.Q_B @ V @ self.Q_A.mT
+        V = Q_B.rows(V.mT).mT if isinstance(Q_B, Frame) else Q_B @ V
+        if Q_A is not None:
+            V = Q_A.rows(V) if isinstance(Q_A, Frame) else V @ Q_A.mT
         return V.reshape(v.shape)
 
     def diagonal(self, spectrum: Tensor, exponent: float = 1.0) -> Tensor:
         """The diagonal (P,) of Q diag(spectrum ** exponent) Qᵀ."""
-        d = self.Q_B.square() @ spectrum.pow(exponent)
-        return (d if self.Q_A is None else d @ self.Q_A.square().mT).flatten()
+        d, Q_B, Q_A = spectrum.pow(exponent), self.Q_B, self.Q_A
+        d = Q_B.squares(d.mT).mT if isinstance(Q_B, Frame) else Q_B.square() @ d
+        if Q_A is not None:
+            d = Q_A.squares(d) if isinstance(Q_A, Frame) else d @ Q_A.square().mT
+        return d.flatten()
+
+
+def coordinates(x: Tensor, Q: Basis) -> Tensor:
+    """X Q: the coordinates of rows."""
+    return Q.coordinates(x) if isinstance(Q, Frame) else x @ Q

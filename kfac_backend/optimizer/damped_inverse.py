@@ -124,7 +124,7 @@ class EigenInverse:
     def tensors(self) -> dict[str, Tensor]:
         """Eigenvectors and the damped eigenvalues; the factors' own are of no more use."""
         own = {"Q_B": self.eigen.Q_B, "Q_A": self.eigen.Q_A, "spectrum": self.spectrum}
-        return {name: tensor for name, tensor in own.items() if tensor is not None}
+        return {name: tensor for name, tensor in own.items() if isinstance(tensor, Tensor)}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "EigenInverse":
@@ -154,8 +154,11 @@ def damped_inverse(
     Raises:
         FloatingPointError: a factor that is not finite.
     """
-    for F, name in block.named_factors():
-        if not torch.isfinite(F.sum()):  # a tenth of the time that each entry's own test takes
+    B, A = block.whole_factors("K-FAC as an optimiser")
+    for F, name in ((B, f"{block.name}, B"), (A, f"{block.name}, A")):
+        if F is not None and not torch.isfinite(
+            F.sum()
+        ):  # a tenth of the time that each entry's own test takes
             raise FloatingPointError(
                 f"The curvature factor of '{name}' is not finite: the training diverges. Lower the "
                 "learning rate, raise the damping, warm the learning rate up, or set norm_control "
@@ -169,11 +172,11 @@ def damped_inverse(
         return EigenInverse(replace(eigen, beta=eigen.beta.new_empty(0), alpha=None), spectrum)
     of_B: Tensor | float = damping
     L_A = None
-    if block.A is not None:
-        pi = _balance(block.B, block.A) if balanced else 1.0
+    if A is not None:
+        pi = _balance(B, A) if balanced else 1.0
         of_B = damping**0.5 / pi
-        L_A = _root(block.A, damping**0.5 * pi, f"{block.name}, A")
-    L_B = _root(block.B, of_B, f"{block.name}, B")
+        L_A = _root(A, damping**0.5 * pi, f"{block.name}, A")
+    L_B = _root(B, of_B, f"{block.name}, B")
     if once:
         return FactorSolve(L_B, L_A)
     return FactorInverse(_inverse(L_B), None if L_A is None else _inverse(L_A))

@@ -329,7 +329,7 @@ class Posterior:
         log_det, scatter = delta.new_zeros((), dtype=torch.float64), terms.squared_norms @ per_block
         for block, d, size in zip(factors.blocks.values(), per_block, terms.sizes, strict=True):
             eigen = block.decompose().scale(scale)
-            log_det = log_det + eigen.spectrum(d, damping=True).double().log().sum()
+            log_det = log_det + eigen.log_det(eigen.spectrum(d, damping=True))
             log_det = log_det - size * d.log()
         return evidence.log_likelihood(terms, sigma, self.temperature) - 0.5 * (log_det + scatter)
 
