@@ -6,6 +6,7 @@ prediction first asks for them. `KronLaplace` is this posterior with laplace-tor
 """
 
 from collections.abc import Collection, Iterable
+from functools import reduce
 from typing import Any, Self
 
 import torch
@@ -98,7 +99,9 @@ class Posterior:
 
     @property
     def _dtype(self) -> torch.dtype:
-        return next(self.model.parameters()).dtype
+        """That of the parameters with a posterior: adapters may be more exact than their base."""
+        dtypes = {p.dtype for p in self.params}
+        return reduce(torch.promote_types, dtypes or {next(self.model.parameters()).dtype})
 
     @property
     def prior_precision(self) -> Tensor:
