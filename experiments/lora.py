@@ -352,9 +352,7 @@ def table(folder: Path) -> str:
         runs = [result["rows"][size] for result in found]
         for name in runs[0]:
             cells = [_mean([run[name][column] for run in runs]) for column in COLUMNS]
-            gained = [
-                run["MAP, temperature"]["cls/NLL"] - run[name]["cls/NLL"] for run in runs
-            ]
+            gained = [run["MAP, temperature"]["cls/NLL"] - run[name]["cls/NLL"] for run in runs]
             cells.append("" if name == "MAP, temperature" else _mean(gained))
             lines.append(f"| {size} | {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

@@ -16,9 +16,7 @@ from marglik import laplace_predictive, load_posterior
 WORDS, CLASSES, WIDTH, RANK = 40, 4, 16, 2
 
 
-def classifier(
-    seed: int = 0, base: int = 0, dtype: torch.dtype = torch.float32
-) -> nn.Module:
+def classifier(seed: int = 0, base: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A Llama that classifies; ``seed`` is of adapters and head, ``base`` of all that is frozen."""
     import peft
     import transformers

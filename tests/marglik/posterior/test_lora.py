@@ -57,7 +57,9 @@ def precision(laplace) -> dict[str, torch.Tensor]:
 
 def test_adapters_and_head_alone_have_a_posterior(laplace):
     names = list(laplace.factors.blocks)
-    adapters = [f"layers.{i}.self_attn.{m}_proj.lora_{f}" for i in (0, 1) for m in "qv" for f in "AB"]
+    adapters = [
+        f"layers.{i}.self_attn.{m}_proj.lora_{f}" for i in (0, 1) for m in "qv" for f in "AB"
+    ]
     assert len(names) == 9 and names[-1].endswith("score.modules_to_save.default.weight")
     for name, expected in zip(names, adapters, strict=False):
         assert expected in name
@@ -205,7 +207,7 @@ def test_a_tokenizers_batches_and_padding_on_either_side():
 
 
 def test_a_base_in_half_precision_keeps_its_hyperparameters():
-    """peft's adapters are in float32 there; so are precisions and the mean."""
+    """Adapters of peft are in float32 there; so are precisions and the mean."""
     model = classifier(dtype=torch.bfloat16)
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {
         torch.float32,  # adapters
