@@ -33,9 +33,9 @@ LIBRARIES = ("torch", "scipy", "sklearn", "matplotlib")
 
 # %% [markdown]
 # ## Sentences
-# The first line of each docstring, as numbers of words. Of at most 600 sentences a library we use 50 with
-# their label for the adapters, 50 held out for the calibration, and 100 for the test; all others
-# have no label, and pretrain the network.
+# The first line of each docstring, as numbers of words. Of at most 600 sentences a library we use
+# 50 with their label for the adapters, 50 held out for the calibration, and 100 for the test; all
+# others have no label, and pretrain the network.
 
 
 # %%

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_backend.blocks.eigen import eigenvalues, eigh
+from kfac_backend.blocks.eigen import check_finite_factor, eigenvalues, eigh
 from kfac_backend.blocks.sketch import (
     Basis,
     Factor,
@@ -201,6 +201,7 @@ def _dense(factor: Factor) -> Tensor:
 
 def _decomposed(factor: Factor, name: str) -> tuple[Tensor, Basis]:
     if isinstance(factor, SketchedFactor):
+        check_finite_factor(torch.tensor(factor.trace), name)
         return factor.decompose()
     found = eigh(factor, name)
     return found.values, found.vectors
@@ -209,6 +210,7 @@ def _decomposed(factor: Factor, name: str) -> tuple[Tensor, Basis]:
 def _eigenvalues(factor: Factor, name: str) -> tuple[Tensor, int]:
     """Ascending, and how many were clipped; those of a sketch are known."""
     if isinstance(factor, SketchedFactor):
+        check_finite_factor(torch.tensor(factor.trace), name)
         return factor.eigenvalues(), 0
     return eigenvalues(factor, name)
 

@@ -300,7 +300,10 @@ def _compress(rows: Float[Tensor, "M d"], rank: int) -> _Compressed:
     Through the rows' inner products, in float64: M is a few times r, and d large.
     """
     wide = rows.double()
-    values, vectors = torch.linalg.eigh(wide @ wide.mT)
+    products = wide @ wide.mT
+    if not torch.isfinite(products).all():  # the trace shows it; errors are the block's to name
+        return _Compressed(rows.new_zeros(rows.shape[1], 0), products.new_zeros(0), float("nan"))
+    values, vectors = torch.linalg.eigh(products)
     values, vectors = values.flip(0).clamp(min=0.0), vectors.flip(1)
     shrunk = values[rank] if len(values) > rank else values.new_zeros(())
     # Directions below rounding would not be orthogonal to the others.

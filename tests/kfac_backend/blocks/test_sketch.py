@@ -165,3 +165,13 @@ def test_blocks_of_sketches_add_up():
         block.add(whole)
     with pytest.raises(NotImplementedError, match=r"one of 'w' \(30×30\) is a sketch of rank 4"):
         block.whole_factors("This test")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_rows_that_are_not_finite_are_named(value):
+    rows = decaying(100)
+    rows[3, 2] = value
+    block = KroneckerBlock("w", sketched(rows))
+    for compute in (block.eigenvalues, block.decompose):
+        with pytest.raises(ValueError, match="The curvature factor of 'w, B' is not finite"):
+            compute()
