@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: train test test-slow test-lowest lint format bench exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study uci update-step-timing gpt-timing natural-gradient models graph-network-training vision-transformer-training optimizer-comparison ranks-timing simulate-ranks
+.PHONY: train test test-slow test-lowest lint format bench exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study uci update-step-timing gpt-timing natural-gradient models graph-network-training vision-transformer-training optimizer-comparison ranks-timing simulate-ranks lora lora-memory
 
 train: $(INSTALLED)  ## train on the built-in digits, learn the weight decays, write runs/digits
 	$(BIN)/marglik train --config digits
@@ -51,6 +51,12 @@ predictive-study: $(INSTALLED)  ## what each part of a Laplace predictive costs,
 
 natural-gradient: $(INSTALLED)  ## weight decays learned with SGD, AdamW and K-FAC: digits, five seeds; again to go on
 	$(BIN)/python -m experiments.natural_gradient
+
+lora: $(INSTALLED)  ## adapters of a small Llama on DART: MAP, dropout, ensemble, Laplace; again to go on
+	$(BIN)/python -m experiments.lora
+
+lora-memory: $(INSTALLED)  ## memory of adapters' factors at a 7B model's widths, whole and sketched
+	$(BIN)/python -m experiments.lora_memory
 
 weight-decay-study: $(INSTALLED)  ## learned weight decays beside a grid and the default: digits, five seeds; again to go on
 	$(BIN)/python -m experiments.weight_decay_study

@@ -352,7 +352,8 @@ class CurvaturePass:
         if self._made_rules is None:
             assert self._kfac_approx != "auto"
             modes = modes_of_layers(self._kfac_approx, self._layer_names)
-            self._made_rules = make_rules(self._assignment, modes)
+            sketch_rank = self._options.sketch_rank
+            self._made_rules = make_rules(self._assignment, modes, sketch_rank)
         return self._made_rules
 
     @property

@@ -108,7 +108,7 @@ class OutputCovariance:
         if memory is not None and memory < 1:
             raise ValueError(f"memory must be at least one byte, not {memory}.")
         check_module(model)
-        sizes = {name: spectrum.numel() for name, (_, spectrum) in precision.items()}
+        sizes = {name: block.numel for name, (block, _) in precision.items()}
         with turn_of(model):
             self._proof = Proof(model, assignment_of_blocks(model, sizes))
         self._model = model
@@ -255,7 +255,7 @@ class OutputCovariance:
 
     def _input_size(self, tracked: TrackedLayer, d_out: int) -> int:
         """Entries of a layer's input at one position, over all groups."""
-        largest = max(self._precision[name][1].numel() for name in tracked.parameters.values())
+        largest = max(self._precision[name][0].numel for name in tracked.parameters.values())
         return max(1, largest // d_out)
 
     def _mask(self, x: Any, sizes: _Sizes, positions: Tensor | None) -> Tensor:

@@ -6,6 +6,7 @@ prediction first asks for them. `KronLaplace` is this posterior with laplace-tor
 """
 
 from collections.abc import Collection, Iterable
+from functools import reduce
 from typing import Any, Self
 
 import torch
@@ -105,7 +106,9 @@ class Posterior:
 
     @property
     def _dtype(self) -> torch.dtype:
-        return next(self.model.parameters()).dtype
+        """That of the parameters with a posterior: adapters may be more exact than their base."""
+        dtypes = {p.dtype for p in self.params}
+        return reduce(torch.promote_types, dtypes or {next(self.model.parameters()).dtype})
 
     @property
     def prior_precision(self) -> Tensor:
@@ -344,7 +347,7 @@ class Posterior:
         log_det, scatter = delta.new_zeros((), dtype=torch.float64), terms.squared_norms @ per_block
         for block, d, size in zip(factors.blocks.values(), per_block, terms.sizes, strict=True):
             eigen = block.decompose().scale(scale)
-            log_det = log_det + eigen.spectrum(d, damping=True).double().log().sum()
+            log_det = log_det + eigen.log_det(eigen.spectrum(d, damping=True))
             log_det = log_det - size * d.log()
         return evidence.log_likelihood(terms, sigma, self.temperature) - 0.5 * (log_det + scatter)
 

@@ -59,6 +59,8 @@ class CurvatureConfig:
             kernel launches on a GPU and more memory.
         unsupported: what happens to parameters of layers without a K-FAC rule. error stops; freeze
             treats them as constants; diagonal gives them the exact diagonal of their block, slowly.
+        sketch_rank: eigenvectors by which factors of linear layers are kept that are wider than
+            four times as many, with a bound on the error; null keeps all factors whole.
     """
 
     kfac_approx: KfacApprox = "expand"
@@ -70,6 +72,7 @@ class CurvatureConfig:
     backward_precision: BackwardPrecision = "float32"
     batched: bool = False
     unsupported: Unsupported = "error"
+    sketch_rank: int | None = None
 
     def __post_init__(self) -> None:
         if self.batch_size is not None and self.batch_size < 1:

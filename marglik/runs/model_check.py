@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
+from kfac_backend.blocks.sketch import Factor, SketchedFactor
 from kfac_backend.correction import CorrectionPass
 from kfac_backend.covariance.output_covariance import OutputCovariance, PosteriorPrecision
 from kfac_backend.factors import CurvaturePass
@@ -136,7 +137,9 @@ def _unit_factors(factors: KroneckerFactors) -> KroneckerFactors:
     return replace(factors, blocks=blocks)
 
 
-def _unit(factor: Tensor) -> Tensor:
+def _unit(factor: Factor) -> Factor:
+    if isinstance(factor, SketchedFactor):  # whose eigenvectors are known
+        return factor
     return torch.diag_embed(torch.ones_like(factor[..., 0]))
 
 
