@@ -119,10 +119,12 @@ def _assembled(files: _Files) -> tuple[Graphs, Tensor, tuple[str, ...]]:
     owner = torch.from_numpy(files.graph_indicator) - 1  # (V,)
     if (owner.diff() < 0).any():
         raise ValueError("graph_indicator does not ascend.")
-    if len(owner) and not 0 <= int(owner[0]) <= int(owner[-1]) < len(files.graph_labels):
+    if len(owner) and int(owner[0]) < 0:
+        raise ValueError("graph_indicator has graph 0; graphs count from 1.")
+    last = int(owner[-1]) + 1 if len(owner) else 0
+    if last > len(files.graph_labels):  # whose numbers of nodes and edges would fill the memory
         raise ValueError(
-            f"graph_indicator has graphs {int(owner[0]) + 1} to {int(owner[-1]) + 1}, graph_labels "
-            f"{len(files.graph_labels)}; graphs count from 1."
+            f"graph_indicator has {last} graphs, graph_labels {len(files.graph_labels)}."
         )
     if len(files.A) % 2 or len(owner) != len(files.node_labels):
         raise ValueError(

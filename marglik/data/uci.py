@@ -123,7 +123,7 @@ def _indices(text: str, size: int) -> np.ndarray:
     numbers = np.array(text.split()).astype(float)
     wrong = numbers[~((numbers % 1 == 0) & (numbers >= 0) & (numbers < size))]
     if len(wrong):  # numpy would count those below 0 from the end, and round the others
-        raise ValueError(f"{wrong[0]:g} is none of the numbers 0 to {size - 1}")
+        raise ValueError(f"index {wrong[0]:g} is out of bounds: none of 0 to {size - 1}")
     return numbers.astype(int)
 
 

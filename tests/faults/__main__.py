@@ -55,27 +55,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
             seconds = time.perf_counter() - start
             print(f"{name}: {outcome.ways.total()} of {outcome.all}, {seconds:.0f} s", flush=True)
             outcomes.append(outcome)
+            if options.json:
+                _write(options.json, outcomes, options.seed, whole.seconds)
     print(tally(outcomes))
-    if options.json:
-        found = {
-            "seed": options.seed,
-            "versions": {name: version(name) for name in ("torch", "safetensors", "pillow")},
-            "seconds_of_a_run": whole.seconds,
-            "families": [
-                {
-                    "family": one.family,
-                    "survived": one.ways.total(),
-                    "all": one.all,
-                    "ways": dict(one.ways),
-                    "failures": one.failures,
-                    "cases": one.details,
-                }
-                for one in outcomes
-            ],
-        }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
     return int(any(one.failures for one in outcomes))
+
+
+def _write(path: Path, outcomes: Sequence[Outcome], seed: int, seconds: float) -> None:
+    """Write the outcomes; after each family, as the whole takes long."""
+    families = [
+        {
+            "family": one.family,
+            "survived": one.ways.total(),
+            "all": one.all,
+            "ways": dict(one.ways),
+            "failures": one.failures,
+            "cases": one.details,
+        }
+        for one in outcomes
+    ]
+    packages = ("torch", "safetensors", "pillow", "filelock", "jsonargparse")
+    found = {
+        "seed": seed,
+        "versions": {name: version(name) for name in packages},
+        "seconds_of_a_run": seconds,
+        "families": families,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

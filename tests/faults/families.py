@@ -78,7 +78,7 @@ def survived(case: Case, outcome: Outcome, scratch: Path) -> None:
         outcome.failures[case.name] = f"{type(error).__name__}: {error}"
     else:
         outcome.ways[said.partition(":")[0]] += 1
-        outcome.details[case.name] = said
+        outcome.details[case.name] = said.replace(str(folder), "FOLDER")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
