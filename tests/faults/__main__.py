@@ -62,7 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _write(path: Path, outcomes: Sequence[Outcome], seed: int, seconds: float) -> None:
-    """Write the outcomes; after each family, as the whole takes long."""
+    """Write the outcomes, beside those of other families that the file has.
+
+    After each family, as the whole takes long.
+    """
     families = [
         {
             "family": one.family,
@@ -74,6 +77,10 @@ def _write(path: Path, outcomes: Sequence[Outcome], seed: int, seconds: float) -
         }
         for one in outcomes
     ]
+    if path.exists():
+        ran = {one.family for one in outcomes}
+        kept = json.loads(path.read_text())["families"]
+        families = [one for one in kept if one["family"] not in ran] + families
     packages = ("torch", "safetensors", "pillow", "filelock", "jsonargparse")
     found = {
         "seed": seed,

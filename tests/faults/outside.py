@@ -119,10 +119,10 @@ def _bomb(name: str, compress: Callable[[bytes], bytes], gibibytes: int = 16) ->
     """An archive of one member of zeros, compressed piece by piece: each piece is a whole file."""
 
     def write(folder: Path) -> list[str]:
-        piece = compress(bytes(64 * MEBIBYTE))
+        piece = compress(bytes(8 * MEBIBYTE))
         with (folder / name).open("wb") as file:
             file.write(compress(_header("train/cat/0.jpg", gibibytes * 2**30)))
-            for _ in range(gibibytes * 16):
+            for _ in range(gibibytes * 128):
                 file.write(piece)
             file.write(compress(bytes(1024)))
         return images(folder / name)
@@ -213,7 +213,7 @@ ARCHIVES = {
     "archive, a bzip2 bomb": Input(_bomb("pets.tar.bz2", bz2.compress), "times its size"),
     "archive, an xz bomb": Input(_bomb("pets.tar.xz", lzma.compress), "times its size"),
     "archive, thirty million members": Input(_many_members, "times its size"),
-    "archive, a name of gibibytes": Input(_long_names, "damaged|times its size"),
+    "archive, a name of gibibytes": Input(_long_names, "says that it has 4,294,967,296 bytes"),
     "archive, cut off": Input(
         lambda f: _cut(_tar("pets.tar.gz", lambda _: None, "w:gz")(f)), "is damaged"
     ),
@@ -306,7 +306,10 @@ def _large_first(path: Path) -> None:
         file.with_suffix(".png").write_bytes(_png(60_000, 60_000))
 
 
-TEXT_BOMB = b"Comment\0\0" + zlib.compress(bytes(256 * MEBIBYTE), 9)
+def _text_bomb() -> bytes:
+    text = b"Comment\0\0" + zlib.compress(bytes(256 * MEBIBYTE))
+    return _png(5, 6, (b"zTXt", text), rows=6)
+
 
 IMAGES = {
     "image, 16 gigapixels in PNG": Input(_image(lambda: _png(2**17, 2**17)), "x.png.*pixels"),
@@ -319,9 +322,7 @@ IMAGES = {
     ),
     "image, all of gigapixels": Input(_folder(_large_first), "pixels"),
     "image, twenty thousand of 48 megabytes": Input(_many_large, "need .* of memory"),
-    "image, a text that unpacks to 256 megabytes": Input(
-        _image(lambda: _png(5, 6, (b"zTXt", TEXT_BOMB), rows=6)), "x.png.*decoded"
-    ),
+    "image, a text that unpacks to 256 megabytes": Input(_image(_text_bomb), "x.png.*decoded"),
     "image, PostScript": Input(
         _image(
             lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 5 6\n(%pipe%touch ran) (w) file\n"
@@ -432,14 +433,14 @@ def _state(**more: Any) -> dict[str, Any]:
 
 
 def _deflated() -> bytes:
-    """A checkpoint whose tensor is a gibibyte of zeros, in a megabyte of the file."""
+    """A checkpoint whose tensor is 256 mebibytes of zeros, in a part of the file."""
     stream = io.BytesIO()
     torch.save({"layers.1.weight": torch.zeros(4)}, stream)
     with zipfile.ZipFile(stream) as archive:
         files = {name: archive.read(name) for name in archive.namelist()}
     for name in files:
         if name.endswith("data/0"):
-            files[name] = bytes(2**30)
+            files[name] = bytes(2**28)
     return _zip(files, zipfile.ZIP_DEFLATED)
 
 
@@ -590,7 +591,7 @@ TEXTS = {
         _uci(data="".join(f"{i} nan {i % 5}\n" for i in range(20))), "yacht.*finite"
     ),
     "rows, a row counted from the end": Input(
-        _uci(index_test_0="-1\n-2\n"), "yacht.*(-2|below 0|negative)"
+        _uci(index_test_0="-1\n-2\n"), "yacht.*index -1 is out of bounds"
     ),
     "rows, half a row": Input(_uci(index_test_0="18.5\n19\n"), "yacht.*18.5"),
     "rows, a column that is not there": Input(_uci(index_features="0\n99999999999\n"), "yacht"),

@@ -53,6 +53,12 @@ def test_some_of_each_family_survive(cases, tmp_path):
         assert family["survived"] == family["all"] >= min(cases, 2), family
 
 
+def test_all_bad_inputs_are_only_data():
+    done = harness("--only", "outside")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert f"bad inputs from outside: {len(INPUTS)} of {len(INPUTS)}" in done.stdout
+
+
 @pytest.mark.slow
 def test_the_harness_sees_files_that_are_written_in_place():
     """Negative control: a kill leaves half of a file under its name."""
