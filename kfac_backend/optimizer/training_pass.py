@@ -194,7 +194,10 @@ class TrainingPass(CurvaturePass):
                 stack.enter_context(_lent(tracked.layer, copies[name]))
             forward.context = stack.pop_all()
         # Last of all: where the model is a layer itself, its own hook comes before.
-        self._model._forward_hooks.move_to_end(self._handles[-1].id)
+        hooks: Any = (
+            self._model._forward_hooks
+        )  # an OrderedDict; another handle would be another id
+        hooks.move_to_end(self._handles[-1].id)
         self._now = forward
 
     def _end(self, args: tuple, output: Any) -> None:
