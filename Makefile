@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: train test test-slow test-lowest lint format bench exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study uci update-step-timing gpt-timing natural-gradient models graph-network-training vision-transformer-training optimizer-comparison ranks-timing simulate-ranks lora lora-memory
+.PHONY: train test test-slow test-lowest lint format bench exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study uci update-step-timing gpt-timing natural-gradient models graph-network-training vision-transformer-training optimizer-comparison ranks-timing simulate-ranks lora lora-memory faults
 
 train: $(INSTALLED)  ## train on the built-in digits, learn the weight decays, write runs/digits
 	$(BIN)/marglik train --config digits
@@ -32,6 +32,9 @@ bench: $(INSTALLED)  ## curvature pass, evidence update and predictive against t
 models: $(INSTALLED)  ## seventy families of models of other libraries against brute force: five minutes
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[models]'
 	$(BIN)/python -m tests.models.matrix --json experiments/results/models/models.json
+
+faults: $(INSTALLED)  ## kills, full disks, damaged files, bad inputs: what a run survives; half an hour of one core
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults --json experiments/results/faults/faults.json
 
 exactness: $(INSTALLED)  ## where the modes are exact, after the paper's figures 1 and 2: half a minute
 	$(BIN)/python -m experiments.exactness

@@ -1,9 +1,11 @@
 """The command `marglik`: options are the functions' own arguments, read by jsonargparse."""
 
 import os
+import signal
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any
@@ -29,12 +31,50 @@ GOES_ON = {
 }
 """What a user does whose command was cut off."""
 
+REQUESTS_TO_END = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+"""What schedulers, containers and closed terminals send before they kill; Windows has fewer."""
+
 TRACEBACK_VARIABLE = "MARGLIK_TRACEBACK"
 """Set to 1 to see the traceback of an error that otherwise ends in one line."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status: 0, 2 for bad input, 130 when interrupted."""
+    """Run the command; returns its exit status.
+
+    0; 2 for bad input; 130 when interrupted, and 128 + the signal's number when asked to end
+    (143 for SIGTERM), with the same clean-up.
+    """
+    with _requests_to_end() as received:
+        return _run(arguments, received)
+
+
+@contextmanager
+def _requests_to_end() -> Iterator[list[int]]:
+    """Let requests to end be what Ctrl-C is; yields the signals that have come.
+
+    One that is ignored (nohup) or handled otherwise (by a scheduler's wrapper) is left alone. Only
+    the main thread may set handlers.
+    """
+    received: list[int] = []
+
+    def interrupt(number: int, _: object) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    ours = []
+    if threading.current_thread() is threading.main_thread():
+        ours = [s for s in REQUESTS_TO_END if signal.getsignal(s) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, interrupt)
+    try:
+        yield received
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _run(arguments: Sequence[str] | None, received: Sequence[int]) -> int:
+    """Run the command; ``received`` are the requests to end."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     # The others' options are not needed, whose modules take seconds to import.
     asked = next((a for a in arguments if a in COMMANDS), None)
@@ -53,8 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         way_out = GOES_ON.get(asked or "", "what was written so far is kept")
-        print(f"\nmarglik: interrupted; {way_out}.", file=sys.stderr)
-        return 130
+        what = f"ended by {signal.Signals(received[0]).name}" if received else "interrupted"
+        print(f"\nmarglik: {what}; {way_out}.", file=sys.stderr)
+        return 128 + (received[0] if received else signal.SIGINT)
     except ArgumentError as error:
         said = explained(error, own.get(asked or ""), arguments)
         ends = "" if said.endswith(("?", ".")) else "."
@@ -65,6 +106,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         said = explained(error, own.get(asked or ""), arguments)
         _print_error(said + (_way_out(asked, error) if isinstance(error, OSError) else ""))
+        return 2
+    except MemoryError as error:
+        _print_error(
+            f"There is not enough memory ({error or 'none is left'}). Take smaller batches, fewer "
+            "data or a smaller network."
+        )
         return 2
 
 

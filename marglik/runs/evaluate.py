@@ -127,6 +127,7 @@ def evaluate_run(
         check_model(model, splits, None, likelihood, config)  # pyright: ignore[reportArgumentType]
     with folder.locked():
         folder.check_beside()
+        folder.check(but=EVALUATION)  # the report, which comes last, would complain
         # Whoever has removed it wants a new one.
         is_there = (folder.path / EVALUATION).exists()
         earlier = parse_json(folder.read(EVALUATION) or b"null") if is_there else None
