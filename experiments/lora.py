@@ -193,7 +193,7 @@ def _architecture(config: Config, vocabulary: int) -> transformers.LlamaConfig:
         num_attention_heads=4,
         max_position_embeddings=config.context,
         pad_token_id=PADDING,
-        num_labels=len(RATINGS),
+        num_labels=len(RATINGS),  # pyright: ignore[reportCallIssue]
         use_cache=False,
     )
 
@@ -261,7 +261,8 @@ def best_temperature(p: Tensor, labels: Tensor) -> float:
         of_labels = tempered(p, math.exp(log)).gather(1, labels[:, None]).log()
         return -float(of_labels.mean()) + 0.5 * log**2 / len(labels)
 
-    return math.exp(float(minimize_scalar(loss, bounds=(-5, 5), method="bounded").x))
+    found: Any = minimize_scalar(loss, bounds=(-5, 5), method="bounded")
+    return math.exp(float(found.x))
 
 
 def run(config: Config) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def _model(config: Config) -> torch.nn.Module:
         num_attention_heads=config.width // 128 or 1,
         max_position_embeddings=config.positions,
         pad_token_id=0,
-        num_labels=config.classes,
+        num_labels=config.classes,  # pyright: ignore[reportCallIssue]
         use_cache=False,
     )
     adapters = peft.LoraConfig(

@@ -17,6 +17,7 @@ from kfac_backend.blocks.block import EigenBlock
 from kfac_backend.covariance.eigenbasis import (
     LARGEST_PRODUCT,
     bases,
+    by_group,
     dense_in_basis,
     grouped,
     rotated,
@@ -55,7 +56,7 @@ class JointCovariance:
 
     def __init__(self, model: nn.Module, precision: PosteriorPrecision) -> None:
         check_module(model)
-        sizes = {name: spectrum.numel() for name, (_, spectrum) in precision.items()}
+        sizes = {name: block.numel for name, (block, _) in precision.items()}
         with turn_of(model):
             self._proof = Proof(model, assignment_of_blocks(model, sizes))
         self._model = model
@@ -214,7 +215,7 @@ def joint_covariance(
         b = b.sum(2)  # (G, N, C, d_out)
         if block.Q_B.shape[-1] == 1:  # a diagonal, for P groups of one entry or one of P
             return _gram(b.movedim(0, 2).flatten(2) * spectrum.flatten().rsqrt(), q)
-        b = rotated(b, grouped(block.Q_B)) * grouped(spectrum)[:, None, None, :, 0].rsqrt()
+        b = rotated(b, by_group(block.Q_B)) * grouped(spectrum)[:, None, None, :, 0].rsqrt()
         return _gram(b.movedim(0, 2).flatten(2), q)
     Q_B, Q_A, spectrum = bases(block, spectrum, transposed)
     a = rotated(gradients.a.to(block.Q_A.dtype), Q_A)

@@ -10,6 +10,7 @@ from torch.func import functional_call, jacrev
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
+from kfac_backend.blocks.sketch import Frame
 from kfac_backend.covariance.joint import JointCovariance, joint_covariance
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.layers import ExampleGradients
@@ -165,6 +166,14 @@ def test_gradients_are_those_of_finite_differences(name):
     joint = JointCovariance(model, blocks)
     joint(x)  # the proof
     assert torch.autograd.gradcheck(joint, (x[:1].requires_grad_(),))
+
+
+def test_sketched_factors():
+    model, x = case("wide")
+    blocks, dense = single.posterior(model, x.flatten(0, 1), sketch_rank=2)
+    assert any(isinstance(eigen.Q_A, Frame) for eigen, _ in blocks.values())
+    _, covariance = JointCovariance(model, blocks)(x)
+    assert_close(covariance, brute_force(model, x, dense), rtol=1e-10, atol=1e-12)
 
 
 def test_some_outputs():
