@@ -21,7 +21,7 @@ from kfac_backend.files import parse_json, write_tensors
 from marglik.storage.model_state import read_safetensors
 from marglik.storage.record_file import read_record, write_record
 
-__all__ = ["Checkpoints", "CheckpointsOfRanks", "check_same_run"]
+__all__ = ["Checkpoints", "CheckpointsOfRanks", "check_same_run", "differences"]
 
 FORMAT, FORMAT_VERSION = "marglik.checkpoint", 1
 STATE = "state.json"
@@ -129,7 +129,7 @@ class Checkpoints:
             ValueError: a state of another run, a damaged file, or one of a newer format.
         """
         record = self.check()
-        for name, here, there in _differences(self.made_with, record["made_with"]):
+        for name, here, there in differences(self.made_with, record["made_with"]):
             warnings.warn(
                 f"{self.folder} was begun with {name} {there} and goes on with {here}: the result "
                 "may differ from that of one process by rounding.",
@@ -227,7 +227,7 @@ def _tensors(number: int) -> str:
 
 def check_same_run(here: dict[str, Any], there: dict[str, Any], folder: Path) -> None:
     """Raise a ValueError unless what was asked for is what a folder holds; names what differs."""
-    for name, asked, found in _differences(here, there):
+    for name, asked, found in differences(here, there):
         raise ValueError(
             f"{folder} is of another run: {name} is {found} there, {asked} here. Resume with the "
             "options that it was started with, or pass --overwrite to start anew, or another "
@@ -235,7 +235,7 @@ def check_same_run(here: dict[str, Any], there: dict[str, Any], folder: Path) ->
         )
 
 
-def _differences(here: dict[str, Any], there: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def differences(here: dict[str, Any], there: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Name, value here and value there of all that differs."""
     plain = json.loads(json.dumps(here))  # tuples are lists in a file
     ours, theirs = dict(_leaves(plain)), dict(_leaves(there))

@@ -29,6 +29,8 @@ __all__ = [
     "check_alone",
     "check_shards",
     "copy_from_rank_0",
+    "failing_as_one",
+    "known_to_rank_0",
     "own_random_numbers",
     "ranks_of",
     "step_errors",
@@ -129,6 +131,25 @@ def _num_batches(loader: Any) -> int:
         return len(loader)
     except TypeError:
         return sum(1 for _ in loader)
+
+
+@contextmanager
+def failing_as_one(ranks: Ranks, what: str) -> Iterator[None]:
+    """`Ranks.failing_together`, after which rank 0 alone needs to say why; see `known_to_rank_0`.
+
+    Nothing inside may be collective.
+    """
+    try:
+        with ranks.failing_together(what):
+            yield
+    except Exception as error:
+        error.__dict__["known_to_rank_0"] = True
+        raise
+
+
+def known_to_rank_0(error: BaseException) -> bool:
+    """Whether rank 0 has ended with this error, too, or with one that quotes it."""
+    return getattr(error, "known_to_rank_0", False)
 
 
 class WithExamples:
