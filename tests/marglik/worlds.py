@@ -54,8 +54,10 @@ class Worlds:
             found = []
             for rank, status in enumerate(statuses):
                 left = Path(folder, str(rank))
-                there = left.exists()
-                found.append(pickle.loads(left.read_bytes()) if there else Failed("ended", status))
+                value, failure = None, ("ended", status)
+                if left.exists():
+                    value, failure = pickle.loads(left.read_bytes())
+                found.append(Failed(*failure) if failure else value)
         return found
 
     def all(self, size: int, function: str, *arguments: Any) -> list[Any]:
@@ -66,11 +68,9 @@ class Worlds:
         return found
 
     def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.stdout.close()
-        self._process.wait()
+        """End the process, which has nothing to tidy up."""
+        self._process.kill()
+        self._process.communicate()
 
 
 def failed(found: Any) -> bool:
@@ -93,11 +93,12 @@ def _one_rank(rank: int, folder: str, size: int, function: str, timeout: float) 
         dist.init_process_group("gloo", store, rank=rank, world_size=size, timeout=limit)
     torch.manual_seed(0)
     arguments = pickle.loads(Path(folder, "arguments").read_bytes())
+    found, failure = None, None
     try:
         found = resolve_name(function)(*arguments)
     except BaseException as error:
-        found = Failed(type(error).__name__, f"{error}\n{traceback.format_exc()}")
-    Path(folder, f"{rank}.partial").write_bytes(pickle.dumps(found))
+        failure = type(error).__name__, f"{error}\n{traceback.format_exc()}"
+    Path(folder, f"{rank}.partial").write_bytes(pickle.dumps((found, failure)))
     Path(folder, f"{rank}.partial").rename(Path(folder, str(rank)))
 
 

@@ -1,6 +1,8 @@
 """What ranks do in tests of the online loop: called in each of them, see `tests.marglik.worlds`."""
 
 import os
+import signal
+import time
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -15,7 +17,15 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from kfac_backend.distributed import Ranks
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from kfac_backend.options import CurvatureOptions
-from marglik import Hyperparameters, OnlineTraining, Posterior, PriorGroups, Schedule
+from marglik import (
+    Hyperparameters,
+    OnlineTraining,
+    Posterior,
+    PriorGroups,
+    Schedule,
+    marglik_training,
+)
+from marglik.callbacks.prior_learner import PriorLearner
 from marglik.data import TensorBatches
 from marglik.data.shard import Shard
 from marglik.storage.checkpoint import Checkpoints
@@ -153,11 +163,45 @@ def with_batches(counts: list[int]) -> dict[str, Any]:
     return trained({"loader": batches[: counts[rank]], "epochs": 2})
 
 
-def dies(rank: int, how: str) -> dict[str, Any]:
-    """A run in which one rank is gone, or does something else, in the second epoch."""
-    import signal
-    import time
+def with_local_means(options: dict[str, Any]) -> dict[str, Any]:
+    """A run whose ranks weigh the same, however many examples each has: a control."""
+    run = make(**options)
+    run.network._objective = lambda loss, examples, counts: loss / examples  # type: ignore[method-assign]
+    run.run()
+    return outcome(run)
 
+
+def with_dropout() -> dict[str, Any]:
+    """A run with dropout and labels from the model, and the masks of its first step."""
+    run = make(dropout=0.5, fisher="mc")
+    masks = []
+    dropout = run.model[2]  # type: ignore[index]
+    dropout.register_forward_hook(lambda module, args, output: masks.append(output == 0))
+    run.run()
+    return outcome(run) | {"masks": masks[0][:3]}
+
+
+def seeded_by_rank(folder: str, stop: int) -> dict[str, Any] | None:
+    """A run whose random numbers are each rank's own from the start."""
+    real = torch.manual_seed
+
+    def seed(value: int) -> Any:
+        return real(value + Ranks().rank)
+
+    torch.manual_seed = seed  # type: ignore[assignment]
+    try:
+        run = make(dropout=0.5)
+    finally:
+        torch.manual_seed = real
+    states = Checkpoints(folder, minutes=0)
+    if stop:
+        run.schedule = Schedule(stop, every=2, steps=5, keep="last")
+    run.run(states)
+    return outcome(run)
+
+
+def fails(rank: int, how: str) -> None:
+    """A run in which one rank is gone, or fails alone, in the second epoch."""
     run = make()
     real = run.network._step
 
@@ -166,20 +210,47 @@ def dies(rank: int, how: str) -> dict[str, Any]:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "hung":
-                time.sleep(8)
+                time.sleep(4)
                 os._exit(3)
             raise FloatingPointError("one rank alone")
         return real(*arguments, **keywords)
 
     run.network._step = step  # type: ignore[method-assign]
     run.run()
-    return {}
 
 
-def disagrees(what: str) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    if Ranks().rank == 1:
-        options = {"epochs": 6} if what == "schedule" else {"method": "mackay"}
-    if what == "model" and Ranks().rank == 1:
-        options = {"likelihood": "regression"}
-    return trained(options)
+def disagrees(options: dict[str, Any]) -> None:
+    """A run whose second rank has other options."""
+    make(**(options if Ranks().rank == 1 else {})).run()
+
+
+def without_fabric() -> list[str]:
+    """What is refused in one of several processes."""
+    model, (x, y) = nn.Linear(4, 3), data("classification")
+    loader = [(x.float(), y)]
+    uses = {
+        "marglik_training": lambda: marglik_training(model, loader, n_epochs=1),
+        "diagonal": lambda: marglik_training(model, loader, hessian_structure="diag", n_epochs=1),
+        "a callback": lambda: PriorLearner("classification").start(
+            model, torch.optim.SGD(model.parameters(), 0.1), loader, 1
+        ),
+    }
+    said = []
+    for use in uses.values():
+        try:
+            use()
+        except (ValueError, NotImplementedError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def drop_in() -> dict[str, Any]:
+    """`marglik_training` on this rank's part of the data."""
+    fabric, ranks = fabric_of_ranks(), Ranks()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    batches = TensorBatches(*data("classification"), 8, shard=Shard(ranks.rank, ranks.size))
+    _, model, evidences, losses = marglik_training(
+        model, batches, n_epochs=3, n_hypersteps=3, fabric=fabric
+    )
+    return {"parameters": list(model.state_dict().values()), "said": [evidences, losses]}
