@@ -14,10 +14,17 @@ import sys
 import tempfile
 import traceback
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+IMPORTED = (
+    "lightning.fabric", "marglik.cli", "marglik.commands.evaluate", "marglik.commands.fit",
+    "marglik.commands.train", "marglik.report.figures", "scipy.optimize", "sklearn.datasets",
+    "torch._dynamo",
+)  # fmt: skip
+"""What commands import when they need it."""
 ROOT = Path(__file__).parents[2]
 
 
@@ -106,10 +113,8 @@ def main() -> None:
     """Fork worlds until the input ends."""
     import torch
 
-    import marglik.cli
-    import marglik.commands.evaluate
-    import marglik.commands.train  # noqa: F401  # once, and not in each rank
-
+    for name in IMPORTED:  # once, and not in each rank
+        import_module(name)
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what ranks print is none of the answers
