@@ -25,8 +25,8 @@ from marglik.posterior.prior import (
     weight_decay_to_precision,
 )
 from marglik.training.loaders import Loader, count_examples
-from marglik.training.ranks import check_alone
 from marglik.training.penalty import add_penalty, check_no_weight_decay, stable_decays
+from marglik.training.ranks import check_alone
 from marglik.training.schedule import Schedule
 from marglik.training.update import update_prior
 

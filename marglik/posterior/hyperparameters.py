@@ -103,9 +103,7 @@ class Hyperparameters:
     def tensors(self) -> list[Tensor]:
         """Values and Adam's moments themselves: all that an update changes but for its count."""
         moments = [
-            state[name]
-            for state in self._adam.state.values()
-            for name in ("exp_avg", "exp_avg_sq")
+            state[name] for state in self._adam.state.values() for name in ("exp_avg", "exp_avg_sq")
         ]
         return [self._log_delta, self._log_sigma, *moments]
 

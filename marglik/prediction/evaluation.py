@@ -66,7 +66,9 @@ def predict_all(
         part: tuple[Prediction, Tensor] | None = None
         with ranks.failing_together("predictions"):
             if len(y) or ranks.size == 1:
-                part = _of_counted_terms(predict(x).to("cpu"), targets_of(model, x, y).cpu(), likelihood)
+                part = _of_counted_terms(
+                    predict(x).to("cpu"), targets_of(model, x, y).cpu(), likelihood
+                )
         parts = [one for one in ranks.gather(part, "predictions") if one is not None]
         prediction, y = parts[0] if len(parts) == 1 else _joined(parts)
         found.append((prediction, y))

@@ -117,8 +117,9 @@ def evaluate_run(
             splits = as_trained(data.load(), record["data"])
             if output is None and record["data"] and splits.name != record["data"]["name"]:
                 raise ValueError(
-                    f"{splits.name} is not what {path} was trained on ({record['data']['name']}); pass "
-                    "--output, so that its numbers get a folder of their own."
+                    f"{splits.name} is not what {path} was trained on "
+                    f"({record['data']['name']}); pass --output, so that its numbers get a folder "
+                    "of their own."
                 )
             laplace = load_posterior(path, model, device)
             likelihood = record["likelihood"]

@@ -120,7 +120,9 @@ def fit(
         check_model(model, splits, curvature, likelihood, needed)
         PriorGroups.from_model(model, prior.structure)  # complains of rules that match nothing
 
-        delta = weight_decay_to_precision(prior.weight_decay, len(batches.dataset), prior.temperature)
+        delta = weight_decay_to_precision(
+            prior.weight_decay, len(batches.dataset), prior.temperature
+        )
         laplace = Posterior(
             model,
             likelihood,

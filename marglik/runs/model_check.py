@@ -67,9 +67,7 @@ def check_model(
         curvature_pass = of_pass = None
         if curvature is not None:
             of_pass = curvature.options(splits.targets)
-            curvature_pass = CurvaturePass(
-                model, likelihood, of_pass, process_group=None
-            )
+            curvature_pass = CurvaturePass(model, likelihood, of_pass, process_group=None)
         try:
             with torch.no_grad():
                 f: Any = model(x)

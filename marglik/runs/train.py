@@ -22,9 +22,9 @@ from marglik.runs.build import build_fabric
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
 from marglik.runs.model_check import check_image_options, check_model
 from marglik.runs.results import (
+    check_same_on_ranks,
     metrics_of,
     results_of,
-    check_same_on_ranks,
     run_identity,
     saved_results,
 )
@@ -62,8 +62,8 @@ def train(
     objective is the sum over its positions, averaged over examples, and metrics are means over
     positions: "cls/NLL" in nats per token.
 
-    Several processes (``run.devices``, or started by torchrun) share the work; the first one writes.
-    Returns what `results.json` holds, and the folder under "output".
+    Several processes (``run.devices``, or started by torchrun) share the work, and the first one
+    writes. Returns what `results.json` holds, and the folder under "output".
 
     Args:
         model: the network, whose outputs are logits; any importable class, such as

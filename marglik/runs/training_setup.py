@@ -50,7 +50,7 @@ class TrainingSetup:
     ood_images: OutOfDistributionImages | None
     run: RunConfig
     fabric: "Fabric"
-    ranks: Ranks
+    ranks: Ranks = Ranks(None)
     """Those of the Fabric, each of which has a part of every batch."""
 
     def check(self) -> None:

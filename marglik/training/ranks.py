@@ -227,7 +227,9 @@ def copy_from_rank_0(tensors: Sequence[Tensor], ranks: Ranks, device: torch.devi
     if ranks.size == 1:
         return
     with torch.no_grad():
-        flat = torch.cat([tensor.detach().flatten().to(device, torch.float64) for tensor in tensors])
+        flat = torch.cat(
+            [tensor.detach().flatten().to(device, torch.float64) for tensor in tensors]
+        )
         ranks.exchange_([flat], [0], "an update of the prior")
         parts = flat.split([tensor.numel() for tensor in tensors])
         for tensor, part in zip(tensors, parts, strict=True):

@@ -78,7 +78,8 @@ def test_two_ranks_evaluate_what_one_process_evaluates(worlds, alone, tmp_path):
     for size in (1, 2):
         printed = on_ranks(
             worlds, size, "evaluate", str(alone), "--output", str(tmp_path / f"found {size}"),
-            "--methods", "[probit, linearised]", "--predictive.networks", "5", "--predictive.batch_size", "50",
+            "--methods", "[probit, linearised]", "--predictive.networks", "5",
+            "--predictive.batch_size", "50",
             "--progress", "false",
         )  # fmt: skip
         record = json.loads((tmp_path / f"found {size}" / "evaluation.json").read_text())
@@ -124,9 +125,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(worlds, alone, tmp_path):
      (["--model.hidden", "[11]"], "model_options.hidden")],
 )  # fmt: skip
 def test_ranks_that_were_started_differently_end(worlds, tmp_path, more, word):
-    found = worlds.all(
-        2, f"{HERE}:different", [*OPTIONS, "--output", str(tmp_path / "run")], more
-    )
+    found = worlds.all(2, f"{HERE}:different", [*OPTIONS, "--output", str(tmp_path / "run")], more)
     for rank, (status, out, err) in enumerate(found):
         assert (status, out) == (2, "")
         assert "The processes were started differently: " in err and word in err, (rank, err)

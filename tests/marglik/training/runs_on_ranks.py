@@ -71,9 +71,7 @@ def make(
     model = nn.Sequential(*layers).double()
     if loader is None:
         shard = Shard(ranks.rank, ranks.size)
-        loader = TensorBatches(
-            *data(likelihood, n), batch_size, shuffle=True, seed=3, shard=shard
-        )
+        loader = TensorBatches(*data(likelihood, n), batch_size, shuffle=True, seed=3, shard=shard)
     options = CurvatureOptions(**curvature)
     makers = {
         "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),

@@ -124,6 +124,8 @@ def test_where_a_rank_is_gone_the_others_say_so(worlds, how, rank):
     found = worlds.run(2, f"{HERE}:fails", rank, how, timeout=2 if how == "hung" else 60)
     gone, other = found[rank], found[1 - rank]
     ends = {"killed": -9, "hung": 3}
-    assert gone.args == ("ended", ends[how]) if how in ends else gone.args[0] == "FloatingPointError"
+    assert (
+        gone.args == ("ended", ends[how]) if how in ends else gone.args[0] == "FloatingPointError"
+    )
     assert other.args[0] == "RankError"
     assert f"Rank {1 - rank} of 2 lost the others" in other.args[1]
