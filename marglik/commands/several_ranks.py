@@ -71,12 +71,14 @@ def launch(arguments: Sequence[str], number: int) -> int:
         raise KeyboardInterrupt from error
     except ChildFailedError as error:
         statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        killed = {rank: -code for rank, code in statuses.items() if code < 0}
+        # The launcher itself ends what is left by SIGTERM.
+        killed = {r: -code for r, code in statuses.items() if code < 0 and -code != signal.SIGTERM}
         if not killed:  # the ranks have said why
             return INTERRUPTED if INTERRUPTED in statuses.values() else BAD_INPUT
         rank, number_of_signal = min(killed.items())
+        name = signal.Signals(number_of_signal).name
         raise ChildProcessError(
-            f"Rank {rank} of {number} was ended by {signal.Signals(number_of_signal).name} (the "
-            "system does that where memory runs out), and the others were ended with it."
+            f"Rank {rank} of {number} was ended by {name}: by the system, as where memory runs "
+            "out, by somebody, or because it did not end with the others."
         ) from error
     return 0
