@@ -170,7 +170,8 @@ def test_the_command_starts_ranks_and_torchrun_does(alone, tmp_path):
 
     root = Path(__file__).parents[3]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "marglik"]
+    # Without "--" torchrun takes our --monitor for an abbreviation of an option of its own.
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "--", "marglik"]
     for name, start, more in (
         ("torchrun", torchrun, []), ("devices", ["-m", "marglik"], ["--devices", "2"]),
     ):  # fmt: skip
