@@ -90,7 +90,7 @@ def test_two_ranks_evaluate_what_one_process_evaluates(worlds, alone, tmp_path):
         assert found[2][name]["options"].keys() == expected["options"].keys()
 
 
-@pytest.mark.parametrize("method", ["evidence", "validation"])
+@pytest.mark.parametrize("method", ["evidence", pytest.param("validation", marks=pytest.mark.slow)])
 def test_two_ranks_fit_what_one_process_fits(worlds, alone, tmp_path, method):
     checkpoint = str(shutil.copy(alone / "model.safetensors", tmp_path / "net.safetensors"))
     found = {}
@@ -109,6 +109,7 @@ def test_two_ranks_fit_what_one_process_fits(worlds, alone, tmp_path, method):
     assert_near(found[2], found[1], 1e-3)
 
 
+@pytest.mark.slow  # the loop's own test of it takes a quarter of the time
 def test_a_run_goes_on_with_another_number_of_ranks(worlds, alone, tmp_path):
     """Killed on two ranks, gone on with by four, killed, and ended by one process."""
     run = [*OPTIONS, "--output", str(tmp_path / "run")]

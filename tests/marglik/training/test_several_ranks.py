@@ -23,7 +23,16 @@ def each(worlds):
     return lambda size, name, *arguments: worlds.all(size, f"{HERE}:{name}", *arguments)
 
 
-@pytest.mark.parametrize(("case", "size"), [*((c, 2) for c in CASES), (list(CASES)[-1], 4)])
+@pytest.mark.parametrize(
+    ("case", "size"),
+    [
+        ("SGD", 2),
+        pytest.param("K-FAC", 2, marks=pytest.mark.slow),
+        ("regression, MacKay", 2),
+        ("a last batch of one example", 2),
+        pytest.param("a last batch of one example", 4, marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_find_what_one_process_finds(each, case, size):
     """To the order of sums; and all ranks the same, to the bit."""
     (alone,) = each(1, "trained", CASES[case])
