@@ -29,6 +29,7 @@ from marglik.posterior.prior import (
 )
 from marglik.training.loaders import Loader, count_examples
 from marglik.training.penalty import add_penalty, check_no_weight_decay, stable_decays
+from marglik.training.ranks import check_alone
 from marglik.training.schedule import Schedule
 from marglik.training.update import update_prior
 
@@ -130,6 +131,7 @@ class PriorLearner:
             ValueError: an optimiser with weight decay, no data, a state of another model.
             NotImplementedError: this is one of several processes.
         """
+        check_alone("a callback in somebody else's loop")
         check_module(model)
         check_no_weight_decay(optimizer)
         self._model, self._optimizer, self._loader = model, optimizer, loader

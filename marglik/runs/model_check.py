@@ -68,7 +68,7 @@ def check_model(
         curvature_pass = of_pass = None
         if curvature is not None:
             of_pass = curvature.options(splits.targets)
-            curvature_pass = CurvaturePass(model, likelihood, of_pass)
+            curvature_pass = CurvaturePass(model, likelihood, of_pass, process_group=None)
         try:
             with torch.no_grad():
                 f: Any = model(x)
@@ -96,7 +96,7 @@ def check_model(
                 return
             unit = _unit_factors(curvature_pass.factors())
             if corrects:
-                CorrectionPass(unit, model, of_pass).add(x, y)
+                CorrectionPass(unit, model, of_pass, process_group=None).add(x, y)
             if predictive is not None and by_covariance:
                 check_link(predictive.method, likelihood)
                 covariance = OutputCovariance(model, _unit_precision(unit))
