@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from random import Random
 
-from tests.faults import damage, kills, outside
+from tests.faults import damage, dead_ranks, kills, outside
 from tests.faults.copies import one_thread_alone
 from tests.faults.families import Family, Outcome, Workplace, survived, tally
 from tests.faults.runs import whole_runs
@@ -25,6 +25,7 @@ FAMILIES = {
     "two processes, one folder": Family(kills.two_processes, 20),
     "damaged files": Family(damage.damaged_files, 200),
     "bad inputs from outside": Family(outside.bad_inputs),
+    "dead ranks": Family(dead_ranks.dead_ranks, 20),
 }
 
 

@@ -1,7 +1,6 @@
-"""What `test_ranks` compares between worlds: run by `tests.ranks` on each rank."""
+"""What `test_ranks` compares between worlds: called on each rank, see `tests.worlds`."""
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -149,7 +148,7 @@ def of_labels(ranks: Ranks) -> dict[str, Tensor]:
     )
 
 
-def work(folder: Path) -> dict[str, Tensor]:
+def everything() -> dict[str, Tensor]:
     """All of it."""
     ranks = Ranks()
     loader = DataLoader(list(zip(*data(6), strict=True)), 2)

@@ -3,15 +3,6 @@
 import pytest
 
 from tests.marglik import threads
-from tests.marglik.worlds import Worlds
-
-
-@pytest.fixture(scope="session")
-def worlds():
-    """Ranks for tests, from one process that is started once."""
-    found = Worlds()
-    yield found
-    found.close()
 
 
 @pytest.fixture(scope="module")

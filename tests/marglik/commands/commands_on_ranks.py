@@ -1,4 +1,4 @@
-"""What ranks do in tests of the command line: called in each, see `tests.marglik.worlds`."""
+"""What ranks do in tests of the command line: called in each, see `tests.worlds`."""
 
 import io
 import os

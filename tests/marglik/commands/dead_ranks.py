@@ -13,7 +13,7 @@ from pathlib import Path
 from kfac_backend.files import parse_json
 from tests.marglik.close_state import assert_near
 from tests.marglik.commands.command_line import DATA, MODEL, TRAIN
-from tests.marglik.worlds import Worlds
+from tests.worlds import Worlds
 
 HERE = "tests.marglik.commands.commands_on_ranks"
 OPTIONS = [*TRAIN, *DATA, *MODEL, "--checkpoint_minutes", "0"]

@@ -1,4 +1,4 @@
-"""What ranks do in tests of the online loop: called in each of them, see `tests.marglik.worlds`."""
+"""What ranks do in tests of the online loop: called in each of them, see `tests.worlds`."""
 
 import os
 import signal

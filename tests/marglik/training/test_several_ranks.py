@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.marglik.close_state import assert_near
-from tests.marglik.worlds import failed
+from tests.worlds import failed
 
 HERE = "tests.marglik.training.runs_on_ranks"
 CASES = {

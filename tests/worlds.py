@@ -1,6 +1,6 @@
 """Worlds of several ranks, forked from one process that has imported everything and runs no thread.
 
-`Worlds` starts that process, ``python -m tests.marglik.worlds``; a line of its standard input is a
+`Worlds` starts that process, ``python -m tests.worlds``; a line of its standard input is a
 JSON object of a world: its folder, its size, and a function's full name. Each rank calls the
 function with the arguments that lie in the folder, and leaves there what it returns or how it
 failed. The answer is a line with the ranks' exit statuses.
@@ -25,7 +25,7 @@ IMPORTED = (
     "torch._dynamo",
 )  # fmt: skip
 """What commands import when they need it."""
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 class Failed(Exception):
@@ -38,7 +38,7 @@ class Worlds:
     def __init__(self) -> None:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.marglik.worlds"], cwd=ROOT, env=environment, text=True,
+            [sys.executable, "-m", "tests.worlds"], cwd=ROOT, env=environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
 
