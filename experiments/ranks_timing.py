@@ -129,7 +129,8 @@ def _measured(config: Config, ranks: Ranks) -> dict[str, Any]:
         timed("pass, one rank", lambda: factors(alone, batches), all_ranks=False)
         fitted = timed("pass, two ranks", lambda: factors(together, own), all_ranks=True)
         blocks = list(fitted.blocks.values())
-        factors_of_all = {id(F): F for block in blocks for F, _ in block.named_factors()}
+        whole = [F for block in blocks for F in block.whole_factors("A timing") if F is not None]
+        factors_of_all = {id(F): F for F in whole}
         summed = [F.clone() for F in factors_of_all.values()]
         timed("reduction alone", lambda t=summed: ranks.sum_(t, "a timing"), all_ranks=True)
         again = list((fitted * 1).blocks.values())  # which do not know their eigenvalues yet
