@@ -587,7 +587,7 @@ def summary(runs: Sequence[dict[str, Any]]) -> Figure:
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("test NLL (nats), lower is better")
     panels[-2].legend(fontsize="small", loc="lower left")
-    for i, (way, name) in enumerate(SUMMARY.items()):
+    for i, way in enumerate(SUMMARY):
         costs = [
             _row(run, condition, way, "all")["seconds"]
             / _row(run, condition, "default", "all")["seconds"]
