@@ -1,13 +1,13 @@
 # %% [markdown]
 # # Images: a posterior for a torchvision network, after training
 #
-# A MobileNetV3 of torchvision is trained as usual, here for a few epochs on few images, and gets a
-# posterior afterwards: one pass over the data, the prior by the evidence, two numbers of calibration.
-# Nothing is declared; BatchNorm is in eval mode, where it is a fixed affine map.
+# A MobileNetV3 of torchvision is trained as usual, here for a few epochs on few images, and gets
+# a posterior afterwards: one pass over the data, the prior by the evidence, two numbers of
+# calibration. Nothing is declared; BatchNorm is in eval mode, where it is a fixed affine map.
 #
-# The data are 1,000 images of CIFAR-10, re-encoded as JPEG, in `cifar10-jpeg.tar.gz` in the folder
-# that the environment variable `MARGLIK_DATA` names. **Without it, digits take their place**, three
-# times as large and in grey. Half a minute on one core.
+# The data are 1,000 images of CIFAR-10, re-encoded as JPEG, in `cifar10-jpeg.tar.gz` in the
+# folder that the environment variable `MARGLIK_DATA` names. **Without it, digits take their
+# place**, three times as large and in grey. Half a minute on one core.
 
 # %%
 import os
@@ -18,8 +18,16 @@ from torch.nn.functional import cross_entropy, interpolate
 from torchvision.models import mobilenet_v3_small
 
 from kfac_backend import CurvatureOptions
-from marglik import Posterior, PredictiveConfig, calibrate, compute_metrics, laplace_predictive
-from marglik import map_predictive, maximize_evidence, predict_all
+from marglik import (
+    Posterior,
+    PredictiveConfig,
+    calibrate,
+    compute_metrics,
+    laplace_predictive,
+    map_predictive,
+    maximize_evidence,
+    predict_all,
+)
 from marglik.data import Digits, ImageFolder
 
 torch.manual_seed(0)
@@ -58,8 +66,8 @@ model.eval()
 # %% [markdown]
 # ## The posterior
 #
-# `fisher="mc"` takes one backward pass per batch instead of nine. Two predictives: all layers, and the
-# last layer alone, which costs no more than a forward pass.
+# `fisher="mc"` takes one backward pass per batch instead of nine. Two predictives: all layers,
+# and the last layer alone, which costs no more than a forward pass.
 
 # %%
 batches = list(zip(x.split(100), y.split(100), strict=True))

@@ -2,7 +2,7 @@
 # # Digits: weight decays learned while a network trains
 #
 # A LeNet learns the 8×8 digits of scikit-learn, and one weight decay for each of its ten tensors on
-# the way. A tenth of the training digits is held out for the two numbers of the calibration.
+# the way. Two hundred digits are held out for the two numbers of the calibration.
 #
 # Half a minute on one core; nothing is downloaded.
 
@@ -20,7 +20,7 @@ digits = load_digits()
 x = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16  # (1797, 1, 8, 8)
 y = torch.tensor(digits.target)
 order = torch.randperm(len(x))
-train, held_out, test = order[:700], order[700:800], order[800:]
+train, held_out, test = order[:700], order[700:900], order[900:]
 loader = DataLoader(TensorDataset(x[train], y[train]), batch_size=64, shuffle=True)
 
 # %% [markdown]
@@ -54,7 +54,8 @@ right.set(xlabel="learned weight decay")
 # %% [markdown]
 # ## Predictions
 #
-# Calibration scales the posterior's width by s and the outputs by 1/τ. s = 0 is temperature scaling.
+# Calibration scales the posterior's width by s and the outputs by 1/τ. s = 0 is temperature
+# scaling.
 
 # %%
 predict = calibrate(laplace, [(x[held_out], y[held_out])])

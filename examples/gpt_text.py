@@ -1,12 +1,12 @@
 # %% [markdown]
 # # Text: a small GPT, byte by byte
 #
-# A language model has a loss term at every position: K-FAC's expand setting. The exact curvature would
-# take 255 backward passes for each term; `fisher="mc"` draws one label per position from the model, and
-# takes one.
+# A language model has a loss term at every position: K-FAC's expand setting. The exact curvature
+# would take 255 backward passes for each term; `fisher="mc"` draws one label per position from
+# the model, and takes one.
 #
-# The text is DART's (Nan et al. 2021), its development split in the folder that the environment variable
-# `MARGLIK_DATA` names; without it, sentences from a template. Half a minute on one core.
+# The text is DART's (Nan et al. 2021), its development split in the folder that the environment
+# variable `MARGLIK_DATA` names; without it, sentences from a template. Half a minute on one core.
 
 # %%
 import os
@@ -16,8 +16,19 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from marglik import PredictiveConfig, calibrate, compute_metrics, map_predictive, marglik_training
-from marglik import predict_all
+from kfac_backend import CurvatureOptions
+from marglik import (
+    Hyperparameters,
+    OnlineTraining,
+    Posterior,
+    PredictiveConfig,
+    PriorGroups,
+    Schedule,
+    calibrate,
+    compute_metrics,
+    map_predictive,
+    predict_all,
+)
 from marglik.data import DART
 from marglik.models import GPT
 
@@ -55,15 +66,19 @@ print(bytes(x[0].tolist()).decode(errors="replace"))
 # %%
 model = GPT(vocab_size=256, context=R, dim=48, depth=2, heads=4)
 loader = DataLoader(TensorDataset(x, y), batch_size=50, shuffle=True)
-from kfac_backend import KfacGGN
-
-laplace, model, *_ = marglik_training(
-    model, loader, n_epochs=12, marglik_frequency=6, n_hypersteps=50, prior_prec_init=0.3,
-    optimizer_kwargs={"lr": 4e-3}, backend=KfacGGN, kfac_approx="expand",
-    backend_kwargs={"stochastic": True, "num_samples": 1}, ignore_index=-100,
-)  # fmt: skip
+options = CurvatureOptions(kfac_approx="expand", fisher="mc")
+training = OnlineTraining(
+    model,
+    torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.0),
+    loader,
+    "classification",
+    Hyperparameters(PriorGroups.from_model(model), prior_precision=0.3),
+    lambda delta, sigma: Posterior(model, "classification", options, prior_precision=delta),
+    Schedule(epochs=12, every=4, steps=50, keep="last"),
+)
+laplace = training.run().laplace
 names = [name for name, _ in model.named_parameters()]
-decays = (laplace.prior_precision / laplace.n_data).tolist()
+decays = training.weight_decays().tolist()
 for decay, name in sorted(zip(decays, names, strict=True))[:5]:
     print(f"{name:28} {decay:.1e}")
 

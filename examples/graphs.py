@@ -1,12 +1,13 @@
 # %% [markdown]
 # # Graphs: molecules of different sizes
 #
-# A graph network's layers run on the nodes and edges of all graphs of a batch, one behind the other.
-# Rows are then not examples: the model says which graph each row belongs to, by
+# A graph network's layers run on the nodes and edges of all graphs of a batch, one behind the
+# other. Rows are then not examples: the model says which graph each row belongs to, by
 # `kfac_backend.examples_of_rows`, and reduce scales both sums over a graph's R rows by 1/√R.
 #
-# The molecules are NCI1's in the folder that the environment variable `MARGLIK_DATA` names; without
-# it, random graphs whose class is whether they have more edges than nodes. Half a minute on one core.
+# The molecules are NCI1's in the folder that the environment variable `MARGLIK_DATA` names;
+# without it, random graphs whose class is whether they have more edges than nodes. Half a minute
+# on one core.
 
 # %%
 import os
@@ -54,9 +55,8 @@ print(f"{len(x)} graphs of {x.node_counts.min()} to {x.node_counts.max()} nodes"
 model = GraphNetwork(node_features=37, num_classes=2, edge_features=1, dim=24, depth=2)
 factors = kronecker_factors(model, [(x[:64], y[:64])], "classification", kfac_approx="reduce")
 for name, block in list(factors.blocks.items())[:6]:
-    print(
-        f"{name:32} B {tuple(block.B.shape)}", f"A {tuple(block.A.shape)}" * (block.A is not None)
-    )
+    A = "" if block.A is None else f"A {tuple(block.A.shape)}"
+    print(f"{name:28} B {tuple(block.B.shape)} {A}")
 
 # %% [markdown]
 # ## Training

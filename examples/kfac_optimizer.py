@@ -1,9 +1,9 @@
 # %% [markdown]
 # # K-FAC as an optimiser
 #
-# The same factors precondition gradients: g becomes (F + λI)⁻¹ g. `KFAC` is an optimiser of torch like
-# any other: the training loop stays as it is. Its factors come from the training's own forward pass and
-# one more backward pass to layers' outputs, in every tenth step by default.
+# The same factors precondition gradients: g becomes (F + λI)⁻¹ g. `KFAC` is an optimiser of torch
+# like any other: the training loop stays as it is. Its factors come from the training's own
+# forward pass and one more backward pass to layers' outputs, in every tenth step by default.
 #
 # An autoencoder of digits, which plain gradients fit slowly; a quarter of a minute on one core.
 
@@ -52,8 +52,8 @@ def train(make_optimizer, epochs=15):
 # %% [markdown]
 # ## Beside SGD and Adam
 #
-# Each learning rate is the best of a few for this problem. For K-FAC tune it together with the damping.
-# The likelihood is "bernoulli": each pixel is an output of its own.
+# Each learning rate is the best of a few for this problem. For K-FAC tune it together with the
+# damping. The likelihood is "bernoulli": each pixel is an output of its own.
 
 # %%
 options = PreconditionerOptions(damping=0.03, factor_every=5, update_every=5)
@@ -73,6 +73,6 @@ axes.set(xlabel="step", ylabel="loss (nats per image)", ylim=(15, 30))
 axes.legend()
 
 # %% [markdown]
-# What it costs depends on the network: its factors are d × d for each width d, and are inverted. In
-# `experiments/README.md` steps are timed and compared on larger problems; with a graph network reduce
-# needed 54 % of tuned SGD's steps, a small vision transformer gained nothing.
+# What it costs depends on the network: its factors are d × d for each width d, and are inverted.
+# In `experiments/README.md` steps are timed and compared on larger problems; with a graph network
+# reduce needed 54 % of tuned SGD's steps, a small vision transformer gained nothing.

@@ -1,9 +1,10 @@
 # %% [markdown]
 # # A layer of your own
 #
-# A causal filter applies one weight to each window of a sequence. K-FAC needs to know one thing of such
-# a layer: its inputs, position by position. A rule says that; the rest follows, both modes, evidence,
-# predictive and optimiser. The first batch of each pass proves the rule against autograd.
+# A causal filter applies one weight to each window of a sequence. K-FAC needs to know one thing
+# of such a layer: its inputs, position by position. A rule says that; the rest follows, both
+# modes, evidence, predictive and optimiser. The first batch of each pass proves the rule against
+# autograd.
 #
 # Seconds on one core.
 
@@ -50,8 +51,8 @@ class CausalFilterRule(WeightSharingRule):
 # %% [markdown]
 # ## Against brute force
 #
-# A linear network that averages the positions, with a Gaussian likelihood: there reduce is exact, and
-# expand is not. The exact block is Σ_n Jᵀ J.
+# A linear network that averages the positions, with a Gaussian likelihood: there reduce is exact,
+# and expand is not. The exact block is Σ_n Jᵀ J.
 
 
 # %%

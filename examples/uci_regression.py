@@ -1,12 +1,13 @@
 # %% [markdown]
 # # Regression with the noise learned: yacht hydrodynamics
 #
-# A network with 50 tanh units learns the resistance of yachts, with the noise σ and one weight decay
-# per tensor, without validation data. The predictive is a Gaussian whose variance is what the noise
-# and the posterior say: σ² + J Σ Jᵀ.
+# A network with 50 tanh units learns the resistance of yachts, with the noise σ and one weight
+# decay per tensor, without validation data. The predictive is a Gaussian whose variance is what
+# the noise and the posterior say: σ² + J Σ Jᵀ.
 #
-# The data are the published splits of UCI's yacht set, `uci.tar.gz` in the folder that the environment
-# variable `MARGLIK_DATA` names; without it, a made-up function of one variable. Seconds on one core.
+# The data are the published splits of UCI's yacht set, `uci.tar.gz` in the folder that the
+# environment variable `MARGLIK_DATA` names; without it, a made-up function of one variable.
+# Seconds on one core.
 
 # %%
 import os
@@ -17,8 +18,17 @@ from matplotlib import pyplot
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from marglik import Hyperparameters, OnlineTraining, Posterior, PriorGroups, Schedule
-from marglik import compute_metrics, laplace_predictive, map_predictive, predict_all
+from marglik import (
+    Hyperparameters,
+    OnlineTraining,
+    Posterior,
+    PriorGroups,
+    Schedule,
+    compute_metrics,
+    laplace_predictive,
+    map_predictive,
+    predict_all,
+)
 from marglik.data import UCI
 
 torch.manual_seed(0)

@@ -1,9 +1,10 @@
 # %% [markdown]
 # # A vision transformer, with a mode for each layer
 #
-# A transformer shares each weight over the patches of an image, and averages them at the end: K-FAC's
-# reduce setting. But reduce gives the keys' weight of softmax attention a block of zeros, since the
-# same shift of all keys changes nothing. So attention gets expand here, and the rest reduce.
+# A transformer shares each weight over the patches of an image, and averages them at the end:
+# K-FAC's reduce setting. But reduce gives the keys' weight of softmax attention a block of zeros,
+# since the same shift of all keys changes nothing. So attention gets expand here, and the rest
+# reduce.
 #
 # Digits of 8×8 pixels in patches of 2×2; a quarter of a minute on one core.
 
