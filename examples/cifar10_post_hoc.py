@@ -33,7 +33,7 @@ from marglik.data import Digits, ImageFolder
 torch.manual_seed(0)
 archive = Path(os.environ.get("MARGLIK_DATA", ""), "cifar10-jpeg.tar.gz")
 if archive.is_file():
-    splits = ImageFolder(archive, "CIFAR-10 (JPEG)", max_train=1000, max_test=500).load()
+    splits = ImageFolder(archive, name="CIFAR-10 (JPEG)", max_train=1000, max_test=500).load()
 else:
     splits = Digits().load()
 print(splits.name)

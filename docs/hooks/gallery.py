@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +71,7 @@ def outcome(script: Path) -> Path:
             text=True,
         )
         if done.returncode:
-            raise RuntimeError(f"{script.name} failed:\n{done.stderr[-4000:]}")
+            raise PluginError(f"{script.name} failed:\n{done.stderr[-4000:]}")
         _logger.info(f"{script.name} ran for {time.monotonic() - start:.0f} s")
     return folder
 
