@@ -115,6 +115,16 @@ def test_table_of_the_readme_is_that_of_the_results():
         assert row in readme, row
 
 
+# Of earlier runs, too, that page has numbers; its tables have tests of their own.
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/paper.md"])
+def test_quoted_errors_are_measured(page):
+    """Each "mean ± standard error" of a page, whatever sign it has there, is one of the results."""
+    measured = (ROOT / "experiments/README.md").read_text()
+    measured += "".join(path.read_text() for path in RESULTS.rglob("table.md"))
+    quoted = set(re.findall(r"\d+\.\d+ ± \d+\.\d+", flat((ROOT / page).read_text())))
+    assert [number for number in sorted(quoted) if number not in flat(measured)] == []
+
+
 def examples_of(page):
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
 
