@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from kfac_backend import CurvatureOptions
+from kfac_backend import CurvatureOptions, TargetOptions
 from marglik import (
     Hyperparameters,
     OnlineTraining,
@@ -66,7 +66,7 @@ print(bytes(x[0].tolist()).decode(errors="replace"))
 # %%
 model = GPT(vocab_size=256, context=R, dim=48, depth=2, heads=4)
 loader = DataLoader(TensorDataset(x, y), batch_size=50, shuffle=True)
-options = CurvatureOptions(kfac_approx="expand", fisher="mc")
+options = CurvatureOptions(kfac_approx="expand", fisher="mc", ignore_index=-100)
 training = OnlineTraining(
     model,
     torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.0),
@@ -75,6 +75,7 @@ training = OnlineTraining(
     Hyperparameters(PriorGroups.from_model(model), prior_precision=0.3),
     lambda delta, sigma: Posterior(model, "classification", options, prior_precision=delta),
     Schedule(epochs=12, every=4, steps=50, keep="last"),
+    targets=TargetOptions(ignore_index=-100),  # what fills short texts does not count
 )
 laplace = training.run().laplace
 names = [name for name, _ in model.named_parameters()]
@@ -93,6 +94,6 @@ config = PredictiveConfig(method="linearised", networks=10)
 predict = calibrate(laplace, [held_out], config)
 print(predict.calibration.in_words)
 for name, predictive in {"MAP": map_predictive(model), "calibrated": predict}.items():
-    prediction, labels = predict_all(predictive, [test])
+    prediction, labels = predict_all(predictive, [test], TargetOptions(ignore_index=-100))
     metrics = compute_metrics(prediction, labels, "classification")
     print(f"{name:10} {metrics['cls/NLL']:.3f} nats per byte, {metrics['cls/accuracy']:.3f} right")
