@@ -94,6 +94,6 @@ config = PredictiveConfig(method="linearised", networks=10)
 predict = calibrate(laplace, [held_out], config)
 print(predict.calibration.in_words)
 for name, predictive in {"MAP": map_predictive(model), "calibrated": predict}.items():
-    prediction, labels = predict_all(predictive, [test], TargetOptions(ignore_index=-100))
+    prediction, labels = predict_all(predictive, [test], ignore_index=-100)
     metrics = compute_metrics(prediction, labels, "classification")
     print(f"{name:10} {metrics['cls/NLL']:.3f} nats per byte, {metrics['cls/accuracy']:.3f} right")

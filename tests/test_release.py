@@ -1,5 +1,6 @@
 """What is released: metadata, a recipe that agrees with it, and a wheel that works by itself."""
 
+import json
 import os
 import re
 import shutil
@@ -126,30 +127,61 @@ def test_wheel_and_sdist_hold_the_packages(built):
     assert sources | files | {"README.md", "LICENSE", "pyproject.toml"} <= names
 
 
+@pytest.fixture(scope="module")
+def environment(uv, built, tmp_path_factory):
+    """An environment with the wheel, what it depends on, and nothing else."""
+    folder = tmp_path_factory.mktemp("wheel") / "environment"
+    subprocess.run([uv, "venv", "-q", "--python", sys.executable, str(folder)], check=True)
+    install = [uv, "pip", "install", "-q", "--python", str(folder / "bin/python"), str(built[0])]
+    subprocess.run(install, check=True)
+    yield folder
+    shutil.rmtree(folder)  # gigabytes, which pytest would keep
+
+
+def run(environment, *command):
+    """What a command of the environment prints; the checkout is not on its path."""
+    done = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True,
+        env={**os.environ, "PATH": f"{environment / 'bin'}:/usr/bin:/bin", "PYTHONPATH": "",
+             "VIRTUAL_ENV": str(environment)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.slow
-def test_the_wheel_works_in_an_empty_environment(uv, built, tmp_path):
+def test_the_wheel_works_in_an_empty_environment(environment):
     """Its first command, and the backend without laplace-torch, from an empty folder."""
-    environment = tmp_path / "environment"
-    subprocess.run([uv, "venv", "-q", "--python", sys.executable, str(environment)], check=True)
-    python = environment / "bin/python"
-    subprocess.run([uv, "pip", "install", "-q", "--python", str(python), str(built[0])], check=True)
-
-    def run(*command):
-        done = subprocess.run(
-            [str(part) for part in command], cwd=tmp_path, capture_output=True, text=True,
-            env={**os.environ, "PATH": f"{python.parent}:/usr/bin:/bin", "PYTHONPATH": ""},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
     code = (
         "import sys, kfac_backend; print(kfac_backend.__file__); "
         "print(sorted({'laplace', 'curvlinops', 'marglik'} & set(sys.modules)))"
     )
-    where, loaded = run(python, "-c", code).splitlines()
+    where, loaded = run(environment, "python", "-c", code).splitlines()
     assert Path(where).is_relative_to(environment) and loaded == "[]"
-    assert run("marglik", "--version").split() == ["marglik", PROJECT["version"]]
-    shown = run("marglik", "train", "--config", "digits", "--epochs", "2", "--no_progress")
+    assert run(environment, "marglik", "--version").split() == ["marglik", PROJECT["version"]]
+    arguments = ("--config", "digits", "--epochs", "2", "--no_progress")
+    shown = run(environment, "marglik", "train", *arguments)
     assert "log marginal likelihood per example" in shown
-    assert (tmp_path / "runs/digits/report.html").stat().st_size > 10_000
-    shutil.rmtree(environment)  # gigabytes, which pytest would keep
+    assert Path("runs/digits/report.html").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["kfac_backend", "marglik"])
+def test_the_types_of_all_public_names_are_known(package, environment):
+    """But for a base class of transformers, which is an extra.
+
+    A type may be inferred: attributes that a constructor's call says all of have no annotation
+    beside it, which basedpyright counts as "ambiguous".
+    """
+    checker = Path(sys.executable).with_name("basedpyright")
+    arguments = ["--verifytypes", package, "--ignoreexternal", "--outputjson"]
+    path = f"{environment / 'bin'}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [str(checker), *arguments], capture_output=True, text=True,
+        env={**os.environ, "PATH": path, "PYTHONPATH": "", "VIRTUAL_ENV": str(environment)},
+    )  # fmt: skip
+    found = json.loads(done.stdout)["typeCompleteness"]
+    public = [symbol for symbol in found["symbols"] if symbol["isExported"]]
+    assert len(public) > 1000
+    unknown = [s["name"] for s in public if not (s["isTypeKnown"] or s["isTypeAmbiguous"])]
+    assert set(unknown) <= {"marglik.callbacks.transformers.MarginalLikelihood"}
