@@ -102,4 +102,4 @@ $(INSTALLED): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf .venv .venv-lowest runs
+	rm -rf .venv .venv-lowest runs site build
