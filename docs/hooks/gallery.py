@@ -33,7 +33,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Put the examples below the gallery's page in the navigation."""
     for entry in config.nav or []:
         if entry.get("Gallery") == "examples/index.md":
-            entry["Gallery"] = ["examples/index.md", *(f"examples/{p.stem}.md" for p in EXAMPLES)]
+            pages = (f"examples/{p.stem}.md" for p in EXAMPLES)
+            entry["Gallery"] = [{"All examples": "examples/index.md"}, *pages]
     return config
 
 
