@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: train test test-slow test-lowest lint format bench exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study uci update-step-timing gpt-timing natural-gradient models graph-network-training vision-transformer-training optimizer-comparison ranks-timing simulate-ranks lora lora-memory faults
+.PHONY: train test test-slow test-lowest lint format bench exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study uci update-step-timing gpt-timing natural-gradient models graph-network-training vision-transformer-training optimizer-comparison ranks-timing simulate-ranks lora lora-memory faults docs
 
 train: $(INSTALLED)  ## train on the built-in digits, learn the weight decays, write runs/digits
 	$(BIN)/marglik train --config digits
@@ -23,6 +23,10 @@ lint: $(INSTALLED)  ## ruff and the type checker
 format: $(INSTALLED)  ## what lint would ask for
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: $(INSTALLED)  ## the documentation in site/, with the examples run: a quarter of an hour, minutes if they ran before
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[docs,transformers]'
+	$(BIN)/mkdocs build
 
 bench: $(INSTALLED)  ## curvature pass, evidence update and predictive against the limit and the peers, here
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
@@ -107,4 +111,4 @@ $(INSTALLED): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf .venv .venv-lowest runs
+	rm -rf .venv .venv-lowest runs site build

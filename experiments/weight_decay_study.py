@@ -62,7 +62,7 @@ from marglik.storage.provenance import environment
 from marglik.training.loop import OnlineResult
 from marglik.training.optimizers import OptimizerConfig
 
-__all__ = ["PROBLEMS", "VARIANTS", "WEIGHT_DECAYS", "Config", "figure", "run", "table"]
+__all__ = ["PROBLEMS", "VARIANTS", "WEIGHT_DECAYS", "Config", "figure", "run", "summary", "table"]
 
 DEFAULT = 5e-4
 WEIGHT_DECAYS = (5e-5, 1.6e-4, DEFAULT, 1.6e-3, 5e-3, 1.6e-2, 5e-2)
@@ -412,6 +412,12 @@ def _variants(task: Task, config: Config) -> list[Row]:
 
 PREDICTIVES = {"MAP": "MAP", "scaled": "scaled MAP", "Laplace": "Laplace, calibrated"}
 NLLS = " | ".join(f"NLL, {name}" for name in PREDICTIVES.values())
+SUMMARY = {
+    "default": "default, 5e-4",
+    "grid": "grid, held-out data",
+    "learned": "learned, per layer",
+}
+"""The ways' names in the README's figure."""
 WAYS = {"default": "default", "grid": "grid of seven", "learned": "learned"}
 RUNS = {
     "four fifths": {"default": 1, "grid": 7, "learned": 1},
@@ -551,6 +557,54 @@ def figure(runs: Sequence[dict[str, Any]]) -> Figure:
     return drawing
 
 
+def summary(runs: Sequence[dict[str, Any]]) -> Figure:
+    """The README's figure: NLL of the scaled MAP for each share of flipped labels, and the costs.
+
+    A cost is the CPU time until a way has its network: all trainings of the grid, the learned way's
+    updates; in multiples of the default's one training, paired by seed. Bars are standard errors.
+    """
+    shares = sorted({share for _, share in _conditions(runs)})
+    drawing = Figure(figsize=(1 + 3 * (len(shares) + 1), 3.2), layout="constrained")
+    panels = drawing.subplots(1, len(shares) + 1)
+    for axes, share in zip(panels, shares, strict=False):
+        sizes = [n for n, f in _conditions(runs) if f == share]
+        for way, name in SUMMARY.items():
+            rows = [
+                [
+                    _row(run, (n, share), way, "all")["scaled"]["nll"]
+                    for run in _having(runs, (n, share))
+                ]
+                for n in sizes
+            ]
+            means, errors = zip(
+                *((statistics.mean(v), standard_error(v)) for v in rows), strict=True
+            )
+            axes.errorbar(sizes, means, errors, fmt="o-", ms=4, color=COLORS[way], label=name)
+        axes.set(xscale="log", xlabel="training digits", ylim=(0, None))
+        axes.set_title(f"{_percent(share)} wrong labels" if share else "clean labels", fontsize=11)
+        axes.set_xticks(sizes, [f"{n:,}" for n in sizes], minor=False)
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("test NLL (nats), lower is better")
+    panels[-2].legend(fontsize="small", loc="lower left")
+    for i, way in enumerate(SUMMARY):
+        costs = [
+            _row(run, condition, way, "all")["seconds"]
+            / _row(run, condition, "default", "all")["seconds"]
+            for run in runs
+            for condition in _conditions([run])
+        ]
+        panels[-1].barh(i, statistics.mean(costs), color=COLORS[way])
+        panels[-1].text(statistics.mean(costs), i, f" {statistics.mean(costs):.1f}", va="center")
+    panels[-1].set_yticks(
+        range(len(SUMMARY)), [name.replace(", ", ",\n") for name in SUMMARY.values()]
+    )
+    panels[-1].invert_yaxis()
+    panels[-1].set(xlim=(0, 9), xlabel="default trainings of CPU time")
+    panels[-1].set_title("cost", fontsize=11)
+    return drawing
+
+
 SIGNED = "{:+.3f}"
 
 
@@ -609,6 +663,7 @@ def report(folder: Path) -> str:
         if runs := list(found[name, "ways"].values()):
             tables.append(table(runs))
             save_figure(figure(runs), folder / f"{name}.png")
+            save_figure(summary(runs), folder / f"{name}_summary.png")
         if runs := list(found[name, "variants"].values()):
             tables.append(variants_table(runs))
     text = "\n\n".join(tables)

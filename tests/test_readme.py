@@ -1,4 +1,4 @@
-"""The README's examples and commands run as they stand; its numbers are those of the results."""
+"""What README and docs/ show runs as it stands, and their numbers are those of the results."""
 
 import importlib
 import json
@@ -8,13 +8,14 @@ import statistics
 from pathlib import Path
 
 import pytest
-import torch
 
 from experiments import bench_curvature_report, marglik_cifar10, presets, table2_report
 from kfac_backend.layers import registry
 from marglik.cli import main
 
 ROOT = Path(__file__).parents[1]
+PAGES = ["README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")))]
+RESULTS = ROOT / "experiments/results"
 
 
 def flat(text):
@@ -26,7 +27,7 @@ def test_benchmark_numbers_are_those_of_the_json():
     folder = ROOT / "experiments/results/bench_curvature_cpu"
     parts = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
     assert set(parts) == {"batch_32", "batch_128", "growth", "evidence"}
-    readme = (ROOT / "README.md").read_text()
+    readme = (ROOT / "docs/numbers.md").read_text()
     for row in bench_curvature_report.table(parts["batch_32"]).splitlines():
         assert row in readme, row
     ratios, peak = parts["batch_128"]["times_the_limit"], parts["batch_32"]["peak_mebibytes"]
@@ -54,7 +55,7 @@ def test_predictive_numbers_are_those_of_the_json():
     ran = [entry for entry in parts["jacobians"]["batches"] if "seconds" in entry]
     one, most = (ran[i]["seconds"] / ran[i]["batch_size"] for i in (0, -1))
     ours = seconds["ours"] / batch["config"]["batch_size"]
-    readme = flat((ROOT / "README.md").read_text())
+    readme = flat((ROOT / "docs/numbers.md").read_text())
     for sentence in (
         f"take {seconds['ours']:.1f} s, {batch['times_the_limit']['ours']:.1f} times their limit",
         f"{peak['ours']:.0f} MiB at the most, where a training step takes "
@@ -88,20 +89,70 @@ def test_quoted_means_are_those_of_the_tables(title, folder):
     assert quoted
 
 
-@pytest.mark.filterwarnings("ignore:By default `link_approx`")
-def test_python_examples_run(capsys, monkeypatch, tmp_path):
+def test_table_of_the_readme_is_that_of_the_results():
     readme = (ROOT / "README.md").read_text()
-    examples = re.findall(r"```python\n(.*?)```", readme, re.S)
-    assert len(examples) == 6
-    monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
+    batch = json.loads((RESULTS / "bench_curvature_cpu/batch_32.json").read_text())
+    update = json.loads((RESULTS / "bench_curvature_cpu/evidence.json").read_text())
+    update = update["median_seconds"]
+    of = {name: f"{value:.2f} s" for name, value in batch["median_seconds"].items()}
+    row = r"\| 400 \| 20 % \| 3 \| ([\w ]+) \| [^|]+\| ([\d.]+) ±"
+    study = (RESULTS / "weight_decay_study/table.md").read_text()
+    nll = dict(re.findall(row, study)[:3])  # the first table: trained on all
+    rivals = (ROOT / "experiments/README.md").read_text().split("## Rivals of the")[1]
+    raw = dict(re.findall(r"^\| ([\w ,]+) \| ([\d.]+) ±", rivals, re.M))
+    for row in (
+        f"expand | {of['ours, expand, exact']} | curvlinops {of['curvlinops, expand, exact']}, "
+        f"ASDL {of['asdl, expand, exact']} |",
+        f"reduce | {of['ours, reduce, exact']} | curvlinops {of['curvlinops, reduce, exact']}; "
+        f"the limit {of['limit, exact']} |",
+        f"| {update['ours, expand']:.2f} s | laplace-torch "
+        f"{update['laplace-torch, expand']:.2f} s |",
+        f"| {nll['learned']} | grid of seven {nll['grid of seven']}, default {nll['default']} |",
+        f"| {raw['marglik, probit, calibrated']} | its MAP {raw['marglik, MAP']}, uncalibrated "
+        f"{raw['marglik, probit']} |",
+        f"temperature scaling {raw['temperature scaling']}, MC dropout {raw['MC dropout']} |",
+    ):
+        assert row in readme, row
+
+
+# Of earlier runs, too, that page has numbers; its tables have tests of their own.
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/paper.md"])
+def test_quoted_errors_are_measured(page):
+    """Each "mean ± standard error" of a page, whatever sign it has there, is one of the results."""
+    measured = (ROOT / "experiments/README.md").read_text()
+    measured += "".join(path.read_text() for path in RESULTS.rglob("table.md"))
+    quoted = set(re.findall(r"\d+\.\d+ ± \d+\.\d+", flat((ROOT / page).read_text())))
+    assert [number for number in sorted(quoted) if number not in flat(measured)] == []
+
+
+def examples_of(page):
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
+
+
+@pytest.mark.filterwarnings("ignore:By default `link_approx`")
+@pytest.mark.parametrize("page", [page for page in PAGES if examples_of(page)])
+def test_python_examples_run(page, capsys, monkeypatch, tmp_path):
+    """Each goes on where the one before it on the page ended."""
+    monkeypatch.setattr(registry, "RULES", dict(registry.RULES))
+    monkeypatch.setattr(registry, "PARAMETERS", dict(registry.PARAMETERS))
     namespace: dict = {}
-    for example in examples:
-        exec(example, namespace)  # each goes on where the one before ended
-    assert all(len(examples[i].splitlines()) <= 15 for i in (0, 3, 4, 5))
-    assert (tmp_path / "reliability.png").stat().st_size > 1000
-    assert len(set(namespace["laplace"].prior_precision.tolist())) == 10
-    assert "torch.Size([75, 75])" in capsys.readouterr().out
+    for example in examples_of(page):
+        exec(compile(example, page, "exec"), namespace)
+    if page == "README.md":
+        assert len(examples_of(page)) == 1 and len(examples_of(page)[0].splitlines()) <= 15
+        assert len(set(namespace["laplace"].prior_precision.tolist())) == 10
+    if page == "docs/after-training.md":
+        assert (tmp_path / "reliability.png").stat().st_size > 1000
+    if page == "docs/index.md":
+        assert "torch.Size([75, 75])" in capsys.readouterr().out
+
+
+INSTALLATION = [
+    ["source", ".venv/bin/activate"],
+    ["pip", "install", "-e", "."],
+    ["conda", "env", "create", "-f", "environment.yml"],
+    ["conda", "activate", "marglik"],
+]
 
 
 def commands(text):
@@ -110,7 +161,7 @@ def commands(text):
     return [shlex.split(line, comments=True) for line in blocks.splitlines() if line]
 
 
-@pytest.mark.parametrize("page", ["README.md", "experiments/README.md"])
+@pytest.mark.parametrize("page", [*PAGES, "experiments/README.md"])
 def test_commands_are_those_of_the_programs(page, capsys):
     for program, *arguments in commands((ROOT / page).read_text()):
         if program == "marglik" and arguments[0] == "train":
@@ -125,15 +176,18 @@ def test_commands_are_those_of_the_programs(page, capsys):
             with pytest.raises(SystemExit) as stopped:
                 importlib.import_module(arguments[1]).main([*arguments[2:], "--help"])
             assert stopped.value.code == 0, arguments
-        elif program == "source":
-            assert arguments == [".venv/bin/activate"]
-        else:  # those of marglik run below; the Makefile's targets are tested, too
-            assert program == "make" or arguments[0] in ("evaluate", "report", "fit"), program
+        elif program in ("source", "pip", "conda"):
+            assert [program, *arguments] in INSTALLATION
+        elif program == "make":
+            assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.M)
+        else:  # these run below
+            assert page == "docs/after-training.md" and program == "marglik", program
+            assert arguments[0] in ("evaluate", "report", "fit")
 
 
 def test_commands_after_make_train_run_as_they_stand(capsys):
     """But for the epochs of training."""
-    found = commands((ROOT / "README.md").read_text())
+    found = commands((ROOT / "docs/after-training.md").read_text())
     of_digits = [c[1:] for c in found if c[0] == "marglik" and "digits" in " ".join(c)]
     assert [c[0] for c in of_digits] == ["evaluate", "train", "report", "fit"]
     assert main(["train", "--config", "digits", "--epochs", "2"]) == 0  # make train's
@@ -163,13 +217,13 @@ def test_table_of_presets_is_that_of_the_json():
     seeds = [run["config"]["seed"] for run in runs]
     assert seeds == 3 * sorted(set(seeds))
     assert (folder / "table.md").read_text() == presets.table(runs) + "\n"
-    readme = (ROOT / "README.md").read_text()
+    readme = (ROOT / "docs/paper.md").read_text()
     for row in presets.table(runs).splitlines():
         assert row in readme, row
 
 
 def test_table_2_is_that_of_the_json():
-    """Tables and their texts can be made again from the runs' files, and the README quotes them."""
+    """Tables and their texts can be made again from the runs' files, and a page quotes them."""
     folder = ROOT / "experiments/results/table2/scaled"
     runs = table2_report.load(folder)
     assert (folder / "table.md").read_text() == table2_report.report(runs) + "\n"
@@ -180,7 +234,7 @@ def test_table_2_is_that_of_the_json():
         for augment in (True, False)
     }
     assert all([r["config"]["seed"] for r in found] == [0, 1, 2] for found in main.values())
-    readme = (ROOT / "README.md").read_text()
+    readme = (ROOT / "docs/paper.md").read_text()
     for row in table2_report.gains(main).splitlines()[:6]:
         assert row in readme, row
     redux = {s: found for s, found in runs.items() if (s.preset, s.variant) == ("redux", None)}

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -130,7 +130,9 @@ class KroneckerBlock:
             A = self.A * (1 - share) + other.A * share
         return replace(self, B=B, A=A, num_terms=terms[0] if len(terms) == 1 else terms)
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None):
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> Self:
         """The block on another device or in another dtype."""
         A = None if self.A is None else self.A.to(device, dtype)
         return replace(self, B=self.B.to(device, dtype), A=A)

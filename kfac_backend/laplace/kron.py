@@ -35,7 +35,9 @@ class FactorKron(Kron):
         self._is_sum = False
 
     @classmethod
-    def from_factors(cls, factors: KroneckerFactors, dtype: torch.dtype | None = None):
+    def from_factors(
+        cls, factors: KroneckerFactors, dtype: torch.dtype | None = None
+    ) -> "FactorKron":
         """A Kron of these factors, in the parameters' dtype if one is given, float32 at least.
 
         Of factors with corrected eigenvalues, those before the correction; see `EigenKron`.

@@ -202,7 +202,7 @@ def num_examples(x: Any) -> int | None:
     return lengths.pop() if len(lengths) == 1 else None
 
 
-def arguments(model: nn.Module, x: Any) -> tuple[tuple, dict[str, Any]]:
+def arguments(model: nn.Module, x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """How a model takes an input: as its one argument, or a mapping's entries by their names.
 
     A forward of one argument takes the mapping whole. Else entries that it does not name are left

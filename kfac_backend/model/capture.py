@@ -547,7 +547,7 @@ def check_before(tracked: TrackedLayer, a: Tensor) -> None:
         )
 
 
-def first_input(args: tuple, kwargs: dict) -> Tensor:
+def first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """A layer's input, from the arguments that a hook sees."""
     if args:
         return args[0]

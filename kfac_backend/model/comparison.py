@@ -22,7 +22,11 @@ class DtypesInUse(TorchFunctionMode):
         """That of the coarsest dtype so far, among all operations' results."""
 
     def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         output = func(*args, **(kwargs or {}))
         if isinstance(output, Tensor) and output.is_floating_point():

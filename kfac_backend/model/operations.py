@@ -159,7 +159,11 @@ class Follower(TorchFunctionMode):
             self._roots[id(value)] = name
 
     def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         expressions = [e for value in _tensors((args, kwargs)) if (e := self._expression(value))]
@@ -633,7 +637,7 @@ def _convolution(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 _CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _MATRICES = ("input", "weight")
-PRODUCTS: set[Callable] = {
+PRODUCTS: set[Callable[..., Any]] = {
     torch.matmul,
     torch.mm,
     torch.bmm,
@@ -649,7 +653,7 @@ PRODUCTS: set[Callable] = {
     Tensor.bmm,
 }
 """Operations that sum over entries of an expression, which is not to be copied for them."""
-WEIGHTS: dict[Callable, tuple[type[Rule], tuple[str, ...]]] = {
+WEIGHTS: dict[Callable[..., Any], tuple[type[Rule], tuple[str, ...]]] = {
     F.linear: (LinearRule, ("input", "weight", "bias")),
     F.conv1d: (Conv1dRule, _CONVOLUTION),
     F.conv2d: (Conv2dRule, _CONVOLUTION),
@@ -666,7 +670,7 @@ WEIGHTS: dict[Callable, tuple[type[Rule], tuple[str, ...]]] = {
 }
 """Linear operations: the rule of a layer that does the same, and what the arguments are."""
 _BIAS = [("bias", 2)]
-REWRITTEN: dict[Callable, tuple[Callable, list[tuple[str, int]]]] = {
+REWRITTEN: dict[Callable[..., Any], tuple[Callable[..., Any], list[tuple[str, int]]]] = {
     F.layer_norm: (_layer_norm, [("weight", 2), ("bias", 3)]),
     F.rms_norm: (_rms_norm, [("weight", 2)]),
     F.group_norm: (_group_norm, [("weight", 2), ("bias", 3)]),

@@ -77,7 +77,7 @@ class Operations:
     """The parameters."""
     own: Mapping[str, TrackedLayer] = field(default_factory=dict)
     """Name -> the parameter as a layer `OwnParameter`, if it is used by broadcasting."""
-    keys: dict[tuple, int] = field(default_factory=dict)
+    keys: dict[tuple[Any, ...], int] = field(default_factory=dict)
     ways: dict[int, Way] = field(default_factory=dict)
     """Key -> what an operation is."""
 

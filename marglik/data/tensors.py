@@ -32,7 +32,7 @@ Pair = tuple[Inputs, Tensor]
 """Inputs x and targets y, examples first."""
 
 
-class Examples(Dataset):
+class Examples(Dataset[Pair]):
     """Inputs and targets, as many examples as there are targets."""
 
     def __init__(self, x: Inputs, y: Tensor) -> None:

@@ -112,7 +112,7 @@ def compute_metrics(
 
 def reliability_curve(
     prediction: Prediction, targets: Tensor, likelihood: Likelihood
-) -> dict[str, list]:
+) -> dict[str, list[float]]:
     """What a reliability diagram shows, as plain lists; see `figures.reliability_diagram`.
 
     Bins of confidence for classification and Bernoulli (all outputs, of the predicted side), the

@@ -28,7 +28,7 @@ __all__ = ["marglik_training"]
 
 def marglik_training(
     model: nn.Module,
-    train_loader: DataLoader,
+    train_loader: DataLoader[Any],
     likelihood: str = "classification",
     hessian_structure: str = "kron",
     backend: type = KfacGGN,

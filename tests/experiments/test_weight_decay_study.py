@@ -147,7 +147,8 @@ def test_the_report_is_made_from_the_json_alone(tmp_path, capsys):
         (folder / name).write_text(json.dumps(found))
     assert study.main(["--report", "--results", str(tmp_path)]) == 0
     assert "variants of learning" in capsys.readouterr().out
-    assert (folder / "digits.png").stat().st_size > 1000
+    for figure in ("digits.png", "digits_summary.png"):
+        assert (folder / figure).stat().st_size > 1000
     with pytest.raises(SystemExit):
         study.main(["--report", "--results", str(tmp_path / "none")])
 

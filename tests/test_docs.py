@@ -1,0 +1,94 @@
+"""The documentation is whole: every public name, no broken link, nothing that is fetched."""
+
+import inspect
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PUBLIC = ["kfac_backend", "kfac_backend.optimizer", "marglik", "marglik.models", "marglik.data"]
+TYPES = {"CORRUPTIONS", "SEVERITIES"}  # constants, which have no docstring of their own
+
+
+def documented():
+    """The names that the pages of the interface show."""
+    pages = "\n".join(path.read_text() for path in sorted((DOCS / "api").glob("*.md")))
+    return set(re.findall(r"^::: (\S+)", pages, re.M))
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_public_names_have_a_docstring_and_a_page(package):
+    module, pages = import_module(package), documented()
+    for name in set(module.__all__) - TYPES:
+        value = getattr(module, name)
+        if inspect.isclass(value) or callable(value):
+            assert inspect.getdoc(value) and value.__doc__, f"{package}.{name} has no docstring"
+        assert f"{package}.{name}" in pages, f"{package}.{name} has no page in docs/api"
+
+
+def test_documented_names_exist():
+    for name in documented():
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(import_module(module), attribute), name
+
+
+def test_each_page_is_in_the_navigation():
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    listed = set(re.findall(r"[\w./-]+\.md", str(config["nav"])))
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    assert pages <= listed
+    for page in listed - pages:
+        assert (ROOT / page).exists() or page == "examples/index.md", page
+
+
+def test_examples_have_a_title_and_a_first_paragraph():
+    """Which the gallery shows; and the README's link to them holds."""
+    scripts = sorted((ROOT / "examples").glob("*.py"))
+    assert len(scripts) >= 8
+    for script in scripts:
+        title, empty, first, *_ = script.read_text().splitlines()[1:]
+        assert title.startswith("# # ") and empty == "#" and first.startswith("# "), script.name
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site, with the examples' code alone."""
+    folder = tmp_path_factory.mktemp("docs") / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True,
+        env={"MARGLIK_DOCS_EXAMPLES": "skip", "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_the_site_is_built_and_whole(site):
+    """What mkdocs does not look at as it builds; links and anchors it checks itself."""
+    pages = {path.relative_to(site).as_posix(): path.read_text() for path in site.rglob("*.html")}
+    assert {"index.html", "choosing.html", "experiments/index.html", "examples/digits.html"} <= set(
+        pages
+    )
+    for page, text in pages.items():
+        for image in re.findall(r'<img[^>]* src="([^"]+)"', text):
+            assert (site / page).parent.joinpath(image).exists(), (page, image)
+    for command in ("train", "fit", "evaluate", "report"):
+        assert f"usage: marglik [options] {command}" in pages["command-line.html"]
+    assert "K-FAC-expand and K-FAC-reduce" in pages["mathematics.html"]
+
+
+@pytest.mark.slow
+def test_the_site_fetches_nothing(site):
+    loads = r"<(?:script|img|iframe|source)[^>]* src=\"([^\"]+)\"|<link[^>]* href=\"([^\"]+)\""
+    for path in site.rglob("*.html"):
+        for found in re.findall(loads, path.read_text()):
+            assert not re.match(r"(https?:)?//", "".join(found)), (path, found)
+    for path in site.rglob("*.css"):
+        assert not re.findall(r"(?:url\(|@import )[\"']?(?:https?:)?//", path.read_text()), path

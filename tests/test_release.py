@@ -1,0 +1,187 @@
+"""What is released: metadata, a recipe that agrees with it, and a wheel that works by itself."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from importlib.metadata import version
+from pathlib import Path
+
+import jinja2
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CONDA = {
+    "torch": "pytorch",
+    "matplotlib": "matplotlib-base",
+    "docstring-parser": "docstring_parser",
+}
+"""Distribution -> conda's name, where it is another."""
+
+
+def test_the_version_stands_in_one_place():
+    """The command and the recipe read it; the package that is installed has it."""
+    assert version("marglik") == PROJECT["version"]
+    for file in ("marglik/__init__.py", "kfac_backend/__init__.py", "CITATION.cff", "mkdocs.yml"):
+        assert PROJECT["version"] not in (ROOT / file).read_text(), file
+
+
+def test_the_changelog_has_what_is_not_released():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    released = re.findall(r"^## \[(.+?)\]", text, re.M)
+    assert released[0] == "Unreleased"
+    assert all(re.fullmatch(r"\d+\.\d+\.\d+", name) for name in released[1:])
+
+
+def test_the_citation_is_whole():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors", "license"} <= set(citation)
+    assert citation["license"] == PROJECT["license"]
+    assert citation["keywords"] == PROJECT["keywords"]
+    assert {str(r["identifiers"][0]["value"]) for r in citation["references"]} == {
+        "arXiv:2311.00636",
+        "arXiv:2104.04975",
+    }
+
+
+def recipe():
+    """The recipe as conda-build reads it."""
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
+
+    def load_file_data(path, from_recipe_dir):
+        assert from_recipe_dir
+        return tomllib.loads((ROOT / "recipe" / path).read_text())
+
+    text = environment.from_string((ROOT / "recipe/meta.yaml").read_text())
+    return yaml.safe_load(text.render(load_file_data=load_file_data, PYTHON="python"))
+
+
+def test_the_recipe_has_the_projects_dependencies():
+    found = recipe()
+    assert found["package"] == {"name": "marglik", "version": PROJECT["version"]}
+    runs = dict(re.split(r" +", entry, maxsplit=1) for entry in found["requirements"]["run"])
+    assert runs.pop("python") == PROJECT["requires-python"]
+    expected = {}
+    for requirement in PROJECT["dependencies"]:
+        name, bounds = re.fullmatch(r"([\w-]+)(?:\[\w+\])?(.*)", requirement).groups()
+        expected[CONDA.get(name, name)] = bounds
+    of_an_extra = {"typeshed_client": ">=2.8.2"}  # jsonargparse[signatures]'s
+    assert {name: bounds.replace(" ", "") for name, bounds in runs.items()} == {
+        **expected,
+        **of_an_extra,
+    }
+    assert found["about"]["license"] == PROJECT["license"]
+    (script,) = found["build"]["entry_points"]
+    assert script == f"marglik = {PROJECT['scripts']['marglik']}"
+
+
+@pytest.fixture(scope="module")
+def uv():
+    found = shutil.which("uv", path=str(Path(sys.executable).parent)) or shutil.which("uv")
+    if found is None:
+        pytest.skip("uv is not installed: pip install uv")
+    return found
+
+
+@pytest.fixture(scope="module")
+def built(uv, tmp_path_factory):
+    """The wheel and the sdist, of a copy of what git tracks, as a clean clone has it."""
+    copy, folder = tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("dist")
+    tracked = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    for name in filter(None, tracked.split("\0")):
+        if (ROOT / name).is_file() and not name.startswith(("tests/", "experiments/")):
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, copy / name)
+    subprocess.run([uv, "build", "-q", "--out-dir", str(folder), str(copy)], check=True)
+    (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    return wheel, sdist
+
+
+@pytest.mark.slow
+def test_wheel_and_sdist_hold_the_packages(built):
+    wheel, sdist = built
+    assert wheel.name == f"marglik-{PROJECT['version']}-py3-none-any.whl"
+    inside = set(zipfile.ZipFile(wheel).namelist())
+    packages = ("kfac_backend", "marglik")
+    sources = {p.relative_to(ROOT).as_posix() for n in packages for p in (ROOT / n).rglob("*.py")}
+    files = {f"{package}/py.typed" for package in packages}
+    files |= {p.relative_to(ROOT).as_posix() for p in (ROOT / "marglik/presets").glob("*.yaml")}
+    files |= {f"marglik/report/{n}" for n in ("page.html.j2", "page.css", "page.js", "theme.js")}
+    assert sources | files <= inside
+    assert {name.split("/")[0] for name in inside} == {
+        *packages,
+        f"marglik-{PROJECT['version']}.dist-info",
+    }
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert sources | files | {"README.md", "LICENSE", "pyproject.toml"} <= names
+
+
+@pytest.fixture(scope="module")
+def environment(uv, built, tmp_path_factory):
+    """An environment with the wheel, what it depends on, and nothing else."""
+    folder = tmp_path_factory.mktemp("wheel") / "environment"
+    subprocess.run([uv, "venv", "-q", "--python", sys.executable, str(folder)], check=True)
+    install = [uv, "pip", "install", "-q", "--python", str(folder / "bin/python"), str(built[0])]
+    subprocess.run(install, check=True)
+    yield folder
+    shutil.rmtree(folder)  # gigabytes, which pytest would keep
+
+
+def run(environment, *command):
+    """What a command of the environment prints; the checkout is not on its path."""
+    done = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True,
+        env={**os.environ, "PATH": f"{environment / 'bin'}:/usr/bin:/bin", "PYTHONPATH": "",
+             "VIRTUAL_ENV": str(environment)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_wheel_works_in_an_empty_environment(environment):
+    """Its first command, and the backend without laplace-torch, from an empty folder."""
+    code = (
+        "import sys, kfac_backend; print(kfac_backend.__file__); "
+        "print(sorted({'laplace', 'curvlinops', 'marglik'} & set(sys.modules)))"
+    )
+    where, loaded = run(environment, "python", "-c", code).splitlines()
+    assert Path(where).is_relative_to(environment) and loaded == "[]"
+    assert run(environment, "marglik", "--version").split() == ["marglik", PROJECT["version"]]
+    arguments = ("--config", "digits", "--epochs", "2", "--no_progress")
+    shown = run(environment, "marglik", "train", *arguments)
+    assert "log marginal likelihood per example" in shown
+    assert Path("runs/digits/report.html").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["kfac_backend", "marglik"])
+def test_the_types_of_all_public_names_are_known(package, environment):
+    """But for a base class of transformers, which is an extra.
+
+    A type may be inferred: attributes that a constructor's call says all of have no annotation
+    beside it, which basedpyright counts as "ambiguous".
+    """
+    checker = Path(sys.executable).with_name("basedpyright")
+    arguments = ["--verifytypes", package, "--ignoreexternal", "--outputjson"]
+    path = f"{environment / 'bin'}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [str(checker), *arguments], capture_output=True, text=True,
+        env={**os.environ, "PATH": path, "PYTHONPATH": "", "VIRTUAL_ENV": str(environment)},
+    )  # fmt: skip
+    found = json.loads(done.stdout)["typeCompleteness"]
+    public = [symbol for symbol in found["symbols"] if symbol["isExported"]]
+    assert len(public) > 1000
+    unknown = [s["name"] for s in public if not (s["isTypeKnown"] or s["isTypeAmbiguous"])]
+    assert set(unknown) <= {"marglik.callbacks.transformers.MarginalLikelihood"}
