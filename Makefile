@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: train test test-slow test-lowest lint format bench exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study uci update-step-timing gpt-timing natural-gradient models graph-network-training vision-transformer-training optimizer-comparison ranks-timing simulate-ranks docs
+.PHONY: train test test-slow test-lowest lint format bench exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study uci update-step-timing gpt-timing natural-gradient models graph-network-training vision-transformer-training optimizer-comparison ranks-timing simulate-ranks lora lora-memory faults docs
 
 train: $(INSTALLED)  ## train on the built-in digits, learn the weight decays, write runs/digits
 	$(BIN)/marglik train --config digits
@@ -25,7 +25,7 @@ format: $(INSTALLED)  ## what lint would ask for
 	$(BIN)/ruff check --fix .
 
 docs: $(INSTALLED)  ## the documentation in site/, with the examples run: a quarter of an hour, minutes if they ran before
-	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[docs,transformers]'
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[docs,adapters,transformers,models]'
 	$(BIN)/mkdocs build
 
 bench: $(INSTALLED)  ## curvature pass, evidence update and predictive against the limit and the peers, here
@@ -36,6 +36,9 @@ bench: $(INSTALLED)  ## curvature pass, evidence update and predictive against t
 models: $(INSTALLED)  ## seventy families of models of other libraries against brute force: five minutes
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[models]'
 	$(BIN)/python -m tests.models.matrix --json experiments/results/models/models.json
+
+faults: $(INSTALLED)  ## kills, full disks, damaged files, bad inputs: what a run survives; half an hour of one core
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults --json experiments/results/faults/faults.json
 
 exactness: $(INSTALLED)  ## where the modes are exact, after the paper's figures 1 and 2: half a minute
 	$(BIN)/python -m experiments.exactness
@@ -55,6 +58,12 @@ predictive-study: $(INSTALLED)  ## what each part of a Laplace predictive costs,
 
 natural-gradient: $(INSTALLED)  ## weight decays learned with SGD, AdamW and K-FAC: digits, five seeds; again to go on
 	$(BIN)/python -m experiments.natural_gradient
+
+lora: $(INSTALLED)  ## adapters of a small Llama on DART: MAP, dropout, ensemble, Laplace; again to go on
+	$(BIN)/python -m experiments.lora
+
+lora-memory: $(INSTALLED)  ## memory of adapters' factors at a 7B model's widths, whole and sketched
+	$(BIN)/python -m experiments.lora_memory
 
 weight-decay-study: $(INSTALLED)  ## learned weight decays beside a grid and the default: digits, five seeds; again to go on
 	$(BIN)/python -m experiments.weight_decay_study

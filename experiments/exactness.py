@@ -93,8 +93,9 @@ def _matrices(
         layer: dict[str, Any] = {"exact": block.tolist()}
         for mode, factors in approximations.items():
             of_layer = factors.blocks[name]
-            assert of_layer.A is not None
-            layer[mode] = {"B": of_layer.B.tolist(), "A": of_layer.A.tolist()}
+            B, A = of_layer.whole_factors("This figure")
+            assert A is not None
+            layer[mode] = {"B": B.tolist(), "A": A.tolist()}
         found[_layer(name)] = layer
     return found
 

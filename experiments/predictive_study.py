@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
 from experiments.studies import add_study_options, study_folder
+from experiments.uci import archive
 from kfac_backend.correction import corrected_factors
 from kfac_backend.factors import kronecker_factors
 from kfac_backend.files import write_file
@@ -59,7 +60,6 @@ from marglik.training.schedule import Schedule
 
 __all__ = ["Config", "Dense", "figure", "run", "table"]
 
-UCI = Path("../shared/data/uci.tar.gz")
 TEST = 300
 ROUNDS = (100, 1400), (400,)
 """Numbers of examples: the extremes with all seeds first, so that they can be looked at early."""
@@ -250,10 +250,10 @@ def _data(config: Config) -> tuple[Pair, Pair, Pair]:
 
 def _concrete(split: int) -> tuple[Pair, Pair]:
     """Training and test part of a published split, standardised by the training part."""
-    with tarfile.open(UCI) as archive:
+    with tarfile.open(archive()) as files:
 
         def read(name: str) -> np.ndarray:
-            return np.loadtxt(archive.extractfile(f"uci/concrete/{name}.txt"))  # pyright: ignore
+            return np.loadtxt(files.extractfile(f"uci/concrete/{name}.txt"))  # pyright: ignore
 
         data, features = read("data"), read("index_features").astype(int)
         target = read("index_target").astype(int).reshape(-1)

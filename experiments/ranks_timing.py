@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed, multiprocessing
+from torch import Tensor, distributed, multiprocessing
 
 from experiments.contenders import network
 from experiments.options import add_results
 from experiments.simulate_ranks import Layer, bytes_of_factors
 from experiments.timing import medians
-from kfac_backend.blocks.block import compute_eigenvalues
+from kfac_backend.blocks.block import KroneckerBlock, compute_eigenvalues
 from kfac_backend.distributed import Ranks
 from kfac_backend.factors import CurvaturePass
 from marglik.storage.provenance import environment
@@ -114,6 +114,8 @@ def _measured(config: Config, ranks: Ranks) -> dict[str, Any]:
         factors(curvature, batches[:1])  # with the proofs
     own = batches[ranks.rank :: ranks.size]
     times: dict[str, list[float]] = {}
+    blocks: list[KroneckerBlock] = []
+    summed: list[Tensor] = []
 
     def timed(name: str, work: Callable[[], Any], all_ranks: bool) -> Any:
         distributed.barrier()
@@ -126,22 +128,23 @@ def _measured(config: Config, ranks: Ranks) -> dict[str, Any]:
     for _ in range(config.repetitions):
         timed("pass, one rank", lambda: factors(alone, batches), all_ranks=False)
         fitted = timed("pass, two ranks", lambda: factors(together, own), all_ranks=True)
-        factors_of_all = {id(F): F for b in fitted.blocks.values() for F, _ in b.named_factors()}
-        tensors = [F.clone() for F in factors_of_all.values()]
-        timed("reduction alone", lambda t=tensors: ranks.sum_(t, "a timing"), all_ranks=True)
         blocks = list(fitted.blocks.values())
+        whole = [F for block in blocks for F in block.whole_factors("A timing") if F is not None]
+        factors_of_all = {id(F): F for F in whole}
+        summed = [F.clone() for F in factors_of_all.values()]
+        timed("reduction alone", lambda t=summed: ranks.sum_(t, "a timing"), all_ranks=True)
         again = list((fitted * 1).blocks.values())  # which do not know their eigenvalues yet
         timed("eigenvalues, one rank", lambda b=again: compute_eigenvalues(b), all_ranks=False)
         timed(
             "eigenvalues, two ranks", lambda b=blocks: compute_eigenvalues(b, ranks), all_ranks=True
         )
-    costs = [F.shape[:-2].numel() * F.shape[-1] ** 3 for F in factors_of_all.values()]
+    costs = [F.shape[:-2].numel() * F.shape[-1] ** 3 for F in summed]
     owners = ranks.owners(costs)
     of_first = sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == 0)
     layers = [Layer(b.A.shape[-1], b.B.shape[-1]) for b in blocks if b.A is not None]
     return {
         "seconds": times,
-        "bytes_reduced": sum(F.nbytes for F in tensors),
+        "bytes_reduced": sum(F.nbytes for F in summed),
         "bytes_of_the_formula": bytes_of_factors(layers),
         "busiest_share": max(of_first, sum(costs) - of_first) / sum(costs),
         "load_before": os.getloadavg()[0],

@@ -5,6 +5,7 @@ tensors that several layers share (tied), tensors that hold several maps (packed
 ``in_proj_weight``), and tensors that are used in two ways.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.blocks.nearest_kronecker import nearest_kronecker
+from kfac_backend.blocks.sketch import Factor, SketchedFactor, whole
 from kfac_backend.layers import ExactRule, Rule, WeightSharingRule
 from kfac_backend.layers.uses import BlockSums
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
@@ -30,13 +32,17 @@ class Part(NamedTuple):
 
 
 def make_rules(
-    assignment: RuleAssignment, modes: Mapping[str, Approximation]
+    assignment: RuleAssignment,
+    modes: Mapping[str, Approximation],
+    sketch_rank: int | None = None,
 ) -> dict[TrackedLayer, Rule]:
     """A rule for each layer, with empty sums; layers that share a tensor share its sums.
 
     Args:
         assignment: the layers.
         modes: each layer's mode, by its name.
+        sketch_rank: of wide factors, see `CurvatureOptions`; those of tensors that are tied or
+            packed stay whole, as their blocks are put together of several.
 
     Raises:
         NotImplementedError: a tensor that layers share in ways that have no common block.
@@ -45,6 +51,12 @@ def make_rules(
         tracked: tracked.rule(tracked.layer, modes.get(tracked.name, "expand"), tracked.parameters)
         for tracked in assignment.all
     }
+    if sketch_rank is not None:
+        number = Counter(name for tracked in rules for name in tracked.parameters.values())
+        for tracked, rule in rules.items():
+            alone = all(number[name] == 1 for name in tracked.parameters.values())
+            if alone and not tracked.slots:
+                rule.use_sketches(sketch_rank)
     _tie(rules)
     return rules
 
@@ -120,7 +132,11 @@ def _one_block(name: str, sums: BlockSums) -> KroneckerBlock:
     B = _without_single_group(sums.B)
     if sums.A is None:
         return KroneckerBlock(name, B)
-    A = _without_single_group(sums.A.div_(max(sums.num_terms, 1)))
+    terms = max(sums.num_terms, 1)
+    if isinstance(sums.A, SketchedFactor):
+        A = sums.A * (1 / terms)
+    else:
+        A = _without_single_group(sums.A.div_(terms))
     return KroneckerBlock(name, B, A, sums.num_terms)
 
 
@@ -129,13 +145,19 @@ def _packed(name: str, parts: list[Part]) -> KroneckerBlock:
     ordered = sorted(parts, key=lambda part: part.slot[0])
     assert [part.slot[0] for part in ordered] == list(range(parts[0].slot[1]))
     sums = [part.sums for part in ordered]
-    B = torch.cat([s.B for s in sums])
-    inputs = [s.A / max(s.num_terms, 1) for s in sums if s.A is not None]
+    B = torch.cat([_whole(s.B, name) for s in sums])
+    inputs = [_whole(s.A, name) / max(s.num_terms, 1) for s in sums if s.A is not None]
     if not inputs:
         return KroneckerBlock(name, B)
     return KroneckerBlock(name, B, torch.cat(inputs), tuple(s.num_terms for s in sums))
 
 
-def _without_single_group(factor: Tensor) -> Tensor:
-    """(G, d, d), or (d, d) for one group."""
+def _whole(factor: Factor, name: str) -> Tensor:
+    return whole(factor, name, "A tensor that holds several maps")
+
+
+def _without_single_group(factor: Factor) -> Factor:
+    """(G, d, d), or (d, d) for one group, as a sketch is."""
+    if isinstance(factor, SketchedFactor):
+        return factor
     return factor[0] if len(factor) == 1 else factor

@@ -115,6 +115,8 @@ class CorrectionPass(CurvaturePass):
         **keywords: Unpack[CurvatureKeywords],
     ) -> None:
         check_module(model)
+        for block in factors.blocks.values():  # before the pass; the rest of a frame has no basis
+            block.whole_factors("A correction of eigenvalues")
         self._uncorrected = factors.to(next(model.parameters()).device)
         self.options = _options(factors, options, keywords)
         """Those of the pass."""

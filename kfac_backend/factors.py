@@ -76,7 +76,7 @@ def kronecker_factors(
     reduce where positions are summed or averaged into one output per example. Source: Eschenhagen
     et al. 2023 (arXiv:2311.00636), sections 3.2 and 3.3.
 
-    The model runs in the mode (train or eval) it is in; dropout that is on stays on. Some thirty
+    The model runs in the mode (train or eval) it is in; dropout that is on stays on. Some eight
     examples of the first batch run twice before the pass, to prove that the hooks see all and that
     no examples mix. (After a first batch of one example, so do those of the first that has
     several.) One and two run before that, to see which layers run once for all examples, and how
@@ -352,7 +352,8 @@ class CurvaturePass:
         if self._made_rules is None:
             assert self._kfac_approx != "auto"
             modes = modes_of_layers(self._kfac_approx, self._layer_names)
-            self._made_rules = make_rules(self._assignment, modes)
+            sketch_rank = self._options.sketch_rank
+            self._made_rules = make_rules(self._assignment, modes, sketch_rank)
         return self._made_rules
 
     @property

@@ -129,6 +129,11 @@ class CurvatureOptions(TargetOptions):
             passes, faster; A is not touched, B of WRN-16-4 wrong by up to 0.3 % in bf16.
         batched: propagate a batch's vectors back at once: fewer launches on a GPU, V times the
             memory.
+        sketch_rank: r; factors of linear layers that are wider than 4r are kept by r eigenvectors
+            and the trace, in memory d·r in place of d², with a bound on the error, see
+            `blocks.sketch` and `KroneckerFactors.sketch_errors`. For adapters of wide networks
+            (LoRA), where one factor of each weight has the width of the network. None keeps all
+            factors whole.
         dict_key_y: see `TargetOptions`, as for the three below.
         ignore_index: the label of loss terms that do not count.
         shift_labels: whether labels stand one position behind the outputs that predict them.
@@ -145,6 +150,7 @@ class CurvatureOptions(TargetOptions):
     rank_tolerance: float = 0.0
     backward_precision: BackwardPrecision = "float32"
     batched: bool = False
+    sketch_rank: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -156,6 +162,8 @@ class CurvatureOptions(TargetOptions):
             raise ValueError(f"mc_samples must be at least 1, not {self.mc_samples}.")
         if not 0 <= self.rank_tolerance < 1:
             raise ValueError(f"rank_tolerance must be in [0, 1), not {self.rank_tolerance}.")
+        if self.sketch_rank is not None and self.sketch_rank < 1:
+            raise ValueError(f"sketch_rank must be at least 1, or None, not {self.sketch_rank}.")
 
     def check(self, likelihood: Likelihood) -> None:
         """Raise a ValueError unless the options are for this likelihood."""
@@ -173,7 +181,7 @@ class CurvatureOptions(TargetOptions):
         Factors add up only where these agree. The others say how it is computed (``batched``), how
         well (``mc_samples``), or how batches give their targets.
         """
-        names = ("kfac_approx", "fisher", "rank_tolerance")
+        names = ("kfac_approx", "fisher", "rank_tolerance", "sketch_rank")
         return {name: getattr(self, name) for name in names}
 
     def to_json(self) -> dict[str, Any]:
@@ -200,6 +208,7 @@ class CurvatureKeywords(TargetKeywords, total=False):
     rank_tolerance: float
     backward_precision: BackwardPrecision
     batched: bool
+    sketch_rank: int | None
 
 
 def check_option(name: str, value: object, options: object) -> None:

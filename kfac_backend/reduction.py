@@ -5,7 +5,7 @@ unequal shards, and ranks without any. Means and scalings come after the reducti
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -13,12 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.assembly import Part
+from kfac_backend.blocks.sketch import Factor, add_factors
 from kfac_backend.distributed import RankError, Ranks, check_same
 from kfac_backend.options import KfacApprox
 
 __all__ = ["PassSums", "sum_over_ranks"]
 
 WHAT = "a curvature pass"
+_Place = tuple[str, int, str]
+"""A parameter, which of its parts, and "B" or "A"."""
 COUNTS = ("num_data", "num_loss_terms", "loss", "trace", "trace_left_out")
 
 
@@ -42,24 +45,36 @@ class PassSums:
 
     def tensors(self) -> list[Tensor]:
         """All tensors; a weight and its bias may share one, which comes twice then."""
-        of_blocks = [
-            t for parts in self.blocks.values() for p in parts for t in (p.sums.B, p.sums.A)
-        ]
-        return [t for t in (*of_blocks, *self.others.values()) if t is not None]
+        factors = [F for parts in self.blocks.values() for p in parts for F in (p.sums.B, p.sums.A)]
+        return [F for F in (*factors, *self.others.values()) if isinstance(F, Tensor)]
 
     def with_tensors(self, tensors: Iterable[Tensor]) -> "PassSums":
         """The same with other tensors, in the order of `tensors`."""
         rest = iter(tensors)
+        replaced = self.map_factors(lambda _, F: next(rest) if isinstance(F, Tensor) else F)
+        return replace(replaced, others={name: next(rest) for name in self.others})
+
+    def map_factors(self, change: Callable[[_Place, Factor], Factor]) -> "PassSums":
+        """The same with other factors, given where each is, and what it is."""
         blocks = {
             name: [
-                p._replace(
-                    sums=p.sums._replace(B=next(rest), A=None if p.sums.A is None else next(rest))
+                part._replace(
+                    sums=part.sums._replace(
+                        B=change((name, i, "B"), part.sums.B),
+                        A=None if part.sums.A is None else change((name, i, "A"), part.sums.A),
+                    )
                 )
-                for p in parts
+                for i, part in enumerate(parts)
             ]
             for name, parts in self.blocks.items()
         }
-        return replace(self, blocks=blocks, others={name: next(rest) for name in self.others})
+        return replace(self, blocks=blocks)
+
+    def factor(self, place: _Place) -> Factor | None:
+        """The factor at a place that `map_factors` told."""
+        name, i, which = place
+        sums = self.blocks[name][i].sums
+        return sums.B if which == "B" else sums.A
 
 
 class _Message(NamedTuple):
@@ -70,7 +85,7 @@ class _Message(NamedTuple):
     norms: dict[str, float]
     """Of each trainable parameter; ranks have the same up to rounding."""
     sums: PassSums | None
-    """Its counts, and tensors on the meta device: their shapes alone; None without data."""
+    """Its counts, sketches, and tensors on the meta device, so their shapes; None without data."""
     first_of: list[int]
     """For each tensor, the first that is the very same one."""
 
@@ -108,6 +123,7 @@ def sum_over_ranks(
         # One rank has two tensors where another has one for both: all must have two.
         sums = sums.with_tensors([tensor.clone() for tensor in sums.tensors()])
     ranks.sum_(sums.tensors(), WHAT)
+    sums = _with_sketches(sums, [of_rank for of_rank, _ in with_data], device)
     totals: dict[str, Any] = {
         name: sum(getattr(of_rank, name) for of_rank, _ in with_data) for name in COUNTS
     }
@@ -130,7 +146,8 @@ def _message(sums: PassSums, model: nn.Module, same: Mapping[str, Any]) -> _Mess
     tensors = sums.tensors()
     positions: dict[int, int] = {}
     first_of = [positions.setdefault(id(tensor), i) for i, tensor in enumerate(tensors)]
-    shapes = sums.with_tensors(torch.empty_like(tensor, device="meta") for tensor in tensors)
+    shapes = sums.map_factors(lambda _, F: F if isinstance(F, Tensor) else F.to("cpu"))
+    shapes = shapes.with_tensors(torch.empty_like(tensor, device="meta") for tensor in tensors)
     return _Message(same, by_name, shapes, first_of)
 
 
@@ -162,6 +179,23 @@ def _kinds(sums: PassSums) -> dict[str, Any]:
         "the layers of each parameter": slots,
         "the factors' shapes and dtypes": tensors,
     }
+
+
+def _with_sketches(sums: PassSums, of_ranks: list[PassSums], device: torch.device) -> PassSums:
+    """Sketches added up in the ranks' order, whose errors add up, too: see `blocks.sketch`."""
+
+    def added(place: _Place, F: Factor) -> Factor:
+        if isinstance(F, Tensor):
+            return F
+        sketches = [of_rank.factor(place) for of_rank in of_ranks]
+        total = next(iter(sketches))
+        for other in sketches[1:]:
+            assert total is not None and other is not None
+            total = add_factors(total, other)
+        assert total is not None
+        return total.to(device)
+
+    return sums.map_factors(added)
 
 
 def _with_num_terms(sums: PassSums, of_ranks: list[PassSums]) -> dict[str, list[Part]]:

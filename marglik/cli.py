@@ -1,9 +1,11 @@
 """The command `marglik`: options are the functions' own arguments, read by jsonargparse."""
 
 import os
+import signal
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any
@@ -13,6 +15,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 from marglik.commands.messages import check_values, explained
 from marglik.commands.option_parsing import HelpFormatter, whole_names
 from marglik.commands.progress import progress_lines
+from marglik.commands.several_ranks import is_another_rank, launch, number_to_launch
 
 __all__ = ["main"]
 
@@ -29,12 +32,53 @@ GOES_ON = {
 }
 """What a user does whose command was cut off."""
 
+REQUESTS_TO_END = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+"""What schedulers, containers and closed terminals send before they kill; Windows has fewer."""
+
+ERRORS = ValueError, TypeError, RuntimeError, OSError, FloatingPointError
+"""Those that end in one line; of RuntimeErrors some, see `_is_named`."""
+
 TRACEBACK_VARIABLE = "MARGLIK_TRACEBACK"
 """Set to 1 to see the traceback of an error that otherwise ends in one line."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status: 0, 2 for bad input, 130 when interrupted."""
+    """Run the command; returns its exit status.
+
+    0; 2 for bad input; 130 when interrupted, and 128 + the signal's number when asked to end
+    (143 for SIGTERM), with the same clean-up.
+    """
+    with _requests_to_end() as received:
+        return _run(arguments, received)
+
+
+@contextmanager
+def _requests_to_end() -> Iterator[list[int]]:
+    """Let requests to end be what Ctrl-C is; yields the signals that have come.
+
+    One that is ignored (nohup) or handled otherwise (by a scheduler's wrapper) is left alone. Only
+    the main thread may set handlers.
+    """
+    received: list[int] = []
+
+    def interrupt(number: int, _: object) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    ours = []
+    if threading.current_thread() is threading.main_thread():
+        ours = [s for s in REQUESTS_TO_END if signal.getsignal(s) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, interrupt)
+    try:
+        yield received
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _run(arguments: Sequence[str] | None, received: Sequence[int]) -> int:
+    """Run the command; ``received`` are the requests to end."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     # The others' options are not needed, whose modules take seconds to import.
     asked = next((a for a in arguments if a in COMMANDS), None)
@@ -46,39 +90,71 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"Pass a command: {', '.join(COMMANDS)}.")
         module, options = _module(asked), options[asked]
         check_values(own[asked], options)
+        if number := number_to_launch(options):
+            return launch(arguments, number)
         # Where stderr is a file or a pipe, bars are hidden.
-        lines = options.get("progress", False) and not sys.stderr.isatty()
+        lines = options.get("progress", False) and not sys.stderr.isatty() and not is_another_rank()
         with progress_lines() if lines else nullcontext():
             module.run(own[asked], options)
         return 0
     except KeyboardInterrupt:
         way_out = GOES_ON.get(asked or "", "what was written so far is kept")
-        print(f"\nmarglik: interrupted; {way_out}.", file=sys.stderr)
-        return 130
+        what = f"ended by {signal.Signals(received[0]).name}" if received else "interrupted"
+        if not is_another_rank():
+            print(f"\nmarglik: {what}; {way_out}.", file=sys.stderr)
+        return 128 + (received[0] if received else signal.SIGINT)
     except ArgumentError as error:
         said = explained(error, own.get(asked or ""), arguments)
         ends = "" if said.endswith(("?", ".")) else "."
         _print_error(f"{said}{ends} See marglik{f' {asked}' if asked else ''} --help.")
         return 2
-    except (ValueError, TypeError, NotImplementedError, OSError, FloatingPointError) as error:
+    except ERRORS as error:
+        if isinstance(error, RuntimeError) and not _is_named(error):
+            raise
         if os.environ.get(TRACEBACK_VARIABLE) == "1":
             raise
-        said = explained(error, own.get(asked or ""), arguments)
-        _print_error(said + (_way_out(asked, error) if isinstance(error, OSError) else ""))
+        if not _is_said_by_the_first_rank(error):
+            said = explained(error, own.get(asked or ""), arguments)
+            _print_error(said + _way_out(asked, error))
+        return 2
+    except MemoryError as error:
+        _print_error(
+            f"There is not enough memory ({error or 'none is left'}). Take smaller batches, fewer "
+            "data or a smaller network."
+        )
         return 2
 
 
-def _way_out(asked: str | None, error: OSError) -> str:
-    """How a command goes on that found the disk full."""
-    from kfac_backend.files import DiskFullError  # imports torch, which marglik --help is spared
+def _is_named(error: RuntimeError) -> bool:
+    """Whether an error is one that users are told of in a line."""
+    from kfac_backend.distributed import RankError  # imports torch, which marglik --help is spared
 
-    if not isinstance(error, DiskFullError) or asked not in GOES_ON:
+    return isinstance(error, (NotImplementedError, RankError))
+
+
+def _is_said_by_the_first_rank(error: Exception) -> bool:
+    if not is_another_rank():
+        return False
+    from marglik.training.ranks import known_to_rank_0  # imports torch, too
+
+    return known_to_rank_0(error)
+
+
+def _way_out(asked: str | None, error: Exception) -> str:
+    """How a command goes on that found the disk full, or lost a rank."""
+    from kfac_backend.distributed import RankError  # imports torch, which marglik --help is spared
+    from kfac_backend.files import DiskFullError
+
+    if asked not in GOES_ON:
         return ""
-    return f" After that, {GOES_ON[asked]}."
+    if isinstance(error, (RankError, ChildProcessError)):
+        return f" {GOES_ON[asked][0].upper()}{GOES_ON[asked][1:]}."
+    return f" After that, {GOES_ON[asked]}." if isinstance(error, DiskFullError) else ""
 
 
 def _print_error(message: str) -> None:
-    print(f"marglik: error: {' '.join(message.split())}", file=sys.stderr)
+    which = f" on rank {os.environ['RANK']}" if is_another_rank() else ""
+    print(f"marglik: error{which}: {' '.join(message.split())}", file=sys.stderr)
 
 
 def _parsers(asked: str | None) -> tuple[ArgumentParser, dict[str, ArgumentParser]]:

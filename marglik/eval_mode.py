@@ -18,10 +18,18 @@ T = TypeVar("T")
 
 @contextmanager
 def kept_mode(model: nn.Module) -> Iterator[None]:
-    """Restore each submodule's mode (train or eval) afterwards, whatever happens to it."""
+    """Restore each submodule's mode (train or eval) afterwards, whatever happens to it.
+
+    After an error, also its hooks and parameters (the objects): Ctrl-C in a forward pass leaves
+    those of K-FAC, as torch then calls no hook.
+    """
     training = [(module, module.training) for module in model.modules()]
+    restore = restoration(model)
     try:
         yield
+    except BaseException:
+        restore()
+        raise
     finally:
         for module, mode in training:
             module.training = mode

@@ -5,6 +5,8 @@ import os
 import pytest
 import torch
 
+from tests.worlds import Worlds
+
 
 @pytest.fixture(autouse=True)
 def in_a_folder_of_its_own(tmp_path, monkeypatch):
@@ -16,6 +18,14 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
 def the_same_numbers_each_time():
     """A test that fails by chance, once in a thousand runs, tells nobody anything."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def worlds():
+    """Ranks for tests, from one process that is started once."""
+    found = Worlds()
+    yield found
+    found.close()
 
 
 def pytest_collectstart(collector):

@@ -7,11 +7,25 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kfac_backend.blocks.eigen import eigenvalues, eigh
+from kfac_backend.blocks.eigen import check_finite_factor, eigenvalues, eigh
+from kfac_backend.blocks.sketch import (
+    Basis,
+    Factor,
+    Frame,
+    SketchedFactor,
+    add_factors,
+    whole,
+)
 from kfac_backend.distributed import Ranks
 from kfac_backend.threads import map_on_cores
 
-__all__ = ["EigenBlock", "KroneckerBlock", "compute_eigenvalues", "decompose_on_ranks"]
+__all__ = [
+    "EigenBlock",
+    "KroneckerBlock",
+    "compute_eigenvalues",
+    "coordinates",
+    "decompose_on_ranks",
+]
 
 
 @dataclass(frozen=True)
@@ -26,10 +40,10 @@ class KroneckerBlock:
 
     name: str
     """The parameter's name, for errors."""
-    B: Tensor
-    """Gradient factor, a sum over the data: (d_out, d_out) or (G, d_out, d_out)."""
-    A: Tensor | None = None
-    """Input factor, a mean over the data: (d_in, d_in) or (G, d_in, d_in)."""
+    B: Factor
+    """Gradient factor, a sum over the data: (d_out, d_out) or (G, d_out, d_out), or a sketch."""
+    A: Factor | None = None
+    """Input factor, a mean over the data: (d_in, d_in) or (G, d_in, d_in), or a sketch."""
     num_terms: float | tuple[float, ...] = 0
     """How many terms A is the mean of, data of weight c counted c times: N·R for expand, N for
     reduce; one number for all groups, or one for each."""
@@ -54,16 +68,20 @@ class KroneckerBlock:
 
     def to_dense(self) -> Tensor:
         """The block as a (P, P) matrix."""
-        B = self.B.reshape(-1, *self.B.shape[-2:])
+        B = _dense(self.B)
+        B = B.reshape(-1, *B.shape[-2:])
         if self.A is None:
             return torch.block_diag(*B)
-        A = self.A.expand(len(B), *self.A.shape[-2:])  # groups may have one
+        A = _dense(self.A)
+        A = A.expand(len(B), *A.shape[-2:])  # groups may have one
         return torch.block_diag(*(torch.kron(b, a) for b, a in zip(B, A, strict=True)))
 
     def matvec(self, v: Tensor) -> Tensor:
         """(B ⊗ A) v for vectors v (..., P)."""
         V = self._as_matrices(v)
-        V = self.B @ V if self.A is None else self.B @ V @ self.A.mT
+        V = self.B.times(V.mT).mT if isinstance(self.B, SketchedFactor) else self.B @ V
+        if self.A is not None:
+            V = self.A.times(V) if isinstance(self.A, SketchedFactor) else V @ self.A.mT
         return V.reshape(v.shape)
 
     def scale(self, weight: float) -> "KroneckerBlock":
@@ -84,8 +102,13 @@ class KroneckerBlock:
                 f"The blocks of '{self.name}' and '{other.name}' differ in shape; only factors of "
                 "the same model can be added."
             )
+        if [type(F) for F in (self.B, self.A)] != [type(F) for F in (other.B, other.A)]:
+            raise ValueError(
+                f"One of the blocks of '{self.name}' has a sketched factor where the other has a "
+                "whole one. Make both with the same sketch_rank."
+            )
         if self.A is None or other.A is None:
-            return replace(self, B=self.B + other.B)
+            return replace(self, B=add_factors(self.B, other.B))
         for block in (self, other):
             if not any(_terms(block)) and block.B.any() and block.A is not None and block.A.any():
                 raise ValueError(
@@ -98,12 +121,14 @@ class KroneckerBlock:
         shares = [
             pair[1] / total if total else 0.0 for pair, total in zip(pairs, terms, strict=True)
         ]
-        share = torch.tensor(shares, dtype=torch.float64)
-        share = share[:, None, None] if len(terms) > 1 else share
-        A = self.A * (1 - share).to(self.A) + other.A * share.to(self.A)
-        return replace(
-            self, B=self.B + other.B, A=A, num_terms=terms[0] if len(terms) == 1 else terms
-        )
+        B = add_factors(self.B, other.B)
+        if isinstance(self.A, SketchedFactor) or isinstance(other.A, SketchedFactor):
+            A = add_factors(self.A * (1 - shares[0]), other.A * shares[0])
+        else:
+            share = torch.tensor(shares, dtype=torch.float64)
+            share = (share[:, None, None] if len(terms) > 1 else share).to(self.A)
+            A = self.A * (1 - share) + other.A * share
+        return replace(self, B=B, A=A, num_terms=terms[0] if len(terms) == 1 else terms)
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -112,7 +137,26 @@ class KroneckerBlock:
         A = None if self.A is None else self.A.to(device, dtype)
         return replace(self, B=self.B.to(device, dtype), A=A)
 
-    def named_factors(self) -> list[tuple[Tensor, str]]:
+    @property
+    def sketches(self) -> dict[str, SketchedFactor]:
+        """Which of "B" and "A" are sketches -> the factor."""
+        return {
+            which: F for which, F in (("B", self.B), ("A", self.A)) if isinstance(F, SketchedFactor)
+        }
+
+    def whole_factors(self, what: str) -> tuple[Tensor, Tensor | None]:
+        """B and A, where something needs them as matrices.
+
+        Args:
+            what: what it is, for the error.
+
+        Raises:
+            NotImplementedError: one of them is a sketch.
+        """
+        A = None if self.A is None else whole(self.A, self.name, what)
+        return whole(self.B, self.name, what), A
+
+    def named_factors(self) -> list[tuple[Factor, str]]:
         """B, and A if there is one, with what to call them in errors."""
         factors = [(self.B, f"{self.name}, B")]
         return factors if self.A is None else [*factors, (self.A, f"{self.name}, A")]
@@ -120,7 +164,7 @@ class KroneckerBlock:
     @property
     def cost(self) -> int:
         """What to decompose or invert it costs, up to a constant: d³ of each factor."""
-        return sum(F.shape[:-2].numel() * F.shape[-1] ** 3 for F, _ in self.named_factors())
+        return sum(_cost(F) for F, _ in self.named_factors())
 
     @property
     def knows_eigenvalues(self) -> bool:
@@ -160,25 +204,49 @@ class KroneckerBlock:
 
     def decompose(self) -> "EigenBlock":
         """Eigenvalues and eigenvectors of the factors."""
-        of_B = eigh(self.B, f"{self.name}, B")
-        of_A = None if self.A is None else eigh(self.A, f"{self.name}, A")
-        return EigenBlock(
-            of_B.values,
-            of_B.vectors,
-            None if of_A is None else of_A.values,
-            None if of_A is None else of_A.vectors,
-        )
+        of_B = _decomposed(self.B, f"{self.name}, B")
+        of_A = (None, None) if self.A is None else _decomposed(self.A, f"{self.name}, A")
+        return EigenBlock(*of_B, *of_A)
 
     def empty_decomposition(self) -> "EigenBlock":
         """What `decompose` returns, with numbers still to be filled in."""
-        of_A = (None, None) if self.A is None else (self.A[..., 0], self.A)
-        parts = (self.B[..., 0], self.B, *of_A)
-        return EigenBlock(*(None if p is None else torch.empty_like(p) for p in parts))  # pyright: ignore[reportArgumentType]
+        B, A = self.whole_factors("A decomposition on another rank")
+        of_A = (None, None)
+        if A is not None:
+            of_A = (torch.empty_like(A[..., 0]), torch.empty_like(A))
+        return EigenBlock(torch.empty_like(B[..., 0]), torch.empty_like(B), *of_A)
 
     def _as_matrices(self, v: Tensor) -> Tensor:
         """(..., P) as (..., d_out, d_in), with G before d_out if there are groups."""
         columns = 1 if self.A is None else self.A.shape[-1]
         return v.reshape(*v.shape[:-1], *self.B.shape[:-1], columns)
+
+
+def _dense(factor: Factor) -> Tensor:
+    return factor.to_dense() if isinstance(factor, SketchedFactor) else factor
+
+
+def _decomposed(factor: Factor, name: str) -> tuple[Tensor, Basis]:
+    if isinstance(factor, SketchedFactor):
+        check_finite_factor(torch.tensor(factor.trace), name)
+        return factor.decompose()
+    found = eigh(factor, name)
+    return found.values, found.vectors
+
+
+def _eigenvalues(factor: Factor, name: str) -> tuple[Tensor, int]:
+    """Ascending, and how many were clipped; those of a sketch are known."""
+    if isinstance(factor, SketchedFactor):
+        check_finite_factor(torch.tensor(factor.trace), name)
+        return factor.eigenvalues(), 0
+    return eigenvalues(factor, name)
+
+
+def _cost(factor: Factor) -> int:
+    """d³ of each group; nothing for a sketch, which is made of its eigenvectors."""
+    if isinstance(factor, SketchedFactor):
+        return 0
+    return factor.shape[:-2].numel() * factor.shape[-1] ** 3
 
 
 def _terms(block: KroneckerBlock) -> tuple[float, ...]:
@@ -202,7 +270,7 @@ def compute_eigenvalues(blocks: Iterable[KroneckerBlock], ranks: Ranks | None = 
         RankError: another rank has found one, or is gone.
     """
     blocks = [block for block in blocks if not block.knows_eigenvalues]
-    factors: dict[int, tuple[Tensor, str]] = {}
+    factors: dict[int, tuple[Factor, str]] = {}
     for block in blocks:
         for F, name in block.named_factors():
             factors.setdefault(id(F), (F, name))
@@ -216,25 +284,27 @@ def compute_eigenvalues(blocks: Iterable[KroneckerBlock], ranks: Ranks | None = 
         block.keep_eigenvalues([by_factor[id(F)] for F, _ in block.named_factors()])
 
 
-def _solve(factors: Sequence[tuple[Tensor, str]]) -> list[tuple[Tensor, int]]:
+def _solve(factors: Sequence[tuple[Factor, str]]) -> list[tuple[Tensor, int]]:
     """The eigenvalues of named factors, the largest of them first, and how many were clipped."""
     small = not factors or factors[0][0].shape[-1] < 256
     if small or factors[0][0].device.type != "cpu":
-        return [eigenvalues(*factor) for factor in factors]
-    return map_on_cores(lambda factor: eigenvalues(*factor), factors)
+        return [_eigenvalues(*factor) for factor in factors]
+    return map_on_cores(lambda factor: _eigenvalues(*factor), factors)
 
 
 def _solve_on_ranks(
-    factors: Sequence[tuple[Tensor, str]], ranks: Ranks
+    factors: Sequence[tuple[Factor, str]], ranks: Ranks
 ) -> list[tuple[Tensor, int]]:
     """As `_solve`, each factor by one rank."""
     what = "eigenvalues"
-    owners = ranks.owners([F.shape[:-2].numel() * F.shape[-1] ** 3 for F, _ in factors])
+    owners = ranks.owners([_cost(F) for F, _ in factors])
     own = [i for i, owner in enumerate(owners) if owner == ranks.rank]
     with ranks.failing_together(what):
         solved = dict(zip(own, _solve([factors[i] for i in own]), strict=True))
     values = [
-        solved[i][0] if i in solved else F.new_empty(F.shape[:-1], dtype=torch.float64)
+        solved[i][0]
+        if i in solved
+        else torch.empty(F.shape[:-1], dtype=torch.float64, device=F.device)
         for i, (F, _) in enumerate(factors)
     ]
     ranks.exchange_(values, owners, what)
@@ -256,8 +326,9 @@ def decompose_on_ranks(blocks: Iterable[KroneckerBlock], ranks: Ranks) -> dict[s
     blocks, what = list(blocks), "eigenvectors"
     if ranks.size == 1:
         return {block.name: block.decompose() for block in blocks}
-    known = {block.name: block.decompose() for block in blocks if block.knows_eigenvectors}
-    blocks = [block for block in blocks if not block.knows_eigenvectors]
+    # A sketch is made of its eigenvectors.
+    known = {b.name: b.decompose() for b in blocks if b.knows_eigenvectors or b.sketches}
+    blocks = [block for block in blocks if block.name not in known]
     owners = ranks.owners([block.cost for block in blocks])
     found: dict[str, EigenBlock] = {}
     with ranks.failing_together(what):
@@ -278,19 +349,31 @@ def decompose_on_ranks(blocks: Iterable[KroneckerBlock], ranks: Ranks) -> dict[s
 class EigenBlock:
     """A block by eigenvalues and -vectors: Q_B diag(β) Q_Bᵀ ⊗ Q_A diag(α) Q_Aᵀ.
 
+    The eigenvectors of a sketched factor are a frame of k + d vectors, and its eigenvalues as many.
     Where the eigenvalues are ``corrected``, they take the place of the products β_i α_j.
     """
 
     beta: Tensor
     """(d_out) or (G, d_out)."""
-    Q_B: Tensor
+    Q_B: Basis
     """(d_out, d_out) or (G, d_out, d_out)."""
     alpha: Tensor | None = None
     """(d_in) or (G, d_in)."""
-    Q_A: Tensor | None = None
+    Q_A: Basis | None = None
     """(d_in, d_in) or (G, d_in, d_in)."""
     corrected: Tensor | None = None
     """(..., d_out, d_in), or (..., d_out, 1) without Q_A; see `CorrectedBlock`."""
+
+    @property
+    def numel(self) -> int:
+        """P, the number of parameters of the block."""
+        return self._shape.numel()
+
+    @property
+    def _shape(self) -> torch.Size:
+        """(..., d_out, d_in), the parameter's as a matrix."""
+        columns = 1 if self.Q_A is None else self.Q_A.shape[-2]
+        return torch.Size((*self.Q_B.shape[:-1], columns))
 
     def scale(self, factor: Tensor | float) -> "EigenBlock":
         """The block times a factor ≥ 0, spread evenly over B and A; differentiable in it."""
@@ -334,15 +417,39 @@ class EigenBlock:
             return (self.beta + root)[..., :, None] * (self.alpha + root)[..., None, :]
         return self.beta[..., :, None] * self.alpha[..., None, :] + delta
 
+    def log_det(self, spectrum: Tensor) -> Tensor:
+        """Log det of Q diag(spectrum) Qᵀ, which counts the entries of a frame as its directions."""
+        logs = spectrum.double().log()
+        for axis, Q in ((-2, self.Q_B), (-1, self.Q_A)):
+            if isinstance(Q, Frame):
+                d, k = Q.U.shape
+                weights = logs.new_full((k + d,), (d - k) / d)
+                weights[:k] = 1
+                logs = logs * (weights[:, None] if axis == -2 else weights)
+        return logs.sum()
+
     def power_matvec(self, v: Tensor, spectrum: Tensor, exponent: float) -> Tensor:
         """Q diag(spectrum ** exponent) Qᵀ v for vectors v (..., P), with Q = Q_B ⊗ Q_A."""
-        V = v.reshape(*v.shape[:-1], *spectrum.shape)
-        V = self.Q_B.mT @ V if self.Q_A is None else self.Q_B.mT @ V @ self.Q_A
+        V = v.reshape(*v.shape[:-1], *self._shape)
+        Q_B, Q_A = self.Q_B, self.Q_A
+        V = Q_B.coordinates(V.mT).mT if isinstance(Q_B, Frame) else Q_B.mT @ V
+        if Q_A is not None:
+            V = coordinates(V, Q_A)
         V = V * spectrum.pow(exponent)
-        V = self.Q_B @ V if self.Q_A is None else self.Q_B @ V @ self.Q_A.mT
+        V = Q_B.rows(V.mT).mT if isinstance(Q_B, Frame) else Q_B @ V
+        if Q_A is not None:
+            V = Q_A.rows(V) if isinstance(Q_A, Frame) else V @ Q_A.mT
         return V.reshape(v.shape)
 
     def diagonal(self, spectrum: Tensor, exponent: float = 1.0) -> Tensor:
         """The diagonal (P,) of Q diag(spectrum ** exponent) Qᵀ."""
-        d = self.Q_B.square() @ spectrum.pow(exponent)
-        return (d if self.Q_A is None else d @ self.Q_A.square().mT).flatten()
+        d, Q_B, Q_A = spectrum.pow(exponent), self.Q_B, self.Q_A
+        d = Q_B.squares(d.mT).mT if isinstance(Q_B, Frame) else Q_B.square() @ d
+        if Q_A is not None:
+            d = Q_A.squares(d) if isinstance(Q_A, Frame) else d @ Q_A.square().mT
+        return d.flatten()
+
+
+def coordinates(x: Tensor, Q: Basis) -> Tensor:
+    """X Q: the coordinates of rows."""
+    return Q.coordinates(x) if isinstance(Q, Frame) else x @ Q

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kfac_backend.blocks.block import EigenBlock, KroneckerBlock
+from kfac_backend.blocks.sketch import Basis, Factor
 
 __all__ = ["CorrectedBlock"]
 
@@ -26,6 +27,7 @@ class CorrectedBlock(KroneckerBlock):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.whole_factors("A correction of eigenvalues")
         if self._corrected.numel() != self.numel:
             raise ValueError(
                 f"The block of '{self.name}' has {self.numel} entries and corrected eigenvalues of "
@@ -106,13 +108,13 @@ class CorrectedBlock(KroneckerBlock):
         return self.eigen
 
 
-def _same(first: Tensor | None, second: Tensor | None) -> bool:
-    if first is None or second is None:
+def _same(first: Basis | None, second: Basis | None) -> bool:
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
         return first is second
     return torch.equal(first, second)
 
 
-def _diagonal_in(Q: Tensor | None, factor: Tensor) -> Tensor:
+def _diagonal_in(Q: Basis | None, factor: Factor) -> Tensor:
     """The diagonal of Qᵀ F Q."""
-    assert Q is not None
+    assert isinstance(Q, Tensor) and isinstance(factor, Tensor)  # sketches are not corrected
     return (Q * (factor @ Q)).sum(-2)

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["EigenDecomposition", "eigenvalues", "eigh"]
+__all__ = ["EigenDecomposition", "check_finite_factor", "eigenvalues", "eigh"]
 
 JACOBI_BLOCK = 128
 """How many rows Jacobi's method rotates with as many others, at most."""
@@ -40,7 +40,7 @@ def eigenvalues(matrix: Float[Tensor, "*G d d"], name: str) -> tuple[Float[Tenso
     Raises:
         ValueError: a matrix that is not finite.
     """
-    _check_finite(matrix, name)
+    check_finite_factor(matrix, name)
     alone, coupled = _rows_apart(matrix)
     values = matrix.diagonal(dim1=-2, dim2=-1)[..., alone].double()
     if len(coupled):
@@ -56,7 +56,7 @@ def eigh(matrix: Float[Tensor, "*G d d"], name: str) -> EigenDecomposition:
     Falls back to float64, to the CPU, and to Jacobi's method. Arguments and errors are those of
     `eigenvalues`.
     """
-    _check_finite(matrix, name)
+    check_finite_factor(matrix, name)
     alone, coupled = _rows_apart(matrix)
     values = matrix.diagonal(dim1=-2, dim2=-1)[..., alone]
     vectors = torch.zeros_like(matrix)
@@ -74,7 +74,8 @@ def eigh(matrix: Float[Tensor, "*G d d"], name: str) -> EigenDecomposition:
     )
 
 
-def _check_finite(matrix: Tensor, name: str) -> None:
+def check_finite_factor(matrix: Tensor, name: str) -> None:
+    """Raise a ValueError that names the factor, unless all its entries are finite."""
     if not torch.isfinite(matrix).all():
         raise ValueError(
             f"The curvature factor of '{name}' is not finite. Likely causes: exploding activations "

@@ -12,14 +12,16 @@ from torch import Tensor, nn
 
 from kfac_backend.blocks.block import EigenBlock, KroneckerBlock, compute_eigenvalues
 from kfac_backend.blocks.corrected import CorrectedBlock
+from kfac_backend.blocks.sketch import Factor, SketchedFactor
 from kfac_backend.files import parse_json, write_tensors
 from kfac_backend.options import CurvatureOptions, Likelihood, check_positive
 from kfac_backend.threads import turn_of
 
 __all__ = ["KroneckerFactors"]
 
-FORMAT_VERSION = 2
-"""Of files with corrected eigenvalues; those without are of version 1, as in the first release."""
+FORMAT_VERSION = 3
+"""Of files with sketched factors; those with corrected eigenvalues are of version 2, and those with
+neither of version 1, as in the first release."""
 
 FIELDS = ("num_data", "num_outputs", "num_loss_terms", "loss", "likelihood")
 FIRST_OPTIONS = ("kfac_approx", "fisher")
@@ -78,6 +80,23 @@ class KroneckerFactors:
     def is_corrected(self) -> bool:
         """Whether blocks have eigenvalues that are no products, see `corrected_factors`."""
         return any(isinstance(block, CorrectedBlock) for block in self.blocks.values())
+
+    @property
+    def is_sketched(self) -> bool:
+        """Whether factors are sketches, see ``sketch_rank`` of `CurvatureOptions`."""
+        return any(block.sketches for block in self.blocks.values())
+
+    def sketch_errors(self) -> dict[str, float]:
+        """What sketches may be wrong by: factor -> Δ / its largest eigenvalue, Δ ≥ ‖F − F̂‖₂.
+
+        Factors are called as in errors, "head.weight, A". No eigenvalue of a factor is wrong by
+        more than Δ, and its trace is exact. Empty if all factors are whole.
+        """
+        return {
+            f"{name}, {which}": F.relative_error
+            for name, block in self.blocks.items()
+            for which, F in block.sketches.items()
+        }
 
     @property
     def left_out_share(self) -> float:
@@ -175,7 +194,7 @@ class KroneckerFactors:
         """The factors as plain data and tensors, which `torch.load` reads at its default."""
         header = {
             "format": "kfac_backend.KroneckerFactors",
-            "version": FORMAT_VERSION if self.is_corrected else 1,
+            "version": FORMAT_VERSION if self.is_sketched else 2 if self.is_corrected else 1,
             **{field: getattr(self, field) for field in FIELDS + LATER_FIELDS},
             **self.options.to_json(),
             "blocks": [
@@ -183,9 +202,16 @@ class KroneckerFactors:
                 for n, b in self.blocks.items()
             ],
         }
-        tensors = {f"{name}/B": block.B.detach() for name, block in self.blocks.items()}
-        tensors |= {f"{n}/A": b.A.detach() for n, b in self.blocks.items() if b.A is not None}
+        tensors: dict[str, Tensor] = {}
         for entry, block in zip(header["blocks"], self.blocks.values(), strict=True):
+            for which, F in (("B", block.B), ("A", block.A)):
+                if isinstance(F, SketchedFactor):
+                    key = f"{block.name}/{which}"
+                    tensors |= {f"{key}/U": F.U.detach(), f"{key}/kept": F.kept}
+                    numbers = {"error": F.error, "trace": F.trace, "rank": F.rank}
+                    entry.setdefault("sketches", {})[which] = numbers
+                elif F is not None:
+                    tensors[f"{block.name}/{which}"] = F.detach()
             if isinstance(block, CorrectedBlock):
                 parts = {k: v for k, v in vars(block.eigen).items() if v is not None}
                 tensors |= {f"{block.name}/eigen/{k}": v.detach() for k, v in parts.items()}
@@ -276,7 +302,15 @@ class KroneckerFactors:
 def _block(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> KroneckerBlock:
     """A block from its entry in the header; only corrected ones have an eigenbasis there."""
     name = entry["name"]
-    B, A = tensors[f"{name}/B"], tensors[f"{name}/A"] if entry["A"] else None
+    sketches = entry.get("sketches", {})
+
+    def factor(which: str) -> Factor:
+        key = f"{name}/{which}"
+        if which not in sketches:
+            return tensors[key]
+        return SketchedFactor(tensors[f"{key}/U"], tensors[f"{key}/kept"], **sketches[which])
+
+    B, A = factor("B"), factor("A") if entry["A"] else None
     num_terms = _number_or_tuple(entry["num_terms"])
     if "eigen" not in entry:
         return KroneckerBlock(name, B, A, num_terms)

@@ -27,8 +27,9 @@ def nearest_kronecker(blocks: Sequence[KroneckerBlock]) -> KroneckerBlock:
     blocks = [b for b in blocks if b.A is not None and b.B.any() and b.A.any()] or list(blocks[:1])
     if len(blocks) == 1:
         return KroneckerBlock(blocks[0].name, blocks[0].B, blocks[0].A)
-    Bs = [_dense(block.B) for block in blocks]
-    As = [_dense(block.A) for block in blocks if block.A is not None]
+    whole = [block.whole_factors("A tensor used in two ways") for block in blocks]
+    Bs = [_dense(B) for B, _ in whole]
+    As = [_dense(A) for _, A in whole if A is not None]
     of_B, of_A = _inner_products(Bs), _inner_products(As)  # (K, K) in float64
     # Bring all B_k to norm one, their A_k take the rest over: the products stay.
     roots = of_B.diagonal().sqrt()

@@ -7,14 +7,18 @@ backward vector c) is G̃_nc = Σ_r (Q_Bᵀ b_nrc) (Q_Aᵀ a_nr)ᵀ. Those of al
 from collections.abc import Iterator
 from itertools import product
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kfac_backend.blocks.block import EigenBlock
+from kfac_backend.blocks.block import EigenBlock, coordinates
+from kfac_backend.blocks.sketch import Basis, Frame
 
 __all__ = [
     "LARGEST_PRODUCT",
+    "Bases",
     "bases",
+    "by_group",
     "bytes_per_example",
     "dense_in_basis",
     "grouped",
@@ -22,13 +26,16 @@ __all__ = [
     "rotated",
 ]
 
+Bases = Tensor | list[Frame]
+"""Of each group: eigenvectors (G, d, d), or a frame."""
+
 LARGEST_PRODUCT = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
 """Bytes of a gradient to make at once: what stays in a CPU's cache, or keeps a GPU busy."""
 
 
 def bases(
     block: EigenBlock, spectrum: Tensor, transposed: bool
-) -> tuple[Tensor, Tensor | None, Tensor]:
+) -> tuple[Bases, Bases | None, Tensor]:
     """Eigenvectors (G, d_out, d_out) and (G, d_in, d_in), the spectrum (G, d_out, d_in), a view.
 
     No eigenvectors for inputs whose factor is diagonal, as an embedding's tokens.
@@ -39,17 +46,18 @@ def bases(
         transposed: whether the parameter is stored inputs first, (d_in, d_out).
     """
     assert block.Q_A is not None
+    Q_B, Q_A = by_group(block.Q_B), by_group(block.Q_A)
     if not transposed:
-        return grouped(block.Q_B), grouped(block.Q_A), grouped(spectrum)
-    if block.Q_B.dim() == 3 and block.Q_A.dim() == 2:  # (d_in, 1, 1): d_in groups have one Q_A
-        return block.Q_A[None], None, spectrum[:, 0].mT[None]  # of (d_in, 1, d_out)
-    return grouped(block.Q_A), grouped(block.Q_B), grouped(spectrum).mT
+        return Q_B, Q_A, grouped(spectrum)
+    if len(Q_B) > len(Q_A):  # (d_in, 1, 1): d_in groups have one Q_A
+        return Q_A, None, spectrum[:, 0].mT[None]  # of (d_in, 1, d_out)
+    return Q_A, Q_B, grouped(spectrum).mT
 
 
 def products(
     b: Float[Tensor, "G N R C d_out"],
     a: Float[Tensor, "G N R d_in"],
-    Q_A: Float[Tensor, "G d_in d_in"] | None,
+    Q_A: Bases | None,
     product_bytes: int,
 ) -> Iterator[tuple[int | slice, int, slice, Float[Tensor, "*n rows C d_in"]]]:
     """The examples n, the group, the rows and the entries of one part of G̃ after the other.
@@ -75,7 +83,7 @@ def products(
         some = slice(start, start + rows)
         gradient = b[g, n, :, some].flatten(-2).mT @ a[g, n]  # (C rows, d_in)
         if not inputs_first and Q_A is not None:
-            gradient = gradient @ Q_A[g]
+            gradient = coordinates(gradient, Q_A[g])
         yield n, g, some, gradient.unflatten(-2, (-1, C))
 
 
@@ -83,17 +91,26 @@ def dense_in_basis(
     gradients: Float[Tensor, "N C P"], block: EigenBlock, spectrum: Tensor
 ) -> Float[Tensor, "N C *spectrum"]:
     """G̃ of dense gradients, for tensors that are used in several ways."""
-    in_basis = block.Q_B.mT @ gradients.to(block.Q_B.dtype).unflatten(-1, spectrum.shape)
-    return in_basis if block.Q_A is None else in_basis @ block.Q_A
+    Q_B, Q_A = block.Q_B, block.Q_A
+    assert isinstance(Q_B, Tensor) and not isinstance(Q_A, Frame)  # such tensors have no sketch
+    in_basis = Q_B.mT @ gradients.to(Q_B.dtype).unflatten(-1, spectrum.shape)
+    return in_basis if Q_A is None else in_basis @ Q_A
 
 
-def rotated(x: Float[Tensor, "G *rows d"], Q: Float[Tensor, "G d d"] | None) -> Tensor:
+def rotated(x: Float[Tensor, "G *rows d"], Q: Bases | None) -> Tensor:
     """The rows' coordinates in the basis of Q's columns: one large product per group."""
     if Q is None:
         return x
+    if not isinstance(Q, Tensor):
+        return torch.stack([q.coordinates(rows) for q, rows in zip(Q, x, strict=True)])
     if len(x) == 1:  # not a batch of one, which takes longer
         return (x[0].flatten(0, -2) @ Q[0]).view(x.shape)
     return (x.flatten(1, -2) @ Q).view(x.shape)
+
+
+def by_group(Q: Basis) -> Bases:
+    """The basis of each group, where a single group has no axis of its own; a view."""
+    return [Q] if isinstance(Q, Frame) else grouped(Q)
 
 
 def grouped(matrix: Tensor) -> Tensor:

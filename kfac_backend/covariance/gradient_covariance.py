@@ -9,7 +9,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kfac_backend.blocks.block import EigenBlock
-from kfac_backend.covariance.eigenbasis import bases, dense_in_basis, grouped, products, rotated
+from kfac_backend.covariance.eigenbasis import (
+    bases,
+    by_group,
+    dense_in_basis,
+    grouped,
+    products,
+    rotated,
+)
 from kfac_backend.layers import ExampleGradients
 
 __all__ = ["dense_covariance", "gradient_covariance"]
@@ -38,7 +45,7 @@ def gradient_covariance(
         if block.Q_B.shape[-1] == 1:  # a diagonal, for P groups of one entry or one of P
             b = b.movedim(0, 2).flatten(2)  # (N, C, P)
             return b / spectrum.flatten() @ b.mT
-        b = rotated(b, grouped(block.Q_B))
+        b = rotated(b, by_group(block.Q_B))
         return (b / grouped(spectrum)[:, None, None, :, 0] @ b.mT).sum(0)
     a = gradients.a.to(block.Q_A.dtype)
     if b.shape[2] > 1:  # positions that no output depends on, such as a causal network's later ones

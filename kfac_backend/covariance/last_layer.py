@@ -176,7 +176,7 @@ class LastLayerCovariance:
         result = wide.new_empty(len(f), K, K)
         memory = self._memory or default_memory(f.device.type)
         weight = self._parameters.get("weight")
-        d_in = 1 if weight is None else self._precision[weight][1].numel() // C
+        d_in = 1 if weight is None else self._precision[weight][0].numel // C
         # Of each position: its one-hot vectors, twice in another basis, and its input twice.
         of_one = wide.element_size() * (3 * K * C + 2 * (d_in + C))
         size = max(1, memory // of_one)

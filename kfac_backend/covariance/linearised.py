@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.backends import cuda
 
 from kfac_backend.covariance.output_covariance import default_memory
 from kfac_backend.model.batches import detached, examples, make_plan
-from kfac_backend.model.calls import call_with, check_output, num_examples
+from kfac_backend.model.calls import call_with, check_output, num_examples, plain_attention
 from kfac_backend.precision import at_least_float32, full_float32
-from kfac_backend.threads import SharedSetting, turn_of
+from kfac_backend.threads import turn_of
 
 __all__ = ["linearised_outputs"]
 
@@ -46,7 +45,7 @@ def linearised_outputs(
         NotImplementedError: an operation that cannot be differentiated twice.
     """
     device = next(model.parameters()).device
-    with torch.inference_mode(False), turn_of(model), full_float32(), _plain_attention.held():
+    with torch.inference_mode(False), turn_of(model), full_float32(), plain_attention.held():
         x = detached(x, device)
         parts = _parts(model, list(changes), x, memory or default_memory(device.type))
         found = [_outputs(model, changes, part) for part in parts]
@@ -180,23 +179,3 @@ def _as_named(model: nn.Module, error: RuntimeError) -> RuntimeError:
         f"{reason}. Replace the operation, or take the outputs' covariances, which need single "
         "backward passes: the predictives 'probit' and 'mc'."
     )
-
-
-def _read() -> tuple[bool, ...]:
-    return (
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-    )
-
-
-def _write(enabled: tuple[bool, ...]) -> None:
-    cuda.enable_flash_sdp(enabled[0])
-    cuda.enable_mem_efficient_sdp(enabled[1])
-    cuda.enable_cudnn_sdp(enabled[2])
-    cuda.enable_math_sdp(enabled[3])
-
-
-_plain_attention = SharedSetting(_read, _write, (False, False, False, True))
-"""Fused attention, on a CPU too, cannot be differentiated twice; its plain formula can."""

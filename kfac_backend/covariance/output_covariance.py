@@ -13,7 +13,6 @@ vector carries as many pairs as there is memory for.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,8 @@ from torch import Tensor, nn
 from kfac_backend.covariance.eigenbasis import LARGEST_PRODUCT, bytes_per_example
 from kfac_backend.covariance.gradient_covariance import gradient_covariance
 from kfac_backend.covariance.layer_gradients import LayerGradients, PosteriorPrecision
-from kfac_backend.layers import ExampleGradients, Use
+from kfac_backend.covariance.uncovered import UncoveredGradients
+from kfac_backend.layers import Use
 from kfac_backend.model.batches import Plan, detached, example_shapes, examples, make_plan
 from kfac_backend.model.calls import call_with, check_output, num_examples, restoration
 from kfac_backend.model.capture import Capture
@@ -38,6 +38,7 @@ __all__ = [
     "PosteriorPrecision",
     "check_classes",
     "check_positions",
+    "check_rows",
     "default_memory",
 ]
 
@@ -107,7 +108,7 @@ class OutputCovariance:
         if memory is not None and memory < 1:
             raise ValueError(f"memory must be at least one byte, not {memory}.")
         check_module(model)
-        sizes = {name: spectrum.numel() for name, (_, spectrum) in precision.items()}
+        sizes = {name: block.numel for name, (block, _) in precision.items()}
         with turn_of(model):
             self._proof = Proof(model, assignment_of_blocks(model, sizes))
         self._model = model
@@ -178,6 +179,9 @@ class OutputCovariance:
             self._proof.make(some, num_examples(some))
             self._gradients = LayerGradients(
                 self._proof.assignment, self._precision, self._product_bytes
+            )
+            self._uncovered = UncoveredGradients(
+                self._model, self._proof.assignment.diagonal, self._product_bytes
             )
             self._sizes.clear()
         key = example_shapes(x), K
@@ -251,7 +255,7 @@ class OutputCovariance:
 
     def _input_size(self, tracked: TrackedLayer, d_out: int) -> int:
         """Entries of a layer's input at one position, over all groups."""
-        largest = max(self._precision[name][1].numel() for name in tracked.parameters.values())
+        largest = max(self._precision[name][0].numel for name in tracked.parameters.values())
         return max(1, largest // d_out)
 
     def _mask(self, x: Any, sizes: _Sizes, positions: Tensor | None) -> Tensor:
@@ -301,7 +305,7 @@ class OutputCovariance:
         def one_vector(tracked: TrackedLayer, use: Use, b: Tensor) -> None:
             if tracked not in group:
                 return
-            self._check_rows(tracked, use, len(f))
+            check_rows(tracked, use, len(f))
             gradients = self._gradients.rules[tracked].position_gradients(use, b)  # (M, R, d_out)
             if (tracked, use) not in seen:
                 M, R, d_out = gradients.shape
@@ -309,7 +313,7 @@ class OutputCovariance:
             seen[tracked, use][:, :, current] = gradients
 
         def all_vectors(tracked: TrackedLayer, use: Use, b: Tensor) -> None:
-            self._check_rows(tracked, use, len(f))
+            check_rows(tracked, use, len(f))
             gradients = self._gradients.rules[tracked].position_gradients(use, b)
             gradients = gradients.unflatten(0, (C, -1)).movedim(0, 2)
             if self._gradients.stands_alone(tracked, uses[tracked]):
@@ -348,7 +352,7 @@ class OutputCovariance:
                     self._add_seen(covariance, seen, uses, sizes)
         with self._no_autocast(f):
             if self._proof.assignment.diagonal:
-                self._add_uncovered(covariance, part, columns)
+                self._add_uncovered(covariance, part, result, columns)
         if part.kept is not None:
             return result[part.kept], covariance[part.kept]
         return result, covariance
@@ -381,28 +385,11 @@ class OutputCovariance:
                 tied.append((tracked, use, gradients))
         self._gradients.add(covariance, tied)
 
-    def _add_uncovered(self, covariance: Tensor, part: _Part, columns: Tensor) -> None:
+    def _add_uncovered(self, covariance: Tensor, part: _Part, f: Tensor, columns: Tensor) -> None:
         """Add what parameters without a rule bring; their blocks are diagonal."""
-        parameters = {
-            n: self._model.get_parameter(n).detach() for n in self._proof.assignment.diagonal
-        }
-
-        def outputs(p: dict[str, Tensor], x: Any, which: slice) -> Tensor:
-            f = call_with(self._model, p, x)
-            f = f.flatten(1, -2) if f.dim() > 2 else f[:, None]
-            rows = torch.arange(len(f), device=f.device)[:, None]
-            return f[rows, part.positions[which, None], columns[which]]
-
-        N = len(covariance)
-        # One by one, where the input can be taken apart.
-        apart = num_examples(part.x) == N
-        for which in [slice(n, n + 1) for n in range(N)] if apart else [slice(N)]:
-            some = examples(part.x, which) if apart else part.x
-            jacobians = torch.func.jacrev(partial(outputs, x=some, which=which))(parameters)
-            for name, jacobian in jacobians.items():
-                b = jacobian.flatten(2).movedim(2, 0)[:, :, None, :, None]  # (P, N, 1, C, 1)
-                of_name = gradient_covariance(ExampleGradients(b), *self._precision[name])
-                covariance[which] += of_name
+        for which, gradients in self._uncovered(part.x, f, part.positions, columns):
+            for name, of_name in gradients.items():
+                covariance[which] += gradient_covariance(of_name, *self._precision[name])
 
     def _capture(
         self, on_gradient: Any, channels_last: bool = False, on_input: Any = None
@@ -419,15 +406,6 @@ class OutputCovariance:
 
     def _no_autocast(self, f: Tensor) -> torch.autocast:
         return torch.autocast(f.device.type, enabled=False)
-
-    def _check_rows(self, tracked: TrackedLayer, use: Use, N: int) -> None:
-        rows = len(use.a) if use.rows is None else use.rows.num_examples
-        if rows != N:
-            raise NotImplementedError(
-                f"Layer {tracked} got {rows} rows for {N} outputs; the covariance must know each "
-                "example's rows. Keep the batch axis first and the shared axes apart: (N, ..., d), "
-                "or say which example each row belongs to (examples_of_rows)."
-            )
 
     def _check_output(self, f: Any, x: Any) -> None:
         check_output(f)
@@ -495,3 +473,14 @@ def check_classes(classes: Tensor | None, shape: tuple[int, ...], C: int) -> Ten
         raise ValueError(f"classes has the number {wrong}; the outputs are 0 to {C - 1}.")
     K = classes.shape[-1]
     return classes.long().reshape(-1, K).expand(math.prod(shape), K)
+
+
+def check_rows(tracked: TrackedLayer, use: Use, N: int) -> None:
+    """Raise a NotImplementedError unless a layer's rows are those of N examples, or say whose."""
+    rows = len(use.a) if use.rows is None else use.rows.num_examples
+    if rows != N:
+        raise NotImplementedError(
+            f"Layer {tracked} got {rows} rows for {N} outputs; the covariance must know each "
+            "example's rows. Keep the batch axis first and the shared axes apart: (N, ..., d), "
+            "or say which example each row belongs to (examples_of_rows)."
+        )

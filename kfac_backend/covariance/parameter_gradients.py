@@ -103,9 +103,11 @@ def some_examples(seen: Seen, size: int) -> Iterator[tuple[slice, Seen]]:
 
 def group_of(block: EigenBlock, g: int) -> EigenBlock:
     """The eigenvectors of one of a block's groups."""
-    if block.alpha is None or block.Q_A is None:
-        return EigenBlock(block.beta[g], block.Q_B[g])
-    return EigenBlock(block.beta[g], block.Q_B[g], block.alpha[g], block.Q_A[g])
+    Q_B, Q_A = block.Q_B, block.Q_A
+    assert isinstance(Q_B, Tensor)  # packed tensors have no sketch
+    if block.alpha is None or not isinstance(Q_A, Tensor):
+        return EigenBlock(block.beta[g], Q_B[g])
+    return EigenBlock(block.beta[g], Q_B[g], block.alpha[g], Q_A[g])
 
 
 def _places(tracked: TrackedLayer) -> list[tuple[str, tuple[int, int] | None]]:

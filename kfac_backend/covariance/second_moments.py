@@ -8,15 +8,16 @@ section 3; with shared positions, an example's gradient is the sum over all of t
 
 from collections.abc import Mapping
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from kfac_backend.blocks.block import EigenBlock
 from kfac_backend.covariance.eigenbasis import (
     bases,
+    by_group,
     bytes_per_example,
     dense_in_basis,
-    grouped,
     products,
     rotated,
 )
@@ -54,9 +55,7 @@ class LayerMoments(ParameterGradients):
         self.bases = bases
         self._memory = memory
         self._product_bytes = product_bytes
-        self.moments = {
-            name: block.Q_B.new_zeros(block.spectrum().shape) for name, block in bases.items()
-        }
+        self.moments = {name: torch.zeros_like(block.spectrum()) for name, block in bases.items()}
         """Parameter name -> the sums so far, in the shape of `EigenBlock.spectrum`."""
 
     def add_one(self, seen: Seen) -> None:
@@ -108,7 +107,7 @@ def add_second_moments(
     if gradients.a is None or block.Q_A is None:
         b = b.sum(2)  # (G, N, V, d_out)
         if block.Q_B.shape[-1] > 1:  # else a diagonal, for P groups of one entry
-            b = rotated(b, grouped(block.Q_B))
+            b = rotated(b, by_group(block.Q_B))
         moments += b.square().sum((1, 2)).view_as(moments)
         return
     a = gradients.a.to(block.Q_A.dtype)

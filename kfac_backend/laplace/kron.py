@@ -45,10 +45,11 @@ class FactorKron(Kron):
         if dtype is not None:
             dtype = torch.promote_types(dtype, torch.float32)
         kfacs = [
-            [F.to(dtype) for F in (block.B, block.A) if F is not None]
+            [F.to(dtype=dtype) for F, _ in block.named_factors()]
             for block in factors.blocks.values()
         ]
-        return cls(kfacs, list(factors.blocks))
+        # A sketch stands where laplace-torch has a matrix; what needs matrices says so.
+        return cls(cast(list[list[Tensor]], kfacs), list(factors.blocks))
 
     @property
     def blocks(self) -> list[KroneckerBlock]:
@@ -111,9 +112,10 @@ class FactorKron(Kron):
         """The diagonal (P,)."""
         parts = []
         for block in self.blocks:
-            d = block.B.diagonal(dim1=-2, dim2=-1)
-            if block.A is not None:
-                d = d[..., :, None] * block.A.diagonal(dim1=-2, dim2=-1)[..., None, :]
+            B, A = block.whole_factors("laplace-torch's diagonal of the curvature")
+            d = B.diagonal(dim1=-2, dim2=-1)
+            if A is not None:
+                d = d[..., :, None] * A.diagonal(dim1=-2, dim2=-1)[..., None, :]
             parts.append(d.flatten())
         return torch.cat(parts)
 
@@ -160,8 +162,10 @@ class EigenKron(KronDecomposed):
     ) -> None:
         # The base class would want the eigenvectors now.
         self._decomposition = decomposition
-        B = decomposition.blocks[0].B
-        self.deltas = B.new_zeros(len(decomposition.blocks)) if deltas is None else deltas
+        if deltas is None:
+            B = decomposition.blocks[0].B
+            deltas = torch.zeros(len(decomposition.blocks), dtype=B.dtype, device=B.device)
+        self.deltas = deltas
         self.damping = damping
         self.scale = scale
 
@@ -199,8 +203,8 @@ class EigenKron(KronDecomposed):
 
     @property
     def eigenvectors(self) -> list[list[Tensor]]:  # pyright: ignore
-        """[Q_B, Q_A] or [Q_B] of each block."""
-        return [[Q for Q in (b.Q_B, b.Q_A) if Q is not None] for b in self.blocks]
+        """[Q_B, Q_A] or [Q_B] of each block; of a sketched factor a `Frame`."""
+        return [[cast(Tensor, Q) for Q in (b.Q_B, b.Q_A) if Q is not None] for b in self.blocks]
 
     def __add__(self, deltas: Tensor) -> "EigenKron":
         """The blocks + δ, a scalar or one per block."""
@@ -231,11 +235,11 @@ class EigenKron(KronDecomposed):
             sizes = delta.new_tensor([block.numel for block in self._decomposition.blocks])
             ratios = self._decomposition.spectra.log_det_ratio(self.scale / delta)
             return (ratios + sizes * delta.log()).sum()
-        return torch.stack([spectrum.log().sum() for _, spectrum in self.spectra()]).sum()
+        return torch.stack([block.log_det(spectrum) for block, spectrum in self.spectra()]).sum()
 
     def _bmm(self, W: Tensor, exponent: float = -1) -> Tensor:
         spectra = self.spectra()
-        parts = W.split([spectrum.numel() for _, spectrum in spectra], dim=-1)
+        parts = W.split([block.numel for block, _ in spectra], dim=-1)
         products = [
             block.power_matvec(w, spectrum, exponent)
             for (block, spectrum), w in zip(spectra, parts, strict=True)
@@ -250,7 +254,7 @@ class EigenKron(KronDecomposed):
         """(H + δ) ** exponent as a dense (P, P) matrix; for tests."""
         blocks = []
         for block, spectrum in self.spectra():
-            identity = torch.eye(spectrum.numel(), device=spectrum.device, dtype=spectrum.dtype)
+            identity = torch.eye(block.numel, device=spectrum.device, dtype=spectrum.dtype)
             blocks.append(block.power_matvec(identity, spectrum, exponent))
         return torch.block_diag(*blocks)
 

@@ -71,6 +71,12 @@ class Rule(ABC):
         self.mode: Approximation = mode
         self.names = names
 
+    def use_sketches(self, rank: int) -> None:  # noqa: B027
+        """Sum wide factors up as sketches of this rank; called before any input, if at all.
+
+        Rules that know none keep whole factors.
+        """
+
     @classmethod  # noqa: B027
     def check(cls, layer: Any) -> None:
         """Raise a NotImplementedError if the layer has an option that the rule does not know."""

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kfac_backend.blocks.sketch import Factor
 from kfac_backend.layers.gram.gram import Gram, ScalarGram
 from kfac_backend.layers.rows import Rows
 from kfac_backend.precision import at_least_float32
@@ -34,11 +35,11 @@ class Use:
 class BlockSums(NamedTuple):
     """The sums of one parameter's block, not scaled; rows first, as the parameter is stored."""
 
-    B: Tensor
-    """Sum over the data (G, d_out, d_out)."""
-    A: Tensor | None = None
-    """Sum over all terms (G, d_in, d_in), or (d_in, d_in) for all groups; None for a parameter
-    without an input factor."""
+    B: Factor
+    """Sum over the data (G, d_out, d_out), or a sketch of it."""
+    A: Factor | None = None
+    """Sum over all terms (G, d_in, d_in), or (d_in, d_in) for all groups, or a sketch; None for a
+    parameter without an input factor."""
     num_terms: int = 0
     """How many terms A is the sum of."""
 

@@ -16,8 +16,9 @@ from typing import Any, ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
+from kfac_backend.blocks.sketch import Factor, SketchedFactor, add_factors
 from kfac_backend.formulas import gradient_sums, input_means
-from kfac_backend.layers.gram.gram import DenseGram, Gram
+from kfac_backend.layers.gram.gram import DenseGram, Gram, SketchGram
 from kfac_backend.layers.rows import Rows
 from kfac_backend.layers.rule import ExampleGradients, Rule
 from kfac_backend.layers.uses import BlockSums, GradientFactor, InputFactor, PositionSums, Use
@@ -259,7 +260,7 @@ class WeightSharingRule(Rule):
         if "weight" in self.names:
             rows, columns = self._factor_sizes()
             if self.transposed:  # its rows are the inputs
-                if B_weight is both and both is not None:
+                if B_weight is both and isinstance(both, Tensor):
                     B_weight = both.clone()  # the bias's is not the one to be scaled
                 first, second = A, B_weight
             else:
@@ -276,13 +277,15 @@ class WeightSharingRule(Rule):
         weight = self.layer.weight
         return (self.groups, len(weight) // self.groups), (self.groups, weight[0].numel())
 
-    def _zeros(self, groups: int, size: int) -> Tensor:
+    def _zeros(self, groups: int, size: int) -> Factor:
         """The sum for a layer that saw no rows."""
         return at_least_float32(self.layer.weight.detach()).new_zeros(groups, size, size)
 
 
 class LinearRule(WeightSharingRule):
     """nn.Linear on (N, ..., d_in), with any number of shared axes."""
+
+    _sketch_rank: int | None = None
 
     def inputs(self, a: Tensor) -> Tensor:
         """(N, ..., d_in) as (1, N, R, d_in)."""
@@ -292,6 +295,28 @@ class LinearRule(WeightSharingRule):
             )
         return a.flatten(1, -2)[None] if a.dim() > 2 else a[None, :, None]
 
+    def use_sketches(self, rank: int) -> None:
+        """Sketches of A and of B, each where a sketch with the rows that wait takes less memory."""
+        self._sketch_rank = rank
+        (_, first), (_, second) = self._factor_sizes()
+        d_out, d_in = (second, first) if self.transposed else (first, second)
+        if self._is_wide(d_in):
+            self.A = InputFactor(SketchGram(rank))
+        if self._is_wide(d_out):
+            self.B_weight, self.B_bias, self.B_both = (
+                GradientFactor(SketchGram(rank), self.by_example) for _ in range(3)
+            )
+
+    def _is_wide(self, size: int) -> bool:
+        return self._sketch_rank is not None and size > 4 * self._sketch_rank
+
+    def _zeros(self, groups: int, size: int) -> Factor:
+        """The sum for a layer that saw no rows."""
+        if self._sketch_rank is None or not self._is_wide(size):
+            return super()._zeros(groups, size)
+        like = at_least_float32(self.layer.weight.detach())
+        return SketchedFactor.zero(like, size, self._sketch_rank)
+
 
 class TransposedLinearRule(LinearRule):
     """A layer y = x W + b whose weight is stored (d_in, d_out), as GPT-2's Conv1D."""
@@ -299,8 +324,8 @@ class TransposedLinearRule(LinearRule):
     transposed = True
 
 
-def _either(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+def _either(first: Factor | None, second: Factor | None) -> Factor | None:
     """The sum of both, or the one that is not None."""
     if first is None or second is None:
         return second if first is None else first
-    return first + second
+    return add_factors(first, second)

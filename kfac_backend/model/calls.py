@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.backends import cuda
 
 from kfac_backend.model.memory import is_out_of_memory
 from kfac_backend.model.rule_assignment import RuleAssignment
@@ -27,6 +28,7 @@ __all__ = [
     "logits_of",
     "num_examples",
     "own_loss",
+    "plain_attention",
     "takes_labels",
     "restoration",
 ]
@@ -270,3 +272,24 @@ _no_fused_path = SharedSetting(
     torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False
 )
 """PyTorch's fused inference path would run a transformer's layers unseen."""
+
+
+def _attentions() -> tuple[bool, ...]:
+    return (
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+    )
+
+
+def _set_attentions(enabled: tuple[bool, ...]) -> None:
+    cuda.enable_flash_sdp(enabled[0])
+    cuda.enable_mem_efficient_sdp(enabled[1])
+    cuda.enable_cudnn_sdp(enabled[2])
+    cuda.enable_math_sdp(enabled[3])
+
+
+plain_attention = SharedSetting(_attentions, _set_attentions, (False, False, False, True))
+"""Fused attention, on a CPU too, cannot be differentiated twice, nor by vmap; its plain
+formula can."""

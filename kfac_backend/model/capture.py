@@ -51,6 +51,8 @@ class Capture:
             not.
         in_training: show the forward pass of a step of training, which `begin` and `end` enclose,
             instead of one that `forward` makes.
+        differentiable: keep the graphs of what is shown, and of the output, in the model's input,
+            which must require a gradient.
         follower: makes the context that sees operations on parameters, from the arguments of
             `Follower`.
 
@@ -72,6 +74,7 @@ class Capture:
         batched: bool = False,
         keep_inputs: bool = False,
         in_training: bool = False,
+        differentiable: bool = False,
         follower: Callable[..., Follower] = Follower,
     ) -> None:
         self._model = model
@@ -82,6 +85,7 @@ class Capture:
         self._batched = batched
         self._keep_inputs = keep_inputs
         self._in_training = in_training
+        self._differentiable = differentiable
         self._make_follower = follower
         self._follower: Follower | None = None
         self._handles: list[RemovableHandle] = []
@@ -91,7 +95,7 @@ class Capture:
         """Layers whose rows should have been several of each example, but are no multiple."""
         # The state of one forward pass and its backward passes; `forward` clears it.
         self._sources: list[Any] = []  # leaves, or edges in training; the backward passes end there
-        self._nodes: set[Node] = set()  # of the outputs so far, in training
+        self._nodes: set[Node] = set()  # of the outputs so far, where the graph is kept
         self._listens = False
         self._num_examples: int | None = None
         self._runs_backward = False  # once True, a layer that runs is one of a checkpoint
@@ -174,7 +178,14 @@ class Capture:
         """
 
         def propagate(vector: Tensor) -> Tensor:
-            torch.autograd.grad(f, self._sources, vector, retain_graph=True, allow_unused=True)
+            torch.autograd.grad(
+                f,
+                self._sources,
+                vector,
+                retain_graph=True,
+                create_graph=self._differentiable,
+                allow_unused=True,
+            )
             return vector
 
         def end_vector() -> None:
@@ -313,7 +324,7 @@ class Capture:
 
     def _as_source(self, output: Tensor) -> Tensor:
         """The same values, at which backward passes end."""
-        if self._in_training:
+        if self._in_training or (self._differentiable and output.requires_grad):
             self._sources.append(get_gradient_edge(output))
             return output
         source = output.detach().requires_grad_()
@@ -327,9 +338,9 @@ class Capture:
         Args:
             output: a layer's output.
             a: the layer's input. In training it may have a graph without a tracked layer in it,
-                that of parameters without a rule.
+                that of parameters without a rule; where the input's graph is kept, that one.
         """
-        if not self._in_training:
+        if not (self._in_training or self._differentiable):
             return output.requires_grad
         ahead, seen = [a.grad_fn], set()
         while ahead:
@@ -370,7 +381,9 @@ class Capture:
         """A layer has run: show its input, and return the output that shows its gradients."""
         if isinstance(tracked.layer, FunctionalLayer):  # which has no hook
             self._check(tracked, a)
-        given, a = a, a.detach()
+        given = a
+        if not self._differentiable:
+            a = a.detach()
         number, run = self._run(tracked)
         N = self._num_examples
         if run == "followed" and self._follower is not None and N is not None:
@@ -433,7 +446,8 @@ class Capture:
         on_reached: Callable[[], None] = lambda: None,
     ) -> Tensor:
         """The output, whose gradients are shown to the callback."""
-        if self._in_training and output.grad_fn is not None:
+        keeps_graph = self._in_training or self._differentiable
+        if keeps_graph and output.grad_fn is not None:
             self._nodes.add(output.grad_fn)
         version = use.a._version  # pyright: ignore[reportPrivateUsage]
 

@@ -125,7 +125,7 @@ class EigenInverse:
     def tensors(self) -> dict[str, Tensor]:
         """Eigenvectors and the damped eigenvalues; the factors' own are of no more use."""
         own = {"Q_B": self.eigen.Q_B, "Q_A": self.eigen.Q_A, "spectrum": self.spectrum}
-        return {name: tensor for name, tensor in own.items() if tensor is not None}
+        return {name: tensor for name, tensor in own.items() if isinstance(tensor, Tensor)}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "EigenInverse":
@@ -155,8 +155,11 @@ def damped_inverse(
     Raises:
         FloatingPointError: a factor that is not finite.
     """
-    for F, name in block.named_factors():
-        if not torch.isfinite(F.sum()):  # a tenth of the time that each entry's own test takes
+    B, A = block.whole_factors("K-FAC as an optimiser")
+    for F, name in ((B, f"{block.name}, B"), (A, f"{block.name}, A")):
+        if F is not None and not torch.isfinite(
+            F.sum()
+        ):  # a tenth of the time that each entry's own test takes
             raise FloatingPointError(
                 f"The curvature factor of '{name}' is not finite: the training diverges. Lower the "
                 "learning rate, raise the damping, warm the learning rate up, or set norm_control "
@@ -170,11 +173,11 @@ def damped_inverse(
         return EigenInverse(replace(eigen, beta=eigen.beta.new_empty(0), alpha=None), spectrum)
     of_B: Tensor | float = damping
     L_A = None
-    if block.A is not None:
-        pi = _balance(block.B, block.A) if balanced else 1.0
+    if A is not None:
+        pi = _balance(B, A) if balanced else 1.0
         of_B = damping**0.5 / pi
-        L_A = _root(block.A, damping**0.5 * pi, f"{block.name}, A")
-    L_B = _root(block.B, of_B, f"{block.name}, B")
+        L_A = _root(A, damping**0.5 * pi, f"{block.name}, A")
+    L_B = _root(B, of_B, f"{block.name}, B")
     if once:
         return FactorSolve(L_B, L_A)
     return FactorInverse(_inverse(L_B), None if L_A is None else _inverse(L_A))
@@ -184,8 +187,11 @@ def empty_inverse(
     block: KroneckerBlock, damping_on: DampingOn, once: bool = False
 ) -> DampedInverse:
     """What `damped_inverse` makes of a block, with numbers still to be filled in."""
-    B = torch.empty_like(block.B)
-    A = None if block.A is None else torch.empty_like(block.A)
+    B, A = (
+        None if F is None else torch.empty_like(F)
+        for F in block.whole_factors("K-FAC as an optimiser")
+    )
+    assert B is not None
     if damping_on == "product":
         spectrum = B.new_empty(*B.shape[:-1], 1 if A is None else A.shape[-1])
         return EigenInverse(EigenBlock(B.new_empty(0), B, None, A), spectrum)

@@ -117,6 +117,12 @@ class KfacPreconditioner:
     ) -> None:
         check_module(model)
         check_option("mean_over", mean_over, MeanOver)
+        rank = curvature.but(**keywords).sketch_rank
+        if rank is not None:
+            raise ValueError(
+                f"sketch_rank={rank} is not for preconditioning, whose inverses need whole "
+                "factors; use None, or exclude wide layers."
+            )
         self.options = options
         """As given."""
         self.error_if_nonfinite = error_if_nonfinite
@@ -362,7 +368,9 @@ class KfacPreconditioner:
             raise _another_model(set(new) ^ set(self._blocks))
         share = (1 - rho) / self._weight
         for name, block in self._blocks.items():
-            for F, of_batch in ((block.B, new[name].B), (block.A, new[name].A)):
+            what = "A moving average"
+            pairs = zip(block.whole_factors(what), new[name].whole_factors(what), strict=True)
+            for F, of_batch in pairs:
                 if F is not None and of_batch is not None:
                     F.lerp_(of_batch, share)
             del new[name]  # the memory of one parameter's factors at a time

@@ -103,7 +103,8 @@ class TrainingPass(CurvaturePass):
         )
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(_ModelHook(self._begin), with_kwargs=True),
-            self._end_hook(),
+            # Also called after an error in the forward pass, lest hooks remain.
+            model.register_forward_hook(_ModelHook(self._end), always_call=True),
         ]
 
     def detach(self) -> None:
@@ -174,6 +175,8 @@ class TrainingPass(CurvaturePass):
 
     def _begin(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Before a forward pass of the model: let its layers show what they see."""
+        if self._now is not None and not self._now.is_over:
+            self.reset()  # Ctrl-C came in it, for which torch calls no hook
         if not self.is_due or not torch.is_grad_enabled() or not self._is_itself():
             return
         self._finish()
@@ -205,13 +208,11 @@ class TrainingPass(CurvaturePass):
                 stack.enter_context(_lent(tracked.layer, copies[name]))
             forward.context = stack.pop_all()
         # Last of all: where the model is a layer itself, its own hook comes before.
-        self._handles.pop().remove()
-        self._handles.append(self._end_hook())
+        hooks: Any = (
+            self._model._forward_hooks
+        )  # an OrderedDict; another handle would be another id
+        hooks.move_to_end(self._handles[-1].id)
         self._now = forward
-
-    def _end_hook(self) -> RemovableHandle:
-        """Also called after an error in the forward pass, lest hooks remain."""
-        return self._model.register_forward_hook(_ModelHook(self._end), always_call=True)
 
     def _end(self, args: tuple, output: Any) -> None:
         """After it: wait for the training's backward pass at the model's output."""

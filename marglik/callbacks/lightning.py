@@ -24,9 +24,9 @@ __all__ = ["MarginalLikelihood"]
 class MarginalLikelihood(Callback):
     """Learns a weight decay per parameter tensor while Lightning's Trainer trains.
 
-    Every few epochs it climbs the evidence on the training dataloader, logs it, and the weight
-    decays, to the trainer's loggers, and goes on with the new ones; its state is saved in the
-    trainer's checkpoints. The module's optimiser must have no weight decay of its own.
+    Every few epochs, and at the end, it climbs the evidence on the training dataloader, logs it,
+    and the weight decays, to the trainer's loggers, and goes on with the new ones; its state is
+    saved in the trainer's checkpoints. The module's optimiser must have no weight decay of its own.
 
     Args:
         likelihood: of the module's loss: "classification", "regression" or "bernoulli".
@@ -54,7 +54,7 @@ class MarginalLikelihood(Callback):
 
     @property
     def posterior(self) -> Posterior | None:
-        """Fitted after the last epoch, with what was learned; None before the first update."""
+        """Fitted after the last step, with what was learned; None before the first update."""
         return self.learner.posterior
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -69,18 +69,16 @@ class MarginalLikelihood(Callback):
             raise ValueError(
                 f"There are {len(loader)} training dataloaders; MarginalLikelihood needs one."
             )
-        if trainer.max_epochs is None or trainer.max_epochs < 1:
-            raise ValueError(
-                f"max_epochs={trainer.max_epochs}: MarginalLikelihood needs the number of epochs, "
-                "as the last one ends with an update. Pass Trainer(max_epochs=...)."
-            )
         network = pl_module if self._network is None else getattr(pl_module, self._network, None)
         if not isinstance(network, nn.Module):
             raise ValueError(
                 f"network={self._network!r} is no module of {type(pl_module).__name__}; there are "
                 f"{', '.join(name for name, _ in pl_module.named_children())}."
             )
-        self.learner.start(network, trainer.optimizers[0], loader, trainer.max_epochs)
+        epochs = trainer.max_epochs  # None or -1 where a number of steps, or of hours, is given
+        self.learner.start(
+            network, trainer.optimizers[0], loader, epochs if epochs and epochs > 0 else None
+        )
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
@@ -90,7 +88,13 @@ class MarginalLikelihood(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Update the prior, if an update is due, and log."""
-        found = self.learner.end_of_epoch(trainer.current_epoch + 1)
+        self._log(trainer, self.learner.end_of_epoch(trainer.current_epoch + 1))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Update the prior where the last epoch did not, as it was not complete, and log."""
+        self._log(trainer, self.learner.end_of_training())
+
+    def _log(self, trainer: Trainer, found: dict[str, float]) -> None:
         if found:
             for logger in trainer.loggers:
                 logger.log_metrics(

@@ -5,11 +5,14 @@ optimiser, and every few epochs the evidence of a Laplace approximation is climb
 batches the weight decays are the same to the bit.
 """
 
+import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 
 from kfac_backend.loss.hessian import counted_terms
 from kfac_backend.model.rule_assignment import check_module
@@ -26,6 +29,7 @@ from marglik.posterior.prior import (
 )
 from marglik.training.loaders import Loader, count_examples
 from marglik.training.penalty import add_penalty, check_no_weight_decay, stable_decays
+from marglik.training.ranks import check_alone
 from marglik.training.schedule import Schedule
 from marglik.training.update import update_prior
 
@@ -40,7 +44,7 @@ class PriorLearner:
         curvature: all options of the curvature pass.
         weight_decay: the initial value for all groups.
         structure: the groups of parameters that share one: see `PriorGroups.from_model`.
-        every: epochs between updates; the last epoch ends with one.
+        every: epochs between updates; the training ends with one, wherever it ends.
         burn_in: no update before the end of this epoch.
         steps: hyperparameter steps in each update.
         method: "adam" or "mackay".
@@ -91,7 +95,8 @@ class PriorLearner:
         self.mean_over: MeanOver = mean_over
         self.loss_scale = loss_scale
         self.posterior: Posterior | None = None
-        """Fitted by the latest update, with the hyperparameters that it learned."""
+        """Fitted by the latest update, with the hyperparameters that it learned; once the training
+        has ended, at the parameters that the network has then."""
         self.evidences: list[float] = []
         """The evidence (nats) after each update."""
         self._schedule = Schedule(every=every, burn_in=burn_in, steps=steps, keep="last")
@@ -104,9 +109,15 @@ class PriorLearner:
         }
         self._state: Mapping[str, Any] | None = None
         self._terms_per_example = 1.0
+        self._epoch = 0
+        self._is_trained = False
 
     def start(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Loader, epochs: int
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loader: Loader,
+        epochs: int | None = None,
     ) -> None:
         """Before the first step.
 
@@ -114,18 +125,18 @@ class PriorLearner:
             model: the network, whose outputs are what the likelihood takes.
             optimizer: its optimiser, without weight decay.
             loader: batches (x, y), or mappings, of training and of the curvature pass.
-            epochs: how many there will be.
+            epochs: how many there will be, if that is known.
 
         Raises:
             ValueError: an optimiser with weight decay, no data, a state of another model.
             NotImplementedError: this is one of several processes.
         """
+        check_alone("a callback in somebody else's loop")
         check_module(model)
         check_no_weight_decay(optimizer)
         self._model, self._optimizer, self._loader = model, optimizer, loader
-        self._schedule = Schedule(
-            epochs, self._schedule.every, self._schedule.burn_in, self._schedule.steps, keep="last"
-        )
+        self._schedule = replace(self._schedule, epochs=epochs or sys.maxsize)
+        self._is_trained = False
         self._num_data = count_examples(loader)
         if not self._num_data:
             raise ValueError("The data is empty: the loader yields no batch.")
@@ -156,6 +167,7 @@ class PriorLearner:
 
     def add_to_gradients(self) -> Tensor:
         """Add the prior's gradient, after the backward pass; returns ½ Σ wd ‖θ‖², a scalar."""
+        self._is_trained = True
         hyper = self.hyperparameters
         groups, decays = hyper.groups, self.weight_decays()
         by_parameter = (
@@ -178,8 +190,27 @@ class PriorLearner:
             ValueError: examples with several loss terms, where a mean over examples was announced.
             FloatingPointError: the evidence is not finite.
         """
-        if not self._schedule.is_due(epoch):
-            return {}
+        self._epoch = epoch
+        return self._update(self._schedule.steps) if self._schedule.is_due(epoch) else {}
+
+    def end_of_training(self) -> dict[str, float]:
+        """After the last step: an update, unless the latest was at these parameters; what to log.
+
+        A run may end within an epoch (a number of steps, early stopping), or with other parameters
+        than its last ones (those of the best epoch). Within the burn-in, or if nothing was trained,
+        the posterior is fitted with the weight decays as they are.
+
+        Raises:
+            ValueError, FloatingPointError: as `end_of_epoch`.
+        """
+        known = self.posterior
+        if known is not None and known.model is self._model:
+            if torch.equal(parameters_to_vector(known.params), known.mean):
+                return {}
+        learns = self._is_trained and self._epoch >= self._schedule.burn_in
+        return self._update(self._schedule.steps if learns else 0)
+
+    def _update(self, steps: int) -> dict[str, float]:
         hyper = self.hyperparameters
         laplace = Posterior(
             self._model,
@@ -194,7 +225,7 @@ class PriorLearner:
             laplace,
             self._loader,
             self._num_data,
-            self._schedule.steps,
+            steps,
             temperature=self.temperature,
         )
         factors = laplace.factors

@@ -8,6 +8,7 @@ prior.posterior  # fitted, with the learned weight decays
 ```
 """
 
+import math
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,14 +24,17 @@ __all__ = ["MarginalLikelihood"]
 
 FOLDER = "marglik_prior"
 """Of the prior's state, in each checkpoint of the trainer."""
+ROUNDING = 1e-6
+"""Of the trainer's epoch, which is a fraction."""
 
 
 class MarginalLikelihood(TrainerCallback):
     """Learns a weight decay per parameter tensor while Hugging Face's Trainer trains.
 
-    Every few epochs it climbs the evidence on the training data, logs it, and the weight decays,
-    through ``trainer.log``, and goes on with the new ones; each checkpoint of the trainer gets a
-    folder with its state. ``TrainingArguments(weight_decay=0)``, the default, is needed.
+    Every few epochs, and at the end, it climbs the evidence on the training data, logs it, and the
+    weight decays, through ``trainer.log``, and goes on with the new ones; each checkpoint of the
+    trainer gets a folder with its state. ``TrainingArguments(weight_decay=0)``, the default, is
+    needed.
 
     Args:
         trainer: which logs.
@@ -71,7 +75,7 @@ class MarginalLikelihood(TrainerCallback):
 
     @property
     def posterior(self) -> Posterior | None:
-        """Fitted after the last epoch, with what was learned; None before the first update."""
+        """Fitted after the last step, with what was learned; None before the first update."""
         return self.learner.posterior
 
     def on_train_begin(
@@ -87,7 +91,7 @@ class MarginalLikelihood(TrainerCallback):
             self.learner.load_state_dict(self._checkpoints(args, state).load())
         optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
         self.learner.start(
-            model, optimizer, kwargs["train_dataloader"], round(state.num_train_epochs)
+            model, optimizer, kwargs["train_dataloader"], math.ceil(state.num_train_epochs)
         )
 
     def on_pre_optimizer_step(
@@ -108,7 +112,24 @@ class MarginalLikelihood(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Update the prior, if an update is due, and log."""
-        found = self.learner.end_of_epoch(round(state.epoch or 0))
+        # Called within an epoch, too, where the number of steps is reached.
+        epoch = math.ceil((state.epoch or 0) - ROUNDING)
+        self._log(self.learner.end_of_epoch(epoch))
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Update the prior where the network has got other parameters since, and log.
+
+        Those of the best epoch, for example, with ``load_best_model_at_end``.
+        """
+        self._log(self.learner.end_of_training())
+
+    def _log(self, found: dict[str, float]) -> None:
         if found:
             self._trainer.log({f"prior/{name}": value for name, value in found.items()})
 

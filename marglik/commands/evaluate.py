@@ -6,6 +6,7 @@ from typing import Any
 from jsonargparse import ArgumentParser
 
 from marglik.commands.option_parsing import PresetOrFile
+from marglik.commands.several_ranks import is_another_rank
 from marglik.commands.summary import print_evaluation
 from marglik.runs.evaluate import evaluate_run
 from marglik.storage.run_files import EVALUATION
@@ -25,6 +26,8 @@ def run(parser: ArgumentParser, options: Any) -> None:
 
     options.pop("config", None)
     results = evaluate_run(**parser.instantiate(options).as_dict())
+    if is_another_rank():
+        return
     print_evaluation(results)
     folder = Path(results["output"])
     print(f"\nWritten to {folder / EVALUATION}; the report to {write_report([folder])}")

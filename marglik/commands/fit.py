@@ -5,6 +5,7 @@ from typing import Any
 from jsonargparse import ArgumentParser
 
 from marglik.commands.option_parsing import PresetOrFile, add_fields, provenance_of, take_fields
+from marglik.commands.several_ranks import is_another_rank
 from marglik.commands.summary import print_fit
 from marglik.runs.config import PostHocRunConfig
 from marglik.runs.fit import fit
@@ -25,4 +26,5 @@ def run(parser: ArgumentParser, options: Any) -> None:
     arguments: Any = parser.instantiate(options).as_dict()
     config = take_fields(arguments, PostHocRunConfig)
     results = fit(**arguments, run=config, provenance=provenance)
-    print_fit(results)
+    if not is_another_rank():
+        print_fit(results)

@@ -11,6 +11,7 @@ from docstring_parser import parse as parse_docstring
 from jsonargparse import ActionConfigFile, ActionYesNo, ArgumentParser, DefaultHelpFormatter
 
 from marglik.storage.provenance import Provenance
+from marglik.storage.yaml_text import check_yaml
 
 __all__ = [
     "HelpFormatter",
@@ -47,10 +48,16 @@ class PresetOrFile(ActionConfigFile):
                 f"({', '.join(preset_names())})."
             )
         try:
-            Path(values).read_text(encoding="utf-8")
+            text = Path(values).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"--config {values}: not a text file ({error}); it must be a YAML file of options."
+            ) from error
+        try:
+            check_yaml(text)
+        except ValueError as error:
+            raise ValueError(
+                f"--config takes a YAML file with a mapping of options; as for {values}, {error}."
             ) from error
         super().__call__(parser, cfg, values, option_string)
 

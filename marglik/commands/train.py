@@ -12,6 +12,7 @@ from marglik.commands.option_parsing import (
     provenance_of,
     take_fields,
 )
+from marglik.commands.several_ranks import is_another_rank
 from marglik.commands.summary import print_summary
 from marglik.runs.config import RunConfig
 from marglik.runs.train import train
@@ -40,5 +41,5 @@ def run(parser: ArgumentParser, options: Any) -> None:
     arguments: Any = parser.instantiate(options).as_dict()
     config = take_fields(arguments, RunConfig)
     results = train(**arguments, run=config, provenance=provenance)
-    report = write_report([results["output"]])
-    print_summary(results, report)
+    if not is_another_rank():
+        print_summary(results, write_report([results["output"]]))

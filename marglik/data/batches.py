@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from marglik.data.image_sets import ImageSet, ImageSplits, check_normalisation
+from marglik.data.shard import WHOLE, Shard
 from marglik.data.tensors import SplitName, TensorBatches, TensorSplits
 
 __all__ = [
@@ -49,6 +50,7 @@ class ImageBatches:
         drop_last: whether to leave out a last batch smaller than ``batch_size``.
         channels_last: whether x is laid out in memory as (B, H, W, C), which is faster for
             convolutions on most devices.
+        shard: the part of each batch that is yielded, of no image where it is empty.
 
     Raises:
         ValueError: if there are no images or no full batch where only full ones count, if
@@ -68,6 +70,7 @@ class ImageBatches:
         seed: int = 0,
         drop_last: bool = False,
         channels_last: bool = False,
+        shard: Shard = WHOLE,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: must be at least 1.")
@@ -88,6 +91,7 @@ class ImageBatches:
         self.shuffle = shuffle
         self.augment: Augmentation = augment
         self.drop_last = drop_last
+        self.shard = shard
         self.generator = torch.Generator().manual_seed(seed)
         self._mean = torch.tensor(mean, dtype=torch.float32, device=device)[:, None, None]
         self._std = torch.tensor(std, dtype=torch.float32, device=device)[:, None, None]
@@ -96,6 +100,11 @@ class ImageBatches:
     @property
     def num_examples(self) -> int:
         """Number of images that one iteration yields; without those that drop_last leaves out."""
+        return self.shard.num_examples(self._num_all, self.batch_size)
+
+    @property
+    def _num_all(self) -> int:
+        """Of all shards."""
         return min(len(self) * self.batch_size, len(self.dataset))
 
     def __len__(self) -> int:
@@ -119,8 +128,7 @@ class ImageBatches:
     def _batches(
         self, order: Tensor, distortions: tuple[Tensor, ...]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        for start in range(0, self.num_examples, self.batch_size):
-            batch = slice(start, min(start + self.batch_size, self.num_examples))
+        for batch in self.shard.batches(self._num_all, self.batch_size):
             images = self.dataset.images[order[batch]]  # (B, C, H, W)
             if distortions:
                 top, left, flip = (d[batch] for d in distortions)
@@ -175,8 +183,11 @@ def split_batches(
     seed: int = 0,
     device: torch.device | str = "cpu",
     channels_last: bool = False,
+    shard: Shard = WHOLE,
 ) -> Batches:
     """Return a loader of a split; images normalised, and cropped and flipped if asked for.
+
+    ``shard`` is the part of each batch that it yields.
 
     Raises:
         ValueError: if there is no such split, or augmentation or a memory format for data that are
@@ -187,7 +198,9 @@ def split_batches(
             raise ValueError(f"{splits.name} holds no images; augmentation is for images.")
         if channels_last:
             raise ValueError(f"{splits.name} holds no images; channels_last is for images.")
-        return splits.batches(split, batch_size, shuffle=shuffle, seed=seed, device=device)
+        return splits.batches(
+            split, batch_size, shuffle=shuffle, seed=seed, device=device, shard=shard
+        )
     images = getattr(splits, split)
     if images is None:
         raise ValueError(
@@ -204,4 +217,5 @@ def split_batches(
         device=device,
         seed=seed,
         channels_last=channels_last,
+        shard=shard,
     )

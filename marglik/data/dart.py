@@ -1,7 +1,5 @@
 """DART: text about triples of data, byte by byte, for language models."""
 
-import gzip
-import json
 import zlib
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -11,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfac_backend.files import parse_json
+from marglik.data.archives import read_gzip
 from marglik.data.source import DataSource, local_file
 from marglik.data.splits import check_fraction, check_seed
 from marglik.data.tensors import TensorSplits
@@ -143,21 +143,20 @@ def _texts_by_triples(path: Path) -> Iterator[list[bytes]]:
         try:
             triples = [tuple(_line(part) for part in triple) for triple in entry["tripleset"]]
             sentence = _line(entry["annotations"][0]["text"])
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            subject = " && ".join(" | ".join(triple) for triple in triples)
+            text = f"\n{subject} => {sentence}\n".encode()
+        except (KeyError, IndexError, TypeError, AttributeError, UnicodeEncodeError) as error:
             raise ValueError(
                 f"Entry {number} of '{path}' has no triples or no annotation in DART's form "
                 f"({type(error).__name__}: {error}). Use the JSON files of DART v1.1.1."
             ) from error
-        subject = " && ".join(" | ".join(triple) for triple in triples)
-        text = f"\n{subject} => {sentence}\n".encode()
         groups.setdefault(frozenset(triples), []).append(text)
     yield from groups.values()
 
 
 def _read(path: Path) -> list[Any]:
     try:
-        with gzip.open(path) as file:
-            entries = json.loads(file.read())
+        entries = parse_json(read_gzip(path))
         if not isinstance(entries, list):
             raise ValueError(f"it holds {type(entries).__name__}, not a list of entries")
     except (OSError, EOFError, zlib.error, ValueError) as error:  # ValueError: JSON or UTF-8

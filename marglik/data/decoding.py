@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm.auto import tqdm
 
 from kfac_backend.files import parse_json, sha256, sha256_of_tensors, write_tensors
-from marglik.data.image_files import SPLITS, ImageFile, Layout
+from marglik.data.image_files import SPLITS, ImageFile, Layout, files_below
 from marglik.data.image_sets import ImageSet
 
 __all__ = [
@@ -28,6 +28,9 @@ __all__ = [
 
 _logger = logging.getLogger(__name__)
 
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+"""Those of the supported suffixes. Pillow would try forty more, whatever a file is called; for
+PostScript it runs another program."""
 GREYSCALE = frozenset({"1", "L", "LA"})
 DEEP = ("I", "F")  # and "I;16" and so on; Pillow would clip these to 0..255 instead of scaling
 
@@ -52,6 +55,7 @@ def decode_splits(layout: Layout, name: str) -> tuple[ImageSet, ImageSet]:
         image, is_grey = decode_image(file)
         if first is None:
             first, size = file, image.shape[:2]
+            _check_memory(layout, name, size)
             pixels = {s: np.empty((layout.count(s), 3, *size), dtype=np.uint8) for s in SPLITS}
         if image.shape[:2] != size:
             raise ValueError(
@@ -77,7 +81,11 @@ def decode_image(file: ImageFile) -> tuple[np.ndarray, bool]:
     """
     data = file.read()
     try:
-        with Image.open(BytesIO(data)) as image:
+        with warnings.catch_warnings():
+            # Pillow's own limit: it warns before it refuses, at twice as many pixels.
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            image = Image.open(BytesIO(data), formats=FORMATS)
+        with image:
             mode = image.mode
             pixels = None if mode.startswith(DEEP) else np.asarray(image.convert("RGB"))
     except Exception as error:  # Pillow's decoders raise about anything on damaged files
@@ -91,6 +99,21 @@ def decode_image(file: ImageFile) -> tuple[np.ndarray, bool]:
             "bits, so that its values are scaled as you intend."
         )
     return pixels, mode in GREYSCALE
+
+
+def _check_memory(layout: Layout, name: str, size: tuple[int, int]) -> None:
+    """Raise a ValueError if the decoded images are larger than this machine's memory."""
+    try:
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # of other systems
+        return
+    needed = 3 * size[0] * size[1] * len(layout.files)
+    if needed > there:
+        raise ValueError(
+            f"'{name}': {len(layout.files):,} images of {size[1]}×{size[0]} pixels need "
+            f"{needed / 2**30:,.1f} GiB of memory, this machine has {there / 2**30:,.1f}. "
+            "Make them smaller, or take fewer."
+        )
 
 
 FORMAT_VERSION = 1  # raise it whenever the same files would be decoded to something else
@@ -110,8 +133,8 @@ def cache_file(source: Path) -> Path:
     resolved = source.resolve()
     if resolved.is_dir():
         state: list = sorted(
-            [Path(parent, name).relative_to(resolved).as_posix(), *_size_and_time(parent, name)]
-            for parent, _, names in os.walk(resolved, followlinks=True)
+            [(parent / name).relative_to(resolved).as_posix(), *_size_and_time(parent, name)]
+            for parent, _, names in files_below(resolved)
             for name in names
         )
     else:

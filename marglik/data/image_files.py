@@ -1,26 +1,28 @@
 """Image files of a folder or a tar archive, found and checked before any of them is decoded."""
 
 import os
-import tarfile
 import warnings
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from lzma import LZMAError
 from pathlib import Path, PurePosixPath
 
-__all__ = ["BROKEN_ARCHIVE", "SPLITS", "ImageFile", "Layout", "open_layout", "whole_members"]
+from marglik.data.archives import (
+    BROKEN_ARCHIVE,
+    first_line,
+    open_archive,
+    read_member,
+    whole_members,
+)
+
+__all__ = ["SPLITS", "ImageFile", "Layout", "files_below", "open_layout"]
 
 SPLITS = ("train", "test")
 
 SUFFIXES = frozenset(
     {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm"}
 )
-
-# What tarfile raises on archives that are damaged or end too early, by kind of compression.
-BROKEN_ARCHIVE = (tarfile.TarError, EOFError, OSError, zlib.error, LZMAError, KeyError)
 
 Read = Callable[[], bytes]
 Entries = dict[PurePosixPath, Read | None]
@@ -90,20 +92,29 @@ def open_layout(path: Path, needed: Sequence[str] = SPLITS) -> Iterator[Layout]:
             f"'{path}' is neither a folder nor a regular file; pass a folder, or a .tar, .tar.gz "
             "or .tgz archive of one."
         )
-    try:
-        archive = tarfile.open(path, "r:*")
-    except BROKEN_ARCHIVE as error:
-        raise ValueError(
-            f"'{path}' is neither a folder nor a readable tar archive ({_first_line(error)}). "
-            "Fetch it again if it should be an archive; unpack archives of another kind."
-        ) from error
-    with archive:
+    with ExitStack() as opened:
+        try:
+            archive = opened.enter_context(open_archive(path))
+        except BROKEN_ARCHIVE as error:
+            raise ValueError(
+                f"'{path}' is neither a folder nor a readable tar archive ({first_line(error)}). "
+                "Fetch it again if it should be an archive; unpack archives of another kind."
+            ) from error
         try:
             members = whole_members(archive)
         except BROKEN_ARCHIVE as error:
-            raise _broken(path, error) from error
+            raise ValueError(
+                f"The archive '{path}' is damaged or was not transferred completely "
+                f"({first_line(error)}). Fetch it again."
+            ) from error
+        for name in (PurePosixPath(member.name) for member in members):
+            if name.is_absolute() or ".." in name.parts:  # nobody who packs a folder gets one
+                raise ValueError(
+                    f"'{path}' has an entry '{name}' that leads out of the archive; nothing of it "
+                    "is read. Fetch it from a source that you trust."
+                )
         entries: Entries = {
-            PurePosixPath(member.name): partial(_read_member, path, archive, member)
+            PurePosixPath(member.name): partial(read_member, path, archive, member)
             if member.isfile() or member.islnk() or member.issym()
             else None
             for member in members
@@ -113,58 +124,37 @@ def open_layout(path: Path, needed: Sequence[str] = SPLITS) -> Iterator[Layout]:
         yield _layout(path, entries, directories, needed)
 
 
-def whole_members(archive: tarfile.TarFile) -> list[tarfile.TarInfo]:
-    """All members of an archive, in its order, once it is found whole.
+def files_below(folder: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
+    """Each folder, with the names of the folders and of the files in it.
 
-    To tarfile an archive looks complete if it was cut between two members, or if a later header is
-    damaged; a whole one has a block of zeros after the last member. And it stops reading there,
-    before the end of the file, where gzip, bzip2 and xz compare their sums of the content.
+    Links are followed, because data sets are often folders of links.
 
     Raises:
-        `BROKEN_ARCHIVE`: it is damaged, or ends too early.
+        ValueError: a link to a folder that it lies in.
     """
-    members, content = archive.getmembers(), archive.fileobj
-    assert content is not None
-    if members and not members[-1].issparse():
-        last = members[-1]
-        size = last.size if last.isreg() else 0
-        content.seek(last.offset_data + -(-size // 512) * 512)
-        if content.read(512) != bytes(512):
-            raise EOFError(f"no end mark after '{last.name}'")
-    while content.read(2**20):
-        pass
-    return members
-
-
-def _read_member(path: Path, archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    try:
-        stream = archive.extractfile(member)  # follows links inside the archive
-        return b"" if stream is None else stream.read()
-    except BROKEN_ARCHIVE as error:
-        raise _broken(path, error) from error
-
-
-def _broken(path: Path, error: BaseException) -> ValueError:
-    return ValueError(
-        f"The archive '{path}' is damaged or was not transferred completely "
-        f"({_first_line(error)}). Fetch it again."
-    )
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
+    for parent, subfolders, names in os.walk(folder, followlinks=True):
+        for name in subfolders:
+            link = Path(parent, name)
+            if link.is_symlink() and link.resolve() in [
+                here := link.parent.resolve(),
+                *here.parents,
+            ]:
+                raise ValueError(
+                    f"'{folder}': links lead in circles, first '{link.relative_to(folder)}', which "
+                    "links to a folder that it lies in. Remove it."
+                )
+        yield Path(parent), subfolders, names
 
 
 def _folder_contents(folder: Path) -> tuple[Entries, set[PurePosixPath]]:
     """Files and directories by their paths relative to the folder."""
     entries: Entries = {}
     directories: set[PurePosixPath] = set()
-    # followlinks, because data sets are often folders of links.
-    for parent, subfolders, names in os.walk(folder, followlinks=True):
-        relative = PurePosixPath(Path(parent).relative_to(folder).as_posix())
+    for parent, subfolders, names in files_below(folder):
+        relative = PurePosixPath(parent.relative_to(folder).as_posix())
         directories.update(relative / name for name in subfolders)
         for name in names:
-            path = Path(parent, name)
+            path = parent / name
             # Reading a pipe would wait for ever; a link to nothing is an error when it is read.
             readable = path.is_file() or not path.exists()
             entries[relative / name] = path.read_bytes if readable else None

@@ -1,6 +1,5 @@
 """NCI1: molecules that do or do not act against lung cancer cells, as graphs."""
 
-import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from marglik.data.image_files import BROKEN_ARCHIVE, whole_members
+from marglik.data.archives import BROKEN_ARCHIVE, open_archive, read_member, whole_members
 from marglik.data.source import DataSource, local_file
 from marglik.data.splits import check_fraction, check_seed, stratified
 from marglik.data.tensors import TensorSplits
@@ -120,6 +119,13 @@ def _assembled(files: _Files) -> tuple[Graphs, Tensor, tuple[str, ...]]:
     owner = torch.from_numpy(files.graph_indicator) - 1  # (V,)
     if (owner.diff() < 0).any():
         raise ValueError("graph_indicator does not ascend.")
+    if len(owner) and int(owner[0]) < 0:
+        raise ValueError("graph_indicator has graph 0; graphs count from 1.")
+    last = int(owner[-1]) + 1 if len(owner) else 0
+    if last > len(files.graph_labels):  # whose numbers of nodes and edges would fill the memory
+        raise ValueError(
+            f"graph_indicator has {last} graphs, graph_labels {len(files.graph_labels)}."
+        )
     if len(files.A) % 2 or len(owner) != len(files.node_labels):
         raise ValueError(
             f"A has {len(files.A)} numbers, which should be even; graph_indicator has {len(owner)} "
@@ -147,13 +153,11 @@ def _assembled(files: _Files) -> tuple[Graphs, Tensor, tuple[str, ...]]:
 def _read_files(path: Path) -> _Files:
     texts: dict[str, bytes] = {}
     try:
-        with tarfile.open(path) as archive:
+        with open_archive(path) as archive:
             for member in whole_members(archive):
                 part = Path(member.name).name.removeprefix("NCI1_").removesuffix(".txt")
                 if member.isfile() and part in PARTS:
-                    content = archive.extractfile(member)
-                    assert content is not None
-                    texts[part] = content.read()
+                    texts[part] = read_member(path, archive, member)
         missing = [f"NCI1_{part}.txt" for part in PARTS if part not in texts]
         if missing:
             raise ValueError(f"it lacks {', '.join(missing)}")

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from kfac_backend.options import TargetOptions
+from marglik.data.shard import WHOLE, Shard
 from marglik.data.source import DataSource
 from marglik.graphs import Graphs
 
@@ -57,6 +58,7 @@ class TensorBatches:
         shuffle: whether each iteration takes the examples in a new order.
         seed: of shuffling.
         device: where the batches are made.
+        shard: the part of each batch that is yielded, of no example where it is empty.
 
     Raises:
         ValueError: if ``batch_size`` is below 1.
@@ -71,29 +73,32 @@ class TensorBatches:
         shuffle: bool = False,
         seed: int = 0,
         device: torch.device | str = "cpu",
+        shard: Shard = WHOLE,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: must be at least 1.")
         self.dataset = Examples(x.to(device), y.to(device))
         self.batch_size = batch_size
         self.shuffle = shuffle
+        self.shard = shard
         self.generator = torch.Generator().manual_seed(seed)
 
     @property
     def num_examples(self) -> int:
         """Number of examples that one iteration yields."""
-        return len(self.dataset)
+        return self.shard.num_examples(len(self.dataset), self.batch_size)
 
     def __len__(self) -> int:
         """Number of batches of one iteration."""
-        return -(-self.num_examples // self.batch_size)
+        return -(-len(self.dataset) // self.batch_size)
 
     def __iter__(self) -> Iterator[Pair]:
         # Not a DataLoader, which would stack a batch from single examples.
-        n = self.num_examples
+        n = len(self.dataset)
         order = torch.randperm(n, generator=self.generator) if self.shuffle else torch.arange(n)
         x, y = self.dataset.x, self.dataset.y
-        return ((x[batch], y[batch]) for batch in order.to(y.device).split(self.batch_size))
+        parts, order = self.shard.batches(n, self.batch_size), order.to(y.device)
+        return ((x[order[part]], y[order[part]]) for part in parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,6 +164,7 @@ class TensorSplits:
         shuffle: bool = False,
         seed: int = 0,
         device: torch.device | str = "cpu",
+        shard: Shard = WHOLE,
     ) -> TensorBatches:
         """Return a loader of a split.
 
@@ -169,7 +175,12 @@ class TensorSplits:
         if split not in pairs:
             raise ValueError(f"{self.name} has no split {split!r}; it has {', '.join(pairs)}.")
         return TensorBatches(
-            *pairs[split], batch_size=batch_size, shuffle=shuffle, seed=seed, device=device
+            *pairs[split],
+            batch_size=batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            device=device,
+            shard=shard,
         )
 
     def _pairs(self) -> dict[str, Pair]:

@@ -1,6 +1,5 @@
 """UCI regression sets with the published splits on which Bayesian networks are compared."""
 
-import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from marglik.data.image_files import BROKEN_ARCHIVE, whole_members
+from marglik.data.archives import BROKEN_ARCHIVE, open_archive, read_member, whole_members
 from marglik.data.source import DataSource, local_file
 from marglik.data.tensors import TensorSplits
 
@@ -75,19 +74,21 @@ class UCI(DataSource):
         try:
             rows = [line.split() for line in texts["data"].splitlines()]
             data = np.array([row for row in rows if row]).astype(float)
+            if not np.isfinite(data).all():
+                raise ValueError("the data has numbers that are not finite")
             index = {
-                part: np.array(texts[f"index_{part}"].split()).astype(float).astype(int)
+                part: _indices(texts[f"index_{part}"], data.shape[1])
                 for part in ("features", "target")
             }
             split = {
-                part: np.array(texts[f"index_{part}_{self.split}"].split()).astype(float)
+                part: _indices(texts[f"index_{part}_{self.split}"], len(data))
                 for part in ("train", "test")
                 if f"index_{part}_{self.split}" in texts
             }
             if len(split) < 2:
                 number = sum(part.startswith("index_train_") for part in texts)
                 raise ValueError(f"there is no split {self.split}; splits 0 to {number - 1} are")
-            train, test = (split[part].astype(int) for part in ("train", "test"))
+            train, test = split["train"], split["test"]
             if not (len(train) and len(test)):
                 raise ValueError(f"a part of split {self.split} is empty")
             if np.intersect1d(train, test).size:
@@ -117,18 +118,25 @@ class UCI(DataSource):
         )
 
 
+def _indices(text: str, size: int) -> np.ndarray:
+    """The numbers of rows or columns that a text lists; the files have some as 3.0e+00."""
+    numbers = np.array(text.split()).astype(float)
+    wrong = numbers[~((numbers % 1 == 0) & (numbers >= 0) & (numbers < size))]
+    if len(wrong):  # numpy would count those below 0 from the end, and round the others
+        raise ValueError(f"index {wrong[0]:g} is out of bounds: none of 0 to {size - 1}")
+    return numbers.astype(int)
+
+
 def _read(path: Path, name: str) -> dict[str, str]:
     """The texts of a set's files, by their names without .txt."""
     try:
-        with tarfile.open(path) as archive:
+        with open_archive(path) as archive:
             files = [m for m in whole_members(archive) if m.isfile() and m.name.endswith(".txt")]
             names = sorted({Path(member.name).parent.name for member in files})
             texts = {}
             for member in files:
                 if Path(member.name).parent.name == name:
-                    content = archive.extractfile(member)
-                    assert content is not None
-                    texts[Path(member.name).stem] = content.read().decode()
+                    texts[Path(member.name).stem] = read_member(path, archive, member).decode()
     except (*BROKEN_ARCHIVE, UnicodeDecodeError) as error:
         raise ValueError(
             f"'{path}' is damaged, or no tar archive of text files ({error}). Fetch it again."

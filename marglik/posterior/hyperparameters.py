@@ -100,6 +100,13 @@ class Hyperparameters:
             self._log_sigma.copy_(state["log_sigma"])
         self._adam.load_state_dict(state["adam"])
 
+    def tensors(self) -> list[Tensor]:
+        """Values and Adam's moments themselves: all that an update changes but for its count."""
+        moments = [
+            state[name] for state in self._adam.state.values() for name in ("exp_avg", "exp_avg_sq")
+        ]
+        return [self._log_delta, self._log_sigma, *moments]
+
     def update(self, laplace: Laplace, steps: int) -> list[float]:
         """Climb a fitted network's evidence; returns it (nats) before each step, and at last."""
         if self.method == "mackay" and not hasattr(laplace, "evidence_terms"):

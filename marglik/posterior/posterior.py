@@ -6,6 +6,7 @@ prediction first asks for them. `KronLaplace` is this posterior with laplace-tor
 """
 
 from collections.abc import Collection, Iterable
+from functools import reduce
 from typing import Any, Self
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn.utils import parameters_to_vector
 from kfac_backend.blocks.block import EigenBlock, compute_eigenvalues
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.correction import check_read_twice, corrected_factors
+from kfac_backend.covariance.joint import JointCovariance
 from kfac_backend.covariance.last_layer import LastLayerCovariance
 from kfac_backend.covariance.linearised import linearised_outputs
 from kfac_backend.covariance.output_covariance import OutputCovariance
@@ -104,7 +106,9 @@ class Posterior:
 
     @property
     def _dtype(self) -> torch.dtype:
-        return next(self.model.parameters()).dtype
+        """That of the parameters with a posterior: adapters may be more exact than their base."""
+        dtypes = {p.dtype for p in self.params}
+        return reduce(torch.promote_types, dtypes or {next(self.model.parameters()).dtype})
 
     @property
     def prior_precision(self) -> Tensor:
@@ -284,6 +288,7 @@ class Posterior:
         """Drop everything that was computed from factors that are no longer valid."""
         self._eigen: dict[str, EigenBlock] = {}
         self._covariances: dict[Any, tuple[tuple, OutputCovariance | LastLayerCovariance]] = {}
+        self._joint: tuple[tuple, JointCovariance] | None = None
         self._terms: EvidenceTerms | None = None
         self._means: tuple[Tensor, ...] = ()
 
@@ -342,7 +347,7 @@ class Posterior:
         log_det, scatter = delta.new_zeros((), dtype=torch.float64), terms.squared_norms @ per_block
         for block, d, size in zip(factors.blocks.values(), per_block, terms.sizes, strict=True):
             eigen = block.decompose().scale(scale)
-            log_det = log_det + eigen.spectrum(d, damping=True).double().log().sum()
+            log_det = log_det + eigen.log_det(eigen.spectrum(d, damping=True))
             log_det = log_det - size * d.log()
         return evidence.log_likelihood(terms, sigma, self.temperature) - 0.5 * (log_det + scatter)
 
@@ -463,6 +468,41 @@ class Posterior:
             return self._output_covariance(x, layers, memory)(x, positions, classes)
 
         return in_eval_mode(self.model, distribution)()
+
+    def joint_output_distribution(
+        self, x: Float[Tensor, "*T q d"], classes: list[int] | None = None
+    ) -> tuple[Float[Tensor, "*T q K"], Float[Tensor, "*T q_K q_K"]]:
+        """Outputs (..., q, K) of sets of q inputs and J(X) Σ J(X)ᵀ, the covariance of all of a set.
+
+        Output c of input p is number p·K + c. Both are differentiable in inputs that require a
+        gradient, as acquisition functions of Bayesian optimisation need it; the Jacobian J is never
+        stored, see `kfac_backend.covariance.joint`.
+
+        Args:
+            x: sets of inputs, each a vector, on the model's device; in the model's dtype or another
+                one, which the results then have, too.
+            classes: numbers of the K outputs that are wanted; all if None.
+
+        Raises:
+            AttributeError: the posterior is not fitted.
+            ValueError: fewer than two axes, no input.
+            NotImplementedError: outputs of several positions.
+        """
+        if x.dim() < 2 or not x.shape[:-1].numel():
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}; sets of inputs (..., q, d) are needed, with at "
+                "least one input."
+            )
+        state = self._hyperparameters
+        if self._joint is None or self._joint[0] != state:
+            with torch.inference_mode(False), torch.no_grad():
+                blocks = self.precision_blocks()
+            self._joint = state, JointCovariance(self.model, blocks)
+        sets = x.to(self._dtype).reshape(-1, *x.shape[-2:])
+        f, covariance = in_eval_mode(self.model, self._joint[1])(sets, classes)
+        batch = x.shape[:-2]
+        f = f.reshape(*batch, *f.shape[1:])
+        return f.to(x.dtype), covariance.reshape(*batch, *covariance.shape[1:]).to(x.dtype)
 
     def _output_covariance(
         self, x: Any, layers: Layers, memory: int | None

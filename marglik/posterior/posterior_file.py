@@ -20,7 +20,12 @@ from kfac_backend.files import sha256_of_tensors, write_tensors
 from kfac_backend.model.rule_assignment import check_module
 from kfac_backend.options import CurvatureOptions
 from marglik.posterior.posterior import Posterior
-from marglik.storage.model_state import read_state, tensors_of, tensors_of_others
+from marglik.storage.model_state import (
+    names_replaced,
+    read_state,
+    tensors_of,
+    tensors_of_others,
+)
 from marglik.storage.provenance import environment
 from marglik.storage.record_file import (
     POSTERIOR_FORMAT,
@@ -101,7 +106,7 @@ def save_posterior(
     }
     writes_all = model is not None if frozen is None else frozen
     base = {} if writes_all else tensors_of_others(laplace.model, names)
-    record["frozen_sha256"] = sha256_of_tensors(base.values()) if base else None
+    record["frozen_sha256"] = _sum_of_base(laplace.model, base) if base else None
     json.dumps(record)  # raises before anything is overwritten
     state = tensors_of(laplace.model, without=base)
     folder.mkdir(parents=True, exist_ok=True)
@@ -135,7 +140,7 @@ def load_posterior(
     frozen_sum = record.get("frozen_sha256")  # the first release's records lack it
     base = tensors_of_others(model, delta) if frozen_sum else {}
     state = read_state(model, Path(folder) / MODEL, without=base)
-    if frozen_sum and sha256_of_tensors(base.values()) != frozen_sum:
+    if frozen_sum and _sum_of_base(model, base) != frozen_sum:
         raise ValueError(
             f"The posterior in {folder} was saved without the frozen parameters, and those of "
             f"{type(model).__name__} are not the ones that it was fitted with (their SHA-256 sum "
@@ -163,6 +168,12 @@ def load_posterior(
     laplace.restore(factors)
     laplace.calibrations = record.get("calibrations", {})  # the first release's records lack them
     return laplace
+
+
+def _sum_of_base(model: nn.Module, base: dict[str, Tensor]) -> str:
+    """The SHA-256 sum of the frozen parameters that the network runs with."""
+    replaced = names_replaced(model)
+    return sha256_of_tensors(p for name, p in base.items() if name not in replaced)
 
 
 def _options(record: dict[str, Any], factors: KroneckerFactors) -> CurvatureOptions:

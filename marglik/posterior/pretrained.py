@@ -1,6 +1,7 @@
 """Networks that were trained elsewhere: their parameters, from the files that people keep."""
 
 import re
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,8 @@ def _read(path: Path) -> dict[str, Tensor]:
         )
     if path.suffix == ".safetensors":
         return _checked(read_safetensors(path), path)
+    if zipfile.is_zipfile(path):
+        _check_stored(path)
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises whatever the broken file leads to
@@ -72,6 +75,23 @@ def _read(path: Path) -> dict[str, Tensor]:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
     return _checked(content, path)
+
+
+def _check_stored(path: Path) -> None:
+    """Raise a ValueError if tensors are compressed, which torch.save never does.
+
+    A few kilobytes could then take all memory before any shape is seen.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            packed = [i for i in archive.infolist() if i.compress_type != zipfile.ZIP_STORED]
+    except (zipfile.BadZipFile, OSError, ValueError):
+        return  # torch.load says what is wrong
+    if packed:
+        raise ValueError(
+            f"{path} is not of torch.save, as '{packed[0].filename}' in it is compressed. Save the "
+            "network's state_dict(), best as safetensors."
+        )
 
 
 def _checked(content: Any, path: Path) -> dict[str, Tensor]:

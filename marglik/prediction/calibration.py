@@ -30,6 +30,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import cross_entropy, logsigmoid
 
+from kfac_backend.distributed import Ranks
 from kfac_backend.loss.hessian import check_targets, counted_terms
 from kfac_backend.model.batches import each_batch
 from kfac_backend.model.targets import Targets, split_batch
@@ -74,6 +75,8 @@ MOST_NUMBERS = 2**24
 """Of all samples' outputs, and of all covariances, that are looked at: of a language model's
 thousands of positions some thousand, which are plenty for s and τ."""
 
+Terms = tuple[Tensor, Tensor, Tensor]
+"""Outputs (M, C), their covariances or deviations, and targets of M loss terms."""
 Loss = Callable[[Tensor | None, Tensor], Tensor]
 """Mean NLL at (s, τ or σ); None for s = 0, where √s has no derivative."""
 
@@ -150,6 +153,7 @@ class HeldOut:
         config: PredictiveConfig = PredictiveConfig(),  # noqa: B008
         *,
         progress: bool = False,
+        ranks: Ranks = Ranks(None),  # noqa: B008
     ) -> "HeldOut":
         """Outputs, their covariances, and targets of all batches; of very many, a part of them.
 
@@ -159,6 +163,7 @@ class HeldOut:
             config: whose uncertainty counts (``layers``), in what memory, and whether linearised
                 networks are sampled.
             progress: whether to show a bar.
+            ranks: who has a part of each batch, see `predict_all`; all get what all have.
 
         Raises:
             ValueError: no batch, no target that counts, or targets that do not fit the outputs.
@@ -172,8 +177,8 @@ class HeldOut:
             samples = posterior.sample(config.networks, generator)
         found: list[tuple[Tensor, Tensor, Tensor]] = []
         seen, stride, most = 0, 1, MOST_NUMBERS
-        for batch in each_batch(batches, "Calibrating", progress):
-            x, y = split_batch(batch, options.dict_key_y)
+
+        def of_batch(x: Any, y: Any) -> Terms:
             y = targets_of(posterior.model, x, y).to(posterior.mean.device)
             f = in_eval_mode(posterior.model, outputs_of)(posterior.model, x)
             check_targets(f, y, likelihood, may_ignore=targets_of.may_ignore)
@@ -192,6 +197,15 @@ class HeldOut:
                 f, y = f[counted.flatten()], y[counted.flatten()]
                 if len(spread) > len(f):
                     spread = spread[counted.flatten()]
+            return f, spread, y
+
+        for batch in each_batch(batches, "Calibrating", progress):
+            x, y = split_batch(batch, options.dict_key_y)
+            part = None
+            with ranks.failing_together("calibration"):
+                if len(y) or ranks.size == 1:
+                    part = of_batch(x, y)
+            f, spread, y = _of_all(part, ranks, posterior.mean.device)
             kept = (torch.arange(seen, seen + len(f), device=f.device) % stride) == 0
             seen += len(f)
             found.append((f[kept], spread[kept], y[kept]))
@@ -334,6 +348,7 @@ def calibrations_of(
     config: PredictiveConfig = PredictiveConfig(),  # noqa: B008
     *,
     progress: bool = False,
+    ranks: Ranks = Ranks(None),  # noqa: B008
 ) -> dict[str, CalibrationFit]:
     """Label -> calibration, for all links, which need the same outputs and covariances.
 
@@ -344,11 +359,28 @@ def calibrations_of(
         batches: held-out (x, y), or mappings.
         config: whose uncertainty counts, and how many samples link "mc" has.
         progress: whether to show a bar over the batches.
+        ranks: who has a part of each batch, see `predict_all`; all find the same.
     """
-    held_out = HeldOut.of(posterior, batches, config, progress=progress)
+    held_out = HeldOut.of(posterior, batches, config, progress=progress, ranks=ranks)
     links = [link for link in get_args(Link) if is_link_of(link, held_out.likelihood)]
     of_links = [replace(config, method=link) for link in links]
-    return _fits(posterior, held_out, [config] if config.method == "linearised" else of_links)
+    fits = _fits(posterior, held_out, [config] if config.method == "linearised" else of_links)
+    if ranks.size > 1:  # to the bit
+        fits, remembered = ranks.gather((fits, posterior.calibrations), "calibration")[0]
+        posterior.calibrations = remembered
+    return fits
+
+
+def _of_all(part: Terms | None, ranks: Ranks, device: torch.device) -> Terms:
+    """The terms of all ranks' parts of a batch, in their order."""
+    if ranks.size == 1:
+        assert part is not None
+        return part
+    # On the CPU: another rank would find a tensor of a GPU on that GPU, which is not its own.
+    own = None if part is None else tuple(tensor.cpu() for tensor in part)
+    parts = [one for one in ranks.gather(own, "calibration") if one is not None]
+    f, spread, y = (torch.cat(column).to(device) for column in zip(*parts, strict=True))
+    return f, spread, y
 
 
 def _fits(

@@ -6,6 +6,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from kfac_backend.distributed import Ranks
 from kfac_backend.loss.hessian import counted_terms
 from kfac_backend.model.batches import each_batch
 from kfac_backend.model.targets import Targets, split_batch
@@ -26,6 +27,7 @@ def predict_all(
     progress: bool = False,
     earlier: Sequence[tuple[Prediction, Tensor]] = (),
     on_batch: Callable[[Prediction, Tensor], None] | None = None,
+    ranks: Ranks = Ranks(None),  # noqa: B008
     **keywords: Unpack[TargetKeywords],
 ) -> tuple[Prediction, Tensor]:
     """Predictions and targets of all batches, on the CPU.
@@ -42,6 +44,9 @@ def predict_all(
         progress: whether to show a bar.
         earlier: predictions and targets of the first batches, if they were made before.
         on_batch: called with those of each further batch.
+        ranks: who predicts a contiguous part of each batch, which may be empty; the loader yields
+            this one's (see `marglik.data.shard`). All get the predictions of all, in the data's
+            order.
         keywords: single options of ``targets``, in place of its own: ``dict_key_y="target"``.
 
     Raises:
@@ -58,22 +63,40 @@ def predict_all(
         if i < len(earlier):
             continue
         x, y = split_batch(batch, targets.dict_key_y)
-        prediction, y = predict(x).to("cpu"), targets_of(model, x, y).cpu()
-        # Targets of a predictive that is none of ours may be of any likelihood.
-        counted = counted_terms(y, likelihood) if y.dim() < prediction.mean.dim() else None
-        if counted is not None:
-            prediction, y = prediction.terms(counted), y[counted]
-        elif prediction.mean.dim() > 2:
-            prediction, y = prediction.terms(), y.flatten(0, prediction.mean.dim() - 2)
+        part: tuple[Prediction, Tensor] | None = None
+        with ranks.failing_together("predictions"):
+            if len(y) or ranks.size == 1:
+                part = _of_counted_terms(
+                    predict(x).to("cpu"), targets_of(model, x, y).cpu(), likelihood
+                )
+        parts = [one for one in ranks.gather(part, "predictions") if one is not None]
+        prediction, y = parts[0] if len(parts) == 1 else _joined(parts)
         found.append((prediction, y))
         if on_batch is not None:
             on_batch(prediction, y)
-    predictions, all_targets = [p for p, _ in found], [y for _, y in found]
-    if not predictions:
+    if not found:
         raise ValueError("The data is empty: the loader yields no batch.")
-    if not sum(map(len, all_targets)):
+    if not sum(len(y) for _, y in found):
         raise ValueError("No target counts: all labels are marked as ignored, or hidden by a mask.")
-    return Prediction.cat(predictions), torch.cat(all_targets)
+    return _joined(found)
+
+
+def _of_counted_terms(
+    prediction: Prediction, y: Tensor, likelihood: Likelihood
+) -> tuple[Prediction, Tensor]:
+    """The positions that count, one after the other."""
+    # Targets of a predictive that is none of ours may be of any likelihood.
+    counted = counted_terms(y, likelihood) if y.dim() < prediction.mean.dim() else None
+    if counted is not None:
+        return prediction.terms(counted), y[counted]
+    if prediction.mean.dim() > 2:
+        return prediction.terms(), y.flatten(0, prediction.mean.dim() - 2)
+    return prediction, y
+
+
+def _joined(parts: Sequence[tuple[Prediction, Tensor]]) -> tuple[Prediction, Tensor]:
+    predictions, targets = zip(*parts, strict=True)
+    return Prediction.cat(list(predictions)), torch.cat(targets)
 
 
 def compute_metrics(

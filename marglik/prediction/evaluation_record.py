@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from kfac_backend.distributed import Ranks
 from kfac_backend.files import sha256_of_tensors
 from kfac_backend.options import Likelihood, check_option
 from marglik.data import (
@@ -28,6 +29,7 @@ from marglik.data import (
 from marglik.data.batches import split_batches
 from marglik.data.out_of_distribution import OutOfDistributionImages
 from marglik.data.record import tensors_in
+from marglik.data.shard import Shard
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.calibration import CalibrationFit
 from marglik.prediction.evaluation import compute_metrics, predict_all, reliability_curve
@@ -39,7 +41,7 @@ from marglik.prediction.predictive import (
     laplace_predictive,
     map_predictive,
 )
-from marglik.storage.checkpoint import Checkpoints
+from marglik.storage.checkpoint import Checkpoints, CheckpointsOfRanks
 from marglik.storage.provenance import environment
 
 __all__ = [
@@ -105,6 +107,7 @@ def evaluate(
     device: torch.device | str = "cpu",
     progress: bool = False,
     checkpoints: Checkpoints | None = None,
+    ranks: Ranks = Ranks(None),  # noqa: B008
 ) -> dict[str, Any]:
     """Evaluate predictives on test, validation, shifted and out-of-distribution data.
 
@@ -119,6 +122,7 @@ def evaluate(
         progress: whether to show progress bars.
         checkpoints: where the state is kept between batches; from one that is there the evaluation
             goes on, to the same predictions.
+        ranks: who predicts a part of each batch; all get the same record, but for seconds.
 
     Returns:
         For each predictive the metrics under keys such as ``test/cls/NLL``, ``test/cal/ECE``,
@@ -134,7 +138,10 @@ def evaluate(
         raise ValueError(
             f"{splits.name} holds no images; shift and ood are for images. Leave them out."
         )
-    work = _Evaluation(splits, likelihood, batch_size, torch.device(device), progress, checkpoints)
+    states = None if checkpoints is None else CheckpointsOfRanks(checkpoints, ranks)
+    work = _Evaluation(
+        splits, likelihood, batch_size, torch.device(device), progress, states, ranks
+    )
     config.check(splits)
     ood_images = ood if isinstance(ood, OutOfDistributionImages) else None
     if isinstance(ood, ImageData) and images is not None:
@@ -323,7 +330,8 @@ class _Evaluation:
         batch_size: int,
         device: torch.device,
         progress: bool,
-        checkpoints: Checkpoints | None,
+        checkpoints: CheckpointsOfRanks | None,
+        ranks: Ranks,
     ) -> None:
         self.splits = splits
         self.likelihood: Likelihood = likelihood
@@ -331,6 +339,8 @@ class _Evaluation:
         self.device = device
         self.progress = progress
         self._checkpoints = checkpoints
+        self._ranks = ranks
+        self._shard = Shard(ranks.rank, ranks.size)
         state = checkpoints.load() if checkpoints is not None and checkpoints.exists() else {}
         self.finished: dict[str, Any] = state.get("finished", {})
         """Predictive -> its entry of the record."""
@@ -379,13 +389,21 @@ class _Evaluation:
                 self._save()
 
         return predict_all(
-            predict, batches, earlier=[*kept], on_batch=keep, progress=self.progress, **options
+            predict,
+            batches,
+            earlier=[*kept],
+            on_batch=keep,
+            progress=self.progress,
+            ranks=self._ranks,
+            **options,
         )
 
     def predict(
         self, split: Literal["validation", "test"], predict: Predictive
     ) -> tuple[Prediction, Tensor]:
-        batches = split_batches(self.splits, split, self.batch_size, device=self.device)
+        batches = split_batches(
+            self.splits, split, self.batch_size, device=self.device, shard=self._shard
+        )
         return self._predict_all(split, predict, batches, targets=self.splits.targets)
 
     def sizes(self) -> dict[str, int | None]:
@@ -403,7 +421,12 @@ class _Evaluation:
         assert isinstance(self.splits, ImageSplits)
         unlabelled = ImageSet(images, torch.zeros(len(images), dtype=torch.int64))
         batches = ImageBatches(
-            unlabelled, self.splits.mean, self.splits.std, self.batch_size, device=self.device
+            unlabelled,
+            self.splits.mean,
+            self.splits.std,
+            self.batch_size,
+            device=self.device,
+            shard=self._shard,
         )
         return self._predict_all(part, predict, batches)[0]
 

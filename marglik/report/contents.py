@@ -13,6 +13,7 @@ from marglik.report.formats import EVALUATION, POSTERIOR, RECORD, RESULTS, check
 from marglik.report.options import flatten, run_labels
 from marglik.storage import run_files
 from marglik.storage.run_folder import RunFolder
+from marglik.storage.yaml_text import check_yaml
 
 __all__ = ["Layer", "Run", "read_run", "read_runs"]
 
@@ -221,6 +222,7 @@ def _options(run: RunFolder) -> dict[str, Any] | None:
         return None
     path = run.path / run_files.CONFIG
     try:
+        check_yaml(content)
         options = yaml.safe_load(content)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid YAML: {error}. {REMEDY}") from error

@@ -1,15 +1,20 @@
 """Objects that several commands make of their options."""
 
+import logging
+import os
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import distributed as dist
 
+from kfac_backend.distributed import RankError, Ranks
 from marglik.runs.config import Accelerator, Precision
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
-__all__ = ["build_fabric", "build_from_spec", "device_of"]
+__all__ = ["build_fabric", "build_from_spec", "device_of", "join_ranks", "number_of_ranks"]
 
 
 def device_of(accelerator: Accelerator) -> torch.device:
@@ -27,16 +32,102 @@ def device_of(accelerator: Accelerator) -> torch.device:
     return torch.device("cpu") if accelerator == "cpu" or not has_gpu else torch.device("cuda", 0)
 
 
-def build_fabric(accelerator: Accelerator, precision: Precision = "32-true") -> "Fabric":
-    """Device and precision of training's steps; whoever only needs the device asks `device_of`.
+def number_of_ranks(devices: int | None, accelerator: Accelerator = "auto") -> int:
+    """How many processes share the work: what torchrun has started, else ``devices``, else one.
 
     Raises:
-        ValueError: a device that is not there.
+        ValueError: torchrun has started another number, or there are fewer GPUs.
     """
-    device = device_of(accelerator)
-    from lightning.fabric import Fabric  # here, since importing Lightning takes seconds
+    started = _started()
+    number = devices or started or 1
+    if started and started != number:
+        raise ValueError(
+            f"--devices {number}: torchrun has started {started} processes. Leave --devices out."
+        )
+    here = int(os.environ["LOCAL_WORLD_SIZE"]) if started else number
+    if number > 1:
+        if not dist.is_available():
+            raise ValueError("--devices: this build of torch has no torch.distributed.")
+        there = torch.cuda.device_count()
+        if device_of(accelerator).type == "cuda" and here > there:
+            raise ValueError(
+                f"--devices {here}: there {'is' if there == 1 else 'are'} {there} "
+                f"GPU{'' if there == 1 else 's'} on this machine. Pass {there} or less, or "
+                "--accelerator cpu."
+            )
+    return number
 
-    return Fabric(accelerator=device.type, devices=1, precision=precision)
+
+def _started() -> int:
+    """How many processes torchrun has started, 0 if it has not."""
+    by_torchrun = dist.is_available() and dist.is_torchelastic_launched()
+    return int(os.environ["WORLD_SIZE"]) if by_torchrun else 0
+
+
+def build_fabric(
+    accelerator: Accelerator,
+    precision: Precision = "32-true",
+    devices: int | None = None,
+    rank_timeout: float = 60.0,
+) -> "Fabric":
+    """Device and precision of training's steps; whoever only needs the device asks `join_ranks`.
+
+    Where there are several processes, this one has joined them.
+
+    Args:
+        accelerator: "cpu", "cuda" or "auto".
+        precision: of the steps.
+        devices: see `number_of_ranks`.
+        rank_timeout: seconds that a process waits for the others.
+
+    Raises:
+        ValueError: a device that is not there, or another number of processes.
+        RankError: the others do not come.
+    """
+    number, device = number_of_ranks(devices, accelerator), device_of(accelerator)
+    from lightning.fabric import Fabric  # here, since importing Lightning takes seconds
+    from lightning.fabric.strategies import DDPStrategy
+
+    if number == 1:
+        return Fabric(accelerator=device.type, devices=1, precision=precision)
+    if not _started():
+        raise ValueError(
+            f"devices={number} is for the command line, which starts the processes. Start this "
+            f"program with torchrun --nproc-per-node {number}."
+        )
+    here = int(os.environ["LOCAL_WORLD_SIZE"])
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    limit = timedelta(seconds=rank_timeout)
+    fabric = Fabric(
+        accelerator=device.type,
+        devices=here,
+        num_nodes=number // here,
+        strategy=DDPStrategy(process_group_backend=backend, timeout=limit),
+        precision=precision,
+    )
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # it greets on each rank
+    try:
+        fabric.launch()
+    except dist.DistError as error:
+        raise RankError(
+            f"The {number} processes did not find each other within {rank_timeout:g} s: {error}. "
+            "One of them has failed or hangs; its own output says why. (--rank_timeout)"
+        ) from error
+    return fabric
+
+
+def join_ranks(
+    accelerator: Accelerator, devices: int | None = None, rank_timeout: float = 60.0
+) -> tuple[torch.device, Ranks]:
+    """This process's device, and those it shares the work with, which it has joined.
+
+    Raises:
+        ValueError: a device that is not there, or another number of processes.
+        RankError: the others do not come.
+    """
+    if number_of_ranks(devices, accelerator) == 1:
+        return device_of(accelerator), Ranks(None)
+    return build_fabric(accelerator, devices=devices, rank_timeout=rank_timeout).device, Ranks()
 
 
 def build_from_spec(kind: type | tuple[type, ...], spec: dict[str, Any]) -> Any:

@@ -28,6 +28,7 @@ __all__ = [
     "PriorMethod",
     "PriorRules",
     "RunConfig",
+    "check_devices",
 ]
 
 Accelerator = Literal["auto", "cpu", "cuda"]
@@ -59,6 +60,8 @@ class CurvatureConfig:
             kernel launches on a GPU and more memory.
         unsupported: what happens to parameters of layers without a K-FAC rule. error stops; freeze
             treats them as constants; diagonal gives them the exact diagonal of their block, slowly.
+        sketch_rank: eigenvectors by which factors of linear layers are kept that are wider than
+            four times as many, with a bound on the error; null keeps all factors whole.
     """
 
     kfac_approx: KfacApprox = "expand"
@@ -70,6 +73,7 @@ class CurvatureConfig:
     backward_precision: BackwardPrecision = "float32"
     batched: bool = False
     unsupported: Unsupported = "error"
+    sketch_rank: int | None = None
 
     def __post_init__(self) -> None:
         if self.batch_size is not None and self.batch_size < 1:
@@ -174,6 +178,9 @@ class RunConfig:
         tensorboard: whether to write TensorBoard files as well.
         accelerator: cpu or cuda; auto takes cuda if there is one. (Apple's mps lacks float64, which
             the evidence needs.)
+        devices: processes that share the work, one for each GPU, or all on the CPU; each has a part
+            of every batch. null takes as many as torchrun has started, one without it.
+        rank_timeout: seconds that a process waits for the others, after which all end.
         precision: Lightning's name for the precision of the network's steps; parameters, curvature
             and predictions stay in float32.
         channels_last: whether images lie in memory as (N, H, W, C), which makes convolutions
@@ -196,6 +203,8 @@ class RunConfig:
     checkpoint_minutes: float = 1.0
     tensorboard: bool = False
     accelerator: Accelerator = "auto"
+    devices: int | None = None
+    rank_timeout: float = 60.0
     precision: Precision = "32-true"
     channels_last: bool = False
     compile: CompileMode | None = None
@@ -212,6 +221,7 @@ class RunConfig:
         for name in ("monitor", "checkpoint_minutes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}.")
+        check_devices(self.devices, self.rank_timeout)
 
 
 @dataclass(frozen=True)
@@ -260,6 +270,8 @@ class PostHocRunConfig:
         seed: seed of sampling.
         overwrite: whether a run that is already in that folder may be replaced.
         accelerator: cpu or cuda; auto takes cuda if there is one.
+        devices: processes that share the work, as of `marglik train`.
+        rank_timeout: seconds that a process waits for the others, after which all end.
         progress: whether to show progress bars.
     """
 
@@ -268,8 +280,19 @@ class PostHocRunConfig:
     seed: int = 0
     overwrite: bool = False
     accelerator: Accelerator = "auto"
+    devices: int | None = None
+    rank_timeout: float = 60.0
     progress: bool = True
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {self.batch_size}.")
+        check_devices(self.devices, self.rank_timeout)
+
+
+def check_devices(devices: int | None, rank_timeout: float) -> None:
+    """Raise a ValueError for a number of processes, or of seconds, that is not positive."""
+    if devices is not None and devices < 1:
+        raise ValueError(f"devices must be at least 1, not {devices}.")
+    if not rank_timeout > 0:
+        raise ValueError(f"rank_timeout must be positive, not {rank_timeout}.")

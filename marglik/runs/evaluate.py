@@ -1,6 +1,7 @@
 """What `marglik evaluate` does: predictions of a saved posterior, or of a bare checkpoint."""
 
 import logging
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from kfac_backend.distributed import Ranks
 from kfac_backend.files import parse_json, sha256
 from kfac_backend.options import Likelihood
 from marglik.data import DataSource, ImageData, Splits
 from marglik.data.batches import split_batches
 from marglik.data.record import as_trained, is_held_out
+from marglik.data.shard import Shard
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.posterior_file import load_posterior
 from marglik.posterior.pretrained import load_pretrained
@@ -23,12 +26,15 @@ from marglik.prediction.predictive import (
     PredictiveMethod,
     map_predictive,
 )
-from marglik.runs.build import build_from_spec, device_of
-from marglik.runs.config import Accelerator
+from marglik.runs.build import build_from_spec, join_ranks
+from marglik.runs.config import Accelerator, check_devices
 from marglik.runs.model_check import check_model
+from marglik.runs.results import check_same_on_ranks
+from marglik.storage.provenance import versions
 from marglik.storage.record_file import as_json, read_posterior
 from marglik.storage.run_files import EVALUATION, POSTERIOR
 from marglik.storage.run_folder import RunFolder
+from marglik.training.ranks import failing_as_one
 
 __all__ = ["evaluate_run"]
 
@@ -47,6 +53,8 @@ def evaluate_run(
     ood: ImageData | None = None,
     output: str | None = None,
     accelerator: Accelerator = "auto",
+    devices: int | None = None,
+    rank_timeout: float = 60.0,
     seed: int = 0,
     progress: bool = True,
 ) -> dict[str, Any]:
@@ -75,64 +83,78 @@ def evaluate_run(
         output: folder of evaluation.json; the folder itself if null, or runs/CHECKPOINT_map. Other
             data than the folder's own need another one.
         accelerator: cpu or cuda; auto takes cuda where there is one.
+        devices: processes that share the work, as of `marglik train`.
+        rank_timeout: seconds that a process waits for the others, after which all end.
         seed: of sampling.
         progress: whether to show progress bars.
 
     Raises:
         FileNotFoundError: no such folder or file.
         ValueError: data, model or posterior that do not fit together; files that were altered.
+        RankError: another process has failed or is gone, or was started with other options.
     """
+    check_devices(devices, rank_timeout)
     if not Path(path).exists():
         raise FileNotFoundError(f"{path} does not exist; pass a run's folder or a checkpoint.")
     if sigma_noise is not None and not sigma_noise > 0:
         raise ValueError(f"sigma_noise must be positive, not {sigma_noise}.")
-    device = device_of(accelerator)
-    if Path(path).is_dir():
-        record = RunFolder(path).posterior() or read_posterior(path)  # which says what to do
-        of = sha256((Path(path) / POSTERIOR).read_bytes())
-        if sigma_noise is not None:
-            raise ValueError(f"{path} knows its noise; leave --sigma_noise out.")
-        if likelihood not in (None, record["likelihood"]):
-            raise ValueError(
-                f"{path} is for likelihood {record['likelihood']!r}, not {likelihood!r}; leave "
-                "--likelihood out."
-            )
-        model = _saved(path, model, record, "model", nn.Module)
-        data = _saved(path, data, record["data"] or {}, "source", DataSource)
-        assert model is not None and data is not None
-        splits = as_trained(data.load(), record["data"])
-        if output is None and record["data"] and splits.name != record["data"]["name"]:
-            raise ValueError(
-                f"{splits.name} is not what {path} was trained on ({record['data']['name']}); pass "
-                "--output, so that its numbers get a folder of their own."
-            )
-        laplace = load_posterior(path, model, device)
-        likelihood = record["likelihood"]
-        map_ = map_predictive(model, record["likelihood"], laplace.sigma_noise)
-        folder = RunFolder(output or path)
-    else:
-        if model is None or data is None:
-            raise ValueError(f"{path} is a checkpoint; it needs --model and --data.")
-        load_pretrained(model, path)
-        model, splits, laplace, record = model.to(device), data.load(), None, None
-        likelihood = likelihood or "classification"
-        map_ = map_predictive(model, likelihood, sigma_noise or 1.0)
-        of = sha256(Path(path).read_bytes() + repr(sigma_noise).encode())
-        folder = RunFolder(output or f"runs/{Path(path).stem}_map")
-    configs = []
-    if laplace is not None:
-        asked = [predictive.method] if methods is None else methods
-        configs = [replace(predictive, method=method) for method in asked]
-    for config in configs or [None]:
-        check_model(model, splits, None, likelihood, config)  # pyright: ignore[reportArgumentType]
-    with folder.locked():
-        folder.check_beside()
-        # Whoever has removed it wants a new one.
-        is_there = (folder.path / EVALUATION).exists()
-        earlier = parse_json(folder.read(EVALUATION) or b"null") if is_there else None
+    device, ranks = join_ranks(accelerator, devices, rank_timeout)
+    progress = progress and ranks.rank == 0
+    with failing_as_one(ranks, "the start"):
+        if Path(path).is_dir():
+            record = RunFolder(path).posterior() or read_posterior(path)  # which says what to do
+            of = sha256((Path(path) / POSTERIOR).read_bytes())
+            if sigma_noise is not None:
+                raise ValueError(f"{path} knows its noise; leave --sigma_noise out.")
+            if likelihood not in (None, record["likelihood"]):
+                raise ValueError(
+                    f"{path} is for likelihood {record['likelihood']!r}, not {likelihood!r}; leave "
+                    "--likelihood out."
+                )
+            model = _saved(path, model, record, "model", nn.Module)
+            data = _saved(path, data, record["data"] or {}, "source", DataSource)
+            assert model is not None and data is not None
+            splits = as_trained(data.load(), record["data"])
+            if output is None and record["data"] and splits.name != record["data"]["name"]:
+                raise ValueError(
+                    f"{splits.name} is not what {path} was trained on "
+                    f"({record['data']['name']}); pass --output, so that its numbers get a folder "
+                    "of their own."
+                )
+            laplace = load_posterior(path, model, device)
+            likelihood = record["likelihood"]
+            map_ = map_predictive(model, record["likelihood"], laplace.sigma_noise)
+            folder = RunFolder(output or path)
+        else:
+            if model is None or data is None:
+                raise ValueError(f"{path} is a checkpoint; it needs --model and --data.")
+            load_pretrained(model, path)
+            model, splits, laplace, record = model.to(device), data.load(), None, None
+            likelihood = likelihood or "classification"
+            map_ = map_predictive(model, likelihood, sigma_noise or 1.0)
+            of = sha256(Path(path).read_bytes() + repr(sigma_noise).encode())
+            folder = RunFolder(output or f"runs/{Path(path).stem}_map")
+        configs = []
+        if laplace is not None:
+            asked = [predictive.method] if methods is None else methods
+            configs = [replace(predictive, method=method) for method in asked]
+        for config in configs or [None]:
+            check_model(model, splits, None, likelihood, config)  # pyright: ignore[reportArgumentType]
+    check_same_on_ranks({"path": of, "data": splits.name, "versions": versions()}, ranks)
+    with ExitStack() as lock:
+        earlier = None
+        with failing_as_one(ranks, "opening the output folder"):
+            if ranks.rank == 0:
+                lock.enter_context(folder.locked())
+                folder.check_beside()
+                folder.check(but=EVALUATION)  # the report, which comes last, would complain
+                # Whoever has removed it wants a new one.
+                is_there = (folder.path / EVALUATION).exists()
+                earlier = parse_json(folder.read(EVALUATION) or b"null") if is_there else None
         calibrated = {}
         if laplace is not None and record is not None:
-            calibrated = _calibrate(laplace, configs, splits, record["data"], device, progress)
+            trained_on = record["data"]
+            calibrated = _calibrate(laplace, configs, splits, trained_on, device, progress, ranks)
         found = evaluate_network(
             map_,
             laplace,
@@ -146,10 +168,12 @@ def evaluate_run(
             batch_size=predictive.batch_size,
             device=device,
             progress=progress,
+            ranks=ranks,
         )
         found, replaced = (found, []) if earlier is None else combined(found, earlier)
-        folder.adopt("evaluate")
-        folder.write(EVALUATION, as_json(found))
+        if ranks.rank == 0:
+            folder.adopt("evaluate")
+            folder.write(EVALUATION, as_json(found))
     return found | {"output": str(folder.path), "replaced": replaced, "calibrated": calibrated}
 
 
@@ -160,6 +184,7 @@ def _calibrate(
     trained_on: dict[str, Any] | None,
     device: torch.device,
     progress: bool,
+    ranks: Ranks,
 ) -> dict[str, Any]:
     """Calibrate what the posterior remembers no calibration of; label -> what was found.
 
@@ -173,8 +198,11 @@ def _calibrate(
     for config in unknown:
         if config.label not in laplace.calibrations:  # those of all links are made at once
             _logger.info("calibrating %s by the validation set", config.label)
-            batches = split_batches(splits, "validation", config.batch_size, device=device)
-            calibrations_of(laplace, batches, config, progress=progress)
+            shard = Shard(ranks.rank, ranks.size)
+            batches = split_batches(
+                splits, "validation", config.batch_size, device=device, shard=shard
+            )
+            calibrations_of(laplace, batches, config, progress=progress, ranks=ranks)
     laplace.calibrations |= remembered
     return {config.label: laplace.calibrations[config.label] for config in unknown}
 

@@ -2,7 +2,8 @@
 
 import logging
 import time
-from dataclasses import asdict
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from kfac_backend.distributed import Ranks
 from kfac_backend.options import Likelihood
-from marglik.data import DataSource, Splits
+from marglik.data import Batches, DataSource, Splits
 from marglik.data.batches import split_batches
 from marglik.data.record import data_record
+from marglik.data.shard import Shard
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.posterior_file import save_posterior
 from marglik.posterior.pretrained import load_pretrained
@@ -25,12 +28,12 @@ from marglik.posterior.prior import (
 from marglik.posterior.subset import freeze_all_but, last_layer
 from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.predictive import PredictiveConfig
-from marglik.runs.build import device_of
+from marglik.runs.build import join_ranks
 from marglik.runs.config import PostHocConfig, PostHocCurvatureConfig, PostHocRunConfig
 from marglik.runs.model_check import check_model
-from marglik.runs.results import run_identity
-from marglik.storage.checkpoint import Checkpoints
-from marglik.storage.provenance import Provenance, environment
+from marglik.runs.results import check_same_on_ranks, run_identity
+from marglik.storage.checkpoint import Checkpoints, CheckpointsOfRanks
+from marglik.storage.provenance import Provenance, environment, versions
 from marglik.storage.run_files import CHECKPOINT, MANIFEST, POSTERIOR
 from marglik.storage.run_folder import RunFolder
 from marglik.training.post_hoc import (
@@ -39,6 +42,7 @@ from marglik.training.post_hoc import (
     minimize_validation_loss,
     validation_nll,
 )
+from marglik.training.ranks import WithExamples, copy_from_rank_0, failing_as_one
 
 __all__ = ["fit"]
 
@@ -82,6 +86,7 @@ def fit(
         NotImplementedError: a layer without a K-FAC rule.
         FileExistsError: the output folder holds a run already, or something else.
         OSError: nothing can be written there.
+        RankError: another process has failed or is gone, or was started with other options.
     """
     start = time.perf_counter()
     folder = RunFolder(run.output or f"runs/{Path(checkpoint).stem}")
@@ -90,71 +95,91 @@ def fit(
             f"The checkpoint {checkpoint} lies in the output folder, which is cleared; pass "
             "another --output."
         )
-    was_cut_off = Checkpoints(folder.path / CHECKPOINT / STATE).exists()
-    folder.check_free("fit", provenance.preset, run.overwrite or was_cut_off)
-    device = device_of(run.accelerator)
-    note = load_pretrained(model, checkpoint)
-    splits = data.load()
-    if prior.method == "validation" and splits.validation is None:
-        raise ValueError(
-            f"prior.method validation needs validation data, and {splits.name} has none; keep some "
-            "back (--data.validation 0.1, or x_validation and y_validation in a TensorFile), or "
-            "choose method evidence."
-        )
-    model = model.to(device)
-    batch_size = curvature.batch_size or run.batch_size
-    batches = split_batches(splits, "train", batch_size, device=device)
-    check_model(model, splits, None, likelihood)
-    if prior.layers == "last":
-        freeze_all_but(model, last_layer(model, next(iter(batches))[0]))
-    calibrates = predictive.is_calibrated and splits.validation is not None
-    needed = predictive if calibrates or prior.method == "validation" else None
-    check_model(model, splits, curvature, likelihood, needed)
-    PriorGroups.from_model(model, prior.structure)  # complains of rules that match nothing
+    device, ranks = join_ranks(run.accelerator, run.devices, run.rank_timeout)
+    leads = ranks.rank == 0  # and has the files and the bars
+    run = replace(run, progress=run.progress and leads)
+    with failing_as_one(ranks, "the start"):
+        was_cut_off = Checkpoints(folder.path / CHECKPOINT / STATE).exists()
+        folder.check_free("fit", provenance.preset, run.overwrite or was_cut_off)
+        note = load_pretrained(model, checkpoint)
+        splits = data.load()
+        if prior.method == "validation" and splits.validation is None:
+            raise ValueError(
+                f"prior.method validation needs validation data, and {splits.name} has none; keep "
+                "some back (--data.validation 0.1, or x_validation and y_validation in a "
+                "TensorFile), or choose method evidence."
+            )
+        model = model.to(device)
+        batch_size = curvature.batch_size or run.batch_size
+        batches = split_batches(splits, "train", batch_size, device=device)
+        check_model(model, splits, None, likelihood)
+        if prior.layers == "last":
+            freeze_all_but(model, last_layer(model, next(iter(batches))[0]))
+        calibrates = predictive.is_calibrated and splits.validation is not None
+        needed = predictive if calibrates or prior.method == "validation" else None
+        check_model(model, splits, curvature, likelihood, needed)
+        PriorGroups.from_model(model, prior.structure)  # complains of rules that match nothing
 
-    delta = weight_decay_to_precision(prior.weight_decay, batches.num_examples, prior.temperature)
-    laplace = Posterior(
-        model,
-        likelihood,
-        curvature.options(splits.targets),
-        prior_precision=delta,
-        sigma_noise=prior.sigma_noise,
-        temperature=prior.temperature,
-    )
-    options = {"curvature": asdict(curvature), "likelihood": likelihood, "layers": prior.layers}
-    of_pass = options | {"run": {"batch_size": batch_size, "seed": run.seed}}
-    identity = run_identity(model, splits, None, of_pass, provenance)
-    state = Checkpoints(
-        folder.path / CHECKPOINT / STATE, run=identity, made_with=environment(device)
-    )
-    with folder.locked():
-        goes_on = _goes_on(state, run.overwrite)
-        # Nobody has come before.
-        folder.check_free("fit", provenance.preset, run.overwrite or goes_on)
+        delta = weight_decay_to_precision(
+            prior.weight_decay, len(batches.dataset), prior.temperature
+        )
+        laplace = Posterior(
+            model,
+            likelihood,
+            curvature.options(splits.targets),
+            prior_precision=delta,
+            sigma_noise=prior.sigma_noise,
+            temperature=prior.temperature,
+        )
+        options = {"curvature": asdict(curvature), "likelihood": likelihood, "layers": prior.layers}
+        of_pass = options | {"run": {"batch_size": batch_size, "seed": run.seed}}
+        identity = run_identity(model, splits, None, of_pass, provenance)
+        state = Checkpoints(
+            folder.path / CHECKPOINT / STATE, run=identity, made_with=environment(device)
+        )
+    check_same_on_ranks(identity | {"prior": asdict(prior), "versions": versions()}, ranks)
+    with ExitStack() as lock:
+        goes_on = False
+        with failing_as_one(ranks, "opening the output folder"):
+            if leads:
+                lock.enter_context(folder.locked())
+                goes_on = _goes_on(state, run.overwrite)
+                # Nobody has come before.
+                folder.check_free("fit", provenance.preset, run.overwrite or goes_on)
+        goes_on = ranks.gather(goes_on, "opening the output folder")[0]
         if goes_on:
             _logger.info("going on after the curvature pass, which %s holds", state.folder)
-            laplace.restore(state.load(device)["factors"])
+            laplace.restore(CheckpointsOfRanks(state, ranks).load(device)["factors"])
         else:
             torch.manual_seed(run.seed)
-            _logger.info("curvature pass over %d examples of %s", batches.num_examples, splits.name)
-            laplace.fit(batches, progress_bar=run.progress, corrected=curvature.corrected)
-            if not (folder.path / MANIFEST).exists():
-                folder.begin("fit", provenance)  # an old run stays until this one is there
-            folder.discard(CHECKPOINT)  # of another fit
-            state.save({"factors": laplace.factors})
+            _logger.info("curvature pass over %d examples of %s", len(batches.dataset), splits.name)
+            shard = Shard(ranks.rank, ranks.size)
+            own = split_batches(splits, "train", batch_size, device=device, shard=shard)
+            laplace.fit(
+                own if ranks.size == 1 else WithExamples(own),
+                progress_bar=run.progress,
+                corrected=curvature.corrected,
+            )
+            with failing_as_one(ranks, "keeping the curvature"):
+                if leads:
+                    if not (folder.path / MANIFEST).exists():
+                        folder.begin("fit", provenance)  # an old run stays until this one is there
+                    folder.discard(CHECKPOINT)  # of another fit
+                    state.save({"factors": laplace.factors})
         before = float(laplace.log_marginal_likelihood())
         _logger.info("prior by %s", prior.method)
-        found = _find_prior(laplace, prior, predictive, splits, run)
+        found = _find_prior(laplace, prior, predictive, splits, run, ranks)
         if calibrates:
-            held_out = split_batches(splits, "validation", predictive.batch_size, device=device)
-            calibrations_of(laplace, held_out, predictive, progress=run.progress)
-        folder.begin("fit", provenance, resume=True)
-        record = data_record(splits, provenance.data)
-        posterior = save_posterior(
-            laplace, folder.path, model=provenance.model, data=record, frozen=True
-        )
-        folder.vouch(POSTERIOR, posterior)
-        folder.discard(CHECKPOINT)
+            held_out = _validation_batches(splits, predictive, device, ranks)
+            calibrations_of(laplace, held_out, predictive, progress=run.progress, ranks=ranks)
+        if leads:
+            folder.begin("fit", provenance, resume=True)
+            record = data_record(splits, provenance.data)
+            posterior = save_posterior(
+                laplace, folder.path, model=provenance.model, data=record, frozen=True
+            )
+            folder.vouch(POSTERIOR, posterior)
+            folder.discard(CHECKPOINT)
     decay = precision_to_weight_decay(laplace.prior_precision, laplace.n_data, prior.temperature)
     names = [n for n, p in model.named_parameters() if p.requires_grad]
     return {
@@ -195,17 +220,32 @@ def _find_prior(
     predictive: PredictiveConfig,
     splits: Splits,
     run: PostHocRunConfig,
+    ranks: Ranks,
 ) -> PriorFit | None:
     if prior.method == "evidence":
-        return maximize_evidence(laplace, prior.structure)
+        fitted = maximize_evidence(laplace, prior.structure)
+        if ranks.size == 1:
+            return fitted
+        delta, sigma = laplace.prior_precision.clone(), laplace.sigma_noise.clone()
+        copy_from_rank_0([delta, sigma], ranks, laplace.mean.device)
+        laplace.prior_precision, laplace.sigma_noise = delta, sigma
+        return fitted
     if prior.method == "fixed":
         return None
-    batches = split_batches(splits, "validation", predictive.batch_size, device=laplace.mean.device)
     loss = partial(
         validation_nll,
-        batches=batches,
+        batches=_validation_batches(splits, predictive, laplace.mean.device, ranks),
         predictive=predictive,
         seed=run.seed,
         progress=run.progress,
+        ranks=ranks,
     )
     return minimize_validation_loss(laplace, loss)
+
+
+def _validation_batches(
+    splits: Splits, predictive: PredictiveConfig, device: torch.device, ranks: Ranks
+) -> Batches:
+    """This rank's part of each batch."""
+    shard = Shard(ranks.rank, ranks.size)
+    return split_batches(splits, "validation", predictive.batch_size, device=device, shard=shard)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
+from kfac_backend.blocks.sketch import Factor, SketchedFactor
 from kfac_backend.correction import CorrectionPass
 from kfac_backend.covariance.output_covariance import OutputCovariance, PosteriorPrecision
 from kfac_backend.factors import CurvaturePass
@@ -67,7 +68,7 @@ def check_model(
         curvature_pass = of_pass = None
         if curvature is not None:
             of_pass = curvature.options(splits.targets)
-            curvature_pass = CurvaturePass(model, likelihood, of_pass)
+            curvature_pass = CurvaturePass(model, likelihood, of_pass, process_group=None)
         try:
             with torch.no_grad():
                 f: Any = model(x)
@@ -95,7 +96,7 @@ def check_model(
                 return
             unit = _unit_factors(curvature_pass.factors())
             if corrects:
-                CorrectionPass(unit, model, of_pass).add(x, y)
+                CorrectionPass(unit, model, of_pass, process_group=None).add(x, y)
             if predictive is not None and by_covariance:
                 check_link(predictive.method, likelihood)
                 covariance = OutputCovariance(model, _unit_precision(unit))
@@ -136,7 +137,9 @@ def _unit_factors(factors: KroneckerFactors) -> KroneckerFactors:
     return replace(factors, blocks=blocks)
 
 
-def _unit(factor: Tensor) -> Tensor:
+def _unit(factor: Factor) -> Factor:
+    if isinstance(factor, SketchedFactor):  # whose eigenvectors are known
+        return factor
     return torch.diag_embed(torch.ones_like(factor[..., 0]))
 
 

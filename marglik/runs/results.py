@@ -1,9 +1,11 @@
 """What `marglik train` found: the content of ``results.json``."""
 
+import json
 from typing import Any
 
 from torch import nn
 
+from kfac_backend.distributed import RankError, Ranks
 from kfac_backend.files import parse_json, sha256_of_tensors
 from marglik.data import ImageSplits, Splits
 from marglik.data.out_of_distribution import OutOfDistributionImages
@@ -11,16 +13,17 @@ from marglik.data.record import tensors_in
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import precision_to_weight_decay
 from marglik.runs.config import PriorConfig
-from marglik.storage.checkpoint import check_same_run
+from marglik.storage.checkpoint import check_same_run, differences
 from marglik.storage.provenance import Provenance
 from marglik.storage.run_files import RESULTS
 from marglik.storage.run_folder import RunFolder
 from marglik.training.loop import OnlineResult
 
-__all__ = ["metrics_of", "results_of", "run_identity", "saved_results"]
+__all__ = ["check_same_on_ranks", "metrics_of", "results_of", "run_identity", "saved_results"]
 
 NOT_OF_THE_RESULT = (
-    "output", "overwrite", "resume", "checkpoint_minutes", "tensorboard", "accelerator", "progress",
+    "output", "overwrite", "resume", "checkpoint_minutes", "tensorboard", "accelerator", "devices",
+    "rank_timeout", "progress",
 )  # fmt: skip
 """Options of the run that another process may have differently when it goes on."""
 
@@ -60,6 +63,17 @@ def run_identity(
             "initial_parameters": sha256_of_tensors(model.state_dict().values()),
         },
     }
+
+
+def check_same_on_ranks(identity: dict[str, Any], ranks: Ranks) -> None:
+    """Raise a RankError on all ranks unless they are about the same run; names what differs."""
+    first, *others = ranks.gather(identity, "the start")
+    for rank, other in enumerate(others, 1):
+        for name, here, there in differences(first, json.loads(json.dumps(other))):
+            raise RankError(
+                f"The processes were started differently: {name} is {here} on rank 0, {there} on "
+                f"rank {rank}. Start all with the same command, data and versions."
+            )
 
 
 def saved_results(folder: RunFolder, identity: dict[str, Any]) -> dict[str, Any] | None:

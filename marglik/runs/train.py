@@ -3,6 +3,7 @@
 import logging
 import re
 import time
+from contextlib import ExitStack, nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from marglik.runs.build import build_fabric
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
 from marglik.runs.model_check import check_image_options, check_model
 from marglik.runs.results import (
+    check_same_on_ranks,
     metrics_of,
     results_of,
     run_identity,
@@ -28,12 +30,14 @@ from marglik.runs.results import (
 )
 from marglik.runs.training_setup import TrainingSetup
 from marglik.storage.checkpoint import Checkpoints
-from marglik.storage.provenance import Provenance, environment
+from marglik.storage.provenance import Provenance, environment, versions
 from marglik.storage.record_file import as_json
 from marglik.storage.run_files import CHECKPOINT, EVALUATION, EVIDENCE, LOG, POSTERIOR, RESULTS
 from marglik.storage.run_folder import RunFolder
 from marglik.storage.run_log import RunLog
+from marglik.training.loop import OnlineResult
 from marglik.training.optimizers import OptimizerConfig
+from marglik.training.ranks import failing_as_one, ranks_of
 
 __all__ = ["train"]
 
@@ -58,7 +62,8 @@ def train(
     objective is the sum over its positions, averaged over examples, and metrics are means over
     positions: "cls/NLL" in nats per token.
 
-    Returns what `results.json` holds, and the folder under "output".
+    Several processes (``run.devices``, or started by torchrun) share the work, and the first one
+    writes. Returns what `results.json` holds, and the folder under "output".
 
     Args:
         model: the network, whose outputs are logits; any importable class, such as
@@ -81,69 +86,77 @@ def train(
         FileExistsError: the output folder holds a run already, or something else.
         OSError: nothing can be written there.
         FloatingPointError: training diverged.
+        RankError: another process has failed or is gone, or was started with other options.
     """
     start = time.perf_counter()
-    fabric = build_fabric(run.accelerator, run.precision)
-    splits = data.load()
-    check_image_options(
-        splits,
-        augment=run.augment,
-        channels_last=run.channels_last,
-        ood=ood is not None,
-        evaluation__shift=evaluation.shift,
-    )
-    ood_images = None if ood is None else out_of_distribution_images(ood, splits)
-    evaluation.check(splits)
-    model = fabric.to_device(model)
-    check_model(model, splits, curvature, predictive=predictive)
-    PriorGroups.from_model(model, prior.structure)
-    held_out = 0
-    if run.held_out and predictive.is_calibrated and splits.validation is None:
-        splits = hold_out(splits, run.held_out, run.seed)
-        held_out = len(tensors_in(splits.validation)[-1])
-    if run.baseline and prior.method == "fixed":
-        raise ValueError(
-            "baseline keeps the initial weight decay, as prior.method fixed does; drop one of them."
+    fabric = build_fabric(run.accelerator, run.precision, run.devices, run.rank_timeout)
+    ranks = ranks_of(fabric)
+    leads = ranks.rank == 0  # and has the files, the log and the bars
+    run = replace(run, progress=run.progress and leads)
+    with failing_as_one(ranks, "the start"):
+        splits = data.load()
+        check_image_options(
+            splits,
+            augment=run.augment,
+            channels_last=run.channels_last,
+            ood=ood is not None,
+            evaluation__shift=evaluation.shift,
         )
+        ood_images = None if ood is None else out_of_distribution_images(ood, splits)
+        evaluation.check(splits)
+        model = fabric.to_device(model)
+        check_model(model, splits, curvature, predictive=predictive)
+        PriorGroups.from_model(model, prior.structure)
+        held_out = 0
+        if run.held_out and predictive.is_calibrated and splits.validation is None:
+            splits = hold_out(splits, run.held_out, run.seed)
+            held_out = len(tensors_in(splits.validation)[-1])
+        if run.baseline and prior.method == "fixed":
+            raise ValueError(
+                "baseline keeps the initial weight decay, as prior.method fixed does; drop one of "
+                "them."
+            )
+        initial_model = deepcopy(model) if run.baseline else None
+        setup = TrainingSetup(
+            splits,
+            held_out,
+            optimizer,
+            prior,
+            curvature,
+            predictive,
+            evaluation,
+            ood_images,
+            run,
+            fabric,
+            ranks,
+        )
+        setup.check()
+        identity = run_identity(model, splits, ood_images, setup.options(), provenance)
+    check_same_on_ranks(identity | {"versions": versions()}, ranks)
     folder = RunFolder(run.output or f"runs/{re.sub('[^a-z0-9]+', '_', splits.name.lower())}")
-    initial_model = deepcopy(model) if run.baseline else None
-    setup = TrainingSetup(
-        splits,
-        held_out,
-        optimizer,
-        prior,
-        curvature,
-        predictive,
-        evaluation,
-        ood_images,
-        run,
-        fabric,
-    )
-    identity = run_identity(model, splits, ood_images, setup.options(), provenance)
     made_with = environment(fabric.device)
+    if ranks.size > 1:
+        made_with["ranks"] = ranks.size
     states = {
         name: Checkpoints(
             folder.path / CHECKPOINT / name, run.checkpoint_minutes, identity, made_with
         )
         for name in ("learned", "learned_evaluation", "baseline", "baseline_evaluation")
     }
-    with folder.locked():
-        results = saved_results(folder, identity) if run.resume else None
-        goes_on = run.resume and states["learned"].exists()
-        for checkpoints in states.values():
-            if goes_on and checkpoints.exists():
-                checkpoints.check()  # complains before anything is touched
-        if run.resume and results is None and not goes_on and folder.read(LOG):
-            raise FileNotFoundError(
-                f"{folder.path} holds a run that was cut off, but not the state that it would go "
-                "on from. Start anew: --overwrite instead of --resume."
-            )
+    with ExitStack() as lock:
+        results, log = None, None
+        with failing_as_one(ranks, "opening the output folder"):
+            if leads:
+                lock.enter_context(folder.locked())
+                results, goes_on = _what_is_there(folder, states, identity, run.resume)
+                if results is None:
+                    log = RunLog(folder, tensorboard=run.tensorboard)
+                    folder.begin("train", provenance, overwrite=run.overwrite, resume=goes_on)
+        results = ranks.gather(results, "opening the output folder")[0]
         if results is None:
-            log = RunLog(folder, tensorboard=run.tensorboard)
-            folder.begin("train", provenance, overwrite=run.overwrite, resume=goes_on)
             if held_out:
                 _logger.info("%d training examples are held out for calibration", held_out)
-            with log:
+            with log or nullcontext():
                 ready = time.perf_counter()
                 learned = setup.train(model, prior, states["learned"], log)
             trained = time.perf_counter()
@@ -151,21 +164,14 @@ def train(
             setup.calibrate(learned.laplace)
             results["held_out"] = held_out
             results["calibration"] = learned.laplace.calibrations.get(predictive.label)
-            record = data_record(splits, provenance.data)
-            posterior = save_posterior(
-                learned.laplace, folder.path, model=provenance.model, data=record, frozen=True
-            )
-            folder.vouch(POSTERIOR, posterior)
+            posterior = ""
+            if leads:
+                record = data_record(splits, provenance.data)
+                posterior = save_posterior(
+                    learned.laplace, folder.path, model=provenance.model, data=record, frozen=True
+                )
+                folder.vouch(POSTERIOR, posterior)
             found = setup.evaluate(model, learned.laplace, states["learned_evaluation"], posterior)
-            folder.write(EVALUATION, as_json(found))
-            from marglik.report.figures import (
-                as_png,
-                plot_run,
-            )  # here: matplotlib is slow to import
-
-            title = f"{type(model).__name__} on {splits.name}"
-            figure = plot_run(learned.records, prior.weight_decay, results["num_data"], title)
-            folder.write(EVIDENCE, as_png(figure))
             label = "fixed" if prior.method == "fixed" else "learned"
             results["num_positions"] = found["num_positions"]
             results["metrics"] = metrics_of(label, found)
@@ -173,7 +179,11 @@ def train(
             # The loop's, of all processes that had a part in it, and the rest of this one.
             results["seconds"] = learned.seconds + time.perf_counter() - trained + ready - start
             results["complete"] = initial_model is None
-            folder.write(RESULTS, as_json(results))  # before the baseline, which may fail
+            if leads:
+                folder.write(EVALUATION, as_json(found))
+                title = f"{type(model).__name__} on {splits.name}"
+                folder.write(EVIDENCE, _figure(learned, prior, results["num_data"], title))
+                folder.write(RESULTS, as_json(results))  # before the baseline, which may fail
         if not results["complete"]:
             assert initial_model is not None
             fixed = replace(prior, method="fixed")
@@ -185,6 +195,37 @@ def train(
             results["metrics"] |= metrics_of("initial", found)
             results["seconds"] += initial.seconds + time.perf_counter() - trained
             results["complete"] = True
-            folder.write(RESULTS, as_json(results))
-        folder.discard(CHECKPOINT)
+            if leads:
+                folder.write(RESULTS, as_json(results))
+        if leads:
+            folder.discard(CHECKPOINT)
     return results | {"output": str(folder.path)}
+
+
+def _what_is_there(
+    folder: RunFolder, states: dict[str, Checkpoints], identity: dict[str, Any], resume: bool
+) -> tuple[dict[str, Any] | None, bool]:
+    """What an earlier run has found, and whether there is a state to go on from.
+
+    Raises:
+        FileNotFoundError: the run that it should resume has left no state.
+        ValueError: it is of another run, or was altered.
+    """
+    results = saved_results(folder, identity) if resume else None
+    goes_on = resume and states["learned"].exists()
+    for checkpoints in states.values():
+        if goes_on and checkpoints.exists():
+            checkpoints.check()  # complains before anything is touched
+    if resume and results is None and not goes_on and folder.read(LOG):
+        raise FileNotFoundError(
+            f"{folder.path} holds a run that was cut off, but not the state that it would go "
+            "on from. Start anew: --overwrite instead of --resume."
+        )
+    return results, goes_on
+
+
+def _figure(learned: OnlineResult, prior: PriorConfig, num_data: int, title: str) -> bytes:
+    """Evidence and weight decays over epochs, as a PNG."""
+    from marglik.report.figures import as_png, plot_run  # here: matplotlib is slow to import
+
+    return as_png(plot_run(learned.records, prior.weight_decay, num_data, title))

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from kfac_backend.distributed import Ranks
 from marglik.data import Batches, Splits
 from marglik.data.batches import split_batches
 from marglik.data.out_of_distribution import OutOfDistributionImages
+from marglik.data.record import tensors_in
+from marglik.data.shard import Shard
 from marglik.posterior.hyperparameters import Hyperparameters, UpdateMethod
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import PriorGroups, weight_decay_to_precision
@@ -23,6 +26,7 @@ from marglik.storage.checkpoint import Checkpoints
 from marglik.storage.run_log import RunLog
 from marglik.training.loop import OnlineResult, OnlineTraining
 from marglik.training.optimizers import OptimizerConfig, build_optimizer
+from marglik.training.ranks import WithExamples
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -46,6 +50,19 @@ class TrainingSetup:
     ood_images: OutOfDistributionImages | None
     run: RunConfig
     fabric: "Fabric"
+    ranks: Ranks = Ranks(None)
+    """Those of the Fabric, each of which has a part of every batch."""
+
+    def check(self) -> None:
+        """Raise a ValueError unless each rank has a part of each full batch."""
+        number, size = self.ranks.size, self.run.batch_size
+        examples = len(tensors_in(self.splits.train)[-1])
+        if min(size, examples) < number:
+            what = f"batch_size {size}" if size < number else f"{examples} training examples"
+            raise ValueError(
+                f"{what}: {number} processes need a batch of {number} examples at least, one for "
+                "each. Take larger batches, or fewer --devices."
+            )
 
     def options(self) -> dict[str, Any]:
         """All options, by group."""
@@ -66,7 +83,7 @@ class TrainingSetup:
         curvature_batches = batches
         if self.curvature.batch_size is not None or (run.augment and not self.curvature.augment):
             curvature_batches = self._curvature_batches()
-        num_data = batches.num_examples
+        num_data = len(batches.dataset)
         method: UpdateMethod = "adam" if prior.method == "fixed" else prior.method
         hyperparameters = Hyperparameters(
             PriorGroups.from_model(model, prior.structure),
@@ -120,12 +137,15 @@ class TrainingSetup:
         if not self.predictive.is_calibrated or self.splits.validation is None:
             return
         batches = self._batches("validation", self.predictive.batch_size)
-        calibrations_of(laplace, batches, self.predictive, progress=self.run.progress)
+        calibrations_of(
+            laplace, batches, self.predictive, progress=self.run.progress, ranks=self.ranks
+        )
         if self.held_out:
             found = laplace.calibrations
             # A pass over all: factors of tensors that are used in two ways do not add up.
             batch_size = self.curvature.batch_size or self.run.batch_size
-            laplace.fit(chain(self._curvature_batches(), self._batches("validation", batch_size)))
+            parts = self._curvature_batches(), self._batches("validation", batch_size)
+            laplace.fit(chain(*(WithExamples(part) for part in parts)))
             laplace.calibrations = found  # a little more data makes it no other posterior
 
     def evaluate(
@@ -155,6 +175,7 @@ class TrainingSetup:
             device=self.fabric.device,
             progress=self.run.progress,
             checkpoints=checkpoints,
+            ranks=self.ranks,
         )
 
     def _monitor(self, model: nn.Module) -> Any:
@@ -165,7 +186,9 @@ class TrainingSetup:
         def look(epoch: int) -> Mapping[str, float]:
             if epoch % self.run.monitor and epoch != self.run.epochs:
                 return {}
-            predicted = predict_all(map_predictive(model), batches, targets=self.splits.targets)
+            predicted = predict_all(
+                map_predictive(model), batches, targets=self.splits.targets, ranks=self.ranks
+            )
             found = compute_metrics(*predicted, "classification")
             return {f"{split}/{name}": found[name] for name in ("cls/NLL", "cls/accuracy")}
 
@@ -192,4 +215,5 @@ class TrainingSetup:
             seed=self.run.seed,
             device=self.fabric.device,
             channels_last=self.run.channels_last,
+            shard=Shard(self.ranks.rank, self.ranks.size),
         )

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
+from kfac_backend.distributed import Ranks
 from kfac_backend.files import parse_json, write_tensors
 from marglik.storage.model_state import read_safetensors
 from marglik.storage.record_file import read_record, write_record
 
-__all__ = ["Checkpoints", "check_same_run"]
+__all__ = ["Checkpoints", "CheckpointsOfRanks", "check_same_run", "differences"]
 
 FORMAT, FORMAT_VERSION = "marglik.checkpoint", 1
 STATE = "state.json"
@@ -128,7 +129,7 @@ class Checkpoints:
             ValueError: a state of another run, a damaged file, or one of a newer format.
         """
         record = self.check()
-        for name, here, there in _differences(self.made_with, record["made_with"]):
+        for name, here, there in differences(self.made_with, record["made_with"]):
             warnings.warn(
                 f"{self.folder} was begun with {name} {there} and goes on with {here}: the result "
                 "may differ from that of one process by rounding.",
@@ -178,6 +179,47 @@ class Checkpoints:
                 path.unlink()
 
 
+class CheckpointsOfRanks:
+    """The latest state of a run that several ranks work on: rank 0 writes it, all read it.
+
+    Each method is collective, and what rank 0 sees holds for all. Of one rank it is what
+    `Checkpoints` is.
+
+    Args:
+        checkpoints: in a folder that all ranks can read.
+        ranks: who works on the run.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, ranks: Ranks) -> None:
+        self._checkpoints = checkpoints
+        self._ranks = ranks
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the last state is old enough."""
+        return self._ranks.gather(self._checkpoints.is_due, "a look at the clock")[0]
+
+    def exists(self) -> bool:
+        """Whether there is a state; see `Checkpoints.exists`."""
+        with self._ranks.failing_together("the search for a checkpoint"):
+            found = self._checkpoints.exists()
+        return self._ranks.gather(found, "the search for a checkpoint")[0]
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Replace the state by rank 0's; see `Checkpoints.save`."""
+        with self._ranks.failing_together("writing a checkpoint"):
+            if self._ranks.rank == 0:
+                self._checkpoints.save(state)
+
+    def load(self, device: torch.device | str = "cpu") -> dict[str, Any]:
+        """The state, on all ranks; see `Checkpoints.load`."""
+        with self._ranks.failing_together("reading a checkpoint"):
+            state = self._checkpoints.load(device)
+            number = self._checkpoints.check()["number"] if self._ranks.size > 1 else 0
+        self._ranks.agree({"the number of the checkpoint": number}, "reading a checkpoint")
+        return state
+
+
 def _tensors(number: int) -> str:
     """The file of a state's tensors."""
     return f"tensors-{number}.safetensors"
@@ -185,7 +227,7 @@ def _tensors(number: int) -> str:
 
 def check_same_run(here: dict[str, Any], there: dict[str, Any], folder: Path) -> None:
     """Raise a ValueError unless what was asked for is what a folder holds; names what differs."""
-    for name, asked, found in _differences(here, there):
+    for name, asked, found in differences(here, there):
         raise ValueError(
             f"{folder} is of another run: {name} is {found} there, {asked} here. Resume with the "
             "options that it was started with, or pass --overwrite to start anew, or another "
@@ -193,7 +235,7 @@ def check_same_run(here: dict[str, Any], there: dict[str, Any], folder: Path) ->
         )
 
 
-def _differences(here: dict[str, Any], there: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def differences(here: dict[str, Any], there: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Name, value here and value there of all that differs."""
     plain = json.loads(json.dumps(here))  # tuples are lists in a file
     ours, theirs = dict(_leaves(plain)), dict(_leaves(there))

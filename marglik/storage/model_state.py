@@ -7,7 +7,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-__all__ = ["check_state", "read_safetensors", "read_state", "tensors_of", "tensors_of_others"]
+__all__ = [
+    "check_state",
+    "names_replaced",
+    "read_safetensors",
+    "read_state",
+    "tensors_of",
+    "tensors_of_others",
+]
 
 
 def tensors_of_others(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
@@ -21,6 +28,22 @@ def tensors_of_others(model: nn.Module, names: Iterable[str]) -> dict[str, Tenso
     return {
         name: p for name, p in everything if isinstance(p, nn.Parameter) and id(p) not in left_out
     }
+
+
+def names_replaced(model: nn.Module) -> set[str]:
+    """Names in the state dict of what peft keeps beside a trained copy that runs in its place.
+
+    Such as the first head of a classifier (``modules_to_save``), which starts from random numbers:
+    two networks with the same adapters on the same base differ in it, and predict the same.
+    """
+    replaced: set[str] = set()
+    for prefix, module in model.named_modules():
+        children = dict(module.named_children())
+        if {"original_module", "modules_to_save"} <= children.keys():
+            if not getattr(module, "disable_adapters", False):
+                state = children["original_module"].state_dict()
+                replaced |= {f"{prefix}.original_module.{name}" for name in state}
+    return replaced
 
 
 def tensors_of(model: nn.Module, without: Iterable[str] = ()) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Provenance", "environment"]
+__all__ = ["Provenance", "environment", "versions"]
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,16 @@ def environment(device: "torch.device") -> dict[str, Any]:
     """Versions and device, for results that others compare."""
     import torch  # which marglik --help is spared
 
-    packages = ("marglik", "torch", "torchvision", "laplace-torch", "lightning")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {
         "device": f"{device.type} ({name})",
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
-        "versions": {package: version(package) for package in packages},
+        "versions": versions(),
     }
+
+
+def versions() -> dict[str, str]:
+    """Package -> version, of those that results depend on."""
+    packages = ("marglik", "torch", "torchvision", "laplace-torch", "lightning")
+    return {package: version(package) for package in packages}

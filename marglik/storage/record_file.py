@@ -77,6 +77,8 @@ def read_record(
     if own is None or lacks or own != _sha256_of_record(record, files):
         raise ValueError(f"{path} is not as it was written: it was altered. {remedy}")
     for name, expected in files.items():
+        if Path(name).name != name:  # it would be read wherever it is
+            raise ValueError(f"{path} speaks of '{name}', which is not beside it. {remedy}")
         file = path.parent / name
         if not file.is_file():
             raise FileNotFoundError(f"{file} is missing, which {path.name} speaks of. {remedy}")

@@ -1,7 +1,7 @@
 """`marglik_training`: laplace-torch's function of that name, on our loop and our curvature."""
 
 import warnings
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
@@ -17,7 +17,11 @@ from marglik.posterior.laplace_torch import KronLaplace
 from marglik.posterior.prior import PriorGroups, PriorStructure
 from marglik.training.loaders import CountedLoader
 from marglik.training.loop import OnlineTraining
+from marglik.training.ranks import check_alone
 from marglik.training.schedule import Schedule
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric  # importing Lightning takes seconds
 
 __all__ = ["marglik_training"]
 
@@ -46,6 +50,7 @@ def marglik_training(
     enable_backprop: bool = False,
     dict_key_x: str = "input_ids",
     dict_key_y: str = "labels",
+    fabric: "Fabric | None" = None,
     **options: Any,
 ) -> tuple[Any, nn.Module, list[float], list[float]]:
     """Train a network and its hyperparameters together; arguments and returns as in laplace-torch.
@@ -80,6 +85,8 @@ def marglik_training(
         enable_backprop: make the returned Laplace's predictive differentiable in the input.
         dict_key_x: the input's key in batches that are mappings.
         dict_key_y: the targets' key in batches that are mappings.
+        fabric: devices and precision, launched; ``train_loader`` is then this rank's shard, see
+            `OnlineTraining`. None takes the model's device.
         options: those of `CurvatureOptions` but ``fisher`` and ``mc_samples``, which the backend
             says: the mode, which targets count; our backends only.
 
@@ -102,6 +109,8 @@ def marglik_training(
             f"{next(iter(options))} needs hessian_structure 'kron' and backend KfacGGN or KfacEF, "
             f"not {hessian_structure!r} and {backend.__name__}."
         )
+    if not ours:
+        check_alone(f"hessian_structure {hessian_structure!r} with {backend.__name__}")
     # laplace-torch takes targets as they are.
     of_targets = {} if ours else {"shift_labels": False, "dict_key_mask": None}
     curvature = CurvatureOptions().but(**{"dict_key_y": dict_key_y, **of_targets, **options})
@@ -135,7 +144,7 @@ def marglik_training(
         sigma_noise=sigma_noise_init if is_regression else 1.0,
         learn_sigma_noise=is_regression and not fix_sigma_noise,
         lr=lr_hyp,
-        device=next(model.parameters()).device,
+        device=next(model.parameters()).device if fabric is None else fabric.device,
     )
     result = OnlineTraining(
         model,
@@ -144,11 +153,19 @@ def marglik_training(
         cast(Likelihood, likelihood),
         hyperparameters,
         make_laplace,
-        Schedule(n_epochs, marglik_frequency, n_epochs_burnin, n_hypersteps, last_epoch=False),
+        Schedule(
+            n_epochs,
+            marglik_frequency,
+            n_epochs_burnin,
+            n_hypersteps,
+            last_epoch=False,
+            keep="best",
+        ),
         temperature=temperature,
         scheduler=scheduler,
         # laplace-torch takes the length of the dataset for the number of examples that it sees.
         curvature_loader=train_loader if ours else CountedLoader(train_loader),
+        fabric=fabric,
         targets=curvature,
         progress=progress_bar,
     ).run()

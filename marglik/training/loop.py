@@ -6,6 +6,7 @@ are in `marglik.training.network`.
 
 import logging
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
 
@@ -21,17 +23,20 @@ from kfac_backend.options import Likelihood, TargetOptions, check_option, check_
 from marglik.eval_mode import eval_mode, kept_mode
 from marglik.posterior.hyperparameters import Hyperparameters
 from marglik.posterior.prior import precision_to_weight_decay
-from marglik.storage.checkpoint import Checkpoints
+from marglik.storage.checkpoint import Checkpoints, CheckpointsOfRanks
+from marglik.storage.provenance import versions
 from marglik.training.loaders import Loader, count_examples
 from marglik.training.network import CompileMode, NetworkTraining, Record
 from marglik.training.random_state import (
     check_workers,
+    fingerprint,
     generators_of,
     random_state,
     set_random_state,
 )
+from marglik.training.ranks import check_shards, own_random_numbers, ranks_of
 from marglik.training.schedule import Schedule
-from marglik.training.update import update_prior
+from marglik.training.update import fit, update_prior
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -48,8 +53,8 @@ class OnlineResult:
     laplace: Any
     """Fitted at the model's parameters, with the learned hyperparameters."""
     evidence: float
-    """Its log marginal likelihood (nats, a sum over the data): the highest of all updates, or the
-    last one's if the schedule keeps the last."""
+    """Its log marginal likelihood (nats, a sum over the data): the last update's, or the highest of
+    all if the schedule keeps the best."""
     epoch: int
     """The epoch after which that evidence was computed."""
     records: list[Record] = field(default_factory=list)
@@ -67,6 +72,14 @@ class OnlineTraining:
     names. An update fits a Laplace approximation at the present parameters, and takes steps on the
     hyperparameters that raise its evidence. The next epoch uses the new weight decays T·δ/N.
 
+    With a Fabric of several devices all ranks make and run this alike. Each has the same initial
+    parameters and a shard of the data: of as many batches as the others, and none of the examples
+    in two of them. N is the number of all examples. A step is that of one process with the ranks'
+    batches in one, and so are updates, up to the order of sums; BatchNorm in train mode sees its
+    rank's examples alone. Dropout, labels drawn from the model, and what loaders draw without a
+    generator of their own, are each rank's own, by the seed and the number of ranks: whoever
+    shuffles before sharding must seed that, as ``DistributedSampler(drop_last=True)`` does.
+
     Args:
         model: the network; frozen parameters have neither prior nor curvature.
         optimizer: the network's optimiser, without weight decay of its own, as the loop adds it.
@@ -79,21 +92,23 @@ class OnlineTraining:
         temperature: T; the likelihood is raised to the power 1/T.
         scheduler: the optimiser's schedule, stepped after every batch.
         curvature_loader: data of the curvature pass; None takes the training loader.
-        fabric: device and precision; None takes the model's device, in full precision.
+        fabric: devices and precision, launched; None takes the model's device, in full precision.
         compile_mode: mode of `torch.compile` for the network's steps; None does not compile.
         prior_is_damping: whether `KFAC`, damped on the product, takes each tensor's weight decay
             T·δ/N as a part of its damping; without effect on other optimisers.
         targets: how batches give their targets; the options of what ``make_laplace`` returns must
             say the same.
         monitor: called with the epoch's number after each epoch, with the model in eval mode; the
-            numbers that it returns become part of the epoch's record.
+            numbers that it returns become part of the epoch's record. On all ranks.
         on_record: called with the record of each epoch and each update when it is made; after a
-            resume, first with all earlier ones.
-        progress: whether to show progress bars.
+            resume, first with all earlier ones. On rank 0 alone.
+        progress: whether to show progress bars; on rank 0 alone.
 
     Raises:
-        ValueError: no data; a likelihood or a temperature that is not supported.
-        NotImplementedError: this is one of several processes of torch.distributed.
+        ValueError: no data; a likelihood or a temperature that is not supported; several processes
+            of torch.distributed without a Fabric of them; shards that do not fit together.
+        NotImplementedError: a Fabric's strategy other than DDP.
+        RankError: ranks with different models or options.
     """
 
     def __init__(
@@ -130,10 +145,13 @@ class OnlineTraining:
         self.scheduler = scheduler
         self.curvature_loader = train_loader if curvature_loader is None else curvature_loader
         self.fabric = fabric or _fabric_of(model)
+        self.ranks = ranks_of(self.fabric)
+        """Those that have a shard of the data each."""
         self.monitor = monitor
         self.on_record = on_record
-        self.progress = progress
+        self.progress = progress and self.ranks.rank == 0
         self._targets = targets
+        self._agree()
         self.network = NetworkTraining(
             model,
             optimizer,
@@ -144,9 +162,12 @@ class OnlineTraining:
             compile_mode=compile_mode,
             prior_is_damping=prior_is_damping,
             targets=targets,
-            progress=progress,
+            progress=self.progress,
+            ranks=self.ranks,
         )
-        self.num_data = count_examples(self.curvature_loader)
+        own = count_examples(self.curvature_loader)
+        self.num_data = sum(self.ranks.gather(own, "counting the data"))
+        """N, of all ranks."""
         if self.num_data == 0:
             raise ValueError("The data is empty: the loader yields no batch.")
         self._epoch = 0
@@ -171,13 +192,15 @@ class OnlineTraining:
         """
         started = time.perf_counter()
         self._check_targets()
+        states = None
         if checkpoints is not None:
             check_workers(self.train_loader, self.curvature_loader)
-            if checkpoints.exists():
-                self.load_state_dict(checkpoints.load(self.fabric.device))
+            states = CheckpointsOfRanks(checkpoints, self.ranks)
+            if states.exists():
+                self.load_state_dict(states.load(self.fabric.device))
                 _logger.info("going on after epoch %d", self._epoch)
             else:
-                checkpoints.save(self.state_dict())
+                states.save(self.state_dict())
         earlier = self._result.seconds
         hidden = None if self.progress else True  # None: shown on a terminal only
         bar = tqdm(desc="Training", unit="epoch", disable=hidden, total=self.schedule.epochs)
@@ -191,12 +214,12 @@ class OnlineTraining:
                     bar.set_postfix(loss=f"{self._train_epoch()['loss']:.3f}")
                     bar.update()
                 self._result.seconds = earlier + time.perf_counter() - started
-                if checkpoints is not None and (
-                    checkpoints.is_due
+                if states is not None and (
+                    states.is_due
                     or self._update_follows  # an update may take longer than an epoch
                     or self._is_done
                 ):
-                    checkpoints.save(self.state_dict())
+                    states.save(self.state_dict())
             self._finish()
             self._result.seconds = earlier + time.perf_counter() - started
         return self._result
@@ -208,6 +231,9 @@ class OnlineTraining:
 
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to continue: plain data, tensors and `KroneckerFactors`.
+
+        Collective. The same on all ranks but for their seconds, and for any number of them, unless
+        the ranks' random numbers were seeded differently.
 
         Raises:
             TypeError: a Laplace approximation without factors, such as laplace-torch's.
@@ -226,7 +252,7 @@ class OnlineTraining:
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "precision": self.fabric.strategy.precision.state_dict(),
             "hyperparameters": self.hyperparameters.state_dict(),
-            "random": random_state(generators_of(self.train_loader, self.curvature_loader)),
+            **self._random_states(),
             "best": self._best,
             "factors": None if self._best is None else result.laplace.factors,
             "evidence": (result.evidence, result.epoch),
@@ -236,7 +262,18 @@ class OnlineTraining:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
+        """Continue from what `state_dict` returned, with any number of ranks.
+
+        Raises:
+            ValueError: random numbers of another number of ranks, that were seeded differently.
+        """
+        others = state.get("random_of_ranks", [])
+        if others and len(others) != self.ranks.size:
+            raise ValueError(
+                f"The state is of {len(others)} ranks whose random numbers, or loaders' "
+                f"generators, were seeded differently, and here are {self.ranks.size}. Go on with "
+                f"{len(others)}, or seed all alike: each rank's numbers are made from one state."
+            )
         self._epoch, self._update_follows = state["epoch"], state["update_follows"]
         self.network.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None:
@@ -255,7 +292,43 @@ class OnlineTraining:
         self._result.seconds = state["seconds"]
         for record in state["records"]:
             self._report(record)
-        set_random_state(state["random"], generators_of(self.train_loader, self.curvature_loader))
+        random = others[self.ranks.rank] if others else state["random"]
+        set_random_state(random, generators_of(self.train_loader, self.curvature_loader))
+
+    def _random_states(self) -> dict[str, Any]:
+        """The random state that all ranks have, and each one's if they differ."""
+        generators = generators_of(self.train_loader, self.curvature_loader)
+        state = random_state(generators, own_device=self.ranks.size > 1)
+        if self.ranks.size == 1:
+            return {"random": state}
+        states = self.ranks.gather(state, "random states")
+        alike = len(set(map(fingerprint, states))) == 1
+        return {"random": states[0], "random_of_ranks": [] if alike else states}
+
+    def _agree(self) -> None:
+        """Raise an error on all ranks, before any work, if they are not about the same."""
+        if self.ranks.size == 1:
+            return
+        parameters = self.model.named_parameters()
+        self.ranks.agree(
+            {
+                **{f"the version of {name}": value for name, value in versions().items()},
+                "the likelihood": self.likelihood,
+                "the temperature": self.temperature,
+                "the schedule": repr(self.schedule),
+                "the targets": repr(self._targets),
+                "the precision": str(getattr(self.fabric.strategy.precision, "precision", "")),
+                "the parameters": {n: (tuple(p.shape), p.requires_grad) for n, p in parameters},
+                "the prior precision": self.hyperparameters.prior_precision.tolist(),
+                "sigma_noise": self.hyperparameters.sigma_noise.item(),
+            },
+            "the start of training",
+        )
+        loaders = {"train_loader": self.train_loader}
+        if self.curvature_loader is not self.train_loader:
+            loaders["curvature_loader"] = self.curvature_loader
+        check_shards(self.ranks, **loaders)
+        _warn_of_batch_norm(self.model)
 
     @property
     def _is_done(self) -> bool:
@@ -281,13 +354,14 @@ class OnlineTraining:
     def _train_epoch(self) -> Record:
         self._epoch += 1
         groups, decays = self.hyperparameters.groups, self.weight_decays()
-        record = self.network.epoch(
-            self._epoch,
-            groups.for_parameters(decays)
-            if groups.diagonal
-            else groups.for_laplace(decays).tolist(),
-            self.hyperparameters.sigma_noise.square().item(),
-        )
+        with own_random_numbers(self.ranks):
+            record = self.network.epoch(
+                self._epoch,
+                groups.for_parameters(decays)
+                if groups.diagonal
+                else groups.for_laplace(decays).tolist(),
+                self.hyperparameters.sigma_noise.square().item(),
+            )
         if self.monitor is not None:
             with eval_mode(self.model), torch.no_grad():
                 record |= self.monitor(self._epoch)
@@ -314,6 +388,8 @@ class OnlineTraining:
             self.schedule.steps,
             temperature=self.temperature,
             progress=self.progress,
+            ranks=self.ranks,
+            dict_key_y=self._targets.dict_key_y,
         )
         self._result.evidences += evidences[:-1]
         better = self._best is None or evidences[-1] > self._result.evidence
@@ -337,7 +413,8 @@ class OnlineTraining:
         if self._best is None:
             # No update was due: the hyperparameters are the initial ones.
             laplace = self._make_laplace()
-            laplace.fit(self.curvature_loader, progress_bar=self.progress)
+            data, key = self.curvature_loader, self._targets.dict_key_y
+            fit(laplace, data, self.ranks, self.progress, key)
             self._result.laplace = laplace
             self._result.evidence = float(laplace.log_marginal_likelihood())
             self._result.epoch = self.schedule.epochs
@@ -351,8 +428,20 @@ class OnlineTraining:
 
     def _report(self, record: Record) -> None:
         self._result.records.append(record)
-        if self.on_record is not None:
+        if self.on_record is not None and self.ranks.rank == 0:
             self.on_record(record)
+
+
+def _warn_of_batch_norm(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
+            warnings.warn(
+                f"Layer '{name}' ({type(module).__name__}) normalises each rank's examples by "
+                "themselves, so that steps are not those of one process. On GPUs "
+                "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) takes those of all ranks.",
+                stacklevel=4,
+            )
+            return
 
 
 def _fabric_of(model: nn.Module) -> "Fabric":

@@ -8,16 +8,23 @@ smaller (Adam's steps do not grow with the gradient).
 
 `KFAC` divides by curvature and damping. With damping of the product the prior's curvature, T δ_g/N
 on the same scale, is a part of both, so that a step is one of natural gradient on the posterior.
+
+With several ranks the M examples of a batch are spread over them. Each takes its own sum of losses
+times (ranks / M), of which `DistributedDataParallel` averages the gradients, and adds the prior's
+after that: the step is that of one process with the whole batch, up to the order of sums.
 """
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DistributedSampler
 
+from kfac_backend.distributed import Ranks
 from kfac_backend.loss.hessian import check_targets, counted_terms, loss_sum
 from kfac_backend.model.batches import each_batch
 from kfac_backend.model.calls import arguments, logits_of
@@ -26,6 +33,8 @@ from kfac_backend.optimizer import KFAC
 from kfac_backend.options import Likelihood, TargetOptions
 from marglik.training.loaders import Loader
 from marglik.training.penalty import Decay, add_penalty, check_no_weight_decay, stable_decays
+from marglik.training.random_state import samplers_of
+from marglik.training.ranks import step_errors
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric  # importing Lightning takes seconds
@@ -51,6 +60,7 @@ class NetworkTraining:
         prior_is_damping: see `OnlineTraining`.
         targets: how batches give their targets; as for the curvature.
         progress: whether to show a bar over the batches.
+        ranks: those of the Fabric; the loader is this one's shard.
 
     Raises:
         ValueError: an optimiser with a weight decay, K-FAC with a compiled model.
@@ -69,6 +79,7 @@ class NetworkTraining:
         prior_is_damping: bool = True,
         targets: TargetOptions = TargetOptions(),  # noqa: B008
         progress: bool = False,
+        ranks: Ranks = Ranks(None),  # noqa: B008
     ) -> None:
         check_no_weight_decay(optimizer)
         if compile_mode is not None and isinstance(optimizer, KFAC):
@@ -83,6 +94,8 @@ class NetworkTraining:
         self.scheduler = scheduler
         self._targets = Targets(likelihood, targets)
         self._progress = progress
+        self._ranks = ranks
+        self._kfac = optimizer if isinstance(optimizer, KFAC) else None
         self._preconditioner = None
         if isinstance(optimizer, KFAC) and prior_is_damping:
             options = optimizer.preconditioner.options
@@ -109,6 +122,7 @@ class NetworkTraining:
         Raises:
             FloatingPointError: the loss is not finite.
             ValueError: targets that do not fit (looked at in the first epoch), no data.
+            RankError: another rank is gone.
         """
         start = time.perf_counter()
         self.model.train()
@@ -117,16 +131,31 @@ class NetworkTraining:
         limited: dict[str, None] = {}
         totals = torch.zeros(4, dtype=torch.float64, device=parameters[0].device)
         examples = 0
+        self._tell_samplers(epoch)
+        latest = None
         for batch in each_batch(self.loader, f"Epoch {epoch}", self._progress):
-            x, y = split_batch(self.fabric.to_device(batch), self._targets.options.dict_key_y)
+            given = split_batch(self.fabric.to_device(batch), self._targets.options.dict_key_y)
+            # Where others alone have examples, this rank runs on its last ones, for nothing.
+            counts = self._ranks.size == 1 or len(given[1]) > 0
+            latest = given if counts else latest
+            if latest is None:
+                raise ValueError(
+                    f"Rank {self._ranks.rank} of {self._ranks.size} has no example of the first "
+                    "batch; each batch but the last must have as many examples as there are ranks."
+                )
+            x, y = latest
             y = self._targets(self.model, x, y)
             stable, names = stable_decays(self.model, self.optimizer, weight_decays, variance)
             limited |= dict.fromkeys(names)
-            totals += self._step(x, y, parameters, stable, variance)
-            examples += len(y)
+            totals += self._step(x, y, parameters, stable, variance, counts)
+            examples += len(y) if counts else 0
         if not examples:
             raise ValueError("The training data is empty: the loader yielded no batch.")
         self._targets_are_checked = True
+        if self._ranks.size > 1:
+            count = totals.new_tensor([examples])
+            self._ranks.sum_([totals, count], "the sums of an epoch")
+            examples = int(count.item())
         loss, prior, correct, terms = (totals / examples).tolist()
         if not torch.isfinite(totals).all():
             raise FloatingPointError(
@@ -154,18 +183,26 @@ class NetworkTraining:
         parameters: list[nn.Parameter],
         weight_decays: list[Decay],
         variance: float,
+        counts: bool = True,
     ) -> Tensor:
-        """One step; the batch's sums (4,) of losses, penalties, right labels and labels."""
+        """One step; the batch's sums (4,) of losses, penalties, right labels and labels.
+
+        Where this rank has no example of the batch, it takes part with some that do not count.
+        """
         self.optimizer.zero_grad()
         args, kwargs = arguments(self.model, x)
-        f = logits_of(self._forward(*args, **kwargs))
-        if not self._targets_are_checked:  # it waits for the device
-            check_targets(f, y, self.likelihood, may_ignore=self._targets.may_ignore)
-        data_loss = loss_sum(f, y, self.likelihood)
-        objective = data_loss / len(f)
-        scale: list[Tensor] = []  # by which the gradients are multiplied, in float16
-        objective.register_hook(scale.append)
-        self.fabric.backward(objective)
+        unseen: Any = nullcontext()
+        if self._kfac is not None and not counts:
+            unseen = self._kfac.preconditioner.paused()
+        with step_errors(self._ranks), unseen:
+            f = logits_of(self._forward(*args, **kwargs))
+            if not self._targets_are_checked:  # it waits for the device
+                check_targets(f, y, self.likelihood, may_ignore=self._targets.may_ignore)
+            data_loss = loss_sum(f, y, self.likelihood)
+            objective = self._objective(data_loss, len(f), counts)
+            scale: list[Tensor] = []  # by which the gradients are multiplied, in float16
+            objective.register_hook(scale.append)
+            self.fabric.backward(objective)
         penalty = add_penalty(parameters, weight_decays, variance * scale[0])
         self.optimizer.step()
         if self.scheduler is not None:
@@ -177,7 +214,24 @@ class NetworkTraining:
             correct = (right if counted is None else right & counted).sum()
             terms = torch.full_like(data_loss, y.numel()) if counted is None else counted.sum()
         sums = (data_loss.detach(), penalty * len(f), correct, terms)
-        return torch.stack([value.double() for value in sums])
+        found = torch.stack([value.double() for value in sums])
+        return found if counts else torch.zeros_like(found)
+
+    def _objective(self, data_loss: Tensor, examples: int, counts: bool) -> Tensor:
+        """What this rank's gradients are of: their average over ranks is that of the mean loss."""
+        if self._ranks.size == 1:
+            return data_loss / examples
+        of_all = data_loss.new_tensor([examples if counts else 0], dtype=torch.float64)
+        self._ranks.sum_([of_all], "a step of training")
+        weight = self._ranks.size / of_all[0] if counts else torch.zeros_like(of_all[0])
+        return data_loss * weight.to(data_loss.dtype)
+
+    def _tell_samplers(self, epoch: int) -> None:
+        """Let each epoch have another order, where ranks draw theirs by the epoch's number."""
+        if self._ranks.size > 1:
+            for sampler in samplers_of(self.loader):
+                if isinstance(sampler, DistributedSampler):
+                    sampler.set_epoch(epoch)
 
     def _set_damping(self, decays: Sequence[Decay], variance: float) -> None:
         """The prior's curvature, on the scale of the objective, beside K-FAC's own damping."""

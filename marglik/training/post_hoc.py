@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from kfac_backend.distributed import Ranks
 from marglik.posterior import evidence
 from marglik.posterior.hyperparameters import LARGEST_PRECISION, SMALLEST_PRECISION
 from marglik.posterior.posterior import Posterior
@@ -111,6 +112,7 @@ def validation_nll(
     *,
     seed: int = 0,
     progress: bool = False,
+    ranks: Ranks = Ranks(None),  # noqa: B008
 ) -> float:
     """The mean NLL (nats) of the posterior's predictive on data, from the same random numbers.
 
@@ -122,6 +124,7 @@ def validation_nll(
         predictive: how it predicts.
         seed: of its random numbers.
         progress: whether to show a bar.
+        ranks: who has a part of each batch, see `predict_all`.
     """
     generator = torch.Generator(laplace.mean.device).manual_seed(seed)
     prediction, targets = predict_all(
@@ -129,6 +132,7 @@ def validation_nll(
         batches,
         targets=laplace.options,
         progress=progress,
+        ranks=ranks,
     )
     key = "reg/NLL" if laplace.likelihood == "regression" else "cls/NLL"
     return compute_metrics(prediction, targets, laplace.likelihood)[key]

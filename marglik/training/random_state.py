@@ -7,7 +7,16 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["check_workers", "generators_of", "random_state", "set_random_state"]
+from kfac_backend.files import sha256_of_tensors
+
+__all__ = [
+    "check_workers",
+    "fingerprint",
+    "generators_of",
+    "random_state",
+    "samplers_of",
+    "set_random_state",
+]
 
 
 def check_workers(*loaders: Any) -> None:
@@ -24,34 +33,56 @@ def generators_of(*loaders: Any) -> list[torch.Generator]:
     """The generators that loaders and their samplers have of their own, each once."""
     found = []
     for loader in loaders:
-        batch_sampler = getattr(loader, "batch_sampler", None)
-        samplers = (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None))
-        found += [getattr(owner, "generator", None) for owner in (loader, *samplers)]
+        owners = (loader, *samplers_of(loader))
+        found += [getattr(owner, "generator", None) for owner in owners]
     return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
 
-def random_state(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
+def samplers_of(loader: Any) -> tuple[Any, ...]:
+    """The sampler of a loader, and that of its batch sampler; None where there is none."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    return getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)
+
+
+def random_state(
+    generators: Sequence[torch.Generator] = (), *, own_device: bool = False
+) -> dict[str, Any]:
     """The state of the global generators of torch (CPU and CUDA), numpy and Python, and of these.
 
-    Plain data and tensors.
+    Plain data and tensors. With ``own_device`` of the current CUDA device alone: one of several
+    processes has no business on the others'.
     """
+    cuda: list[torch.Tensor] = []
+    if torch.cuda.is_available():
+        cuda = [torch.cuda.get_rng_state()] if own_device else torch.cuda.get_rng_state_all()
     kind, keys, position, has_normal, normal = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": cuda,
         "numpy": (kind, torch.from_numpy(np.asarray(keys, np.int64)), position, has_normal, normal),
         "python": random.getstate(),
         "generators": [generator.get_state() for generator in generators],
     }
 
 
+def fingerprint(state: dict[str, Any]) -> str:
+    """A text that is the same for equal states of torch's generators alone, and of loaders'.
+
+    numpy's and Python's are left out: unless somebody seeds them, no two processes have the same.
+    """
+    return sha256_of_tensors([state["torch"], *state["cuda"], *state["generators"]])
+
+
 def set_random_state(state: dict[str, Any], generators: Sequence[torch.Generator] = ()) -> None:
     """Go on from what `random_state` returned.
 
-    CUDA's generators stay as they are where their number differs: the state is of another machine.
+    A state of one CUDA device is set on the current one. Where there are several, and their number
+    differs, they stay as they are: the state is of another machine.
     """
     torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+    if torch.cuda.is_available() and len(state["cuda"]) == 1:
+        torch.cuda.set_rng_state(state["cuda"][0])
+    elif torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))

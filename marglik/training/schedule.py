@@ -18,9 +18,10 @@ class Schedule:
         burn_in: no update before the end of this epoch.
         steps: hyperparameter steps in each update.
         last_epoch: whether the last epoch ends with an update even if ``every`` does not divide it,
-            so that the final weights take part in the comparison of evidences.
-        keep: "best" ends with the update of the highest evidence, its parameters put back into
-            the network; "last" with the last update.
+            so that the final weights have an evidence and a posterior.
+        keep: "last" ends with the last update; "best" with that of the highest evidence, its
+            parameters put back into the network, as the loop of laplace-torch does. That may be
+            the first one's, before the network has fitted, whose evidence says little.
     """
 
     epochs: int = 100
@@ -28,7 +29,7 @@ class Schedule:
     burn_in: int = 0
     steps: int = 100
     last_epoch: bool = True
-    keep: Keep = "best"
+    keep: Keep = "last"
 
     def __post_init__(self) -> None:
         for name, least in (("epochs", 1), ("every", 1), ("burn_in", 0), ("steps", 0)):

@@ -5,11 +5,13 @@ from typing import Any
 
 import torch
 
+from kfac_backend.distributed import Ranks
 from marglik.posterior.hyperparameters import Hyperparameters
 from marglik.posterior.prior import precision_to_weight_decay
 from marglik.training.loaders import Loader
+from marglik.training.ranks import WithExamples, copy_from_rank_0, own_random_numbers
 
-__all__ = ["update_prior"]
+__all__ = ["fit", "update_prior"]
 
 
 def update_prior(
@@ -21,17 +23,21 @@ def update_prior(
     *,
     temperature: float = 1.0,
     progress: bool = False,
+    ranks: Ranks = Ranks(None),  # noqa: B008
+    dict_key_y: str = "labels",
 ) -> tuple[list[float], dict[str, Any]]:
-    """Fit a Laplace approximation and climb its evidence.
+    """Fit a Laplace approximation and climb its evidence; collective where there are ranks.
 
     Args:
         hyperparameters: which change.
         laplace: not fitted yet; it is fitted here.
-        data: of the curvature pass.
-        num_data: N, what the data should yield.
+        data: of the curvature pass; with several ranks this one's shard.
+        num_data: N, what the data should yield, of all ranks.
         steps: of the hyperparameters.
         temperature: T of the likelihood.
         progress: whether to show a bar over the batches.
+        ranks: who has a shard of the data each; all end with the same hyperparameters, to the bit.
+        dict_key_y: the targets' key in batches that are mappings.
 
     Returns:
         The evidence (nats) before each step and after the last; the update's record, but for its
@@ -43,7 +49,7 @@ def update_prior(
     """
     device = next(laplace.model.parameters()).device
     start = _now(device)
-    laplace.fit(data, progress_bar=progress)
+    fit(laplace, data, ranks, progress, dict_key_y)
     if laplace.n_data != num_data:
         raise ValueError(
             f"The curvature pass saw {laplace.n_data} examples, but the loader promised "
@@ -53,6 +59,10 @@ def update_prior(
     before = float(laplace.log_marginal_likelihood())
     decomposed = _now(device)
     evidences = hyperparameters.update(laplace, steps)
+    if ranks.size > 1:
+        found = torch.tensor([before, *evidences], dtype=torch.float64)
+        copy_from_rank_0([*hyperparameters.tensors(), found], ranks, device)
+        before, *evidences = found.tolist()
     end = _now(device)
 
     groups, delta = hyperparameters.groups, hyperparameters.prior_precision
@@ -79,6 +89,21 @@ def update_prior(
         record["clipped_eigenvalues"] = laplace.factors.num_clipped()
         record["left_out_share"] = laplace.factors.left_out_share
     return evidences, record
+
+
+def fit(
+    laplace: Any,
+    data: Loader,
+    ranks: Ranks,
+    progress: bool = False,
+    dict_key_y: str = "labels",
+) -> None:
+    """Fit a Laplace approximation to the data of all ranks, of which this one has a shard."""
+    if ranks.size == 1:
+        laplace.fit(data, progress_bar=progress)
+        return
+    with own_random_numbers(ranks):
+        laplace.fit(WithExamples(data, dict_key_y), progress_bar=progress)
 
 
 def _now(device: torch.device) -> float:

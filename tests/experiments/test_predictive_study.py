@@ -1,8 +1,11 @@
 """The study of the Laplace predictive: its dense posterior against plain algebra, its report."""
 
+import io
 import json
+import tarfile
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -188,3 +191,27 @@ def test_finished_runs_are_kept(tmp_path, monkeypatch):
     predictive_study.main(["--quick", "--results", str(tmp_path)])
     assert "mlp_100_0_0" not in asked
     assert len(asked) == 3 * 4 + 2 - 1
+
+
+def test_concrete_comes_from_the_folder_that_the_environment_names(tmp_path, monkeypatch):
+    table = np.random.default_rng(0).normal(3.0, 2.0, (8, 4))
+    files = {
+        "data": table, "index_features": np.arange(3), "index_target": [3],
+        "index_train_0": np.arange(6), "index_test_0": [6, 7],
+    }  # fmt: skip
+    with tarfile.open(tmp_path / "uci.tar.gz", "w:gz") as archive:
+        for name, values in files.items():
+            text = io.BytesIO()
+            np.savetxt(text, values)
+            member = tarfile.TarInfo(f"uci/concrete/{name}.txt")
+            member.size = text.tell()
+            text.seek(0)
+            archive.addfile(member, text)
+    monkeypatch.setenv("MARGLIK_DATA", str(tmp_path))
+    (x, y), (x_test, _) = predictive_study._concrete(0)
+    standardised = (table[:6] - table[:6].mean(0)) / table[:6].std(0)
+    assert_close(torch.cat([x, y], 1).double().numpy(), standardised, check_dtype=False)
+    assert len(x_test) == 2
+    monkeypatch.setenv("MARGLIK_DATA", str(tmp_path / "elsewhere"))
+    with pytest.raises(FileNotFoundError):
+        predictive_study._concrete(0)

@@ -1,10 +1,9 @@
-"""What goes wrong on one of two ranks, and what each is told: run by `tests.ranks`."""
+"""What goes wrong on one of two ranks, and what each is told; see `tests.worlds`."""
 
 import os
-from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,14 +13,13 @@ from kfac_backend.distributed import Ranks
 from tests.kfac_backend.networks import data, network
 
 
-def told(use) -> Tensor:
-    """The error's type and text, as bytes."""
+def told(use) -> str:
+    """The error's type and text."""
     try:
         use()
-        text = "no error"
     except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+        return f"{type(error).__name__}: {error}"
+    return "no error"
 
 
 def spread(model: nn.Module) -> nn.Module:
@@ -32,7 +30,7 @@ def spread(model: nn.Module) -> nn.Module:
     return model
 
 
-def work(folder: Path) -> dict[str, Tensor]:
+def told_of_each() -> dict[str, str]:
     """What each use says on rank 0; the last ends rank 1."""
     ranks = Ranks()
     first = ranks.rank == 0

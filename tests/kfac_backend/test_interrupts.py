@@ -7,6 +7,7 @@ from torch import nn
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.factors import CurvaturePass, kronecker_factors
 from kfac_backend.model.calls import call_with
+from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from tests.interrupts import check_interrupts, everything_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -48,6 +49,30 @@ def test_an_interrupted_covariance(model):
 def test_an_interrupted_call(model):
     other = {"3.weight": torch.zeros(3, 8, dtype=torch.float64)}
     check_interrupts(model, lambda: call_with(model, other, X))
+
+
+def test_an_interrupted_step_of_kfac_is_forgotten_by_the_next_forward(model):
+    """Torch calls no hook when Ctrl-C comes in a forward pass."""
+    model = model.train()
+    options = PreconditionerOptions(factor_every=1)
+    optimizer = KFAC(model, "classification", lr=0.1, options=options)
+    nn.functional.cross_entropy(model(X), Y).backward()  # its hooks are proved to see all
+    optimizer.step()
+    before = everything_of(model)
+
+    def interrupts(*_):
+        raise KeyboardInterrupt
+
+    handle = model[2].register_forward_hook(interrupts)
+    with pytest.raises(KeyboardInterrupt):
+        model(X)
+    handle.remove()
+    assert everything_of(model) != before  # negative control: there was something to forget
+    with torch.no_grad():
+        model(X)
+    assert everything_of(model) == before
+    optimizer.preconditioner.detach()
+    assert not model._forward_pre_hooks and not model._forward_hooks
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

@@ -4,15 +4,13 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from tests.ranks import results
-
 WORLDS = (1, 2, 4)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    return results("tests.kfac_backend.curvature_on_ranks", folder, *WORLDS)
+def found(worlds):
+    use = "tests.kfac_backend.curvature_on_ranks:everything"
+    return {world: worlds.all(world, use) for world in WORLDS}
 
 
 @pytest.mark.parametrize("world", WORLDS[1:])
@@ -52,10 +50,9 @@ def test_each_rank_draws_labels_of_its_own(found, world):
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("failures")
-    (of_first,) = results("tests.kfac_backend.failures_on_ranks", folder, 2)[2]
-    return {name: bytes(text.tolist()).decode() for name, text in of_first.items()}
+def told(worlds):
+    of_first, _ = worlds.run(2, "tests.kfac_backend.failures_on_ranks:told_of_each")
+    return of_first
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kfac_backend.blocks.sketch import Factor, Sketch, SketchedFactor
 from kfac_backend.precision import at_least_float32
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "DiagonalGram",
     "Gram",
     "ScalarGram",
+    "SketchGram",
     "gram_of_gradients",
     "is_tall",
     "tall_product",
@@ -44,8 +46,8 @@ class Gram(ABC):
         """Add the outer products of rows (G, M, d)."""
 
     @abstractmethod
-    def total(self) -> Float[Tensor, "G d d"] | None:
-        """The sum so far, None before the first rows."""
+    def total(self) -> Factor | None:
+        """The sum so far (G, d, d), or a sketch of it; None before the first rows."""
 
 
 class DenseGram(Gram):
@@ -99,6 +101,21 @@ class DenseGram(Gram):
         for start, end in _strips(self._total):
             left, right = rows[0, :, start:end], rows[0, :, start:]
             self._total[0, start:end, start:].addmm_(left.mT, right, beta=keep)
+
+
+class SketchGram(Gram):
+    """A sketch of Σ_m x_m x_mᵀ over all rows (1, M, d), in memory d·rank, see `blocks.sketch`."""
+
+    def __init__(self, rank: int) -> None:
+        self._sketch = Sketch(rank)
+
+    def add(self, rows: Float[Tensor, "1 M d"]) -> None:
+        """Add the rows' outer products."""
+        self._sketch.add(rows[0])
+
+    def total(self) -> SketchedFactor | None:
+        """The sketch so far, None before the first rows."""
+        return self._sketch.factor()
 
 
 class DiagonalGram(Gram):

@@ -71,15 +71,16 @@ def case(name):
     return model.double(), x.double()
 
 
-def posterior(model, x, kfac_approx="expand", damping=False):
+def posterior(model, x, kfac_approx="expand", damping=False, sketch_rank=None):
     """Blocks of the posterior precision, and the same densely, by parameter."""
     y = torch.arange(len(x)) % 2
     likelihood = "classification"
     if model(x).shape[1] == 1:
         likelihood, y = "regression", torch.zeros(len(x), 1)
     factors = kronecker_factors(
-        model, [(x, y)], likelihood, kfac_approx=kfac_approx, unsupported="diagonal"
-    )
+        model, [(x, y)], likelihood, kfac_approx=kfac_approx, unsupported="diagonal",
+        sketch_rank=sketch_rank,
+    )  # fmt: skip
     blocks, dense = {}, {}
     for i, (name, block) in enumerate(factors.blocks.items()):
         eigen, delta = block.decompose(), 0.5 + i

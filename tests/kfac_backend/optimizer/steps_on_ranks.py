@@ -1,4 +1,4 @@
-"""What `test_ranks` compares between worlds: run by `tests.ranks` on each rank."""
+"""What `test_ranks` compares between worlds: called on each rank, see `tests.worlds`."""
 
 import copy
 from pathlib import Path
@@ -45,7 +45,7 @@ def trained(ranks: Ranks, fisher: str, options: PreconditionerOptions, state=Non
     return model, optimizer, halfway
 
 
-def work(folder: Path) -> dict[str, Tensor]:
+def trained_anew_and_resumed(folder: Path) -> dict[str, Tensor]:
     """Parameters after training, from the start and from another world's state."""
     ranks = Ranks()
     found = {}

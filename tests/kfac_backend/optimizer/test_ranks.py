@@ -5,15 +5,15 @@ import torch
 from torch.testing import assert_close
 
 from tests.kfac_backend.networks import network
-from tests.ranks import results
 
 WORLDS = (1, 2, 4)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found(worlds, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    return results("tests.kfac_backend.optimizer.steps_on_ranks", folder, *WORLDS)
+    use = "tests.kfac_backend.optimizer.steps_on_ranks:trained_anew_and_resumed"
+    return {world: worlds.all(world, use, folder) for world in WORLDS}
 
 
 @pytest.mark.parametrize("world", WORLDS[1:])

@@ -97,6 +97,52 @@ def test_ends_with_a_fitted_posterior_at_what_was_learned():
     assert_close(posterior.mean.flatten(), weights)
 
 
+def assert_fitted_where_the_network_is(prior, net, updates):
+    """The last of so many updates was made at the network's parameters, and with its decays."""
+    weights = torch.cat([p.detach().flatten() for p in net.parameters()])
+    assert torch.equal(prior.posterior.mean, weights)
+    assert len(prior.learner.evidences) == updates
+    learned = prior.learner.hyperparameters.prior_precision
+    assert_close(prior.posterior.prior_precision.double(), learned, rtol=1e-6, atol=0)
+
+
+class Stop(L.Callback):
+    """Early stopping after an epoch."""
+
+    def on_train_epoch_end(self, trainer, module):
+        trainer.should_stop = trainer.current_epoch + 1 == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "updates"),
+    [
+        ({"max_steps": 10}, 2),  # of 4 an epoch: one after epoch 2, one within the third
+        ({"max_steps": 10, "epochs": -1}, 2),
+        ({"max_steps": 6}, 1),  # within epoch 2, after which an update is due
+        ({"max_steps": 8}, 1),  # at its end: not twice
+        ({"stop": True}, 2),
+    ],
+)
+def test_ends_with_an_update_wherever_it_ends(options, updates):
+    prior, module = MarginalLikelihood("classification", network="net", **OPTIONS), Classifier()
+    run = trainer(prior, **{key: value for key, value in options.items() if key != "stop"})
+    if "stop" in options:
+        run.callbacks.append(Stop())
+    run.fit(module, loader())
+    assert_fitted_where_the_network_is(prior, module.net, updates)
+    decays = prior.learner.weight_decays()
+    assert len(set(decays.tolist())) == 4  # learned
+
+
+def test_without_an_update_the_posterior_has_the_initial_decays():
+    prior = MarginalLikelihood("classification", network="net", burn_in=4, **OPTIONS)
+    module = Classifier()
+    trainer(prior, max_steps=10).fit(module, loader())
+    assert_fitted_where_the_network_is(prior, module.net, 1)
+    decays = prior.learner.weight_decays()
+    assert_close(decays, torch.full((4,), OPTIONS["weight_decay"], dtype=decays.dtype))
+
+
 def test_logs_to_the_users_loggers(tmp_path):
     prior = MarginalLikelihood("classification", network="net", **OPTIONS)
     logger = CSVLogger(tmp_path)

@@ -46,7 +46,7 @@ class InOrder(transformers.Trainer):
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
-def trainer(tmp_path, model, epochs=EPOCHS, **options):
+def trainer(tmp_path, model, epochs=EPOCHS, evaluated=None, **options):
     arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path), num_train_epochs=epochs, per_device_train_batch_size=8,
         max_grad_norm=0.0, use_cpu=True, report_to=[], disable_tqdm=True, logging_strategy="no",
@@ -55,7 +55,10 @@ def trainer(tmp_path, model, epochs=EPOCHS, **options):
     examples = [{"x": x, "labels": y} for x, y in dataset()]
     optimizer = sgd(model)
     constant = LambdaLR(optimizer, lambda step: 1.0)
-    return InOrder(model, arguments, train_dataset=examples, optimizers=(optimizer, constant))
+    return InOrder(
+        model, arguments, train_dataset=examples, eval_dataset=evaluated,
+        optimizers=(optimizer, constant),
+    )  # fmt: skip
 
 
 def test_decays_are_those_of_online_training_to_the_bit(tmp_path):
@@ -93,7 +96,7 @@ def test_resumes_from_the_trainers_checkpoints(tmp_path):
 
     run.add_callback(Stop())
     run.train()
-    assert len(stopped.learner.evidences) == 1
+    assert len(stopped.learner.evidences) == 2  # after epoch 2, and where it stopped
     resumed = Classifier()
     run = trainer(tmp_path / "parts", resumed, save_strategy="epoch")
     second = MarginalLikelihood.attached(run, "classification", **OPTIONS)
@@ -101,6 +104,34 @@ def test_resumes_from_the_trainers_checkpoints(tmp_path):
     assert torch.equal(second.learner.weight_decays(), prior.learner.weight_decays())
     for p, q in zip(whole.net.parameters(), resumed.net.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize(
+    ("options", "updates"),
+    [
+        ({"max_steps": 10}, 2),  # of 4 an epoch: one after epoch 2, one within the third
+        ({"max_steps": 9}, 2),
+        ({"max_steps": 8}, 1),  # at the end of epoch 2: not twice
+        ({"epochs": 2.5}, 2),
+        ({"epochs": 2.3}, 2),
+        (
+            {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "epoch",
+             "evaluated": [{"x": x, "labels": (y + 1) % 3} for x, y in dataset()]},
+            4,  # after epochs 2, 4 and 5, and at the parameters of an earlier one
+        ),
+    ],
+)  # fmt: skip
+def test_ends_with_an_update_wherever_it_ends(options, updates, tmp_path):
+    model = Classifier()
+    run = trainer(tmp_path, model, **options)
+    prior = MarginalLikelihood.attached(run, "classification", **OPTIONS)
+    run.train()
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert torch.equal(prior.posterior.mean, weights)
+    assert len(prior.learner.evidences) == updates
+    assert len(set(prior.learner.weight_decays().tolist())) == 4  # learned
+    learned = prior.learner.hyperparameters.prior_precision
+    torch.testing.assert_close(prior.posterior.prior_precision.double(), learned, rtol=1e-6, atol=0)
 
 
 def test_a_weight_decay_of_the_trainer_is_named(tmp_path):

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 from kfac_backend import CurvatureOptions
 from kfac_backend.optimizer import KFAC
 from marglik import Hyperparameters, KronLaplace, OnlineTraining, PriorGroups, Schedule
+from marglik.runs.config import PriorConfig
 from marglik.training.loaders import count_examples
 from marglik.training.optimizers import KfacConfig, OptimizerConfig, build_optimizer
 
@@ -140,6 +141,10 @@ def test_learns_and_records():
     assert losses[-1] < losses[0]
     assert all(r["objective"] > r["loss"] for r in records if r["kind"] == "epoch")
     assert 0 <= records[-2]["accuracy"] <= 1
+
+
+def test_the_last_update_is_kept_by_default_in_python_as_on_the_command_line():
+    assert Schedule().keep == PriorConfig().keep == "last"
 
 
 @pytest.mark.parametrize("keep", ["best", "last"])

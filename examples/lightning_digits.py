@@ -1,0 +1,130 @@
+# %% [markdown]
+# # Weight decays learned inside Lightning's Trainer
+#
+# Your module, your dataloaders and your trainer stay as they are. A callback adds the prior's
+# gradient before each step, climbs the marginal likelihood every few epochs, and leaves a fitted
+# posterior. Three lines are added to the training; they end with `# (1)`, `# (2)` and `# (3)`.
+#
+# Needs: `pip install marglik`. Less than a minute on one core.
+
+# %%
+import logging
+import warnings
+
+import lightning.pytorch as L
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from marglik import calibrate, compute_metrics, map_predictive, predict_all
+from marglik.callbacks.lightning import MarginalLikelihood  # (1)
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", module="lightning")
+
+# %% [markdown]
+# ## The data
+# 300 handwritten digits to train on, 200 held out for the two numbers of the calibration, and 500
+# for the test. A fifth of all labels are drawn at random, so that there is something to overfit.
+
+# %%
+L.seed_everything(0, verbose=False)
+digits = load_digits()
+order = torch.randperm(len(digits.target))
+x = torch.from_numpy(digits.images).float()[order, None] / 16
+y = torch.from_numpy(digits.target).long()[order]
+wrong = torch.rand(len(y)) < 0.2
+y = torch.where(wrong, torch.randint(10, y.shape), y)
+train, held_out, test = (
+    TensorDataset(x[part], y[part]) for part in (slice(300), slice(300, 500), slice(500, 1000))
+)
+
+
+# %% [markdown]
+# ## The module
+# As you have it, but for one thing: the optimiser has no weight decay of its own.
+
+
+# %%
+class Digits(L.LightningModule):
+    """A small convolutional network."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Flatten(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10),
+        )  # fmt: skip
+
+    def training_step(self, batch, index):
+        """Cross-entropy, the mean over the batch."""
+        images, labels = batch
+        return F.cross_entropy(self.net(images), labels)
+
+    def configure_optimizers(self):
+        """Adam without weight decay."""
+        return torch.optim.Adam(self.parameters(), 3e-3)
+
+
+# %% [markdown]
+# ## The training
+# With the callback, and without it for comparison.
+
+# %%
+prior = MarginalLikelihood("classification", network="net", every=6)  # (2)
+
+
+def trained(callbacks):
+    """The network after 24 epochs."""
+    L.seed_everything(0, verbose=False)
+    module = Digits()
+    trainer = L.Trainer(
+        max_epochs=24,
+        callbacks=callbacks,
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(train, 50, shuffle=True))
+    return module.net
+
+
+network = trained([prior])  # (3)
+plain = trained([])
+
+# %% [markdown]
+# ## What was learned
+# One weight decay per parameter tensor, and the log marginal likelihood after each update.
+
+# %%
+names = [name for name, _ in network.named_parameters()]
+for name, decay in zip(names, prior.learner.weight_decays().tolist(), strict=True):
+    print(f"{name:10} {decay:.2e}")
+print("log evidence per example:", *(f"{e / len(train):.3f}" for e in prior.learner.evidences))
+
+# %% [markdown]
+# ## What it brings
+# The posterior predicts; held-out images tell how wide it should be (s) and how sharp the outputs
+# (τ). s = 0 is temperature scaling: where it is chosen, the last two rows are the same.
+
+# %%
+laplace = calibrate(prior.posterior, DataLoader(held_out, 100))
+scaled = laplace.fit.map_calibration.output_temperature
+predictives = {
+    "without weight decay": map_predictive(plain),
+    "MAP": map_predictive(network),
+    "temperature-scaled MAP": map_predictive(network, output_temperature=scaled),
+    "calibrated Laplace": laplace,
+}
+found = {
+    name: compute_metrics(*predict_all(predict, DataLoader(test, 256)), "classification")
+    for name, predict in predictives.items()
+}
+print(laplace.calibration.in_words)
+for name, metrics in found.items():
+    print(
+        f"{name:23} test NLL {metrics['cls/NLL']:.4f}, accuracy {metrics['cls/accuracy']:.3f}, "
+        f"ECE {metrics['cal/ECE']:.3f}"
+    )

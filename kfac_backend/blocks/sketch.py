@@ -1,0 +1,314 @@
+"""A wide factor by its leading eigenvectors, in memory d·r instead of d², with an error that holds.
+
+Rows x stream in, and F = Σ x xᵀ (d, d) is never made. `Sketch` keeps at most r rows S, with
+Sᵀ S = Σ_k λ_k u_k u_kᵀ. When more rows wait, it takes the eigenvalues of all of them together,
+keeps r, and shrinks these by the (r + 1)-th, whose sum over all steps is Δ (Frequent Directions:
+Liberty 2013; Ghashami et al. 2016, arXiv:1501.01711). What is missing, E = F − Sᵀ S, then has all
+its eigenvalues in [0, Δ]: each step takes away a matrix whose largest eigenvalue is that one.
+
+`SketchedFactor` is what is made of it, with U the kept eigenvectors:
+
+    F̂ = U diag(λ + Δ) Uᵀ + ρ (I − U Uᵀ),    ρ = (tr F − Σ_k (λ_k + Δ)) / (d − r).
+
+- ‖F − F̂‖₂ ≤ Δ, and so is the error of each eigenvalue (Weyl): F − F̂ = E − ΔUUᵀ − ρ(I − UUᵀ) has
+  its eigenvalues in [−Δ, Δ], since 0 ≤ ρ ≤ Δ. ρ is not negative, as a step that shrinks r
+  eigenvalues by δ takes (r + 1) δ off the trace, at least; it is at most Δ, as tr E ≤ dΔ.
+- tr F̂ = tr F, exactly: the trace is summed up row by row. Without ρ, directions outside of U would
+  count as unknown to the data, and the predictive variance would be too large there.
+- F̂ = F where F has rank r or less: Δ and ρ are zero.
+
+Giving Δ back to the kept directions is the "compensative" variant of Desai, Ghashami & Phillips
+2016 (arXiv:1501.06561), whose bound it keeps; they leave ρ = 0.
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kfac_backend.precision import at_least_float32
+
+__all__ = [
+    "Basis",
+    "Factor",
+    "Frame",
+    "Sketch",
+    "SketchedFactor",
+    "add_factors",
+    "whole",
+]
+
+WAITING = 3
+"""Rows that wait until there are so many times r of them: fewer steps, and a smaller Δ."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Q = (U, I − U Uᵀ): the eigenvectors of a `SketchedFactor` and all that is outside of them.
+
+    Q is (d, k + d) with Q Qᵀ = I, so that Q diag(c) Qᵀ is the matrix with eigenvalues c_1..c_k on
+    U and c outside, if c is the same number in all of the last d entries. So a frame serves
+    wherever orthonormal eigenvectors do, with k + d entries in place of d. It is never made.
+    """
+
+    U: Float[Tensor, "d k"]
+
+    @property
+    def shape(self) -> torch.Size:
+        """(d, k + d)."""
+        d, k = self.U.shape
+        return torch.Size((d, k + d))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the eigenvectors."""
+        return self.U.dtype
+
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> "Frame":
+        """The frame on another device or in another dtype."""
+        return Frame(self.U.to(device, dtype))
+
+    def coordinates(self, x: Float[Tensor, "*rows d"]) -> Float[Tensor, "*rows kd"]:
+        """X Q: coordinates of rows."""
+        inside = x @ self.U
+        return torch.cat([inside, x - inside @ self.U.mT], -1)
+
+    def rows(self, y: Float[Tensor, "*rows kd"]) -> Float[Tensor, "*rows d"]:
+        """Y Qᵀ: the rows with these coordinates, or with those times what an axis is scaled by."""
+        k = self.U.shape[1]
+        inside, outside = y[..., :k], y[..., k:]
+        return (inside - outside @ self.U) @ self.U.mT + outside
+
+    def squares(self, c: Float[Tensor, "*rows kd"]) -> Float[Tensor, "*rows d"]:
+        """The diagonals of Q diag(c) Qᵀ for rows c that are constant outside of U."""
+        k, squared = self.U.shape[1], self.U.square()
+        outside = c[..., k:]
+        return c[..., :k] @ squared.mT + outside * (1 - squared.sum(1))
+
+
+Basis = Tensor | Frame
+"""Orthonormal eigenvectors (d, d) or (G, d, d), or a frame."""
+
+
+@dataclass(frozen=True)
+class SketchedFactor:
+    """A symmetric factor F (d, d) ⪰ 0 by r eigenvectors; see the module for F̂ and its error."""
+
+    U: Float[Tensor, "d k"]
+    """Orthonormal; k ≤ rank."""
+    kept: Float[Tensor, "k"]
+    """λ, descending, in float64."""
+    error: float
+    """Δ ≥ ‖F − F̂‖₂."""
+    trace: float
+    """tr F."""
+    rank: int
+    """r, the most eigenvectors to keep where sketches are added."""
+
+    @classmethod
+    def zero(cls, like: Tensor, size: int, rank: int) -> "SketchedFactor":
+        """The sketch of no rows, in a tensor's dtype and on its device."""
+        return cls(like.new_zeros(size, 0), like.new_zeros(0, dtype=torch.float64), 0.0, 0.0, rank)
+
+    @property
+    def values(self) -> Float[Tensor, "k"]:
+        """The eigenvalues λ + Δ on U."""
+        return self.kept + self.error
+
+    @property
+    def rest(self) -> float:
+        """ρ, the eigenvalue of all d − k directions outside of U."""
+        d, k = self.U.shape
+        return max(0.0, (self.trace - float(self.values.sum())) / (d - k)) if d > k else 0.0
+
+    @property
+    def relative_error(self) -> float:
+        """Δ as a share of F̂'s largest eigenvalue; 0 of a factor that is zero."""
+        largest = max(float(self.values.max()) if len(self.values) else 0.0, self.rest)
+        return self.error / largest if largest else 0.0
+
+    @property
+    def shape(self) -> torch.Size:
+        """(d, d)."""
+        return torch.Size((len(self.U), len(self.U)))
+
+    def dim(self) -> int:
+        """2, the axes."""
+        return 2
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the eigenvectors."""
+        return self.U.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.U.device
+
+    def any(self) -> bool:
+        """Whether it is not zero."""
+        return self.trace > 0
+
+    def eigenvalues(self) -> Float[Tensor, "d"]:
+        """All d eigenvalues, ascending, in float64."""
+        d, k = self.U.shape
+        return torch.cat([self.values, self.values.new_full((d - k,), self.rest)]).sort().values
+
+    def decompose(self) -> tuple[Tensor, Frame]:
+        """The eigenvalues (k + d,) in the order of the frame's entries, and the frame."""
+        outside = self.values.new_full((len(self.U),), self.rest)
+        return torch.cat([self.values, outside]).to(self.dtype), Frame(self.U)
+
+    def to_dense(self) -> Float[Tensor, "d d"]:
+        """F̂ as a matrix; for tests, and where d is small."""
+        values, frame = self.decompose()
+        scaled = frame.coordinates(torch.eye(len(self.U), dtype=self.dtype, device=self.device))
+        return frame.rows(scaled * values)
+
+    def times(self, x: Float[Tensor, "*rows d"]) -> Float[Tensor, "*rows d"]:
+        """X F̂ for rows x."""
+        values, frame = self.decompose()
+        return frame.rows(frame.coordinates(x) * values)
+
+    def __mul__(self, weight: float) -> "SketchedFactor":
+        """F̂ times a number ≥ 0."""
+        c = float(weight)
+        return replace(self, kept=self.kept * c, error=self.error * c, trace=self.trace * c)
+
+    __rmul__ = __mul__
+
+    def __add__(self, other: "SketchedFactor") -> "SketchedFactor":
+        """The sketch of the sum, of the smaller rank: errors and traces add up.
+
+        Raises:
+            ValueError: another size.
+        """
+        if self.shape != other.shape:
+            raise ValueError(
+                f"Sketches of {len(self.U)} and of {len(other.U)} entries cannot be added; only "
+                "factors of the same model can."
+            )
+        rank = min(self.rank, other.rank)
+        rows = [(F.U * F.kept.sqrt().to(F.dtype)).mT for F in (self, other)]
+        U, kept, shrunk = _compress(torch.cat(rows), rank)
+        error = self.error + other.error + shrunk
+        return SketchedFactor(U, kept, error, self.trace + other.trace, rank)
+
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> "SketchedFactor":
+        """The factor on another device or in another dtype; eigenvalues stay in float64."""
+        return replace(self, U=self.U.to(device, dtype), kept=self.kept.to(device))
+
+    def detach(self) -> "SketchedFactor":
+        """The factor, which has no graph."""
+        return self
+
+
+Factor = Tensor | SketchedFactor
+"""A factor of a block, whole or sketched."""
+
+
+def add_factors(first: Factor, second: Factor) -> Factor:
+    """The sum of two factors of one kind."""
+    if isinstance(first, SketchedFactor) or isinstance(second, SketchedFactor):
+        assert isinstance(first, SketchedFactor) and isinstance(second, SketchedFactor)
+        return first + second
+    return first + second
+
+
+def whole(factor: Factor, name: str, what: str) -> Tensor:
+    """The factor, if it is no sketch.
+
+    Args:
+        factor: the factor.
+        name: of its parameter.
+        what: what needs it whole.
+
+    Raises:
+        NotImplementedError: a sketch.
+    """
+    if isinstance(factor, SketchedFactor):
+        raise NotImplementedError(
+            f"{what} needs whole factors, and one of '{name}' ({len(factor.U)}×{len(factor.U)}) is "
+            f"a sketch of rank {factor.rank}. Make the factors with sketch_rank=None."
+        )
+    return factor
+
+
+class _Compressed(NamedTuple):
+    U: Tensor
+    kept: Tensor
+    shrunk: float
+
+
+class Sketch:
+    """Frequent Directions of rows that come batch by batch.
+
+    Args:
+        rank: r ≥ 1, the most directions to keep.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._kept: Tensor | None = None  # rows (k, d), k ≤ r, orthogonal
+        self._waiting: list[Tensor] = []
+        self._num_waiting = 0
+        self._error = 0.0
+        self._trace: Tensor | float = 0.0  # a tensor, so that a GPU need not wait for each batch
+
+    def add(self, rows: Float[Tensor, "M d"]) -> None:
+        """Add the rows' outer products."""
+        rows = at_least_float32(rows)
+        self._trace += torch.linalg.vector_norm(rows, dtype=torch.float64).square()
+        while len(rows):
+            room = WAITING * self.rank - self._num_waiting
+            self._waiting.append(rows[:room].clone())  # lest it keep all of the layer's input
+            self._num_waiting += len(self._waiting[-1])
+            rows = rows[room:]
+            if self._num_waiting == WAITING * self.rank:
+                self._shrink()
+
+    def factor(self) -> SketchedFactor | None:
+        """What was added so far; None before the first rows."""
+        self._shrink()
+        if self._kept is None:
+            return None
+        U, kept, _ = _compress(self._kept, self.rank)
+        # Rounding has grown with the steps; without it Q Qᵀ of the frame would not be I.
+        U = torch.linalg.qr(U.double()).Q.to(U.dtype)
+        return SketchedFactor(U, kept, self._error, float(self._trace), self.rank)
+
+    def _shrink(self) -> None:
+        if not self._waiting:
+            return
+        rows = torch.cat(self._waiting if self._kept is None else [self._kept, *self._waiting])
+        self._waiting, self._num_waiting = [], 0
+        U, kept, shrunk = _compress(rows, self.rank)
+        self._error += shrunk
+        self._kept = (U * kept.sqrt().to(U.dtype)).mT
+
+
+def _compress(rows: Float[Tensor, "M d"], rank: int) -> _Compressed:
+    """U and λ of Σ x xᵀ − δ, its r leading eigenvalues less the next, δ; and δ.
+
+    Through the rows' inner products, in float64: M is a few times r, and d large.
+    """
+    wide = rows.double()
+    products = wide @ wide.mT
+    if not torch.isfinite(products).all():  # the trace shows it; errors are the block's to name
+        return _Compressed(rows.new_zeros(rows.shape[1], 0), products.new_zeros(0), float("nan"))
+    values, vectors = torch.linalg.eigh(products)
+    values, vectors = values.flip(0).clamp(min=0.0), vectors.flip(1)
+    shrunk = values[rank] if len(values) > rank else values.new_zeros(())
+    # Directions below rounding would not be orthogonal to the others.
+    least = values[:1] * torch.finfo(torch.float64).eps * max(wide.shape)
+    k = int(((values > least) & (values > shrunk)).sum()) if len(values) else 0
+    k = min(k, rank)
+    U = wide.mT @ (vectors[:, :k] / values[:k].sqrt())
+    return _Compressed(U.to(rows.dtype), values[:k] - shrunk, float(shrunk))

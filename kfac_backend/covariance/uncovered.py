@@ -1,0 +1,116 @@
+"""Gradients of single examples in parameters that no rule is for, whose blocks are diagonals.
+
+The model runs on single examples, many of them at once (`torch.func.vmap`) where it can, and one
+after the other where it cannot: a forward that decides by its tensors' values.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import jacrev, vmap
+
+from kfac_backend.layers import ExampleGradients
+from kfac_backend.model.batches import examples
+from kfac_backend.model.calls import call_with, forked_random_numbers, num_examples, plain_attention
+from kfac_backend.model.comparison import close
+from kfac_backend.model.memory import is_out_of_memory
+
+__all__ = ["UncoveredGradients"]
+
+
+class UncoveredGradients:
+    """The outputs' gradients in some parameters, in the form that diagonal blocks take.
+
+    They have a graph in the inputs where these have one.
+
+    Args:
+        model: mixes no examples.
+        names: of the parameters.
+        most_bytes: of gradients to make at once; those of one example at least.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str], most_bytes: int) -> None:
+        own = dict(model.named_parameters())
+        self._model = model
+        self._parameters = {name: own[name].detach() for name in names}
+        self._bytes = sum(p.nbytes for p in self._parameters.values())
+        self._most_bytes = most_bytes
+        self._at_once = True
+
+    def __call__(
+        self, x: Any, f: Tensor, positions: Tensor, columns: Tensor
+    ) -> Iterator[tuple[slice, dict[str, ExampleGradients]]]:
+        """Some examples after the other, and their gradients by parameter.
+
+        Args:
+            x: a batch of N examples.
+            f: their outputs that are wanted, (N, K).
+            positions: (N,) of which position each, among all that its output has.
+            columns: (N, K) the numbers of the outputs.
+        """
+        N, K = f.shape
+        apart = num_examples(x) == N
+        self._at_once = self._at_once and apart and isinstance(x, Tensor | Mapping)
+        start = 0
+        while start < N:
+            jacobians = None
+            size = max(1, self._most_bytes // max(1, K * self._bytes)) if apart else N
+            which = slice(start, start + size)
+            if self._at_once:
+                jacobians = self._all_at_once(x, f, positions, columns, which)
+                self._at_once = jacobians is not None  # for the other batches, too
+            if jacobians is None:
+                which = slice(start, start + (1 if apart else N))
+                jacobians = self._of_batch(x, positions, columns, which, apart)
+            yield which, {name: _as_diagonal(J) for name, J in jacobians.items()}
+            start = which.stop
+
+    def _all_at_once(
+        self, x: Any, f: Tensor, positions: Tensor, columns: Tensor, which: slice
+    ) -> dict[str, Tensor] | None:
+        """Name -> (n, K, ...); None if the model does not run that way, or has other outputs."""
+
+        def of_one(x_n: Any, position: Tensor, column: Tensor) -> tuple[Any, Tensor]:
+            one = x_n[None] if isinstance(x_n, Tensor) else {k: v[None] for k, v in x_n.items()}
+
+            def outputs(p: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+                f_n = call_with(self._model, p, one)
+                f_n = f_n.reshape(-1, f_n.shape[-1]).index_select(0, position[None])[0]
+                f_n = f_n.gather(0, column)
+                return f_n, f_n
+
+            return jacrev(outputs, has_aux=True)(self._parameters)
+
+        try:
+            with forked_random_numbers(self._model), plain_attention.held():
+                jacobians, g = vmap(of_one, randomness="different")(
+                    examples(x, which), positions[which], columns[which]
+                )
+        except Exception as error:  # whatever vmap cannot do
+            if is_out_of_memory(error):
+                raise
+            return None
+        same = self._model.training or close(f[which].detach(), g.detach())
+        return jacobians if same else None
+
+    def _of_batch(
+        self, x: Any, positions: Tensor, columns: Tensor, which: slice, apart: bool
+    ) -> dict[str, Tensor]:
+        """Name -> (n, K, ...), from one forward pass of these examples, or of all."""
+
+        def outputs(p: dict[str, Tensor], x: Any) -> Tensor:
+            f = call_with(self._model, p, x)
+            f = f.flatten(1, -2) if f.dim() > 2 else f[:, None]
+            rows = torch.arange(len(f), device=f.device)[:, None]
+            return f[rows, positions[which, None], columns[which]]
+
+        some = examples(x, which) if apart else x
+        return jacrev(partial(outputs, x=some))(self._parameters)
+
+
+def _as_diagonal(jacobian: Tensor) -> ExampleGradients:
+    """(N, K, ...) as P groups of one entry, (P, N, 1, K, 1)."""
+    return ExampleGradients(jacobian.flatten(2).movedim(2, 0)[:, :, None, :, None])

@@ -1,0 +1,120 @@
+"""A network's Laplace posterior as a model of BoTorch, for Bayesian optimisation.
+
+```python
+model = LaplaceModel(posterior)  # a fitted marglik.Posterior of a regression
+acquisition = qLogExpectedImprovement(model, best_f=y.max())
+candidate, value = optimize_acqf(acquisition, bounds, q=1, num_restarts=8, raw_samples=64)
+```
+
+Needs `pip install botorch`. BoTorch maximises, and works best in float64, as the network should be.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from marglik.posterior.posterior import Posterior
+
+try:
+    from botorch.models.model import Model  # pyright: ignore[reportMissingImports]
+    from botorch.posteriors.gpytorch import (  # pyright: ignore[reportMissingImports]
+        GPyTorchPosterior,
+    )
+    from gpytorch.distributions import (  # pyright: ignore[reportMissingImports]
+        MultitaskMultivariateNormal,
+        MultivariateNormal,
+    )
+    from linear_operator import to_linear_operator  # pyright: ignore[reportMissingImports]
+except ImportError as error:
+    raise ImportError("marglik.adapters.botorch needs BoTorch: pip install botorch.") from error
+
+__all__ = ["LaplaceModel"]
+
+
+class LaplaceModel(Model):
+    """The linearised network N(f(X), J(X) Σ J(X')ᵀ), jointly over q points, with gradients in X.
+
+    The joint covariance is what acquisition functions over several points need, such as
+    qLogNoisyExpectedImprovement; its gradients are what `optimize_acqf` climbs. Posterior and
+    network are constants: after new observations train and fit again. Source: Kristiadi et al.
+    2023, "Promises and pitfalls of the linearized Laplace in Bayesian optimization"
+    (arXiv:2304.08309).
+
+    Args:
+        posterior: fitted, of a regression with outputs (N, C).
+        output_indices: numbers of the outputs that the model has; all if None.
+
+    Raises:
+        ValueError: another likelihood.
+        AttributeError: a posterior that is not fitted.
+    """
+
+    def __init__(self, posterior: Posterior, output_indices: list[int] | None = None) -> None:
+        super().__init__()
+        if posterior.likelihood != "regression":
+            raise ValueError(
+                f"The posterior's likelihood is {posterior.likelihood!r}; BoTorch's models are "
+                "Gaussian, so that a network of likelihood 'regression' is needed."
+            )
+        if posterior.factors is None:
+            raise AttributeError("The Laplace approximation is not fitted; call fit() first.")
+        self.laplace = posterior
+        """What the model predicts with."""
+        self._outputs = list(range(posterior.n_outputs))
+        if output_indices is not None:
+            self._outputs = [self._outputs[i] for i in output_indices]
+
+    @property
+    def num_outputs(self) -> int:
+        """M, how many outputs the model has."""
+        return len(self._outputs)
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """(): one network."""
+        return torch.Size()
+
+    def subset_output(self, idcs: list[int]) -> "LaplaceModel":
+        """The model of some of the outputs."""
+        return LaplaceModel(self.laplace, [self._outputs[i] for i in idcs])
+
+    def posterior(
+        self,
+        X: Tensor,
+        output_indices: list[int] | None = None,
+        observation_noise: bool | Tensor = False,
+        posterior_transform: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The joint distribution of the outputs (..., q, m) at points (..., q, d).
+
+        Args:
+            X: the points.
+            output_indices: numbers of the m outputs that are wanted; all if None.
+            observation_noise: True adds σ² to the variances; a tensor adds its own variances, in a
+                shape that broadcasts to (..., q, m).
+            posterior_transform: of BoTorch, such as a scalarisation of the outputs.
+            kwargs: none is known; BoTorch's interface has them.
+        """
+        outputs = self._outputs
+        if output_indices is not None:
+            outputs = [outputs[i] for i in output_indices]
+        mean, covariance = self.laplace.joint_output_distribution(X, outputs)
+        if isinstance(observation_noise, Tensor):
+            variances = observation_noise.to(mean).expand_as(mean)
+            covariance = covariance + torch.diag_embed(variances.flatten(-2))
+        elif observation_noise:
+            variance = self.laplace.sigma_noise.to(mean).square()
+            covariance = covariance + variance * torch.eye(covariance.shape[-1]).to(mean)
+        # Points that are almost the same make it singular to rounding: of an operator, unlike of a
+        # tensor, GPyTorch takes a root with as little jitter as it needs.
+        operator = to_linear_operator(covariance)
+        if len(outputs) == 1:
+            normal = MultivariateNormal(mean[..., 0], operator)
+        else:
+            normal = MultitaskMultivariateNormal(mean, operator)  # output by output of each point
+        found = GPyTorchPosterior(normal)
+        if posterior_transform is not None:
+            return posterior_transform(posterior=found, X=X)
+        return found

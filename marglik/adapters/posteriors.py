@@ -1,0 +1,143 @@
+"""The Kronecker-factored Laplace approximation in the interface of the library posteriors.
+
+```python
+transform = kfac_laplace.build(model, "classification", prior_precision=1.0)
+state = transform.init(dict(model.named_parameters()))
+for batch in loader:
+    state, _ = transform.update(state, batch)
+parameters = kfac_laplace.sample(state)
+```
+
+with ``import marglik.adapters.posteriors as kfac_laplace``, where posteriors' own methods have
+``import posteriors.laplace.diag_ggn``. Needs `pip install posteriors`.
+"""
+
+import copy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfac_backend.options import CurvatureOptions, Likelihood
+from marglik.posterior.posterior import Posterior
+
+try:
+    from posteriors.types import Transform  # pyright: ignore[reportMissingImports]
+    from tensordict import TensorClass  # pyright: ignore[reportMissingImports]
+except ImportError as error:
+    raise ImportError(
+        "marglik.adapters.posteriors needs posteriors: pip install posteriors."
+    ) from error
+
+__all__ = ["KfacLaplaceState", "build", "init", "sample", "update"]
+
+
+class KfacLaplaceState(TensorClass["frozen"]):
+    """A Gaussian over the parameters, whose precision is Kronecker-factored, block by block.
+
+    ``params`` is its mean, name -> tensor; ``posterior`` the `marglik.Posterior`, not fitted before
+    the first update, of a network that belongs to the state: predictives, evidence and files of
+    marglik take it; ``step`` counts the batches.
+    """
+
+    params: Any
+    posterior: Any
+    step: Tensor
+
+
+def build(
+    model: nn.Module,
+    likelihood: Likelihood,
+    options: CurvatureOptions = CurvatureOptions(),  # noqa: B008
+    **hyperparameters: Any,
+) -> Transform:
+    """The transform (init, update) of a Laplace approximation; `update` adds a batch's curvature.
+
+    Where posteriors' methods are given a function, this one is given a module, whose layers show
+    what the factors are made of.
+
+    Args:
+        model: the network; it is copied, and its own parameters do not matter later.
+        likelihood: "classification", "regression" or "bernoulli".
+        options: all options of the curvature pass.
+        hyperparameters: those of `marglik.Posterior`, such as ``prior_precision``.
+    """
+    own_init: Any = partial(
+        init, model=model, likelihood=likelihood, options=options, hyperparameters=hyperparameters
+    )
+    own_update: Any = update  # typed for our state alone, where a transform's takes any
+    return Transform(own_init, own_update)
+
+
+def init(
+    params: dict[str, Tensor],
+    model: nn.Module,
+    likelihood: Likelihood,
+    options: CurvatureOptions = CurvatureOptions(),  # noqa: B008
+    hyperparameters: dict[str, Any] | None = None,
+) -> KfacLaplaceState:
+    """The state around these parameters, without data.
+
+    Args:
+        params: name -> tensor, the MAP parameters, as ``dict(model.named_parameters())``.
+        model: see `build`.
+        likelihood: see `build`.
+        options: see `build`.
+        hyperparameters: see `build`.
+
+    Raises:
+        ValueError: other names than those of the model's parameters.
+    """
+    model = copy.deepcopy(model)
+    own = dict(model.named_parameters())
+    if own.keys() != params.keys():
+        wrong = sorted(own.keys() ^ params.keys())[0]
+        raise ValueError(
+            f"Parameter '{wrong}' is {'not in params' if wrong in own else 'none of the model'}; "
+            "pass dict(model.named_parameters())."
+        )
+    with torch.no_grad():
+        for name, p in own.items():
+            p.copy_(params[name])
+    posterior = Posterior(model, likelihood, options, **hyperparameters or {})
+    return KfacLaplaceState(params, posterior, torch.tensor(0))
+
+
+def update(
+    state: KfacLaplaceState, batch: Any, inplace: bool = False
+) -> tuple[KfacLaplaceState, Tensor]:
+    """The state with this batch's curvature added, a sum over the data; and nothing, ().
+
+    Args:
+        state: the state so far.
+        batch: (x, y), or a mapping.
+        inplace: whether the state itself is changed.
+    """
+    posterior = state.posterior if inplace else copy.copy(state.posterior)
+    posterior.fit([batch], override=False)
+    if inplace:
+        state.step.add_(1)
+        return state, torch.tensor([])
+    return KfacLaplaceState(state.params, posterior, state.step + 1), torch.tensor([])
+
+
+def sample(
+    state: KfacLaplaceState,
+    sample_shape: torch.Size = torch.Size(),  # noqa: B008
+    generator: torch.Generator | None = None,
+) -> dict[str, Tensor]:
+    """Samples of the parameters, name -> (*sample_shape, *shape); frozen ones are their values.
+
+    The GGN's posterior belongs to the linearised network: for what such samples predict see
+    `marglik.Posterior.linearised_outputs`.
+    """
+    posterior: Posterior = state.posterior
+    samples = posterior.sample(sample_shape.numel(), generator)
+    parts = iter(samples.split([p.numel() for p in posterior.params], 1))
+    return {
+        name: next(parts).reshape(*sample_shape, *p.shape)
+        if p.requires_grad
+        else p.detach().expand(*sample_shape, *p.shape)
+        for name, p in posterior.model.named_parameters()
+    }

@@ -1,0 +1,236 @@
+"""Training on several ranks of torch.distributed: what they must share, and what each has alone.
+
+Each rank has a shard of the data, the whole network, and one of its own random numbers. What one
+process would sum over the data is summed over ranks, and steps are the same on all of them.
+"""
+
+import random
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.utils.data import DistributedSampler
+
+from kfac_backend.distributed import RankError, Ranks
+from kfac_backend.model.targets import split_batch
+from marglik.training.loaders import Loader
+from marglik.training.random_state import random_state, samplers_of, set_random_state
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
+
+__all__ = [
+    "WithExamples",
+    "check_alone",
+    "check_shards",
+    "copy_from_rank_0",
+    "failing_as_one",
+    "known_to_rank_0",
+    "own_random_numbers",
+    "ranks_of",
+    "step_errors",
+]
+
+OF_RANKS = re.compile(r"gloo|nccl|process ?group|connection|timed out|timeout", re.IGNORECASE)
+"""What torch's errors of lost ranks say, which are bare RuntimeErrors with gloo."""
+
+
+def ranks_of(fabric: "Fabric") -> Ranks:
+    """The ranks that a Fabric has launched; this process alone if it has one device.
+
+    Raises:
+        NotImplementedError: a strategy that spreads a model over ranks or copies it in a process.
+        RuntimeError: a Fabric that was not launched.
+        ValueError: a Fabric of one device in one of several processes.
+    """
+    there = Ranks().size
+    if fabric.world_size == 1:
+        if there > 1:
+            raise ValueError(
+                f"This is one of {there} processes of torch.distributed, and the Fabric is of one "
+                "device: each would train a network of its own on its part of the data. Pass "
+                f'fabric=Fabric(devices={there}, strategy="ddp"), after its launch(), or end the '
+                "others (torch.distributed.destroy_process_group())."
+            )
+        return Ranks(None)
+    strategy = type(fabric.strategy).__name__
+    if strategy != "DDPStrategy":
+        raise NotImplementedError(
+            f"The Fabric's strategy is {strategy}; the curvature needs the whole network on each "
+            'rank. Pass Fabric(strategy="ddp").'
+        )
+    if there != fabric.world_size:
+        raise RuntimeError(
+            f"The Fabric is of {fabric.world_size} processes, and this is one of {there}: call "
+            "fabric.launch() first."
+        )
+    return Ranks()
+
+
+def check_alone(what: str) -> None:
+    """Raise a NotImplementedError if this is one of several processes of torch.distributed."""
+    ranks = Ranks()
+    if ranks.size > 1:
+        raise NotImplementedError(
+            f"This is one of {ranks.size} processes of torch.distributed, and {what} is for one. "
+            "Train with OnlineTraining and a Fabric of several devices (marglik train --devices), "
+            "or in one process."
+        )
+
+
+def check_shards(ranks: Ranks, **loaders: Loader) -> None:
+    """Raise a ValueError unless the loaders are shards that ranks can train on together.
+
+    Collective. It cannot see whether an example is in two of them.
+
+    Args:
+        ranks: all of them.
+        loaders: this rank's, by the names that errors give them.
+    """
+    if ranks.size == 1:
+        return
+    with ranks.failing_together("the check of the loaders"):
+        for name, loader in loaders.items():
+            for sampler in samplers_of(loader):
+                if isinstance(sampler, DistributedSampler):
+                    _check_sampler(sampler, name, ranks)
+    for name, loader in loaders.items():
+        numbers = ranks.gather(_num_batches(loader), "the check of the loaders")
+        if len(set(numbers)) > 1:
+            raise ValueError(
+                f"Ranks have different numbers of batches in {name}: "
+                f"{', '.join(map(str, numbers))}. They take their steps together. Give each rank "
+                "a shard of as many batches, for example with drop_last=True."
+            )
+
+
+def _check_sampler(sampler: DistributedSampler, name: str, ranks: Ranks) -> None:
+    size: int = len(sampler.dataset)  # pyright: ignore[reportArgumentType]
+    if sampler.num_replicas != ranks.size or sampler.rank != ranks.rank:
+        raise ValueError(
+            f"The DistributedSampler of {name} is for rank {sampler.rank} of "
+            f"{sampler.num_replicas}, and this is rank {ranks.rank} of {ranks.size}. Make it after "
+            "the launch, without num_replicas and rank."
+        )
+    if sampler.total_size > size:
+        raise ValueError(
+            f"The DistributedSampler of {name} repeats {sampler.total_size - size} of {size} "
+            f"examples, so that {ranks.size} ranks have as many each; they would count twice. Pass "
+            "DistributedSampler(..., drop_last=True), which leaves the rest out, or take the shard "
+            "Subset(dataset, range(rank, len(dataset), ranks)) where batches come out as many."
+        )
+
+
+def _num_batches(loader: Any) -> int:
+    try:
+        return len(loader)
+    except TypeError:
+        return sum(1 for _ in loader)
+
+
+@contextmanager
+def failing_as_one(ranks: Ranks, what: str) -> Iterator[None]:
+    """`Ranks.failing_together`, after which rank 0 alone needs to say why; see `known_to_rank_0`.
+
+    Nothing inside may be collective.
+    """
+    try:
+        with ranks.failing_together(what):
+            yield
+    except Exception as error:
+        error.__dict__["known_to_rank_0"] = True
+        raise
+
+
+def known_to_rank_0(error: BaseException) -> bool:
+    """Whether rank 0 has ended with this error, too, or with one that quotes it."""
+    return getattr(error, "known_to_rank_0", False)
+
+
+class WithExamples:
+    """The batches of a loader that have examples: a shard of a small batch may have none."""
+
+    def __init__(self, loader: Loader, dict_key_y: str = "labels") -> None:
+        self._loader = loader
+        self._dict_key_y = dict_key_y
+
+    def __len__(self) -> int:
+        """Of all batches, for a progress bar."""
+        return _num_batches(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            if len(split_batch(batch, self._dict_key_y)[1]):
+                yield batch
+
+
+@contextmanager
+def own_random_numbers(ranks: Ranks) -> Iterator[None]:
+    """A context in which torch's, numpy's and Python's random numbers are each rank's own.
+
+    Dropout and augmentation would otherwise do the same to the examples of all ranks. They come
+    from the state that is common to all, which goes on from there afterwards, so that a checkpoint
+    of it holds for any number of ranks. The same seed and number of ranks give the same numbers.
+    """
+    if ranks.size == 1:
+        yield
+        return
+    common = random_state(own_device=True)
+    seed = ranks.generator(torch.default_generator).initial_seed()
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        set_random_state(common)
+        torch.rand(())  # the next numbers are others
+
+
+@contextmanager
+def step_errors(ranks: Ranks) -> Iterator[None]:
+    """A context that names what `DistributedDataParallel` meets in a step."""
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error)
+        if ranks.size == 1 or isinstance(error, RankError):
+            raise
+        if "Expected to have finished reduction" in said:
+            raise ValueError(
+                "The network has parameters that did not take part in the loss, for which the "
+                "ranks wait. Freeze them (requires_grad_(False)), or pass "
+                'Fabric(strategy="ddp_find_unused_parameters_true").'
+            ) from error
+        if isinstance(error, dist.DistError) or OF_RANKS.search(said):
+            raise RankError(
+                f"Rank {ranks.rank} of {ranks.size} lost the others in a step of training: {said}\n"
+                "One of them has failed, died or hung; its own output says why. End all ranks, and "
+                "go on with resume where the run was kept."
+            ) from error
+        raise
+
+
+def copy_from_rank_0(tensors: Sequence[Tensor], ranks: Ranks, device: torch.device) -> None:
+    """Give all ranks rank 0's numbers, to the bit, in place.
+
+    Args:
+        tensors: of float64 or narrower, on any device.
+        ranks: all of them.
+        device: one that the ranks' backend can send from.
+    """
+    if ranks.size == 1:
+        return
+    with torch.no_grad():
+        flat = torch.cat(
+            [tensor.detach().flatten().to(device, torch.float64) for tensor in tensors]
+        )
+        ranks.exchange_([flat], [0], "an update of the prior")
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))

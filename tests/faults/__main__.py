@@ -1,0 +1,97 @@
+"""``python -m tests.faults``: what is done to runs, and what they survive (``make faults``)."""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from random import Random
+
+from tests.faults import damage, dead_ranks, kills, outside
+from tests.faults.copies import one_thread_alone
+from tests.faults.families import Family, Outcome, Workplace, survived, tally
+from tests.faults.runs import whole_runs
+
+__all__ = ["FAMILIES", "main"]
+
+FAMILIES = {
+    "kills at random times": Family(kills.kills_at_random_times, 200),
+    "kills at every write": Family(kills.kills_at_writes),
+    "SIGTERM, SIGHUP, Ctrl-C": Family(kills.requests_to_end, 60),
+    "writes that fail": Family(kills.failing_writes, 60),
+    "two processes, one folder": Family(kills.two_processes, 20),
+    "damaged files": Family(damage.damaged_files, 200),
+    "bad inputs from outside": Family(outside.bad_inputs),
+    "dead ranks": Family(dead_ranks.dead_ranks, 20),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the families, print the table; returns 1 if a case did not survive."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults")
+    parser.add_argument("--only", default="", help="families whose name contains this")
+    parser.add_argument("--cases", type=int, help="at most so many of each family, spread evenly")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="where the table goes")
+    options = parser.parse_args(arguments)
+    one_thread_alone()
+    outcomes = []
+    with tempfile.TemporaryDirectory() as scratch:
+        whole = whole_runs(Path(scratch) / "whole")
+        one_thread_alone()
+        for name, family in FAMILIES.items():
+            if options.only not in name:
+                continue
+            start, outcome = time.perf_counter(), Outcome(name)
+            count = min(filter(None, (family.count or 10**6, options.cases)))
+            place = Workplace(whole, Path(scratch) / name, Random(options.seed), count)
+            cases = list(family.cases(place))
+            for case in cases[:: -(-len(cases) // (options.cases or len(cases)))]:
+                survived(case, outcome, Path(scratch))
+                if case.name in outcome.failures:
+                    print(f"{name}, {case.name}: {outcome.failures[case.name]}", flush=True)
+            seconds = time.perf_counter() - start
+            print(f"{name}: {outcome.ways.total()} of {outcome.all}, {seconds:.0f} s", flush=True)
+            outcomes.append(outcome)
+            if options.json:
+                _write(options.json, outcomes, options.seed, whole.seconds)
+    print(tally(outcomes))
+    return int(any(one.failures for one in outcomes))
+
+
+def _write(path: Path, outcomes: Sequence[Outcome], seed: int, seconds: float) -> None:
+    """Write the outcomes, beside those of other families that the file has.
+
+    After each family, as the whole takes long.
+    """
+    families = [
+        {
+            "family": one.family,
+            "survived": one.ways.total(),
+            "all": one.all,
+            "ways": dict(one.ways),
+            "failures": one.failures,
+            "cases": one.details,
+        }
+        for one in outcomes
+    ]
+    if path.exists():
+        ran = {one.family for one in outcomes}
+        kept = json.loads(path.read_text())["families"]
+        families = [one for one in kept if one["family"] not in ran] + families
+    packages = ("torch", "safetensors", "pillow", "filelock", "jsonargparse")
+    found = {
+        "seed": seed,
+        "versions": {name: version(name) for name in packages},
+        "seconds_of_a_run": seconds,
+        "families": families,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

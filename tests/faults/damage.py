@@ -1,0 +1,154 @@
+"""Files that a run leaves, damaged one at a time: what reads them says so, or needs them not."""
+
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+from marglik.storage.checkpoint import Checkpoints
+from tests.faults.copies import command
+from tests.faults.families import Case, Workplace
+from tests.faults.runs import check_same, files_of, fitting, training
+
+__all__ = ["DAMAGES", "damaged_files"]
+
+
+def _truncated(content: bytes, random: Random) -> bytes:
+    return content[: random.randrange(len(content))]
+
+
+def _flipped(content: bytes, random: Random) -> bytes:
+    place = random.randrange(len(content))
+    return (
+        content[:place] + bytes([content[place] ^ 1 << random.randrange(8)]) + content[place + 1 :]
+    )
+
+
+def _zeroed(content: bytes, random: Random) -> bytes:
+    """A block that the disk lost."""
+    start = random.randrange(len(content))
+    lost = min(512, len(content) - start)
+    return content[:start] + bytes(lost) + content[start + lost :]
+
+
+def _longer(content: bytes, random: Random) -> bytes:
+    return content + random.randbytes(random.randint(1, 600))
+
+
+DAMAGES: dict[str, Callable[[bytes, Random], bytes | None]] = {
+    "truncated": _truncated,
+    "flipped": _flipped,
+    "emptied": lambda content, random: b"",
+    "deleted": lambda content, random: None,
+    "zeroed": _zeroed,
+    "longer": _longer,
+}
+"""What the file holds afterwards; None: it is not there."""
+
+STAGES = {
+    "in training": ("learned", 3),
+    "in the evaluation": ("learned_evaluation", 2),
+    "in the baseline": ("baseline", 2),
+}
+"""Where runs were killed: which state's how-manieth save they did not survive."""
+
+
+def damaged_files(place: Workplace) -> Iterator[Case]:
+    """Each file of runs that were killed at some stage, and of finished ones, in turn."""
+    stages = _stages(place)
+    every = [
+        (name, file, how)
+        for how in DAMAGES
+        for name, (folder, _) in stages.items()
+        for file, content in files_of(folder).items()
+        if content and not Path(file).name.startswith(".lock")
+    ]
+    place.random.shuffle(every)
+    # Each file of each stage once before any comes again.
+    first = {(name, file): (name, file, how) for name, file, how in every}.values()
+    chosen = [*first, *(case for case in every if case not in set(first))][: place.count]
+    for name, file, how in chosen:
+        folder, make = stages[name]
+        seed = place.random.random()
+
+        def run(
+            scratch: Path,
+            folder: Path = folder,
+            make: Any = make,
+            file: str = file,
+            how: str = how,
+            seed: float = seed,
+        ) -> str:
+            here = shutil.copytree(folder, scratch / "run")
+            content = DAMAGES[how]((here / file).read_bytes(), Random(seed))
+            if content is None:
+                (here / file).unlink()
+            else:
+                (here / file).write_bytes(content)
+            before = files_of(here)
+            arguments, whole = make(here)
+            ended = command(arguments, scratch / "printed").wait()
+            if ended.status == 0:
+                if files_of(here).get(file) == content:  # what was damaged was not needed
+                    shutil.copy(folder / file, here / file)
+                check_same(here, whole)
+                return "identical"
+            assert ended.status == 2 and ended.error, ended
+            assert str(here) in ended.error, f"it names no file: {ended.error}"
+            after = files_of(here)
+            for one in (before, after):
+                one.pop(".lock", None)
+            assert after == before, f"changed {dict_difference(before, after)}"
+            return f"refused: {ended.error.removeprefix('marglik: error: ')}"
+
+        yield Case(f"{name}: {file} {how}", run)
+
+
+def dict_difference(a: dict[str, bytes], b: dict[str, bytes]) -> list[str]:
+    """Names under which two folders do not hold the same."""
+    return sorted(name for name in {*a, *b} if a.get(name) != b.get(name))
+
+
+def _stages(place: Workplace) -> dict[str, tuple[Path, Callable[[Path], Any]]]:
+    """Stage -> its folder, and what is run in a copy of it, with what that should end like."""
+    whole, stages = place.whole, {}
+
+    def killed(name: str, arguments: Any, state: str, number: int) -> Path:
+        folder = place.folder / name
+        save, seen = Checkpoints.save, 0
+
+        def deadly(self: Checkpoints, *given: Any) -> None:
+            nonlocal seen
+            save(self, *given)
+            seen += self.folder.name == state
+            if seen == number:
+                signal.raise_signal(signal.SIGKILL)
+
+        patched = patch.object(Checkpoints, "save", deadly)
+        ended = command(arguments(folder), place.folder / "printed", patched.start).wait()
+        assert ended.status == -signal.SIGKILL, ended
+        return folder
+
+    def resumed(folder: Path) -> Any:
+        return training(folder, "--resume"), whole.train
+
+    for name, (state, number) in STAGES.items():
+        stages[f"killed {name}"] = killed(name, training, state, number), resumed
+
+    def fit(folder: Path) -> list[str]:
+        return fitting(whole.checkpoint, folder)
+
+    stages["killed fit"] = killed("fit", fit, "fit", 1), lambda f: (fit(f), whole.fit)
+    stages["finished, resumed"] = whole.train, resumed
+    evaluated = shutil.copytree(whole.train, place.folder / "evaluated")
+
+    def evaluate(folder: Path) -> list[str]:
+        return ["evaluate", str(folder), "--progress", "false"]
+
+    assert command(evaluate(evaluated), place.folder / "printed").wait().status == 0
+    stages["finished, evaluated"] = whole.train, lambda f: (evaluate(f), evaluated)
+    stages["finished, reported"] = whole.train, lambda f: (["report", str(f)], whole.train)
+    return stages

@@ -1,0 +1,234 @@
+"""Covariances between inputs against J(X) Σ J(X')ᵀ with a dense J, in value and derivative in X."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, jacrev
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing import assert_close
+
+from kfac_backend.blocks.sketch import Frame
+from kfac_backend.covariance.joint import JointCovariance, joint_covariance
+from kfac_backend.covariance.output_covariance import OutputCovariance
+from kfac_backend.layers import ExampleGradients
+from tests.kfac_backend.covariance import test_output_covariance as single
+
+
+class Tied(nn.Module):
+    """One weight as it is, transposed, and in a layer that runs twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.out = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.both = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x) @ self.both)
+        return self.out(torch.tanh(self.first(x @ self.both.T)))
+
+
+class LowRank(nn.Module):
+    """A weight that is computed from parameters, and so followed operation by operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.A, self.B = nn.Linear(6, 5), nn.Linear(6, 2), nn.Linear(2, 5)
+        self.scale, self.out = nn.Parameter(torch.rand(5)), nn.Linear(5, 3)
+
+    def forward(self, x):
+        h = torch.tanh(self.base(x) + self.B(self.A(x)) * self.scale)
+        return self.out(h)
+
+
+class Attention(nn.Module):
+    """PyTorch's own, whose parts have rules, and whose fused kernel is not differentiable twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.out = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x):
+        return self.out(self.norm(x + self.attention(x, x, x, need_weights=False)[0]).mean(1))
+
+
+class Decides(single.OwnNorm):
+    """Without a rule, and by the value of a tensor, which vmap cannot follow."""
+
+    def forward(self, x):
+        return super().forward(x) if bool((x == x).all()) else x
+
+
+MORE = {
+    "tied": lambda: (Tied(), torch.randn(6, 6)),
+    "low rank": lambda: (LowRank(), torch.randn(6, 6)),
+    "attention": lambda: (Attention(), torch.randn(6, 5, 4)),
+    "decides": lambda: (
+        nn.Sequential(nn.Linear(6, 5), Decides(5), nn.Tanh(), nn.Linear(5, 3)),
+        torch.randn(6, 6),
+    ),
+    "wide": lambda: (nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 1)),
+                     torch.randn(6, 6)),
+}  # fmt: skip
+CASES = {**single.CASES, **MORE}
+
+
+def case(name):
+    """A model in float64, and sets of two of its inputs (2, 2, ...)."""
+    torch.manual_seed(1)
+    model, x = CASES[name]()
+    return model.double().eval(), x.double()[:4].unflatten(0, (2, 2))
+
+
+def brute_force(model, x, dense):
+    """J(X) Σ J(X)ᵀ of each set, (T, q·C, q·C)."""
+    parameters = {n: p.detach() for n, p in model.named_parameters() if n in dense}
+
+    def outputs(p, x):
+        with sdpa_kernel(SDPBackend.MATH):
+            return functional_call(model, p, (x,))
+
+    sets = []
+    for x_t in x:
+        one_by_one = [jacrev(outputs)(parameters, x_n[None]) for x_n in x_t]
+        total = 0
+        for name, covariance in dense.items():
+            J = torch.cat([J_n[name].flatten(2)[0] for J_n in one_by_one])  # (q·C, P)
+            total = total + J @ torch.linalg.solve(covariance, J.mT)
+        sets.append(total)
+    return torch.stack(sets).detach()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_dense_jacobian(name):
+    model, x = case(name)
+    blocks, dense = single.posterior(model, x.flatten(0, 1))
+    f, covariance = JointCovariance(model, blocks)(x)
+    expected = brute_force(model, x, dense)
+    assert_close(covariance, expected, rtol=1e-10, atol=1e-12)
+    assert_close(f.flatten(0, 1), model(x.flatten(0, 1)).detach())
+    # Negative control: inputs one by one have no covariance.
+    alone = torch.stack([torch.block_diag(*each) for each in blocks_of(covariance, f)])
+    assert (alone - expected).norm() > 1e-2 * expected.norm()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_derivatives_are_those_of_the_dense_jacobian(name):
+    """By central differences: autograd through jacrev of layer_norm is wrong (PyTorch 2.15)."""
+    model, x = case(name)
+    blocks, dense = single.posterior(model, x.flatten(0, 1))
+    f, covariance = JointCovariance(model, blocks)(x.requires_grad_())
+    weights, direction = torch.randn_like(covariance.detach()), torch.randn_like(x.detach())
+
+    def derivative(of):
+        steps = [of(x.detach() + sign * 1e-5 * direction) for sign in (1, -1)]
+        return (steps[0] - steps[1]) / 2e-5
+
+    def along(value):
+        (gradient,) = torch.autograd.grad(value, x, retain_graph=True)
+        return (gradient * direction).sum()
+
+    of_covariance = derivative(lambda x: (weights * brute_force(model, x, dense)).sum())
+    of_mean = derivative(lambda x: model(x.flatten(0, 1)).sum()).detach()
+    assert_close(along((weights * covariance).sum()), of_covariance, rtol=1e-6, atol=1e-8)
+    assert_close(along(f.sum()), of_mean, rtol=1e-6, atol=1e-8)
+    # Negative control: without the covariances of different inputs.
+    same = torch.block_diag(*[torch.ones(f.shape[2], f.shape[2])] * f.shape[1])
+    alone = along((weights * same * covariance).sum())
+    assert (alone - of_covariance).abs() > 1e-3 * of_covariance.abs()
+
+
+def blocks_of(covariance, f):
+    """The covariances (q, C, C) of the single inputs of each set."""
+    q, C = f.shape[1:]
+    by_input = covariance.detach().unflatten(2, (q, C)).unflatten(1, (q, C))
+    return [torch.stack([of_set[p, :, p] for p in range(q)]) for of_set in by_input]
+
+
+@pytest.mark.parametrize("name", ["mlp", "tokens", "all layers", "no rule", "tied"])
+def test_single_inputs_are_those_of_the_output_covariance(name):
+    model, x = case(name)
+    blocks, _ = single.posterior(model, x.flatten(0, 1))
+    f, covariance = JointCovariance(model, blocks)(x)
+    assert not covariance.requires_grad and not f.requires_grad
+    mean, alone = OutputCovariance(model, blocks)(x.flatten(0, 1))
+    assert_close(torch.cat(blocks_of(covariance, f)), alone, rtol=1e-10, atol=1e-12)
+    assert_close(f.flatten(0, 1), mean)
+
+
+@pytest.mark.parametrize("name", ["mlp", "tokens"])
+def test_gradients_are_those_of_finite_differences(name):
+    model, x = case(name)
+    blocks, _ = single.posterior(model, x.flatten(0, 1))
+    joint = JointCovariance(model, blocks)
+    joint(x)  # the proof
+    assert torch.autograd.gradcheck(joint, (x[:1].requires_grad_(),))
+
+
+def test_sketched_factors():
+    model, x = case("wide")
+    blocks, dense = single.posterior(model, x.flatten(0, 1), sketch_rank=2)
+    assert any(isinstance(eigen.Q_A, Frame) for eigen, _ in blocks.values())
+    _, covariance = JointCovariance(model, blocks)(x)
+    assert_close(covariance, brute_force(model, x, dense), rtol=1e-10, atol=1e-12)
+
+
+def test_some_outputs():
+    model, x = case("mlp")
+    blocks, _ = single.posterior(model, x.flatten(0, 1))
+    joint = JointCovariance(model, blocks)
+    f, covariance = joint(x)
+    some, of_some = joint(x, [2, 0])
+    chosen = [2, 0, 5, 3]
+    assert_close(some, f[..., [2, 0]])
+    assert_close(of_some, covariance[:, chosen][:, :, chosen])
+    with pytest.raises(ValueError, match="classes has the number 3; the outputs are 0 to 2"):
+        joint(x, [3])
+
+
+@pytest.mark.parametrize("R", [1, 3])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_ways_to_contract_agree(R, transposed):
+    """Many inputs a set or few, in one part or in many: the same matrix."""
+    model, x = case("mlp")
+    blocks, _ = single.posterior(model, x.flatten(0, 1))
+    block, spectrum = blocks["0.weight"]  # (5, 6)
+    d_out, d_in = (6, 5) if transposed else (5, 6)
+    gradients = ExampleGradients(torch.randn(1, 8, R, 2, d_out).double(),
+                                 torch.randn(1, 8, R, d_in).double())  # fmt: skip
+    whole = joint_covariance(gradients, block, spectrum, 8, transposed=transposed)
+    parts = joint_covariance(gradients, block, spectrum, 8, 1, transposed=transposed)
+    assert_close(parts, whole)
+    pairs = joint_covariance(gradients, block, spectrum, 2, transposed=transposed)
+    for t in range(4):
+        some = slice(4 * t, 4 * t + 4)
+        assert_close(pairs[t], whole[0, some, some])
+
+
+def test_leaves_model_and_memory_as_they_were():
+    """A graph holds hooks that hold what they saw; nothing stays once the results are gone."""
+    model, x = case("mlp")
+    blocks, _ = single.posterior(model, x.flatten(0, 1))
+    joint = JointCovariance(model, blocks)
+    activations = []
+    model[1].register_forward_hook(lambda m, a, out: activations.append(weakref.ref(out)))
+    f, covariance = joint(x.requires_grad_())
+    covariance.sum().backward()
+    assert x.grad is not None and all(p.grad is None for p in model.parameters())
+    assert [len(m._forward_hooks) for m in model] == [0, 1, 0]
+    del f, covariance
+    gc.collect()
+    assert activations and all(activation() is None for activation in activations)
+
+
+def test_what_it_cannot_do_is_named():
+    model, x = case("mlp")
+    blocks, _ = single.posterior(model, x.flatten(0, 1))
+    joint = JointCovariance(model, blocks)
+    with pytest.raises(ValueError, match=r"x has shape \(4, 6\); sets of inputs"):
+        joint(x.flatten(0, 1))
+    with pytest.raises(NotImplementedError, match="joint covariance is there for outputs"):
+        joint(x[:, :, None].expand(-1, -1, 3, -1))

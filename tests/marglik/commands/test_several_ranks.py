@@ -1,0 +1,197 @@
+"""The commands on several ranks: the files of one process, and one error where a rank fails."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.testing import assert_close
+
+from tests.marglik.close_state import assert_near
+from tests.marglik.commands.command_line import DATA, MODEL, TRAIN, is_empty, refusal
+
+HERE = "tests.marglik.commands.commands_on_ranks"
+OPTIONS = [*TRAIN, *DATA, *MODEL, "--monitor", "2", "--checkpoint_minutes", "0"]
+TOLERANCE = 2e-3
+"""Of float32 after four epochs and two updates of 20 steps."""
+
+
+def on_ranks(worlds, size, *arguments):
+    """What each rank printed."""
+    found = worlds.all(size, f"{HERE}:command", *arguments)
+    assert [status for status, *_ in found] == [0] * size, found
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(worlds, tmp_path_factory):
+    """The run of one process."""
+    folder = tmp_path_factory.mktemp("ranks") / "alone"
+    on_ranks(worlds, 1, *OPTIONS, "--output", str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def together(worlds, tmp_path_factory):
+    """The run of two ranks, and what they printed."""
+    folder = tmp_path_factory.mktemp("ranks") / "together"
+    return folder, on_ranks(worlds, 2, *OPTIONS, "--output", str(folder))
+
+
+def results_of(folder):
+    return json.loads((folder / "results.json").read_text())
+
+
+def assert_same_run(folder, other):
+    """Evidence, weight decays, metrics and parameters, up to float32's order of sums."""
+    found, expected = results_of(folder), results_of(other)
+    for key in ("num_data", "held_out", "evidence", "weight_decay"):
+        assert_near(found[key], expected[key], TOLERANCE, key)
+    for name, metrics in expected["metrics"].items():
+        nll = metrics["test/cls/NLL"]
+        assert found["metrics"][name]["test/cls/NLL"] == pytest.approx(nll, abs=TOLERANCE)
+    parameters = load_file(other / "model.safetensors")
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        assert_close(tensor, parameters[name], rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_two_ranks_train_what_one_process_trains(alone, together):
+    folder, printed = together
+    assert_same_run(folder, alone)
+    assert {p.name for p in folder.iterdir()} == {p.name for p in alone.iterdir()}
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    others = [json.loads(line) for line in (alone / "log.jsonl").read_text().splitlines()]
+    for found, expected in zip(lines, others, strict=True):
+        assert list(found) == list(expected)
+        if found["kind"] == "epoch":
+            assert found["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE)
+            assert found["accuracy"] == pytest.approx(expected["accuracy"], abs=0.01)
+    assert "log marginal likelihood per example" in printed[0][1]
+    assert printed[1][1:] == ("", "")  # the first alone prints
+
+
+def test_two_ranks_evaluate_what_one_process_evaluates(worlds, alone, tmp_path):
+    """The same posterior, in batches of 50: the last has one part more than the other, or none."""
+    found = {}
+    for size in (1, 2):
+        printed = on_ranks(
+            worlds, size, "evaluate", str(alone), "--output", str(tmp_path / f"found {size}"),
+            "--methods", "[probit, linearised]", "--predictive.networks", "5",
+            "--predictive.batch_size", "50",
+            "--progress", "false",
+        )  # fmt: skip
+        record = json.loads((tmp_path / f"found {size}" / "evaluation.json").read_text())
+        found[size] = record["predictives"]
+        assert [out == "" for _, out, _ in printed] == [False, True][:size]
+    for name, expected in found[1].items():
+        assert_near(found[2][name]["metrics"], expected["metrics"], 1e-5, name)
+        assert found[2][name]["options"].keys() == expected["options"].keys()
+
+
+@pytest.mark.parametrize("method", ["evidence", pytest.param("validation", marks=pytest.mark.slow)])
+def test_two_ranks_fit_what_one_process_fits(worlds, alone, tmp_path, method):
+    checkpoint = str(shutil.copy(alone / "model.safetensors", tmp_path / "net.safetensors"))
+    found = {}
+    for size in (1, 2):
+        folder = tmp_path / str(size)
+        options = ["--prior.method", method, "--predictive.method", "mc", "--batch_size", "50"]
+        on_ranks(
+            worlds, size, "fit", "--checkpoint", checkpoint, *DATA, *MODEL, *options,
+            "--output", str(folder), "--no_progress",
+        )  # fmt: skip
+        record = json.loads((folder / "posterior.json").read_text())
+        found[size] = {k: record[k] for k in ("prior_precision", "calibrations", "num_data")
+                       if k in record}  # fmt: skip
+        factors = load_file(folder / "posterior.safetensors")
+        found[size]["factors"] = {name: factors[name] for name in sorted(factors)}
+    assert_near(found[2], found[1], 1e-3)
+
+
+@pytest.mark.slow  # the loop's own test of it takes a quarter of the time
+def test_a_run_goes_on_with_another_number_of_ranks(worlds, alone, tmp_path):
+    """Killed on two ranks, gone on with by four, killed, and ended by one process."""
+    run = [*OPTIONS, "--output", str(tmp_path / "run")]
+    for size, rank in ((2, 1), (4, 0)):
+        worlds.run(size, f"{HERE}:killed_after", 0.5, rank, [*run, "--resume"])
+    on_ranks(worlds, 1, *run, "--resume")
+    assert_same_run(tmp_path / "run", alone)
+
+
+@pytest.mark.parametrize(
+    ("more", "word"),
+    [(["--prior.lr", "0.2"], "config.prior.lr is 0.1 on rank 0, 0.2 on rank 1"),
+     (["--data.data.validation", "0.2"], "is "),
+     (["--model.hidden", "[11]"], "model_options.hidden")],
+)  # fmt: skip
+def test_ranks_that_were_started_differently_end(worlds, tmp_path, more, word):
+    found = worlds.all(2, f"{HERE}:different", [*OPTIONS, "--output", str(tmp_path / "run")], more)
+    for rank, (status, out, err) in enumerate(found):
+        assert (status, out) == (2, "")
+        assert "The processes were started differently: " in err and word in err, (rank, err)
+    assert is_empty(tmp_path / "run")
+
+
+def test_what_one_rank_finds_wrong_ends_all(worlds, tmp_path):
+    more = ["--model.in_features", "63"]
+    found = worlds.all(2, f"{HERE}:different", [*OPTIONS, "--output", str(tmp_path / "run")], more)
+    (status, _, said), (other, _, silent) = found
+    assert (status, other) == (2, 2)
+    assert "Rank 1 of 2 failed in the start" in said and "MLP cannot take inputs" in said
+    assert silent == ""  # as the first has said it
+
+
+def test_numbers_of_ranks_that_cannot_be(capsys, monkeypatch, worlds, tmp_path):
+    options = [*OPTIONS, "--output", str(tmp_path / "run")]
+    assert "devices must be at least 1, not 0." in refusal(capsys, *options, "--devices", "0")
+    said = refusal(capsys, *options, "--devices", "2", "--rank_timeout", "0")
+    assert "rank_timeout must be positive" in said
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    said = refusal(capsys, *options, "--devices", "3")
+    assert "--devices 3: there are 2 GPUs on this machine. Pass 2 or less" in said
+    for wrong, words in (
+        (["--batch_size", "1"], "batch_size 1: 2 processes need a batch of 2 examples at least"),
+        (["--devices", "3"], "--devices 3: torchrun has started 2 processes."),
+    ):
+        for rank, found in enumerate(worlds.all(2, f"{HERE}:command", *options, *wrong)):
+            assert found[0] == 2 and (words in found[2]) == (rank == 0 or "--devices" in wrong)
+    assert is_empty(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_the_command_starts_ranks_and_torchrun_does(alone, tmp_path):
+    """Both as users call them, in processes of their own; and what is said of a killed rank."""
+    import os
+    import signal
+    import subprocess
+    import sys
+    import time
+
+    root = Path(__file__).parents[3]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    # Without "--" torchrun takes our --monitor for an abbreviation of an option of its own.
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "--", "marglik"]
+    for name, start, more in (
+        ("torchrun", torchrun, []), ("devices", ["-m", "marglik"], ["--devices", "2"]),
+    ):  # fmt: skip
+        output = ["--output", str(tmp_path / name)]
+        subprocess.run(
+            [sys.executable, *start, *OPTIONS, *output, *more], cwd=tmp_path, check=True,
+            env=environment,
+        )  # fmt: skip
+        assert_same_run(tmp_path / name, alone)
+
+    command = [sys.executable, "-m", "marglik", *OPTIONS, "--epochs", "500"]
+    command += ["--output", str(tmp_path / "killed"), "--devices", "2", "--rank_timeout", "20"]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE) as run:
+        log = tmp_path / "killed" / "log.jsonl"
+        while not log.exists() or len(log.read_bytes().splitlines()) < 3:
+            assert run.poll() is None
+            time.sleep(0.2)
+        children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        os.kill(int(children[1]), signal.SIGKILL)
+        _, said = run.communicate(timeout=60)
+    assert run.returncode == 2
+    assert b"was ended by SIGKILL" in said and b"--resume goes on" in said

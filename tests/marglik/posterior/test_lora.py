@@ -1,0 +1,224 @@
+"""The posterior of peft's adapters alone: no line but KronLaplace, files without the base."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.func import functional_call, jacrev
+from torch.testing import assert_close
+
+from kfac_backend.blocks.sketch import SketchedFactor
+from marglik import (
+    KronLaplace,
+    calibrate,
+    laplace_predictive,
+    load_posterior,
+    maximize_evidence,
+    save_posterior,
+)
+from tests.evidence_oracles import laplace_log_evidence
+from tests.marglik.posterior.adapted import CLASSES, RANK, WIDTH, batch, classifier
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+ROOT = Path(__file__).parents[3]
+SKETCHES = {"kfac_approx": "expand", "sketch_rank": 3}
+CASES = {"whole": {"kfac_approx": "expand"}, "sketches": SKETCHES}
+# peft 0.21 reads a property that transformers 5 renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+
+
+def fitted(model: nn.Module, options) -> KronLaplace:
+    laplace = KronLaplace(model, "classification", backend_kwargs=options)
+    laplace.fit([batch(8), batch(5, seed=1)])
+    maximize_evidence(laplace)
+    return laplace
+
+
+@pytest.fixture(scope="module", params=CASES)
+def laplace(request) -> KronLaplace:
+    """In float64, with learned precisions."""
+    return fitted(classifier().double(), CASES[request.param])
+
+
+def precision(laplace) -> dict[str, torch.Tensor]:
+    """Parameter name -> dense posterior precision."""
+    blocks = laplace.factors.blocks.items()
+    return {
+        name: block.to_dense() + delta * torch.eye(block.numel).double()
+        for (name, block), delta in zip(blocks, laplace.prior_precision, strict=True)
+    }
+
+
+def test_adapters_and_head_alone_have_a_posterior(laplace):
+    names = list(laplace.factors.blocks)
+    adapters = [
+        f"layers.{i}.self_attn.{m}_proj.lora_{f}" for i in (0, 1) for m in "qv" for f in "AB"
+    ]
+    assert len(names) == 9 and names[-1].endswith("score.modules_to_save.default.weight")
+    for name, expected in zip(names, adapters, strict=False):
+        assert expected in name
+    assert laplace.n_params == 4 * 2 * RANK * WIDTH + CLASSES * WIDTH
+    wide = {name for name, b in laplace.factors.blocks.items() if b.sketches}
+    assert len(wide) == (9 if laplace.options.sketch_rank else 0)
+
+
+def test_evidence_is_that_of_the_dense_blocks(laplace):
+    H = torch.block_diag(*(b.to_dense() for b in laplace.factors.blocks.values()))
+    sizes = torch.tensor([b.numel for b in laplace.factors.blocks.values()])
+    delta = laplace.prior_precision.repeat_interleave(sizes)
+    model, log_likelihood = laplace.model, 0.0
+    for data in (batch(8), batch(5, seed=1)):
+        log_likelihood -= float(model(**data).loss.detach()) * len(data["labels"])
+    expected = laplace_log_evidence(log_likelihood, laplace.mean, H, delta)
+    assert_close(float(laplace.log_marginal_likelihood()), expected)
+    assert len(set(laplace.prior_precision.tolist())) == 9
+
+
+def test_covariances_are_those_of_dense_jacobians(laplace):
+    model, x = laplace.model, batch(3, seed=2)
+    parameters = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+
+    def outputs(p):
+        inputs = {key: x[key] for key in ("input_ids", "attention_mask")}
+        return functional_call(model, p, kwargs=inputs).logits
+
+    expected = 0
+    for name, J in jacrev(outputs)(parameters).items():
+        J = J.flatten(2)
+        expected = expected + J @ precision(laplace)[name].inverse() @ J.mT
+    found = laplace.output_distribution(x)
+    assert_close(found[0], outputs(parameters))
+    assert_close(found[1], expected)
+    assert_close(laplace.output_distribution(x, classes=torch.tensor([2, 0]))[1],
+                 expected[:, [2, 0]][:, :, [2, 0]])  # fmt: skip
+
+
+def test_samples_have_the_posteriors_covariance(laplace):
+    """Exactly: noise of one entry at a time shows the matrix's root column by column."""
+    for name, (eigen, spectrum) in laplace.precision_blocks().items():
+        root = eigen.power_matvec(torch.eye(eigen.numel).double(), spectrum, -0.5)
+        assert_close(root @ root.mT, precision(laplace)[name].inverse())
+    samples = laplace.sample(50, torch.Generator().manual_seed(0))
+    assert samples.shape == (50, laplace.n_params)
+    again = laplace.linearised_outputs(samples, batch(3, seed=2))
+    spread = (again - laplace.output_distribution(batch(3, seed=2))[0]).square().mean((0, 1, 2))
+    variance = laplace.output_distribution(batch(3, seed=2))[1].diagonal(dim1=1, dim2=2).mean()
+    assert 0.6 < spread / variance < 1.5
+
+
+def test_damping_with_sketches():
+    laplace = KronLaplace(
+        classifier().double(), "classification", damping=True, backend_kwargs=SKETCHES
+    )
+    laplace.fit([batch(8)])
+    log_det = torch.zeros((), dtype=torch.float64)
+    for block in laplace.factors.blocks.values():
+        B, A = (
+            F.to_dense() + torch.eye(len(F.U)) if isinstance(F, SketchedFactor)
+            else F + torch.eye(len(F)) for F in (block.B, block.A)
+        )  # fmt: skip
+        log_det = log_det + torch.linalg.slogdet(torch.kron(B, A))[1]
+    scatter = laplace.mean @ laplace.mean
+    expected = laplace.log_likelihood - 0.5 * (log_det + scatter)
+    assert_close(laplace.log_marginal_likelihood(), expected)
+    assert_close(laplace.log_det_posterior_precision, log_det)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_fresh_process_loads_the_adapters_on_its_own_base(case, tmp_path):
+    """With another random head and other adapters, which the file replaces."""
+    model = classifier()
+    laplace = fitted(model, CASES[case])
+    calibrate(laplace, [batch(20, seed=5)])
+    save_posterior(laplace, tmp_path)
+    x = {key: value for key, value in batch(4, seed=6).items() if key != "labels"}
+    save_file(x, tmp_path / "x.safetensors")
+    printed = subprocess.run(
+        [sys.executable, "-m", "tests.marglik.posterior.adapted", str(tmp_path)],
+        check=True, cwd=ROOT, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    found = load_file(tmp_path / "found.safetensors")
+    assert int(printed.split()[-1]) == 0
+    assert torch.equal(found["evidence"], laplace.log_marginal_likelihood())
+    assert_close(found["mean"], laplace_predictive(laplace)(x).mean)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_files_hold_adapters_and_factors_alone(case, tmp_path):
+    model = classifier()
+    laplace = fitted(model, CASES[case])
+    save_posterior(laplace, tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    assert {name for name in state} == set(laplace.factors.blocks)
+    numbers = laplace.n_params
+    r = 3
+    for block in laplace.factors.blocks.values():
+        for F in (block.B, block.A):
+            wide = isinstance(F, SketchedFactor)
+            # Sketches: r vectors in float32, and r eigenvalues in float64.
+            numbers += len(F.U) * r + 2 * r if wide else F.numel()
+    sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    written = sizes["model.safetensors"] + sizes["posterior.safetensors"]
+    assert written - 8_000 < 4 * numbers <= written  # headers besides
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    assert frozen > 4 * laplace.n_params
+
+
+def test_another_base_is_refused_but_another_head_is_none(tmp_path):
+    laplace = fitted(classifier(), CASES["whole"])
+    save_posterior(laplace, tmp_path)
+    other_head = classifier(seed=3)
+    heads = [m.base_model.model.score.original_module.weight for m in (laplace.model, other_head)]
+    assert not torch.equal(*heads)
+    loaded = load_posterior(tmp_path, other_head)
+    for found, expected in zip(
+        loaded.output_distribution(batch()), laplace.output_distribution(batch()), strict=True
+    ):
+        assert_close(found, expected)
+    with pytest.raises(ValueError, match="saved without the frozen parameters"):
+        load_posterior(tmp_path, classifier(base=1))
+    changed = classifier()
+    changed.base_model.model.model.norm.weight.data[0] += 1e-6
+    with pytest.raises(ValueError, match="their SHA-256 sum is another"):
+        load_posterior(tmp_path, changed)
+
+
+def test_a_tokenizers_batches_and_padding_on_either_side():
+    """BatchEncoding is a mapping, but no dict; words under the mask count nowhere."""
+    model, data = classifier().double(), batch(8)
+    laplace = KronLaplace(model, "classification")
+    laplace.fit([transformers.BatchEncoding(data)])
+    longer = {
+        "input_ids": nn.functional.pad(data["input_ids"], (0, 3)),
+        "attention_mask": nn.functional.pad(data["attention_mask"], (0, 3)),
+        "labels": data["labels"],
+    }
+    again = KronLaplace(model, "classification")
+    again.fit([longer])
+    for name, block in laplace.factors.blocks.items():
+        assert_close(again.factors.to_dense(name), block.to_dense())
+    assert_close(again.log_marginal_likelihood(), laplace.log_marginal_likelihood())
+
+
+def test_a_base_in_half_precision_keeps_its_hyperparameters():
+    """Adapters of peft are in float32 there; so are precisions and the mean."""
+    model = classifier(dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {
+        torch.float32,  # adapters
+        torch.bfloat16,  # the head
+    }
+    laplace = KronLaplace(model, "classification", prior_precision=1.2345)
+    assert laplace.prior_precision.dtype == torch.float32
+    laplace.fit([batch(8)])
+    assert laplace.mean.dtype == torch.float32
+    assert torch.isfinite(laplace.log_marginal_likelihood())
+    delta = maximize_evidence(laplace).prior_precision
+    assert_close(laplace.prior_precision, torch.tensor(list(delta.values())))
+    f, covariance = laplace.output_distribution(batch(3, seed=2))
+    assert covariance.dtype == torch.float32 and torch.isfinite(covariance).all()
