@@ -25,7 +25,7 @@ format: $(INSTALLED)  ## what lint would ask for
 	$(BIN)/ruff check --fix .
 
 docs: $(INSTALLED)  ## the documentation in site/, with the examples run: a quarter of an hour, minutes if they ran before
-	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[docs,transformers]'
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[docs,adapters,transformers,models]'
 	$(BIN)/mkdocs build
 
 bench: $(INSTALLED)  ## curvature pass, evidence update and predictive against the limit and the peers, here

@@ -41,7 +41,7 @@ for name, decay in zip(names, decays, strict=True):
     print(f"{name:13} {decay:.1e}")
 
 # %% [markdown]
-# The evidence rises within each update, and from update to update as the network fits.
+# The evidence rises within each update, and mostly from one to the next, as the network fits.
 
 # %%
 figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3), layout="constrained")

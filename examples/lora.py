@@ -1,4 +1,3 @@
-# ruff: noqa: D100, E402, I001
 # %% [markdown]
 # # LoRA with calibrated uncertainty
 #

@@ -13,6 +13,7 @@ import yaml
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PUBLIC = ["kfac_backend", "kfac_backend.optimizer", "marglik", "marglik.models", "marglik.data"]
+OPTIONAL = ("marglik.adapters.", "marglik.callbacks.transformers")
 TYPES = {"CORRUPTIONS", "SEVERITIES"}  # constants, which have no docstring of their own
 
 
@@ -32,10 +33,16 @@ def test_public_names_have_a_docstring_and_a_page(package):
         assert f"{package}.{name}" in pages, f"{package}.{name} has no page in docs/api"
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of other libraries, when imported
 def test_documented_names_exist():
     for name in documented():
         module, _, attribute = name.rpartition(".")
-        assert hasattr(import_module(module), attribute), name
+        try:
+            found = import_module(module)
+        except ImportError:  # of an extra, which is not installed
+            assert module.startswith(OPTIONAL), module
+            continue
+        assert hasattr(found, attribute), name
 
 
 def test_each_page_is_in_the_navigation():
@@ -52,7 +59,8 @@ def test_examples_have_a_title_and_a_first_paragraph():
     scripts = sorted((ROOT / "examples").glob("*.py"))
     assert len(scripts) >= 8
     for script in scripts:
-        title, empty, first, *_ = script.read_text().splitlines()[1:]
+        _, _, text = script.read_text().partition("# %% [markdown]\n")
+        title, empty, first, *_ = text.splitlines()
         assert title.startswith("# # ") and empty == "#" and first.startswith("# "), script.name
 
 

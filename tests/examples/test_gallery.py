@@ -16,7 +16,7 @@ SHOWN = {
     "cifar10_post_hoc": ["digits", "log evidence per image", "last layer, calibrated"],
     "vision_transformer": ["expand: ", "reduce: ", "calibrated"],
     "gpt_text": ["likes", "nats per byte"],
-    "graphs": ["1000", "calibrated"],
+    "graphs": ["800 graphs of", "calibrated"],
     "kfac_optimizer": ["SGD", "Adam", "K-FAC"],
     "own_layer": ["reduce: relative error", "NotImplementedError", "prior precision"],
 }
