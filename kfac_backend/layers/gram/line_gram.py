@@ -99,4 +99,4 @@ def unfold_width(lines: Lines, x: Window) -> Float[Tensor, "M k2C"]:
         (of_line, of_pixel * x.stride, of_pixel * x.dilation, of_channel),
         lines.storage_offset(),
     )
-    return patches.reshape(len(lines) * x.positions, -1)
+    return patches.reshape(len(lines) * x.positions, x.kernel * lines.shape[-1])

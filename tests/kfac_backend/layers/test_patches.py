@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -45,6 +45,10 @@ def assert_equal(found, expected):
     mode=st.sampled_from(MODES),
     channels_last=st.booleans(),
 )
+@example(  # no line that all windows see
+    kernel=(3, 1), stride=(1, 1), padding="same", dilation=(2, 1), size=(4, 4), mode="zeros",
+    channels_last=False,
+)  # fmt: skip
 def test_any_geometry(kernel, stride, padding, dilation, size, mode, channels_last):
     assume(padding != "same" or stride == (1, 1))
     reach = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
