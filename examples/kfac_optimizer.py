@@ -52,15 +52,18 @@ def train(make_optimizer, epochs=15):
 # %% [markdown]
 # ## Beside SGD and Adam
 #
-# Each learning rate is the best of a few for this problem. For K-FAC tune it together with the
-# damping. The likelihood is "bernoulli": each pixel is an output of its own.
+# For each the settings with the lowest loss in the last epoch were taken, with this seed: of four
+# learning rates for SGD and Adam; for K-FAC of twelve settings (two dampings, two learning rates,
+# three limits of the KL clip, which matters more than the learning rate here). With the default
+# limit of 0.001 K-FAC ends at 20.03, behind both. The likelihood is "bernoulli": each pixel is an
+# output of its own.
 
 # %%
-options = PreconditionerOptions(damping=0.03, factor_every=5, update_every=5)
+options = PreconditionerOptions(damping=0.03, factor_every=5, update_every=5, norm_limit=0.01)
 optimizers = {
-    "SGD, Nesterov": lambda m: torch.optim.SGD(m.parameters(), 0.01, 0.9, nesterov=True),
-    "Adam": lambda m: torch.optim.Adam(m.parameters(), 3e-3),
-    "K-FAC": lambda m: KFAC(m, "bernoulli", lr=0.05, options=options),
+    "SGD, Nesterov": lambda m: torch.optim.SGD(m.parameters(), 0.03, 0.9, nesterov=True),
+    "Adam": lambda m: torch.optim.Adam(m.parameters(), 1e-2),
+    "K-FAC": lambda m: KFAC(m, "bernoulli", lr=0.1, options=options),
 }
 figure, axes = pyplot.subplots(figsize=(8, 3), layout="constrained")
 for name, make_optimizer in optimizers.items():

@@ -34,7 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import peft
+import peft  # pyright: ignore[reportMissingImports]
 import torch
 import transformers
 from scipy.optimize import minimize_scalar

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import peft
+import peft  # pyright: ignore[reportMissingImports]
 import torch
 import transformers
 
