@@ -148,7 +148,7 @@ def table(folder: Path) -> str:
         lines += [
             "",
             f"{part['num_images']} images of {part['data']}: {part['total_seconds']:.0f} s, of "
-            f"which {part['processor_seconds']:.0f} s on the processor ({part['threads']} threads); "
+            f"which {part['processor_seconds']:.0f} s on the processor; "
             f"{part['resident_mebibytes_after_a_tenth']:.0f} MiB resident after a tenth of them, "
             f"{part['resident_mebibytes_at_most']:.0f} MiB at the most.",
         ]
