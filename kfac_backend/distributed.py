@@ -209,12 +209,14 @@ def check_same(values: Sequence[Mapping[str, Any]], what: str) -> None:
         values: each rank's, by names.
         what: is being done, for the error.
     """
-    for name, first in values[0].items():
+    for name in dict.fromkeys(name for value in values for name in value):
+        first = values[0].get(name)
         for rank, other in enumerate(values):
-            if other[name] != first:
+            if other.get(name) != first:
                 raise RankError(
-                    f"Ranks disagree in {what}: {name} is {first!r} on rank 0 and {other[name]!r} "
-                    f"on rank {rank}. All must run the same program, on the same model."
+                    f"Ranks disagree in {what}: {name} is {first!r} on rank 0 and "
+                    f"{other.get(name)!r} on rank {rank}. All must run the same program, on the "
+                    "same model."
                 )
 
 

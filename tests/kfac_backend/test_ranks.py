@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from kfac_backend.distributed import RankError, check_same
+
 WORLDS = (1, 2, 4)
 
 
@@ -86,6 +88,12 @@ def test_a_failure_of_one_ends_both(told, name, what, words):
     (others,) = [text for text in texts if text != own]
     assert others.startswith("RankError: Rank ")
     assert f"failed in {what}, which ends it for all: {words}" in others
+
+
+def test_what_only_one_rank_has_is_a_difference():
+    check_same([{"a": 1, "b": 2}] * 2, "a test")
+    with pytest.raises(RankError, match="b is None on rank 0 and 2 on rank 1"):
+        check_same([{"a": 1}, {"a": 1, "b": 2}], "a test")
 
 
 def test_a_rank_that_is_gone(told):
