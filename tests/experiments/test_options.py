@@ -43,7 +43,10 @@ def test_only_the_results_that_were_made_here_are_written_and_shown(tmp_path, mo
     of_table2["metrics"]["MAP"]["test/cls/NLL"] = 7.5
     of_exactness = json.loads((SHIPPED / "exactness/exactness.json").read_text())
     seconds = {"median_seconds": {"one of my own": 7.5}}
-    stream = {"num_images": 3, "data": "mine", "total_seconds": 7.5, "milliseconds_per_image": 7.5}
+    stream = {
+        "num_images": 3, "data": "mine", "total_seconds": 7.5, "processor_seconds": 5.0,
+        "resident_mebibytes_after_a_tenth": 1.0, "resident_mebibytes_at_most": 1.0,
+    }  # fmt: skip
     monkeypatch.setattr(marglik_cifar10, "run", lambda config: of_table2)
     monkeypatch.setattr(marglik_cifar10, "as_they_finish", one_by_one)
     monkeypatch.setattr(presets, "run", of_preset)

@@ -152,7 +152,10 @@ def one_thread_alone() -> None:
     torch.set_num_threads(1)
     tqdm.monitor_interval = 0  # a thread that watches bars
     names = os.listdir("/proc/self/task")
-    assert len(names) == 1, f"{len(names)} threads; a copy would have one of them"
+    assert len(names) == 1, (
+        f"{len(names)} threads; a copy would have one of them. Start with OMP_NUM_THREADS=1, which "
+        "keeps numpy from starting its own."
+    )
 
 
 def sleep_until(moment: float) -> None:

@@ -1,6 +1,7 @@
 """A few cases of each family of faults; `python -m tests.faults` has them all."""
 
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -39,7 +40,7 @@ def harness(*arguments, first=""):
     )
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
-        cwd=ROOT, capture_output=True, text=True,
+        cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
 
