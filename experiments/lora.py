@@ -24,7 +24,6 @@ import json
 import math
 import random
 import re
-import statistics
 import sys
 import time
 from collections import Counter
@@ -40,7 +39,7 @@ import transformers
 from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 
-from experiments.studies import add_study_options, run_missing, standard_error, study_folder
+from experiments.studies import add_study_options, mean_with_error, run_missing, study_folder
 from kfac_backend.files import write_file
 from marglik import (
     KronLaplace,
@@ -352,16 +351,11 @@ def table(folder: Path) -> str:
     for size in found[0]["rows"]:
         runs = [result["rows"][size] for result in found]
         for name in runs[0]:
-            cells = [_mean([run[name][column] for run in runs]) for column in COLUMNS]
+            cells = [mean_with_error([run[name][column] for run in runs]) for column in COLUMNS]
             gained = [run["MAP, temperature"]["cls/NLL"] - run[name]["cls/NLL"] for run in runs]
-            cells.append("" if name == "MAP, temperature" else _mean(gained))
+            cells.append("" if name == "MAP, temperature" else mean_with_error(gained))
             lines.append(f"| {size} | {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def _mean(values: Sequence[float]) -> str:
-    mean = f"{statistics.fmean(values):.3f}"
-    return f"{mean} ± {standard_error(values):.3f}" if len(values) > 1 else mean
 
 
 def report(folder: Path) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from experiments.studies import add_study_options, run_missing, standard_error, study_folder
+from experiments.studies import add_study_options, mean_with_error, run_missing, study_folder
 from experiments.weight_decay_study import PROBLEMS, Task, Variant
 from experiments.weight_decay_study import Config as StudyConfig
 from kfac_backend.files import write_file
@@ -120,19 +120,14 @@ def table(folder: Path) -> str:
             rows = [run[name] for run in runs]
             gained = [run["SGD"]["nll"] - run[name]["nll"] for run in runs]
             cells = [
-                _mean([row["nll"] for row in rows], 3),
-                "" if name == "SGD" else _mean(gained, 3),
-                _mean([row["accuracy"] for row in rows], 3),
-                _mean([row["evidence"] for row in rows], 3),
+                mean_with_error([row["nll"] for row in rows]),
+                "" if name == "SGD" else mean_with_error(gained),
+                mean_with_error([row["accuracy"] for row in rows]),
+                mean_with_error([row["evidence"] for row in rows]),
                 f"{statistics.median(row['seconds'] for row in rows):.1f}",
             ]
             lines.append(f"| {flipped:.0%} | {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def _mean(values: Sequence[float], digits: int) -> str:
-    mean = f"{statistics.fmean(values):.{digits}f}"
-    return f"{mean} ± {standard_error(values):.{digits}f}" if len(values) > 1 else mean
 
 
 def report(folder: Path) -> str:

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from experiments.cifar10 import archive
 from experiments.studies import (
     add_study_options,
+    mean_with_error,
     report_problems,
     run_missing,
     study_folder,
@@ -433,10 +434,7 @@ def _detection(runs: Sequence[dict[str, Any]], name: str, label: str, score: str
 
 
 def _mean(values: Sequence[float], digits: int, sign: str = "") -> str:
-    mean = f"{statistics.mean(values):{sign}.{digits}f}"
-    if len(values) == 1:
-        return mean
-    return f"{mean} ± {statistics.stdev(values) / len(values) ** 0.5:.{digits}f}"
+    return mean_with_error(values, f"{{:{sign}.{digits}f}}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

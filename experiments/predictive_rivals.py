@@ -35,6 +35,7 @@ from experiments.cifar10 import archive, images
 from experiments.rivals import Rival, Task
 from experiments.studies import (
     add_study_options,
+    mean_with_error,
     report_problems,
     run_missing,
     standard_error,
@@ -419,13 +420,13 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
         cells = []
         for kind, key, form in columns.values():
             scale = 100 if form != "{:.3f}" else 1
-            cells.append(_mean([scale * r["rows"][name][kind][key] for r in own], form))
+            cells.append(mean_with_error([scale * r["rows"][name][kind][key] for r in own], form))
         cells.append(f"{statistics.mean(r['rows'][name]['temperature'] for r in own):.2f}")
         costs = [_costs(r, name) for r in own]
         cells += [f"{statistics.mean(column):.1f}" for column in zip(*costs, strict=True)]
         if has_reference:
             nll = [[r["rows"][n]["tempered"]["cls/NLL"] for n in (name, REFERENCE)] for r in own]
-            cells.append(_mean([of_row - other for of_row, other in nll], "{:+.3f}"))
+            cells.append(mean_with_error([of_row - other for of_row, other in nll], "{:+.3f}"))
         fewer = "" if len(own) == len(runs) else f" ({len(own)} seeds)"
         lines.append(f"| {name}{fewer} | {' | '.join(cells)} |")
     missing = {name: why for run in runs for name, why in run["failed"].items()}
@@ -477,12 +478,6 @@ def _costs(run: dict[str, Any], name: str) -> tuple[float, float, float]:
     own, search = row["training_seconds"], row["search_seconds"]
     one = unit["training_seconds"]
     return own / one, (own + search) / one, row["prediction_seconds"] / unit["prediction_seconds"]
-
-
-def _mean(values: Sequence[float], form: str) -> str:
-    mean = form.format(statistics.mean(values))
-    error = form.replace("+", "").format(standard_error(values))
-    return f"{mean} ± {error}" if len(values) > 1 else mean
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -33,7 +33,12 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
-from experiments.studies import add_study_options, study_folder
+from experiments.studies import (
+    add_study_options,
+    mean_with_error,
+    standard_error,
+    study_folder,
+)
 from experiments.uci import archive
 from kfac_backend.correction import corrected_factors
 from kfac_backend.factors import kronecker_factors
@@ -707,14 +712,7 @@ def _difference(factor: Factor) -> Callable[[Run], float | None]:
 
 
 def _mean(values: Sequence[float], sign: bool = True) -> str:
-    if not values:
-        return ""
-    mean = f"{statistics.mean(values):{'+' if sign else ''}.3f}"
-    return f"{mean} ± {_standard_error(values):.3f}" if len(values) > 1 else mean
-
-
-def _standard_error(values: Sequence[float]) -> float:
-    return statistics.stdev(values) / len(values) ** 0.5
+    return mean_with_error(values, "{:+.3f}" if sign else "{:.3f}") if values else ""
 
 
 def _lines(head: str, rows: Mapping[str, Sequence[str]]) -> list[str]:
@@ -847,7 +845,7 @@ def figure(runs: Sequence[Run]) -> Figure:
             axes.errorbar(
                 [statistics.mean(v) for _, v in points],
                 [i + 0.16 * (k - (len(regimes) - 1) / 2) for i, _ in points],
-                xerr=[_standard_error(v) if len(v) > 1 else 0.0 for _, v in points],
+                xerr=[standard_error(v) if len(v) > 1 else 0.0 for _, v in points],
                 fmt="o",
                 ms=4,
                 label=regime,

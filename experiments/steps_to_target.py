@@ -33,7 +33,13 @@ from experiments.optimizer_runs import (
     runs_of,
     settled_at,
 )
-from experiments.studies import add_study_options, run_missing, standard_error, study_folder
+from experiments.studies import (
+    add_study_options,
+    mean_with_error,
+    run_missing,
+    standard_error,
+    study_folder,
+)
 from kfac_backend.files import write_file
 from marglik.report.figures import save_figure
 
@@ -242,10 +248,7 @@ def _or_dash(value: float | None, form: str) -> str:
 
 
 def _mean(values: Sequence[float], form: str) -> str:
-    if not values:
-        return "–"
-    mean = form.format(statistics.mean(values))
-    return f"{mean} ± {form.format(standard_error(values))}" if len(values) > 1 else mean
+    return mean_with_error(values, form) if values else "–"
 
 
 # The command

@@ -20,6 +20,7 @@ from marglik.storage.record_file import write_json
 __all__ = [
     "Run",
     "add_study_options",
+    "mean_with_error",
     "report_problems",
     "run_missing",
     "standard_error",
@@ -112,6 +113,19 @@ def report_problems(
     for name in there:
         save_figure(figure(found[name]), folder / f"{name}.png")
     return text
+
+
+def mean_with_error(values: Sequence[float], form: str = "{:.3f}") -> str:
+    """The mean ± its standard error; of one value, whose error is not known, the value alone.
+
+    Args:
+        values: at least one.
+        form: of the mean; the error, which has no sign, goes without its "+".
+    """
+    mean = form.format(statistics.fmean(values))
+    if len(values) == 1:
+        return mean
+    return f"{mean} ± {form.replace('+', '').format(standard_error(values))}"
 
 
 def standard_error(values: Sequence[float]) -> float:

@@ -1,13 +1,13 @@
 """The tables of `marglik_cifar10` beside the paper's numbers, from its JSON files alone."""
 
 import json
-import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from experiments.studies import mean_with_error
 from experiments.table2_figures import curves_figure, weight_decay_figure
 from kfac_backend.files import write_file
 from marglik.report.figures import save_figure
@@ -265,11 +265,7 @@ def _by_seed(found: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
 
 def _mean(found: Sequence[Any], value: Callable[[Any], float], digits: int, sign: str = "") -> str:
     """Mean ± standard error; the mean alone of a single run."""
-    values = [value(r) for r in found]
-    mean = f"{statistics.mean(values):{sign}.{digits}f}"
-    if len(values) < 2:
-        return mean
-    return f"{mean} ± {statistics.stdev(values) / math.sqrt(len(values)):.{digits}f}"
+    return mean_with_error([value(r) for r in found], f"{{:{sign}.{digits}f}}")
 
 
 def _markdown(rows: Sequence[Sequence[str]]) -> str:

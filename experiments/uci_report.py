@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments.studies import standard_error
+from experiments.studies import mean_with_error, standard_error
 from kfac_backend.files import write_file
 from marglik.report.figures import save_figure
 
@@ -160,10 +160,7 @@ def _cost(runs: Runs) -> str:
 
 def _mean(values: Sequence[float], decimals: int, sign: bool = False) -> str:
     """Mean ± standard error; of one value no error is known."""
-    mean = f"{statistics.mean(values):{'+' if sign else ''}.{decimals}f}"
-    if len(values) < 2:
-        return mean
-    return f"{mean} ± {standard_error(values):.{decimals}f}"
+    return mean_with_error(values, f"{{:{'+' if sign else ''}.{decimals}f}}")
 
 
 def figure(runs: Runs) -> Figure:

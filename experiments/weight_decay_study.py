@@ -36,7 +36,13 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from experiments.cifar10 import archive, images
-from experiments.studies import add_study_options, run_missing, standard_error, study_folder
+from experiments.studies import (
+    add_study_options,
+    mean_with_error,
+    run_missing,
+    standard_error,
+    study_folder,
+)
 from kfac_backend.files import write_file
 from marglik.data import NCI1, DataSource, Digits, ImageData
 from marglik.data.batches import Splits, split_batches
@@ -454,8 +460,8 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
             unit = [_row(run, condition, "default", "all")["seconds"] for run in own]
             for way, name in WAYS.items():
                 rows = [_row(run, condition, way, data) for run in own]
-                cells = [_mean([r[p]["nll"] for r in rows]) for p in PREDICTIVES]
-                cells.append(_mean([100 * r["MAP"]["accuracy"] for r in rows], "{:.1f}"))
+                cells = [mean_with_error([r[p]["nll"] for r in rows]) for p in PREDICTIVES]
+                cells.append(mean_with_error([100 * r["MAP"]["accuracy"] for r in rows], "{:.1f}"))
                 cells.append(f"{statistics.mean(_tau(r) for r in rows):.2f}")
                 cells.append(str(RUNS[data][way]))
                 costs = [r["seconds"] / u for r, u in zip(rows, unit, strict=True)]
@@ -476,10 +482,11 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
                 for run in _having(runs, condition)
             ]
             cells = [
-                _mean([a[p]["nll"] - b[p]["nll"] for a, b in pairs], SIGNED) for p in PREDICTIVES
+                mean_with_error([a[p]["nll"] - b[p]["nll"] for a, b in pairs], SIGNED)
+                for p in PREDICTIVES
             ]
             accuracy = [100 * (a["MAP"]["accuracy"] - b["MAP"]["accuracy"]) for a, b in pairs]
-            cells.append(_mean(accuracy, "{:+.1f}"))
+            cells.append(mean_with_error(accuracy, "{:+.1f}"))
             lines.append(f"| {_title(condition)} | {WAYS[other]} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -514,7 +521,9 @@ def variants_table(runs: Sequence[dict[str, Any]]) -> str:
             for i in range(len(conditions))
         ]
         columns += [difference(kind, "nll") for kind in ("MAP", "Laplace")]
-        cells += [_mean([statistics.mean(seed) for seed in found], SIGNED) for found in columns]
+        cells += [
+            mean_with_error([statistics.mean(seed) for seed in found], SIGNED) for found in columns
+        ]
         own = [row for pairs in by_seed for row, _ in pairs]
         cells.append(f"{statistics.mean(_tau(row) for row in own):.2f}")
         cells.append(f"{statistics.mean(row['epoch'] for row in own):.0f}")
@@ -641,12 +650,6 @@ def _title(condition: Condition) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
-
-
-def _mean(values: Sequence[float], form: str = "{:.3f}") -> str:
-    mean = form.format(statistics.mean(values))
-    error = form.replace("+", "").format(standard_error(values))
-    return f"{mean} ± {error}" if len(values) > 1 else mean
 
 
 def report(folder: Path) -> str:
