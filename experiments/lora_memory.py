@@ -4,8 +4,8 @@ One decoder layer of Llama 7B's shape (width 4,096, MLP 11,008, random weights i
 classifier, with peft's LoRA of rank 8 on queries, values and two of the MLP's projections. Each
 adapter has one factor of the frozen layer's width: 8 of them, 1.4 GB as matrices; a 7B model has 32
 such layers. `CurvatureOptions.sketch_rank` keeps each by r eigenvectors. The evidence of whole
-factors is left out: eigenvalues of a matrix of 11,008 columns take minutes on a core; those of a
-sketch are known.
+factors is left out, which needs the eigenvalues of matrices of 11,008 columns; those of a sketch
+are known.
 
 ``make lora-memory`` measures each case in a process of its own, about two minutes in all, and
 writes ``results/lora/memory.json`` (of the working directory). It needs 5 GiB.
