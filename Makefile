@@ -68,7 +68,7 @@ lora-memory: $(INSTALLED)  ## memory of adapters' factors at a 7B model's widths
 weight-decay-study: $(INSTALLED)  ## learned weight decays beside a grid and the default: digits, five seeds; again to go on
 	$(BIN)/python -m experiments.weight_decay_study
 
-ranks-timing: $(INSTALLED)  ## a curvature pass on two ranks against one, and communication's share: three minutes
+ranks-timing: $(INSTALLED)  ## a curvature pass on two ranks against one, and communication's share: two minutes
 	$(BIN)/python -m experiments.ranks_timing
 
 simulate-ranks: $(INSTALLED)  ## what an update takes on up to a thousand GPUs, simulated: seconds

@@ -6,7 +6,7 @@ and shared out; and the reduction by itself. WRN-16-4 Fixup, CIFAR-10 shapes, fl
 a pass's first batch are made before. Written to ``results/ranks_timing.json`` (of the working
 directory), with the bytes that travelled beside what the formulas of `simulate_ranks` say.
 
-Run it with ``make ranks-timing`` on an otherwise idle machine: three minutes.
+Run it with ``make ranks-timing`` on an otherwise idle machine: two minutes.
 """
 
 import argparse

@@ -242,6 +242,13 @@ def _eigenvalues(factor: Factor, name: str) -> tuple[Tensor, int]:
     return eigenvalues(factor, name)
 
 
+def _identity(factor: Factor) -> object:
+    """The same for factors that are one: two blocks may have different views of a tensor."""
+    if isinstance(factor, SketchedFactor):
+        return id(factor)
+    return factor.data_ptr(), factor.device, factor.dtype, factor.shape, factor.stride()
+
+
 def _cost(factor: Factor) -> int:
     """d³ of each group; nothing for a sketch, which is made of its eigenvectors."""
     if isinstance(factor, SketchedFactor):
@@ -270,18 +277,18 @@ def compute_eigenvalues(blocks: Iterable[KroneckerBlock], ranks: Ranks | None = 
         RankError: another rank has found one, or is gone.
     """
     blocks = [block for block in blocks if not block.knows_eigenvalues]
-    factors: dict[int, tuple[Factor, str]] = {}
+    factors: dict[object, tuple[Factor, str]] = {}
     for block in blocks:
         for F, name in block.named_factors():
-            factors.setdefault(id(F), (F, name))
+            factors.setdefault(_identity(F), (F, name))
     ordered = sorted(factors.values(), key=lambda factor: -factor[0].shape[-1])
     if ranks is None or ranks.size == 1:
         solved = _solve(ordered)
     else:
         solved = _solve_on_ranks(ordered, ranks)
-    by_factor = dict(zip((id(F) for F, _ in ordered), solved, strict=True))
+    by_factor = dict(zip((_identity(F) for F, _ in ordered), solved, strict=True))
     for block in blocks:
-        block.keep_eigenvalues([by_factor[id(F)] for F, _ in block.named_factors()])
+        block.keep_eigenvalues([by_factor[_identity(F)] for F, _ in block.named_factors()])
 
 
 def _solve(factors: Sequence[tuple[Factor, str]]) -> list[tuple[Tensor, int]]:
