@@ -81,7 +81,9 @@ def kronecker_factors(
     no examples mix. (After a first batch of one example, so do those of the first that has
     several.) One and two run before that, to see which layers run once for all examples, and how
     batches may be split; further runs prove that attention by parts and copies of a module's own
-    parameters, where there are any, are what the model computes.
+    parameters, where there are any, are what the model computes. Later passes over the same model
+    prove on two examples that this still holds, and all of it again if the model's structure has
+    changed (a layer, a mode, a hook, a setting) or examples have another shape.
 
     Args:
         model: any model of the supported layers (`kfac_backend.layers`); a layer may run several

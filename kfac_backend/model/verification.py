@@ -13,7 +13,8 @@ found here:
 What cannot be proved raises an error that names it, or has the diagonal of its block if that is
 asked for. The proof also finds out what the pass needs to know: how batches split, which runs of
 layers work on an input that all examples share, or on several rows of each (`find_runs`), and the
-rules of derived layers.
+rules of derived layers. What it finds out is remembered as long as the model's structure stays
+(`earlier_proofs`); a later pass then proves the rest on two examples: `Proof`.
 """
 
 import warnings
@@ -37,6 +38,7 @@ from kfac_backend.model.calls import (
 )
 from kfac_backend.model.capture import Capture, check_before, first_input, rows_of
 from kfac_backend.model.comparison import DtypesInUse, close, noise_like, same_with_derivatives
+from kfac_backend.model.earlier_proofs import Key, findings_of, proof_key, recall, remember
 from kfac_backend.model.finite import check_inputs
 from kfac_backend.model.following import follow, verify_followed
 from kfac_backend.model.memory import is_out_of_memory
@@ -66,6 +68,12 @@ class Proof:
     There are two states, since a first batch of one example cannot show that examples mix: the
     second part of the proof then waits for the first batch of several examples.
 
+    A model of which a whole proof was made before, and whose structure is the same, is proved
+    again on two examples: that no parameter is used where no hook sees it, that derived layers
+    still obey their rules, and that the second example's output does not reach the first's rows,
+    which stand before and behind it. That sees what other values of the parameters can bring to
+    light. If any of it fails, a whole proof is made.
+
     Args:
         model: the model.
         assignment: its tracked layers.
@@ -74,6 +82,9 @@ class Proof:
     def __init__(self, model: nn.Module, assignment: RuleAssignment) -> None:
         self._model = model
         self._uses_verified = self._independence_verified = False
+        self._initial = assignment
+        self._key: Key | None = None
+        self._is_known = False
         self.assignment = assignment
         """The tracked layers; once the proof is made, with their runs and the rules they obey."""
         self.plan = Plan()
@@ -93,14 +104,17 @@ class Proof:
         if N is None or num_examples(x) != N:
             return None
         device = next(self._model.parameters()).device
-        self.plan = make_plan(self._model, x, device)
+        if not self._is_known:
+            self._recall(x)
+        if not self._is_known:
+            self.plan = make_plan(self._model, x, device)
         most = max(2, min(MOST_EXAMPLES, (self.plan.part_size or N) - 2))
         if not self.plan.splits or N <= most:
             return None
         return torch.linspace(0, N - 1, most, dtype=torch.float64).long().to(device)
 
     def make(self, x: Any, N: int | None, ignored: Tensor | None = None) -> None:
-        """Prove what is not proved yet.
+        """Prove what is not proved yet. Dropout that is on uses up no random numbers.
 
         Args:
             x: the examples that `some` chose.
@@ -112,10 +126,51 @@ class Proof:
             NotImplementedError: what hooks cannot follow, by name.
         """
         try:
-            self._make(x, N, ignored)
+            with forked_random_numbers(self._model):
+                if self._is_known and self._holds_again(x, ignored):
+                    return
+                self._make(x, N, ignored)
         except NotImplementedError:
             check_inputs(x)  # NaN reaches every row, and so looks like examples that mix
             raise
+        if self._independence_verified:
+            found = findings_of(self._initial, self.assignment, self.plan, self.output_dim)
+            remember(self._model, self._key, found)
+
+    def _recall(self, x: Any) -> None:
+        """Take over what was found out of this model before, on inputs like these."""
+        self._key = proof_key(self._model, self._initial, x)
+        findings = recall(self._model, self._key)
+        if findings is None:
+            return
+        self.assignment = findings.applied(self._initial)
+        self.plan, self.output_dim = findings.plan, findings.output_dim
+        self._is_known = True
+
+    def _holds_again(self, x: Any, ignored: Tensor | None) -> bool:
+        """Prove a model again of which a whole proof was made before; False if that fails."""
+        few = examples(x, slice(2)) if self.plan.splits else x
+        N, rules = num_examples(few) or 0, [t.rule for t in self.assignment.layers]
+        try:
+            if not self._uses_verified:
+                one = examples(x, slice(1)) if self.plan.splits else x
+                verify_divided(self._model, self.assignment, one)
+                _, assignment, candidates = verify_uses(self._model, self.assignment, one)
+                if candidates or [t.rule for t in assignment.layers] != rules:
+                    raise NotImplementedError  # says nothing to anybody: the whole proof will
+                self._uses_verified = True
+            if N > 1 and not self._independence_verified:
+                again = with_first_again(few, self.plan.splits, copies=1)
+                ignored = None if ignored is None else ignored[:N]
+                self._independence_verified, _ = verify_independence(
+                    self._model, self.assignment, *again, self.plan.channels_last, ignored, True
+                )
+        except NotImplementedError:
+            self._is_known = self._uses_verified = self._independence_verified = False
+            remember(self._model, self._key, None)
+            self.assignment = self._initial
+            return False
+        return True
 
     def _make(self, x: Any, N: int | None, ignored: Tensor | None) -> None:
         while True:  # each time with fewer parameters to prove something of
@@ -332,6 +387,8 @@ def _rules_obeyed(
     layer, tensors = tracked.layer, list(own.values())
     if not isinstance(output, Tensor):
         return []
+    if _runs_its_class(tracked):
+        return [tracked.rule]
     if tracked.built_in and _same_as_class(tracked, tensors, args, kwargs, output):
         return [tracked.rule]
     a, u = first_input(args, kwargs).detach(), noise_like(output)
@@ -372,6 +429,22 @@ def _rules_obeyed(
     return obeyed
 
 
+def _runs_its_class(tracked: TrackedLayer) -> bool:
+    """Whether nothing but the code of the rule's class can have made a layer's output."""
+    layer, of_all = tracked.layer, nn.modules.module
+    hooks = (
+        # The last of each are the proof's own.
+        len(layer._forward_hooks) > 1 or len(layer._forward_pre_hooks) > 1,
+        of_all._global_forward_hooks or of_all._global_forward_pre_hooks,
+    )
+    return (
+        tracked.built_in
+        and type(layer) is tracked.layer_type
+        and "forward" not in vars(layer)
+        and not any(hooks)
+    )
+
+
 def _same_as_class(
     tracked: TrackedLayer, tensors: list[Tensor], args: tuple, kwargs: dict, output: Tensor
 ) -> bool:
@@ -399,6 +472,7 @@ def verify_independence(
     numbers: Tensor | None = None,
     channels_last: bool = False,
     ignored: Tensor | None = None,
+    one_way: bool = False,
 ) -> tuple[bool, dict[TrackedLayer, list[Run]]]:
     """Prove with one forward pass that no row of a layer belongs to two examples.
 
@@ -415,6 +489,8 @@ def verify_independence(
             rows are these examples themselves, in order.
         channels_last: see `Capture`.
         ignored: loss terms (N, ...) that do not count.
+        one_way: prove the half of it alone, by one backward pass: that no other example's output
+            reaches a row of the first.
 
     Returns:
         Whether these examples could prove it: a single one cannot, nor can numbers that are not
@@ -453,7 +529,8 @@ def verify_independence(
             u = u * ~ignored[numbers][..., None]
         is_first = numbers == 0
         of_first = is_first.view(-1, *[1] * (f.dim() - 1))
-        capture.backward(f, [u * of_first, u * ~of_first])
+        one_way = one_way and not capture.folds
+        capture.backward(f, [u * ~of_first] if one_way else [u * of_first, u * ~of_first])
         if capture.folds and finite:
             by_pair, reached = reached, {}
             # Each bit of the examples' numbers tells two halves of them apart, and all bits each
@@ -469,9 +546,9 @@ def verify_independence(
     if not finite:
         return False, {}  # 0 · NaN is NaN in every row; the eigenvalues will name the layer
     for (tracked, use), seen in reached.items():
-        if len(seen) < 2:  # one of the two gradients did not reach this run at all
+        if len(seen) < 2 and not one_way:  # one of the two gradients did not reach this run at all
             continue
-        by_first, by_rest = seen
+        by_first, by_rest = (torch.zeros_like(seen[0]), seen[0]) if one_way else seen
         if use.rows is not None:
             index, N = use.rows.index, use.rows.num_examples
             counts = index < N
@@ -485,7 +562,7 @@ def verify_independence(
         else:
             # Where rows and examples differ in number, it is unknown which rows are the first
             # example's; but none may be reached by both.
-            own = is_first if len(by_first) == len(f) else ~by_rest
+            own = is_first if len(by_rest) == len(f) else ~by_rest
         if (by_first & ~own).any() or (by_rest & own).any():
             if isinstance(tracked.layer, OwnParameter):
                 names = list(tracked.parameters.values())
@@ -526,7 +603,7 @@ def _check_folded(tracked: TrackedLayer, use: Use, seen: list[Tensor], half: Ten
         raise _Mixed(f"In layer {tracked} the rows of different examples mix.", tracked)
 
 
-def with_first_again(x: Any, splits: bool = True) -> tuple[Any, Tensor | None]:
+def with_first_again(x: Any, splits: bool = True, copies: int = 2) -> tuple[Any, Tensor | None]:
     """The examples with the first appended twice, and the example index of each row.
 
     It exposes a forward that changes the order of the examples. Sorting puts equal examples side by
@@ -538,6 +615,7 @@ def with_first_again(x: Any, splits: bool = True) -> tuple[Any, Tensor | None]:
         splits: whether the model takes batches of another size. If not, the two copies replace the
             last two examples of a batch of at least four; a smaller batch is returned as it is,
             with None for the indices.
+        copies: how often the first is appended.
     """
     N = num_examples(x)
     assert N is not None
@@ -545,8 +623,8 @@ def with_first_again(x: Any, splits: bool = True) -> tuple[Any, Tensor | None]:
         return x, None
     tensors = x.values() if isinstance(x, dict) else [x]
     device = next((t.device for t in tensors if isinstance(t, Tensor)), torch.device("cpu"))
-    numbers = torch.arange(N + 2 if splits else N, device=device)
-    numbers[-2:] = 0
+    numbers = torch.arange(N + copies if splits else N, device=device)
+    numbers[-copies:] = 0
     try:
         again = examples(x, numbers)
     except Exception:  # an object of the user's that takes slices, but no indices
