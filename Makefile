@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: train test test-slow test-lowest lint format bench exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study uci update-step-timing gpt-timing natural-gradient models graph-network-training vision-transformer-training optimizer-comparison ranks-timing simulate-ranks lora lora-memory faults docs
+.PHONY: train test test-slow test-lowest lint format bench bench-quick exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study uci update-step-timing gpt-timing natural-gradient models graph-network-training vision-transformer-training optimizer-comparison ranks-timing simulate-ranks lora lora-memory faults docs
 
 train: $(INSTALLED)  ## train on the built-in digits, learn the weight decays, write runs/digits
 	$(BIN)/marglik train --config digits
@@ -32,6 +32,9 @@ bench: $(INSTALLED)  ## curvature pass, evidence update and predictive against t
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
 	$(BIN)/python -m experiments.bench_curvature
 	$(BIN)/python -m experiments.bench_predictive
+
+bench-quick: $(INSTALLED)  ## the main ratios beside the last committed ones, before and after a change: two minutes
+	$(BIN)/python -m experiments.bench_quick
 
 models: $(INSTALLED)  ## seventy families of models of other libraries against brute force: five minutes
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[models]'
