@@ -24,7 +24,8 @@ PAPER = {
 }
 PAPER_UPDATE = {"expand": (196, 22), "reduce": (99, 23)}
 PRESETS = {"paper": "the paper's settings", "redux": "the forerunner's settings"}
-NLL, ACCURACY = "test/cls/NLL", "test/cls/accuracy"
+NLL, ACCURACY, ECE = "test/cls/NLL", "test/cls/accuracy", "test/cal/ECE"
+TEMPERED = "MAP, temperature-scaled"
 
 
 class Setting(NamedTuple):
@@ -103,7 +104,8 @@ def report(runs: Runs) -> str:
         own = {s: found for s, found in runs.items() if s.preset == preset and s.variant is None}
         if own:
             parts += [f"## {words[0].upper()}{words[1:]}", _main_table(own)]
-            parts += [table for table in (gains(own), _updates(own), _predictives(own)) if table]
+            tables = gains(own), _calibrated(own), _updates(own), _predictives(own)
+            parts += [table for table in tables if table]
     variants = _variants(runs)
     if variants:
         parts += ["## What the paper leaves open", variants]
@@ -178,6 +180,31 @@ def gains(runs: Runs) -> str:
     )
 
 
+def _calibrated(runs: Runs) -> str:
+    """The calibrated predictive beside the MAP at its best temperature, both on held-out images."""
+    rows = [
+        ("weight decay", "augmented", "NLL, MAP", "NLL, temperature-scaled", "NLL, Laplace",
+         "Laplace - temperature-scaled", "ECE, %: MAP", "temperature-scaled", "Laplace")
+    ]  # fmt: skip
+    for setting, found in runs.items():
+        found = [r for r in found if TEMPERED in r["metrics"]]
+        if not found:
+            continue
+        three = [lambda r: "MAP", lambda r: TEMPERED, _laplace]
+        nlls = [_mean(found, lambda r, of=of: r["metrics"][of(r)][NLL], 3) for of in three]
+        errors = [_mean(found, lambda r, of=of: 100 * r["metrics"][of(r)][ECE], 1) for of in three]
+        differences = [r["metrics"][_laplace(r)][NLL] - r["metrics"][TEMPERED][NLL] for r in found]
+        gain = _mean(differences, float, 4, sign="+")
+        augmented = "yes" if setting.augment else "no"
+        rows.append((setting.approach, augmented, *nlls, gain, *errors))
+    if len(rows) < 2:
+        return ""
+    return (
+        f"{_markdown(rows)}\n\nTemperature, and scale of the covariance, fitted on the held-out "
+        "tenth of the training images."
+    )
+
+
 def _updates(runs: Runs) -> str:
     """Seconds of an update in its parts, expand and reduce; and their ratio, run by run."""
     rows: list[tuple[str, ...]] = [
@@ -214,7 +241,8 @@ def _updates(runs: Runs) -> str:
 def _predictives(runs: Runs) -> str:
     """Test NLL of all predictives of the same posteriors, for runs that have several."""
     several = {
-        setting: [r for r in found if len(r["metrics"]) > 2] for setting, found in runs.items()
+        setting: [r for r in found if sum(n.startswith("Laplace") for n in r["metrics"]) > 1]
+        for setting, found in runs.items()
     }
     several = {setting: found for setting, found in several.items() if found}
     if not several:
@@ -251,8 +279,8 @@ def _variants(runs: Runs) -> str:
 
 
 def _laplace(found: dict[str, Any]) -> str:
-    """The name of the preset's own Laplace predictive, the second of all."""
-    return list(found["metrics"])[1]
+    """The name of the preset's own Laplace predictive, the first of all."""
+    return next(name for name in found["metrics"] if name.startswith("Laplace"))
 
 
 def _data(runs: Runs) -> str:

@@ -145,3 +145,23 @@ def test_unlike_runs_are_not_pooled(place, value, folder):
     path = write(folder, found)
     with pytest.raises(ValueError, match=f"{path.name} has other settings than expandFalse0"):
         load(folder)
+
+
+def test_calibrated_predictives_are_compared_with_the_tempered_map(folder):
+    assert "temperature-scaled" not in report(load(folder))  # runs without held-out images
+    for path in folder.rglob("reduceTrue*.json"):
+        found = json.loads(path.read_text())
+        seed = found["config"]["seed"]
+        found["metrics"]["MAP"]["test/cal/ECE"] = 0.05
+        others = {
+            "MAP, temperature-scaled": (0.8, 0.03),
+            "Laplace, mc": (0.8 - 0.01 * seed, 0.02),
+        }
+        for name, (nll, error) in others.items():
+            metrics = {"test/cls/NLL": nll, "test/cls/accuracy": 0.5, "test/cal/ECE": error}
+            found["metrics"][name] = metrics
+        path.write_text(json.dumps(found))
+    rows = report(load(folder)).split("temperature-scaled", 1)[1]
+    cells = row(rows, "reduce", "yes", "0.900 ± 0.000")
+    assert cells[3:6] == ["0.800 ± 0.000", "0.790 ± 0.006", "-0.0100 ± 0.0058"]
+    assert cells[6:] == ["5.0 ± 0.0", "3.0 ± 0.0", "2.0 ± 0.0"]
