@@ -18,7 +18,6 @@ same facts lie in one part.
 directory). It needs transformers and peft, and DART's file as `marglik.data.DART` does.
 """
 
-import argparse
 import gzip
 import json
 import math
@@ -39,8 +38,7 @@ import transformers
 from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 
-from experiments.studies import add_study_options, mean_with_error, run_missing, study_folder
-from kfac_backend.files import write_file
+from experiments.studies import mean_with_error, one_table_study
 from marglik import (
     KronLaplace,
     PredictiveConfig,
@@ -358,20 +356,9 @@ def table(folder: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def report(folder: Path) -> str:
-    """Write the table beside the results, and return it."""
-    text = table(folder)
-    write_file(folder / "table.md", text.encode())
-    return text
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is missing, and report."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_study_options(parser)
-    options = parser.parse_args(arguments)
-    folder = study_folder(parser, options, "lora")
-    return run_missing(run, CONFIGS, folder, report, options)
+    return one_table_study("lora", __doc__ or "", run, CONFIGS, table, arguments)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ The paper has no such experiment. ``make natural-gradient`` runs what is missing
 share is a JSON file in ``results/natural_gradient/`` (of the working directory).
 """
 
-import argparse
 import json
 import logging
 import statistics
@@ -23,10 +22,9 @@ from typing import Any
 
 import torch
 
-from experiments.studies import add_study_options, mean_with_error, run_missing, study_folder
+from experiments.studies import mean_with_error, one_table_study
 from experiments.weight_decay_study import PROBLEMS, Task, Variant
 from experiments.weight_decay_study import Config as StudyConfig
-from kfac_backend.files import write_file
 from marglik.storage.provenance import environment
 from marglik.training.optimizers import KfacConfig, OptimizerConfig
 
@@ -130,20 +128,9 @@ def table(folder: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def report(folder: Path) -> str:
-    """Write the table beside the results, and return it."""
-    text = table(folder)
-    write_file(folder / "table.md", text.encode())
-    return text
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is missing, and report."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_study_options(parser)
-    options = parser.parse_args(arguments)
-    folder = study_folder(parser, options, "natural_gradient")
-    return run_missing(run, CONFIGS, folder, report, options)
+    return one_table_study("natural_gradient", __doc__ or "", run, CONFIGS, table, arguments)
 
 
 if __name__ == "__main__":

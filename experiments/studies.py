@@ -21,6 +21,7 @@ __all__ = [
     "Run",
     "add_study_options",
     "mean_with_error",
+    "one_table_study",
     "report_problems",
     "run_missing",
     "standard_error",
@@ -52,6 +53,36 @@ def study_folder(parser: argparse.ArgumentParser, options: argparse.Namespace, n
         parser.error(f"--report: no JSON in {folder}/; leave --report out to run what it needs")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def one_table_study(
+    name: str,
+    description: str,
+    run: Callable[[Any], dict[str, Any]],
+    tasks: Sequence[Run],
+    table: Callable[[Path], str],
+    arguments: Sequence[str] | None = None,
+) -> int:
+    """The command of a study whose report is one table, ``table.md``; returns the exit status.
+
+    Args:
+        name: of its folder of results.
+        description: of which the command shows the first line.
+        run: see `run_missing`, as for ``tasks``.
+        tasks: all that belong to the study.
+        table: from the folder of results to Markdown.
+        arguments: of the command line; None for this process's.
+    """
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    add_study_options(parser)
+    options = parser.parse_args(arguments)
+
+    def report(folder: Path) -> str:
+        text = table(folder)
+        write_file(folder / "table.md", text.encode())
+        return text
+
+    return run_missing(run, tasks, study_folder(parser, options, name), report, options)
 
 
 def run_missing(
