@@ -100,6 +100,9 @@ def _digits_options(seed: int) -> list[str]:
         "--data.data.seed": seed,
         "--data.classes": list(range(8)),
         "--predictive.method": "mc",
+        # With the preset's 0.05 two of five networks stay at 62 and 81 % of the validation images:
+        # 577 images are 360 steps, too few to come back from where these throw the parameters.
+        "--optimizer.lr": 0.02,
     }
     return [str(part) for pair in options.items() for part in pair]
 
