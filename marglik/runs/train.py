@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from kfac_backend.options import Likelihood
 from marglik.data import DataSource, ImageData
 from marglik.data.out_of_distribution import out_of_distribution_images
 from marglik.data.record import data_record, tensors_in
@@ -47,6 +48,7 @@ _logger = logging.getLogger(__name__)
 def train(
     model: nn.Module,
     data: DataSource,
+    likelihood: Likelihood = "classification",
     optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008
     prior: PriorConfig = PriorConfig(),  # noqa: B008
     curvature: CurvatureConfig = CurvatureConfig(),  # noqa: B008
@@ -56,7 +58,7 @@ def train(
     run: RunConfig = RunConfig(),  # noqa: B008
     provenance: Provenance = Provenance(),  # noqa: B008
 ) -> dict[str, Any]:
-    """Train a classifier and its weight decays together: of images, tokens or graphs.
+    """Train a network and its weight decays together: on images, tokens, graphs or tensors.
 
     Sequences have a label, and so a loss term, for each position; one sequence is one example. The
     objective is the sum over its positions, averaged over examples, and metrics are means over
@@ -66,10 +68,13 @@ def train(
     writes. Returns what `results.json` holds, and the folder under "output".
 
     Args:
-        model: the network, whose outputs are logits; any importable class, such as
-            marglik.models.WideResNetFixup, marglik.models.LeNet, marglik.models.MLP.
-        data: images (such as marglik.data.Digits), sequences (marglik.data.DART) or graphs
-            (marglik.data.NCI1).
+        model: the network, whose outputs are logits, or means in regression; any importable class,
+            such as marglik.models.WideResNetFixup, marglik.models.LeNet, marglik.models.MLP, or
+            my_file.MyNet.
+        data: images (such as marglik.data.Digits), sequences (marglik.data.DART), graphs
+            (marglik.data.NCI1) or tensors of any kind (marglik.data.TensorFile).
+        likelihood: classification; regression, whose noise is learned, too; or bernoulli, for
+            independent yes-or-no outputs.
         optimizer: the network's optimiser.
         prior: the prior and its updates.
         curvature: the curvature pass.
@@ -105,7 +110,7 @@ def train(
         ood_images = None if ood is None else out_of_distribution_images(ood, splits)
         evaluation.check(splits)
         model = fabric.to_device(model)
-        check_model(model, splits, curvature, predictive=predictive)
+        check_model(model, splits, curvature, likelihood, predictive)
         PriorGroups.from_model(model, prior.structure)
         held_out = 0
         if run.held_out and predictive.is_calibrated and splits.validation is None:
@@ -129,9 +134,11 @@ def train(
             run,
             fabric,
             ranks,
+            likelihood,
         )
         setup.check()
         identity = run_identity(model, splits, ood_images, setup.options(), provenance)
+        identity["likelihood"] = likelihood
     check_same_on_ranks(identity | {"versions": versions()}, ranks)
     folder = RunFolder(run.output or f"runs/{re.sub('[^a-z0-9]+', '_', splits.name.lower())}")
     made_with = environment(fabric.device)
