@@ -58,7 +58,7 @@ def _modules_of_this_folder() -> Iterator[None]:
 
     Last of all, so that no file here takes an installed module's place.
     """
-    here = os.getcwd()
+    here = ""  # Python's word for it, which is no error where the folder was removed
     sys.path.append(here)
     try:
         yield
