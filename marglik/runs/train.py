@@ -48,13 +48,13 @@ _logger = logging.getLogger(__name__)
 def train(
     model: nn.Module,
     data: DataSource,
-    likelihood: Likelihood = "classification",
     optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008
     prior: PriorConfig = PriorConfig(),  # noqa: B008
     curvature: CurvatureConfig = CurvatureConfig(),  # noqa: B008
     predictive: PredictiveConfig = PredictiveConfig(),  # noqa: B008
     evaluation: EvaluationConfig = EvaluationConfig(),  # noqa: B008
     ood: ImageData | None = None,
+    likelihood: Likelihood = "classification",
     run: RunConfig = RunConfig(),  # noqa: B008
     provenance: Provenance = Provenance(),  # noqa: B008
 ) -> dict[str, Any]:
@@ -73,14 +73,14 @@ def train(
             my_file.MyNet.
         data: images (such as marglik.data.Digits), sequences (marglik.data.DART), graphs
             (marglik.data.NCI1) or tensors of any kind (marglik.data.TensorFile).
-        likelihood: classification; regression, whose noise is learned, too; or bernoulli, for
-            independent yes-or-no outputs.
         optimizer: the network's optimiser.
         prior: the prior and its updates.
         curvature: the curvature pass.
         predictive: the Laplace predictive of the final evaluation.
         evaluation: what is evaluated besides the test set.
         ood: images from elsewhere, which the predictives should find uncertain.
+        likelihood: classification; regression, whose noise is learned, too; or bernoulli, for
+            independent yes-or-no outputs.
         run: everything else.
         provenance: the options, and how model and data are made, for whoever loads the posterior.
 
