@@ -121,7 +121,7 @@ class PriorConfig:
         burn_in: the first epoch at whose end there may be an update.
         steps: hyperparameter steps per update.
         method: adam follows the gradient of the evidence; mackay iterates its fixed point; fixed
-            keeps the initial weight decay.
+            keeps the initial weight decay, and sigma_noise.
         lr: Adam's step size, for the logarithm of the precision.
         temperature: T; the likelihood is raised to the power 1/T.
         sigma_noise: the first standard deviation of regression's noise, in units of the targets; it
