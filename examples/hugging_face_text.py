@@ -4,7 +4,7 @@
 # A small BERT learns how many facts a sentence states. Model, data and `Trainer` are as usual; the
 # three lines that are added end with `# (1)`, `# (2)` and `# (3)`.
 #
-# Needs: `pip install "marglik[transformers]"`. The text is DART's (Nan et al. 2021,
+# Needs: `pip install -e ".[transformers]"` in the clone. The text is DART's (Nan et al. 2021,
 # arXiv:2007.02871), its development split in the folder that the environment variable
 # `MARGLIK_DATA` names; without it, sentences are made from a template. Less than a minute on one
 # core.

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from marglik.callbacks.prior_learner import PriorLearner
     from marglik.posterior.evidence import EvidenceTerms, log_marginal_likelihood
     from marglik.posterior.hyperparameters import Hyperparameters
     from marglik.posterior.laplace_torch import KronLaplace
@@ -37,6 +38,7 @@ __all__ = [
     "Prediction",
     "PredictiveConfig",
     "PriorGroups",
+    "PriorLearner",
     "Schedule",
     "calibrate",
     "compute_metrics",
@@ -65,6 +67,7 @@ _MODULES = {
     "Prediction": "prediction.links",
     "PredictiveConfig": "prediction.predictive",
     "PriorGroups": "posterior.prior",
+    "PriorLearner": "callbacks.prior_learner",
     "Schedule": "training.schedule",
     "calibrate": "prediction.calibration",
     "compute_metrics": "prediction.evaluation",

@@ -20,7 +20,7 @@ from marglik.commands.several_ranks import is_another_rank, launch, number_to_la
 __all__ = ["main"]
 
 COMMANDS = {
-    "train": "train on images, sequences or graphs, learn the weight decays",
+    "train": "train on images, sequences, graphs or tensors, learn the weight decays",
     "fit": "a posterior for a network that was trained elsewhere",
     "evaluate": "metrics of a posterior: on test, shifted and out-of-distribution data",
     "report": "one page about one run, or several side by side",
@@ -48,8 +48,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0; 2 for bad input; 130 when interrupted, and 128 + the signal's number when asked to end
     (143 for SIGTERM), with the same clean-up.
     """
-    with _requests_to_end() as received:
+    with _requests_to_end() as received, _modules_of_this_folder():
         return _run(arguments, received)
+
+
+@contextmanager
+def _modules_of_this_folder() -> Iterator[None]:
+    """Let classes of models and data be found where the command is called, as by ``python -m``.
+
+    Last of all, so that no file here takes an installed module's place.
+    """
+    here = ""  # Python's word for it, which is no error where the folder was removed
+    sys.path.append(here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
 
 
 @contextmanager

@@ -164,6 +164,8 @@ def commands(text):
 @pytest.mark.parametrize("page", [*PAGES, "experiments/README.md"])
 def test_commands_are_those_of_the_programs(page, capsys):
     for program, *arguments in commands((ROOT / page).read_text()):
+        if program == "marglik" and page == "docs/own-network.md":
+            continue  # these run below
         if program == "marglik" and arguments[0] == "train":
             with pytest.raises(SystemExit) as stopped:
                 main([*arguments, "--print_config"])
@@ -198,6 +200,20 @@ def test_commands_after_make_train_run_as_they_stand(capsys):
         assert Path(file).stat().st_size > 100
     shown = capsys.readouterr().out
     assert "shift/mean/cls/NLL" in shown and "marglik evaluate runs/fitted" in shown
+
+
+def test_commands_on_ones_own_network_run(capsys):
+    """With few epochs, and the network in a file of this folder, which is not on Python's path."""
+    page = "docs/own-network.md"
+    network, data, *_, tensors = examples_of(page)
+    Path("my_net.py").write_text(network)
+    namespace: dict = {}
+    exec(data + tensors, namespace)
+    train, evaluate = (c[1:] for c in commands((ROOT / page).read_text()))
+    assert (train[0], evaluate) == ("train", ["evaluate", "runs/mine"])
+    assert main([*train, "--epochs", "2", "--prior.every", "2", "--no_progress"]) == 0
+    assert main(evaluate) == 0
+    assert "my_net.MyNet" in Path("runs/mine/posterior.json").read_text()
 
 
 def test_examples_of_layers_run(capsys, monkeypatch):

@@ -28,7 +28,7 @@ OF_EXTRAS = ("marglik.adapters.", "marglik.callbacks.transformers.")
 
 
 def test_the_version_stands_in_one_place():
-    """The command and the recipe read it; the package that is installed has it."""
+    """The command reads it; the package that is installed has it, and a recipe's copy is tested."""
     assert version("marglik") == PROJECT["version"]
     for file in ("marglik/__init__.py", "kfac_backend/__init__.py", "CITATION.cff", "mkdocs.yml"):
         assert PROJECT["version"] not in (ROOT / file).read_text(), file
@@ -53,15 +53,12 @@ def test_the_citation_is_whole():
 
 
 def recipe():
-    """The recipe as conda-build reads it."""
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
-
-    def load_file_data(path, from_recipe_dir):
-        assert from_recipe_dir
-        return tomllib.loads((ROOT / "recipe" / path).read_text())
-
-    text = environment.from_string((ROOT / "recipe/meta.yaml").read_text())
-    return yaml.safe_load(text.render(load_file_data=load_file_data, PYTHON="python"))
+    """The recipe as rattler-build reads it: its context put in."""
+    text = (ROOT / "recipe/recipe.yaml").read_text()
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, variable_start_string="${{", variable_end_string="}}"
+    )
+    return yaml.safe_load(environment.from_string(text).render(yaml.safe_load(text)["context"]))
 
 
 def test_the_recipe_has_the_projects_dependencies():
@@ -79,7 +76,8 @@ def test_the_recipe_has_the_projects_dependencies():
         **of_an_extra,
     }
     assert found["about"]["license"] == PROJECT["license"]
-    (script,) = found["build"]["entry_points"]
+    assert found["about"]["summary"] == PROJECT["description"]
+    (script,) = found["build"]["python"]["entry_points"]
     assert script == f"marglik = {PROJECT['scripts']['marglik']}"
 
 

@@ -110,14 +110,20 @@ def check_targets(
             "both must be tensors. Wrap a model that returns an object so that it returns logits."
         )
     if f.dim() < 2:
-        raise ValueError(f"The model's output has shape {tuple(f.shape)}; expected (N, ..., C).")
+        raise ValueError(
+            f"The model's output has shape {tuple(f.shape)}; expected (N, ..., C). One output for "
+            "each example is (N, 1): leave out squeeze(-1)."
+        )
     if likelihood == "classification":
         _check_labels(f, y, may_ignore)
         return
     if y.shape != f.shape:
+        way_out = (
+            " Give the targets their last axis: y[..., None]." if f.shape == (*y.shape, 1) else ""
+        )
         raise ValueError(
             f"Targets have shape {tuple(y.shape)}, the model's output {tuple(f.shape)}; "
-            f"likelihood {likelihood!r} needs the same shape."
+            f"likelihood {likelihood!r} needs the same shape.{way_out}"
         )
     if not torch.isfinite(y).all():
         raise ValueError("The targets contain NaN or infinity; clean the data.")

@@ -30,10 +30,13 @@ def split_batch(batch: Any, dict_key_y: str) -> tuple[Any, Any]:
             )
         return batch, batch[dict_key_y]
     try:
+        if isinstance(batch, Tensor):  # two rows would pass for x and y
+            raise TypeError
         x, y = batch
     except (TypeError, ValueError):
         raise TypeError(
-            f"A batch is {type(batch).__name__}; expected (x, y) or a mapping with '{dict_key_y}'."
+            f"A batch is {type(batch).__name__}; expected (x, y) or a mapping with '{dict_key_y}'. "
+            "A DataLoader of them is data, or a list: of one batch [(x, y)]."
         ) from None
     return x, y
 

@@ -166,7 +166,16 @@ class PriorLearner:
         return max(terms, 1) / examples
 
     def add_to_gradients(self) -> Tensor:
-        """Add the prior's gradient, after the backward pass; returns ½ Σ wd ‖θ‖², a scalar."""
+        """Add the prior's gradient, after the backward pass; returns ½ Σ wd ‖θ‖², a scalar.
+
+        Raises:
+            RuntimeError: before `start`.
+        """
+        if not hasattr(self, "hyperparameters"):
+            raise RuntimeError(
+                "The prior has no parameters yet; call start(model, optimizer, loader) before the "
+                "first step."
+            )
         self._is_trained = True
         hyper = self.hyperparameters
         groups, decays = hyper.groups, self.weight_decays()

@@ -203,7 +203,10 @@ def _classes(base: type) -> str:
         and issubclass(found, base)
         and not inspect.isabstract(found)
     ]
-    return f"{_joined(names)}, or the path of an importable class, such as package.module.Name"
+    return (
+        f"{_joined(names)}, or the path of a class that can be imported from here, such as "
+        "package.module.Name"
+    )
 
 
 def _joined(names: Sequence[str], last: str = "or") -> str:

@@ -21,6 +21,8 @@ def print_summary(results: dict[str, Any], report: Path) -> None:
         f"log marginal likelihood per example: {evidence['first'] / num_data:.4f} at the first "
         f"update, {evidence['kept'] / num_data:.4f} at the kept one (epoch {evidence['epoch']})\n"
     )
+    if results["sigma_noise"] is not None:
+        print(f"noise: standard deviation {results['sigma_noise']:.4g}\n")
     _print_weight_decays(results["weight_decay"])
     _print_positions(results.get("num_positions"))
     _print_metrics({n: _shifts_averaged(values) for n, values in results["metrics"].items()})

@@ -100,6 +100,13 @@ class Posterior:
         self.calibrations = {}
         self._forget()
 
+    def __repr__(self) -> str:
+        fitted = "not fitted" if self.factors is None else f"fitted to {self.n_data} examples"
+        return (
+            f"{type(self).__name__}({type(self.model).__name__}, {self.likelihood!r}, "
+            f"{self.n_params} parameters, {fitted})"
+        )
+
     @property
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device

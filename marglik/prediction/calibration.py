@@ -21,7 +21,7 @@ loss and is nothing beside a thousand examples.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -114,9 +114,9 @@ class CalibrationFit:
 class CalibratedPredictive:
     """A predictive, and how it was calibrated."""
 
-    predict: Predictive
+    predict: Predictive = field(repr=False)
     fit: CalibrationFit
-    model: torch.nn.Module
+    model: torch.nn.Module = field(repr=False)
     likelihood: Likelihood
 
     def __call__(self, x: Any) -> Any:

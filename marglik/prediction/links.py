@@ -80,9 +80,12 @@ class Calibration:
         return f"covariances times {self.covariance_scale:.3g}, {outputs}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Prediction:
-    """What is predicted for N inputs; of sequences for N·R positions, or (N, R) ahead of C."""
+    """What is predicted for N inputs; of sequences for N·R positions, or (N, R) ahead of C.
+
+    Printed, it shows the tensors' shapes.
+    """
 
     mean: Float[Tensor, "N C"]
     """Class probabilities, each output's probability of a one (Bernoulli), or the mean."""
@@ -90,6 +93,12 @@ class Prediction:
     """Of the data: expected entropy (N,), or (N, C) for Bernoulli; σ² (N, C) for regression."""
     epistemic: Tensor
     """Of the parameters: mutual information or variance, in the shape of ``aleatoric``."""
+
+    def __repr__(self) -> str:
+        shapes = (
+            f"{field.name}: {tuple(getattr(self, field.name).shape)}" for field in fields(self)
+        )
+        return f"Prediction({', '.join(shapes)})"
 
     @property
     def total(self) -> Tensor:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
@@ -53,8 +53,8 @@ MOST_BACKWARD_PASSES = 2048
 class _OfModel:
     """A predictive that knows its network, whose own loss tells how labels stand for outputs."""
 
-    predict: Predictive
-    model: nn.Module
+    predict: Predictive = field(repr=False)
+    model: nn.Module = field(repr=False)
     likelihood: Likelihood
 
     def __call__(self, x: Any) -> Prediction:
@@ -333,7 +333,7 @@ def _some_positions(
 def _with_axes(prediction: Prediction, axes: list[int]) -> Prediction:
     """(N·R, ...) as (N, R, ...)."""
     return Prediction(
-        *(getattr(prediction, field.name).unflatten(0, (-1, *axes)) for field in fields(prediction))
+        *(getattr(prediction, part.name).unflatten(0, (-1, *axes)) for part in fields(prediction))
     )
 
 

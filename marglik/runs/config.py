@@ -121,9 +121,11 @@ class PriorConfig:
         burn_in: the first epoch at whose end there may be an update.
         steps: hyperparameter steps per update.
         method: adam follows the gradient of the evidence; mackay iterates its fixed point; fixed
-            keeps the initial weight decay.
+            keeps the initial weight decay, and sigma_noise.
         lr: Adam's step size, for the logarithm of the precision.
         temperature: T; the likelihood is raised to the power 1/T.
+        sigma_noise: the first standard deviation of regression's noise, in units of the targets; it
+            is learned. Start from a small one: a large one keeps the network from fitting.
         keep: last returns the parameters of the last update; best those of the update with the
             highest evidence, which may be an early one, before the network is at its mode.
     """
@@ -136,10 +138,11 @@ class PriorConfig:
     method: PriorMethod = "adam"
     lr: float = 0.1
     temperature: float = 1.0
+    sigma_noise: float = 0.1
     keep: Keep = "last"
 
     def __post_init__(self) -> None:
-        for name in ("weight_decay", "lr", "temperature"):
+        for name in ("weight_decay", "lr", "temperature", "sigma_noise"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"prior.{name} must be positive, not {getattr(self, name)}.")
         self.schedule(epochs=1)  # complains of what it cannot take

@@ -167,6 +167,8 @@ def _check_output(
     several = likelihood == "classification" and y.dim() > 1
     if f.dim() != (y.dim() + 1 if several else 2) or len(f) != examples:
         needed = "(N, R, C) is needed for labels (N, R)" if several else "(N, C) is needed"
+        if f.dim() == 1:
+            needed += ", (N, 1) for one output: leave out squeeze(-1)"
         raise ValueError(f"{shape}; {needed}.")
     if splits.classes is not None and f.shape[-1] != len(splits.classes):
         raise ValueError(

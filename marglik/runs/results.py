@@ -103,6 +103,11 @@ def results_of(learned: OnlineResult, prior: PriorConfig) -> dict[str, Any]:
             "kept": learned.evidence,
             "epoch": learned.epoch,
         },
+        "sigma_noise": (
+            float(learned.laplace.sigma_noise)
+            if learned.laplace.likelihood == "regression"
+            else None
+        ),
         "weight_decay": _weight_decay_table(learned.laplace, prior.weight_decay, prior.temperature),
     }
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from kfac_backend.options import Likelihood
 from marglik.data import DataSource, ImageData
 from marglik.data.out_of_distribution import out_of_distribution_images
 from marglik.data.record import data_record, tensors_in
@@ -53,10 +54,11 @@ def train(
     predictive: PredictiveConfig = PredictiveConfig(),  # noqa: B008
     evaluation: EvaluationConfig = EvaluationConfig(),  # noqa: B008
     ood: ImageData | None = None,
+    likelihood: Likelihood = "classification",
     run: RunConfig = RunConfig(),  # noqa: B008
     provenance: Provenance = Provenance(),  # noqa: B008
 ) -> dict[str, Any]:
-    """Train a classifier and its weight decays together: of images, tokens or graphs.
+    """Train a network and its weight decays together: on images, tokens, graphs or tensors.
 
     Sequences have a label, and so a loss term, for each position; one sequence is one example. The
     objective is the sum over its positions, averaged over examples, and metrics are means over
@@ -66,16 +68,19 @@ def train(
     writes. Returns what `results.json` holds, and the folder under "output".
 
     Args:
-        model: the network, whose outputs are logits; any importable class, such as
-            marglik.models.WideResNetFixup, marglik.models.LeNet, marglik.models.MLP.
-        data: images (such as marglik.data.Digits), sequences (marglik.data.DART) or graphs
-            (marglik.data.NCI1).
+        model: the network, whose outputs are logits, or means in regression; any importable class,
+            such as marglik.models.WideResNetFixup, marglik.models.LeNet, marglik.models.MLP, or
+            my_file.MyNet.
+        data: images (such as marglik.data.Digits), sequences (marglik.data.DART), graphs
+            (marglik.data.NCI1) or tensors of any kind (marglik.data.TensorFile).
         optimizer: the network's optimiser.
         prior: the prior and its updates.
         curvature: the curvature pass.
         predictive: the Laplace predictive of the final evaluation.
         evaluation: what is evaluated besides the test set.
         ood: images from elsewhere, which the predictives should find uncertain.
+        likelihood: classification; regression, whose noise is learned, too; or bernoulli, for
+            independent yes-or-no outputs.
         run: everything else.
         provenance: the options, and how model and data are made, for whoever loads the posterior.
 
@@ -105,7 +110,7 @@ def train(
         ood_images = None if ood is None else out_of_distribution_images(ood, splits)
         evaluation.check(splits)
         model = fabric.to_device(model)
-        check_model(model, splits, curvature, predictive=predictive)
+        check_model(model, splits, curvature, likelihood, predictive)
         PriorGroups.from_model(model, prior.structure)
         held_out = 0
         if run.held_out and predictive.is_calibrated and splits.validation is None:
@@ -129,9 +134,11 @@ def train(
             run,
             fabric,
             ranks,
+            likelihood,
         )
         setup.check()
         identity = run_identity(model, splits, ood_images, setup.options(), provenance)
+        identity["likelihood"] = likelihood
     check_same_on_ranks(identity | {"versions": versions()}, ranks)
     folder = RunFolder(run.output or f"runs/{re.sub('[^a-z0-9]+', '_', splits.name.lower())}")
     made_with = environment(fabric.device)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.distributed import Ranks
+from kfac_backend.options import Likelihood
 from marglik.data import Batches, Splits
 from marglik.data.batches import split_batches
 from marglik.data.out_of_distribution import OutOfDistributionImages
@@ -36,7 +37,7 @@ __all__ = ["TrainingSetup"]
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """A classifier, trained and evaluated as the options say."""
+    """A network, trained and evaluated as the options say."""
 
     splits: Splits
     """With a validation set where one was held out for calibration."""
@@ -52,6 +53,7 @@ class TrainingSetup:
     fabric: "Fabric"
     ranks: Ranks = Ranks(None)
     """Those of the Fabric, each of which has a part of every batch."""
+    likelihood: Likelihood = "classification"
 
     def check(self) -> None:
         """Raise a ValueError unless each rank has a part of each full batch."""
@@ -85,9 +87,12 @@ class TrainingSetup:
             curvature_batches = self._curvature_batches()
         num_data = len(batches.dataset)
         method: UpdateMethod = "adam" if prior.method == "fixed" else prior.method
+        has_noise = self.likelihood == "regression"
         hyperparameters = Hyperparameters(
             PriorGroups.from_model(model, prior.structure),
             weight_decay_to_precision(prior.weight_decay, num_data, prior.temperature),
+            sigma_noise=prior.sigma_noise if has_noise else 1.0,
+            learn_sigma_noise=has_noise,
             method=method,
             lr=prior.lr,
         )
@@ -103,9 +108,10 @@ class TrainingSetup:
         def make_posterior(prior_precision: Tensor, sigma_noise: Tensor) -> Posterior:
             return Posterior(
                 model,
-                "classification",
+                self.likelihood,
                 curvature,
                 prior_precision=prior_precision,
+                sigma_noise=sigma_noise,
                 temperature=prior.temperature,
             )
 
@@ -113,7 +119,7 @@ class TrainingSetup:
             model,
             optimizer,
             batches,
-            "classification",
+            self.likelihood,
             hyperparameters,
             make_posterior,
             prior.schedule(run.epochs),
@@ -124,7 +130,7 @@ class TrainingSetup:
             compile_mode=run.compile,
             prior_is_damping=self.optimizer.kfac.prior_is_damping,
             targets=self.splits.targets,
-            monitor=self._monitor(model) if run.monitor else None,
+            monitor=self._monitor(model, hyperparameters) if run.monitor else None,
             on_record=log.write if log else None,
             progress=run.progress,
         ).run(checkpoints)
@@ -162,11 +168,11 @@ class TrainingSetup:
         # What was held out has told the predictives their numbers; it is no test of them.
         splits = replace(self.splits, validation=None) if self.held_out else self.splits
         return evaluate_network(
-            map_predictive(model),
+            map_predictive(model, self.likelihood, laplace.sigma_noise),
             laplace,
             [self.predictive],
             splits,
-            "classification",
+            self.likelihood,
             self.evaluation,
             of=of,
             seed=self.run.seed,
@@ -178,19 +184,19 @@ class TrainingSetup:
             ranks=self.ranks,
         )
 
-    def _monitor(self, model: nn.Module) -> Any:
-        """The MAP's NLL and accuracy on data that is not trained on, every so many epochs."""
+    def _monitor(self, model: nn.Module, hyperparameters: Hyperparameters) -> Any:
+        """The MAP's NLL and accuracy (or RMSE) on data not trained on, every so many epochs."""
         split = "test" if self.splits.validation is None else "validation"
         batches = self._batches(split, self.predictive.batch_size)
 
         def look(epoch: int) -> Mapping[str, float]:
             if epoch % self.run.monitor and epoch != self.run.epochs:
                 return {}
-            predicted = predict_all(
-                map_predictive(model), batches, targets=self.splits.targets, ranks=self.ranks
-            )
-            found = compute_metrics(*predicted, "classification")
-            return {f"{split}/{name}": found[name] for name in ("cls/NLL", "cls/accuracy")}
+            predict = map_predictive(model, self.likelihood, hyperparameters.sigma_noise)
+            predicted = predict_all(predict, batches, targets=self.splits.targets, ranks=self.ranks)
+            found = compute_metrics(*predicted, self.likelihood)
+            shown = ("cls/NLL", "cls/accuracy", "reg/NLL", "reg/RMSE")
+            return {f"{split}/{name}": found[name] for name in shown if name in found}
 
         return look
 

@@ -76,5 +76,5 @@ def _tensorboard_logger(folder: Path) -> Any:
         return TensorBoardLogger(root_dir=folder, name=TENSORBOARD, version="")
     except ModuleNotFoundError as error:
         raise ValueError(
-            "--tensorboard needs the package tensorboard: pip install 'marglik[tensorboard]'."
+            "--tensorboard needs the package tensorboard: pip install tensorboard."
         ) from error

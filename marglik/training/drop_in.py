@@ -120,6 +120,16 @@ def marglik_training(
         warnings.warn("The prior takes the place of weight_decay; it is set to 0.", stacklevel=2)
         for group in optimizer.param_groups:
             group["weight_decay"] = 0.0
+    schedule = Schedule(
+        n_epochs, marglik_frequency, n_epochs_burnin, n_hypersteps, last_epoch=False, keep="best"
+    )
+    if not any(map(schedule.is_due, range(1, n_epochs + 1))):
+        warnings.warn(
+            f"No update is due: n_epochs={n_epochs}, marglik_frequency={marglik_frequency}, "
+            f"n_epochs_burnin={n_epochs_burnin}. The weight decays stay as they start. Pass a "
+            "smaller marglik_frequency, or more epochs.",
+            stacklevel=2,
+        )
     scheduler = scheduler_cls(optimizer, **(scheduler_kwargs or {})) if scheduler_cls else None
     is_regression = likelihood == "regression"
 
@@ -153,14 +163,7 @@ def marglik_training(
         cast(Likelihood, likelihood),
         hyperparameters,
         make_laplace,
-        Schedule(
-            n_epochs,
-            marglik_frequency,
-            n_epochs_burnin,
-            n_hypersteps,
-            last_epoch=False,
-            keep="best",
-        ),
+        schedule,
         temperature=temperature,
         scheduler=scheduler,
         # laplace-torch takes the length of the dataset for the number of examples that it sees.

@@ -6,11 +6,13 @@ import shutil
 import pytest
 
 from marglik.cli import main
+from marglik.models import MLP
 from marglik.posterior.posterior_file import load_posterior
 from marglik.storage.record_file import read_posterior
 from marglik.storage.run_log import read_log
 from tests.marglik import threads
 from tests.marglik.commands.command_line import refusal
+from tests.marglik.commands.tensor_problems import SIGMA, bernoulli, regression
 from tests.marglik.data.text_and_graphs import (
     dart_entries,
     nci1_texts,
@@ -250,3 +252,32 @@ def test_other_data_is_refused(files, trained, capsys):
     options = ["--data", "DART", "--data.path", str(files["sequences"]), "--data.num_test", "2"]
     message = refusal(capsys, "evaluate", str(trained / "graphs"), *options)
     assert "DART holds no graphs, unlike NCI1" in message
+
+
+@pytest.mark.parametrize("make_problem", [regression, bernoulli])
+def test_targets_that_are_no_classes(make_problem, tmp_path, capsys):
+    """Regression's noise is learned; what is saved, evaluated and shown knows the likelihood."""
+    problem = make_problem(tmp_path)
+    folder = tmp_path / "run"
+    arguments = [
+        "train", *problem.options, "--epochs", "60", "--prior.every", "20", "--batch_size", "25",
+        "--optimizer.name", "adamw", "--optimizer.lr", "0.02", "--monitor", "20", "--no_progress",
+    ]  # fmt: skip
+    assert main([*arguments, "--output", str(folder)]) == 0
+    results, evaluation = results_of(folder), evaluated(folder)
+    assert results["likelihood"] == evaluation["likelihood"] == problem.likelihood
+    is_regression = problem.likelihood == "regression"
+    nll = "reg/NLL" if is_regression else "cls/NLL"
+    (last,) = [r for r in read_log(folder) if r["kind"] == "epoch" and r["epoch"] == 60]
+    validation = evaluation["predictives"]["MAP"]["metrics"][f"validation/{nll}"]
+    # The monitor looks before the last update, which changes σ.
+    assert last[f"validation/{nll}"] == pytest.approx(validation, rel=0.2)
+    laplace = load_posterior(folder, MLP(3, (4,), 2, "tanh"))
+    assert laplace.log_marginal_likelihood().item() == pytest.approx(results["evidence"]["kept"])
+    if is_regression:
+        assert results["sigma_noise"] == pytest.approx(SIGMA, rel=0.3)  # it starts at half of it
+        assert f"noise: standard deviation {results['sigma_noise']:.4g}" in capsys.readouterr().out
+    else:
+        assert results["sigma_noise"] is None
+    again = [*arguments, "--output", str(tmp_path / "again"), "--prior.sigma_noise", "0"]
+    assert "prior.sigma_noise must be positive, not 0.0" in refusal(capsys, *again)

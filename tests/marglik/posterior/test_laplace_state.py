@@ -195,3 +195,11 @@ def test_no_samples(n):
     ):
         with pytest.raises(ValueError, match=f"n_samples must be a positive integer, not {n}"):
             use()
+
+
+def test_it_prints_in_a_line():
+    laplace = fitted("classification")
+    number = sum(p.numel() for p in laplace.model.parameters())
+    begin = f"KronLaplace(Sequential, 'classification', {number} parameters, "
+    assert repr(laplace) == f"{begin}fitted to {laplace.n_data} examples)"
+    assert repr(KronLaplace(laplace.model, "classification")) == f"{begin}not fitted)"

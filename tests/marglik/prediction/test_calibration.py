@@ -218,6 +218,9 @@ def test_bad_input_is_named():
     la, _ = fitted()
     with pytest.raises(ValueError, match="nothing to calibrate with"):
         calibrate(la, [])
+    x = torch.randn(2, 3)  # whose two rows would pass for x and y
+    with pytest.raises(TypeError, match=r"of one batch \[\(x, y\)\]"):
+        calibrate(la, (x, x.argmax(1)))
     with pytest.raises(ValueError, match=r"covariance_scale .* not -1"):
         Calibration(-1.0)
     with pytest.raises(ValueError, match=r"output_temperature .* not 0"):

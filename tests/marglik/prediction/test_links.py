@@ -223,6 +223,8 @@ def test_predictions_are_joined_and_moved():
     for name in ("mean", "aleatoric", "epistemic"):
         assert_close(getattr(joined, name), getattr(whole, name))
     assert whole.to("meta").epistemic.device.type == "meta"
+    shown = f"Prediction(mean: {tuple(f.shape)}, aleatoric: ({len(f)},), epistemic: ({len(f)},))"
+    assert repr(whole) == shown
 
 
 def test_wrong_options():

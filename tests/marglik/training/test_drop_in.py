@@ -136,6 +136,13 @@ def test_adamws_own_weight_decay_is_set_to_zero():
     assert_close(torch.tensor(adamw[2]), torch.tensor(adam[2]))
 
 
+def test_a_schedule_without_an_update_is_told():
+    options = OPTIONS | {"n_epochs": 2, "marglik_frequency": 3, "n_epochs_burnin": 0}
+    with pytest.warns(UserWarning, match="No update is due: n_epochs=2, marglik_frequency=3"):
+        la, *_ = marglik_training(network(3), loader("classification"), **options)
+    assert len(set(la.prior_precision.tolist())) == 1
+
+
 def test_likelihood_is_checked_before_training():
     with pytest.raises(ValueError, match="likelihood='poisson' is not supported"):
         marglik_training(network(3), loader("classification"), "poisson")
