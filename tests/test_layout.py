@@ -110,6 +110,7 @@ def test_presets_and_marks_of_types_are_packaged():
         "presets/*.yaml",
         "report/page.*",
         "report/theme.js",
+        "report/plotly/*",
     ]
     assert (ROOT / "marglik" / "py.typed").exists() and (
         ROOT / "kfac_backend" / "py.typed"
@@ -123,7 +124,7 @@ def test_tests_work_outside_of_the_checkout(tmp_path):
 
 
 LAPLACE = {"laplace", "curvlinops"}
-PLOTS = {"matplotlib", "plotly", "jinja2", "jsonschema"}
+PLOTS = {"matplotlib", "jinja2", "jsonschema"}
 OTHERS = {"lightning", "torchmetrics", "torchvision", "scipy", "sklearn", "PIL"}
 STEPS = {
     "the backend": "import kfac_backend",

@@ -108,7 +108,7 @@ def results_of(learned: OnlineResult, prior: PriorConfig) -> dict[str, Any]:
 
 
 def metrics_of(label: str, evaluation: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The "metrics" and their "intervals" of each predictive, under names such as "learned, MAP"."""
+    """Metrics of each predictive and their intervals, under names such as "learned, MAP"."""
     predictives = evaluation["predictives"].items()
     return {
         kind: {f"{label}, {name}": predictive[kind] for name, predictive in predictives}

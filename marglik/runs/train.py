@@ -181,7 +181,8 @@ def train(
             results |= environment(fabric.device)
             # The loop's, of all processes that had a part in it, and the rest of this one.
             results["seconds"] = learned.seconds + time.perf_counter() - trained + ready - start
-            results["seconds_after"] = {
+            results["seconds_beside"] = {
+                "start": ready - start,
                 "calibration": calibrated - trained,
                 "evaluation": evaluated - saved,
             }
@@ -203,7 +204,7 @@ def train(
                 results[kind] |= of_baseline
             seconds = initial.seconds + time.perf_counter() - trained
             results["seconds"] += seconds
-            results["seconds_after"]["baseline"] = seconds
+            results["seconds_beside"]["baseline"] = seconds
             results["complete"] = True
             if leads:
                 folder.write(RESULTS, as_json(results))

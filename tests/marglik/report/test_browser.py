@@ -64,7 +64,7 @@ def test_draws_every_chart_and_table(one):
     page = one.page
     assert page.title() == "LeNet on digits – marglik report"
     plots = page.locator(".chart-plot")
-    assert plots.count() == 17
+    assert plots.count() == 20
     for plot in plots.all():
         assert plot.locator(".trace, .scatterlayer .js-line").count() > 0
         assert plot.locator("svg.main-svg").first.get_attribute("aria-hidden") == "true"
