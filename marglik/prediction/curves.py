@@ -71,7 +71,8 @@ def _of_classes(probabilities: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, 
     """Confidences, predictions and labels, (N,) each."""
     check_shapes(probabilities=(probabilities, "NC"), labels=(labels, "N"))
     p = as_probabilities("probabilities", probabilities)
-    return *p.max(dim=1), as_labels(labels, p.shape[1])
+    confidence, predicted = p.max(dim=1)
+    return confidence, predicted, as_labels(labels, p.shape[1])
 
 
 def _some(number: int) -> Tensor:

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any, Literal
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from kfac_backend.distributed import Ranks
 from kfac_backend.files import sha256_of_tensors
 from kfac_backend.loss.hessian import counted_terms
+from kfac_backend.model.batches import each_batch
 from kfac_backend.options import Likelihood, check_option
 from marglik.data import (
     CORRUPTIONS,
@@ -485,17 +487,17 @@ class _Evaluation:
         """The metrics on the corrupted test sets."""
         assert isinstance(self.splits, ImageSplits)
         test = self.splits.test
-        for kind in CORRUPTIONS:
-            for severity in SEVERITIES:
-                part = f"shift/{kind}/{severity}"
-                if any(name.startswith(f"{part}/") for name in self._shifted):
-                    continue
-                _logger.info("evaluating on %s of severity %d", kind, severity)
-                images = corrupt(test.images, kind, severity)
-                prediction = self.predict_images(part, images, predict)
-                found = compute_metrics(prediction, test.labels, self.likelihood)
-                self._shifted |= _prefixed(part, found)
-                del self._batches[part]  # twenty times the test set's
+        shifts = [*product(CORRUPTIONS, SEVERITIES)]
+        for kind, severity in each_batch(shifts, "Shifted test sets", self.progress, unit="set"):
+            part = f"shift/{kind}/{severity}"
+            if any(name.startswith(f"{part}/") for name in self._shifted):
+                continue
+            _logger.info("evaluating on %s of severity %d", kind, severity)
+            images = corrupt(test.images, kind, severity)
+            prediction = self.predict_images(part, images, predict)
+            found = compute_metrics(prediction, test.labels, self.likelihood)
+            self._shifted |= _prefixed(part, found)
+            del self._batches[part]  # twenty times the test set's
         return self._shifted
 
 
