@@ -121,11 +121,12 @@ def _shifts_averaged(metrics: dict[str, float]) -> dict[str, float]:
 
 def _print_weight_decays(layers: dict[str, dict[str, float]]) -> None:
     shown = sorted(layers.items(), key=lambda item: -item[1]["parameters"])[:LAYERS_SHOWN]
+    digits = max(len(str(row["parameters"])) for _, row in shown)  # so that slashes are aligned
     rows = [
         [
             name,
             f"{row['initial']:.1e} -> {row['learned']:.2e}",
-            f"{row['effective_parameters']:.1f} / {row['parameters']}",
+            f"{row['effective_parameters']:.1f} / {row['parameters']:<{digits}}",
         ]
         for name, row in shown
     ]

@@ -1,4 +1,4 @@
-"""Confidence intervals of metrics: what another test set of this size might have given.
+"""Confidence intervals of metrics: which expected values the test set is consistent with.
 
 All are two-sided of level `LEVEL`, and about the test set alone: the network, its training data and
 the seed stay as they are, between which metrics often differ by more.
