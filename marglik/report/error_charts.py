@@ -161,7 +161,7 @@ def class_chart(title: str, series: Sequence[Series], classes: Sequence[str]) ->
                 range=[len(order) - 0.5, -0.5],
             ),
             "hovermode": "closest",
-            "showlegend": len(series) > 1,
+            "showlegend": True,
         },
         Table(
             title,

@@ -86,6 +86,11 @@ def render(runs: Sequence[Run]) -> str:
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     scripts = {"theme": _inline(_source("theme.js")), "page": _inline(_source("page.js"))}
+    # Scatters and bars are all that the charts need. Measured in Chromium, two x86-64 cores, with a
+    # page of 17 charts: the whole plotly.js 4.9 MB, all drawn after 2.6 s; its basic bundle 1.3 MB,
+    # 1.9 s; deflated, as here, 0.7 MB, 1.7 s, and the text after 0.3 s. 18 charts of lines take
+    # 0.2 MB and 0.2 s with uPlot, which has no horizontal bars or dots, and 0.3 MB and 0.6 s with
+    # Chart.js, which has whiskers and zoom in plugins alone; of plotly 0.9 s.
     plotly = _source("plotly/plotly-basic.min.js")  # page.js unpacks it, and runs it by its hash
     return environment.get_template("page.html.j2").render(
         title=_title(runs),
