@@ -92,6 +92,7 @@ def _bins(series: Sequence[Series]) -> list[Trace]:
         style = series_style(position)
         curve = line(name, x, y, style, hover, mode="markers")
         curve["error_y"] = error_bars(y, ends, style["line"]["color"])
+        curve["cliponaxis"] = False  # a confidence of 1 is whole
         curve["customdata"] = [
             f"95 %: {interval(e, 3)}<br>{p[2]:,} predictions"
             for p, e in zip(points, ends, strict=True)

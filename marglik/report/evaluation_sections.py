@@ -73,8 +73,20 @@ def reliability_section(runs: Sequence[Run]) -> Section:
     lead = INTERVALS_LEAD if of_intervals == {True} else BINS_LEAD
     blocks = [Charts(charts)] if charts else []
     tables = [block for run in runs if (block := _held_out(run)) is not None]
-    notes = _without(runs, having, "reliability")
+    notes = [*_of_positions(having), *_without(runs, having, "reliability")]
     return Section("reliability", "Calibration", lead, [*blocks, *tables, *notes])
+
+
+def _of_positions(runs: Sequence[Run]) -> list[Note]:
+    """What whiskers do not know of sequences."""
+    if not any(run.num_positions for run in runs):
+        return []
+    return [
+        Note(
+            "Of sequences, whiskers take positions (tokens) as independent; they are too narrow "
+            "where the positions of a sequence are alike."
+        )
+    ]
 
 
 def _held_out(run: Run) -> Details | None:
@@ -133,7 +145,7 @@ def errors_section(runs: Sequence[Run]) -> Section:
             if "confusion" in one.content["classes"]:
                 of = one.name if runs[0].alone else f"{title}, {one.name}"
                 blocks.append(Confusion(of, names, one.content["classes"]["confusion"]))
-    notes = _without(runs, having, "errors by class")
+    notes = [*_of_positions(having), *_without(runs, having, "errors by class")]
     charts_first = [Charts(charts)] if charts else []
     return Section("errors", "Errors", lead, [*charts_first, *blocks, *notes])
 

@@ -216,6 +216,15 @@ def test_errors_of_several_runs_have_charts_per_predictive(folders):
     assert [trace["name"] for trace in charts[0].traces] == ["expand", "reduce"]
 
 
+def test_whiskers_of_sequences_are_doubted(folders, tmp_path):
+    run = write_run(tmp_path / "run")
+    content = json.loads((run / "evaluation.json").read_text()) | {"num_positions": 640}
+    write(run / "evaluation.json", content)
+    for section in ("reliability", "errors"):
+        assert any("too narrow" in note for note in notes_of([run], section))
+        assert not any("too narrow" in note for note in notes_of(folders["one"], section))
+
+
 def test_of_many_classes_those_with_the_most_errors_are_shown(tmp_path):
     run = write_run(tmp_path / "run")
     content = json.loads((run / "evaluation.json").read_text())
