@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import textwrap
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -12,6 +13,7 @@ from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser
 
+from marglik.commands.completion import SHELLS, completion_action
 from marglik.commands.messages import check_values, explained
 from marglik.commands.option_parsing import HelpFormatter, whole_names
 from marglik.commands.progress import progress_lines
@@ -22,9 +24,15 @@ __all__ = ["main"]
 COMMANDS = {
     "train": "train on images, sequences, graphs or tensors, learn the weight decays",
     "fit": "a posterior for a network that was trained elsewhere",
-    "evaluate": "metrics of a posterior: on test, shifted and out-of-distribution data",
+    "evaluate": "a posterior's metrics: on test, shifted and out-of-distribution data",
     "report": "one page about one run, or several side by side",
 }
+
+DESCRIPTION = (
+    "Learn a weight decay per layer while the network trains, and get calibrated predictions "
+    "afterwards."
+)
+FIRST_STEP = "marglik train --config digits"
 
 GOES_ON = {
     "train": "the same command with --resume goes on from its last checkpoint",
@@ -98,9 +106,12 @@ def _run(arguments: Sequence[str] | None, received: Sequence[int]) -> int:
     asked = next((a for a in arguments if a in COMMANDS), None)
     own = {}
     try:
-        parser, own = _parsers(asked)
+        if not arguments:
+            print(_short_help(), file=sys.stderr)
+            return 2  # as for any other command line that says too little
+        parser, own = _parsers(*filter(None, [asked]))
         options: Any = parser.parse_args(arguments if asked is None else whole_names(arguments))
-        if asked is None:  # parse_args leaves only for --help and --version
+        if asked is None:  # parse_args leaves only for --help, --version and --completion
             raise ValueError(f"Pass a command: {', '.join(COMMANDS)}.")
         module, options = _module(asked), options[asked]
         check_values(own[asked], options)
@@ -118,7 +129,8 @@ def _run(arguments: Sequence[str] | None, received: Sequence[int]) -> int:
             print(f"\nmarglik: {what}; {way_out}.", file=sys.stderr)
         return 128 + (received[0] if received else signal.SIGINT)
     except ArgumentError as error:
-        said = explained(error, own.get(asked or ""), arguments)
+        of_none = asked is not None and str(error).startswith("argument subcommand:")
+        said = explained(error, None if of_none else own.get(asked or ""), arguments)
         ends = "" if said.endswith(("?", ".")) else "."
         _print_error(f"{said}{ends} See marglik{f' {asked}' if asked else ''} --help.")
         return 2
@@ -171,22 +183,38 @@ def _print_error(message: str) -> None:
     print(f"marglik: error{which}: {' '.join(message.split())}", file=sys.stderr)
 
 
-def _parsers(asked: str | None) -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
-    """The command's parser, and those of its commands; only the one asked for has its options."""
+def _short_help() -> str:
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items())
+    return (
+        f"usage: marglik COMMAND [OPTIONS]\n\n{textwrap.fill(DESCRIPTION, 80)}\n\n{commands}\n\n"
+        f"To begin, in seconds:  {FIRST_STEP}\n"
+        "Options of a command:  marglik COMMAND --help"
+    )
+
+
+def _parsers(*asked: str) -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
+    """The command's parser, and those of its commands; only those asked for have their options."""
     parser = ArgumentParser(
         prog="marglik",
         version=version("marglik"),
-        description="Learn a weight decay per layer while the network trains, and get calibrated "
-        "predictions afterwards.",
+        description=DESCRIPTION,
+        epilog=f"To begin, in seconds: {FIRST_STEP}",
         exit_on_error=False,
         formatter_class=HelpFormatter,  # of the commands as well
+    )
+    parser.add_argument(
+        "--completion",
+        action=completion_action(lambda: _parsers(*COMMANDS)[0]),
+        choices=SHELLS,
+        help="Print what completes commands and options in this shell, and exit.",
     )
     commands = parser.add_subcommands()
     own = {}
     for name, summary in COMMANDS.items():
         own[name] = ArgumentParser(description=f"{summary[0].upper()}{summary[1:]}.")
         own[name].exit_on_error = False
-        if name == asked:
+        if name in asked:
             _module(name).add_arguments(own[name])
         commands.add_subcommand(name, own[name], help=summary)
     return parser, own

@@ -82,7 +82,7 @@ def test_dependencies_are_those_that_are_imported():
     third_party = used - set(sys.stdlib_module_names) - set(PACKAGES)
     optional = {"tensorboard", "transformers", "asdl", "ivon", "singd", "ogb", "pytorch_optimizer"}
     optional |= {"botorch", "gpytorch", "linear_operator", "posteriors", "tensordict"}
-    optional |= {"peft", "torch_uncertainty"}
+    optional |= {"peft", "shtab", "torch_uncertainty"}
     peers = {"curvlinops"}  # declared by another name, and imported by an experiment only
     by_module = {MODULES.get(name, name): name for name in declared}
     assert third_party - set(by_module) - optional - peers == set()
@@ -110,6 +110,7 @@ def test_presets_and_marks_of_types_are_packaged():
         "presets/*.yaml",
         "report/page.*",
         "report/theme.js",
+        "report/plotly/*",
     ]
     assert (ROOT / "marglik" / "py.typed").exists() and (
         ROOT / "kfac_backend" / "py.typed"
@@ -123,7 +124,7 @@ def test_tests_work_outside_of_the_checkout(tmp_path):
 
 
 LAPLACE = {"laplace", "curvlinops"}
-PLOTS = {"matplotlib", "plotly", "jinja2", "jsonschema"}
+PLOTS = {"matplotlib", "jinja2", "jsonschema"}
 OTHERS = {"lightning", "torchmetrics", "torchvision", "scipy", "sklearn", "PIL"}
 STEPS = {
     "the backend": "import kfac_backend",

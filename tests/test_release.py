@@ -116,6 +116,7 @@ def test_wheel_and_sdist_hold_the_packages(built):
     files = {f"{package}/py.typed" for package in packages}
     files |= {p.relative_to(ROOT).as_posix() for p in (ROOT / "marglik/presets").glob("*.yaml")}
     files |= {f"marglik/report/{n}" for n in ("page.html.j2", "page.css", "page.js", "theme.js")}
+    files |= {f"marglik/report/plotly/{n}" for n in ("plotly-basic.min.js", "LICENSE")}
     assert sources | files <= inside
     assert {name.split("/")[0] for name in inside} == {
         *packages,

@@ -37,7 +37,9 @@ activation has 2, 4, 8, 16 and 32 MiB: 4.4, 3.9, 3.7, 3.7 and 4.6 s.
 """
 
 
-def each_batch(loader: Iterable[Any], description: str, progress: bool = False) -> Iterator[Any]:
+def each_batch(
+    loader: Iterable[Any], description: str, progress: bool = False, unit: str = "batch"
+) -> Iterator[Any]:
     """The batches of one pass over a loader, with a progress bar on a terminal if asked for.
 
     The loader is iterated once. (``tqdm.auto.tqdm(loader)`` calls ``iter`` twice: a DataLoader then
@@ -47,13 +49,14 @@ def each_batch(loader: Iterable[Any], description: str, progress: bool = False) 
         loader: the batches.
         description: what the bar says.
         progress: whether to show it.
+        unit: what it counts.
     """
     try:
         total = len(loader)  # pyright: ignore[reportArgumentType]
     except (TypeError, NotImplementedError):  # a generator, a dataset without a length
         total = None
     hidden = None if progress else True  # None: shown on a terminal only
-    bar = tqdm(iter(loader), description, total, leave=False, unit="batch", disable=hidden)
+    bar = tqdm(iter(loader), description, total, leave=False, unit=unit, disable=hidden)
     return iter(bar)
 
 

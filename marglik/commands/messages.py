@@ -14,10 +14,12 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentParser, Namespace
 
-__all__ = ["check_values", "explained"]
+__all__ = ["check_values", "class_names", "explained", "hint_of"]
 
 LARGEST = 2**63 - 1
 """Of whole numbers: what torch, and a file of results, can hold."""
+LONGEST = 200
+"""Letters of what others say."""
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 NO_CLASS = (
     "Expected a dot import path", "Unexpected import path", "does not correspond to a subclass",
@@ -35,7 +37,7 @@ def explained(error: Exception, parser: ArgumentParser | None, arguments: Sequen
     """
     text = str(error)
     if parser is None:
-        return _one_line(text)
+        return _of_no_command(text)
     if found := re.match(r"the following arguments are required: (.*)", text):
         names = [name.split(".", 1)[1] for name in found[1].split(", ")]
         return f"{_joined([_option(parser, name) for name in names], 'and')} must be given."
@@ -49,7 +51,7 @@ def explained(error: Exception, parser: ArgumentParser | None, arguments: Sequen
     if found := re.match(r"Subcommand '\w+' does not accept option '(.*)'", text):
         return _unknown(parser, f"--{found[1]}", arguments)
     if re.match(r"Problems parsing config|Unexpected config", text):
-        return f"--config takes a YAML file with a mapping of options: {_one_line(text)}."
+        return f"--config takes a YAML file with a mapping of options: {_bounded(text)}"
     keys = list(dict.fromkeys(re.findall(r'Parser key "([^"]+)":', text)))
     if not keys:
         return _one_line(_cause(text))
@@ -73,6 +75,16 @@ def check_values(parser: ArgumentParser, options: Namespace) -> None:
             hint = _hint_of_argument(options[f"{owner}.class_path"], name)
             if hint in WORDS:
                 raise ValueError(f"{option} null: must be {_expected(hint)}.")
+
+
+def _of_no_command(text: str) -> str:
+    """Of an error before any command's options are read."""
+    if found := re.match(r"argument subcommand: invalid choice: '(.*)' \(choose from (.*)\)", text):
+        commands = re.findall(r"\w+", found[2])
+        near = difflib.get_close_matches(found[1], commands, 1)
+        ask = f"; did you mean {near[0]}?" if near else "."
+        return f"No command {found[1]!r}{ask} There are {_joined(commands, 'and')}."
+    return _one_line(text).removeprefix("argument ")
 
 
 def _of_key(parser: ArgumentParser, keys: list[str], text: str) -> str:
@@ -141,10 +153,12 @@ def _option(parser: ArgumentParser, key: str) -> str:
 
 def _hint(parser: ArgumentParser, key: str) -> Any:
     """The type of an option, None if it is unknown."""
-    for action in parser._actions:
-        if action.dest == key:
-            return getattr(action, "_typehint", None) or action.type or bool
-    return None
+    return next((hint_of(action) for action in parser._actions if action.dest == key), None)
+
+
+def hint_of(action: Any) -> Any:
+    """The type that an option takes."""
+    return getattr(action, "_typehint", None) or action.type or bool
 
 
 def _hint_of_argument(class_path: str, name: str) -> Any:
@@ -192,21 +206,33 @@ def _expected(hint: Any) -> str:
 
 
 def _classes(base: type) -> str:
-    """Our own classes of a kind, by their short names."""
+    """Our own classes of a kind, and how to name another."""
+    names = _joined(class_names(base))
+    return (
+        f"{names}, or the path of a class that can be imported from here, such as "
+        "package.module.Name"
+    )
+
+
+def class_names(hint: Any) -> list[str]:
+    """Our own networks or data of a type, by their short names; none if it is of neither kind."""
     from marglik import data, models
 
-    names = [
+    bases = tuple(one for one in get_args(hint) or (hint,) if inspect.isclass(one))
+    return [
         name
         for module in (models, data)
         for name in module.__all__
         if inspect.isclass(found := getattr(module, name))
-        and issubclass(found, base)
+        and issubclass(found, bases)
         and not inspect.isabstract(found)
     ]
-    return (
-        f"{_joined(names)}, or the path of a class that can be imported from here, such as "
-        "package.module.Name"
-    )
+
+
+def _bounded(text: str) -> str:
+    """The beginning of a text, which may hold a whole file."""
+    line = _one_line(text)
+    return line if len(line) <= LONGEST else f"{line[:LONGEST].rstrip('.')}..."
 
 
 def _joined(names: Sequence[str], last: str = "or") -> str:

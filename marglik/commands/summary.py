@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from marglik.commands.tables import print_paragraph, print_table
 from marglik.prediction.evaluation_record import IN_SAMPLE, has_in_sample_metrics
 from marglik.prediction.links import Calibration
 
@@ -17,18 +18,20 @@ def print_summary(results: dict[str, Any], report: Path) -> None:
     held_out = f", {results['held_out']} held out" if results.get("held_out") else ""
     seconds = f"{results['seconds']:.0f} s"
     print(f"\n{results['data']}: {num_data} training examples{held_out}, {seconds}")
-    print(
+    print_paragraph(
         f"log marginal likelihood per example: {evidence['first'] / num_data:.4f} at the first "
-        f"update, {evidence['kept'] / num_data:.4f} at the kept one (epoch {evidence['epoch']})\n"
+        f"update, {evidence['kept'] / num_data:.4f} at the kept one (epoch {evidence['epoch']})"
     )
     if results["sigma_noise"] is not None:
-        print(f"noise: standard deviation {results['sigma_noise']:.4g}\n")
+        print(f"noise: standard deviation {results['sigma_noise']:.4g}")
+    print()
     _print_weight_decays(results["weight_decay"])
     _print_positions(results.get("num_positions"))
-    _print_metrics({n: _shifts_averaged(values) for n, values in results["metrics"].items()})
+    metrics = {name: _shifts_averaged(values) for name, values in results["metrics"].items()}
+    _print_metrics(metrics, results.get("intervals", {}))
     fit = results.get("calibration")
     if fit and any(key.startswith("validation/") for m in results["metrics"].values() for key in m):
-        print(IN_SAMPLE)
+        print_paragraph(IN_SAMPLE)
     _print_calibration(fit)
     print(f"\nWritten to {results['output']}; to look at: {report}")
 
@@ -36,22 +39,23 @@ def print_summary(results: dict[str, Any], report: Path) -> None:
 def print_fit(results: dict[str, Any]) -> None:
     """Print the evidence, the weight decays that were found, and where the posterior is."""
     if results["note"]:
-        print(f"Checkpoint: {results['note']}.")
+        print_paragraph(f"Checkpoint: {results['note']}.")
     num_data, evidence = results["num_data"], results["evidence"]
     print(f"{results['data']}: {num_data} training examples, {results['seconds']:.0f} s")
-    print(
+    print_paragraph(
         f"log marginal likelihood per example: {evidence['before'] / num_data:.4f} at the first "
-        f"weight decay, {evidence['after'] / num_data:.4f} at the one found\n"
+        f"weight decay, {evidence['after'] / num_data:.4f} at the one found"
     )
+    print()
     rows = results["weight_decay"]
-    width = max(map(len, rows))
-    for name, decay in list(rows.items())[:LAYERS_SHOWN]:
-        print(f"{name:<{width}}   weight decay {decay:.2e}")
+    shown = [[name, f"{decay:.2e}"] for name, decay in list(rows.items())[:LAYERS_SHOWN]]
+    print_table(["parameter", "weight decay"], shown)
     if len(rows) > LAYERS_SHOWN:
         print(f"... and {len(rows) - LAYERS_SHOWN} more, in posterior.json")
     if results["at_bound"]:
-        print(
-            "\nThe validation loss falls up to the bound of the search: the data does not "
+        print()
+        print_paragraph(
+            "The validation loss falls up to the bound of the search: the data does not "
             "determine this weight decay."
         )
     _print_calibration(results["calibration"])
@@ -65,33 +69,35 @@ def print_evaluation(results: dict[str, Any]) -> None:
     if results["ood"]:
         ood = results["ood"]
         note = f", {ood['note']}" if ood["note"] else ""
-        print(f"out of distribution: {ood['num_examples']} of {ood['name']}{note}")
+        print_paragraph(f"out of distribution: {ood['num_examples']} of {ood['name']}{note}")
     named = results["predictives"].items()
-    _print_metrics({name: _shifts_averaged(entry["metrics"]) for name, entry in named})
+    metrics = {name: _shifts_averaged(entry["metrics"]) for name, entry in named}
+    _print_metrics(metrics, {name: entry.get("intervals", {}) for name, entry in named})
     if has_in_sample_metrics(results):
-        print(IN_SAMPLE)
+        print_paragraph(IN_SAMPLE)
     for label, fit in results["calibrated"].items():
         _print_calibration(fit, f"{label}: c")
     if any(name.endswith("uncalibrated") for name in results["predictives"]):
-        print(
+        print_paragraph(
             "Uncalibrated: the posterior keeps no calibration of such a predictive, or none was "
             "asked for. marglik train makes it for the layers of --predictive.layers; marglik fit "
             "and marglik evaluate do if the data have a validation set that was not trained on."
         )
     for what in results["replaced"]:
-        print(f"Replaced: {what}.")
+        print_paragraph(f"Replaced: {what}.")
 
 
 def _print_calibration(fit: dict[str, Any] | None, begin: str = "C") -> None:
     """What held-out data said of the predictive."""
+    print()
     if fit is None:
-        print(
-            "\nThe predictive is not calibrated: there was no held-out data, or it was not asked "
+        print_paragraph(
+            "The predictive is not calibrated: there was no held-out data, or it was not asked "
             "for (--predictive.calibration)."
         )
         return
-    print(
-        f"\n{begin}alibrated by {fit['num_terms']} held-out loss terms: "
+    print_paragraph(
+        f"{begin}alibrated by {fit['num_terms']} held-out loss terms: "
         f"{Calibration(**fit['calibration']).in_words}. Their NLL: {fit['nll']:.4f}; MAP "
         f"{fit['nll_map']:.4f}, temperature-scaled {fit['nll_scaled_map']:.4f}; uncalibrated "
         f"Laplace {fit['nll_uncalibrated']:.4f}."
@@ -100,7 +106,9 @@ def _print_calibration(fit: dict[str, Any] | None, begin: str = "C") -> None:
 
 def _print_positions(number: int | None) -> None:
     if number is not None:
-        print(f"metrics are means over {number} positions (tokens), the NLL in nats per position")
+        print_paragraph(
+            f"metrics are means over {number} positions (tokens), the NLL in nats per position"
+        )
 
 
 def _shifts_averaged(metrics: dict[str, float]) -> dict[str, float]:
@@ -114,24 +122,40 @@ def _shifts_averaged(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def _print_weight_decays(layers: dict[str, dict[str, float]]) -> None:
-    rows = sorted(layers.items(), key=lambda item: -item[1]["parameters"])[:LAYERS_SHOWN]
-    width = max(len(name) for name, _ in rows)
-    print(f"{'parameter':<{width}}   weight decay            effective / all parameters")
-    for name, row in rows:
-        print(
-            f"{name:<{width}}   {row['initial']:.1e} -> {row['learned']:.2e}    "
-            f"{row['effective_parameters']:10.1f} / {row['parameters']}"
+    shown = sorted(layers.items(), key=lambda item: -item[1]["parameters"])[:LAYERS_SHOWN]
+    digits = max(len(str(row["parameters"])) for _, row in shown)  # so that slashes are aligned
+    rows = [
+        [
+            name,
+            f"{row['initial']:.1e} -> {row['learned']:.2e}",
+            f"{row['effective_parameters']:.1f} / {row['parameters']:<{digits}}",
+        ]
+        for name, row in shown
+    ]
+    print_table(["parameter", "weight decay", "effective / all"], rows)
+    if len(layers) > len(shown):
+        print(f"... and {len(layers) - len(shown)} smaller ones, in results.json")
+
+
+def _print_metrics(
+    metrics: dict[str, dict[str, float]], intervals: dict[str, dict[str, list[float]]]
+) -> None:
+    """A column per predictive; under a metric its interval, where any of them has one."""
+    rows = []
+    for key in dict.fromkeys(key for column in metrics.values() for key in column):
+        rows.append([key, *(_number(column.get(key)) for column in metrics.values())])
+        ends = [intervals.get(name, {}).get(key) for name in metrics]
+        if any(ends):
+            rows.append(["  95 %", *("-".join(map(_number, pair or ())) for pair in ends)])
+    print()
+    print_table(["", *metrics], rows)
+    if any(intervals.values()):
+        print()
+        print_paragraph(
+            "95 %: intervals for the chance by which these test examples were drawn; the report "
+            "says which."
         )
-    if len(layers) > len(rows):
-        print(f"... and {len(layers) - len(rows)} smaller ones, in results.json")
 
 
-def _print_metrics(metrics: dict[str, dict[str, float]]) -> None:
-    rows = list(dict.fromkeys(row for column in metrics.values() for row in column))
-    width = max(map(len, rows))
-    columns = {name: max(len(name), 8) for name in metrics}
-    print("\n" + " " * width + "".join(f"   {name:>{size}}" for name, size in columns.items()))
-    for row in rows:
-        cells = {name: f"{found[row]:.4f}" for name, found in metrics.items() if row in found}
-        values = (f"   {cells.get(name, ''):>{size}}" for name, size in columns.items())
-        print(f"{row:<{width}}{''.join(values)}".rstrip())
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"

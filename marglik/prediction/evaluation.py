@@ -12,11 +12,18 @@ from kfac_backend.model.batches import each_batch
 from kfac_backend.model.targets import Targets, split_batch
 from kfac_backend.options import Likelihood, TargetKeywords, TargetOptions
 from marglik.prediction.links import Prediction
-from marglik.prediction.metrics import bernoulli_metrics, classification_metrics, regression_metrics
+from marglik.prediction.metrics import (
+    bernoulli_metrics,
+    bernoulli_scores,
+    classification_metrics,
+    classification_scores,
+    regression_metrics,
+    regression_scores,
+)
 from marglik.prediction.predictive import Predictive
 from marglik.prediction.reliability import coverage_curve, reliability
 
-__all__ = ["compute_metrics", "predict_all", "reliability_curve"]
+__all__ = ["compute_metrics", "example_scores", "predict_all", "reliability_curve"]
 
 
 def predict_all(
@@ -110,9 +117,20 @@ def compute_metrics(
     return regression_metrics(prediction.mean, prediction.total, targets)
 
 
+def example_scores(
+    prediction: Prediction, targets: Tensor, likelihood: Likelihood
+) -> dict[str, Tensor]:
+    """What the metrics that are means are means of: name -> (N,), or (N, C) if of each output."""
+    if likelihood == "classification":
+        return classification_scores(prediction.mean, targets)
+    if likelihood == "bernoulli":
+        return bernoulli_scores(prediction.mean, targets)
+    return regression_scores(prediction.mean, prediction.total, targets)
+
+
 def reliability_curve(
     prediction: Prediction, targets: Tensor, likelihood: Likelihood
-) -> dict[str, list[float]]:
+) -> dict[str, Any]:
     """What a reliability diagram shows, as plain lists; see `figures.reliability_diagram`.
 
     Bins of confidence for classification and Bernoulli (all outputs, of the predicted side), the

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from kfac_backend.distributed import Ranks
 from kfac_backend.files import sha256_of_tensors
+from kfac_backend.loss.hessian import counted_terms
+from kfac_backend.model.batches import each_batch
 from kfac_backend.options import Likelihood, check_option
 from marglik.data import (
     CORRUPTIONS,
@@ -32,7 +35,14 @@ from marglik.data.record import tensors_in
 from marglik.data.shard import Shard
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.calibration import CalibrationFit
-from marglik.prediction.evaluation import compute_metrics, predict_all, reliability_curve
+from marglik.prediction.curves import errors_by_class, risk_coverage_curve, roc_curve
+from marglik.prediction.evaluation import (
+    compute_metrics,
+    example_scores,
+    predict_all,
+    reliability_curve,
+)
+from marglik.prediction.intervals import area_interval, differences, intervals
 from marglik.prediction.links import Prediction
 from marglik.prediction.metrics import out_of_distribution_metrics
 from marglik.prediction.predictive import (
@@ -126,9 +136,11 @@ def evaluate(
 
     Returns:
         For each predictive the metrics under keys such as ``test/cls/NLL``, ``test/cal/ECE``,
-        ``shift/noise/3/cls/NLL`` and ``ood/AUROC``, its reliability curve, histograms of its
-        entropy, and seconds for the test set. Of sequences all are about positions (tokens) that
-        count, whose number is then there, too.
+        ``shift/noise/3/cls/NLL`` and ``ood/AUROC``, intervals of those of the test set and the
+        differences from the first predictive's (see `marglik.prediction.intervals`), its
+        reliability, risk-coverage and ROC curves, errors by class, histograms of its entropy, and
+        seconds for the test set. Of sequences all are about positions (tokens) that count, whose
+        number is then there, too; intervals are there where all sequences have as many.
 
     Raises:
         ValueError: shifts or out-of-distribution data without images, or with regression.
@@ -168,13 +180,20 @@ def evaluate(
         if splits.validation is not None:
             of_validation = compute_metrics(*work.predict("validation", predict), likelihood)
             found |= _prefixed("validation", of_validation)
-        entry = {"reliability": reliability_curve(prediction, targets, likelihood)}
+        entry: dict[str, Any] = work.intervals(label, prediction, targets)
+        entry["reliability"] = reliability_curve(prediction, targets, likelihood)
+        if likelihood == "classification":
+            entry["risk_coverage"] = risk_coverage_curve(prediction.mean, targets)
+            entry["classes"] = errors_by_class(prediction.mean, targets)
         if likelihood != "regression":
             entry["entropy"] = _entropies(prediction, likelihood)
         if ood_images is not None:
             of_ood = work.predict_images("ood", ood_images.images, predict)
             inside, outside = (_score(p, config.ood_score) for p in (prediction, of_ood))
             found |= out_of_distribution_metrics(inside, outside)
+            entry["roc"] = roc_curve(inside, outside)
+            if ends := area_interval(inside, outside):
+                entry["intervals"]["ood/AUROC"] = list(ends)
             entry["entropy"]["ood"] = _entropies(of_ood, likelihood)["test"]
         if config.shift:
             found |= work.shifted(predict)
@@ -301,18 +320,20 @@ SUBJECT = {
 
 
 def _without_ood(entry: dict[str, Any]) -> dict[str, Any]:
-    kept = {key: v for key, v in entry["metrics"].items() if not key.startswith("ood/")}
-    entropy = entry.get("entropy") or {}
-    return entry | {
-        "metrics": kept,
-        **({"entropy": {k: v for k, v in entropy.items() if k != "ood"}} if entropy else {}),
-    }
+    kept = {key: value for key, value in entry.items() if key != "roc"}
+    for name in ("metrics", "intervals"):
+        if name in kept:
+            kept[name] = {k: v for k, v in kept[name].items() if not k.startswith("ood/")}
+    if kept.get("entropy"):
+        kept["entropy"] = {k: v for k, v in kept["entropy"].items() if k != "ood"}
+    return kept
 
 
 def _both(former: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
-    both = former | entry | {"metrics": former["metrics"] | entry["metrics"]}
-    if "entropy" in entry:
-        both["entropy"] = former["entropy"] | entry["entropy"]
+    both = former | entry
+    for name in ("metrics", "intervals", "entropy"):
+        if name in entry:
+            both[name] = former.get(name, {}) | entry[name]
     return both
 
 
@@ -346,6 +367,8 @@ class _Evaluation:
         """Predictive -> its entry of the record."""
         self.uncertain: dict[str, Any] | None = state.get("uncertain")
         """The images that the last one of them found uncertain."""
+        self._reference: tuple[str, dict[str, Tensor]] | None = state.get("reference")
+        """The first one of them, and what its metrics are means of."""
         # Of the predictive in work, by part of the data:
         self.seconds: dict[str, float] = state.get("seconds", {})
         self._batches: dict[str, list[tuple[Prediction, Tensor]]] = {
@@ -369,6 +392,7 @@ class _Evaluation:
             {
                 "finished": self.finished,
                 "uncertain": self.uncertain,
+                "reference": self._reference,
                 "seconds": self.seconds,
                 "batches": batches,
                 "shifted": self._shifted,
@@ -414,6 +438,35 @@ class _Evaluation:
         several = self.likelihood == "classification" and y.dim() > 1
         return {"num_test": len(y), "num_positions": self.splits.num_terms if several else None}
 
+    def intervals(self, label: str, prediction: Prediction, targets: Tensor) -> dict[str, Any]:
+        """Intervals of a predictive's metrics, and how these differ from the first predictive's.
+
+        Nothing for sequences of several lengths, whose positions are not told apart here.
+        """
+        positions = self._positions(len(targets))
+        if positions is None:
+            return {"intervals": {}}
+        scores = example_scores(prediction, targets, self.likelihood)
+        plain = {name: list(ends) for name, ends in intervals(scores, positions).items()}
+        found: dict[str, Any] = {"intervals": _prefixed("test", plain)}
+        if self._reference is None:
+            self._reference = label, scores
+        elif self._reference[0] != label:
+            of, others = self._reference
+            paired = differences(scores, others, positions).items()
+            plain = {name: list(values) for name, values in paired}
+            found["against"] = {"predictive": of, "differences": _prefixed("test", plain)}
+        return found
+
+    def _positions(self, rows: int) -> int | None:
+        """Rows of predictions for each test example, None if not all have as many."""
+        if isinstance(self.splits, ImageSplits):
+            return 1
+        y = self.splits.test[1]
+        counted = counted_terms(y, self.likelihood)
+        alike = rows % len(y) == 0 and (counted is None or bool(counted.all()))
+        return rows // len(y) if alike else None
+
     def two_inputs(self) -> Any:
         return next(iter(split_batches(self.splits, "test", 2, device=self.device)))[0]
 
@@ -434,21 +487,21 @@ class _Evaluation:
         """The metrics on the corrupted test sets."""
         assert isinstance(self.splits, ImageSplits)
         test = self.splits.test
-        for kind in CORRUPTIONS:
-            for severity in SEVERITIES:
-                part = f"shift/{kind}/{severity}"
-                if any(name.startswith(f"{part}/") for name in self._shifted):
-                    continue
-                _logger.info("evaluating on %s of severity %d", kind, severity)
-                images = corrupt(test.images, kind, severity)
-                prediction = self.predict_images(part, images, predict)
-                found = compute_metrics(prediction, test.labels, self.likelihood)
-                self._shifted |= _prefixed(part, found)
-                del self._batches[part]  # twenty times the test set's
+        shifts = [*product(CORRUPTIONS, SEVERITIES)]
+        for kind, severity in each_batch(shifts, "Shifted test sets", self.progress, unit="set"):
+            part = f"shift/{kind}/{severity}"
+            if any(name.startswith(f"{part}/") for name in self._shifted):
+                continue
+            _logger.info("evaluating on %s of severity %d", kind, severity)
+            images = corrupt(test.images, kind, severity)
+            prediction = self.predict_images(part, images, predict)
+            found = compute_metrics(prediction, test.labels, self.likelihood)
+            self._shifted |= _prefixed(part, found)
+            del self._batches[part]  # twenty times the test set's
         return self._shifted
 
 
-def _prefixed(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
+def _prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{prefix}/{key}": value for key, value in values.items()}
 
 

@@ -16,16 +16,23 @@ from marglik.prediction.metric_inputs import (
     check_rows_sum_to_one,
     check_shapes,
 )
-from marglik.prediction.reliability import coverage_curve, reliability
+from marglik.prediction.reliability import inside_intervals, reliability
 
 __all__ = [
+    "SHARES",
     "bernoulli_metrics",
+    "bernoulli_scores",
     "classification_metrics",
+    "classification_scores",
     "out_of_distribution_metrics",
     "regression_metrics",
+    "regression_scores",
+    "risk_by_coverage",
 ]
 
 COVERAGE_LEVELS = {"cal/coverage50": 0.5, "cal/coverage90": 0.9, "cal/coverage95": 0.95}
+SHARES = frozenset({"cls/accuracy", *COVERAGE_LEVELS})
+"""Metrics that are shares of what is right or inside."""
 
 
 def classification_metrics(probabilities: Tensor, labels: Tensor) -> dict[str, float]:
@@ -51,19 +58,29 @@ def classification_metrics(probabilities: Tensor, labels: Tensor) -> dict[str, f
         TypeError: probabilities that are no floats, labels that are no integers.
         ValueError: wrong shapes, no examples, labels out of range, logits or NaN for probabilities.
     """
+    scores = classification_scores(probabilities, labels)
+    confidence, correct = as_probabilities("", probabilities).amax(1), scores["cls/accuracy"].bool()
+    return {
+        **_means(scores),
+        "cls/AURC": risk_by_coverage(confidence, correct).mean().item(),
+        **_calibration_errors(confidence, correct),
+    }
+
+
+def classification_scores(probabilities: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """The NLL, accuracy and Brier score of each example, (N,) in float64.
+
+    Their means are those of `classification_metrics`, whose arguments and errors these are.
+    """
     check_shapes(probabilities=(probabilities, "NC"), labels=(labels, "N"))
     p = as_probabilities("probabilities", probabilities)
     check_rows_sum_to_one(p, probabilities.dtype)
     y = as_labels(labels, p.shape[1])[:, None]  # (N, 1)
-    confidence, prediction = p.max(dim=1)
-    correct = prediction == y.squeeze(1)
     residual = p.scatter_add(1, y, p.new_full(y.shape, -1.0))  # (N, C)
     return {
-        "cls/NLL": -_log(p.gather(1, y), probabilities.dtype).mean().item(),
-        "cls/accuracy": correct.double().mean().item(),
-        "cls/Brier": residual.square().sum(dim=1).mean().item(),
-        "cls/AURC": _area_under_risk_coverage_curve(confidence, correct),
-        **_calibration_errors(confidence, correct),
+        "cls/NLL": -_log(p.gather(1, y), probabilities.dtype).squeeze(1),
+        "cls/accuracy": (p.argmax(dim=1) == y.squeeze(1)).double(),
+        "cls/Brier": residual.square().sum(dim=1),
     }
 
 
@@ -86,16 +103,25 @@ def bernoulli_metrics(probabilities: Tensor, targets: Tensor) -> dict[str, float
         TypeError: probabilities that are no floats.
         ValueError: wrong shapes, no examples, soft targets, logits or NaN for probabilities.
     """
+    scores = bernoulli_scores(probabilities, targets)
+    p = as_probabilities("", probabilities)
+    correct = (p > 0.5) == as_binary(targets)
+    confidence = torch.maximum(p, 1 - p)
+    return _means(scores) | _calibration_errors(confidence.flatten(), correct.flatten())
+
+
+def bernoulli_scores(probabilities: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """The NLL of each example, (N,), accuracy and Brier score of each output, (N, C), in float64.
+
+    Their means are those of `bernoulli_metrics`, whose arguments and errors these are.
+    """
     check_shapes(probabilities=(probabilities, "NC"), targets=(targets, "NC"))
     p = as_probabilities("probabilities", probabilities)
     y = as_binary(targets)
-    correct = (p > 0.5) == y
-    likelihood = torch.where(y, p, 1 - p)
     return {
-        "cls/NLL": -_log(likelihood, probabilities.dtype).sum(dim=1).mean().item(),
-        "cls/accuracy": correct.double().mean().item(),
-        "cls/Brier": (p - y.double()).square().mean().item(),
-        **_calibration_errors(torch.maximum(p, 1 - p).flatten(), correct.flatten()),
+        "cls/NLL": -_log(torch.where(y, p, 1 - p), probabilities.dtype).sum(dim=1),
+        "cls/accuracy": ((p > 0.5) == y).double(),
+        "cls/Brier": (p - y.double()).square(),
     }
 
 
@@ -117,12 +143,22 @@ def regression_metrics(mean: Tensor, variance: Tensor, targets: Tensor) -> dict[
         ValueError: shapes that differ, no examples, variances that are not positive, or numbers
             that are not finite.
     """
+    means = _means(regression_scores(mean, variance, targets))
+    return means | {"reg/RMSE": means["reg/RMSE"] ** 0.5}
+
+
+def regression_scores(mean: Tensor, variance: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """The NLL of each example, (N,), squared error and coverages of each output, (N, C); float64.
+
+    Their means are those of `regression_metrics`, whose arguments and errors these are; the square
+    of "reg/RMSE" is the mean of what stands under its name here.
+    """
     predictive, y = as_gaussian(mean, variance, targets)
-    coverage = coverage_curve(mean, variance, targets, tuple(COVERAGE_LEVELS.values()))["coverage"]
+    is_inside = inside_intervals(mean, variance, targets, tuple(COVERAGE_LEVELS.values()))
     return {
-        "reg/NLL": -predictive.log_prob(y).sum(dim=1).mean().item(),
-        "reg/RMSE": (y - predictive.mean).square().mean().sqrt().item(),
-        **dict(zip(COVERAGE_LEVELS, coverage, strict=True)),
+        "reg/NLL": -predictive.log_prob(y).sum(dim=1),
+        "reg/RMSE": (y - predictive.mean).square(),
+        **dict(zip(COVERAGE_LEVELS, is_inside.double(), strict=True)),
     }
 
 
@@ -165,6 +201,10 @@ def _log(probabilities: Tensor, dtype: torch.dtype) -> Tensor:
     return probabilities.clamp(min=torch.finfo(dtype).tiny).log()
 
 
+def _means(scores: dict[str, Tensor]) -> dict[str, float]:
+    return {name: values.mean().item() for name, values in scores.items()}
+
+
 def _calibration_errors(confidence: Tensor, correct: Tensor) -> dict[str, float]:
     return {
         "cal/ECE": reliability(confidence, correct).ece,
@@ -172,9 +212,17 @@ def _calibration_errors(confidence: Tensor, correct: Tensor) -> dict[str, float]
     }
 
 
-def _area_under_risk_coverage_curve(confidence: Tensor, correct: Tensor) -> float:
-    """AURC; within equal confidences every example has the group's mean error, as on average."""
+def risk_by_coverage(confidence: Tensor, correct: Tensor) -> Tensor:
+    """Error rate among the k most confident, k = 1..N: (N,), whose mean is the AURC.
+
+    Within equal confidences every example has the group's mean error, as in a random order on
+    average.
+
+    Args:
+        confidence: (N,).
+        correct: (N,) bool.
+    """
     _, group, sizes = confidence.unique(return_inverse=True, return_counts=True)
     errors = group.bincount(weights=(~correct).double()) / sizes  # per group, least confident first
     errors = errors.repeat_interleave(sizes).flip(0)  # (N,), most confident first
-    return (errors.cumsum(0) / torch.arange(1, len(errors) + 1)).mean().item()
+    return errors.cumsum(0) / torch.arange(1, len(errors) + 1)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from marglik.prediction.metric_inputs import as_gaussian, as_probabilities, check_shapes
 
-__all__ = ["LEVELS", "Reliability", "coverage_curve", "reliability"]
+__all__ = ["LEVELS", "Reliability", "coverage_curve", "inside_intervals", "reliability"]
 
 LEVELS = tuple(k / 20 for k in range(1, 20))
 """0.05, 0.10, ..., 0.95."""
@@ -102,7 +102,7 @@ def _edges_of_equal_mass(confidence: Tensor, num_bins: int) -> Tensor:
 
 def coverage_curve(
     mean: Tensor, variance: Tensor, targets: Tensor, levels: Sequence[float] = LEVELS
-) -> dict[str, list[float]]:
+) -> dict[str, Any]:
     """Share of targets within the central interval of each level; calibrated: equal to the level.
 
     The interval of level q is mean ± Φ⁻¹((1 + q)/2) √variance, both ends included.
@@ -114,10 +114,25 @@ def coverage_curve(
         levels: between 0 and 1.
 
     Returns:
-        "levels" and, in the same order, "coverage", over all N·C targets.
+        "levels" and, in the same order, "coverage", over all N·C targets, whose number is "count".
 
     Raises:
         ValueError: what `as_gaussian` refuses, or levels outside (0, 1).
+    """
+    shares = inside_intervals(mean, variance, targets, levels).double().mean(dim=(1, 2))
+    return {
+        "levels": [float(level) for level in levels],
+        "coverage": shares.tolist(),
+        "count": targets.numel(),
+    }
+
+
+def inside_intervals(
+    mean: Tensor, variance: Tensor, targets: Tensor, levels: Sequence[float]
+) -> Tensor:
+    """Whether each target lies within the central interval of each level, (levels, N, C) bool.
+
+    Arguments and errors are those of `coverage_curve`.
     """
     predictive, y = as_gaussian(mean, variance, targets)
     wrong = [level for level in levels if not 0 < level < 1]
@@ -127,6 +142,5 @@ def coverage_curve(
         )
     distance = ((y - predictive.mean) / predictive.stddev).abs()  # (N, C), in σ
     q = torch.tensor(list(levels), dtype=torch.float64)
-    widths = torch.special.ndtri((1 + q) / 2).tolist()
-    coverage = [(distance <= width).double().mean().item() for width in widths]
-    return {"levels": q.tolist(), "coverage": coverage}
+    widths = torch.special.ndtri((1 + q) / 2)
+    return distance <= widths[:, None, None]

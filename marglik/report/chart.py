@@ -13,7 +13,17 @@ from typing import Any
 from marglik.report.colors import MUTED, SERIES
 from marglik.report.tables import Table
 
-__all__ = ["Chart", "Trace", "axis", "line", "plain", "reference_line", "series_style", "shorten"]
+__all__ = [
+    "Chart",
+    "Trace",
+    "axis",
+    "error_bars",
+    "line",
+    "plain",
+    "reference_line",
+    "series_style",
+    "shorten",
+]
 
 Trace = dict[str, Any]
 
@@ -105,6 +115,25 @@ def line(
         "hovertemplate": f"{hover}<extra>%{{fullData.name}}</extra>",
         "line": style["line"],
         "marker": {"size": 6, "opacity": 1, **style["marker"]},
+    }
+
+
+def error_bars(
+    values: Sequence[float | None], intervals: Sequence[Sequence[float] | None], color: str
+) -> Trace:
+    """Whiskers from the lower to the upper ends of intervals; none where a value or one is None."""
+    pairs = [
+        (0.0, 0.0) if value is None or ends is None else (value - ends[0], ends[1] - value)
+        for value, ends in zip(values, intervals, strict=True)
+    ]
+    return {
+        "type": "data",
+        "symmetric": False,
+        "arrayminus": [max(below, 0.0) for below, _ in pairs],
+        "array": [max(above, 0.0) for _, above in pairs],
+        "color": color,
+        "thickness": 1,
+        "width": 0,
     }
 
 

@@ -3,13 +3,23 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from marglik.report.chart import Chart, Trace, axis, line, plain, reference_line, series_style
+from marglik.prediction.intervals import share_interval
+from marglik.report.chart import (
+    Chart,
+    Trace,
+    axis,
+    error_bars,
+    line,
+    plain,
+    reference_line,
+    series_style,
+)
 from marglik.report.colors import SERIES
 from marglik.report.figures import shift_curves
 from marglik.report.metrics import METRICS
-from marglik.report.tables import Row, Table, number, percentage
+from marglik.report.tables import Row, Table, interval, number, percentage
 
-__all__ = ["Series", "entropy_chart", "reliability_chart", "shift_charts"]
+__all__ = ["Series", "entropy_chart", "names_of", "reliability_chart", "shift_charts"]
 
 SHIFT_MEASURES = ("cls/NLL", "reg/NLL", "reg/RMSE", "cal/ECE")
 DASHES = ("solid", "dash", "dot", "dashdot")
@@ -51,7 +61,7 @@ def reliability_chart(title: str, series: Sequence[Series]) -> Chart:
         layout |= {"barmode": "group", "bargap": 0.1}
     return Chart(
         title,
-        f"Reliability diagram: {yaxis} against {xaxis} of {_names(series)}.",
+        f"Reliability diagram: {yaxis} against {xaxis} of {names_of(series)}.",
         [reference_line([0, 1], [0, 1], "calibrated"), *curves],
         layout,
         _interval_table(series) if of_intervals else _bin_table(series),
@@ -60,9 +70,10 @@ def reliability_chart(title: str, series: Sequence[Series]) -> Chart:
 
 
 def _bins(series: Sequence[Series]) -> list[Trace]:
-    """A curve per predictive over its bins that are not empty, and their shares below it.
+    """Points per predictive, of its bins that are not empty, and their shares below them.
 
-    The area of a point grows with the share of its bin.
+    The area of a point grows with the share of its bin; its whiskers are the interval of its
+    accuracy.
     """
     curves, bars = [], []
     for position, name, content, _ in series:
@@ -75,11 +86,19 @@ def _bins(series: Sequence[Series]) -> list[Trace]:
             )
             if confidence is not None and accuracy is not None
         ]
-        hover = "confidence %{x:.3f}<br>accuracy %{y:.3f}<br>%{customdata}"
+        hover = "confidence %{x:.3f}<br>accuracy %{y:.3f}, %{customdata}"
         x, y = [p[0] for p in points], [p[1] for p in points]
-        curve = line(name, x, y, series_style(position), hover)
-        curve["customdata"] = [f"{p[2]:,} predictions" for p in points]
+        ends = [_interval(p[1], p[2]) for p in points]
+        style = series_style(position)
+        curve = line(name, x, y, style, hover, mode="markers")
+        curve["error_y"] = error_bars(y, ends, style["line"]["color"])
+        curve["cliponaxis"] = False  # a confidence of 1 is whole
+        curve["customdata"] = [
+            f"95 %: {interval(e, 3)}<br>{p[2]:,} predictions"
+            for p, e in zip(points, ends, strict=True)
+        ]
         curve["marker"]["size"] = [4 + 9 * (p[2] / total) ** 0.5 for p in points]
+        curve["marker"]["line"] = {"width": 0}  # where sizes differ, plotly draws a white one
         curves.append(curve)
         bars.append(
             {
@@ -96,25 +115,39 @@ def _bins(series: Sequence[Series]) -> list[Trace]:
     return curves + bars
 
 
+def _interval(share: float, count: int) -> tuple[float, float]:
+    return share_interval(round(share * count), count)
+
+
 def _intervals(series: Sequence[Series]) -> list[Trace]:
-    hover = "level %{x:.2f}<br>%{y:.3f} inside"
-    return [
-        line(one.name, r["levels"], r["coverage"], series_style(one.style), hover)
-        for one in series
-        for r in [one.content["reliability"]]
-    ]
+    curves = []
+    for one in series:
+        r, style = one.content["reliability"], series_style(one.style)
+        hover = "level %{x:.2f}<br>%{y:.3f} inside"
+        curve = line(one.name, r["levels"], r["coverage"], style, hover)
+        if count := r.get("count"):
+            ends = [_interval(share, count) for share in r["coverage"]]
+            curve["error_y"] = error_bars(r["coverage"], ends, style["line"]["color"])
+            curve["hovertemplate"] = curve["hovertemplate"].replace(
+                "inside", "inside, 95 %: %{customdata}"
+            )
+            curve["customdata"] = [interval(e, 3) for e in ends]
+        curves.append(curve)
+    return curves
 
 
 def _bin_table(series: Sequence[Series]) -> Table:
     edges = series[0].content["reliability"]["edges"]
     rows = []
     for i, (low, high) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
-        cells = []
+        cells, small = [], []
         for one in series:
             bins = one.content["reliability"]
-            cells += [number(bins["confidence"][i], 3), number(bins["accuracy"][i], 3)]
-            cells.append(number(bins["counts"][i]))
-        rows.append(Row(f"{low:.3f}–{high:.3f}", cells))
+            accuracy, count = bins["accuracy"][i], bins["counts"][i]
+            cells += [number(bins["confidence"][i], 3), number(accuracy, 3), number(count)]
+            ends = None if accuracy is None else _interval(accuracy, count)
+            small += ["", interval(ends, 3), ""]
+        rows.append(Row(f"{low:.3f}–{high:.3f}", cells, small=small))
     titles = ("confidence", "accuracy", "count")
     return Table(
         "Reliability",
@@ -231,7 +264,7 @@ def _shift_chart(title: str, shifted: Sequence[tuple[Series, dict[int, float]]])
     rows = [Row(str(s), [number(column.get(s), 4) for column in columns]) for s in severities]
     return Chart(
         title,
-        f"{title} over severity, of {_names(series)}.",
+        f"{title} over severity, of {names_of(series)}.",
         traces,
         {
             "xaxis": axis("severity (0: test set)", dtick=1),
@@ -248,5 +281,6 @@ def _centres(edges: Sequence[float]) -> list[float]:
     return [(a + b) / 2 for a, b in zip(edges[:-1], edges[1:], strict=True)]
 
 
-def _names(series: Sequence[Series]) -> str:
+def names_of(series: Sequence[Series]) -> str:
+    """Their names in a row."""
     return ", ".join(one.name for one in series)

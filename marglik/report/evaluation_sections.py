@@ -3,8 +3,16 @@
 from collections.abc import Sequence
 from typing import Any
 
+from marglik.prediction.links import Calibration
 from marglik.report.chart import Chart
 from marglik.report.contents import Run
+from marglik.report.error_charts import (
+    Confusion,
+    class_chart,
+    class_names,
+    risk_coverage_chart,
+    roc_chart,
+)
 from marglik.report.evaluation_charts import (
     Series,
     entropy_chart,
@@ -22,10 +30,11 @@ from marglik.report.sections import (
     evaluate_command,
     missing_evaluation,
 )
-from marglik.report.tables import NOTHING, Row, Table
+from marglik.report.tables import NOTHING, Row, Table, number
 
 __all__ = [
     "entropy_section",
+    "errors_section",
     "options_section",
     "reliability_section",
     "shift_section",
@@ -35,12 +44,14 @@ __all__ = [
 
 BINS_LEAD = (
     "How often a predictive is right, against how sure it is. On the dashed diagonal it is "
-    "calibrated, below it overconfident, above it underconfident. Large points and high bars "
-    "stand for many predictions; small points scatter by chance."
+    "calibrated, below it overconfident, above it underconfident. Whiskers are Wilson's 95 % "
+    "intervals: a point whose whisker meets the diagonal may be off it by chance. Large points and "
+    "high bars stand for many predictions."
 )
 INTERVALS_LEAD = (
     "How many targets lie in the predictive's central intervals, against how many should. On the "
-    "dashed diagonal it is calibrated, below it overconfident, above it underconfident."
+    "dashed diagonal it is calibrated, below it overconfident, above it underconfident. Whiskers "
+    "are Wilson's 95 % intervals, as if all targets were independent."
 )
 HEADROOM = 1.05
 
@@ -60,9 +71,93 @@ def reliability_section(runs: Sequence[Run]) -> Section:
     charts = [reliability_chart(title, series) for (title, _), series in groups.items()]
     of_intervals = {"levels" in series[0].content["reliability"] for series in groups.values()}
     lead = INTERVALS_LEAD if of_intervals == {True} else BINS_LEAD
-    return _section(
-        "reliability", "Calibration", lead, charts, _without(runs, having, "reliability")
+    blocks = [Charts(charts)] if charts else []
+    tables = [block for run in runs if (block := _held_out(run)) is not None]
+    notes = [*_of_positions(having), *_without(runs, having, "reliability")]
+    return Section("reliability", "Calibration", lead, [*blocks, *tables, *notes])
+
+
+def _of_positions(runs: Sequence[Run]) -> list[Note]:
+    """What whiskers do not know of sequences."""
+    if not any(run.num_positions for run in runs):
+        return []
+    return [
+        Note(
+            "Of sequences, whiskers take positions (tokens) as independent; they are too narrow "
+            "where the positions of a sequence are alike."
+        )
+    ]
+
+
+def _held_out(run: Run) -> Details | None:
+    """What held-out data said of each predictive, as the posterior remembers it."""
+    fits = (run.posterior or {}).get("calibrations") or {}
+    if not fits:
+        return None
+    names = ("nll", "nll_uncalibrated", "nll_scaled_map", "nll_map")
+    rows = [
+        Row(
+            label,
+            [*(number(fit[name], 4) for name in names), number(fit["num_terms"])],
+            detail=Calibration(**fit["calibration"]).in_words,
+        )
+        for label, fit in fits.items()
+    ]
+    titles = ["calibrated", "uncalibrated", "MAP, temperature-scaled", "MAP", "held-out terms"]
+    of_run = "" if run.alone else f", {run.label}"
+    table = Table("NLL of held-out data", ["Predictive", *titles], rows)
+    return Details(f"NLL of the held-out data that calibrated{of_run}", table, open=True)
+
+
+def errors_section(runs: Sequence[Run]) -> Section:
+    """Risk over coverage, accuracy by class, and confusion matrices."""
+    lead = (
+        "Which errors are made, and whether confidence tells them. If only the surest predictions "
+        "are kept (left end of the curve), few should be wrong. Whiskers are Wilson's 95 % "
+        "intervals: of a class with few examples they are wide."
     )
+    risks: dict[str, list[Series]] = {}
+    by_class: dict[Any, list[Series]] = {}
+    having = []
+    for run, one in _series(runs):
+        curve = one if run.alone else one._replace(name=run.label)
+        title = "All predictives" if run.alone else one.name
+        if "risk_coverage" in one.content:
+            having.append(run)
+            risks.setdefault(title, []).append(curve)
+        if "classes" in one.content:
+            names = class_names(
+                (run.evaluation or {}).get("classes"), len(one.content["classes"]["counts"])
+            )
+            by_class.setdefault((title, tuple(names)), []).append(curve)
+    charts = [
+        risk_coverage_chart(
+            "Error rate by coverage" if runs[0].alone else f"Error rate by coverage: {title}", group
+        )
+        for title, group in risks.items()
+    ]
+    blocks: list[Any] = []
+    for (title, names), group in by_class.items():
+        alike = _merged(group)
+        heading = "Accuracy by class" if runs[0].alone else f"Accuracy by class: {title}"
+        charts.append(class_chart(heading, alike, names))
+        for one in alike:
+            if "confusion" in one.content["classes"]:
+                of = one.name if runs[0].alone else f"{title}, {one.name}"
+                blocks.append(Confusion(of, names, one.content["classes"]["confusion"]))
+    notes = [*_of_positions(having), *_without(runs, having, "errors by class")]
+    charts_first = [Charts(charts)] if charts else []
+    return Section("errors", "Errors", lead, [*charts_first, *blocks, *notes])
+
+
+def _merged(series: Sequence[Series]) -> list[Series]:
+    """Predictives that predict the same classes as one, under all their names."""
+    groups: dict[str, list[Series]] = {}
+    for one in series:
+        groups.setdefault(repr(one.content["classes"]), []).append(one)
+    return [
+        group[0]._replace(name="; ".join(one.name for one in group)) for group in groups.values()
+    ]
 
 
 def entropy_section(runs: Sequence[Run]) -> Section:
@@ -82,7 +177,14 @@ def entropy_section(runs: Sequence[Run]) -> Section:
     found.sort(key=lambda one: order.index(one[1]))  # one predictive of all runs side by side
     shares = [s for _, _, entropy in found for of in entropy_shares(entropy).values() for s in of]
     largest = HEADROOM * max(shares, default=1.0)
-    charts = [
+    curves: dict[str, list[Series]] = {}
+    for run, one in _series(runs):
+        if "roc" in one.content:
+            title = f"ROC curve: {_ood_data(run)}" if run.alone else f"ROC curve: {one.name}"
+            curve = one if run.alone else one._replace(name=run.label)
+            curves.setdefault(title, []).append(curve)
+    charts = [roc_chart(title, series) for title, series in curves.items()]
+    charts += [
         entropy_chart(
             name if run.alone else f"{name}: {run.label}", entropy, _ood_name(run), largest
         )
@@ -190,7 +292,8 @@ def versions_section(runs: Sequence[Run]) -> Section:
 
 
 def _environment(made: dict[str, Any]) -> dict[str, str]:
-    shown = {name: str(made[name]) for name in ("device", "threads", "python") if name in made}
+    names = ("device", "threads", "ranks", "python")
+    shown = {name: str(made[name]) for name in names if name in made}
     return shown | made.get("versions", {})
 
 
@@ -224,8 +327,12 @@ def _series(runs: Sequence[Run]) -> list[tuple[Run, Series]]:
 
 
 def _ood_name(run: Run) -> str:
-    ood = (run.evaluation or {}).get("ood")
-    return f"out of distribution: {ood['name']}" if ood else "out of distribution"
+    name = _ood_data(run)
+    return f"out of distribution: {name}" if name else "out of distribution"
+
+
+def _ood_data(run: Run) -> str:
+    return ((run.evaluation or {}).get("ood") or {}).get("name", "")
 
 
 def _section(

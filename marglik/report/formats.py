@@ -39,6 +39,7 @@ TEXT: Schema = {"type": "string"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 POSITIVE: Schema = {"type": "integer", "minimum": 1}
 NUMBER: Schema = {"type": "number"}
+ABOVE_0: Schema = {"type": "number", "exclusiveMinimum": 0}
 NUMBERS = _list(NUMBER)
 METRIC_NAMES: Schema = {
     "anyOf": [{"not": {"pattern": "^shift/"}}, {"pattern": "^shift/[^/]+/[0-9]+/."}]
@@ -61,8 +62,10 @@ BINS = _object(
         "accuracy": _list(_or_null(NUMBER)),
     }
 )
-LEVELS = _object({"levels": NUMBERS, "coverage": NUMBERS})
+LEVELS = _object({"levels": NUMBERS, "coverage": NUMBERS}, {"count": POSITIVE})
 ENTROPY = _object({"edges": NUMBERS, "test": _list(COUNT)}, {"ood": _list(COUNT)})
+ENDS: Schema = {"type": "array", "items": NUMBER, "minItems": 2, "maxItems": 2}
+DIFFERENCE: Schema = {"type": "array", "items": NUMBER, "minItems": 3, "maxItems": 3}
 PREDICTIVE = _object(
     {"metrics": METRICS},
     {
@@ -71,6 +74,13 @@ PREDICTIVE = _object(
             {"if": {"required": ["levels"]}, "then": LEVELS, "else": BINS},
         ),
         "entropy": _or_null(ENTROPY),
+        "intervals": _mapping(ENDS),
+        "against": _object({"predictive": TEXT, "differences": _mapping(DIFFERENCE)}),
+        "risk_coverage": _object({"coverage": NUMBERS, "risk": NUMBERS}),
+        "roc": _object({"fpr": NUMBERS, "tpr": NUMBERS}),
+        "classes": _object(
+            {"counts": _list(COUNT), "right": _list(COUNT)}, {"confusion": _list(_list(COUNT))}
+        ),
         "seconds": NUMBER,
     },
 )
@@ -90,6 +100,7 @@ EXAMPLE = _object(
 EVALUATION = _object(
     {"data": TEXT, "predictives": _mapping(PREDICTIVE)},
     {
+        "classes": _or_null(_list(TEXT)),
         "num_test": COUNT,
         "num_positions": _or_null(COUNT),
         "ood": _or_null(_object({"name": TEXT}, {"num_examples": COUNT, "note": _or_null(TEXT)})),
@@ -110,10 +121,24 @@ RESULTS = _object(
             )
         ),
         "config": _mapping({"type": "object"}),
+        "intervals": _mapping(_mapping(ENDS)),
+        "seconds_beside": _mapping(NUMBER),
+        "ranks": POSITIVE,
         **ENVIRONMENT,
     },
 )
 """results.json."""
+
+FIT = _object(
+    {
+        "calibration": _object(
+            {"covariance_scale": {"type": "number", "minimum": 0}},
+            {"output_temperature": ABOVE_0, "sigma_noise": _or_null(ABOVE_0)},
+        ),
+        "num_terms": COUNT,
+        **{f"nll{end}": NUMBER for end in ("", "_uncalibrated", "_scaled_map", "_map")},
+    }
+)
 
 POSTERIOR = _object(
     {
@@ -126,6 +151,7 @@ POSTERIOR = _object(
     {
         "evidence": NUMBER,
         "temperature": NUMBER,
+        "calibrations": _or_null(_mapping(FIT)),
         "model": _or_null(_object({}, {"class_path": TEXT})),
         "data": _or_null(_object({}, {"name": TEXT})),
         **ENVIRONMENT,
@@ -204,6 +230,31 @@ def _check_lengths(evaluation: dict[str, Any], where: str) -> None:
                     f"{where}: by its {axis}, {key} of {name!r} should have {wanted} values, but "
                     f"has {wrong}. Write it anew: marglik evaluate RUN_DIR."
                 )
+        for key in ("risk_coverage", "roc"):
+            lengths = {k: len(v) for k, v in predictive.get(key, {"": ()}).items()}
+            if len(set(lengths.values())) > 1 or not all(lengths.values()) and key in predictive:
+                raise ValueError(
+                    f"{where}: {key} of {name!r} should have as many values of each, at least one, "
+                    f"but has {lengths}. Write it anew: marglik evaluate RUN_DIR."
+                )
+        if problem := _problem_of_classes(predictive.get("classes"), evaluation.get("classes")):
+            raise ValueError(
+                f"{where}: classes of {name!r}: {problem}. Write it anew: marglik evaluate RUN_DIR."
+            )
+
+
+def _problem_of_classes(classes: dict[str, Any] | None, names: list[str] | None) -> str:
+    if classes is None:
+        return ""
+    C = len(classes["counts"])
+    if len(classes["right"]) != C or (names is not None and len(names) != C):
+        return f"{C} counts, {len(classes['right'])} right, {len(names or ())} names"
+    if any(r > n for r, n in zip(classes["right"], classes["counts"], strict=True)):
+        return "more are right than there are"
+    matrix = classes.get("confusion")
+    if matrix is not None and [sum(row) for row in matrix if len(row) == C] != classes["counts"]:
+        return "the confusion matrix does not have its counts"
+    return ""
 
 
 def _check_version(content: Any, where: str, name: str, version: int, command: str) -> None:

@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from marglik.report.contents import Run
-from marglik.report.tables import Row, Table, duration, number, percentage
+from marglik.report.tables import Row, Table, duration, interval, number, percentage
 
 __all__ = ["METRICS", "Metric", "Predictive", "predictives", "summary_table"]
 
@@ -34,6 +34,12 @@ class Metric:
         if self.is_share and value is not None and math.isfinite(value):
             return number(100 * value, 2)
         return number(value, 4 if value is not None and abs(value) < 1e4 else None)
+
+    def show_interval(self, ends: Sequence[float] | None) -> str:
+        """An interval as text, in the digits of `show`."""
+        if ends is None or not self.is_share:
+            return interval(ends, 4)
+        return interval([100 * end for end in ends], 2)
 
     def loss(self, value: float) -> float:
         """What is smallest for the best value."""
@@ -78,6 +84,8 @@ class Predictive:
     metrics: Mapping[str, float]
     seconds: float | None = None
     """Time to predict the test set."""
+    intervals: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Of some of the metrics."""
 
 
 def predictives(runs: Sequence[Run]) -> list[Predictive]:
@@ -90,15 +98,19 @@ def predictives(runs: Sequence[Run]) -> list[Predictive]:
     for run in runs:
         evaluated = run.evaluation["predictives"] if run.evaluation else {}
         found += [
-            Predictive(run, name, one["metrics"], one.get("seconds"))
+            Predictive(run, name, one["metrics"], one.get("seconds"), one.get("intervals", {}))
             for name, one in evaluated.items()
         ]
         found += [
-            Predictive(run, name, metrics)
-            for name, metrics in (run.results or {}).get("metrics", {}).items()
+            Predictive(run, name, metrics, None, _of_results(run, "intervals").get(name, {}))
+            for name, metrics in _of_results(run, "metrics").items()
             if not (evaluated and name.startswith(("learned, ", "fixed, ")))
         ]
     return found
+
+
+def _of_results(run: Run, key: str) -> dict[str, Any]:
+    return (run.results or {}).get(key, {})
 
 
 def summary_table(runs: Sequence[Run]) -> Table:
@@ -131,13 +143,14 @@ def _row(key: str, split: str, columns: Sequence[Predictive]) -> Row:
     metric = METRICS.get(name, Metric(name))
     values = [one.metrics.get(key) for one in columns]
     shown = [metric.show(value) for value in values]
+    small = [metric.show_interval(one.intervals.get(key)) for one in columns]
     data = [one.run.data for one in columns]
     best = _best(metric, values, data) if metric.better is not None else frozenset()
     unit = metric.unit
     if all(one.run.num_positions for one in columns):
         unit = unit.replace("per example", "per position")
     detail = ", ".join(filter(None, [unit, metric.direction]))
-    return Row(metric.title, shown, best, detail)
+    return Row(metric.title, shown, best, detail, small=small)
 
 
 def _best(

@@ -9,6 +9,7 @@ from marglik.prediction.evaluation_record import IN_SAMPLE, has_in_sample_metric
 from marglik.prediction.links import Calibration
 from marglik.report.chart import Chart
 from marglik.report.contents import Run
+from marglik.report.error_charts import Confusion
 from marglik.report.layer_charts import (
     effective_chart,
     final_weight_decay_chart,
@@ -16,7 +17,7 @@ from marglik.report.layer_charts import (
     weight_decay_ends,
 )
 from marglik.report.metrics import predictives, summary_table
-from marglik.report.tables import Table
+from marglik.report.tables import NOTHING, Row, Table, number
 from marglik.report.training_charts import evidence_chart, loss_chart, time_chart
 
 __all__ = [
@@ -33,6 +34,22 @@ __all__ = [
     "time_section",
     "weight_decay_section",
 ]
+
+
+DIFFERENCES = {
+    "test/cls/NLL": "NLL (nats)",
+    "test/cls/accuracy": "accuracy (percentage points)",
+    "test/cls/Brier": "Brier score",
+    "test/reg/NLL": "NLL (nats)",
+}
+INTERVALS = (
+    "In small print: 95 % intervals for the chance by which these test examples were drawn, by "
+    "Wilson for shares, by Student for means, by DeLong for the area under the ROC curve; other "
+    "metrics have none. They take the network as it is: another seed or training set often changes "
+    "more. Of sequences each counts once. Predictives of one network are best compared by their "
+    "differences on the same examples, whose intervals (Student's; Bonett and Price's for "
+    "accuracy) are narrower than those side by side suggest."
+)
 
 
 @dataclass(frozen=True)
@@ -85,7 +102,9 @@ class Section:
     title: str
     lead: str
     """What to look for."""
-    blocks: Sequence[Note | Charts | Details | Gallery | Table] = field(default_factory=list)
+    blocks: Sequence[Note | Charts | Confusion | Details | Gallery | Table] = field(
+        default_factory=list
+    )
 
 
 def summary_section(runs: Sequence[Run]) -> Section:
@@ -102,6 +121,9 @@ def summary_section(runs: Sequence[Run]) -> Section:
         )
     blocks: list[Any] = [Note(text) for run in runs for text in _gains(run)]
     blocks.append(summary_table(runs))
+    blocks += _differences(runs)
+    if any(one.intervals for one in predictives(runs)):
+        blocks.append(Note(INTERVALS))
     if any(run.evaluation and has_in_sample_metrics(run.evaluation) for run in runs):
         blocks.append(Note(IN_SAMPLE))
     if len({one.run.data for one in predictives(runs)}) > 1:
@@ -115,6 +137,47 @@ def summary_section(runs: Sequence[Run]) -> Section:
     return Section(
         "summary", "Summary", lead, [*blocks, *missing_evaluation(runs, "further metrics")]
     )
+
+
+def _differences(runs: Sequence[Run]) -> list[Details]:
+    """A table for each run: what predictives differ by from its MAP, on the same test examples."""
+    tables = []
+    for run in runs:
+        entries = (run.evaluation or {}).get("predictives", {})
+        against = {name: entry["against"] for name, entry in entries.items() if "against" in entry}
+        shown = {name: one["differences"] for name, one in against.items()}
+        keys = [k for k in DIFFERENCES if any(k in found for found in shown.values())]
+        if not keys:
+            continue
+        rows = [
+            Row(
+                name,
+                [_difference(key, found.get(key)) for key in keys],
+                small=[_ends(key, found.get(key)) for key in keys],
+            )
+            for name, found in shown.items()
+        ]
+        of = ", ".join(dict.fromkeys(one["predictive"] for one in against.values()))
+        title = f"Differences from {of}, on the same test examples"
+        who = "" if run.alone else f" ({run.label})"
+        columns = ["Predictive", *(DIFFERENCES[key] for key in keys)]
+        tables.append(Details(f"{title}{who}", Table(title, columns, rows), open=True))
+    return tables
+
+
+def _difference(key: str, found: Sequence[float] | None) -> str:
+    if found is None:
+        return NOTHING
+    share = key.endswith("accuracy")
+    text = number(100 * found[0], 2) if share else number(found[0], 4)
+    return f"+{text}" if found[0] > 0 else text
+
+
+def _ends(key: str, found: Sequence[float] | None) -> str:
+    if found is None:
+        return ""
+    scale, decimals = (100, 2) if key.endswith("accuracy") else (1, 4)
+    return f"{number(scale * found[1], decimals)} to {number(scale * found[2], decimals)}"
 
 
 def _gains(run: Run) -> list[str]:

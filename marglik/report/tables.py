@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-__all__ = ["NOTHING", "Row", "Table", "duration", "number", "percentage"]
+__all__ = ["NOTHING", "Row", "Table", "duration", "interval", "number", "percentage"]
 
 NOTHING = "–"
 """Stands where there is no value."""
@@ -22,6 +22,8 @@ class Row:
     """Positions of the cells to mark as best."""
     detail: str = ""
     """Small print under the header."""
+    small: Sequence[str] = ()
+    """Small print under the cells; none under those where it is empty."""
     differs: bool = False
     """Whether to highlight the row."""
 
@@ -72,6 +74,11 @@ def percentage(share: float | None, decimals: int = 2) -> str:
     if share is None or not math.isfinite(share):
         return number(share)
     return f"{number(100 * share, decimals)} %"
+
+
+def interval(ends: Sequence[float] | None, decimals: int) -> str:
+    """An interval as text; empty if there is none."""
+    return "" if ends is None else "\N{EN DASH}".join(number(end, decimals) for end in ends)
 
 
 def duration(seconds: float | None) -> str:

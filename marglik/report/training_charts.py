@@ -16,6 +16,13 @@ PARTS = {
     "steps": "hyperparameter steps",
 }
 """Names of the parts of an update in the log."""
+BESIDE = {
+    "start": "data and checks",
+    "calibration": "calibration",
+    "evaluation": "evaluation",
+    "baseline": "baseline (initial weight decay)",
+}
+"""Names of what came before and after training, in results.json."""
 REST = "everything else"
 
 
@@ -105,6 +112,8 @@ def time_parts(run: Run) -> dict[str, float]:
         for key, seconds in update["seconds"].items():
             name = str(PARTS.get(key, key))
             parts[name] = parts.get(name, 0.0) + seconds
+    for key, seconds in (run.results or {}).get("seconds_beside", {}).items():
+        parts[str(BESIDE.get(key, key))] = seconds
     rest = (run.results or {}).get("seconds", 0.0) - sum(parts.values())
     return parts | {REST: rest} if rest > 0 else parts
 
@@ -126,6 +135,7 @@ def time_chart(runs: Sequence[Run]) -> Chart:
             "marker": {
                 "color": MUTED if name == REST else SERIES[position % len(SERIES)],
                 "line": {"color": BACKGROUNDS, "width": 1},
+                "pattern": {"shape": "/" if position >= len(SERIES) and name != REST else ""},
             },
             "hovertemplate": "%{x:.2f} s, %{customdata}<extra>%{fullData.name}</extra>",
         }
@@ -152,7 +162,7 @@ def time_chart(runs: Sequence[Run]) -> Chart:
             table_rows,
             [("", 1), *((run.label, 2) for run in runs)] if not runs[0].alone else (),
         ),
-        height=150 + 40 * len(runs),
+        height=210 + 40 * len(runs),
         wide=True,
     )
 

@@ -112,10 +112,13 @@ def results_of(learned: OnlineResult, prior: PriorConfig) -> dict[str, Any]:
     }
 
 
-def metrics_of(label: str, evaluation: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """The metrics of each predictive, under names such as "learned, MAP"."""
+def metrics_of(label: str, evaluation: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Metrics of each predictive and their intervals, under names such as "learned, MAP"."""
     predictives = evaluation["predictives"].items()
-    return {f"{label}, {name}": predictive["metrics"] for name, predictive in predictives}
+    return {
+        kind: {f"{label}, {name}": predictive[kind] for name, predictive in predictives}
+        for kind in ("metrics", "intervals")
+    }
 
 
 def _weight_decay_table(

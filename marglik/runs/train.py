@@ -169,6 +169,7 @@ def train(
             trained = time.perf_counter()
             results = identity | results_of(learned, prior)
             setup.calibrate(learned.laplace)
+            calibrated = time.perf_counter()
             results["held_out"] = held_out
             results["calibration"] = learned.laplace.calibrations.get(predictive.label)
             posterior = ""
@@ -178,13 +179,20 @@ def train(
                     learned.laplace, folder.path, model=provenance.model, data=record, frozen=True
                 )
                 folder.vouch(POSTERIOR, posterior)
+            saved = time.perf_counter()
             found = setup.evaluate(model, learned.laplace, states["learned_evaluation"], posterior)
+            evaluated = time.perf_counter()
             label = "fixed" if prior.method == "fixed" else "learned"
             results["num_positions"] = found["num_positions"]
-            results["metrics"] = metrics_of(label, found)
+            results |= metrics_of(label, found)
             results |= environment(fabric.device)
             # The loop's, of all processes that had a part in it, and the rest of this one.
             results["seconds"] = learned.seconds + time.perf_counter() - trained + ready - start
+            results["seconds_beside"] = {
+                "start": ready - start,
+                "calibration": calibrated - trained,
+                "evaluation": evaluated - saved,
+            }
             results["complete"] = initial_model is None
             if leads:
                 folder.write(EVALUATION, as_json(found))
@@ -199,8 +207,11 @@ def train(
             trained = time.perf_counter()
             setup.calibrate(initial.laplace)
             found = setup.evaluate(initial_model, initial.laplace, states["baseline_evaluation"])
-            results["metrics"] |= metrics_of("initial", found)
-            results["seconds"] += initial.seconds + time.perf_counter() - trained
+            for kind, of_baseline in metrics_of("initial", found).items():
+                results[kind] |= of_baseline
+            seconds = initial.seconds + time.perf_counter() - trained
+            results["seconds"] += seconds
+            results["seconds_beside"]["baseline"] = seconds
             results["complete"] = True
             if leads:
                 folder.write(RESULTS, as_json(results))

@@ -1,6 +1,6 @@
 """What a learned run and its baseline share: batches, optimiser, loop, monitor, evaluation."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -151,7 +151,8 @@ class TrainingSetup:
             # A pass over all: factors of tensors that are used in two ways do not add up.
             batch_size = self.curvature.batch_size or self.run.batch_size
             parts = self._curvature_batches(), self._batches("validation", batch_size)
-            laplace.fit(chain(*(WithExamples(part) for part in parts)))
+            both = _Together([WithExamples(part) for part in parts])
+            laplace.fit(both, progress_bar=self.run.progress)
             laplace.calibrations = found  # a little more data makes it no other posterior
 
     def evaluate(
@@ -223,3 +224,16 @@ class TrainingSetup:
             channels_last=self.run.channels_last,
             shard=Shard(self.ranks.rank, self.ranks.size),
         )
+
+
+class _Together:
+    """The batches of several loaders, one loader after the other, and their number."""
+
+    def __init__(self, loaders: Sequence[WithExamples]) -> None:
+        self.loaders = loaders
+
+    def __len__(self) -> int:
+        return sum(map(len, self.loaders))
+
+    def __iter__(self) -> Iterator[Any]:
+        return chain.from_iterable(self.loaders)

@@ -97,7 +97,11 @@ def without_seconds(value: Any) -> Any:
     if isinstance(value, list):
         return [without_seconds(item) for item in value]
     if isinstance(value, dict):
-        return {key: without_seconds(item) for key, item in value.items() if key != "seconds"}
+        return {
+            key: without_seconds(item)
+            for key, item in value.items()
+            if not key.startswith("seconds")
+        }
     return value
 
 

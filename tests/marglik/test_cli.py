@@ -1,12 +1,14 @@
 """The command line itself: help, presets, exit statuses; each command has a file of its own."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from marglik.cli import COMMANDS, main
+from marglik.cli import COMMANDS, FIRST_STEP, main
+from marglik.commands.completion import SHELLS
 from marglik.commands.option_parsing import preset_names
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +29,63 @@ def test_help_names_the_commands(capsys, monkeypatch):
         assert f"{name} {summary}" in text
 
 
+def test_alone_it_says_how_to_begin(capsys):
+    assert main([]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    lines = printed.err.splitlines()
+    assert lines[0] == "usage: marglik COMMAND [OPTIONS]"
+    assert len(lines) < 15 and max(map(len, lines)) <= 80
+    for name, summary in COMMANDS.items():
+        assert any(line.split() == [name, *summary.split()] for line in lines)
+    assert FIRST_STEP in printed.err and "marglik COMMAND --help" in printed.err
+    assert FIRST_STEP.split()[-1] in preset_names()
+
+
+def completion(shell):
+    pytest.importorskip("shtab", reason="the extra [completion] is not installed")
+    command = [sys.executable, "-m", "marglik", "--completion", shell]
+    return subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_completions(shell, tmp_path):
+    script = completion(shell)
+    assert "torch.nn" not in script.replace("torch.nn.modules.module.Module", "")
+    words = ["train", "evaluate", "prior.weight_decay", "bf16-mixed", "VisionTransformer"]
+    assert all(word in script for word in words)
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed, which would read its script")
+    path = tmp_path / "script"
+    path.write_text(script)
+    subprocess.run([shell, "-n", str(path)], check=True)
+
+
+def test_bash_completes(tmp_path):
+    if shutil.which("bash") is None:
+        pytest.skip("bash is not installed")
+    path = tmp_path / "script"
+    path.write_text(completion("bash"))
+    for given, expected in {
+        "tr": ["train"],
+        "train --prior.w": ["--prior.weight_decay"],
+        "train --precision ": ["32-true", "bf16-mixed", "16-mixed"],
+        "train --data D": ["DART", "Digits"],
+        "evaluate --methods+ nothing": [],
+    }.items():
+        words = ["marglik", *given.split(" ")]
+        state = f"COMP_WORDS=({' '.join(map(repr, words))}); COMP_CWORD={len(words) - 1}"
+        line = f'source {path}; {state}; _shtab_marglik 2>/dev/null; echo "${{COMPREPLY[@]}}"'
+        found = subprocess.run(["bash", "-c", line], check=True, capture_output=True, text=True)
+        assert found.stdout.split() == expected, given
+
+
+def test_completion_without_shtab(monkeypatch, capsys):
+    monkeypatch.setattr("marglik.commands.completion.find_spec", lambda name: None)
+    assert main(["--completion", "bash"]) == 2
+    assert "pip install 'marglik[completion]'" in capsys.readouterr().err
+
+
 def test_version(capsys):
     assert printed_help(capsys, "--version").startswith("marglik ")
 
@@ -34,9 +93,10 @@ def test_version(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "train,fit,evaluate,report"),
-        (["trian"], "invalid choice: 'trian' (choose from 'train', 'fit', 'evaluate', 'report')"),
-        (["trian", "train"], "invalid choice: 'trian'"),
+        (["trian"], "No command 'trian'; did you mean train? There are train, fit, evaluate and "),
+        (["trian", "train"], "No command 'trian'; did you mean train?"),
+        (["nothing"], "No command 'nothing'. There are train, fit, evaluate and report."),
+        (["--completion", "cmd"], "--completion: invalid choice: 'cmd' (choose from 'bash', 'zsh'"),
         (["--nonsense"], "marglik --help"),
         (["train"], "--model and --data must be given. See marglik train --help."),
         (["fit"], "--model, --data and --checkpoint must be given. See marglik fit --help."),

@@ -35,7 +35,8 @@ def metrics(folder):
     return {k: v["metrics"] for k, v in evaluated(folder)["predictives"].items()}
 
 
-def test_a_run_is_evaluated_as_at_its_end(run, capsys):
+def test_a_run_is_evaluated_as_at_its_end(run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     before = evaluated(run)
     (run / "evaluation.json").unlink()
     (run / "report.html").unlink()

@@ -42,7 +42,7 @@ def test_evidence_layer_by_layer(checkpoint, tmp_path, capsys):
     assert found["num_data"] == NUM_DATA
     printed = capsys.readouterr().out
     for name, delta in found["prior_precision"].items():
-        assert f"{name:<15}   weight decay {delta / NUM_DATA:.2e}" in printed
+        assert f"\n{name:<15}       {delta / NUM_DATA:.2e}\n" in printed
     assert f"{found['evidence'] / NUM_DATA:.4f} at the one found" in printed
     assert f"go on with: marglik evaluate {folder}" in printed
     files = {"config.yaml", "manifest.json", "model.safetensors"}
@@ -126,7 +126,7 @@ def test_temperature(checkpoint, tmp_path, capsys):
     found = fit(checkpoint, tmp_path / "fit", *options)
     assert found["temperature"] == 0.5
     assert found["prior_precision"][TENSORS[0]] == pytest.approx(5e-4 * NUM_DATA / 0.5)
-    assert "weight decay 5.00e-04" in capsys.readouterr().out
+    assert " 5.00e-04\n" in capsys.readouterr().out
 
 
 def test_batches_change_nothing(checkpoint, tmp_path):

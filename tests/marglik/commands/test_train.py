@@ -147,7 +147,8 @@ def test_a_failing_baseline_does_not_take_the_results_along(tmp_path, monkeypatc
     assert read_posterior(tmp_path / "run")["num_data"] == 1438
 
 
-def test_table_is_printed(tmp_path, capsys):
+def test_table_is_printed(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # else names of predictives take several lines
     validation = ["--data.validation", "0.1", "--curvature.batch_size", "300"]
     options = ["--curvature.fisher", "mc", "--predictive.method", "mc", "--tensorboard"]
     assert main([*SMALL, *validation, *options, "--output", str(tmp_path)]) == 0
@@ -156,6 +157,8 @@ def test_table_is_printed(tmp_path, capsys):
     assert "Calibrated by 144 held-out loss terms: covariances times " in printed
     assert "5.0e-04 -> " in printed
     assert "learned, Laplace, mc" in printed and "validation/cls/NLL" in printed
+    ends = results_of(tmp_path)["intervals"]["learned, MAP"]["test/cls/accuracy"]
+    assert "-".join(f"{end:.4f}" for end in ends) in printed
     assert f"Written to {tmp_path}; to look at: {tmp_path / 'report.html'}" in printed
     assert any((tmp_path / "tensorboard").iterdir())
 

@@ -124,7 +124,7 @@ def without_seconds(value):
     if isinstance(value, list):
         return [without_seconds(v) for v in value]
     if isinstance(value, dict):
-        return {k: without_seconds(v) for k, v in value.items() if k != "seconds"}
+        return {k: without_seconds(v) for k, v in value.items() if not k.startswith("seconds")}
     return value
 
 

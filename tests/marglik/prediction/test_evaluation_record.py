@@ -27,7 +27,9 @@ from marglik.data import (
     corrupt,
     out_of_distribution_images,
 )
+from marglik.prediction.evaluation import example_scores
 from marglik.prediction.evaluation_record import EvaluationConfig, evaluate
+from marglik.prediction.intervals import differences, intervals
 from marglik.prediction.links import Prediction
 from marglik.prediction.metrics import classification_metrics, out_of_distribution_metrics
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive, map_predictive
@@ -117,7 +119,10 @@ def test_form(record, digits):
         for kind in kinds for severity in SEVERITIES for key in of_test
     }  # fmt: skip
     for entry in record["predictives"].values():
-        assert set(entry) == {"metrics", "reliability", "entropy", "seconds"}
+        assert set(entry) - {"against"} == {
+            "metrics", "intervals", "reliability", "risk_coverage", "roc", "classes", "entropy",
+            "seconds",
+        }  # fmt: skip
         assert set(entry["metrics"]) == expected
         assert all(isinstance(value, float) for value in entry["metrics"].values())
         assert entry["seconds"] > 0
@@ -142,6 +147,53 @@ def test_metrics_are_those_of_all_examples_at_once(record, digits, predictives):
                 for key, value in classification_metrics(p, digits.test.labels).items():
                     assert found[f"shift/{kind}/{severity}/{key}"] == pytest.approx(value, rel=1e-4)
     assert found["shift/contrast/5/cls/NLL"] > 1.05 * found["test/cls/NLL"]
+
+
+def test_intervals_are_of_the_test_set(record, digits, predictives):
+    p = {
+        name: predict(normalised(digits.test.images, digits))
+        for name, predict in predictives.items()
+    }
+    scores = {n: example_scores(p[n], digits.test.labels, "classification") for n in p}
+    for name, entry in record["predictives"].items():
+        ends = entry["intervals"]
+        expected = {f"test/{key}": value for key, value in intervals(scores[name]).items()}
+        assert {k: v for k, v in ends.items() if k != "ood/AUROC"} == {
+            key: pytest.approx(value, rel=1e-4) for key, value in expected.items()
+        }
+        assert ends["ood/AUROC"][0] < entry["metrics"]["ood/AUROC"] < ends["ood/AUROC"][1]
+        assert entry["risk_coverage"]["risk"][-1] == pytest.approx(
+            1 - entry["metrics"]["test/cls/accuracy"], abs=1e-6
+        )
+        assert np.array(entry["classes"]["confusion"]).sum() == 40
+        assert entry["roc"]["fpr"][-1] == 1
+    assert "against" not in record["predictives"]["MAP"]
+    against = record["predictives"]["Laplace, mc"]["against"]
+    assert against["predictive"] == "MAP"
+    expected = differences(scores["Laplace, mc"], scores["MAP"])
+    assert against["differences"] == {
+        f"test/{key}": pytest.approx(value, rel=1e-3, abs=1e-6) for key, value in expected.items()
+    }
+
+
+def test_sequences_of_several_lengths_have_no_intervals():
+    """As examples alone are independent; of one length each sequence counts as one."""
+    torch.manual_seed(0)
+    x, y = torch.randn(30, 4, 5).softmax(-1), torch.randint(5, (30, 4))
+
+    def predict(rows):
+        return Prediction(rows, *[torch.zeros(rows.shape[:-1])] * 2)
+
+    def found(labels):
+        splits = TensorSplits(*[(x, labels)] * 3, name="rows")
+        return evaluate({"given": predict}, splits, "classification")["predictives"]["given"]
+
+    scores = example_scores(predict(x.flatten(0, 1)), y.flatten(), "classification")
+    expected = intervals(scores, positions=4)
+    assert found(y)["intervals"]["test/cls/NLL"] == pytest.approx(expected["cls/NLL"])
+    ragged = y.clone()
+    ragged[3, 2:] = -100
+    assert found(ragged)["intervals"] == {}
 
 
 @pytest.mark.parametrize("score", ["entropy", "epistemic"])
@@ -358,7 +410,7 @@ def test_regression():
     assert [found[key] for key in ("classes", "ood", "shift", "uncertain")] == [None] * 4
     assert (found["data"], found["num_test"]) == ("tensors", 20)
     entry = found["predictives"]["Laplace"]
-    assert set(entry) == {"metrics", "reliability", "seconds"}
+    assert set(entry) == {"metrics", "intervals", "reliability", "seconds"}
     keys = ["reg/NLL", "reg/RMSE", "cal/coverage50", "cal/coverage90", "cal/coverage95"]
     assert set(entry["metrics"]) == {f"{s}/{key}" for s in ("test", "validation") for key in keys}
     x, y = splits.test

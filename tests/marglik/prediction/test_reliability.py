@@ -181,7 +181,7 @@ def test_coverage_by_hand():
     mean, variance = torch.zeros(2, 2), torch.full((2, 2), 4.0)
     targets = torch.tensor([[1.3, -1.4], [3.8, -4.0]])  # 0.65, 0.7, 1.9 and 2 of them
     curve = coverage_curve(mean, variance, targets, levels=(0.5, 0.95))
-    assert curve == {"levels": [0.5, 0.95], "coverage": [0.25, 0.75]}
+    assert curve == {"levels": [0.5, 0.95], "coverage": [0.25, 0.75], "count": 4}
 
 
 def test_coverage_is_that_of_scipy_intervals():

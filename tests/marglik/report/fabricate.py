@@ -90,6 +90,8 @@ def write_run(
             for name in names
         },
         "config": {"run": {"epochs": 40, "seed": 0}},
+        "intervals": {"learned, MAP": {"test/cls/accuracy": [0.9495, 0.9848]}},
+        "seconds_beside": {"start": 1.0, "calibration": 0.5, "evaluation": 0.25, "baseline": 2.0},
         "seconds": 10.7,
         **ENVIRONMENT,
     }
@@ -119,6 +121,16 @@ def write_fit(folder, **more):
         "evidence": -1438.0,
         "effective_parameters": dict(zip(names, (20.0, 3.0, 300.0, 0.0), strict=True)),
         "parameters": dict(zip(names, (150, 6, 2400, 16), strict=True)),
+        "calibrations": {
+            "Laplace, probit": {
+                "calibration": {"covariance_scale": 0.25, "output_temperature": 0.5},
+                "nll": 0.1,
+                "nll_uncalibrated": 0.4,
+                "nll_scaled_map": 0.11,
+                "nll_map": 0.2,
+                "num_terms": 144,
+            },
+        },
         **ENVIRONMENT,
         **more,
     }
@@ -139,7 +151,10 @@ def classification(seed=0, classes=CLASSES):
         "likelihood": "classification",
         "classes": list(classes),
         "num_test": NUM_TEST,
-        "predictives": {name: _predictive(random, value) for name, value in sharpness.items()},
+        "predictives": {
+            name: _predictive(random, value, name, len(classes))
+            for name, value in sharpness.items()
+        },
         "ood": {
             "name": "noise",
             "num_examples": 1000,
@@ -152,7 +167,7 @@ def classification(seed=0, classes=CLASSES):
     }
 
 
-def _predictive(random, sharpness):
+def _predictive(random, sharpness, name, num_classes):
     edges = np.linspace(0, 1, 16)
     confidence = 1 - 0.9 * random.beta(sharpness, 9, NUM_TEST)
     right = random.random(NUM_TEST) < confidence ** (2.5 - sharpness)
@@ -182,8 +197,31 @@ def _predictive(random, sharpness):
             worse = rate * severity / sharpness * (1 + 0.3 * offset)
             metrics[f"shift/{kind}/{severity}/cls/NLL"] = metrics["test/cls/NLL"] + worse
             metrics[f"shift/{kind}/{severity}/cal/ECE"] = metrics["test/cal/ECE"] + worse / 5
+    nll, grid = metrics["test/cls/NLL"], np.linspace(0, 1, 50)
+    confusion = np.diag([30] * num_classes)
+    if name == "Laplace, mc":  # the other two make the same errors
+        confusion[0, 1] = 3
+    confusion[2, 0] = 2
+    against = {"test/cls/NLL": [-0.02, -0.04, 0.001], "test/cls/accuracy": [0.0028, -0.005, 0.01]}
+    of_another = {"against": {"predictive": "MAP", "differences": against}}
     return {
+        **({} if name == "MAP" else of_another),
         "metrics": metrics,
+        "intervals": {
+            "test/cls/NLL": [nll - 0.03, nll + 0.03],
+            "test/cls/accuracy": [0.9432, 0.9814],
+            "ood/AUROC": [0.89, 0.99],
+        },
+        "risk_coverage": {
+            "coverage": ((np.arange(50) + 1) / 50).tolist(),
+            "risk": (0.05 * grid**3 / sharpness).tolist(),
+        },
+        "roc": {"fpr": grid.tolist(), "tpr": (grid ** (0.1 / sharpness)).tolist()},
+        "classes": {
+            "counts": confusion.sum(1).tolist(),
+            "right": confusion.diagonal().tolist(),
+            "confusion": confusion.tolist(),
+        },
         "reliability": {
             "edges": edges.tolist(),
             "counts": counts,
@@ -240,7 +278,11 @@ def regression(seed=0):
                 "test/cal/coverage90": 0.9**bend,
                 "test/cal/coverage95": 0.95**bend,
             },
-            "reliability": {"levels": levels, "coverage": [level**bend for level in levels]},
+            "reliability": {
+                "levels": levels,
+                "coverage": [level**bend for level in levels],
+                "count": 200,
+            },
             "seconds": 0.1,
         }
         for name, bend in {"MAP": 1.6, "Laplace": 1.1}.items()

@@ -64,7 +64,7 @@ def test_draws_every_chart_and_table(one):
     page = one.page
     assert page.title() == "LeNet on digits – marglik report"
     plots = page.locator(".chart-plot")
-    assert plots.count() == 17
+    assert plots.count() == 20
     for plot in plots.all():
         assert plot.locator(".trace, .scatterlayer .js-line").count() > 0
         assert plot.locator("svg.main-svg").first.get_attribute("aria-hidden") == "true"
@@ -106,6 +106,35 @@ def test_hovering_a_curve_shows_its_value(one):
     assert "after the update" in text
     assert f"{value:.4f}" in text
     page.mouse.move(0, 0)
+
+
+def test_whiskers_and_tints_are_drawn(one):
+    """An interval for each point, each class; the more errors, the more colour."""
+    page = one.page
+    for chart, kind in (("reliability-chart-1", "y"), ("errors-chart-2", "x")):
+        points = page.locator(f"#{chart} .scatterlayer .point").count()
+        assert page.locator(f"#{chart} .errorbars .{kind}error").count() == points > 5
+    hit, miss = (
+        page.locator(f".confusion .{kind}[style]").first.evaluate(
+            "cell => getComputedStyle(cell).backgroundColor"
+        )
+        for kind in ("hit", "miss")
+    )
+    empty = one.style(".confusion .miss:not([style])", "backgroundColor")
+    assert len({hit, miss, empty}) == 3
+
+
+def test_the_text_is_there_before_the_charts(browser, pages):
+    """A browser without DecompressionStream, or with a damaged page, says so and has the rest."""
+    old = "delete window.DecompressionStream"
+    context = browser.new_context(offline=True)
+    context.add_init_script(old)
+    page = context.new_page()
+    page.goto(pages["one"].as_uri())
+    page.wait_for_selector("#no-charts", state="visible")
+    assert page.locator(".js-line").count() == 0
+    assert page.get_by_role("region", name="Metrics of every predictive").is_visible()
+    context.close()
 
 
 def test_a_layer_can_be_picked_out(one):
@@ -199,6 +228,11 @@ def test_paper_is_light(one):
     one.wait("dark")
     assert colors_of(one) == dark
     assert len(page.pdf()) > 50_000
+    page.emulate_media(media="print")
+    assert not page.locator("nav").is_visible() and not page.locator("#theme").is_visible()
+    assert one.style("thead th", "position") == "static"
+    page.emulate_media(media="screen")
+    assert page.locator("nav").is_visible()  # the control
     page.emulate_media(color_scheme="light")
     one.wait("light")
 

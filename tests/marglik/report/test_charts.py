@@ -6,6 +6,7 @@ import math
 import plotly.graph_objects as go
 import pytest
 from matplotlib.colors import to_rgb
+from scipy import stats
 
 from marglik.report.chart import plain, series_style, shorten
 from marglik.report.colors import BACKGROUNDS, MUTED, SERIES, depth_color
@@ -14,6 +15,7 @@ from marglik.report.page import SECTIONS
 from marglik.report.training_charts import time_parts
 from tests.marglik.report.fabricate import CONFIG, NUM_DATA, write, write_fit, write_run
 
+WHISKERS = ("array", "arrayminus")
 REDUCE = {"curvature": CONFIG["curvature"] | {"kfac_approx": "reduce"}}
 
 
@@ -135,6 +137,8 @@ def test_time_adds_up_to_the_total(folders):
     assert list(parts)[0] == "training steps" and list(parts)[-1] == "everything else"
     assert parts["training steps"] == pytest.approx(40 * 0.05)
     assert parts["curvature pass"] == pytest.approx(8 * 0.22)
+    assert parts["baseline (initial weight decay)"] == 2.0
+    assert parts["data and checks"] == 1.0 and parts["evaluation"] == 0.25
     assert sum(parts.values()) == pytest.approx(run.results["seconds"])
     (chart,) = charts_of(folders["one"])["time"]
     assert chart.table.rows[0].cells == ["2.0 s", "18.7 %"]
@@ -148,6 +152,15 @@ def test_reliability_of_one_run_leaves_empty_bins_out(folders):
     bars = next(t for t in chart.traces if t["name"] == "MAP" and t["type"] == "bar")
     assert sum(bars["y"]) == pytest.approx(1)
     assert 0 < made["confidence"].count(None) == 15 - len(curve["x"])
+    bins = [(a, n) for a, n in zip(made["accuracy"], made["counts"], strict=True) if n]
+    for i, (accuracy, n) in enumerate(bins):
+        low, high = stats.binomtest(round(accuracy * n), n).proportion_ci(method="wilson")
+        assert curve["error_y"]["arrayminus"][i] == pytest.approx(accuracy - low)
+        assert curve["error_y"]["array"][i] == pytest.approx(high - accuracy)
+    few = min(range(len(bins)), key=lambda i: bins[i][1])
+    most = max(range(len(bins)), key=lambda i: bins[i][1])
+    width = [a + b for a, b in zip(*(curve["error_y"][k] for k in WHISKERS), strict=True)]
+    assert width[few] > 3 * width[most]
 
 
 def test_reliability_of_several_runs_has_a_chart_per_predictive(folders):
@@ -171,10 +184,68 @@ def test_intervals_of_a_regression(folders):
     (chart,) = charts_of(folders["regression"])["reliability"]
     curve = next(trace for trace in chart.traces if trace["name"] == "Laplace")
     assert curve["y"] == [level**1.1 for level in curve["x"]]
+    k = round(200 * curve["y"][9])
+    low, high = stats.binomtest(k, 200).proportion_ci(method="wilson")
+    assert curve["y"][9] - curve["error_y"]["arrayminus"][9] == pytest.approx(low)
+    assert curve["y"][9] + curve["error_y"]["array"][9] == pytest.approx(high)
+
+
+def test_errors_of_one_run(folders):
+    risk, classes = charts_of(folders["one"])["errors"]
+    made = read_runs(folders["one"])[0].evaluation["predictives"]
+    assert [trace["name"] for trace in risk.traces] == list(made)
+    assert risk.traces[0]["y"] == made["MAP"]["risk_coverage"]["risk"]
+    assert risk.table.rows[-1].header == "100 %"
+    assert risk.table.rows[-1].cells[0] == "12.50 %"
+    # MAP and probit predict the same classes.
+    assert [trace["name"] for trace in classes.traces] == ["MAP; Laplace, probit", "Laplace, mc"]
+    assert classes.traces[0]["x"] == [1, 1, 30 / 32] + [1] * 7
+    assert classes.traces[1]["x"][0] == 30 / 33
+    low, _ = stats.binomtest(30, 33).proportion_ci(method="wilson")
+    assert classes.traces[1]["error_x"]["arrayminus"][0] == pytest.approx(30 / 33 - low)
+    assert classes.table.rows[2].cells[:2] == ["93.8 %", "30 of 32"]
+
+
+def test_errors_of_several_runs_have_charts_per_predictive(folders):
+    charts = charts_of(folders["two"])["errors"]
+    assert [chart.title for chart in charts] == [
+        f"{what}: {name}"
+        for what in ("Error rate by coverage", "Accuracy by class")
+        for name in ("MAP", "Laplace, probit", "Laplace, mc")
+    ]
+    assert [trace["name"] for trace in charts[0].traces] == ["expand", "reduce"]
+
+
+def test_whiskers_of_sequences_are_doubted(folders, tmp_path):
+    run = write_run(tmp_path / "run")
+    content = json.loads((run / "evaluation.json").read_text()) | {"num_positions": 640}
+    write(run / "evaluation.json", content)
+    for section in ("reliability", "errors"):
+        assert any("too narrow" in note for note in notes_of([run], section))
+        assert not any("too narrow" in note for note in notes_of(folders["one"], section))
+
+
+def test_of_many_classes_those_with_the_most_errors_are_shown(tmp_path):
+    run = write_run(tmp_path / "run")
+    content = json.loads((run / "evaluation.json").read_text())
+    content["classes"] = [f"class {i}" for i in range(100)]
+    for entry in content["predictives"].values():
+        entry["classes"] = {"counts": [9] * 99 + [0], "right": [9 - i % 7 for i in range(99)] + [0]}
+    write(run / "evaluation.json", content)
+    _, chart = charts_of([run])["errors"]
+    assert chart.title == "Accuracy by class: the 30 of 100 with the most errors"
+    shown = [int(row.header.split()[1]) for row in chart.table.rows]
+    assert shown == sorted(shown) and len(shown) == 30
+    assert {i % 7 for i in shown} == {5, 6, 4}
+    assert all(i in shown for i in range(99) if i % 7 in (5, 6))
 
 
 def test_entropy_of_both_data_as_shares(folders):
-    charts = charts_of(folders["one"])["entropy"]
+    roc, *charts = charts_of(folders["one"])["entropy"]
+    assert roc.title == "ROC curve: noise"
+    made = read_runs(folders["one"])[0].evaluation["predictives"]
+    assert [trace["name"] for trace in roc.traces] == ["chance", *made]
+    assert roc.traces[1]["y"] == made["MAP"]["roc"]["tpr"]
     assert [chart.title for chart in charts] == ["MAP", "Laplace, probit", "Laplace, mc"]
     names = [trace["name"] for trace in charts[0].traces]
     assert names == ["test set", "out of distribution: noise"]

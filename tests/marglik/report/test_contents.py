@@ -199,6 +199,23 @@ WRONG = {
         "reliability of 'MAP' should have 15 values, but has {'accuracy': 14}",
     ),
     "no counts": (lambda e: _of_map(e)["reliability"].pop("counts"), "'counts' is a required"),
+    "a curve": (
+        lambda e: _of_map(e)["roc"]["tpr"].pop(),
+        "roc of 'MAP' should have as many values of each, at least one, but has {'fpr': 50, 'tpr'",
+    ),
+    "more right": (
+        lambda e: _of_map(e)["classes"]["right"].__setitem__(0, 99),
+        "classes of 'MAP': more are right than there are",
+    ),
+    "classes": (
+        lambda e: e["classes"].pop(),
+        "classes of 'MAP': 10 counts, 10 right, 9 names",
+    ),
+    "confusion": (
+        lambda e: _of_map(e)["classes"]["confusion"].pop(),
+        "the confusion matrix does not have its counts",
+    ),
+    "an end": (lambda e: _of_map(e)["intervals"].update({"test/x": [1.0]}), "is too short"),
     "remote image": (
         lambda e: e["uncertain"]["examples"][0].update(image="https://example.org/1.png"),
         "'https://example.org/1.png' does not match",

@@ -44,6 +44,17 @@ def test_best_of_a_row_is_by_its_direction(tmp_path):
     assert rows["Test set"].cells == ()
 
 
+def test_intervals_stand_under_their_values(tmp_path):
+    folder = write_run(tmp_path / "run")
+    results = json.loads((folder / "results.json").read_text())
+    for kind in ("metrics", "intervals"):
+        results[kind]["initial, MAP"] = results[kind]["learned, MAP"]
+    write(folder / "results.json", results)
+    row = rows_of(summary_table(read_runs([folder])))["Accuracy"]
+    assert row.small == ["94.32–98.14"] * 3 + ["94.95–98.48"]
+    assert rows_of(summary_table(read_runs([folder])))["Brier score"].small == [""] * 4
+
+
 def test_ties_missing_values_and_unknown_metrics(tmp_path):
     metrics = {
         "A": {"test/cls/NLL": 0.1, "test/cls/Brier": 0.2, "test/my/metric": 3.0},

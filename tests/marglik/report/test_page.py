@@ -6,6 +6,7 @@ import json
 import os
 import re
 import stat
+import zlib
 from html.parser import HTMLParser
 
 import pytest
@@ -109,13 +110,20 @@ def test_only_the_pages_own_scripts_may_run(page):
     policy = dict(part.split(" ", 1) for part in policies[0]["content"].split("; "))
     assert policy["default-src"] == "'none'"
     assert policy["img-src"] == "data: blob:"
-    scripts = [text for kind, text in page.scripts if kind is None]
+    packed = [text for kind, text in page.scripts if kind == "application/octet-stream"]
+    plotly = zlib.decompress(base64.b64decode(packed[0])).decode()
+    assert plotly.startswith("/**\n* plotly.js (basic") and "MIT license" in plotly[:200]
+    scripts = [text for kind, text in page.scripts if kind is None] + [plotly]
     digests = [hashlib.sha256(text.encode()).digest() for text in scripts]
     assert len(scripts) == 3
     assert policy["script-src"].split() == [
         f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests
     ]
-    assert sum("plotly.js v" in text for text in scripts) == 1
+
+
+def test_the_page_is_small(folder):
+    """With plotly's whole bundle it would be 4.9 MB."""
+    assert (folder / "report.html").stat().st_size < 750_000
 
 
 def test_every_chart_has_a_name_its_data_and_a_table(page):
@@ -134,7 +142,7 @@ def test_ids_are_unique_and_links_lead_somewhere(page):
     ids = [attrs["id"] for _, attrs in page.elements if "id" in attrs]
     assert len(set(ids)) == len(ids)
     targets = [a["href"][1:] for a in page.having("a")]
-    assert len(targets) == 12 and set(targets) <= set(ids)
+    assert len(targets) == 13 and set(targets) <= set(ids)
 
 
 def test_headings_are_nested(page):
@@ -149,6 +157,13 @@ def test_summary_and_facts_are_there(page):
         "Negative log-likelihood nats per example, lower is better",
         "noise (1,000 examples), resized from 28x28x1 to 8x8x1, told apart by entropy",
         "40 (kept: 40)",
+        "94.32–98.14",  # an interval
+        "Differences from MAP, on the same test examples",
+        "−0.0400 to 0.0010",
+        "+0.28",
+        "95 % intervals for the chance by which these test examples were drawn",
+        "Confusion matrix: MAP; Laplace, probit",
+        "Confusion matrix: Laplace, mc",
         "curvature.kfac_approx",
         "cpu (x86_64)",
     ):
@@ -162,8 +177,26 @@ def test_a_fitted_posterior_has_a_page(tmp_path):
     page = page_of(write_fit(tmp_path / "fit"))
     assert "marglik evaluate" in page.text
     assert "a posterior that was fitted to a trained network has no epochs" in page.text
-    titles = [t for kind, t in page.scripts if kind]
+    titles = [t for kind, t in page.scripts if kind == "application/json"]
     assert len(titles) == 2  # weight decay at the end, effective parameters
+    assert "covariances times 0.25, outputs divided by 0.5" in page.text
+
+
+def test_evaluations_of_before_have_a_page(tmp_path):
+    """They have neither intervals nor curves of errors."""
+    folder = write_run(tmp_path / "run")
+    new = ("intervals", "against", "risk_coverage", "roc", "classes")
+
+    def age(evaluation):
+        for entry in evaluation["predictives"].values():
+            for name in new:
+                entry.pop(name, None)
+
+    changed(folder / "evaluation.json", age)
+    changed(folder / "results.json", lambda r: [r.pop(n) for n in ("intervals", "seconds_beside")])
+    page = page_of(folder)
+    assert "has no errors by class." in page.text
+    assert "intervals for the chance" not in page.text and "Confusion" not in page.text
 
 
 def test_what_differs_stands_out(folder, tmp_path):

@@ -1,0 +1,153 @@
+"""Confidence intervals of metrics: which expected values the test set is consistent with.
+
+All are two-sided of level `LEVEL`, and about the test set alone: the network, its training data and
+the seed stay as they are, between which metrics often differ by more.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from marglik.prediction.metric_inputs import as_finite, check_shapes
+from marglik.prediction.metrics import SHARES
+
+__all__ = ["LEVEL", "Interval", "area_interval", "differences", "intervals", "share_interval"]
+
+LEVEL = 0.95
+
+Interval = tuple[float, float]
+"""Lower and upper end."""
+
+
+def share_interval(successes: int, trials: int) -> Interval:
+    """The interval of a share (Wilson 1927, score method), which holds its level near 0 and 1, too.
+
+    Args:
+        successes: k.
+        trials: n independent ones.
+
+    Raises:
+        ValueError: n is not positive, or k is not in 0..n.
+    """
+    from scipy.stats import binomtest  # here, since importing it takes a second
+
+    ends = binomtest(successes, trials).proportion_ci(LEVEL, method="wilson")
+    return float(ends.low), float(ends.high)
+
+
+def mean_interval(values: Tensor) -> Interval | None:
+    """The interval mean ± t·s/√n of Student; None where it says nothing, as all are the same.
+
+    Args:
+        values: (n,), independent.
+    """
+    from scipy.stats import t
+
+    n = len(values)
+    error = (values.std() / n**0.5).item() if n > 1 else 0.0
+    if not error > 0:
+        return None
+    low, high = t.interval(LEVEL, n - 1, values.mean().item(), error)
+    return float(low), float(high)
+
+
+def intervals(scores: Mapping[str, Tensor], positions: int = 1) -> dict[str, Interval]:
+    """Intervals of the metrics that are means: Wilson's for shares of examples, else Student's.
+
+    What belongs to one example (its outputs, a sequence's positions) depends on each other and is
+    averaged first, so that examples alone count as independent.
+
+    Args:
+        scores: as `marglik.prediction.evaluation.example_scores` returns them.
+        positions: rows of an example, which lie one after the other.
+
+    Returns:
+        Of those that have one; of "reg/RMSE" that of the mean square, its roots.
+    """
+    found = {name: _of_mean(name, _of_examples(s, positions)) for name, s in scores.items()}
+    if ends := found.get("reg/RMSE"):
+        found["reg/RMSE"] = max(ends[0], 0.0) ** 0.5, ends[1] ** 0.5
+    return {name: ends for name, ends in found.items() if ends is not None}
+
+
+def _of_examples(scores: Tensor, positions: int) -> Tensor:
+    return scores.reshape(len(scores) // positions, -1).mean(dim=1)  # (N,)
+
+
+def _of_mean(name: str, values: Tensor) -> Interval | None:
+    if name in SHARES and bool(((values == 0) | (values == 1)).all()):
+        return share_interval(int(values.sum().item()), len(values))
+    return mean_interval(values)
+
+
+def differences(
+    scores: Mapping[str, Tensor], reference: Mapping[str, Tensor], positions: int = 1
+) -> dict[str, tuple[float, float, float]]:
+    """Metrics less a reference's on the same examples, each with its interval: (d, low, high).
+
+    Paired, and so much narrower than what two intervals side by side suggest. Student's of the
+    examples' differences; of shares of examples that of Bonett & Price 2012 (J. Educ. Behav. Stat.
+    37), which adds one example to each kind of disagreement and so does not shrink to nothing.
+
+    Args:
+        scores: see `intervals`.
+        reference: the same of another predictive.
+        positions: see `intervals`.
+
+    Returns:
+        Of the metrics that are means; not of "reg/RMSE", which is a root of one.
+    """
+    found = {}
+    for name in scores.keys() & reference.keys() - {"reg/RMSE"}:
+        d = _of_examples(scores[name], positions) - _of_examples(reference[name], positions)
+        is_share = name in SHARES and bool(torch.isin(d, d.new_tensor([-1, 0, 1])).all())
+        ends = _of_paired_shares(d) if is_share else mean_interval(d)
+        if ends is not None:
+            found[name] = d.mean().item(), *ends
+    return dict(sorted(found.items()))
+
+
+def _of_paired_shares(differences: Tensor) -> Interval:
+    from scipy.stats import norm
+
+    n = len(differences) + 2
+    gained, lost = (((differences == side).sum().item() + 1) / n for side in (1, -1))
+    centre = gained - lost
+    half = norm.ppf((1 + LEVEL) / 2) * ((gained + lost - centre**2) / n) ** 0.5
+    return float(max(centre - half, -1)), float(min(centre + half, 1))
+
+
+def area_interval(inside: Tensor, outside: Tensor) -> Interval | None:
+    """The interval of "ood/AUROC": DeLong's variance on the scale of the logit.
+
+    None where it says nothing: the sides do not overlap, or have less than two examples.
+
+    Source: DeLong, DeLong & Clarke-Pearson 1988 (Biometrics 44); by ranks, Sun & Xu 2014 (IEEE
+    Signal Process. Lett. 21). On the logit's scale its ends stay within 0..1.
+
+    Args:
+        inside: (N,) scores of examples from the training distribution.
+        outside: (M,) scores of examples from elsewhere.
+
+    Raises:
+        ValueError: no examples on a side, wrong shapes, scores that are not finite.
+    """
+    from scipy.special import expit, logit
+    from scipy.stats import norm, rankdata
+
+    check_shapes(inside=(inside, "N"), outside=(outside, "M"))
+    x, y = as_finite("inside", inside).numpy(), as_finite("outside", outside).numpy()
+    n, m = len(x), len(y)
+    ranks = rankdata([*x, *y])
+    # For each example the share of the other side that it is rightly above, or below.
+    of_x = 1 - (ranks[:n] - rankdata(x)) / m  # (N,)
+    of_y = (ranks[n:] - rankdata(y)) / n  # (M,)
+    area = of_y.mean()
+    if min(n, m) < 2 or not 0 < area < 1:
+        return None
+    error = (of_x.var(ddof=1) / n + of_y.var(ddof=1) / m) ** 0.5 / (area * (1 - area))
+    if not error > 0:
+        return None
+    half = norm.ppf((1 + LEVEL) / 2) * error
+    return float(expit(logit(area) - half)), float(expit(logit(area) + half))

@@ -1,0 +1,169 @@
+"""Tables fit the terminal, say all that they were given, and are plain where nobody looks."""
+
+import os
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from marglik.commands.summary import print_evaluation, print_fit, print_summary
+from marglik.commands.tables import print_paragraph, print_table
+from tests.marglik.report.fabricate import CONFIG, classification, regression
+
+ROOT = Path(__file__).parents[3]
+TERMINAL = SimpleNamespace(stdout=SimpleNamespace(isatty=lambda: True))
+LONG = "encoder.layers.11.attention.output.projection.parametrizations.weight"
+CALIBRATION = {
+    "calibration": {"covariance_scale": 0.25, "output_temperature": 0.5},
+    "nll": 0.1, "nll_uncalibrated": 0.4, "nll_scaled_map": 0.11, "nll_map": 0.2, "num_terms": 144,
+}  # fmt: skip
+
+
+@pytest.fixture(params=[80, 60, 200])
+def width(request, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(request.param))
+    monkeypatch.setattr("marglik.commands.tables.sys", TERMINAL)
+    return request.param
+
+
+def fits(text, width):
+    """Whether all lines do but those with a path, which must stay whole."""
+    lines = [line for line in text.splitlines() if not line.startswith("Written to")]
+    return max(map(len, lines)) <= width
+
+
+def results():
+    metrics = {name: entry["metrics"] for name, entry in classification()["predictives"].items()}
+    ends = {name: entry["intervals"] for name, entry in classification()["predictives"].items()}
+    row = {"initial": 5e-4, "learned": 3e-2, "effective_parameters": 1234567.8}
+    return {
+        "data": "digits",
+        "num_data": 1294,
+        "held_out": 144,
+        "seconds": 12.0,
+        "evidence": {"first": -5000.0, "kept": -1000.0, "epoch": 40},
+        "weight_decay": {LONG + str(i): row | {"parameters": 10**9 + i} for i in range(25)},
+        "metrics": {
+            f"{which}, {name}": values
+            for which in ("learned", "initial")
+            for name, values in metrics.items()
+        },
+        "intervals": {f"learned, {name}": values for name, values in ends.items()},
+        "calibration": CALIBRATION,
+        "output": "runs/digits",
+    }
+
+
+def test_train(width, capsys):
+    print_summary(results(), "runs/digits/report.html")
+    printed = capsys.readouterr().out
+    assert fits(printed, width)
+    words = " ".join(printed.split())
+    assert "0.9432-0.9814 0.9432-0.9814" in words  # the intervals
+    assert "5.0e-04 -> 3.00e-02" in words and "1234567.8 / 1000000024" in words
+    assert "... and 5 smaller ones" in words
+    assert "Their NLL: 0.1000; MAP 0.2000" in words
+    # Six predictives: in blocks that fit, or all beside each other.
+    assert printed.count("test/cls/NLL") == (1 if width == 200 else 2 if width == 80 else 3)
+
+
+def test_evaluate(width, capsys):
+    extra = {"calibrated": {"Laplace, mc": CALIBRATION}, "replaced": ["all of it " * 20]}
+    for record in (classification(), regression()):
+        print_evaluation(record | extra | {"num_positions": 12345})
+        assert fits(capsys.readouterr().out, width)
+
+
+def test_fit(width, capsys):
+    print_fit(
+        {
+            "note": "",
+            "data": "digits",
+            "num_data": 1294,
+            "seconds": 3.0,
+            "evidence": {"before": -2000.0, "after": -1000.0},
+            "weight_decay": {LONG + str(i): 1e-3 for i in range(25)},
+            "at_bound": True,
+            "calibration": None,
+            "output": CONFIG["output"],
+        }
+    )
+    assert fits(capsys.readouterr().out, width)
+
+
+NAME = st.text("abcdefghij.", min_size=1, max_size=90)
+CELL = st.text("0123456789.-", max_size=15)
+
+
+@given(st.data())
+def test_every_cell_is_there_in_its_row(data):
+    columns = data.draw(st.integers(1, 7))
+    number = data.draw(st.integers(1, 4))
+    headers = ["name", *(f"head {c}, of it" for c in range(columns))]
+    rows = [[f"{i}{data.draw(NAME)}", *(f"{data.draw(CELL)}|{i}|{c}" for c in range(columns))]
+            for i in range(number)]  # fmt: skip
+    width = data.draw(st.integers(60, 120))
+    printed = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", str(width))
+        patch.setattr("builtins.print", lambda line="": printed.append(line))
+        print_table(headers, rows)
+    assert max(map(len, printed)) <= width
+    for i, row in enumerate(rows):
+        mine = [line for line in printed if line.startswith(str(i))]
+        assert [cell for line in mine for cell in line.split()[1:]] == row[1:]
+
+
+def test_a_paragraph_is_one_line_for_programs(capsys, monkeypatch):
+    text = "word " * 40 + "end"
+    print_paragraph(text)
+    assert capsys.readouterr().out == f"{text}\n"
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("marglik.commands.tables.sys", TERMINAL)
+    print_paragraph(text)
+    lines = capsys.readouterr().out.splitlines()
+    assert " ".join(lines) == text and max(map(len, lines)) <= 80
+
+
+def read_all(descriptor):
+    content = b""
+    while True:
+        try:
+            part = os.read(descriptor, 65536)
+        except OSError:  # Linux says so when the other end is closed
+            return content
+        if not part:
+            return content
+        content += part
+
+
+BARS = ("Training", "Epoch 1", "Curvature", "Calibrating", "Predicting", "Shifted test sets")
+
+
+def test_every_bar_says_how_long_it_still_takes(tmp_path):
+    pty = pytest.importorskip("pty", reason="there are no pseudo-terminals on this system")
+    import fcntl
+    import struct
+    import termios
+
+    options = ["--epochs", "2", "--prior.every", "1", "--prior.burn_in", "0", "--prior.steps", "2"]
+    shift = ["--evaluation.shift", "true", "--output", str(tmp_path / "run")]
+    child, terminal = pty.fork()
+    if child == 0:
+        os.environ |= {"TQDM_MININTERVAL": "0", "NO_COLOR": "1", "PYTHONPATH": str(ROOT)}
+        os.environ.pop("COLUMNS", None)
+        command = ["-m", "marglik", "train", "--config", "digits", *options, *shift]
+        os.execv(sys.executable, [sys.executable, *command])
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    printed = read_all(terminal).decode()
+    assert os.waitpid(child, 0)[1] == 0, printed
+    parts = [re.sub(r"\x1b\[[A-Z]", "", part) for part in re.split(r"[\r\n]+", printed)]
+    for bar in BARS:
+        mine = [part for part in parts if part.startswith(f"{bar}:")]
+        assert any(re.search(r"\[\d\d:\d\d<\d\d:\d\d", part) for part in mine), bar
+    assert max(len(part) for part in parts if "Written to" not in part) <= 80
+    assert not re.search(r"\x1b\[[0-9;]*m", printed)  # no colours
