@@ -182,7 +182,7 @@ def gains(runs: Runs) -> str:
 
 def _calibrated(runs: Runs) -> str:
     """The calibrated predictive beside the MAP at its best temperature, both on held-out images."""
-    rows = [
+    rows: list[tuple[str, ...]] = [
         ("weight decay", "augmented", "NLL, MAP", "NLL, temperature-scaled", "NLL, Laplace",
          "Laplace - temperature-scaled", "ECE, %: MAP", "temperature-scaled", "Laplace")
     ]  # fmt: skip

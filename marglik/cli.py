@@ -22,7 +22,7 @@ from marglik.commands.several_ranks import is_another_rank, launch, number_to_la
 __all__ = ["main"]
 
 COMMANDS = {
-    "train": "train on images, sequences, graphs or tensors, learn the weight decays",
+    "train": "train on images, sequences, graphs, tensors; learn the weight decays",
     "fit": "a posterior for a network that was trained elsewhere",
     "evaluate": "a posterior's metrics: on test, shifted and out-of-distribution data",
     "report": "one page about one run, or several side by side",
