@@ -15,7 +15,12 @@ from jsonargparse import ArgumentError, ArgumentParser
 from marglik.commands.messages import check_values, explained
 from marglik.commands.option_parsing import HelpFormatter, whole_names
 from marglik.commands.progress import progress_lines
-from marglik.commands.several_ranks import is_another_rank, launch, number_to_launch
+from marglik.commands.several_ranks import (
+    is_another_rank,
+    launch,
+    leave_last_words,
+    number_to_launch,
+)
 
 __all__ = ["main"]
 
@@ -91,7 +96,7 @@ def _run(arguments: Sequence[str] | None, received: Sequence[int]) -> int:
         module, options = _module(asked), options[asked]
         check_values(own[asked], options)
         if number := number_to_launch(options):
-            return launch(arguments, number)
+            return launch(["-m", "marglik", *arguments], number)
         # Where stderr is a file or a pipe, bars are hidden.
         lines = options.get("progress", False) and not sys.stderr.isatty() and not is_another_rank()
         with progress_lines() if lines else nullcontext():
@@ -100,8 +105,9 @@ def _run(arguments: Sequence[str] | None, received: Sequence[int]) -> int:
     except KeyboardInterrupt:
         way_out = GOES_ON.get(asked or "", "what was written so far is kept")
         what = f"ended by {signal.Signals(received[0]).name}" if received else "interrupted"
-        if not is_another_rank():
-            print(f"\nmarglik: {what}; {way_out}.", file=sys.stderr)
+        said = f"\nmarglik: {what}; {way_out}."
+        if not leave_last_words(said) and not is_another_rank():
+            print(said, file=sys.stderr)
         return 128 + (received[0] if received else signal.SIGINT)
     except ArgumentError as error:
         said = explained(error, own.get(asked or ""), arguments)
@@ -154,7 +160,9 @@ def _way_out(asked: str | None, error: Exception) -> str:
 
 def _print_error(message: str) -> None:
     which = f" on rank {os.environ['RANK']}" if is_another_rank() else ""
-    print(f"marglik: error{which}: {' '.join(message.split())}", file=sys.stderr)
+    said = f"marglik: error{which}: {' '.join(message.split())}"
+    if not leave_last_words(said):
+        print(said, file=sys.stderr)
 
 
 def _parsers(asked: str | None) -> tuple[ArgumentParser, dict[str, ArgumentParser]]:

@@ -160,7 +160,7 @@ def fit(
                 progress_bar=run.progress,
                 corrected=curvature.corrected,
             )
-            with failing_as_one(ranks, "keeping the curvature"):
+            with failing_as_one(ranks, "keeping the curvature"), ranks.beating():
                 if leads:
                     if not (folder.path / MANIFEST).exists():
                         folder.begin("fit", provenance)  # an old run stays until this one is there

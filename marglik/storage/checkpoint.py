@@ -207,13 +207,13 @@ class CheckpointsOfRanks:
 
     def save(self, state: dict[str, Any]) -> None:
         """Replace the state by rank 0's; see `Checkpoints.save`."""
-        with self._ranks.failing_together("writing a checkpoint"):
+        with self._ranks.failing_together("writing a checkpoint"), self._ranks.beating():
             if self._ranks.rank == 0:
                 self._checkpoints.save(state)
 
     def load(self, device: torch.device | str = "cpu") -> dict[str, Any]:
         """The state, on all ranks; see `Checkpoints.load`."""
-        with self._ranks.failing_together("reading a checkpoint"):
+        with self._ranks.failing_together("reading a checkpoint"), self._ranks.beating():
             state = self._checkpoints.load(device)
             number = self._checkpoints.check()["number"] if self._ranks.size > 1 else 0
         self._ranks.agree({"the number of the checkpoint": number}, "reading a checkpoint")
