@@ -7,6 +7,7 @@ process is killed the manifest is right. ``report.html`` and TensorBoard's files
 are made from the others, for people.
 """
 
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -287,8 +288,9 @@ class RunFolder:
             raise self._not_writable(error) from error
 
     def _not_writable(self, error: OSError) -> OSError:
+        reason = os.strerror(error.errno) if error.errno else error
         return OSError(
-            f"{self.path} cannot be written to ({error.strerror or error}). Make room or change "
+            f"{self.path} cannot be written to ({reason}). Make room or change "
             "its permissions, or pass another --output."
         )
 

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from random import Random
 
-from tests.faults import damage, dead_ranks, kills, outside
+from tests.faults import damage, dead_ranks, kills, outside, read_only
 from tests.faults.copies import one_thread_alone
 from tests.faults.families import Family, Outcome, Workplace, survived, tally
 from tests.faults.runs import whole_runs
@@ -22,6 +22,7 @@ FAMILIES = {
     "kills at every write": Family(kills.kills_at_writes),
     "SIGTERM, SIGHUP, Ctrl-C": Family(kills.requests_to_end, 60),
     "writes that fail": Family(kills.failing_writes, 60),
+    "read-only folders": Family(read_only.read_only_folders),
     "two processes, one folder": Family(kills.two_processes, 20),
     "damaged files": Family(damage.damaged_files, 200),
     "bad inputs from outside": Family(outside.bad_inputs),
@@ -74,6 +75,7 @@ def _write(path: Path, outcomes: Sequence[Outcome], seed: int, seconds: float) -
             "all": one.all,
             "ways": dict(one.ways),
             "failures": one.failures,
+            "skipped": one.skipped,
             "cases": one.details,
         }
         for one in outcomes

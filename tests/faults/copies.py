@@ -47,7 +47,8 @@ class Ended:
         return lines[-1] if lines and lines[-1].startswith("marglik: error: ") else ""
 
     def __str__(self) -> str:
-        return f"exit status {self.status}, {self.said.strip()[-300:]!r}"
+        printed = f", printed {self.printed.strip()[-300:]!r}" if self.printed.strip() else ""
+        return f"exit status {self.status}, {self.said.strip()[-300:]!r}{printed}"
 
 
 class Copy:

@@ -16,7 +16,11 @@ from random import Random
 
 from tests.faults.runs import Whole
 
-__all__ = ["Case", "Family", "Outcome", "Workplace", "survived", "tally"]
+__all__ = ["Case", "Family", "Outcome", "Skipped", "Workplace", "survived", "tally"]
+
+
+class Skipped(Exception):
+    """This case is not possible on this system, or as this user; says why."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +63,12 @@ class Outcome:
     """Name of a case that did not -> why."""
     details: dict[str, str] = field(default_factory=dict)
     """Name of a case -> how it survived, in full."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Name of a case that was not possible here -> why."""
 
     @property
     def all(self) -> int:
-        """Number of cases."""
+        """Number of cases that were possible."""
         return self.ways.total() + len(self.failures)
 
 
@@ -74,6 +80,8 @@ def survived(case: Case, outcome: Outcome, scratch: Path) -> None:
     except AssertionError as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         outcome.failures[case.name] = f"{error} ({Path(where.filename).name}:{where.lineno})"
+    except Skipped as error:
+        outcome.skipped[case.name] = str(error)
     except Exception as error:  # noqa: BLE001
         outcome.failures[case.name] = f"{type(error).__name__}: {error}"
     else:
@@ -88,5 +96,7 @@ def tally(outcomes: Iterable[Outcome]) -> str:
     lines = ["| faults | survived / all | how |", "|---|---|---|"]
     for one in outcomes:
         ways = ", ".join(f"{number} {way}" for way, number in one.ways.most_common())
+        if one.skipped:
+            ways += f"; {len(one.skipped)} skipped ({'; '.join({*one.skipped.values()})})"
         lines.append(f"| {one.family} | {one.ways.total()} / {one.all} | {ways} |")
     return "\n".join(lines)
