@@ -136,6 +136,12 @@ class RunFolder:
                 f"{resume}or another --output."
             )
 
+    def tidy(self) -> None:
+        """Remove what processes that were killed had in work, unless another one works here."""
+        if self.path.is_dir():
+            with suppress(OSError, ValueError), self.locked():
+                pass
+
     def check_beside(self) -> None:
         """Raise a FileExistsError unless a command may add its files to what is there.
 
