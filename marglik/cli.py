@@ -154,7 +154,10 @@ def _way_out(asked: str | None, error: Exception) -> str:
     if asked not in GOES_ON:
         return ""
     if isinstance(error, (RankError, ChildProcessError)):
-        return f" {GOES_ON[asked][0].upper()}{GOES_ON[asked][1:]}."
+        waits = " Where a rank was only slow, pass a longer --rank_timeout."
+        return f" {GOES_ON[asked][0].upper()}{GOES_ON[asked][1:]}." + (
+            waits if "the timeout of torch.distributed" in str(error) else ""
+        )
     return f" After that, {GOES_ON[asked]}." if isinstance(error, DiskFullError) else ""
 
 
