@@ -9,10 +9,11 @@ import shutil
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from tests.faults.runs import Whole
 
@@ -70,6 +71,19 @@ class Outcome:
     def all(self) -> int:
         """Number of cases that were possible."""
         return self.ways.total() + len(self.failures)
+
+    def keep_others(self, families: Iterable[Mapping[str, Any]]) -> None:
+        """Add the results that an earlier run has of other cases of this family."""
+        for earlier in (one for one in families if one["family"] == self.family):
+            ran = {*self.details, *self.failures, *self.skipped}
+            for mine, key in (
+                (self.details, "cases"),
+                (self.failures, "failures"),
+                (self.skipped, "skipped"),
+            ):
+                known = earlier.get(key, {})
+                mine |= {name: said for name, said in known.items() if name not in ran}
+            self.ways = Counter(said.partition(":")[0] for said in self.details.values())
 
 
 def survived(case: Case, outcome: Outcome, scratch: Path) -> None:
