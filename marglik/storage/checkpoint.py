@@ -9,6 +9,7 @@ import json
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,8 @@ class Checkpoints:
         except OSError:  # such as a full disk, which the files of half a state would keep full
             whole = (self.folder / STATE).is_file()
             old = parse_json((self.folder / STATE).read_bytes()) if whole else {}
-            self._remove_tensors_but(old.get("tensors"), *old.get("factors", ()))
+            with suppress(OSError):  # in a folder that is read-only now
+                self._remove_tensors_but(old.get("tensors"), *old.get("factors", ()))
             raise
         self._written = written
         self._remove_tensors_but(of_tensors, *files)

@@ -78,7 +78,7 @@ def read_only_folders(place: Workplace) -> Iterator[Case]:
         def later(scratch: Path, seconds: float = seconds) -> str:
             return _becomes_so(place, scratch, seconds)
 
-        yield Case(f"{i}: no right to write after {seconds:.2f} s", later)
+        yield Case(f"run {i}: no right to write after some time", later)
 
 
 def _refused(
@@ -129,7 +129,7 @@ def _becomes_so(place: Workplace, scratch: Path, seconds: float) -> str:
     again = command(training(here, "--resume"), scratch / "printed").wait()
     assert again.status == 0, again
     check_same(here, place.whole.train)
-    return f"identical: {ended.error.removeprefix(ERROR)}"
+    return f"identical: after {seconds:.2f} s, {ended.error.removeprefix(ERROR)}"
 
 
 @contextmanager
