@@ -31,7 +31,7 @@ STOPPED = 10.0
 GRACE = 5.0
 """Seconds that ranks have to end when they are told to, before they are killed."""
 LAST_WORDS = "MARGLIK_LAST_WORDS"
-"""Names the folder where a rank writes what it would print at its end."""
+"""Names this process, and the folder where a rank writes what it would print at its end."""
 BAD_INPUT = 2
 """The exit status of a rank after which it, or another one, has said why."""
 
@@ -43,8 +43,8 @@ def is_another_rank() -> bool:
 
 def leave_last_words(message: str) -> bool:
     """Leave what this process ends with to the one that has started it; False if none has."""
-    folder = os.environ.get(LAST_WORDS)
-    if folder is None or not Path(folder).is_dir():
+    launcher, _, folder = os.environ.get(LAST_WORDS, "").partition(":")
+    if launcher != str(os.getppid()):  # it is another's child where that one was killed
         return False
     (Path(folder) / os.environ["RANK"]).write_text(message)
     return True
@@ -93,7 +93,7 @@ def launch(command: Sequence[str], number: int) -> int:
     with tempfile.TemporaryDirectory(prefix="marglik-") as folder:
         try:
             for i in range(number):
-                own = {"RANK": i, "LOCAL_RANK": i, LAST_WORDS: folder}
+                own = {"RANK": i, "LOCAL_RANK": i, LAST_WORDS: f"{os.getpid()}:{folder}"}
                 environment = {name: str(value) for name, value in (common | own).items()}
                 ranks.append(
                     subprocess.Popen(
@@ -107,10 +107,10 @@ def launch(command: Sequence[str], number: int) -> int:
             ended_here = _end(ranks)
         words = sorted(Path(folder).iterdir(), key=lambda path: path.stat().st_mtime_ns)
         first_words = words[0].read_text() if words else ""
-    for rank in stopped:
+    if stopped:
         raise ChildProcessError(
-            f"Rank {rank} of {number} was stopped for {STOPPED:g} s (by SIGSTOP, a debugger or the "
-            "system), and the others waited for it: all were ended."
+            f"Rank {stopped[0]} of {number} was stopped for {STOPPED:g} s (by SIGSTOP, a debugger "
+            "or the system), and the others waited for it: all were ended."
         )
     statuses = {i: rank.returncode for i, rank in enumerate(ranks) if i not in ended_here}
     for rank, status in statuses.items():

@@ -17,7 +17,8 @@ from pathlib import Path
 rank = int(os.environ["RANK"])
 (Path(sys.argv[1]) / f"pid {rank}").write_text(str(os.getpid()))
 def say(words):
-    (Path(os.environ["MARGLIK_LAST_WORDS"]) / str(rank)).write_text(words)
+    folder = os.environ["MARGLIK_LAST_WORDS"].partition(":")[2]
+    (Path(folder) / str(rank)).write_text(words)
 def wait():
     time.sleep(60)
 """
@@ -172,8 +173,8 @@ def test_last_words_are_left_where_a_launcher_waits_for_them(tmp_path, monkeypat
     monkeypatch.delenv("MARGLIK_LAST_WORDS", raising=False)
     assert not leave_last_words("to nobody")
     monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("MARGLIK_LAST_WORDS", str(tmp_path / "gone with the launcher"))
+    monkeypatch.setenv("MARGLIK_LAST_WORDS", f"{os.getpid()}:{tmp_path}")  # which is no parent
     assert not leave_last_words("to nobody")
-    monkeypatch.setenv("MARGLIK_LAST_WORDS", str(tmp_path))
+    monkeypatch.setenv("MARGLIK_LAST_WORDS", f"{os.getppid()}:{tmp_path}")
     assert leave_last_words("to the launcher")
     assert Path(tmp_path, "3").read_text() == "to the launcher"
