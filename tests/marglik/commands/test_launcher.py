@@ -15,7 +15,11 @@ START = """
 import os, signal, sys, time
 from pathlib import Path
 rank = int(os.environ["RANK"])
-(Path(sys.argv[1]) / f"pid {rank}").write_text(str(os.getpid()))
+pid = Path(sys.argv[1]) / f"pid {rank}"
+pid.with_name(f"begun {rank}").write_text(str(os.getpid()))
+pid.with_name(f"begun {rank}").rename(pid)
+while len(list(pid.parent.glob("pid *"))) < int(os.environ["WORLD_SIZE"]):
+    time.sleep(0.01)
 def say(words):
     folder = os.environ["MARGLIK_LAST_WORDS"].partition(":")[2]
     (Path(folder) / str(rank)).write_text(words)
