@@ -85,6 +85,7 @@ def corrected_factors(
     with correction.ranks.failing_together("a pass for corrected eigenvalues"):
         for batch in each_batch(data, "Eigenvalue correction", progress):
             correction.add(*split_batch(batch, dict_key_y))
+            correction.ranks.beat()
     return correction.factors()
 
 

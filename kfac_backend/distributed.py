@@ -3,14 +3,21 @@
 Each rank sees its own part, its shard, of the data. What a pass sums up is additive over shards, so
 that one reduction at its end makes it the pass over all of them. Every method here but those
 without communication is collective: all ranks of the group call it, in the same order.
+
+Who waits for a rank that computes must tell a slow one from one that hangs. So ranks count what
+they have done (`Ranks.beat`: a batch, a factor) in the store of torch.distributed, and who waits
+looks at the others' counts: it gives up once one of them has not changed for the group's timeout.
 """
 
 import heapq
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
+from datetime import timedelta
 from hashlib import blake2b
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -27,6 +34,13 @@ ProcessGroupOption: TypeAlias = "ProcessGroup | Literal['default'] | None"
 
 BUCKET = 32 * 2**20
 """Bytes that travel together: one tensor alone where it is larger, else several at once."""
+
+AGES = timedelta(days=365)
+"""A timeout for a wait that ends by other means."""
+LONGEST_PAUSE = 0.05
+"""Seconds between two looks at whether all have come."""
+LOOKS = 20
+"""At the others' counts, in the time for which one may stay the same."""
 
 
 class RankError(RuntimeError):
@@ -71,6 +85,7 @@ class Ranks:
             return [value]
         values: list[Any] = [None] * self.size
         with self._named_errors(what):
+            self._meet(what)
             dist.all_gather_object(values, value, group=self._group)
         return values
 
@@ -107,6 +122,43 @@ class Ranks:
                 raise RankError(
                     f"Rank {rank} of {self.size} failed in {what}, which ends it for all: {of_rank}"
                 )
+
+    def beat(self) -> None:
+        """Tell the ranks that wait for this one that it gets on; not collective.
+
+        After each part of work that may take longer on one rank than on another: one request to the
+        store.
+        """
+        if self.size > 1:
+            with self._named_errors("telling the others that it gets on"):
+                _store().add(self._count_of(self.rank), 1)
+
+    @contextmanager
+    def beating(self) -> Iterator[None]:
+        """A context in which this rank counts as getting on until it is stopped or killed.
+
+        For a single call that is known to end: of a solver, or one that writes a file. Never around
+        code of a user's, which may hang.
+        """
+        if self.size == 1:
+            yield
+            return
+        interval, done = _timeout() / LOOKS, Event()
+
+        def beat() -> None:
+            try:
+                while not done.wait(interval):
+                    self.beat()
+            except RankError:  # the others are gone, which the next collective call says
+                pass
+
+        thread = Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
 
     def sum_(self, tensors: Sequence[Tensor], what: str) -> None:
         """Replace each tensor by its sum over all ranks; the same to the bit on each.
@@ -174,10 +226,59 @@ class Ranks:
         there = dist.is_available() and dist.is_initialized()
         return dist.group.WORLD if there else None
 
+    def _count_of(self, rank: int) -> str:
+        assert self._group is not None
+        return f"kfac_backend/{self._group.group_name}/{rank}"
+
+    def _meet(self, what: str) -> None:
+        """Wait until all ranks have come here, for as long as those that have not get on.
+
+        What is waited for otherwise begins on all ranks at about the same time, so that the
+        backend's own timeout holds for it.
+
+        Raises:
+            RankError: one of them has stood still for the group's timeout.
+            RuntimeError: one of them is gone.
+        """
+        group = self._group
+        assert group is not None
+        if dist.get_backend(group) != "gloo":
+            return  # NCCL has one timeout for all calls
+        options = dist.AllreduceOptions()
+        options.timeout = AGES
+        all_here = group.allreduce([torch.zeros(1)], options)
+        limit = _timeout()
+        between, pause = limit / LOOKS, 1e-4
+        counts: list[int] = []
+        still = [0.0] * self.size
+        looked = time.monotonic()
+        while not all_here.is_completed():
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+            passed = time.monotonic() - looked
+            if passed < between:
+                continue
+            looked += passed
+            self.beat()  # who waits is not who hangs
+            now = [_store().add(self._count_of(rank), 0) for rank in range(self.size)]
+            for rank, (count, before) in enumerate(zip(now, counts or now, strict=True)):
+                # No more than two looks' time: all may have been suspended, as by Ctrl-Z.
+                still[rank] = still[rank] + min(passed, 2 * between) if count == before else 0.0
+                if still[rank] >= limit:
+                    raise RankError(
+                        f"Rank {rank} of {self.size} has done nothing for {limit:g} s, and the "
+                        f"others wait for it in {what}. It hangs, or needs longer for one "
+                        "batch than the timeout of torch.distributed.init_process_group."
+                    )
+            counts = now
+        all_here.wait()
+
     @contextmanager
     def _named_errors(self, what: str) -> Iterator[None]:
         try:
             yield
+        except RankError:
+            raise
         except RuntimeError as error:  # also torch.distributed's own, which are RuntimeErrors
             raise RankError(
                 f"Rank {self.rank} of {self.size} lost the others in {what}: {error}\n"
@@ -218,6 +319,16 @@ def check_same(values: Sequence[Mapping[str, Any]], what: str) -> None:
                     f"{other.get(name)!r} on rank {rank}. All must run the same program, on the "
                     "same model."
                 )
+
+
+def _store() -> dist.Store:
+    """Where all processes of torch.distributed can look."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def _timeout() -> float:
+    """The default group's timeout (seconds), which its store has, too."""
+    return _store().timeout.total_seconds()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -128,6 +128,7 @@ def kronecker_factors(
     with curvature.ranks.failing_together("a curvature pass"):
         for batch in each_batch(data, "Curvature", progress):
             curvature.add(*split_batch(batch, options.dict_key_y))
+            curvature.ranks.beat()
     return curvature.factors()
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -47,6 +48,7 @@ def write_file(path: str | Path, content: bytes) -> str:
     Raises:
         DiskFullError: there is no room for it; it names the bytes that are wanted, and those that
             are free.
+        OSError: it cannot be written for another reason, which it names with the file.
     """
     path = Path(path)
     temporary = temporary_path(path)
@@ -60,11 +62,12 @@ def write_file(path: str | Path, content: bytes) -> str:
         os.replace(temporary, path)
     except OSError as error:
         if error.errno not in NO_ROOM:
-            raise
+            raise _not_written(path, error) from error
         temporary.unlink(missing_ok=True)  # what is free then counts
         raise _disk_full(path, len(content), error) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # in a folder that has become read-only; the next command tries
+            temporary.unlink(missing_ok=True)
         _in_work.discard(temporary)
     return sha256(content)
 
@@ -111,6 +114,16 @@ def _disk_full(path: Path, wanted: int, error: OSError) -> DiskFullError:
         f"{path} cannot be written ({os.strerror(error.errno or 0)}): {wanted:,} bytes are wanted, "
         f"{free:,} are free. Nothing half-written is left, and what was there before is whole. "
         "Make room there."
+    )
+    found.errno = error.errno
+    return found
+
+
+def _not_written(path: Path, error: OSError) -> OSError:
+    """The same kind of error, of the file in place of the temporary one."""
+    found = type(error)(
+        f"{path} cannot be written ({error.strerror or error}). Change the permissions there, or "
+        "write to another place."
     )
     found.errno = error.errno
     return found

@@ -17,7 +17,12 @@ from marglik.commands.completion import SHELLS, completion_action
 from marglik.commands.messages import check_values, explained
 from marglik.commands.option_parsing import HelpFormatter, whole_names
 from marglik.commands.progress import progress_lines
-from marglik.commands.several_ranks import is_another_rank, launch, number_to_launch
+from marglik.commands.several_ranks import (
+    is_another_rank,
+    launch,
+    leave_last_words,
+    number_to_launch,
+)
 
 __all__ = ["main"]
 
@@ -116,7 +121,7 @@ def _run(arguments: Sequence[str] | None, received: Sequence[int]) -> int:
         module, options = _module(asked), options[asked]
         check_values(own[asked], options)
         if number := number_to_launch(options):
-            return launch(arguments, number)
+            return launch(["-m", "marglik", *arguments], number)
         # Where stderr is a file or a pipe, bars are hidden.
         lines = options.get("progress", False) and not sys.stderr.isatty() and not is_another_rank()
         with progress_lines() if lines else nullcontext():
@@ -125,8 +130,9 @@ def _run(arguments: Sequence[str] | None, received: Sequence[int]) -> int:
     except KeyboardInterrupt:
         way_out = GOES_ON.get(asked or "", "what was written so far is kept")
         what = f"ended by {signal.Signals(received[0]).name}" if received else "interrupted"
-        if not is_another_rank():
-            print(f"\nmarglik: {what}; {way_out}.", file=sys.stderr)
+        said = f"\nmarglik: {what}; {way_out}."
+        if not leave_last_words(said) and not is_another_rank():
+            print(said, file=sys.stderr)
         return 128 + (received[0] if received else signal.SIGINT)
     except ArgumentError as error:
         of_none = asked is not None and str(error).startswith("argument subcommand:")
@@ -174,13 +180,18 @@ def _way_out(asked: str | None, error: Exception) -> str:
     if asked not in GOES_ON:
         return ""
     if isinstance(error, (RankError, ChildProcessError)):
-        return f" {GOES_ON[asked][0].upper()}{GOES_ON[asked][1:]}."
+        waits = " Where a rank was only slow, pass a longer --rank_timeout."
+        return f" {GOES_ON[asked][0].upper()}{GOES_ON[asked][1:]}." + (
+            waits if "the timeout of torch.distributed" in str(error) else ""
+        )
     return f" After that, {GOES_ON[asked]}." if isinstance(error, DiskFullError) else ""
 
 
 def _print_error(message: str) -> None:
     which = f" on rank {os.environ['RANK']}" if is_another_rank() else ""
-    print(f"marglik: error{which}: {' '.join(message.split())}", file=sys.stderr)
+    said = f"marglik: error{which}: {' '.join(message.split())}"
+    if not leave_last_words(said):
+        print(said, file=sys.stderr)
 
 
 def _short_help() -> str:

@@ -208,14 +208,6 @@ class KroneckerBlock:
         of_A = (None, None) if self.A is None else _decomposed(self.A, f"{self.name}, A")
         return EigenBlock(*of_B, *of_A)
 
-    def empty_decomposition(self) -> "EigenBlock":
-        """What `decompose` returns, with numbers still to be filled in."""
-        B, A = self.whole_factors("A decomposition on another rank")
-        of_A = (None, None)
-        if A is not None:
-            of_A = (torch.empty_like(A[..., 0]), torch.empty_like(A))
-        return EigenBlock(torch.empty_like(B[..., 0]), torch.empty_like(B), *of_A)
-
     def _as_matrices(self, v: Tensor) -> Tensor:
         """(..., P) as (..., d_out, d_in), with G before d_out if there are groups."""
         columns = 1 if self.A is None else self.A.shape[-1]
@@ -232,6 +224,11 @@ def _decomposed(factor: Factor, name: str) -> tuple[Tensor, Basis]:
         return factor.decompose()
     found = eigh(factor, name)
     return found.values, found.vectors
+
+
+def _unsolved(factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and -vectors with numbers still to be filled in."""
+    return torch.empty_like(factor[..., 0]), torch.empty_like(factor)
 
 
 def _eigenvalues(factor: Factor, name: str) -> tuple[Tensor, int]:
@@ -306,7 +303,7 @@ def _solve_on_ranks(
     what = "eigenvalues"
     owners = ranks.owners([_cost(F) for F, _ in factors])
     own = [i for i, owner in enumerate(owners) if owner == ranks.rank]
-    with ranks.failing_together(what):
+    with ranks.failing_together(what), ranks.beating():
         solved = dict(zip(own, _solve([factors[i] for i in own]), strict=True))
     values = [
         solved[i][0]
@@ -322,9 +319,11 @@ def _solve_on_ranks(
 
 
 def decompose_on_ranks(blocks: Iterable[KroneckerBlock], ranks: Ranks) -> dict[str, "EigenBlock"]:
-    """Name -> eigenvalues and -vectors of each block; each by one rank, and sent to all.
+    """Name -> eigenvalues and -vectors of each block; each factor's by one rank, and sent to all.
 
-    All ranks have the same blocks, all call this, and all get the same numbers to the bit.
+    The work is shared out by d³, largest first, and a factor that two blocks share, a weight's and
+    its bias's, is solved once. All ranks have the same blocks, all call this, and all get the same
+    numbers to the bit.
 
     Raises:
         ValueError: a factor that is not finite.
@@ -334,22 +333,28 @@ def decompose_on_ranks(blocks: Iterable[KroneckerBlock], ranks: Ranks) -> dict[s
     if ranks.size == 1:
         return {block.name: block.decompose() for block in blocks}
     # A sketch is made of its eigenvectors.
-    known = {b.name: b.decompose() for b in blocks if b.knows_eigenvectors or b.sketches}
-    blocks = [block for block in blocks if block.name not in known]
-    owners = ranks.owners([block.cost for block in blocks])
-    found: dict[str, EigenBlock] = {}
-    with ranks.failing_together(what):
-        for block, owner in zip(blocks, owners, strict=True):
-            own = owner == ranks.rank
-            found[block.name] = block.decompose() if own else block.empty_decomposition()
-    tensors = [
-        (tensor, owner)
-        for block, owner in zip(blocks, owners, strict=True)
-        for tensor in vars(found[block.name]).values()
-        if tensor is not None
-    ]
-    ranks.exchange_([t for t, _ in tensors], [owner for _, owner in tensors], what)
-    return known | found
+    found = {b.name: b.decompose() for b in blocks if b.knows_eigenvectors or b.sketches}
+    whole: dict[object, tuple[Tensor, str]] = {}
+    for block in blocks:
+        if block.name not in found:
+            for F, name in block.named_factors():
+                assert isinstance(F, Tensor)
+                whole.setdefault(_identity(F), (F, name))
+    factors = list(whole.values())
+    owners = ranks.owners([_cost(F) for F, _ in factors])
+    with ranks.failing_together(what), ranks.beating():
+        solved = [
+            eigh(F, name)[:2] if owner == ranks.rank else _unsolved(F)
+            for (F, name), owner in zip(factors, owners, strict=True)
+        ]
+    tensors = [tensor for of_factor in solved for tensor in of_factor]
+    ranks.exchange_(tensors, [owner for owner in owners for _ in range(2)], what)
+    by_factor = dict(zip(whole, solved, strict=True))
+    for block in blocks:
+        if block.name not in found:
+            of_factors = [by_factor[_identity(F)] for F, _ in block.named_factors()]
+            found[block.name] = EigenBlock(*(part for of_one in of_factors for part in of_one))
+    return {block.name: found[block.name] for block in blocks}
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,10 @@
 The steps are those of `OnlineTraining`: the prior's gradient is added before each step of the
 optimiser, and every few epochs the evidence of a Laplace approximation is climbed. On the same
 batches the weight decays are the same to the bit.
+
+On several ranks of `torch.distributed` every method is collective. The loop averages gradients over
+ranks, as `DistributedDataParallel` does, and each has a shard of the data, of as many examples in
+each batch as the others: then the average is the gradient of the mean over all of them.
 """
 
 import sys
@@ -14,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
+from kfac_backend.distributed import Ranks
 from kfac_backend.loss.hessian import counted_terms
 from kfac_backend.model.rule_assignment import check_module
 from kfac_backend.model.targets import Targets, split_batch
@@ -29,7 +34,7 @@ from marglik.posterior.prior import (
 )
 from marglik.training.loaders import Loader, count_examples
 from marglik.training.penalty import add_penalty, check_no_weight_decay, stable_decays
-from marglik.training.ranks import check_alone
+from marglik.training.ranks import check_shards
 from marglik.training.schedule import Schedule
 from marglik.training.update import update_prior
 
@@ -122,22 +127,26 @@ class PriorLearner:
         """Before the first step.
 
         Args:
-            model: the network, whose outputs are what the likelihood takes.
+            model: the network, whose outputs are what the likelihood takes; of
+                `DistributedDataParallel` the one inside.
             optimizer: its optimiser, without weight decay.
-            loader: batches (x, y), or mappings, of training and of the curvature pass.
+            loader: batches (x, y), or mappings, of training and of the curvature pass; with several
+                ranks this one's shard.
             epochs: how many there will be, if that is known.
 
         Raises:
-            ValueError: an optimiser with weight decay, no data, a state of another model.
-            NotImplementedError: this is one of several processes.
+            ValueError: an optimiser with weight decay, no data, a state of another model, loaders
+                that are no shards of one data set.
+            RankError: another rank has failed, or is gone.
         """
-        check_alone("a callback in somebody else's loop")
         check_module(model)
         check_no_weight_decay(optimizer)
+        self._ranks = Ranks()
+        check_shards(self._ranks, loader=loader)
         self._model, self._optimizer, self._loader = model, optimizer, loader
         self._schedule = replace(self._schedule, epochs=epochs or sys.maxsize)
         self._is_trained = False
-        self._num_data = count_examples(loader)
+        self._num_data = sum(self._ranks.gather(count_examples(loader), "counting the data"))
         if not self._num_data:
             raise ValueError("The data is empty: the loader yields no batch.")
         self.hyperparameters = Hyperparameters(
@@ -163,6 +172,8 @@ class PriorLearner:
             counted = counted_terms(y, self.likelihood)
             terms += y.shape[:-1].numel() if counted is None else int(counted.sum())
             examples += len(y)
+        of_ranks = self._ranks.gather((terms, examples), "counting the loss terms")
+        terms, examples = (sum(of_rank) for of_rank in zip(*of_ranks, strict=True))
         return max(terms, 1) / examples
 
     def add_to_gradients(self) -> Tensor:
@@ -236,6 +247,8 @@ class PriorLearner:
             self._num_data,
             steps,
             temperature=self.temperature,
+            ranks=self._ranks,
+            dict_key_y=self.curvature.dict_key_y,
         )
         factors = laplace.factors
         assert factors is not None

@@ -19,6 +19,7 @@ from kfac_backend.options import CurvatureOptions, Likelihood
 from marglik.callbacks.prior_learner import PriorLearner
 from marglik.posterior.posterior import Posterior
 from marglik.storage.checkpoint import Checkpoints
+from marglik.training.ranks import check_alone
 
 __all__ = ["MarginalLikelihood"]
 
@@ -85,7 +86,13 @@ class MarginalLikelihood(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Count the data, and make the hyperparameters; or read them, where the run goes on."""
+        """Count the data, and make the hyperparameters; or read them, where the run goes on.
+
+        Raises:
+            NotImplementedError: this is one of several processes, whose dataloaders repeat examples
+                so that all have as many.
+        """
+        check_alone("the callback for Hugging Face's Trainer")
         model: nn.Module = kwargs["model"]
         if state.global_step:
             self.learner.load_state_dict(self._checkpoints(args, state).load())

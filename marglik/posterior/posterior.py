@@ -14,7 +14,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from kfac_backend.blocks.block import EigenBlock, compute_eigenvalues
+from kfac_backend.blocks.block import (
+    EigenBlock,
+    KroneckerBlock,
+    compute_eigenvalues,
+    decompose_on_ranks,
+)
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.correction import check_read_twice, corrected_factors
 from kfac_backend.covariance.joint import JointCovariance
@@ -390,10 +395,36 @@ class Posterior:
             if names is not None and name not in names:
                 continue
             if name not in self._eigen:
-                self._eigen[name] = block.to(dtype=dtype).decompose()
+                self._eigen[name] = self._at_precision(block).decompose()
             eigen = self._eigen[name].scale(scale)
             blocks[name] = eigen, eigen.spectrum(d, self.damping)
         return blocks
+
+    def share_eigenvectors(self, ranks: Ranks) -> None:
+        """Compute what samples and covariances need, each factor's eigenvectors by one rank.
+
+        They are kept, the same to the bit on all ranks. Without this each rank computes all of them
+        itself when it first needs them. Collective; nothing with one rank.
+
+        Args:
+            ranks: which predict together.
+
+        Raises:
+            AttributeError: the posterior is not fitted.
+            ValueError: a factor that is not finite.
+            RankError: another rank has found one, or is gone.
+        """
+        blocks = self._fitted().blocks
+        if ranks.size == 1:
+            return
+        # One that a single rank has made before is made anew.
+        known = ranks.gather(set(self._eigen), "eigenvectors")
+        missing = [b for name, b in blocks.items() if not all(name in of for of in known)]
+        self._eigen |= decompose_on_ranks(map(self._at_precision, missing), ranks)
+
+    def _at_precision(self, block: KroneckerBlock) -> KroneckerBlock:
+        """In float32 at least, in which eigenvectors are computed."""
+        return block.to(dtype=torch.promote_types(self._dtype, torch.float32))
 
     def sample(
         self, n_samples: int = 100, generator: torch.Generator | None = None

@@ -171,6 +171,8 @@ class HeldOut:
         options, likelihood = posterior.options, posterior.likelihood
         targets_of = Targets(likelihood, options)
         memory = config.memory and config.memory * 2**20
+        if config.layers == "all":
+            posterior.share_eigenvectors(ranks)
         samples = None
         if config.method == "linearised":
             generator = torch.Generator(posterior.mean.device).manual_seed(0)

@@ -257,7 +257,8 @@ def evaluate_network(
             how[label] = {"calibration": asdict(scaled)}
         label = one.label if found is not None else f"{one.label}, uncalibrated"
         generator = torch.Generator(options["device"]).manual_seed(seed)
-        predictives[label] = laplace_predictive(laplace, one, generator)
+        ranks = options.get("ranks", Ranks(None))
+        predictives[label] = laplace_predictive(laplace, one, generator, ranks=ranks)
         of_no_consequence = ("batch_size", "memory")
         plain = {name: v for name, v in asdict(one).items() if name not in of_no_consequence}
         plain["calibration"] = None if found is None else asdict(found.calibration)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.covariance.output_covariance import default_memory
+from kfac_backend.distributed import Ranks
 from kfac_backend.model.batches import examples, to_device
 from kfac_backend.model.calls import call_with, check_output, num_examples
 from kfac_backend.model.rule_assignment import check_module
@@ -224,6 +225,7 @@ def laplace_predictive(
     config: PredictiveConfig = PredictiveConfig(),  # noqa: B008
     generator: torch.Generator | None = None,
     calibration: Calibration | None = None,
+    ranks: Ranks = Ranks(None),  # noqa: B008
 ) -> Predictive:
     """The posterior's prediction.
 
@@ -235,6 +237,7 @@ def laplace_predictive(
         generator: of the samples, on the model's device.
         calibration: s and τ. If left out, those that `calibrate` found for such a predictive of
             this posterior; where there are none, or ``config.calibration`` is "none", s = τ = 1.
+        ranks: who predicts together, and shares out the work on eigenvectors: all call this then.
 
     Raises:
         AttributeError: a posterior that is not fitted.
@@ -250,6 +253,8 @@ def laplace_predictive(
     if calibration.covariance_scale == 0:  # at the cost of a forward pass
         sigma = calibration.sigma_noise or laplace.sigma_noise
         return map_predictive(laplace.model, likelihood, sigma, calibration.output_temperature)
+    if config.layers == "all":  # one layer's are few
+        laplace.share_eigenvectors(ranks)
     if config.method == "linearised":
         return _linearised_networks(laplace, config, likelihood, generator, calibration)
     link, memory = config.method, config.memory and config.memory * 2**20

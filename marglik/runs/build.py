@@ -68,7 +68,7 @@ def build_fabric(
     accelerator: Accelerator,
     precision: Precision = "32-true",
     devices: int | None = None,
-    rank_timeout: float = 60.0,
+    rank_timeout: float = 40.0,
 ) -> "Fabric":
     """Device and precision of training's steps; whoever only needs the device asks `join_ranks`.
 
@@ -105,7 +105,8 @@ def build_fabric(
         strategy=DDPStrategy(process_group_backend=backend, timeout=limit),
         precision=precision,
     )
-    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # it greets on each rank
+    for name in ("lightning.fabric", "lightning.pytorch"):  # one of them greets
+        logging.getLogger(name).setLevel(logging.WARNING)
     try:
         fabric.launch()
     except dist.DistError as error:
@@ -117,7 +118,7 @@ def build_fabric(
 
 
 def join_ranks(
-    accelerator: Accelerator, devices: int | None = None, rank_timeout: float = 60.0
+    accelerator: Accelerator, devices: int | None = None, rank_timeout: float = 40.0
 ) -> tuple[torch.device, Ranks]:
     """This process's device, and those it shares the work with, which it has joined.
 

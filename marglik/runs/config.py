@@ -207,7 +207,7 @@ class RunConfig:
     tensorboard: bool = False
     accelerator: Accelerator = "auto"
     devices: int | None = None
-    rank_timeout: float = 60.0
+    rank_timeout: float = 40.0
     precision: Precision = "32-true"
     channels_last: bool = False
     compile: CompileMode | None = None
@@ -284,7 +284,7 @@ class PostHocRunConfig:
     overwrite: bool = False
     accelerator: Accelerator = "auto"
     devices: int | None = None
-    rank_timeout: float = 60.0
+    rank_timeout: float = 40.0
     progress: bool = True
 
     def __post_init__(self) -> None:

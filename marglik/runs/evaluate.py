@@ -54,7 +54,7 @@ def evaluate_run(
     output: str | None = None,
     accelerator: Accelerator = "auto",
     devices: int | None = None,
-    rank_timeout: float = 60.0,
+    rank_timeout: float = 40.0,
     seed: int = 0,
     progress: bool = True,
 ) -> dict[str, Any]:

@@ -100,7 +100,12 @@ def fit(
     run = replace(run, progress=run.progress and leads)
     with failing_as_one(ranks, "the start"):
         was_cut_off = Checkpoints(folder.path / CHECKPOINT / STATE).exists()
-        folder.check_free("fit", provenance.preset, run.overwrite or was_cut_off)
+        try:
+            folder.check_free("fit", provenance.preset, run.overwrite or was_cut_off)
+        except FileExistsError:
+            if leads:  # it may have been killed in its last moment
+                folder.tidy()
+            raise
         note = load_pretrained(model, checkpoint)
         splits = data.load()
         if prior.method == "validation" and splits.validation is None:
@@ -160,7 +165,7 @@ def fit(
                 progress_bar=run.progress,
                 corrected=curvature.corrected,
             )
-            with failing_as_one(ranks, "keeping the curvature"):
+            with failing_as_one(ranks, "keeping the curvature"), ranks.beating():
                 if leads:
                     if not (folder.path / MANIFEST).exists():
                         folder.begin("fit", provenance)  # an old run stays until this one is there

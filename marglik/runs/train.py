@@ -175,9 +175,14 @@ def train(
             posterior = ""
             if leads:
                 record = data_record(splits, provenance.data)
-                posterior = save_posterior(
-                    learned.laplace, folder.path, model=provenance.model, data=record, frozen=True
-                )
+                with ranks.beating():
+                    posterior = save_posterior(
+                        learned.laplace,
+                        folder.path,
+                        model=provenance.model,
+                        data=record,
+                        frozen=True,
+                    )
                 folder.vouch(POSTERIOR, posterior)
             saved = time.perf_counter()
             found = setup.evaluate(model, learned.laplace, states["learned_evaluation"], posterior)

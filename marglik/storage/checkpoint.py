@@ -9,6 +9,7 @@ import json
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,8 @@ class Checkpoints:
         except OSError:  # such as a full disk, which the files of half a state would keep full
             whole = (self.folder / STATE).is_file()
             old = parse_json((self.folder / STATE).read_bytes()) if whole else {}
-            self._remove_tensors_but(old.get("tensors"), *old.get("factors", ()))
+            with suppress(OSError):  # in a folder that is read-only now
+                self._remove_tensors_but(old.get("tensors"), *old.get("factors", ()))
             raise
         self._written = written
         self._remove_tensors_but(of_tensors, *files)
@@ -207,13 +209,13 @@ class CheckpointsOfRanks:
 
     def save(self, state: dict[str, Any]) -> None:
         """Replace the state by rank 0's; see `Checkpoints.save`."""
-        with self._ranks.failing_together("writing a checkpoint"):
+        with self._ranks.failing_together("writing a checkpoint"), self._ranks.beating():
             if self._ranks.rank == 0:
                 self._checkpoints.save(state)
 
     def load(self, device: torch.device | str = "cpu") -> dict[str, Any]:
         """The state, on all ranks; see `Checkpoints.load`."""
-        with self._ranks.failing_together("reading a checkpoint"):
+        with self._ranks.failing_together("reading a checkpoint"), self._ranks.beating():
             state = self._checkpoints.load(device)
             number = self._checkpoints.check()["number"] if self._ranks.size > 1 else 0
         self._ranks.agree({"the number of the checkpoint": number}, "reading a checkpoint")

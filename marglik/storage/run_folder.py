@@ -7,6 +7,7 @@ process is killed the manifest is right. ``report.html`` and TensorBoard's files
 are made from the others, for people.
 """
 
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -134,6 +135,12 @@ class RunFolder:
                 f"{self.path} already holds a run ({(left or [CHECKPOINT])[0]}); pass --overwrite, "
                 f"{resume}or another --output."
             )
+
+    def tidy(self) -> None:
+        """Remove what processes that were killed had in work, unless another one works here."""
+        if self.path.is_dir():
+            with suppress(OSError, ValueError), self.locked():
+                pass
 
     def check_beside(self) -> None:
         """Raise a FileExistsError unless a command may add its files to what is there.
@@ -287,8 +294,9 @@ class RunFolder:
             raise self._not_writable(error) from error
 
     def _not_writable(self, error: OSError) -> OSError:
+        reason = os.strerror(error.errno) if error.errno else error
         return OSError(
-            f"{self.path} cannot be written to ({error.strerror or error}). Make room or change "
+            f"{self.path} cannot be written to ({reason}). Make room or change "
             "its permissions, or pass another --output."
         )
 

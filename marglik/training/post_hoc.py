@@ -128,7 +128,7 @@ def validation_nll(
     """
     generator = torch.Generator(laplace.mean.device).manual_seed(seed)
     prediction, targets = predict_all(
-        laplace_predictive(laplace, predictive, generator),
+        laplace_predictive(laplace, predictive, generator, ranks=ranks),
         batches,
         targets=laplace.options,
         progress=progress,

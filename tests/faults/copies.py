@@ -24,7 +24,7 @@ from marglik.cli import main
 __all__ = ["Copy", "Ended", "command", "one_thread_alone"]
 
 PATIENCE = 120.0
-"""Seconds after which a copy counts as hung."""
+"""Seconds of the processor after which a copy counts as hung; or without any, in so many."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class Ended:
         return lines[-1] if lines and lines[-1].startswith("marglik: error: ") else ""
 
     def __str__(self) -> str:
-        return f"exit status {self.status}, {self.said.strip()[-300:]!r}"
+        printed = f", printed {self.printed.strip()[-300:]!r}" if self.printed.strip() else ""
+        return f"exit status {self.status}, {self.said.strip()[-300:]!r}{printed}"
 
 
 class Copy:
@@ -100,22 +101,33 @@ class Copy:
         """Send it a signal."""
         os.kill(self.pid, number)
 
+    def _seconds_used(self) -> float:
+        """Of the processor, so far."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def wait(self, patience: float = PATIENCE) -> Ended:
         """How it ended; it is killed if it does not end.
+
+        Seconds of a clock would say nothing where others have the processor.
 
         Raises:
             AssertionError: it had to be killed.
         """
         end = os.pidfd_open(self.pid)
         try:
+            used = 0.0
             has_ended = select.select([end], [], [], patience)[0]
+            while not has_ended and used < (now := self._seconds_used()) < patience:
+                used = now
+                has_ended = select.select([end], [], [], patience)[0]
             if not has_ended:
                 self.signal(signal.SIGKILL)
         finally:
             os.close(end)
         _, status, usage = os.wait4(self.pid, 0)
         said = self._err.read_text(errors="replace")
-        assert has_ended, f"it hung for {patience:.0f} s: {said[-300:]!r}"
+        assert has_ended, f"it hung, {usage.ru_utime:.0f} s of the processor: {said[-300:]!r}"
         born = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return Ended(
             os.waitstatus_to_exitcode(status),

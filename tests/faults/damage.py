@@ -13,7 +13,7 @@ from tests.faults.copies import command
 from tests.faults.families import Case, Workplace
 from tests.faults.runs import check_same, files_of, fitting, training
 
-__all__ = ["DAMAGES", "damaged_files"]
+__all__ = ["DAMAGES", "damaged_files", "dict_difference", "stages"]
 
 
 def _truncated(content: bytes, random: Random) -> bytes:
@@ -58,11 +58,11 @@ STAGES = {
 
 def damaged_files(place: Workplace) -> Iterator[Case]:
     """Each file of runs that were killed at some stage, and of finished ones, in turn."""
-    stages = _stages(place)
+    of_stage = stages(place)
     every = [
         (name, file, how)
         for how in DAMAGES
-        for name, (folder, _) in stages.items()
+        for name, (folder, _) in of_stage.items()
         for file, content in files_of(folder).items()
         if content and not Path(file).name.startswith(".lock")
     ]
@@ -71,7 +71,7 @@ def damaged_files(place: Workplace) -> Iterator[Case]:
     first = {(name, file): (name, file, how) for name, file, how in every}.values()
     chosen = [*first, *(case for case in every if case not in set(first))][: place.count]
     for name, file, how in chosen:
-        folder, make = stages[name]
+        folder, make = of_stage[name]
         seed = place.random.random()
 
         def run(
@@ -113,9 +113,9 @@ def dict_difference(a: dict[str, bytes], b: dict[str, bytes]) -> list[str]:
     return sorted(name for name in {*a, *b} if a.get(name) != b.get(name))
 
 
-def _stages(place: Workplace) -> dict[str, tuple[Path, Callable[[Path], Any]]]:
+def stages(place: Workplace) -> dict[str, tuple[Path, Callable[[Path], Any]]]:
     """Stage -> its folder, and what is run in a copy of it, with what that should end like."""
-    whole, stages = place.whole, {}
+    whole, found = place.whole, {}
 
     def killed(name: str, arguments: Any, state: str, number: int) -> Path:
         folder = place.folder / name
@@ -137,19 +137,19 @@ def _stages(place: Workplace) -> dict[str, tuple[Path, Callable[[Path], Any]]]:
         return training(folder, "--resume"), whole.train
 
     for name, (state, number) in STAGES.items():
-        stages[f"killed {name}"] = killed(name, training, state, number), resumed
+        found[f"killed {name}"] = killed(name, training, state, number), resumed
 
     def fit(folder: Path) -> list[str]:
         return fitting(whole.checkpoint, folder)
 
-    stages["killed fit"] = killed("fit", fit, "fit", 1), lambda f: (fit(f), whole.fit)
-    stages["finished, resumed"] = whole.train, resumed
+    found["killed fit"] = killed("fit", fit, "fit", 1), lambda f: (fit(f), whole.fit)
+    found["finished, resumed"] = whole.train, resumed
     evaluated = shutil.copytree(whole.train, place.folder / "evaluated")
 
     def evaluate(folder: Path) -> list[str]:
         return ["evaluate", str(folder), "--progress", "false"]
 
     assert command(evaluate(evaluated), place.folder / "printed").wait().status == 0
-    stages["finished, evaluated"] = whole.train, lambda f: (evaluate(f), evaluated)
-    stages["finished, reported"] = whole.train, lambda f: (["report", str(f)], whole.train)
-    return stages
+    found["finished, evaluated"] = whole.train, lambda f: (evaluate(f), evaluated)
+    found["finished, reported"] = whole.train, lambda f: (["report", str(f)], whole.train)
+    return found

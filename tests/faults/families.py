@@ -9,14 +9,19 @@ import shutil
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from tests.faults.runs import Whole
 
-__all__ = ["Case", "Family", "Outcome", "Workplace", "survived", "tally"]
+__all__ = ["Case", "Family", "Outcome", "Skipped", "Workplace", "survived", "tally"]
+
+
+class Skipped(Exception):
+    """This case is not possible on this system, or as this user; says why."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +64,26 @@ class Outcome:
     """Name of a case that did not -> why."""
     details: dict[str, str] = field(default_factory=dict)
     """Name of a case -> how it survived, in full."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Name of a case that was not possible here -> why."""
 
     @property
     def all(self) -> int:
-        """Number of cases."""
+        """Number of cases that were possible."""
         return self.ways.total() + len(self.failures)
+
+    def keep_others(self, families: Iterable[Mapping[str, Any]]) -> None:
+        """Add the results that an earlier run has of other cases of this family."""
+        for earlier in (one for one in families if one["family"] == self.family):
+            ran = {*self.details, *self.failures, *self.skipped}
+            for mine, key in (
+                (self.details, "cases"),
+                (self.failures, "failures"),
+                (self.skipped, "skipped"),
+            ):
+                known = earlier.get(key, {})
+                mine |= {name: said for name, said in known.items() if name not in ran}
+            self.ways = Counter(said.partition(":")[0] for said in self.details.values())
 
 
 def survived(case: Case, outcome: Outcome, scratch: Path) -> None:
@@ -74,6 +94,8 @@ def survived(case: Case, outcome: Outcome, scratch: Path) -> None:
     except AssertionError as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         outcome.failures[case.name] = f"{error} ({Path(where.filename).name}:{where.lineno})"
+    except Skipped as error:
+        outcome.skipped[case.name] = str(error)
     except Exception as error:  # noqa: BLE001
         outcome.failures[case.name] = f"{type(error).__name__}: {error}"
     else:
@@ -88,5 +110,7 @@ def tally(outcomes: Iterable[Outcome]) -> str:
     lines = ["| faults | survived / all | how |", "|---|---|---|"]
     for one in outcomes:
         ways = ", ".join(f"{number} {way}" for way, number in one.ways.most_common())
+        if one.skipped:
+            ways += f"; {len(one.skipped)} skipped ({'; '.join({*one.skipped.values()})})"
         lines.append(f"| {one.family} | {one.ways.total()} / {one.all} | {ways} |")
     return "\n".join(lines)

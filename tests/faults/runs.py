@@ -1,8 +1,10 @@
 """A run of one second that leaves every file that runs leave, and what is compared of it."""
 
+import io
 import json
 import shutil
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,9 +58,9 @@ class Whole:
 def whole_runs(folder: Path) -> Whole:
     """Make them; this process has then imported and done everything once."""
     train, fit, checkpoint = folder / "train", folder / "fit", folder / "net.safetensors"
-    assert main(training(train)) == 0
+    _quietly(training(train))
     shutil.copy(train / "model.safetensors", checkpoint)
-    assert main(fitting(checkpoint, fit)) == 0
+    _quietly(fitting(checkpoint, fit))
     start = time.perf_counter()
     again = folder / "again"
     ended = command(training(again), folder / "printed").wait()
@@ -68,6 +70,14 @@ def whole_runs(folder: Path) -> Whole:
         check_same(found, train)
     shutil.rmtree(again)
     return Whole(train, fit, checkpoint, seconds)
+
+
+def _quietly(arguments: list[str]) -> None:
+    """Run a command in this process; what it prints is shown if it fails."""
+    printed = io.StringIO()
+    with redirect_stdout(printed), redirect_stderr(printed):
+        status = main(arguments)
+    assert status == 0, printed.getvalue()
 
 
 def check_same(folder: Path, whole: Path) -> None:

@@ -1,6 +1,8 @@
 """What goes wrong on one of two ranks, and what each is told; see `tests.worlds`."""
 
 import os
+import time
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -66,3 +68,15 @@ def told_of_each() -> dict[str, str]:
         f"{rank}, {name}": text for rank, of in enumerate(of_ranks) for name, text in of.items()
     }
     return found | {"gone": told(lambda: ranks.gather(0, "a test"))}
+
+
+def late(seconds: float, how: str) -> tuple[str, float]:
+    """What a rank is told, and after how long, when rank 1 comes late to a meeting."""
+    ranks, start = Ranks(), time.monotonic()
+    if ranks.rank == 1:
+        with ranks.beating() if how == "beating" else nullcontext():
+            for _ in range(20):
+                time.sleep(seconds / 20)
+                if how == "beats":
+                    ranks.beat()
+    return told(lambda: ranks.gather(0, "a test")), time.monotonic() - start

@@ -49,12 +49,14 @@ def test_no_room_at_any_point(tmp_path, monkeypatch, number, work):
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]
 
 
-def test_other_errors_stay_as_they_are(tmp_path):
-    with pytest.raises(NotADirectoryError):
+def test_other_errors_name_the_file(tmp_path):
+    with pytest.raises(FileExistsError, match=r"/x cannot be written \(File exists\)"):
         write_file(sys.executable + "/x", b"abc")
     (tmp_path / "x").mkdir()
-    with pytest.raises(IsADirectoryError):
+    with pytest.raises(IsADirectoryError, match="Is a directory") as caught:
         write_file(tmp_path / "x", b"abc")
+    assert caught.value.errno == errno.EISDIR
+    assert str(caught.value).startswith(f"{tmp_path / 'x'} cannot be written")
     assert [p.name for p in tmp_path.iterdir()] == ["x"]
 
 

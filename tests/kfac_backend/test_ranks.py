@@ -98,3 +98,24 @@ def test_what_only_one_rank_has_is_a_difference():
 
 def test_a_rank_that_is_gone(told):
     assert told["gone"].startswith("RankError: Rank 0 of 2 lost the others in a test: ")
+
+
+LATE = "tests.kfac_backend.failures_on_ranks:late"
+
+
+@pytest.mark.parametrize("how", ["beats", "beating"])
+def test_a_slow_rank_that_gets_on_is_waited_for(worlds, how):
+    """Longer than the group's timeout, which would end a silent one."""
+    for said, seconds in worlds.run(3, LATE, 2.5, how, timeout=1):
+        assert said == "no error" and seconds > 2.4
+
+
+def test_a_rank_that_does_nothing_is_named_by_all_that_wait(worlds):
+    waiting = worlds.run(3, LATE, 2.5, "silent", timeout=1)
+    own, _ = waiting.pop(1)
+    assert own.startswith("RankError: Rank 1 of 3 lost the others")  # it comes too late
+    for said, seconds in waiting:
+        assert seconds < 2
+        named = "Rank 1 of 3 has done nothing for 1 s, and the others wait for it in a test"
+        assert named in said or "lost the others" in said  # where another one left first
+    assert any("has done nothing" in said for said, _ in waiting)

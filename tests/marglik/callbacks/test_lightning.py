@@ -244,3 +244,20 @@ def test_regression_learns_its_noise():
     )  # fmt: skip
     trainer(prior, epochs=60).fit(Regressor(), DataLoader(TensorDataset(x, y), 60))
     assert 0.2 < prior.posterior.sigma_noise < 0.6
+
+
+ON_RANKS = "tests.marglik.callbacks.lightning_on_ranks:trained"
+
+
+def test_ranks_learn_what_one_process_learns(worlds):
+    ((precisions, evidence),) = worlds.all(1, ON_RANKS)
+    first, second = worlds.all(2, ON_RANKS)
+    assert first == second
+    assert first[0] == pytest.approx(precisions, rel=1e-3)
+    assert first[1] == pytest.approx(evidence, rel=1e-4)
+
+
+def test_a_sampler_that_repeats_examples_is_refused(worlds):
+    """Lightning's own, for 30 examples on four ranks."""
+    for said in worlds.run(4, ON_RANKS, True):
+        assert "of loader repeats 2 of 30 examples" in said.args[1]

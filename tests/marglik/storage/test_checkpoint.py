@@ -275,6 +275,24 @@ def test_a_full_disk_leaves_the_state_before(fails, folder, monkeypatch):
     assert len(list(folder.iterdir())) == 3
 
 
+def test_a_folder_that_becomes_read_only_is_named(folder, monkeypatch):
+    """Where nothing half-written can be removed, either."""
+
+    def refused(*arguments, **keywords):
+        raise PermissionError(errno.EACCES, "Permission denied", ".partial")
+
+    checkpoints = Checkpoints(folder, run=RUN)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", refused)
+        patched.setattr(Path, "unlink", refused)
+        named = r"tensors-3.safetensors cannot be written \(Permission denied\)"
+        with pytest.raises(PermissionError, match=named):
+            checkpoints.save(states(3))
+    checkpoints.save(states(3))
+    assert same(states(3), Checkpoints(folder, run=RUN).load())
+    assert len(list(folder.iterdir())) == 3
+
+
 def test_a_crash_in_the_first_save_is_no_state(tmp_path, monkeypatch):
     def crashing(*arguments, **keywords):
         raise KeyboardInterrupt

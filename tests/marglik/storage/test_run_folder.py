@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import subprocess
 from contextlib import suppress
 from threading import Thread
 
@@ -126,6 +127,22 @@ def test_two_commands_do_not_meet(tmp_path):
         with RunFolder(tmp_path / "run").locked():
             pass
     assert list(tmp_path.iterdir()) == []  # nothing came of it
+
+
+def test_what_a_killed_process_had_in_work_is_tidied_up(tmp_path):
+    run, gone = RunFolder(tmp_path / "run"), subprocess.Popen(["true"])
+    gone.wait()
+    run.tidy()
+    assert not run.path.exists()
+    run.path.mkdir()
+    left = run.path / f".partial-{gone.pid}-1-manifest.json"
+    left.write_bytes(b"half")
+    with RunFolder(run.path).locked():
+        left.write_bytes(b"half")
+        run.tidy()
+        assert left.exists()  # another command works here, and may know more
+    run.tidy()
+    assert list(run.path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -229,9 +230,6 @@ def without_fabric() -> list[str]:
     uses = {
         "marglik_training": lambda: marglik_training(model, loader, n_epochs=1),
         "diagonal": lambda: marglik_training(model, loader, hessian_structure="diag", n_epochs=1),
-        "a callback": lambda: PriorLearner("classification").start(
-            model, torch.optim.SGD(model.parameters(), 0.1), loader, 1
-        ),
     }
     said = []
     for use in uses.values():
@@ -240,6 +238,30 @@ def without_fabric() -> list[str]:
         except (ValueError, NotImplementedError) as error:
             said.append(f"{type(error).__name__}: {error}")
     return said
+
+
+def in_a_plain_loop(mean_over: str = "examples", more: int = 0) -> dict[str, Any]:
+    """`PriorLearner` in a loop of torch's own, in `DistributedDataParallel` on several ranks."""
+    ranks = Ranks()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    model = net if ranks.size == 1 else DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+    shard = Shard(ranks.rank, ranks.size)
+    n = 24 + more * ranks.rank
+    loader = TensorBatches(*data("classification", n), 8, shuffle=True, seed=3, shard=shard)
+    prior = PriorLearner("classification", every=2, steps=7, weight_decay=1e-2, mean_over=mean_over)
+    prior.start(net, optimizer, loader, EPOCHS)
+    for epoch in range(1, EPOCHS + 1):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            prior.add_to_gradients()
+            optimizer.step()
+        prior.end_of_epoch(epoch)
+    prior.end_of_training()
+    parameters = {name: p.detach() for name, p in net.named_parameters()}
+    return parameters | {"decays": prior.weight_decays(), "evidences": prior.evidences}
 
 
 def drop_in() -> dict[str, Any]:

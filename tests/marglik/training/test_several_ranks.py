@@ -112,11 +112,25 @@ def test_ranks_that_do_not_fit_together_are_refused_before_training(
 
 def test_other_processes_need_a_fabric_of_them(each):
     for said in each(2, "without_fabric"):
-        training, diagonal, callback = said
+        training, diagonal = said
         assert training.startswith("ValueError: This is one of 2 processes")
         assert 'Fabric(devices=2, strategy="ddp")' in training
         assert diagonal.startswith("NotImplementedError") and "'diag'" in diagonal
-        assert callback.startswith("NotImplementedError") and "marglik train" in callback
+
+
+@pytest.mark.parametrize("mean_over", ["examples", "terms"])
+def test_the_prior_is_learned_in_a_loop_of_somebody_elses(each, mean_over):
+    (alone,) = each(1, "in_a_plain_loop", mean_over)
+    first, second = each(2, "in_a_plain_loop", mean_over)
+    assert_near(first, alone)
+    for name, value in first.items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(second[name])), name
+
+
+def test_shards_that_differ_in_batches_are_refused_by_the_prior(each, worlds):
+    found = worlds.run(2, f"{HERE}:in_a_plain_loop", "examples", 8)
+    assert all(failed(one) for one in found)
+    assert all("different numbers of batches in loader" in one.args[1] for one in found), found
 
 
 def test_the_drop_in_takes_a_fabric(each):
