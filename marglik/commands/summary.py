@@ -22,7 +22,7 @@ def print_summary(results: dict[str, Any], report: Path) -> None:
         f"log marginal likelihood per example: {evidence['first'] / num_data:.4f} at the first "
         f"update, {evidence['kept'] / num_data:.4f} at the kept one (epoch {evidence['epoch']})"
     )
-    if results["sigma_noise"] is not None:
+    if results.get("sigma_noise") is not None:
         print(f"noise: standard deviation {results['sigma_noise']:.4g}")
     print()
     _print_weight_decays(results["weight_decay"])

@@ -54,6 +54,7 @@ def test_some_of_each_family_survive(cases, tmp_path):
         assert family["survived"] == family["all"] >= min(cases, 2), family
 
 
+@pytest.mark.slow  # the test before has some of them
 def test_all_bad_inputs_are_only_data():
     done = harness("--only", "outside")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -163,6 +163,8 @@ def test_an_interrupt_ends_all_ranks(tmp_path):
             time.sleep(0.05)
         signal.raise_signal(signal.SIGINT)
 
+    # A process that a script has started in the background ignores it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = Timer(0.1, interrupt)
     timer.start()
     try:
@@ -170,6 +172,7 @@ def test_an_interrupt_ends_all_ranks(tmp_path):
             program(tmp_path, "wait()")
     finally:
         timer.join()
+        signal.signal(signal.SIGINT, before)
     assert_all_gone(tmp_path)
 
 

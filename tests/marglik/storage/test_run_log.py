@@ -62,7 +62,7 @@ def test_tensorboard_that_is_not_installed_is_named(folder, monkeypatch):
         "lightning.fabric.loggers.tensorboard._TENSORBOARDX_AVAILABLE", False, raising=False
     )
     before = [path.name for path in folder.path.iterdir()]
-    with pytest.raises(ValueError, match="pip install 'marglik\\[tensorboard\\]'"):
+    with pytest.raises(ValueError, match="needs the package tensorboard: pip install tensorboard"):
         RunLog(folder, tensorboard=True)
     assert [path.name for path in folder.path.iterdir()] == before  # nothing is lost
 
