@@ -46,6 +46,17 @@ def test_benchmark_numbers_are_those_of_the_json():
     assert (folder / "growth.png").exists()
 
 
+def test_the_fixed_costs_are_those_of_the_json():
+    found = json.loads((ROOT / "experiments/results/bench_quick_cpu.json").read_text())
+    ratios = found["times_the_limit"]
+    readme = flat((ROOT / "docs/numbers.md").read_text())
+    assert (
+        f"takes {ratios['first pass, reduce, mc']:.2f} times the limit on a model that is new, "
+        f"{ratios['later pass, reduce, mc']:.2f} on one that was proved before and whose structure "
+        f"has not changed, and {ratios['batch, reduce, mc']:.2f} without a proof"
+    ) in readme
+
+
 def test_predictive_numbers_are_those_of_the_json():
     folder = ROOT / "experiments/results/bench_predictive_cpu"
     parts = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
