@@ -1,5 +1,6 @@
 """The callback in Lightning's own Trainer: OnlineTraining's decays, logs, checkpoints, errors."""
 
+import inspect
 import logging
 import warnings
 
@@ -162,7 +163,9 @@ def test_resumes_from_lightnings_checkpoints(tmp_path):
     half.fit(Classifier(), loader())
     half.save_checkpoint(tmp_path / "half.ckpt")
     second, resumed = MarginalLikelihood("classification", network="net", **OPTIONS), Classifier()
-    trainer(second).fit(resumed, loader(), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
+    knows = "weights_only" in inspect.signature(L.Trainer.fit).parameters  # since Lightning 2.6
+    safely = {"weights_only": True} if knows else {}
+    trainer(second).fit(resumed, loader(), ckpt_path=tmp_path / "half.ckpt", **safely)
     assert torch.equal(second.learner.weight_decays(), whole.learner.weight_decays())
     assert second.learner.evidences == whole.learner.evidences
     for p, q in zip(module.net.parameters(), resumed.net.parameters(), strict=True):

@@ -78,7 +78,7 @@ def test_means_agree_with_the_bootstrap():
     prediction, labels = classified(400)
     scores = example_scores(prediction, labels, "classification")
     ends = stats.bootstrap(
-        (scores["cls/NLL"].numpy(),), np.mean, n_resamples=4000, rng=np.random.default_rng(0)
+        (scores["cls/NLL"].numpy(),), np.mean, n_resamples=4000, random_state=0
     ).confidence_interval
     low, high = intervals(scores)["cls/NLL"]
     assert (high - low) == pytest.approx(ends.high - ends.low, rel=0.08)
