@@ -65,8 +65,7 @@ if rank == 2:
     print("all are here")
 """
     assert program(tmp_path, code) == 0
-    said = capfd.readouterr().out.splitlines()
-    assert [line for line in said if not line.startswith("[Gloo]")] == ["all are here"]
+    assert "all are here" in capfd.readouterr().out.splitlines()  # torch 2.9's gloo speaks, too
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
