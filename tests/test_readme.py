@@ -249,6 +249,17 @@ def test_table_of_presets_is_that_of_the_json():
         assert row in readme, row
 
 
+def test_table_2_with_calibration_is_that_of_the_json():
+    folder = ROOT / "experiments/results/table2/scaled_calibrated"
+    runs = table2_report.load(folder)
+    text = table2_report.report(runs)
+    assert (folder / "table.md").read_text() == text + "\n"
+    readme = (ROOT / "experiments/README.md").read_text()
+    (start,) = (n for n, line in enumerate(text.splitlines()) if "NLL, temperature-scaled" in line)
+    for row in text.splitlines()[start : start + 8]:
+        assert row in readme, row
+
+
 def test_table_2_is_that_of_the_json():
     """Tables and their texts can be made again from the runs' files, and a page quotes them."""
     folder = ROOT / "experiments/results/table2/scaled"
