@@ -9,8 +9,9 @@ train: $(INSTALLED)  ## train on the built-in digits, learn the weight decays, w
 	$(BIN)/marglik train --config digits
 	@echo "marglik is in $(BIN): 'source $(BIN)/activate' makes the README's commands work in this shell."
 
+# One thread for each worker: workers whose threads wait for each other's cores take longer.
 test: $(INSTALLED)  ## the default test suite
-	$(BIN)/python -m pytest -q -n auto --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadfile
 
 test-slow: $(INSTALLED)  ## the tests that take minutes
 	$(BIN)/python -m pytest -q -m slow
@@ -104,7 +105,7 @@ test-lowest:  ## the test suite with the oldest dependencies that pyproject.toml
 	$(PYTHON) -m venv .venv-lowest
 	.venv-lowest/bin/python -m pip install --quiet uv
 	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest/bin/python --resolution lowest-direct -e '.[dev]'
-	.venv-lowest/bin/python -m pytest -q
+	OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest -q -n auto --dist loadfile
 
 # uv installs torch in seconds where pip takes minutes, and reads the same pyproject.toml.
 $(INSTALLED): pyproject.toml
