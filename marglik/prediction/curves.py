@@ -3,6 +3,8 @@
 The metrics beside them are of all examples; of a curve at most `POINTS` points are kept.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -47,7 +49,7 @@ def roc_curve(inside: Tensor, outside: Tensor) -> dict[str, list[float]]:
     return {"fpr": _plain(torch.tensor(fpr)[kept]), "tpr": _plain(torch.tensor(tpr)[kept])}
 
 
-def errors_by_class(probabilities: Tensor, labels: Tensor) -> dict[str, list]:
+def errors_by_class(probabilities: Tensor, labels: Tensor) -> dict[str, list[Any]]:
     """Of each class how many examples there are ("counts") and how many are "right".
 
     Of few classes also the "confusion" matrix: labels in rows, predictions in columns.
@@ -58,7 +60,7 @@ def errors_by_class(probabilities: Tensor, labels: Tensor) -> dict[str, list]:
     """
     _, predicted, y = _of_classes(probabilities, labels)
     C = probabilities.shape[1]
-    found = {
+    found: dict[str, list[Any]] = {
         "counts": y.bincount(minlength=C).tolist(),
         "right": y[predicted == y].bincount(minlength=C).tolist(),
     }
