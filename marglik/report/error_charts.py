@@ -53,17 +53,8 @@ def class_names(run_classes: Sequence[str] | None, number_of_them: int) -> list[
 def risk_coverage_chart(title: str, series: Sequence[Series]) -> Chart:
     """The error rate among the most confident, over the share of them."""
     curves = [(one, one.content["risk_coverage"]) for one in series]
-    traces = [
-        line(
-            one.name,
-            curve["coverage"],
-            curve["risk"],
-            series_style(one.style),
-            "coverage %{x:.1%}<br>error rate %{y:.2%}",
-            mode="lines",
-        )
-        for one, curve in curves
-    ]
+    says = "coverage %{x:.1%}<br>error rate %{y:.2%}"
+    traces = [_curve(one, curve["coverage"], curve["risk"], says) for one, curve in curves]
     rows = []
     for step in range(1, TABLE_STEPS + 1):
         share = step / TABLE_STEPS
@@ -83,20 +74,16 @@ def risk_coverage_chart(title: str, series: Sequence[Series]) -> Chart:
     )
 
 
+def _curve(one: Series, x: Sequence[float], y: Sequence[float], says: str) -> Trace:
+    """A predictive's line without dots; ``says`` is what hovering shows."""
+    return line(one.name, x, y, series_style(one.style), says, mode="lines")
+
+
 def roc_chart(title: str, series: Sequence[Series]) -> Chart:
     """Share of out-of-distribution examples that are flagged, over that of our own."""
     curves = [(one, one.content["roc"]) for one in series]
-    traces = [
-        line(
-            one.name,
-            curve["fpr"],
-            curve["tpr"],
-            series_style(one.style),
-            "%{y:.1%} of the others,<br>%{x:.1%} of its own",
-            mode="lines",
-        )
-        for one, curve in curves
-    ]
+    says = "%{y:.1%} of the others,<br>%{x:.1%} of its own"
+    traces = [_curve(one, curve["fpr"], curve["tpr"], says) for one, curve in curves]
     rows = []
     for step in range(1, TABLE_STEPS):
         share = step / TABLE_STEPS

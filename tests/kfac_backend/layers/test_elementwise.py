@@ -275,9 +275,10 @@ def test_running_statistics_stay(training):
     model.train(training)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     factors = kronecker_factors(model, [(x, y)], "classification")
+    # torch 2.9 itself writes the mean of N equal rows back in eval mode: another last bit.
+    by_torch = torch.__version__.startswith("2.9.") and not training
     for name, buffer in model.named_buffers():
-        # torch 2.9 writes the mean of N equal rows back in eval mode, too: another last bit.
-        assert_close(buffer, before[name], rtol=1e-15, atol=0)
+        assert_close(buffer, before[name], rtol=1e-15 if by_torch else 0, atol=0)
     assert model.layer.training == training
     assert_blocks(factors, of_layer(ggn_blocks(model, lambda run: run(x), "classification")))
 
