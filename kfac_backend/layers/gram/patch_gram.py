@@ -1,7 +1,7 @@
 """The Gram matrix of an image's patches: expand's A up to its scale.
 
 With P the padded image and (i, j) over the positions of the kernel, the block of the kernel's
-offsets (a, b) and (a', b') is Σ_ij P[a + i, b + j] P[a' + i, b' + j]ᵀ. Four ways lead to all of
+offsets (a, b) and (a', b') is Σ_ij P[a + i, b + j] P[a' + i, b' + j]ᵀ. Five ways lead to all of
 them; the one with the least arithmetic is taken:
 
 - unfold: every patch in a row of its own, one product. Best for few channels and small images.
@@ -9,6 +9,8 @@ them; the one with the least arithmetic is taken:
 - rows, at stride 1 along the height: block rows depend on the lag a' − a alone, but for what the
   window leaves out at the border (`line_gram`). Patches are unfolded along the width.
 - shifts, at stride 1 along both axes: the same along the width. Nothing is unfolded.
+- frequencies, at stride 1 along both axes: the products of all lags along the width from the lines'
+  Fourier transforms, in less than half the multiplications. Best for many channels.
 """
 
 from abc import abstractmethod
@@ -21,18 +23,31 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kfac_backend.layers.gram.gram import DenseGram, tall_product
-from kfac_backend.layers.gram.line_gram import left_out, line_gram, line_products, unfold_width
+from kfac_backend.layers.gram.line_gram import (
+    CorrelationByFrequency,
+    CorrelationByLag,
+    Spectra,
+    border_pixels,
+    lags,
+    left_out,
+    num_frequencies,
+    unfold_width,
+    unfolded_gram,
+    with_zeros,
+    zeros_behind,
+)
 from kfac_backend.layers.gram.window import Window, pad, patches
 from kfac_backend.precision import at_least_float32
 
 __all__ = ["ImageGram", "PatchGram", "UnfoldedGram", "cheapest_way"]
 
-OVERHEAD = {"cpu": 5e6, "cuda": 2e8}
+OVERHEAD = {"cpu": 2e6, "cuda": 2e8}
 """Multiplications that take as long as starting a matrix product does.
 
-On a CPU fitted to timings of the four ways (two x86-64 cores; 32 images of 4² to 32² pixels with
-1 to 512 channels, kernels of 3² to 7², padded or not, 120 cases): the choice takes 3 % longer than
-the best way of each case (geometric mean). On a GPU estimated from 8 µs a launch.
+On a CPU fitted to timings of the five ways (one x86-64 core, 16 images of 4² to 32² pixels with 1
+to 256 channels, kernels of 3² to 7², padded or not, 190 cases): together the choices take 0.6 %
+longer than the best way of each case, in the geometric mean 1.4 % where that takes over 2 ms, 7 %
+elsewhere. On a GPU estimated from 8 µs a launch.
 """
 
 PATCH_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
@@ -64,20 +79,23 @@ class PatchGram(ImageGram):
     def __init__(self, channels: int, kernel_size: tuple[int, ...]) -> None:
         super().__init__()
         self._shape = (*kernel_size, channels)
+        self._correlation: ImageCorrelation | None = None
 
     def add_images(self, image: Float[Tensor, "N C H W"], *axes: Window) -> None:
         """Add all patches of a batch."""
         y, x = axes
-        first = self._total is None
-        if self._total is None:
-            self._total = image.new_empty(*self._shape, *self._shape)
         way = cheapest_way(len(image), image.shape[1], y, x, image.device.type)
-        for a, a2, gram in WAYS[way](image, y, x):
-            block = self._total[a, :, :, a2]
-            block.copy_(gram) if first else block.add_(gram)
+        if way in UNFOLDING:
+            self._add_blocks(UNFOLDING[way](image, y, x))
+            return
+        if self._correlation is None or not self._correlation.takes(y, x, way):
+            self._end_correlation()
+            self._correlation = ImageCorrelation(y, x, way)
+        self._correlation.add(image)
 
     def total(self) -> Tensor | None:
         """The whole symmetric matrix, features in the order (C, k1, k2)."""
+        self._end_correlation()
         if self._total is None:
             return None
         k1, k2, C = self._shape
@@ -85,6 +103,73 @@ class PatchGram(ImageGram):
             for a2 in range(a):
                 self._total[a, :, :, a2] = self._total[a2, :, :, a].permute(2, 3, 0, 1)
         return self._total.permute(2, 0, 1, 5, 3, 4).reshape(1, C * k1 * k2, C * k1 * k2)
+
+    def _end_correlation(self) -> None:
+        if self._correlation is not None:
+            self._add_blocks(self._correlation.blocks())
+            self._correlation = None
+
+    def _add_blocks(self, blocks: Grams) -> None:
+        for a, a2, gram in blocks:
+            if self._total is None:
+                self._total = gram.new_zeros(*self._shape, *self._shape)
+            self._total[a, :, :, a2] += gram
+
+
+class ImageCorrelation:
+    """The sum over images of their patches' Gram matrix at stride 1, from products of image rows.
+
+    Patch rows a and a' depend on the lag a' − a alone, but for the image rows that the window
+    leaves out at the border; the same holds along the width, see `line_gram`.
+    """
+
+    def __init__(self, y: Window, x: Window, way: str) -> None:
+        """Sums without an image.
+
+        Args:
+            y: the axis of the height.
+            x: the axis of the width.
+            way: "shifts" or "frequencies".
+        """
+        self._y, self._x, self._way = y, x, way
+        correlation = CorrelationByLag if way == "shifts" else CorrelationByFrequency
+        self._whole = [correlation(x, same=lag == 0) for lag in range(y.kernel)]
+        self._at_border: dict[tuple[int, int], CorrelationByLag] = {}
+
+    def takes(self, y: Window, x: Window, way: str) -> bool:
+        """Whether images of these axes can be added, and are to be in this way."""
+        return (self._y, self._x, self._way) == (y, x, way)
+
+    def add(self, image: Float[Tensor, "N C H W"]) -> None:
+        """Add a batch of images."""
+        y, x = self._y, self._x
+        P = _rows_first(image, y, x)
+        padded = with_zeros(P, x) if self._way == "shifts" else None
+        spectra = None if padded is not None else Spectra(P, x)
+        for lag, whole in enumerate(self._whole):
+            shift = lag * y.dilation
+            upper, lower = slice(0, max(0, len(P) - shift)), slice(shift, None)
+            if isinstance(whole, CorrelationByLag):
+                assert padded is not None
+                whole.add(padded[upper], padded[lower])
+            else:
+                assert spectra is not None
+                whole.add(spectra, P, upper, lower)
+            for a in range(y.kernel - lag):
+                missing = left_out(y, a, lag, image.device)
+                if missing is not None:
+                    of_border = self._at_border.setdefault(
+                        (a, lag), CorrelationByLag(x, same=lag == 0)
+                    )
+                    of_border.add(with_zeros(P[missing], x), with_zeros(P[missing + shift], x))
+
+    def blocks(self) -> Grams:
+        """All pairs of patch rows, from all images that were added."""
+        for lag, correlation in enumerate(self._whole):
+            whole = correlation.gram()
+            for a in range(self._y.kernel - lag):
+                taken = self._at_border.get((a, lag))
+                yield a, a + lag, whole if taken is None else whole - taken.gram()
 
 
 class UnfoldedGram(ImageGram):
@@ -123,26 +208,26 @@ def _pairs(image: Float[Tensor, "N C H W"], y: Window, x: Window) -> Grams:
             yield a, a2, gram.view(x.kernel, -1, x.kernel, image.shape[1])
 
 
-def _rows(image: Float[Tensor, "N C H W"], y: Window, x: Window, by_lag: bool = False) -> Grams:
+def _rows(image: Float[Tensor, "N C H W"], y: Window, x: Window) -> Grams:
     P = _rows_first(image, y, x)
+    if x.padding_mode == "constant":
+        P = F.pad(P, (0, 0, x.before, x.after)).contiguous()
     for lag in range(y.kernel):
         shift, same = lag * y.dilation, lag == 0
         upper, lower = P[: max(0, len(P) - shift)].flatten(0, 1), P[shift:].flatten(0, 1)
-        whole = line_gram(upper, lower, x, same, by_lag)
+        whole = unfolded_gram(upper, lower, x, same)
         for a in range(y.kernel - lag):
             gram, missing = whole, left_out(y, a, lag, P.device)
             if missing is not None:
-                first = missing - y.content.start
-                upper, lower = P[first].flatten(0, 1), P[first + shift].flatten(0, 1)
-                gram = whole - line_gram(upper, lower, x, same, by_lag)
+                upper, lower = P[missing].flatten(0, 1), P[missing + shift].flatten(0, 1)
+                gram = whole - unfolded_gram(upper, lower, x, same)
             yield a, a + lag, gram
 
 
-def _shifts(image: Float[Tensor, "N C H W"], y: Window, x: Window) -> Grams:
-    return _rows(image, y, x, by_lag=True)
+UNFOLDING = {"unfold": _unfold, "pairs": _pairs, "rows": _rows}
+"""The ways that make the blocks of each batch; `ImageCorrelation` goes the other two."""
 
-
-WAYS = {"unfold": _unfold, "pairs": _pairs, "rows": _rows, "shifts": _shifts}
+WAYS = (*UNFOLDING, "shifts", "frequencies")
 
 
 @lru_cache(maxsize=1024)
@@ -157,19 +242,28 @@ def cheapest_way(examples: int, channels: int, y: Window, x: Window, device: str
     }
     if y.stride == 1:
         # (number of lines, whether both are the same) of each product of lines
-        rows = [max(0, len(y.content) - lag * y.dilation) for lag in range(y.kernel)]
-        lines = [(examples * number, lag == 0) for lag, number in enumerate(rows)]
+        heights = [max(0, len(y.content) - lag * y.dilation) for lag in range(y.kernel)]
+        lines = [(examples * number, lag == 0) for lag, number in enumerate(heights)]
         for lag in range(y.kernel):
             for a in range(y.kernel - lag):
                 missing = left_out(y, a, lag, torch.device("cpu"))
                 lines += [] if missing is None else [(examples * len(missing), lag == 0)]
         products["rows"] = [(L * x.positions, width) for L, _ in lines]
         if x.stride == 1:
-            products["shifts"] = [
-                (L * pixels, channels)
+            pixels, frequencies = len(x.content), num_frequencies(x)
+            border = [(L * n, channels) for L, same in lines for n in border_pixels(x, same)]
+            products["shifts"] = border + [
+                (L * (pixels + zeros_behind(x)), channels)
                 for L, same in lines
-                for pixels in line_products(x, x.padded + _missing_zeros(x), same)
+                for _ in lags(x, same)
             ]
+            if device == "cpu":  # elsewhere nobody has measured it
+                transform = 2 * frequencies * pixels * examples * len(y.content) // channels
+                products["frequencies"] = [
+                    *border,
+                    (transform, channels),
+                    *[(L * ((3 if same else 4) * frequencies), channels) for L, same in lines],
+                ]
     overhead = OVERHEAD.get(device, OVERHEAD["cuda"])
     cost = {
         way: sum(rows * columns**2 + overhead for rows, columns in factors)
@@ -178,22 +272,13 @@ def cheapest_way(examples: int, channels: int, y: Window, x: Window, device: str
     return min(cost, key=lambda way: cost[way])
 
 
-def _missing_zeros(window: Window) -> int:
-    """Zeros to add behind the axis, so that no shift leads from one content to the next."""
-    reach = window.dilation * (window.kernel - 1) if window.stride == 1 else 0
-    return max(0, reach - (window.padded - len(window.content)))
+def _rows_first(image: Float[Tensor, "N C H W"], y: Window, x: Window) -> Float[Tensor, "H N W C"]:
+    """The image's content, y.content × x.content, a view where the padding is of zeros.
 
-
-def _rows_first(image: Float[Tensor, "N C H W"], y: Window, x: Window) -> Float[Tensor, "H N Wp C"]:
-    """The rows of ``y.content``, padded along the width, with zeros behind each for every shift.
-
-    The pairs of rows at one lag are then two slices of memory, and no product meets rows of zeros.
+    The pairs of rows at one lag are two slices of it, and no product meets rows of zeros.
     """
-    before, after = x.before, x.after
-    if y.padding_mode != "constant":
-        image, before, after = pad(image, y, x), 0, 0
-    widths = [0, 0, before, after + _missing_zeros(x)]  # F.pad wants the last axis first
-    return F.pad(image.permute(2, 0, 3, 1), widths).contiguous()
+    image = image if y.padding_mode == "constant" else pad(image, y, x)
+    return image.permute(2, 0, 3, 1)
 
 
 def _channels_last(

@@ -6,7 +6,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from kfac_backend.layers.gram import patch_gram
+from kfac_backend.layers.gram import line_gram, patch_gram
 from kfac_backend.layers.gram.patch_gram import WAYS, PatchGram, cheapest_way
 from kfac_backend.layers.gram.window import patch_sums, windows
 from tests.plain_curvature import unfolded
@@ -17,7 +17,7 @@ MODES = ["zeros", "reflect", "replicate", "circular"]
 def possible(way, layer):
     """Whether the way can take the layer's strides."""
     y, x = layer.stride
-    return {"rows": y == 1, "shifts": y == x == 1}.get(way, True)
+    return {"rows": y == 1, "shifts": y == x == 1, "frequencies": y == x == 1}.get(way, True)
 
 
 def gram(layer, images, way, monkeypatch):
@@ -78,34 +78,67 @@ def test_any_geometry(kernel, stride, padding, dilation, size, mode, channels_la
                 assert_equal(gram(layer, images, way, monkeypatch), rows.T @ rows)
 
 
-def test_borders_matter(monkeypatch):
-    """Negative control: with nothing left out at the border the shifts are wrong."""
+@pytest.mark.parametrize("way", ["shifts", "frequencies"])
+@pytest.mark.parametrize("axis", [line_gram, patch_gram], ids=["width", "height"])
+def test_borders_matter(way, axis, monkeypatch):
+    """Negative control: with nothing left out at the border the blocks are wrong."""
     layer = nn.Conv2d(2, 2, 3, padding=1)
     image = torch.randn(3, 2, 5, 5, dtype=torch.float64)
     patches = unfolded(layer, image).flatten(0, 1)
-    monkeypatch.setattr(patch_gram, "left_out", lambda *a: None)
-    wrong = gram(layer, [image], "shifts", monkeypatch)
+    monkeypatch.setattr(axis, "left_out", lambda *a: None)
+    wrong = gram(layer, [image], way, monkeypatch)
     assert (wrong - patches.T @ patches).norm() > 0.05 * (patches.T @ patches).norm()
 
 
-def test_shifts_of_images_that_are_not_padded_do_not_mix_lines_or_images(monkeypatch):
+@pytest.mark.parametrize("way", ["shifts", "frequencies"])
+def test_lines_and_images_that_are_not_padded_do_not_mix(way, monkeypatch):
     layer = nn.Conv2d(1, 1, 2)
     one = torch.zeros(2, 1, 3, 3, dtype=torch.float64)
     one[0, 0, -1, -1] = 1.0  # the last pixel of one image, and the first of the next
     one[1, 0, 0, 0] = 1.0
-    found = gram(layer, [one], "shifts", monkeypatch)
-    assert torch.equal(found, torch.diag(torch.tensor([1.0, 0, 0, 1.0]).double()))
+    found = gram(layer, [one], way, monkeypatch)
+    torch.testing.assert_close(found, torch.diag(torch.tensor([1.0, 0, 0, 1.0]).double()))
+
+
+@pytest.mark.parametrize("way", ["shifts", "frequencies"])
+def test_sizes_may_change_and_totals_be_asked_for_in_between(way, monkeypatch):
+    layer = nn.Conv2d(3, 2, 3, padding=1)
+    images = [torch.randn(2, 3, size, 6, dtype=torch.float64) for size in (5, 7, 7, 5)]
+    monkeypatch.setattr(patch_gram, "cheapest_way", lambda *a: way)
+    total, expected = PatchGram(3, (3, 3)), torch.zeros(27, 27, dtype=torch.float64)
+    for image in images:
+        total.add_images(image, *windows(layer, image))
+        rows = unfolded(layer, image).flatten(0, 1)
+        expected += rows.T @ rows
+        for _ in range(2):
+            found = total.total()
+            assert found is not None
+            assert_equal(found[0], expected)
+
+
+def test_frequencies_round_as_shifts_do(monkeypatch):
+    """In float32, with a mean far from zero, as after a ReLU."""
+    layer = nn.Conv2d(16, 2, 3, padding=1)
+    image = torch.randn(4, 16, 32, 32, dtype=torch.float64).relu() + 1
+    exact = unfolded(layer, image).flatten(0, 1)
+    exact = exact.T @ exact
+    errors = {
+        way: (gram(layer, [image.float()], way, monkeypatch) - exact).norm() / exact.norm()
+        for way in WAYS
+    }
+    assert errors["frequencies"] < 1e-6 and errors["frequencies"] < 5 * errors["shifts"], errors
 
 
 @pytest.mark.parametrize(
     ("channels", "size", "options", "way"),
     [
-        (3, 32, {"kernel_size": 3, "padding": 1}, "unfold"),
-        (64, 32, {"kernel_size": 3, "padding": 1}, "shifts"),
-        (256, 8, {"kernel_size": 3, "padding": 1}, "shifts"),
+        (3, 8, {"kernel_size": 3, "padding": 1}, "unfold"),
+        (3, 32, {"kernel_size": 3, "padding": 1}, "rows"),
+        (64, 32, {"kernel_size": 3, "padding": 1}, "frequencies"),
+        (256, 8, {"kernel_size": 3, "padding": 1}, "frequencies"),
         (64, 32, {"kernel_size": 3, "padding": 1, "stride": 2}, "pairs"),
         (64, 32, {"kernel_size": 1, "stride": 2}, "unfold"),
-        (16, 16, {"kernel_size": 5, "padding": 2}, "rows"),
+        (8, 16, {"kernel_size": 5, "padding": 2}, "rows"),
         (8, 4, {"kernel_size": 3}, "unfold"),
     ],
 )
