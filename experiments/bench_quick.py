@@ -23,11 +23,20 @@ from typing import Any
 
 import torch
 
-from experiments.contenders import Work, limit, network, ours, training_step
+from experiments.contenders import (
+    Work,
+    limit,
+    network,
+    online_epoch,
+    ours,
+    plain_epoch,
+    training_step,
+)
 from experiments.options import SHIPPED
 from experiments.timing import interleaved, median_ratios, medians
 from kfac_backend import kronecker_factors
 from kfac_backend.optimizer import KFAC
+from marglik.data import ImageBatches, ImageSet
 from marglik.posterior.laplace_torch import KronLaplace
 from marglik.storage.provenance import environment
 from marglik.storage.record_file import write_json
@@ -80,7 +89,31 @@ def _work(batch_size: int, width: int) -> tuple[dict[str, Work], dict[str, str]]
         optimizer.step()
 
     found["K-FAC step, reduce"], limits["K-FAC step, reduce"] = kfac_step, "training step"
+    _add_epochs(found, limits, 4 * batch_size, width)
     return found, limits
+
+
+def _add_epochs(
+    found: dict[str, Work], limits: dict[str, str], batch_size: int, width: int
+) -> None:
+    """Two batches of the online loop, and of a loop written by hand, of distorted images."""
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(256, (2 * batch_size, 3, 32, 32), generator=generator)
+    labels = torch.randint(10, (2 * batch_size,), generator=generator)
+    images = ImageSet(pixels.to(torch.uint8), labels)
+
+    def loader() -> ImageBatches:
+        return ImageBatches(
+            images, (127.0,) * 3, (64.0,) * 3, batch_size,
+            shuffle=True, augment="crop_flip", channels_last=True,
+        )  # fmt: skip
+
+    def new() -> torch.nn.Module:
+        return network(torch.device("cpu"), width, channels_last=True)
+
+    found["epoch of a plain loop"] = plain_epoch(new(), loader().__iter__)
+    found["epoch of the online loop"] = online_epoch(new(), loader(), 2)
+    limits["epoch of the online loop"] = "epoch of a plain loop"
 
 
 def measure(repetitions: int = 4, batch_size: int = 16, width: int = 4) -> dict[str, Any]:

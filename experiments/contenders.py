@@ -5,18 +5,33 @@ are all disturbed, as zero branches would make gradients zero. The peers' backen
 Fixup's scalars; these are frozen for them alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from laplace.curvature import CurvlinopsGGN
+from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from kfac_backend.factors import CurvaturePass
 from kfac_backend.laplace.interface import KfacGGN
 from marglik.models import WideResNetFixup
+from marglik.training.loaders import Loader
+from marglik.training.network import NetworkTraining
+from marglik.training.optimizers import OptimizerConfig, build_optimizer
 
-__all__ = ["PEERS", "Work", "limit", "network", "one_batch_alone", "ours", "peer", "training_step"]
+__all__ = [
+    "PEERS",
+    "Work",
+    "limit",
+    "network",
+    "one_batch_alone",
+    "online_epoch",
+    "ours",
+    "peer",
+    "plain_epoch",
+    "training_step",
+]
 
 Work = Callable[[], object]
 
@@ -57,6 +72,45 @@ def training_step(model: nn.Module, x: Tensor, y: Tensor) -> Work:
         optimizer.step()
 
     return step
+
+
+def plain_epoch(model: nn.Module, batches: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> Work:
+    """An epoch as one would write it by hand: fused SGD with Nesterov's momentum and weight decay.
+
+    Args:
+        model: in channels_last.
+        batches: makes an epoch's batches.
+    """
+    optimizer = torch.optim.SGD(
+        model.parameters(), 1e-6, momentum=0.9, nesterov=True, weight_decay=5e-4, fused=True
+    )
+
+    def epoch() -> None:
+        model.train()
+        for x, y in batches():
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    return epoch
+
+
+def online_epoch(model: nn.Module, loader: Loader, batches: int) -> Work:
+    """An epoch of the online loop between two updates, a weight decay for each tensor.
+
+    Args:
+        model: in channels_last.
+        loader: of the batches.
+        batches: how many there are in an epoch, for the schedule.
+    """
+    config = OptimizerConfig(lr=1e-6, min_lr=0.0)
+    optimizer, scheduler = build_optimizer(model, config, 1000 * batches)
+    fabric = Fabric(accelerator=next(model.parameters()).device.type, devices=1)
+    training = NetworkTraining(
+        model, optimizer, loader, "classification", fabric, scheduler=scheduler
+    )
+    decays = [5e-4] * len(list(model.parameters()))
+    return lambda: training.epoch(1, decays, variance=1.0)
 
 
 def limit(model: nn.Module, x: Tensor, vectors: int, batched: bool = False) -> Work:
