@@ -37,6 +37,7 @@ from experiments.timing import interleaved, median_ratios, medians
 from kfac_backend import kronecker_factors
 from kfac_backend.optimizer import KFAC
 from marglik.data import ImageBatches, ImageSet
+from marglik.models import GPT, VisionTransformer
 from marglik.posterior.laplace_torch import KronLaplace
 from marglik.storage.provenance import environment
 from marglik.storage.record_file import write_json
@@ -90,7 +91,29 @@ def _work(batch_size: int, width: int) -> tuple[dict[str, Work], dict[str, str]]
 
     found["K-FAC step, reduce"], limits["K-FAC step, reduce"] = kfac_step, "training step"
     _add_epochs(found, limits, 4 * batch_size, width)
+    _add_transformers(found, limits, 4 * batch_size)
     return found, limits
+
+
+def _add_transformers(found: dict[str, Work], limits: dict[str, str], batch_size: int) -> None:
+    """A batch of the transformers of the presets ``vit_cifar10`` and ``gpt_dart``, as they are."""
+    images, classes = torch.randn(batch_size, 3, 32, 32), torch.randint(10, (batch_size,))
+    tokens = torch.randint(256, (batch_size, 64))
+
+    def vit() -> torch.nn.Module:
+        return VisionTransformer(num_classes=10, patch_size=4, dim=48, depth=3, heads=4).eval()
+
+    def gpt() -> GPT:
+        return GPT(vocab_size=256, context=64, dim=64, depth=2, heads=4).eval()
+
+    model = gpt()
+    found["ViT: limit of 9"] = limit(vit(), images, 9)
+    found["GPT: limit of 1"] = limit(model, tokens, 1, start=model.token_embedding)
+    for mode in ("expand", "reduce"):
+        found[f"ViT, {mode}, exact"] = ours(vit(), images, classes, kfac_approx=mode)
+        limits[f"ViT, {mode}, exact"] = "ViT: limit of 9"
+        found[f"GPT, {mode}, mc"] = ours(gpt(), tokens, tokens, kfac_approx=mode, fisher="mc")
+        limits[f"GPT, {mode}, mc"] = "GPT: limit of 1"
 
 
 def _add_epochs(

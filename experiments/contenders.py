@@ -113,21 +113,41 @@ def online_epoch(model: nn.Module, loader: Loader, batches: int) -> Work:
     return lambda: training.epoch(1, decays, variance=1.0)
 
 
-def limit(model: nn.Module, x: Tensor, vectors: int, batched: bool = False) -> Work:
-    """A forward pass and backward passes to the inputs only, in channels_last."""
+def limit(
+    model: nn.Module,
+    x: Tensor,
+    vectors: int,
+    batched: bool = False,
+    start: nn.Module | None = None,
+) -> Work:
+    """A forward pass and backward passes to the inputs only, of images in channels_last.
+
+    Args:
+        model: the network, whose parameters become frozen.
+        x: its input.
+        vectors: how many backward passes.
+        batched: whether they are one.
+        start: a module whose output takes the input's place, for inputs that are tokens.
+    """
     model.requires_grad_(False)
-    # A copy, as it requires a gradient from here on.
-    x = x.clone(memory_format=torch.channels_last).requires_grad_()
+    if start is None:  # a copy, as it requires a gradient from here on
+        layout = torch.channels_last if x.dim() == 4 else torch.contiguous_format
+        x = x.clone(memory_format=layout).requires_grad_()
+    seen: list[Tensor] = []
+    if start is not None:
+        start.register_forward_hook(lambda _, inputs, f: seen.append(f.requires_grad_()))
 
     def passes() -> None:
+        seen.clear()
         f = model(x)
+        to = seen[0] if seen else x
         vector = torch.randn_like(f)
         if batched:
             stacked = vector.expand(vectors, *f.shape)
-            torch.autograd.grad(f, x, stacked, is_grads_batched=True)
+            torch.autograd.grad(f, to, stacked, is_grads_batched=True)
             return
         for _ in range(vectors):
-            torch.autograd.grad(f, x, vector, retain_graph=True)
+            torch.autograd.grad(f, to, vector, retain_graph=True)
 
     return passes
 
