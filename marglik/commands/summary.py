@@ -58,7 +58,15 @@ def print_fit(results: dict[str, Any]) -> None:
             "The validation loss falls up to the bound of the search: the data does not "
             "determine this weight decay."
         )
-    _print_calibration(results["calibration"])
+    if results["no_validation"]:
+        print()
+        print_paragraph(
+            f"The predictive is not calibrated: {results['data']} has no validation set. Examples "
+            "that the network was not trained on would calibrate it: x_validation and y_validation "
+            "in a TensorFile, or --data.validation as it was trained with."
+        )
+    else:
+        _print_calibration(results["calibration"])
     print(f"\nWritten to {results['output']}; go on with: marglik evaluate {results['output']}")
 
 

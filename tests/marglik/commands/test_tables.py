@@ -89,6 +89,7 @@ def test_fit(width, capsys):
             "weight_decay": {LONG + str(i): 1e-3 for i in range(25)},
             "at_bound": True,
             "calibration": None,
+            "no_validation": True,
             "output": CONFIG["output"],
         }
     )
