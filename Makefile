@@ -11,7 +11,7 @@ train: $(INSTALLED)  ## train on the built-in digits, learn the weight decays, w
 
 # One thread for each worker: workers whose threads wait for each other's cores take longer.
 test: $(INSTALLED)  ## the default test suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadfile
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadfile
 
 test-slow: $(INSTALLED)  ## the tests that take minutes
 	$(BIN)/python -m pytest -q -m slow
@@ -105,7 +105,7 @@ test-lowest:  ## the test suite with the oldest dependencies that pyproject.toml
 	$(PYTHON) -m venv .venv-lowest
 	.venv-lowest/bin/python -m pip install --quiet uv
 	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest/bin/python --resolution lowest-direct -e '.[dev]'
-	OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest -q -n auto --dist loadfile
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest -q -n auto --dist loadfile
 
 # uv installs torch in seconds where pip takes minutes, and reads the same pyproject.toml.
 $(INSTALLED): pyproject.toml

@@ -1,6 +1,7 @@
 """The project's own promises: import direction, one list of dependencies, no stray hosts."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -145,12 +146,13 @@ reliability_diagram({"levels": [0.5], "coverage": [0.4]})""",
     "training, fitting and evaluating": """
 run, model = sys.argv[1], "--model LeNet --model.image_size 8 --model.in_channels 1".split()
 options = "--epochs 1 --prior.burn_in 0 --prior.every 1 --prior.steps 1 --no_progress".split()
+last = ["--predictive.layers", "last"]  # all layers' covariances take seconds each time
 with warnings.catch_warnings():
     warnings.simplefilter("default")  # other packages' at work are none of ours
-    assert main(["train", "--config", "digits", *options, "--output", run]) == 0
+    assert main(["train", "--config", "digits", *options, *last, "--output", run]) == 0
     fit = ["fit", "--checkpoint", run + "/model.safetensors", *model, "--data", "Digits"]
-    assert main([*fit, "--output", run + "_fit", "--no_progress"]) == 0
-    assert main(["evaluate", run + "_fit", "--progress", "false"]) == 0""",
+    assert main([*fit, *last, "--output", run + "_fit", "--no_progress"]) == 0
+    assert main(["evaluate", run + "_fit", *last, "--progress", "false"]) == 0""",
     "the adapter": "import marglik; marglik.KronLaplace, marglik.marglik_training",
 }
 
@@ -170,6 +172,7 @@ def loaded(tmp_path_factory):
         [sys.executable, "-W", "error::FutureWarning", "-c", code,
          str(tmp_path_factory.mktemp("layout") / "run")],
         check=True, cwd=ROOT, capture_output=True, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     found = [line.split("|") for line in done.stdout.splitlines() if line.startswith("loaded|")]
     assert [step for _, step, *_ in found] == list(STEPS)
