@@ -223,12 +223,14 @@ def check_option(name: str, value: object, options: object) -> None:
 def check_positive(name: str, value: object) -> None:
     """Raise an error unless a number, or each entry of a tensor, is positive and finite."""
     try:
-        numbers = torch.as_tensor(value).detach().double()
+        numbers = torch.as_tensor(value, dtype=torch.float64).detach()
     except (RuntimeError, TypeError, ValueError):
         raise TypeError(f"{name} is {value!r}; a number or a tensor is needed.") from None
     right = numbers.isfinite() & (numbers > 0)
     if not right.all():
-        raise ValueError(f"{name} must be positive, not {numbers[~right][0].item()}.")
+        # A number as it was given: -3 is no -3.0.
+        wrong = value if isinstance(value, (int, float)) else numbers[~right][0].item()
+        raise ValueError(f"{name} must be positive, not {wrong}.")
 
 
 def check_kfac_approx(kfac_approx: KfacApprox) -> KfacApprox:

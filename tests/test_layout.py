@@ -1,6 +1,7 @@
 """The project's own promises: import direction, one list of dependencies, no stray hosts."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -170,6 +171,7 @@ def loaded(tmp_path_factory):
         [sys.executable, "-W", "error::FutureWarning", "-c", code,
          str(tmp_path_factory.mktemp("layout") / "run")],
         check=True, cwd=ROOT, capture_output=True, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     found = [line.split("|") for line in done.stdout.splitlines() if line.startswith("loaded|")]
     assert [step for _, step, *_ in found] == list(STEPS)

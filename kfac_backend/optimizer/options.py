@@ -89,5 +89,6 @@ def interval_at(interval: Interval, step: int, name: str) -> int:
     """
     value = interval(step) if callable(interval) else interval
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, not {value!r} (step {step}).")
+        when = f" (step {step})" if callable(interval) else ""
+        raise ValueError(f"{name} must be an integer of at least 1, not {value!r}{when}.")
     return value

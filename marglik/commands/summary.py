@@ -29,6 +29,7 @@ def print_summary(results: dict[str, Any], report: Path) -> None:
     _print_positions(results.get("num_positions"))
     metrics = {name: _shifts_averaged(values) for name, values in results["metrics"].items()}
     _print_metrics(metrics, results.get("intervals", {}))
+    _print_differences(results.get("differences", {}), results["metrics"])
     fit = results.get("calibration")
     if fit and any(key.startswith("validation/") for m in results["metrics"].values() for key in m):
         print_paragraph(IN_SAMPLE)
@@ -58,7 +59,15 @@ def print_fit(results: dict[str, Any]) -> None:
             "The validation loss falls up to the bound of the search: the data does not "
             "determine this weight decay."
         )
-    _print_calibration(results["calibration"])
+    if results["no_validation"]:
+        print()
+        print_paragraph(
+            f"The predictive is not calibrated: {results['data']} has no validation set. Examples "
+            "that the network was not trained on would calibrate it: x_validation and y_validation "
+            "in a TensorFile, or --data.validation as it was trained with."
+        )
+    else:
+        _print_calibration(results["calibration"])
     print(f"\nWritten to {results['output']}; go on with: marglik evaluate {results['output']}")
 
 
@@ -155,6 +164,23 @@ def _print_metrics(
             "95 %: intervals for the chance by which these test examples were drawn; the report "
             "says which."
         )
+
+
+def _print_differences(
+    differences: dict[str, dict[str, list[float]]], metrics: dict[str, dict[str, float]]
+) -> None:
+    """A column per predictive: the learned network's metrics less the baseline's."""
+    rows = []
+    for key in dict.fromkeys(key for column in metrics.values() for key in column):
+        found = [column.get(key) for column in differences.values()]
+        if not any(found) or "/cal/" in key:  # coverages, of which more is not better
+            continue
+        rows.append([key, *("" if d is None else f"{d[0]:+.4f}" for d in found)])
+        rows.append(["  95 %", *("" if d is None else f"{d[1]:+.4f}..{d[2]:+.4f}" for d in found)])
+    if rows:
+        print()
+        print_paragraph("Learned less initial weight decay, on the same test examples:")
+        print_table(["", *differences], rows)
 
 
 def _number(value: float | None) -> str:

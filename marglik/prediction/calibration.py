@@ -437,7 +437,8 @@ def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100
 
     of_map, (log_map,) = minimize(held_out, own)
     few = held_out.some(ROUGH_TERMS)
-    starts = [minimize(few, min(max(math.log(s), scale[0]), scale[1]), log_map) for s in STARTS]
+    inside = {min(max(math.log(s), scale[0]), scale[1]) for s in STARTS}  # the bridge's are one
+    starts = [minimize(few, log_scale, log_map) for log_scale in sorted(inside)]
     of_both, (log_scale, log_sharpness) = minimize(held_out, *min(starts)[1])
     scaled_map = found = calibration(0.0, log_map)
     loss = held_out.loss(link, noise)

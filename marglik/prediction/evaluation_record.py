@@ -42,7 +42,7 @@ from marglik.prediction.evaluation import (
     predict_all,
     reliability_curve,
 )
-from marglik.prediction.intervals import area_interval, differences, intervals
+from marglik.prediction.intervals import area_interval, differences, intervals, of_examples
 from marglik.prediction.links import Prediction
 from marglik.prediction.metrics import out_of_distribution_metrics
 from marglik.prediction.predictive import (
@@ -58,6 +58,7 @@ __all__ = [
     "IN_SAMPLE",
     "EvaluationConfig",
     "combined",
+    "compared",
     "evaluate",
     "evaluate_network",
     "has_in_sample_metrics",
@@ -118,6 +119,7 @@ def evaluate(
     progress: bool = False,
     checkpoints: Checkpoints | None = None,
     ranks: Ranks = Ranks(None),  # noqa: B008
+    scores: dict[str, dict[str, Tensor]] | None = None,
 ) -> dict[str, Any]:
     """Evaluate predictives on test, validation, shifted and out-of-distribution data.
 
@@ -133,6 +135,8 @@ def evaluate(
         checkpoints: where the state is kept between batches; from one that is there the evaluation
             goes on, to the same predictions.
         ranks: who predicts a part of each batch; all get the same record, but for seconds.
+        scores: where to put, for each predictive, what its metrics are means of, (N,) of the test
+            examples; `differences` compares it with another network's on the same examples.
 
     Returns:
         For each predictive the metrics under keys such as ``test/cls/NLL``, ``test/cal/ECE``,
@@ -210,6 +214,8 @@ def evaluate(
             "note": ood_images.note,
             "sha256": sha256_of_tensors([ood_images.images]),
         }
+    if scores is not None:
+        scores |= work.scores
     if config.shift:
         record["shift"] = {"kinds": list(CORRUPTIONS), "severities": list(SEVERITIES)}
     return record | environment(work.device)
@@ -368,8 +374,8 @@ class _Evaluation:
         """Predictive -> its entry of the record."""
         self.uncertain: dict[str, Any] | None = state.get("uncertain")
         """The images that the last one of them found uncertain."""
-        self._reference: tuple[str, dict[str, Tensor]] | None = state.get("reference")
-        """The first one of them, and what its metrics are means of."""
+        self.scores: dict[str, dict[str, Tensor]] = state.get("scores", {})
+        """Predictive -> what its metrics are means of, (N,); the first is the others' reference."""
         # Of the predictive in work, by part of the data:
         self.seconds: dict[str, float] = state.get("seconds", {})
         self._batches: dict[str, list[tuple[Prediction, Tensor]]] = {
@@ -393,7 +399,7 @@ class _Evaluation:
             {
                 "finished": self.finished,
                 "uncertain": self.uncertain,
-                "reference": self._reference,
+                "scores": self.scores,
                 "seconds": self.seconds,
                 "batches": batches,
                 "shifted": self._shifted,
@@ -447,16 +453,14 @@ class _Evaluation:
         positions = self._positions(len(targets))
         if positions is None:
             return {"intervals": {}}
-        scores = example_scores(prediction, targets, self.likelihood)
-        plain = {name: list(ends) for name, ends in intervals(scores, positions).items()}
+        of_rows = example_scores(prediction, targets, self.likelihood)
+        scores = {name: of_examples(values, positions).cpu() for name, values in of_rows.items()}
+        plain = {name: list(ends) for name, ends in intervals(scores).items()}
         found: dict[str, Any] = {"intervals": _prefixed("test", plain)}
-        if self._reference is None:
-            self._reference = label, scores
-        elif self._reference[0] != label:
-            of, others = self._reference
-            paired = differences(scores, others, positions).items()
-            plain = {name: list(values) for name, values in paired}
-            found["against"] = {"predictive": of, "differences": _prefixed("test", plain)}
+        self.scores[label] = scores
+        of = next(iter(self.scores))
+        if of != label:
+            found["against"] = {"predictive": of, "differences": compared(scores, self.scores[of])}
         return found
 
     def _positions(self, rows: int) -> int | None:
@@ -500,6 +504,14 @@ class _Evaluation:
             self._shifted |= _prefixed(part, found)
             del self._batches[part]  # twenty times the test set's
         return self._shifted
+
+
+def compared(
+    scores: Mapping[str, Tensor], reference: Mapping[str, Tensor]
+) -> dict[str, list[float]]:
+    """`differences` of test metrics as plain data, under keys such as ``test/cls/NLL``."""
+    found = differences(scores, reference).items()
+    return _prefixed("test", {name: list(values) for name, values in found})
 
 
 def _prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,15 @@ from torch import Tensor
 from marglik.prediction.metric_inputs import as_finite, check_shapes
 from marglik.prediction.metrics import SHARES
 
-__all__ = ["LEVEL", "Interval", "area_interval", "differences", "intervals", "share_interval"]
+__all__ = [
+    "LEVEL",
+    "Interval",
+    "area_interval",
+    "differences",
+    "intervals",
+    "of_examples",
+    "share_interval",
+]
 
 LEVEL = 0.95
 
@@ -65,13 +73,14 @@ def intervals(scores: Mapping[str, Tensor], positions: int = 1) -> dict[str, Int
     Returns:
         Of those that have one; of "reg/RMSE" that of the mean square, its roots.
     """
-    found = {name: _of_mean(name, _of_examples(s, positions)) for name, s in scores.items()}
+    found = {name: _of_mean(name, of_examples(s, positions)) for name, s in scores.items()}
     if ends := found.get("reg/RMSE"):
         found["reg/RMSE"] = max(ends[0], 0.0) ** 0.5, ends[1] ** 0.5
     return {name: ends for name, ends in found.items() if ends is not None}
 
 
-def _of_examples(scores: Tensor, positions: int) -> Tensor:
+def of_examples(scores: Tensor, positions: int) -> Tensor:
+    """Means over what belongs to one example, its positions and outputs: (N,)."""
     return scores.reshape(len(scores) // positions, -1).mean(dim=1)  # (N,)
 
 
@@ -100,7 +109,7 @@ def differences(
     """
     found = {}
     for name in scores.keys() & reference.keys() - {"reg/RMSE"}:
-        d = _of_examples(scores[name], positions) - _of_examples(reference[name], positions)
+        d = of_examples(scores[name], positions) - of_examples(reference[name], positions)
         is_share = name in SHARES and bool(torch.isin(d, d.new_tensor([-1, 0, 1])).all())
         ends = _of_paired_shares(d) if is_share else mean_interval(d)
         if ends is not None:

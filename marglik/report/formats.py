@@ -122,6 +122,7 @@ RESULTS = _object(
         ),
         "config": _mapping({"type": "object"}),
         "intervals": _mapping(_mapping(ENDS)),
+        "differences": _mapping(_mapping(DIFFERENCE)),
         "seconds_beside": _mapping(NUMBER),
         "ranks": POSITIVE,
         **ENVIRONMENT,

@@ -1,6 +1,6 @@
 """The page's sections: what stands in each, and what to look for."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from shlex import quote
 from typing import Any
@@ -46,7 +46,7 @@ INTERVALS = (
     "In small print: 95 % intervals for the chance by which these test examples were drawn, by "
     "Wilson for shares, by Student for means, by DeLong for the area under the ROC curve; other "
     "metrics have none. They take the network as it is: another seed or training set often changes "
-    "more. Of sequences each counts once. Predictives of one network are best compared by their "
+    "more. Of sequences each counts once. Predictives are best compared by their "
     "differences on the same examples, whose intervals (Student's; Bonett and Price's for "
     "accuracy) are narrower than those side by side suggest."
 )
@@ -140,29 +140,39 @@ def summary_section(runs: Sequence[Run]) -> Section:
 
 
 def _differences(runs: Sequence[Run]) -> list[Details]:
-    """A table for each run: what predictives differ by from its MAP, on the same test examples."""
+    """What predictives differ by on the same test examples: from the baseline's, from its MAP."""
     tables = []
     for run in runs:
+        who = "" if run.alone else f" ({run.label})"
+        learned = (run.results or {}).get("differences", {})
+        title = f"Learned less initial weight decay, on the same test examples{who}"
+        tables += _table_of_differences(title, learned)
         entries = (run.evaluation or {}).get("predictives", {})
         against = {name: entry["against"] for name, entry in entries.items() if "against" in entry}
         shown = {name: one["differences"] for name, one in against.items()}
-        keys = [k for k in DIFFERENCES if any(k in found for found in shown.values())]
-        if not keys:
-            continue
-        rows = [
-            Row(
-                name,
-                [_difference(key, found.get(key)) for key in keys],
-                small=[_ends(key, found.get(key)) for key in keys],
-            )
-            for name, found in shown.items()
-        ]
         of = ", ".join(dict.fromkeys(one["predictive"] for one in against.values()))
-        title = f"Differences from {of}, on the same test examples"
-        who = "" if run.alone else f" ({run.label})"
-        columns = ["Predictive", *(DIFFERENCES[key] for key in keys)]
-        tables.append(Details(f"{title}{who}", Table(title, columns, rows), open=True))
+        tables += _table_of_differences(
+            f"Differences from {of}, on the same test examples{who}", shown
+        )
     return tables
+
+
+def _table_of_differences(
+    title: str, shown: Mapping[str, Mapping[str, Sequence[float]]]
+) -> list[Details]:
+    keys = [k for k in DIFFERENCES if any(k in found for found in shown.values())]
+    if not keys:
+        return []
+    rows = [
+        Row(
+            name,
+            [_difference(key, found.get(key)) for key in keys],
+            small=[_ends(key, found.get(key)) for key in keys],
+        )
+        for name, found in shown.items()
+    ]
+    columns = ["Predictive", *(DIFFERENCES[key] for key in keys)]
+    return [Details(title, Table(title, columns, rows), open=True)]
 
 
 def _difference(key: str, found: Sequence[float] | None) -> str:

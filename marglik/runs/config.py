@@ -145,7 +145,10 @@ class PriorConfig:
         for name in ("weight_decay", "lr", "temperature", "sigma_noise"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"prior.{name} must be positive, not {getattr(self, name)}.")
-        self.schedule(epochs=1)  # complains of what it cannot take
+        try:
+            self.schedule(epochs=1)
+        except ValueError as error:
+            raise ValueError(f"prior.{error}") from error
 
     def schedule(self, epochs: int) -> Schedule:
         """When updates happen in a run of so many epochs; never if the prior is fixed."""

@@ -197,6 +197,7 @@ def fit(
         "at_bound": found.at_bound if found else False,
         "note": note,
         "calibration": laplace.calibrations.get(predictive.label),
+        "no_validation": predictive.is_calibrated and not calibrates,
         "seconds": time.perf_counter() - start,
         "output": str(folder.path),
     }

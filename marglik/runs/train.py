@@ -8,7 +8,7 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from kfac_backend.options import Likelihood
 from marglik.data import DataSource, ImageData
@@ -17,7 +17,7 @@ from marglik.data.record import data_record, tensors_in
 from marglik.data.splits import hold_out
 from marglik.posterior.posterior_file import save_posterior
 from marglik.posterior.prior import PriorGroups
-from marglik.prediction.evaluation_record import EvaluationConfig
+from marglik.prediction.evaluation_record import EvaluationConfig, compared
 from marglik.prediction.predictive import PredictiveConfig
 from marglik.runs.build import build_fabric
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
@@ -43,6 +43,9 @@ from marglik.training.ranks import failing_as_one, ranks_of
 __all__ = ["train"]
 
 _logger = logging.getLogger(__name__)
+
+STATES = ("learned", "learned_evaluation", "learned_scores", "baseline", "baseline_evaluation")
+"""What a run keeps to go on from, in the order in which it comes to them."""
 
 
 def train(
@@ -148,7 +151,7 @@ def train(
         name: Checkpoints(
             folder.path / CHECKPOINT / name, run.checkpoint_minutes, identity, made_with
         )
-        for name in ("learned", "learned_evaluation", "baseline", "baseline_evaluation")
+        for name in STATES
     }
     with ExitStack() as lock:
         results, log = None, None
@@ -185,7 +188,9 @@ def train(
                     )
                 folder.vouch(POSTERIOR, posterior)
             saved = time.perf_counter()
-            found = setup.evaluate(model, learned.laplace, states["learned_evaluation"], posterior)
+            scores: dict[str, dict[str, Tensor]] = {}
+            state = states["learned_evaluation"]
+            found = setup.evaluate(model, learned.laplace, state, posterior, scores)
             evaluated = time.perf_counter()
             label = "fixed" if prior.method == "fixed" else "learned"
             results["num_positions"] = found["num_positions"]
@@ -200,6 +205,8 @@ def train(
             }
             results["complete"] = initial_model is None
             if leads:
+                if initial_model is not None:  # which is compared on the same examples
+                    states["learned_scores"].save({"scores": scores})
                 folder.write(EVALUATION, as_json(found))
                 title = f"{type(model).__name__} on {splits.name}"
                 folder.write(EVIDENCE, _figure(learned, prior, results["num_data"], title))
@@ -211,9 +218,12 @@ def train(
             initial = setup.train(initial_model, fixed, states["baseline"])
             trained = time.perf_counter()
             setup.calibrate(initial.laplace)
-            found = setup.evaluate(initial_model, initial.laplace, states["baseline_evaluation"])
+            scores, state = {}, states["baseline_evaluation"]
+            found = setup.evaluate(initial_model, initial.laplace, state, scores=scores)
             for kind, of_baseline in metrics_of("initial", found).items():
                 results[kind] |= of_baseline
+            if leads:
+                results["differences"] = _differences(states["learned_scores"], scores)
             seconds = initial.seconds + time.perf_counter() - trained
             results["seconds"] += seconds
             results["seconds_beside"]["baseline"] = seconds
@@ -245,6 +255,17 @@ def _what_is_there(
             "on from. Start anew: --overwrite instead of --resume."
         )
     return results, goes_on
+
+
+def _differences(
+    learned: Checkpoints, initial: dict[str, dict[str, Tensor]]
+) -> dict[str, dict[str, list[float]]]:
+    """Predictive -> metrics of the learned network less those of the baseline, with intervals."""
+    if not learned.exists():  # begun by a version that did not keep them
+        _logger.warning("no differences from the baseline: %s holds no state", learned.folder)
+        return {}
+    scores = learned.load()["scores"]
+    return {name: compared(scores[name], of) for name, of in initial.items() if name in scores}
 
 
 def _figure(learned: OnlineResult, prior: PriorConfig, num_data: int, title: str) -> bytes:

@@ -161,10 +161,11 @@ class TrainingSetup:
         laplace: Posterior,
         checkpoints: Checkpoints | None = None,
         of: str = "",
+        scores: dict[str, dict[str, Tensor]] | None = None,
     ) -> dict[str, Any]:
         """The content of ``evaluation.json`` for a network; goes on from a state.
 
-        ``of`` is the sum of the posterior that was saved.
+        ``of`` is the sum of the posterior that was saved; for ``scores`` see `evaluate`.
         """
         # What was held out has told the predictives their numbers; it is no test of them.
         splits = replace(self.splits, validation=None) if self.held_out else self.splits
@@ -183,6 +184,7 @@ class TrainingSetup:
             progress=self.run.progress,
             checkpoints=checkpoints,
             ranks=self.ranks,
+            scores=scores,
         )
 
     def _monitor(self, model: nn.Module, hyperparameters: Hyperparameters) -> Any:

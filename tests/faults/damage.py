@@ -3,6 +3,7 @@
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,7 +12,7 @@ from unittest.mock import patch
 from marglik.storage.checkpoint import Checkpoints
 from tests.faults.copies import command
 from tests.faults.families import Case, Workplace
-from tests.faults.runs import check_same, files_of, fitting, training
+from tests.faults.runs import Whole, check_same, files_of, fitting, training
 
 __all__ = ["DAMAGES", "damaged_files", "dict_difference", "stages"]
 
@@ -58,7 +59,7 @@ STAGES = {
 
 def damaged_files(place: Workplace) -> Iterator[Case]:
     """Each file of runs that were killed at some stage, and of finished ones, in turn."""
-    of_stage = stages(place)
+    of_stage = stages(place.whole)
     every = [
         (name, file, how)
         for how in DAMAGES
@@ -113,12 +114,16 @@ def dict_difference(a: dict[str, bytes], b: dict[str, bytes]) -> list[str]:
     return sorted(name for name in {*a, *b} if a.get(name) != b.get(name))
 
 
-def stages(place: Workplace) -> dict[str, tuple[Path, Callable[[Path], Any]]]:
-    """Stage -> its folder, and what is run in a copy of it, with what that should end like."""
-    whole, found = place.whole, {}
+@cache
+def stages(whole: Whole) -> dict[str, tuple[Path, Callable[[Path], Any]]]:
+    """Stage -> its folder, and what is run in a copy of it, with what that should end like.
+
+    Made once for all families: only copies of the folders are written to.
+    """
+    found, place = {}, whole.train.with_name("stages")
 
     def killed(name: str, arguments: Any, state: str, number: int) -> Path:
-        folder = place.folder / name
+        folder = place / name
         save, seen = Checkpoints.save, 0
 
         def deadly(self: Checkpoints, *given: Any) -> None:
@@ -129,7 +134,7 @@ def stages(place: Workplace) -> dict[str, tuple[Path, Callable[[Path], Any]]]:
                 signal.raise_signal(signal.SIGKILL)
 
         patched = patch.object(Checkpoints, "save", deadly)
-        ended = command(arguments(folder), place.folder / "printed", patched.start).wait()
+        ended = command(arguments(folder), place / "printed", patched.start).wait()
         assert ended.status == -signal.SIGKILL, ended
         return folder
 
@@ -144,12 +149,12 @@ def stages(place: Workplace) -> dict[str, tuple[Path, Callable[[Path], Any]]]:
 
     found["killed fit"] = killed("fit", fit, "fit", 1), lambda f: (fit(f), whole.fit)
     found["finished, resumed"] = whole.train, resumed
-    evaluated = shutil.copytree(whole.train, place.folder / "evaluated")
+    evaluated = shutil.copytree(whole.train, place / "evaluated")
 
     def evaluate(folder: Path) -> list[str]:
         return ["evaluate", str(folder), "--progress", "false"]
 
-    assert command(evaluate(evaluated), place.folder / "printed").wait().status == 0
+    assert command(evaluate(evaluated), place / "printed").wait().status == 0
     found["finished, evaluated"] = whole.train, lambda f: (evaluate(f), evaluated)
     found["finished, reported"] = whole.train, lambda f: (["report", str(f)], whole.train)
     return found

@@ -5,12 +5,13 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from tests.faults.copies import command, sleep_until
 from tests.faults.families import Case, Workplace
-from tests.faults.runs import check_same, fitting, training
+from tests.faults.runs import Whole, check_same, fitting, training
 
 __all__ = [
     "failing_writes",
@@ -85,7 +86,7 @@ def kills_at_writes(place: Workplace) -> Iterator[Case]:
     """
     whole = place.whole
     for kind, arguments in (("train", training), ("fit", lambda f: fitting(whole.checkpoint, f))):
-        total = _count_writes(place, arguments)
+        total = _count_writes(whole, kind)
         for number in range(1, total + 1):
 
             def run(folder: Path, arguments: Any = arguments, number: int = number) -> str:
@@ -109,8 +110,11 @@ def kills_at_writes(place: Workplace) -> Iterator[Case]:
             yield Case(f"{kind}, write {number} of {total}", run)
 
 
-def _count_writes(place: Workplace, arguments: Callable[[Path], list[str]]) -> int:
-    folder = place.folder / "counted"
+@cache
+def _count_writes(whole: Whole, kind: str) -> int:
+    folder = whole.train.with_name(f"counted {kind}")
+    run = folder / "run"
+    arguments = training(run) if kind == "train" else fitting(whole.checkpoint, run)
 
     def count() -> None:
         def note(_: Any) -> None:
@@ -121,7 +125,7 @@ def _count_writes(place: Workplace, arguments: Callable[[Path], list[str]]) -> i
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "number").write_text("")
-    command(arguments(folder / f"{arguments(folder)[0]}"), folder / "printed", count).wait()
+    command(arguments, folder / "printed", count).wait()
     return len((folder / "number").read_text())
 
 
@@ -164,7 +168,7 @@ ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES)
 
 def failing_writes(place: Workplace) -> Iterator[Case]:
     """Disks that are full, at their quota, broken or read-only from a write on, or at one alone."""
-    total = _count_writes(place, training)
+    total = _count_writes(place.whole, "train")
     for i in range(place.count):
         code, lasts = ERRORS[i % len(ERRORS)], bool(i // len(ERRORS) % 2)
         number = place.random.randint(1, total)

@@ -25,7 +25,7 @@ AT_RANDOM_TIMES = 10
 def read_only_folders(place: Workplace) -> Iterator[Case]:
     """Each stage of runs in a folder of each kind, new runs below one, and one that becomes so."""
     whole = place.whole
-    for stage, (folder, make) in stages(place).items():
+    for stage, (folder, make) in stages(whole).items():
         for how, made_so in KINDS.items():
 
             def run(

@@ -149,8 +149,8 @@ def test_chosen_positions_and_classes(name, memory):
 @pytest.mark.parametrize("tied", [False, True])
 def test_memory_is_kept_besides_the_result(tied):
     """Gradients of all layers, of several pairs, would be far beyond it."""
-    model = randomised(GPT(40, 8, 12, 2, 2, tied=tied))
-    x = torch.randint(40, (3, 8), generator=torch.Generator().manual_seed(0))
+    model = randomised(GPT(20, 4, 20, 2, 2, tied=tied))
+    x = torch.randint(20, (3, 4), generator=torch.Generator().manual_seed(0))
     blocks = {}
     for name, p in model.named_parameters():
         rows, columns = len(p), p[0].numel() if p.dim() > 1 else None

@@ -101,6 +101,21 @@ def test_validation(method, checkpoint, tmp_path):
         assert best <= metrics(tmp_path / "other", *predictive)[name][key] + 1e-5
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "Calibrated by "),
+        (["--data.data.validation", "0"], "has no validation set. Examples that the network was"),
+        (["--predictive.calibration", "none"], "not asked for (--predictive.calibration)"),
+    ],
+)
+def test_what_would_calibrate(options, said, checkpoint, tmp_path, capsys):
+    fit(checkpoint, tmp_path / "fit", *options)
+    printed = capsys.readouterr().out
+    assert said in printed
+    assert ("x_validation and y_validation in a TensorFile" in printed) == ("no validation" in said)
+
+
 def test_the_last_layer_alone(checkpoint, tmp_path):
     found = fit(checkpoint, tmp_path / "fit", "--prior.layers", "last")
     assert list(found["prior_precision"]) == TENSORS[2:]

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from tests.marglik.commands.command_line import DATA, MODEL, TRAIN
 from tests.small_disk import mounted
 
 fit_module = import_module("marglik.runs.fit")
-ROOT = Path(__file__).parents[3]
+HERE = "tests.marglik.commands.commands_on_ranks"
 TENSORS = ("model.safetensors", "posterior.safetensors")
 TRAINING = [*TRAIN, *DATA, *MODEL, "--checkpoint_minutes", "0"]
 
@@ -23,15 +21,6 @@ TRAINING = [*TRAIN, *DATA, *MODEL, "--checkpoint_minutes", "0"]
 def fitting(checkpoint, folder, *more):
     arguments = ["fit", *DATA, *MODEL, "--checkpoint", str(checkpoint), "--no_progress"]
     return [*arguments, "--curvature.fisher", "mc", "--output", str(folder), *more]
-
-
-def killed_at(points):
-    """How commands ended, each with the function and the call of it that it does not survive."""
-    printed = subprocess.run(
-        [sys.executable, "-m", "tests.marglik.commands.killed_elsewhere"], text=True, check=True,
-        input="\n".join(map(json.dumps, points)), cwd=ROOT, capture_output=True,
-    ).stdout  # fmt: skip
-    return json.loads(printed.splitlines()[-1])
 
 
 def names_in(folder):
@@ -59,14 +48,16 @@ FIT_POINTS = {
 
 
 @pytest.fixture(scope="module")
-def fits(trained, tmp_path_factory):
-    """Fits that were killed, and a whole one; how they ended."""
+def fits(worlds, trained, tmp_path_factory):
+    """Fits that were killed, and a whole one."""
     folder = tmp_path_factory.mktemp("fits")
     checkpoint = Path(shutil.copy(trained / "model.safetensors", folder / "net.safetensors"))
     with threads.one_thread():
         assert main(fitting(checkpoint, folder / "whole")) == 0
-    points = [(*point, fitting(checkpoint, folder / name)) for name, point in FIT_POINTS.items()]
-    assert killed_at(points) == [-9] * len(points)
+    for name, point in FIT_POINTS.items():
+        arguments = fitting(checkpoint, folder / name)
+        (ended,) = worlds.run(1, f"{HERE}:killed_at", *point, arguments)
+        assert ended.args == ("ended", -9), ended
     return folder
 
 

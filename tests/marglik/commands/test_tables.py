@@ -21,6 +21,10 @@ CALIBRATION = {
     "calibration": {"covariance_scale": 0.25, "output_temperature": 0.5},
     "nll": 0.1, "nll_uncalibrated": 0.4, "nll_scaled_map": 0.11, "nll_map": 0.2, "num_terms": 144,
 }  # fmt: skip
+DIFFERENCES = {
+    "test/cls/NLL": [-0.0123, -0.02, 0.001], "test/cls/accuracy": [0.0, -0.01, 0.01],
+    "test/cal/coverage50": [0.0, -0.01, 0.01],
+}  # fmt: skip
 
 
 @pytest.fixture(params=[80, 60, 200])
@@ -53,6 +57,7 @@ def results():
             for name, values in metrics.items()
         },
         "intervals": {f"learned, {name}": values for name, values in ends.items()},
+        "differences": {name: DIFFERENCES for name in metrics},
         "calibration": CALIBRATION,
         "output": "runs/digits",
     }
@@ -67,8 +72,11 @@ def test_train(width, capsys):
     assert "5.0e-04 -> 3.00e-02" in words and "1234567.8 / 1000000024" in words
     assert "... and 5 smaller ones" in words
     assert "Their NLL: 0.1000; MAP 0.2000" in words
+    assert "-0.0200..+0.0010" in words and "coverage50" not in words
+    assert "Learned less initial weight decay, on the same test examples" in words
     # Six predictives: in blocks that fit, or all beside each other.
-    assert printed.count("test/cls/NLL") == (1 if width == 200 else 2 if width == 80 else 3)
+    before = printed[: printed.index("Learned less")]
+    assert before.count("test/cls/NLL") == (1 if width == 200 else 2 if width == 80 else 3)
 
 
 def test_evaluate(width, capsys):
@@ -89,6 +97,7 @@ def test_fit(width, capsys):
             "weight_decay": {LONG + str(i): 1e-3 for i in range(25)},
             "at_bound": True,
             "calibration": None,
+            "no_validation": True,
             "output": CONFIG["output"],
         }
     )
@@ -156,6 +165,7 @@ def test_every_bar_says_how_long_it_still_takes(tmp_path):
     child, terminal = pty.fork()
     if child == 0:
         os.environ |= {"TQDM_MININTERVAL": "0", "NO_COLOR": "1", "PYTHONPATH": str(ROOT)}
+        os.environ["OMP_NUM_THREADS"] = "1"
         os.environ.pop("COLUMNS", None)
         command = ["-m", "marglik", "train", "--config", "digits", *options, *shift]
         os.execv(sys.executable, [sys.executable, *command])

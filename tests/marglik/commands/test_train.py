@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from marglik.storage.run_log import read_log
 from marglik.training.network import NetworkTraining
 from tests.marglik.commands.command_line import refusal
 
+ROOT = Path(__file__).parents[3]
 SMALL = [
     "train", "--config", "digits", "--model", "marglik.models.MLP", "--model.in_features", "64",
     "--model.hidden", "[16]", "--epochs", "4", "--prior.every", "2", "--prior.burn_in", "0",
@@ -29,6 +32,7 @@ FILES = {
     "config.yaml", "evaluation.json", "evidence.png", "log.jsonl", "manifest.json",
     "model.safetensors", "posterior.json", "posterior.safetensors", "report.html", "results.json",
 }  # fmt: skip
+WHICH = ("learned", "initial")
 PREDICTIVES = ["MAP", "MAP, temperature-scaled", "Laplace, probit"]
 METRICS = {
     "test/cls/NLL", "test/cls/accuracy", "test/cls/Brier", "test/cls/AURC", "test/cal/ECE",
@@ -41,6 +45,12 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "digits"
     assert main([*SMALL, "--output", str(folder), "--baseline"]) == 0
     return folder
+
+
+def without_numbers(printed):
+    """The words of each line, with one sign for each number."""
+    lines = re.sub(r"\d+(\.\d+)?(e[+-]\d+)?", "#", printed).strip().splitlines()
+    return [line.split() for line in lines]
 
 
 def results_of(folder):
@@ -70,6 +80,28 @@ def test_leaves_results_log_and_plot(run):
         assert row["learned"] == pytest.approx(best["weight_decay"][name])
     assert (run / "evidence.png").read_bytes().startswith(b"\x89PNG")
     assert "in_features: 64" in (run / "config.yaml").read_text()
+
+
+def test_the_baseline_is_compared_on_the_same_examples(run):
+    results = results_of(run)
+    assert list(results["differences"]) == PREDICTIVES
+    for name, found in results["differences"].items():
+        learned, initial = (results["metrics"][f"{which}, {name}"] for which in WHICH)
+        assert found.keys() == {"test/cls/NLL", "test/cls/accuracy", "test/cls/Brier"}
+        for key, (difference, low, high) in found.items():
+            assert difference == pytest.approx(learned[key] - initial[key], abs=1e-12)
+            assert low < difference < high or key == "test/cls/accuracy"
+            # Both have learned the same of the images: far less than independent sets would differ.
+            ends = results["intervals"][f"learned, {name}"][key]
+            assert high - low < 0.8 * (ends[1] - ends[0])
+    page = (run / "report.html").read_text()
+    assert "Learned less initial weight decay, on the same test examples" in page
+
+
+def test_without_a_baseline_there_is_nothing_to_compare(tmp_path):
+    assert main([*SMALL, "--epochs", "1", "--output", str(tmp_path / "run")]) == 0
+    assert "differences" not in results_of(tmp_path / "run")
+    assert "Learned less" not in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_leaves_the_network_and_its_posterior(run):
@@ -115,9 +147,13 @@ def test_same_seed_same_run(run, tmp_path):
     assert results_of(tmp_path / "other")["evidence"] != first["evidence"]
 
 
-def test_digits_preset_keeps_its_promise(tmp_path):
+def test_digits_preset_keeps_its_promise(tmp_path, capsys):
     """What `make train` runs: at least 95 % right, evidence up, weight decays apart."""
     assert main(["train", "--config", "digits", "--output", str(tmp_path / "run")]) == 0
+    printed = capsys.readouterr().out.partition("\nWritten to")[0]
+    shown = (ROOT / "docs/index.md").read_text().partition("It ends with\n\n```")[2]
+    # Numbers to the digit would be those of one machine and version of torch.
+    assert without_numbers(shown.partition("```")[0]) == without_numbers(printed)
     results = results_of(tmp_path / "run")
     metrics = results["metrics"]
     assert metrics["learned, MAP"]["test/cls/accuracy"] >= 0.95
@@ -132,11 +168,11 @@ def test_digits_preset_keeps_its_promise(tmp_path):
 def test_a_failing_baseline_does_not_take_the_results_along(tmp_path, monkeypatch):
     evaluate, calls = training_setup.TrainingSetup.evaluate, []
 
-    def failing(self, model, *of):
+    def failing(self, model, *of, **more):
         calls.append(model)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return evaluate(self, model, *of)
+        return evaluate(self, model, *of, **more)
 
     monkeypatch.setattr(training_setup.TrainingSetup, "evaluate", failing)
     options = ["--baseline", "--output", str(tmp_path / "run")]

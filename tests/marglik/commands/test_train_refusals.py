@@ -21,7 +21,11 @@ WRONG = {
         ["--predictive.method", "linearized"],
         "--predictive.method linearized: must be probit, bridge, mc or linearised.",
     ),
-    "no update ever": (["--prior.every", "0"], "every must be at least 1, not 0"),
+    "no update ever": (["--prior.every", "0"], "error: prior.every must be at least 1, not 0."),
+    "less than no samples": (
+        ["--predictive.samples", "-3"],
+        "error: predictive.samples must be positive, not -3.",
+    ),
     "no samples": (["--curvature.mc_samples", "0"], "curvature.mc_samples must be at least 1"),
     "nothing left": (["--curvature.rank_tolerance", "1"], "must be in [0, 1), not 1.0"),
     "a tolerance for samples": (

@@ -24,7 +24,8 @@ from marglik.training.network import NetworkTraining
 from tests.marglik import threads
 from tests.marglik.commands.command_line import DATA, MODEL, TRAIN, refusal
 
-ROOT = Path(__file__).parents[3]
+ELSEWHERE = "tests.marglik.commands.commands_on_ranks:command"
+"""A command in a process of its own, which is a copy of one that has never trained."""
 OPTIONS = [
     *TRAIN, *DATA, *MODEL, "--monitor", "2", "--curvature.fisher", "mc", "--baseline",
     "--predictive.method", "mc", "--checkpoint_minutes", "0",
@@ -79,7 +80,7 @@ INTERRUPTS = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(worlds, tmp_path_factory):
     """A run that was not interrupted; those that were, by where; the last are copied first."""
     folder = tmp_path_factory.mktemp("runs")
     with threads.one_thread():
@@ -87,12 +88,9 @@ def runs(tmp_path_factory):
         for i, (name, (where, stop)) in enumerate(INTERRUPTS.items()):
             interrupted(folder / str(i), where, stop)
             shutil.copytree(folder / str(i), folder / f"cut off after {name}")
-    lines = [json.dumps(command(folder / str(i), "--resume")) for i in range(len(INTERRUPTS))]
-    printed = subprocess.run(
-        [sys.executable, "-m", "tests.marglik.commands.train_elsewhere", "1"],
-        input="\n".join(lines), check=True, cwd=ROOT, capture_output=True, text=True,
-    ).stdout  # fmt: skip
-    assert json.loads(printed.splitlines()[-1]) == [0] * len(INTERRUPTS)
+    for i in range(len(INTERRUPTS)):
+        ((status, *said),) = worlds.all(1, ELSEWHERE, *command(folder / str(i), "--resume"))
+        assert status == 0, said
     return folder
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from scipy import special
+from scipy import special, stats
 from torch import nn
 
 from marglik import KronLaplace
@@ -28,7 +28,7 @@ from marglik.data import (
     out_of_distribution_images,
 )
 from marglik.prediction.evaluation import example_scores
-from marglik.prediction.evaluation_record import EvaluationConfig, evaluate
+from marglik.prediction.evaluation_record import EvaluationConfig, compared, evaluate
 from marglik.prediction.intervals import differences, intervals
 from marglik.prediction.links import Prediction
 from marglik.prediction.metrics import classification_metrics, out_of_distribution_metrics
@@ -174,6 +174,35 @@ def test_intervals_are_of_the_test_set(record, digits, predictives):
     assert against["differences"] == {
         f"test/{key}": pytest.approx(value, rel=1e-3, abs=1e-6) for key, value in expected.items()
     }
+
+
+def test_scores_of_two_networks_are_compared_by_example(digits, predictives):
+    """As from one forward pass over the whole test set, of one network after the other."""
+    networks = {0.0: predictives["MAP"], 1.0: lambda x: shifted(predictives["MAP"](x))}
+    found, expected = {}, {}
+    for shift, predict in networks.items():
+        scores = {}
+        evaluate({"MAP": predict}, digits, "classification", batch_size=13, scores=scores)
+        found[shift] = scores["MAP"]
+        p = predict(normalised(digits.test.images, digits)).mean.double()
+        right = p[torch.arange(len(p)), digits.test.labels]
+        expected[shift] = -right.log()
+        assert torch.allclose(found[shift]["cls/NLL"], expected[shift], rtol=1e-4)
+    difference, low, high = compared(found[1.0], found[0.0])["test/cls/NLL"]
+    d = expected[1.0] - expected[0.0]
+    half = stats.t.ppf(0.975, len(d) - 1) * d.std().item() / len(d) ** 0.5
+    ends = (d.mean().item(), d.mean().item() - half, d.mean().item() + half)
+    assert (difference, low, high) == pytest.approx(ends, rel=1e-3, abs=1e-6)
+    # Negative control: the same values, not of the same examples.
+    mixed = {name: values.roll(1) for name, values in found[0.0].items()}
+    _, low_mixed, high_mixed = compared(found[1.0], mixed)["test/cls/NLL"]
+    assert high_mixed - low_mixed > 1.1 * (high - low)
+
+
+def shifted(prediction):
+    """Another network's: a little less sure of everything."""
+    mean = 0.9 * prediction.mean + 0.1 / prediction.mean.shape[-1]
+    return Prediction(mean, prediction.aleatoric, prediction.epistemic)
 
 
 def test_sequences_of_several_lengths_have_no_intervals():

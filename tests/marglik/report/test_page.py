@@ -159,6 +159,7 @@ def test_summary_and_facts_are_there(page):
         "40 (kept: 40)",
         "94.32–98.14",  # an interval
         "Differences from MAP, on the same test examples",
+        "Learned less initial weight decay, on the same test examples",
         "−0.0400 to 0.0010",
         "+0.28",
         "95 % intervals for the chance by which these test examples were drawn",
@@ -193,7 +194,8 @@ def test_evaluations_of_before_have_a_page(tmp_path):
                 entry.pop(name, None)
 
     changed(folder / "evaluation.json", age)
-    changed(folder / "results.json", lambda r: [r.pop(n) for n in ("intervals", "seconds_beside")])
+    newer = ("intervals", "differences", "seconds_beside")
+    changed(folder / "results.json", lambda r: [r.pop(name) for name in newer])
     page = page_of(folder)
     assert "has no errors by class." in page.text
     assert "intervals for the chance" not in page.text and "Confusion" not in page.text
