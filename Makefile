@@ -29,7 +29,7 @@ format: $(INSTALLED)  ## what lint would ask for
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(INSTALLED)  ## the documentation in site/, with the examples run: a quarter of an hour, minutes if they ran before
+docs: $(INSTALLED)  ## the documentation in site/, with the examples run: four minutes, less if they ran before
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[docs,adapters,transformers,models]'
 	$(BIN)/mkdocs build
 
