@@ -12,6 +12,7 @@ written when it is done:
 - growth: how the time of a batch grows with its size, and with the network's width, the images'
   size and the number of classes.
 - evidence: eigenvalues and 100 steps on 50 precisions, ours against laplace-torch's.
+- factor_1024 to factor_8192: one factor of a transformer's width; the largest takes some minutes.
 
 Run it with ``make bench`` (half an hour on two cores), or a part by its name; ``--resume`` goes on
 after an interruption and keeps the parts that are there.
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 
 from experiments import bench_curvature_report as report
-from experiments.bench_evidence import evidence_work
+from experiments.bench_evidence import evidence_work, factor_work
 from experiments.contenders import (
     PEERS,
     Work,
@@ -58,6 +59,7 @@ class Config:
     width: int = 4
     image_size: int = 32
     num_classes: int = 10
+    factor_size: int = 4096
     repetitions: int = 7
     seed: int = 0
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
@@ -151,18 +153,26 @@ def run_evidence(config: Config) -> dict[str, Any]:
     return _measured(config, work)
 
 
+def run_factor(config: Config) -> dict[str, Any]:
+    """Seconds of what is done with one factor."""
+    return _measured(config, factor_work(config.factor_size, torch.device(config.device)))
+
+
 PARTS: dict[str, tuple[Callable[[Config], dict[str, Any]], dict[str, int]]] = {
     "batch_32": (run_batch, {}),
     "batch_128": (run_batch, {"batch_size": 128, "repetitions": 3}),
     "growth": (run_growth, {"repetitions": 2}),
     "evidence": (run_evidence, {}),
+    "factor_1024": (run_factor, {"factor_size": 1024}),
+    "factor_4096": (run_factor, {"factor_size": 4096, "repetitions": 3}),
+    "factor_8192": (run_factor, {"factor_size": 8192, "repetitions": 1}),
 }
 """Name of a part -> how to run it, and what differs from the configuration."""
 
 
 def _measured(config: Config, work: dict[str, Work]) -> dict[str, Any]:
     device = torch.device(config.device)
-    measured = interleaved(work, config.repetitions, device)
+    measured = interleaved(work, config.repetitions, device, warm_up=config.repetitions > 1)
     median = medians(measured)
     limits = {
         fisher: min(s for n, s in median.items() if n.startswith("limit") and n.endswith(fisher))

@@ -69,6 +69,8 @@ def write(folder: Path) -> str:
             text += [_memory(parts[name]), ""]
     if "evidence" in parts:
         text += [_evidence(parts["evidence"]), ""]
+    if factors := [part for name, part in parts.items() if name.startswith("factor_")]:
+        text += [_factors(sorted(factors, key=lambda part: part["config"]["factor_size"])), ""]
     if "growth" in parts:
         figure = plot_growth(parts["growth"]["growth"])
         figure.savefig(folder / "growth.png", dpi=120)
@@ -108,4 +110,16 @@ def _evidence(part: dict[str, Any]) -> str:
     seconds = part["median_seconds"]
     lines = ["| eigenvalues and 100 steps | seconds |", "|---|---|"]
     lines += [f"| {name} | {value:.2f} |" for name, value in seconds.items()]
+    return "\n".join(lines)
+
+
+def _factors(parts: list[dict[str, Any]]) -> str:
+    sizes = [part["config"]["factor_size"] for part in parts]
+    lines = [
+        f"| seconds for one factor of | {' | '.join(f'{size:,}' for size in sizes)} |",
+        "|---" * (1 + len(sizes)) + "|",
+    ]
+    for name in parts[0]["median_seconds"]:
+        cells = [f"{part['median_seconds'][name]:.2f}" for part in parts]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)

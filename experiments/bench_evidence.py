@@ -1,5 +1,10 @@
-"""One evidence update, ours and laplace-torch's: eigendecompositions, then 100 steps of Adam."""
+"""What an evidence update takes, ours and others': eigenvalues, then 100 steps of Adam.
 
+And what a transformer's widest factors take by themselves: eigenvalues for the evidence,
+eigenvectors for the predictive, an inverse for K-FAC.
+"""
+
+import scipy.linalg
 import torch
 from laplace import KronLaplace as LaplaceTorchKronLaplace
 from laplace.curvature import CurvlinopsGGN
@@ -8,12 +13,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from experiments.contenders import Work
+from kfac_backend.blocks.eigen import eigenvalues, eigh
 from kfac_backend.options import KfacApprox
 from marglik.posterior.hyperparameters import Hyperparameters
 from marglik.posterior.laplace_torch import KronLaplace
 from marglik.posterior.prior import PriorGroups
 
-__all__ = ["STEPS", "evidence_work"]
+__all__ = ["STEPS", "evidence_work", "factor_work"]
 
 STEPS = 100
 
@@ -52,3 +58,32 @@ def evidence_work(model: nn.Module, kfac_approx: KfacApprox) -> tuple[Work, Work
             optimizer.step()
 
     return ours, theirs
+
+
+def factor_work(size: int, device: torch.device) -> dict[str, Work]:
+    """What is done with one factor (size, size) of float32, ours and by others' means.
+
+    "evidence" is what the evidence needs, "predictive" what a predictive needs, "inverse" what a
+    K-FAC step needs. laplace-torch takes eigenvectors in float32 for all of them; SciPy's drivers
+    are LAPACK's, with its own BLAS.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(2 * size, size, generator=generator) * torch.logspace(0, -3, size)
+    factor = (rows.mT @ rows / len(rows)).to(device)
+    damped = factor + 1e-3 * torch.eye(size, device=device)
+    work: dict[str, Work] = {
+        "ours, evidence (eigenvalues, float64)": lambda: eigenvalues(factor, "factor"),
+        "ours, predictive (eigenvectors, float32)": lambda: eigh(factor, "factor"),
+        "ours, inverse (Cholesky)": lambda: torch.cholesky_inverse(torch.linalg.cholesky(damped)),
+        "laplace-torch, evidence and predictive (eigenvectors, float32)": lambda: torch.linalg.eigh(
+            factor
+        ),
+        "torch, inverse (LU)": lambda: torch.linalg.inv(damped),
+    }
+    if device.type == "cpu":
+        matrix = factor.double().numpy()
+        for driver in ("ev", "evr"):
+            work[f"SciPy, evidence (eigenvalues, float64, {driver})"] = lambda driver=driver: (
+                scipy.linalg.eigvalsh(matrix, driver=driver)
+            )
+    return work
