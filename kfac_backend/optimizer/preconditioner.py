@@ -67,6 +67,10 @@ class KfacPreconditioner:
     own gradients and costs no backward pass; it is no approximation of the Hessian, and it takes an
     example's loss terms together.
 
+    Checkpoints (`torch.utils.checkpoint`, not reentrant, in train mode alone) change no number, and
+    neither does `torch.compile` of the model that is given here, or of its parts: where factors are
+    new it runs as Python.
+
     With a `torch.amp.GradScaler` the gradients may stay scaled, unless ``norm_control`` is
     "kl_clip" or "gradient_clip": then call ``scaler.unscale_(optimizer)`` before. Factors of
     fisher="empirical" would be of the scaled loss; take "mc" with a scaler. In all cases
