@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from kfac_backend.assembly import assemble_blocks
 from kfac_backend.blocks.block import KroneckerBlock
+from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.distributed import ProcessGroupOption
 from kfac_backend.factors import CurvaturePass
 from kfac_backend.layers import Use
@@ -100,6 +101,8 @@ class TrainingPass(CurvaturePass):
         self._probe = next(model.parameters(), None)
         self.is_due = True
         """Whether forward passes are to be seen."""
+        self.seen = 0, 0, 0
+        """Examples, loss terms and outputs of the last `mean_blocks`, of all ranks."""
         super().__init__(
             model, likelihood, options, generator=generator, process_group=process_group
         )
@@ -150,6 +153,7 @@ class TrainingPass(CurvaturePass):
         if not sums.num_data:
             raise RuntimeError("No rank has seen a backward pass since the last step.")
         number = max(sums.num_loss_terms if self._mean_over == "terms" else sums.num_data, 1)
+        self.seen = sums.num_data, sums.num_loss_terms, sums.num_outputs
         # The training's own gradients are those of a mean already: T · Σ (b/T)(b/T)ᵀ. Ranks' losses
         # are averaged: theirs are gradients of that mean times the number of ranks.
         scale = 1.0 / number
@@ -161,6 +165,30 @@ class TrainingPass(CurvaturePass):
         self.reset()
         # Not in place, since a weight and its bias may have one B.
         return {name: replace(blocks[name], B=blocks[name].B * scale) for name in names}
+
+    def of_data(
+        self, blocks: Mapping[str, KroneckerBlock], num_data: int, loss: float
+    ) -> KroneckerFactors:
+        """Blocks of the mean loss as factors of N examples, each with as many terms as the last.
+
+        Args:
+            blocks: as of `mean_blocks`.
+            num_data: N.
+            loss: Σ ℓ (nats) over them.
+        """
+        examples, terms, outputs = self.seen
+        num_loss_terms = num_data * terms / examples
+        number = num_loss_terms if self._mean_over == "terms" else num_data
+        return KroneckerFactors(
+            # Without a number of terms, so that nobody adds up what are no sums.
+            {n: KroneckerBlock(n, number * block.B, block.A) for n, block in blocks.items()},
+            num_data=num_data,
+            num_outputs=outputs,
+            num_loss_terms=num_loss_terms,
+            loss=loss,
+            likelihood=self._likelihood,
+            options=self._options.but(kfac_approx=self._kfac_approx),
+        )
 
     def _assign(self) -> RuleAssignment:
         """The layers with rules; parameters without one have no block."""

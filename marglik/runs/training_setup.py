@@ -101,6 +101,7 @@ class TrainingSetup:
             model,
             self.optimizer,
             run.epochs * len(batches),
+            self.likelihood,
             curvature=curvature,
             seed=run.seed,
         )
@@ -129,6 +130,7 @@ class TrainingSetup:
             fabric=self.fabric,
             compile_mode=run.compile,
             prior_is_damping=self.optimizer.kfac.prior_is_damping,
+            curvature_from=prior.curvature_from,
             targets=self.splits.targets,
             monitor=self._monitor(model, hyperparameters) if run.monitor else None,
             on_record=log.write if log else None,
