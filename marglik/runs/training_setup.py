@@ -56,7 +56,15 @@ class TrainingSetup:
     likelihood: Likelihood = "classification"
 
     def check(self) -> None:
-        """Raise a ValueError unless each rank has a part of each full batch."""
+        """Raise a ValueError unless each rank has a part of each full batch.
+
+        And if the updates want factors of an optimiser that has none.
+        """
+        if self.prior.curvature_from == "optimizer" and self.optimizer.name != "kfac":
+            raise ValueError(
+                "prior.curvature_from=optimizer takes K-FAC's factors, and optimizer.name is "
+                f"{self.optimizer.name}; pass --optimizer.name kfac, or prior.curvature_from pass."
+            )
         number, size = self.ranks.size, self.run.batch_size
         examples = len(tensors_in(self.splits.train)[-1])
         if min(size, examples) < number:
