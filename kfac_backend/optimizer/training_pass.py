@@ -107,7 +107,7 @@ class TrainingPass(CurvaturePass):
             model, likelihood, options, generator=generator, process_group=process_group
         )
         # torch.compile would swallow an error of the hook itself, which it runs for a trial.
-        self._refuse_compiled = torch.compiler.disable(_refuse_compiled)
+        self._refuse_compiled: Any = torch.compiler.disable(_refuse_compiled)
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(_ModelHook(self._begin), with_kwargs=True),
             # Also called after an error in the forward pass, lest hooks remain.
