@@ -84,7 +84,7 @@ def _row(config: Config, curvature_from: CurvatureFrom, every: int) -> dict[str,
     curvature = CurvatureOptions(kfac_approx="reduce")
     options = PreconditionerOptions(
         damping=0.1, damping_on="product", factor_every=every, update_every=every, ema_decay=0.9,
-        norm_control="peak_kl_clip", norm_limit=1e-2,
+        norm_control="kl_clip", norm_limit=1e-3,
     )  # fmt: skip
     optimizer = KFAC(
         model, "classification", 0.1, options=options, curvature=curvature.but(fisher="mc"),

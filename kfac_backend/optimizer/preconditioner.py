@@ -217,8 +217,8 @@ class KfacPreconditioner:
         """Replace the gradients; once per step of the optimiser, before it.
 
         Args:
-            lr: the optimiser's highest learning rate, the same in all steps, which norm_control=
-                "peak_kl_clip" needs; of "kl_clip" the present one.
+            lr: the optimiser's learning rate, which norm_control="kl_clip" needs; for
+                "peak_kl_clip" the highest of its schedule, the same in all steps.
 
         Raises:
             RuntimeError: new factors are due, and no backward pass was seen.

@@ -7,6 +7,7 @@ import pytest
 
 from experiments import optimizer_defaults as study
 from experiments.optimizer_runs import Schedule
+from experiments.options import SHIPPED
 
 
 def test_the_table_is_of_means_over_seeds_and_names_what_diverges(tmp_path):
@@ -39,3 +40,11 @@ def test_the_options_that_matter_are_named():
         if method.kfac_approx is not None:
             named = {"norm_control", "norm_limit", "ema_decay", "factor_every", "update_every"}
             assert set(dataclasses.asdict(method)["options"]) == named
+
+
+def test_what_is_quoted_is_what_the_results_say():
+    folder = SHIPPED / "optimizer_defaults"
+    assert (folder / "table.md").read_text() == study.table(folder)
+    page = (SHIPPED.parent / "README.md").read_text()
+    for row in study.summary(folder):
+        assert row in page, row

@@ -237,9 +237,8 @@ def test_kl_clip_needs_and_takes_the_learning_rate(clip):
 
 
 def test_limits_that_are_not_given():
-    assert PreconditionerOptions().norm_control == "peak_kl_clip"
-    assert PreconditionerOptions().limit == 0.01
-    assert PreconditionerOptions(norm_control="kl_clip").limit == 0.001
+    assert PreconditionerOptions().limit == 0.001
+    assert PreconditionerOptions(norm_control="peak_kl_clip").limit == 0.01
     assert PreconditionerOptions(norm_limit=0.5).limit == 0.5
 
 
