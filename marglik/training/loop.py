@@ -198,6 +198,7 @@ class OnlineTraining:
 
         Raises:
             FloatingPointError: the loss or the evidence is not finite.
+            TypeError: curvature_from="optimizer" with another Laplace approximation than marglik's.
             ValueError: a state of another run; checkpoints of a loader with persistent workers; a
                 curvature that would be of other targets than the network's steps.
         """
@@ -351,8 +352,14 @@ class OnlineTraining:
         return self.make_laplace(delta, hyper.sigma_noise)
 
     def _check_targets(self) -> None:
-        options = getattr(self._make_laplace(), "options", None)
+        laplace = self._make_laplace()
+        options = getattr(laplace, "options", None)
         if options is None:  # laplace-torch's classes have no options for targets
+            if self._preconditioner is not None:
+                raise TypeError(
+                    f"curvature_from='optimizer' needs marglik.Posterior, not "
+                    f"{type(laplace).__name__}; use that, or pass curvature_from='pass'."
+                )
             return
         for name in (option.name for option in fields(TargetOptions)):
             ours, theirs = (getattr(o, name) for o in (self._targets, options))

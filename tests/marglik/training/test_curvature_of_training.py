@@ -115,5 +115,9 @@ def test_what_has_no_factors_is_a_named_error():
         OnlineTraining(run.model, sgd, *arguments, Schedule(), curvature_from="optimizer")
     with pytest.raises(ValueError, match="of all trainable parameters, and '0.bias' has none"):
         training(0.1, "optimizer", exclude=["0.bias"])
+    run = training(0.1, "optimizer")
+    run.make_laplace = lambda delta, sigma: object()
+    with pytest.raises(TypeError, match="needs marglik.Posterior, not object"):
+        run.run()
     with pytest.raises(ValueError, match="'pass', 'optimizer'"):
         training(0.1, "factors")
