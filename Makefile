@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: train test test-slow test-lowest lint format bench bench-quick exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study uci update-step-timing gpt-timing natural-gradient models graph-network-training vision-transformer-training optimizer-comparison ranks-timing simulate-ranks lora lora-memory faults docs
+.PHONY: train test test-slow test-lowest lint format bench bench-quick exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study uci update-step-timing gpt-timing natural-gradient models graph-network-training vision-transformer-training optimizer-comparison optimizer-defaults evidence-from-training ranks-timing simulate-ranks lora lora-memory faults docs
 
 train: $(INSTALLED)  ## train on the built-in digits, learn the weight decays, write runs/digits
 	$(BIN)/marglik train --config digits
@@ -104,6 +104,12 @@ vision-transformer-training: $(INSTALLED)  ## the paper's figure 4 on CIFAR-10 (
 optimizer-comparison: $(INSTALLED)  ## SGD, AdamW, SOAP and K-FAC with the same tuning; again to go on
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
 	$(BIN)/python -m experiments.optimizer_comparison
+
+optimizer-defaults: $(INSTALLED)  ## K-FAC's defaults beside tuned SGD and AdamW: five small problems, a quarter of an hour; again to go on
+	$(BIN)/python -m experiments.optimizer_defaults
+
+evidence-from-training: $(INSTALLED)  ## weight decays by curvature passes or from K-FAC's factors of the training: digits, five minutes; again to go on
+	$(BIN)/python -m experiments.evidence_from_training
 
 test-lowest:  ## the test suite with the oldest dependencies that pyproject.toml allows
 	$(PYTHON) -m venv .venv-lowest

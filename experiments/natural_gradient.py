@@ -30,15 +30,16 @@ from marglik.training.optimizers import KfacConfig, OptimizerConfig
 
 __all__ = ["OPTIMIZERS", "Config", "run", "table"]
 
+KL_CLIP: Mapping[str, Any] = {"norm_control": "kl_clip", "norm_limit": 1e-3, "ema_decay": 0.0}
 OPTIMIZERS: Mapping[str, tuple[OptimizerConfig, tuple[float, ...]]] = {
     "SGD": (OptimizerConfig(), (0.03, 0.1, 0.3)),
     "AdamW": (OptimizerConfig(name="adamw"), (1e-3, 3e-3, 1e-2)),
     "K-FAC": (
-        OptimizerConfig(name="kfac", kfac=KfacConfig(ema_decay=0.0, prior_is_damping=False)),
+        OptimizerConfig(name="kfac", kfac=KfacConfig(prior_is_damping=False, **KL_CLIP)),
         (0.03, 0.1, 0.3),
     ),
     "K-FAC, prior as damping": (
-        OptimizerConfig(name="kfac", kfac=KfacConfig(ema_decay=0.0)),
+        OptimizerConfig(name="kfac", kfac=KfacConfig(**KL_CLIP)),
         (0.03, 0.1, 0.3),
     ),
 }

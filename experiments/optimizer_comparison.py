@@ -63,7 +63,7 @@ PROBLEMS = {
         scalar_lr_factor=0.1,
     ),
 }  # fmt: skip
-CLIPPED = {"norm_control": "kl_clip", "ema_decay": 0.0}
+CLIPPED = {"norm_control": "kl_clip", "norm_limit": 1e-3, "ema_decay": 0.0}
 PLAIN = {"norm_control": "none", "ema_decay": 0.0}
 AVERAGED = {**CLIPPED, "ema_decay": 0.9}
 METHODS = {

@@ -62,6 +62,8 @@ class Problem:
     """What targets are of: "loss", "accuracy" or "average precision" of the validation data."""
     scalar_lr_factor: float = 1.0
     """Times the learning rate for parameters with a single entry."""
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None
+    """The mean of −log p(y|f); None takes torch's, whose mean is over all labels that count."""
 
 
 @dataclass(frozen=True)
@@ -228,8 +230,9 @@ class _Training:
     ) -> None:
         torch.manual_seed(seed)
         self.model = problem.make_model(splits)
-        self.loss = _loss(problem.likelihood)
+        self.loss = problem.loss or _loss(problem.likelihood)
         self.method = method
+        self.peak_lr = candidate.lr
         self.optimizer = _optimizer(
             method, _groups(self.model, candidate.lr, problem.scalar_lr_factor), candidate.lr
         )
@@ -260,7 +263,9 @@ class _Training:
         if self.method.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.method.clip)
         if self.preconditioner is not None:
-            self.preconditioner.step(lr=self.optimizer.param_groups[0]["lr"])
+            at_peak = self.preconditioner.options.norm_control == "peak_kl_clip"
+            now = self.optimizer.param_groups[0]["lr"]
+            self.preconditioner.step(lr=self.peak_lr if at_peak else now)
         self.optimizer.step()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # SOAP's first step has no update
@@ -310,7 +315,7 @@ def _measure(
     problem: Problem, splits: Splits, model: nn.Module, split: SplitName
 ) -> dict[str, float]:
     """Mean loss (nats), and accuracy or average precision."""
-    loss, pairs = _loss(problem.likelihood), []
+    loss, pairs = problem.loss or _loss(problem.likelihood), []
     with torch.no_grad(), eval_mode(model):
         for x, y in split_batches(splits, split, 256):
             pairs.append((model(x), y))
@@ -319,7 +324,7 @@ def _measure(
     if problem.likelihood == "classification":
         counted = y >= 0
         found["accuracy"] = (f.argmax(-1) == y)[counted].float().mean().item()
-    elif torch.isfinite(f).all():
+    elif problem.metric == "average precision" and torch.isfinite(f).all():
         found["average precision"] = _average_precision(f, y)
     return found
 

@@ -4,9 +4,10 @@ Whatever happens meanwhile, errors and interrupts, the model is afterwards what 
 """
 
 import inspect
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import call
 from typing import Any
@@ -31,6 +32,7 @@ __all__ = [
     "plain_attention",
     "takes_labels",
     "restoration",
+    "uncompiled",
 ]
 
 
@@ -134,7 +136,7 @@ def _called(
             if p.dim() == 4 and name not in parameters:
                 values[name] = p.contiguous(memory_format=torch.channels_last)
     state = _tied(model, values) | _changing_buffers(model)
-    with turn_of(model), _no_fused_path.held():
+    with turn_of(model), _no_fused_path.held(), uncompiled():
         # functional_call leaves its tensors in place of the parameters if it is interrupted as it
         # exchanges them.
         exchanged = [m._parameters for m in model.modules()]
@@ -272,6 +274,23 @@ _no_fused_path = SharedSetting(
     torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False
 )
 """PyTorch's fused inference path would run a transformer's layers unseen."""
+
+
+def uncompiled() -> AbstractContextManager[None]:
+    """What `torch.compile` was asked to compile runs as Python for a while, where hooks see all.
+
+    Else torch would compile it anew for each pass's hooks, up to a limit, and then warn.
+    """
+    # Without this module, whose import takes seconds, nothing can have been compiled.
+    return _eager.held() if "torch._dynamo" in sys.modules else nullcontext()
+
+
+_eager: SharedSetting[Any] = SharedSetting(
+    # It takes effect when it is made, and knows what was there before.
+    lambda: torch.compiler.set_stance("force_eager"),
+    lambda stance: stance and stance.__exit__(None, None, None),
+    None,
+)
 
 
 def _attentions() -> tuple[bool, ...]:

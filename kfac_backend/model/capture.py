@@ -364,8 +364,9 @@ class Capture:
         if self._runs_backward:
             raise NotImplementedError(
                 f"Layer {tracked} runs again in the backward pass (torch.utils.checkpoint), "
-                "where it would be counted twice. Switch checkpointing off, or freeze it "
-                "(requires_grad_(False))."
+                "where it would be counted twice. Checkpoint in train mode alone (if "
+                "self.training), with the curvature in eval mode; switch checkpointing off; or "
+                "freeze it (requires_grad_(False))."
             )
         check_before(tracked, a)
 
@@ -542,8 +543,8 @@ def check_before(tracked: TrackedLayer, a: Tensor) -> None:
     if not torch.is_grad_enabled():
         raise NotImplementedError(
             f"Layer {tracked} runs without gradients (under torch.no_grad, or in a "
-            "reentrant checkpoint). Freeze it (requires_grad_(False)), or let gradients "
-            "through."
+            "reentrant checkpoint). Let gradients through (checkpoint with use_reentrant=False, "
+            "in train mode alone), or freeze it (requires_grad_(False))."
         )
 
 

@@ -118,9 +118,20 @@ class KFAC(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.preconditioner.step(lr=max(float(group["lr"]) for group in self.param_groups))
+        self.preconditioner.step(lr=self._rate())
         self.base.step()
         return loss
+
+    def _rate(self) -> float:
+        """The learning rate of which the KL clip is: of the present, or the schedule's highest."""
+        names = ["lr"]
+        if self.preconditioner.options.norm_control == "peak_kl_clip":
+            names += ["initial_lr", "max_lr"]  # as torch's schedulers write them
+        known = [
+            float(group[name]) for group in self.param_groups for name in names if name in group
+        ]
+        # Who sets the rate by hand has given its highest value to the constructor.
+        return max(known + [float(self.base.defaults["lr"])] * (len(names) > 1))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As of torch's optimisers."""

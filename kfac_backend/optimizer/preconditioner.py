@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.blocks.block import KroneckerBlock
+from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.distributed import ProcessGroupOption, Ranks
 from kfac_backend.model.rule_assignment import check_module
 from kfac_backend.optimizer.damped_inverse import (
@@ -40,6 +41,7 @@ from kfac_backend.threads import map_on_cores
 __all__ = ["KfacPreconditioner"]
 
 FORMAT_VERSION = 1
+KL_CLIPS = ("kl_clip", "peak_kl_clip")
 
 
 class KfacPreconditioner:
@@ -67,10 +69,14 @@ class KfacPreconditioner:
     own gradients and costs no backward pass; it is no approximation of the Hessian, and it takes an
     example's loss terms together.
 
-    With a `torch.amp.GradScaler` the gradients may stay scaled, unless ``norm_control`` is
-    "kl_clip" or "gradient_clip": then call ``scaler.unscale_(optimizer)`` before. Factors of
-    fisher="empirical" would be of the scaled loss; take "mc" with a scaler. In all cases
-    pass error_if_nonfinite=False, as the scaler skips such steps itself.
+    Checkpoints (`torch.utils.checkpoint`, not reentrant, in train mode alone) change no number, and
+    neither does `torch.compile` of the model that is given here, or of its parts: where factors are
+    new it runs as Python.
+
+    With a `torch.amp.GradScaler` the gradients may stay scaled, unless ``norm_control`` clips: then
+    call ``scaler.unscale_(optimizer)`` before. Factors of fisher="empirical" would be of the scaled
+    loss; take "mc" with a scaler. In all cases pass error_if_nonfinite=False, as the scaler skips
+    such steps itself.
 
     Source: Eschenhagen et al. 2023 (arXiv:2311.00636), section 4 and the appendix on optimisation;
     Martens & Grosse 2015 (arXiv:1503.05671).
@@ -190,11 +196,29 @@ class KfacPreconditioner:
         """Parameter name -> block of the mean loss, in its moving average; empty at first."""
         return self._blocks
 
+    def factors(self, num_data: int, loss: float) -> KroneckerFactors:
+        """The moving averages as the curvature of a data set: A, and N times the mean B.
+
+        They are those of `kronecker_factors` where the parameters have stood still, and batches
+        were alike; else of parameters that the training has passed through, in train mode.
+
+        Args:
+            num_data: N, the examples of the data set.
+            loss: Σ ℓ (nats) over it, for the evidence.
+
+        Raises:
+            RuntimeError: before the first step.
+        """
+        if not self._blocks:
+            raise RuntimeError("There are no factors before the first step.")
+        return self._pass.of_data(self._blocks, num_data, loss)
+
     def step(self, lr: float | None = None) -> None:
         """Replace the gradients; once per step of the optimiser, before it.
 
         Args:
-            lr: the optimiser's learning rate, which norm_control="kl_clip" needs.
+            lr: the optimiser's learning rate, which norm_control="kl_clip" needs; for
+                "peak_kl_clip" the highest of its schedule, the same in all steps.
 
         Raises:
             RuntimeError: new factors are due, and no backward pass was seen.
@@ -202,11 +226,11 @@ class KfacPreconditioner:
             ValueError: no learning rate, though it is needed.
         """
         options = self.options
-        if options.norm_control == "kl_clip" and lr is None:
-            raise ValueError(
-                "norm_control='kl_clip' needs the learning rate: step(lr=...), for example "
-                "optimizer.param_groups[0]['lr']."
-            )
+        if options.norm_control in KL_CLIPS and lr is None:
+            which = "the learning rate: step(lr=...), for example optimizer.param_groups[0]['lr']"
+            if options.norm_control == "peak_kl_clip":
+                which = "the highest learning rate of the schedule: step(lr=...)"
+            raise ValueError(f"norm_control={options.norm_control!r} needs {which}.")
         if self._pass.is_due:
             self._average(self._pass.mean_blocks())
         if self._every(options.update_every, "update_every"):
@@ -242,6 +266,7 @@ class KfacPreconditioner:
             "step": self._step,
             "weight": self._weight,
             "damping": self._damping,
+            "seen": self._pass.seen,
             "generator": self._generator.get_state(),
             "blocks": {
                 name: {"B": block.B} if block.A is None else {"B": block.B, "A": block.A}
@@ -277,6 +302,7 @@ class KfacPreconditioner:
         inverse_type = EigenInverse if by_eigenvectors else inverse_type
         device = self._generator.device
         self._step, self._weight = int(state["step"]), float(state["weight"])
+        self._pass.seen = tuple(state.get("seen", self._pass.seen))  # not in older states
         damping = state["damping"]
         self._damping = dict(damping) if isinstance(damping, Mapping) else float(damping)
         self._generator.set_state(state["generator"].cpu())
@@ -379,18 +405,19 @@ class KfacPreconditioner:
         with_gradient = {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
         if self.error_if_nonfinite:
             _check_finite(with_gradient)
-        control, limit = self.options.norm_control, self.options.norm_limit
+        control, limit = self.options.norm_control, self.options.limit
+        clips = control in KL_CLIPS
         before, after = [], []
         for name, p in self._preconditioned(with_gradient):
             g = with_gradient[name]
-            if control == "kl_clip":
+            if clips:
                 before.append((p * g).sum(dtype=torch.float32))
             elif control == "graft":
                 norm = torch.linalg.vector_norm(p)
                 p *= torch.linalg.vector_norm(g) / norm.clamp(min=torch.finfo(p.dtype).tiny)
             g.copy_(p)
             after.append(g)
-        if control == "kl_clip" and before and lr is not None:
+        if clips and before and lr is not None:
             torch._foreach_mul_(after, kl_clip_factor(torch.stack(before), lr, limit))
         elif control == "gradient_clip" and with_gradient:
             every = list(with_gradient.values())

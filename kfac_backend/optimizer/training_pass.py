@@ -19,10 +19,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 from torch.utils.hooks import RemovableHandle
 
 from kfac_backend.assembly import assemble_blocks
 from kfac_backend.blocks.block import KroneckerBlock
+from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.distributed import ProcessGroupOption
 from kfac_backend.factors import CurvaturePass
 from kfac_backend.layers import Use
@@ -34,6 +36,7 @@ from kfac_backend.model.calls import (
     logits_of,
     num_examples,
     restoration,
+    uncompiled,
 )
 from kfac_backend.model.capture import Capture
 from kfac_backend.model.rule_assignment import (
@@ -98,9 +101,13 @@ class TrainingPass(CurvaturePass):
         self._probe = next(model.parameters(), None)
         self.is_due = True
         """Whether forward passes are to be seen."""
+        self.seen = 0, 0, 0
+        """Examples, loss terms and outputs of the last `mean_blocks`, of all ranks."""
         super().__init__(
             model, likelihood, options, generator=generator, process_group=process_group
         )
+        # torch.compile would swallow an error of the hook itself, which it runs for a trial.
+        self._refuse_compiled: Any = torch.compiler.disable(_refuse_compiled)
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(_ModelHook(self._begin), with_kwargs=True),
             # Also called after an error in the forward pass, lest hooks remain.
@@ -139,13 +146,14 @@ class TrainingPass(CurvaturePass):
         if self._now is not None or (one and not self._num_data):
             raise RuntimeError(
                 "No backward pass through the model's output was seen since the last step, so that "
-                "there is no curvature. Call the model itself (not a compiled or copied one) with "
-                "gradients, and loss.backward(), before step()."
+                "there is no curvature. Call the very module that K-FAC was given (not a copy, nor "
+                "one that was compiled from it) with gradients, and loss.backward(), before step()."
             )
         sums = self._total_sums()
         if not sums.num_data:
             raise RuntimeError("No rank has seen a backward pass since the last step.")
         number = max(sums.num_loss_terms if self._mean_over == "terms" else sums.num_data, 1)
+        self.seen = sums.num_data, sums.num_loss_terms, sums.num_outputs
         # The training's own gradients are those of a mean already: T · Σ (b/T)(b/T)ᵀ. Ranks' losses
         # are averaged: theirs are gradients of that mean times the number of ranks.
         scale = 1.0 / number
@@ -157,6 +165,30 @@ class TrainingPass(CurvaturePass):
         self.reset()
         # Not in place, since a weight and its bias may have one B.
         return {name: replace(blocks[name], B=blocks[name].B * scale) for name in names}
+
+    def of_data(
+        self, blocks: Mapping[str, KroneckerBlock], num_data: int, loss: float
+    ) -> KroneckerFactors:
+        """Blocks of the mean loss as factors of N examples, each with as many terms as the last.
+
+        Args:
+            blocks: as of `mean_blocks`.
+            num_data: N.
+            loss: Σ ℓ (nats) over them.
+        """
+        examples, terms, outputs = self.seen
+        num_loss_terms = num_data * terms / examples
+        number = num_loss_terms if self._mean_over == "terms" else num_data
+        return KroneckerFactors(
+            # Without a number of terms, so that nobody adds up what are no sums.
+            {n: KroneckerBlock(n, number * block.B, block.A) for n, block in blocks.items()},
+            num_data=num_data,
+            num_outputs=outputs,
+            num_loss_terms=num_loss_terms,
+            loss=loss,
+            likelihood=self._likelihood,
+            options=self._options.but(kfac_approx=self._kfac_approx),
+        )
 
     def _assign(self) -> RuleAssignment:
         """The layers with rules; parameters without one have no block."""
@@ -182,7 +214,14 @@ class TrainingPass(CurvaturePass):
         self._finish()
         if self._now is not None:
             self._drop()
-        x = _input(self._model, args, kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            self._refuse_compiled(type(self._model).__name__)
+        with ExitStack() as stack:
+            stack.enter_context(uncompiled())
+            self._show(_input(self._model, args, kwargs), stack)
+
+    def _show(self, x: Any, stack: ExitStack) -> None:
+        """Let the layers show what they see of x, until the stack, of which this one is, ends."""
         self._prove(x)
         forward = _Forward(
             Capture(
@@ -196,17 +235,16 @@ class TrainingPass(CurvaturePass):
         )
         self._rows_seen = {}
         self._begin_part()
-        with ExitStack() as stack:
-            stack.enter_context(explicit_forwards(self._assignment))
-            stack.enter_context(counting(forward.mask))
-            stack.enter_context(forward.capture)
-            copies = forward.capture.begin(x)
-            if self._options.fisher == "empirical":
-                forward.capture.listen()
-            for tracked in self._assignment.own_parameters:
-                (name,) = tracked.parameters.values()
-                stack.enter_context(_lent(tracked.layer, copies[name]))
-            forward.context = stack.pop_all()
+        stack.enter_context(explicit_forwards(self._assignment))
+        stack.enter_context(counting(forward.mask))
+        stack.enter_context(forward.capture)
+        copies = forward.capture.begin(x)
+        if self._options.fisher == "empirical":
+            forward.capture.listen()
+        for tracked in self._assignment.own_parameters:
+            (name,) = tracked.parameters.values()
+            stack.enter_context(_lent(tracked.layer, copies[name]))
+        forward.context = stack.pop_all()
         # Last of all: where the model is a layer itself, its own hook comes before.
         hooks: Any = (
             self._model._forward_hooks
@@ -265,8 +303,20 @@ class TrainingPass(CurvaturePass):
         self._num_loss_terms += num_counted_terms(f, y, self._likelihood)
         if empirical:
             return  # the backward pass that goes on from here shows the gradients
-        with self._no_autocast(), backward_arithmetic(self._options.backward_precision):
-            forward.capture.backward(f, self._vectors(f, y), self._end_vector)
+        try:
+            with self._no_autocast(), backward_arithmetic(self._options.backward_precision):
+                forward.capture.backward(f, self._vectors(f, y), self._end_vector)
+        except CheckpointError as error:
+            assignment = self._assignment
+            names = [f"'{d.name}' ({type(d.layer).__name__})" for d in assignment.divided]
+            names += [f"'{tracked.name}'" for tracked in assignment.own_parameters]
+            if not names:
+                raise  # a fault of the model's own
+            raise NotImplementedError(
+                "A checkpoint (torch.utils.checkpoint) ran another way the second time. K-FAC "
+                f"changes how {', '.join(names)} run while it sees them: leave these out of "
+                "checkpoints, freeze them (requires_grad_(False)), or exclude their parameters."
+            ) from error
         self._finish()
 
     def _finish(self) -> None:
@@ -372,6 +422,14 @@ class TrainingPass(CurvaturePass):
         if f.dim() > 2 or mask is not None or self._options.ignore_index is not None:
             y = y.masked_fill((g == 0).all(-1), IGNORED)
         return y
+
+
+def _refuse_compiled(name: str) -> None:
+    raise NotImplementedError(
+        f"The model ({name}) runs in code that torch.compile makes, where no hook sees its layers. "
+        "Hand K-FAC the compiled model itself (torch.compile(model), not model.compile()), or "
+        "compile the model's parts: steps with new factors then run as Python, all others compiled."
+    )
 
 
 def _only_with_hooks(assignment: RuleAssignment, others: Mapping[str, object]) -> RuleAssignment:

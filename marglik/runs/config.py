@@ -15,7 +15,7 @@ from kfac_backend.options import (
 from marglik.posterior.hyperparameters import UpdateMethod
 from marglik.posterior.subset import Layers
 from marglik.training.network import CompileMode
-from marglik.training.schedule import Keep, Schedule
+from marglik.training.schedule import CurvatureFrom, Keep, Schedule
 
 __all__ = [
     "Accelerator",
@@ -128,6 +128,8 @@ class PriorConfig:
             is learned. Start from a small one: a large one keeps the network from fitting.
         keep: last returns the parameters of the last update; best those of the update with the
             highest evidence, which may be an early one, before the network is at its mode.
+        curvature_from: pass makes a curvature pass for each update; optimizer takes the moving
+            averages of optimizer.name=kfac, and makes one pass at the end.
     """
 
     weight_decay: float = 5e-4
@@ -140,6 +142,7 @@ class PriorConfig:
     temperature: float = 1.0
     sigma_noise: float = 0.1
     keep: Keep = "last"
+    curvature_from: CurvatureFrom = "pass"
 
     def __post_init__(self) -> None:
         for name in ("weight_decay", "lr", "temperature", "sigma_noise"):

@@ -56,7 +56,15 @@ class TrainingSetup:
     likelihood: Likelihood = "classification"
 
     def check(self) -> None:
-        """Raise a ValueError unless each rank has a part of each full batch."""
+        """Raise a ValueError unless each rank has a part of each full batch.
+
+        And if the updates want factors of an optimiser that has none.
+        """
+        if self.prior.curvature_from == "optimizer" and self.optimizer.name != "kfac":
+            raise ValueError(
+                "prior.curvature_from=optimizer takes K-FAC's factors, and optimizer.name is "
+                f"{self.optimizer.name}; pass --optimizer.name kfac, or prior.curvature_from pass."
+            )
         number, size = self.ranks.size, self.run.batch_size
         examples = len(tensors_in(self.splits.train)[-1])
         if min(size, examples) < number:
@@ -101,6 +109,7 @@ class TrainingSetup:
             model,
             self.optimizer,
             run.epochs * len(batches),
+            self.likelihood,
             curvature=curvature,
             seed=run.seed,
         )
@@ -129,6 +138,7 @@ class TrainingSetup:
             fabric=self.fabric,
             compile_mode=run.compile,
             prior_is_damping=self.optimizer.kfac.prior_is_damping,
+            curvature_from=prior.curvature_from,
             targets=self.splits.targets,
             monitor=self._monitor(model, hyperparameters) if run.monitor else None,
             on_record=log.write if log else None,

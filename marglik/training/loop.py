@@ -18,7 +18,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
 
+from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.model.rule_assignment import check_module
+from kfac_backend.optimizer import KFAC, KfacPreconditioner
 from kfac_backend.options import Likelihood, TargetOptions, check_option, check_positive
 from marglik.eval_mode import eval_mode, kept_mode
 from marglik.posterior.hyperparameters import Hyperparameters
@@ -35,7 +37,7 @@ from marglik.training.random_state import (
     set_random_state,
 )
 from marglik.training.ranks import check_shards, own_random_numbers, ranks_of
-from marglik.training.schedule import Schedule
+from marglik.training.schedule import CurvatureFrom, Schedule
 from marglik.training.update import fit, update_prior
 
 if TYPE_CHECKING:
@@ -96,6 +98,9 @@ class OnlineTraining:
         compile_mode: mode of `torch.compile` for the network's steps; None does not compile.
         prior_is_damping: whether `KFAC`, damped on the product, takes each tensor's weight decay
             T·δ/N as a part of its damping; without effect on other optimisers.
+        curvature_from: "pass" makes a pass over the data for each update; "optimizer" takes the
+            moving averages of `KFAC`'s factors and the loss of the latest epoch instead, both of
+            parameters that the training has passed through, and makes one pass at the end.
         targets: how batches give their targets; the options of what ``make_laplace`` returns must
             say the same.
         monitor: called with the epoch's number after each epoch, with the model in eval mode; the
@@ -106,7 +111,8 @@ class OnlineTraining:
 
     Raises:
         ValueError: no data; a likelihood or a temperature that is not supported; several processes
-            of torch.distributed without a Fabric of them; shards that do not fit together.
+            of torch.distributed without a Fabric of them; shards that do not fit together;
+            curvature_from="optimizer" without `KFAC`, or without its factors of a parameter.
         NotImplementedError: a Fabric's strategy other than DDP.
         RankError: ranks with different models or options.
     """
@@ -127,6 +133,7 @@ class OnlineTraining:
         fabric: "Fabric | None" = None,
         compile_mode: CompileMode | None = None,
         prior_is_damping: bool = True,
+        curvature_from: CurvatureFrom = "pass",
         targets: TargetOptions = TargetOptions(),  # noqa: B008
         monitor: Callable[[int], Mapping[str, float]] | None = None,
         on_record: Callable[[Record], None] | None = None,
@@ -135,6 +142,10 @@ class OnlineTraining:
         check_module(model)
         check_option("likelihood", likelihood, Likelihood)
         check_positive("temperature", temperature)
+        check_option("curvature_from", curvature_from, CurvatureFrom)
+        self._preconditioner = None
+        if curvature_from == "optimizer":
+            self._preconditioner = _preconditioner_of(model, optimizer)
         self.model = model
         self.train_loader = train_loader
         self.likelihood: Likelihood = likelihood
@@ -187,6 +198,7 @@ class OnlineTraining:
 
         Raises:
             FloatingPointError: the loss or the evidence is not finite.
+            TypeError: curvature_from="optimizer" with another Laplace approximation than marglik's.
             ValueError: a state of another run; checkpoints of a loader with persistent workers; a
                 curvature that would be of other targets than the network's steps.
         """
@@ -340,8 +352,14 @@ class OnlineTraining:
         return self.make_laplace(delta, hyper.sigma_noise)
 
     def _check_targets(self) -> None:
-        options = getattr(self._make_laplace(), "options", None)
+        laplace = self._make_laplace()
+        options = getattr(laplace, "options", None)
         if options is None:  # laplace-torch's classes have no options for targets
+            if self._preconditioner is not None:
+                raise TypeError(
+                    f"curvature_from='optimizer' needs marglik.Posterior, not "
+                    f"{type(laplace).__name__}; use that, or pass curvature_from='pass'."
+                )
             return
         for name in (option.name for option in fields(TargetOptions)):
             ours, theirs = (getattr(o, name) for o in (self._targets, options))
@@ -390,6 +408,7 @@ class OnlineTraining:
             progress=self.progress,
             ranks=self.ranks,
             dict_key_y=self._targets.dict_key_y,
+            factors=self._factors_of_training(),
         )
         self._result.evidences += evidences[:-1]
         better = self._best is None or evidences[-1] > self._result.evidence
@@ -408,6 +427,13 @@ class OnlineTraining:
             epoch, record["evidence_per_example"], sum(record["seconds"].values()),
         )  # fmt: skip
 
+    def _factors_of_training(self) -> KroneckerFactors | None:
+        """The preconditioner's, if updates take those, with the loss of the latest epoch."""
+        if self._preconditioner is None:
+            return None
+        epochs = [record for record in self._result.records if record["kind"] == "epoch"]
+        return self._preconditioner.factors(self.num_data, self.num_data * epochs[-1]["loss"])
+
     def _finish(self) -> None:
         hyper = self.hyperparameters
         if self._best is None:
@@ -425,11 +451,33 @@ class OnlineTraining:
         laplace.prior_precision = hyper.groups.for_laplace(hyper.prior_precision)
         if self.likelihood == "regression":
             laplace.sigma_noise = hyper.sigma_noise
+        if self._preconditioner is not None:  # the posterior is of the parameters that are kept
+            data, key = self.curvature_loader, self._targets.dict_key_y
+            fit(laplace, data, self.ranks, self.progress, key)
+            self._result.evidence = float(laplace.log_marginal_likelihood())
 
     def _report(self, record: Record) -> None:
         self._result.records.append(record)
         if self.on_record is not None and self.ranks.rank == 0:
             self.on_record(record)
+
+
+def _preconditioner_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> KfacPreconditioner:
+    """K-FAC's, which has factors of all trainable parameters."""
+    if not isinstance(optimizer, KFAC):
+        raise ValueError(
+            f"curvature_from='optimizer' takes K-FAC's factors, and {type(optimizer).__name__} has "
+            "none. Train with KFAC (optimizer.name=kfac), or pass curvature_from='pass'."
+        )
+    known = set(optimizer.preconditioner.names)
+    missing = [n for n, p in model.named_parameters() if p.requires_grad and n not in known]
+    if missing:
+        raise ValueError(
+            f"curvature_from='optimizer' needs K-FAC's factors of all trainable parameters, and "
+            f"'{missing[0]}' has none (no rule, or excluded). Freeze it (requires_grad_(False)), "
+            "or pass curvature_from='pass'."
+        )
+    return optimizer.preconditioner
 
 
 def _warn_of_batch_norm(model: nn.Module) -> None:

@@ -31,8 +31,9 @@ class KfacConfig:
         factor_every: steps from one new pair of factors to the next.
         update_every: steps from one new preconditioner to the next.
         ema_decay: of the factors' moving average; 0 takes the latest batch alone.
-        norm_control: none, kl_clip, gradient_clip or graft (to the plain gradient's norm).
-        norm_limit: of kl_clip and of gradient_clip.
+        norm_control: none, kl_clip, peak_kl_clip, gradient_clip or graft (to the plain gradient's
+            norm).
+        norm_limit: of the clips; null is 0.01 nats for peak_kl_clip, 0.001 for the others.
     """
 
     base: BaseOptimizer = "sgd"
@@ -44,7 +45,7 @@ class KfacConfig:
     update_every: int = 10
     ema_decay: float = 0.9
     norm_control: NormControl = "kl_clip"
-    norm_limit: float = 1e-3
+    norm_limit: float | None = None
 
     def __post_init__(self) -> None:
         try:

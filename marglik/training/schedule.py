@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Keep", "Schedule"]
+__all__ = ["CurvatureFrom", "Keep", "Schedule"]
 
 Keep = Literal["best", "last"]
+CurvatureFrom = Literal["pass", "optimizer"]
+"""Where an update has its curvature from."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.distributed import Ranks
 from marglik.posterior.hyperparameters import Hyperparameters
 from marglik.posterior.prior import precision_to_weight_decay
@@ -25,6 +26,7 @@ def update_prior(
     progress: bool = False,
     ranks: Ranks = Ranks(None),  # noqa: B008
     dict_key_y: str = "labels",
+    factors: KroneckerFactors | None = None,
 ) -> tuple[list[float], dict[str, Any]]:
     """Fit a Laplace approximation and climb its evidence; collective where there are ranks.
 
@@ -38,6 +40,7 @@ def update_prior(
         progress: whether to show a bar over the batches.
         ranks: who has a shard of the data each; all end with the same hyperparameters, to the bit.
         dict_key_y: the targets' key in batches that are mappings.
+        factors: of the curvature, in place of a pass over the data.
 
     Returns:
         The evidence (nats) before each step and after the last; the update's record, but for its
@@ -49,7 +52,10 @@ def update_prior(
     """
     device = next(laplace.model.parameters()).device
     start = _now(device)
-    fit(laplace, data, ranks, progress, dict_key_y)
+    if factors is None:
+        fit(laplace, data, ranks, progress, dict_key_y)
+    else:
+        laplace.restore(factors)
     if laplace.n_data != num_data:
         raise ValueError(
             f"The curvature pass saw {laplace.n_data} examples, but the loader promised "

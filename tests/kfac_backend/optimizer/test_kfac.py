@@ -91,6 +91,45 @@ def test_schedulers_closures_and_groups():
     assert optimizer.base.param_groups is optimizer.param_groups
 
 
+def by_hand(optimizer):
+    """A warm-up without a scheduler, up to the constructor's rate."""
+    for group in optimizer.param_groups:
+        group["lr"] /= 10
+
+
+WARM_UPS = {
+    "LinearLR": lambda o: torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=9),
+    "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.1 * (step + 1)),
+    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(
+        o, 1.0, 100, div_factor=10.0, cycle_momentum=False
+    ),
+    "by hand": by_hand,
+}
+
+
+@pytest.mark.parametrize("control", ["peak_kl_clip", "kl_clip"])
+@pytest.mark.parametrize("name", WARM_UPS)
+def test_a_limit_at_the_peak_leaves_the_schedule_in_force(name, control):
+    """A tenth of the peak's rate is a tenth of its step; with the present rate it is as long."""
+    lengths = []
+    for warm_up in (None, WARM_UPS[name]):
+        model, (x, y) = network(), data()
+        options = PreconditionerOptions(norm_control=control, norm_limit=1e-5)
+        optimizer = KFAC(
+            model, "classification", 1.0, momentum=0.0, options=options, fisher="exact"
+        )
+        if warm_up is not None:
+            warm_up(optimizer)
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+        before = torch.cat([p.detach().flatten() for p in model.parameters()])
+        train(model, optimizer, 1, x, y)
+        after = torch.cat([p.detach().flatten() for p in model.parameters()])
+        lengths.append((after - before).norm())
+    at_peak, in_warm_up = lengths
+    expected = 0.1 if control == "peak_kl_clip" else 1.0
+    assert (in_warm_up / at_peak).item() == pytest.approx(expected, rel=1e-5)
+
+
 def test_frozen_parameters_stay():
     model, (x, y) = network(), data()
     model[0].requires_grad_(False)

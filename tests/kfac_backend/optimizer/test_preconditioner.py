@@ -216,14 +216,15 @@ def test_damping_by_parameter_holds_from_the_next_update_on():
         conditioner.damping = 0.0
 
 
-def test_kl_clip_needs_and_takes_the_learning_rate():
+@pytest.mark.parametrize("clip", ["kl_clip", "peak_kl_clip"])
+def test_kl_clip_needs_and_takes_the_learning_rate(clip):
     """η² Σ⟨p̂, g⟩ ≤ κ afterwards, and the direction is that without."""
     steps = []
-    for control in ("none", "kl_clip"):
+    for control in ("none", clip):
         model, (x, y) = network(), data()
         conditioner = preconditioner(model, norm_control=control, norm_limit=1e-4)
         loss = F.cross_entropy(model(x), y)
-        if control == "kl_clip":
+        if control == clip:
             with pytest.raises(ValueError, match=r"step\(lr=...\)"):
                 conditioner.step()
         steps.append(preconditioned(model, conditioner, loss))
@@ -233,6 +234,12 @@ def test_kl_clip_needs_and_takes_the_learning_rate():
     assert nu < 1
     for name in g:
         assert_close(clipped[name], nu * free[name], rtol=1e-5, atol=1e-9)
+
+
+def test_limits_that_are_not_given():
+    assert PreconditionerOptions().limit == 0.001
+    assert PreconditionerOptions(norm_control="peak_kl_clip").limit == 0.01
+    assert PreconditionerOptions(norm_limit=0.5).limit == 0.5
 
 
 def test_gradient_clip_is_of_all_gradients():
@@ -422,7 +429,7 @@ def test_states_of_others_are_refused():
         ("factor_every", 0, "factor_every must be an integer of at least 1, not 0"),
         ("update_every", lambda step: 0.5, r"update_every must be .* not 0.5 \(step 0\)"),
         ("ema_decay", 1.0, r"ema_decay must be in \[0, 1\), not 1.0"),
-        ("norm_control", "clip", "'none', 'kl_clip', 'gradient_clip', 'graft'"),
+        ("norm_control", "clip", "'none', 'kl_clip', 'peak_kl_clip', 'gradient_clip', 'graft'"),
         ("norm_limit", -1.0, "norm_limit must be positive"),
     ],
 )

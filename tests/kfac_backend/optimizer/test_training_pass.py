@@ -259,15 +259,218 @@ def test_batch_norm_in_train_mode_counts_its_statistics_as_constants():
     assert not torch.equal(model[1].running_mean, torch.zeros(4).double())
 
 
-def test_checkpointing_is_a_named_error():
-    class Checkpointed(nn.Sequential):
-        def forward(self, x):
-            return self[2](checkpoint(nn.Sequential(self[0], self[1]), x, use_reentrant=False))
+class Checkpointed(nn.Module):
+    """A block between two layers that runs a second time in the backward pass."""
 
-    model = Checkpointed(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    def __init__(self, block, in_eval_mode=False, use_reentrant=False):
+        super().__init__()
+        self.first, self.block, self.head = nn.Linear(3, 4), block, nn.Linear(4, 2)
+        self.in_eval_mode, self.use_reentrant = in_eval_mode, use_reentrant
+        self.runs = 0
+
+    def run_block(self, h):
+        self.runs += 1
+        return torch.tanh(self.block(torch.tanh(h)))
+
+    def forward(self, x):
+        h = self.first(x)
+        if self.training or self.in_eval_mode:
+            h = checkpoint(self.run_block, h, use_reentrant=self.use_reentrant)
+        else:
+            h = self.run_block(h)
+        return self.head(h if h.dim() == 2 else h.mean(1))
+
+
+CHECKPOINTED = {
+    "linear": (lambda: nn.Linear(4, 4), (3,)),
+    "shared axis": (lambda: nn.Linear(4, 4), (5, 3)),
+    "used twice": (lambda: nn.Sequential(*2 * [nn.Linear(4, 4)]), (3,)),
+    "norm": (lambda: nn.LayerNorm(4), (3,)),
+    "scale": (Scale, (3,)),
+    "batch norm": (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), (3,)),
+    "dropout": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), (3,)),
+}
+
+
+@pytest.mark.parametrize("fisher", ["exact", "mc", "empirical"])
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_checkpoints_change_no_number(name, fisher, monkeypatch):
+    make, shape = CHECKPOINTED[name]
+    torch.manual_seed(0)
+    model = Checkpointed(make()).double()
+    x, y = normal(6, *shape), torch.tensor([0, 1, 1, 0, 1, 0])
+    results = {}
+    for kind in ("checkpoint", "none"):
+        model.runs = 0
+        model.zero_grad()
+        torch.manual_seed(1)  # of dropout
+        blocks = in_training(model, x, y, fisher=fisher)
+        results[kind] = model.runs, blocks, [p.grad.clone() for p in model.parameters()]
+        monkeypatch.setitem(globals(), "checkpoint", lambda f, h, **options: f(h))
+    (runs, blocks, gradients), (plain_runs, expected, plain_gradients) = results.values()
+    assert runs > plain_runs  # it did run again
+    assert list(blocks) == list(expected)
+    for block, other in zip(blocks.values(), expected.values(), strict=True):
+        assert block.to_dense().any()
+        assert_close(block.to_dense(), other.to_dense(), rtol=1e-12, atol=0)
+    assert_close(gradients, plain_gradients, rtol=1e-12, atol=0)
+
+
+def test_a_checkpointed_head_has_the_block_by_brute_force():
+    class Headed(nn.Sequential):
+        def forward(self, x):
+            h = self[0](x)
+            return checkpoint(self[1], h, use_reentrant=False) if self.training else self[1](h)
+
+    torch.manual_seed(0)
+    model = Headed(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+    x, y = normal(5, 3), torch.tensor([0, 1, 1, 0, 0])
+    blocks = in_training(model, x, y)
+    ggn = oracles.dense_ggn_blocks(model[1], model[0](x), "classification")
+    assert_close(blocks["1.bias"].to_dense(), ggn["bias"] / 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"in_eval_mode": True}, "Layer 'block' .* in train mode alone"),
+        ({"use_reentrant": True}, "Layer 'block' .* use_reentrant=False"),
+        ({"use_reentrant": True, "in_eval_mode": True}, "Layer 'block' .* use_reentrant=False"),
+    ],
+)
+def test_other_checkpoints_are_named_errors_in_the_first_forward_pass(options, message):
+    model = Checkpointed(nn.Linear(4, 4), **options)
     training_pass(model)
-    with pytest.raises(NotImplementedError, match="Switch checkpointing off"):
+    with pytest.raises(NotImplementedError, match=message):
         model(torch.randn(5, 3))
+
+
+def test_checkpointed_layers_that_run_by_parts_are_a_named_error():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.MultiheadAttention(4, 2, batch_first=True)
+
+        def forward(self, h):
+            return self.inner(h, h, h, need_weights=False)[0]
+
+    model = Checkpointed(Attention())
+    curvature = training_pass(
+        model, left_out=[n for n, _ in model.named_parameters() if "block" in n]
+    )
+    loss_of(model(torch.randn(6, 5, 3)), torch.zeros(6).long()).backward()
+    assert curvature.mean_blocks()
+    curvature.detach()
+    training_pass(model)
+    f = model(torch.randn(6, 5, 3))
+    with pytest.raises(
+        NotImplementedError, match="'block.inner' .* leave these out of checkpoints"
+    ):
+        loss_of(f, torch.zeros(6).long()).backward()
+
+
+class Compiling:
+    """A backend of torch.compile that counts what it compiles, and how often that runs."""
+
+    def __init__(self):
+        self.compiled = self.runs = 0
+
+    def __call__(self, graph, inputs):
+        self.compiled += 1
+
+        def run(*args):
+            self.runs += 1
+            return graph.forward(*args)
+
+        return run
+
+
+def small_network():
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), block, nn.Linear(4, 2)).double()
+
+
+@pytest.fixture
+def compiling():
+    torch.compiler.reset()
+    yield Compiling()
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("what", ["model", "part", "part in place"])
+def test_compiled_steps_change_no_number(what, compiling):
+    """Steps with new factors run as Python, all others compiled, and nothing is compiled anew."""
+    x, y = normal(6, 3), torch.tensor([0, 1, 1, 0, 1, 0])
+    blocks_of_plain = []
+    for compiles in (False, True):
+        model = small_network()
+        if compiles and what == "model":
+            model = torch.compile(model, backend=compiling)
+        elif compiles and what == "part":
+            model[2] = torch.compile(model[2], backend=compiling)
+        elif compiles:
+            model[2].compile(backend=compiling)
+        curvature = training_pass(model)
+        runs = []
+        for step in range(6):
+            curvature.is_due = step % 2 == 0
+            before = compiling.runs
+            loss_of(model(x), y).backward()
+            runs.append(compiling.runs - before)
+            if not curvature.is_due:
+                continue
+            blocks = [block.to_dense() for block in curvature.mean_blocks().values()]
+            if compiles:
+                assert_close(blocks, blocks_of_plain[step // 2], rtol=1e-12, atol=0)
+            else:
+                blocks_of_plain.append(blocks)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(1.1)
+        assert runs == ([0, 1] * 3 if compiles else [0] * 6)
+    assert compiling.compiled == 1
+
+
+@pytest.mark.parametrize("how", ["before", "after", "in place"])
+def test_a_model_in_compiled_code_is_a_named_error(how, compiling):
+    model = small_network()
+    called = torch.compile(model, backend=compiling) if how == "before" else model
+    curvature = training_pass(model)
+    if how == "after":
+        called = torch.compile(model, backend=compiling)
+    elif how == "in place":
+        model.compile(backend=compiling)
+    with pytest.raises(
+        NotImplementedError, match=r"\(Sequential\) runs in code that torch.compile"
+    ):
+        called(normal(6, 3))
+    curvature.is_due = False
+    called(normal(6, 3))
+
+
+def test_a_model_compiled_and_run_before_is_a_named_error(compiling):
+    """Torch does not look for hooks that are added later."""
+    model = small_network()
+    called = torch.compile(model, backend=compiling)
+    called(normal(6, 3))
+    curvature = training_pass(model)
+    loss_of(called(normal(6, 3)), torch.zeros(6).long()).backward()
+    with pytest.raises(RuntimeError, match="the very module that K-FAC was given"):
+        curvature.mean_blocks()
+
+
+def test_a_pass_of_its_own_compiles_nothing(compiling):
+    model = small_network()
+    data = [(normal(6, 3), torch.tensor([0, 1, 1, 0, 1, 0]))]
+    expected = kronecker_factors(model, data, "classification")
+    model[2] = torch.compile(model[2], backend=compiling)
+    factors = kronecker_factors(model, data, "classification")
+    assert compiling.compiled == 0
+    for block, other in zip(factors.blocks.values(), expected.blocks.values(), strict=True):
+        assert_close(block.to_dense(), other.to_dense(), rtol=1e-12, atol=0)
+    model(data[0][0])
+    assert compiling.compiled == compiling.runs == 1  # and what there was is there again
 
 
 class Partly(nn.Module):

@@ -8,8 +8,10 @@ import pytest
 from marglik.cli import main
 from marglik.models import MLP
 from marglik.posterior.posterior_file import load_posterior
+from marglik.runs import training_setup
 from marglik.storage.record_file import read_posterior
 from marglik.storage.run_log import read_log
+from marglik.training.optimizers import build_optimizer
 from tests.marglik import threads
 from tests.marglik.commands.command_line import refusal
 from tests.marglik.commands.tensor_problems import SIGMA, bernoulli, regression
@@ -281,3 +283,35 @@ def test_targets_that_are_no_classes(make_problem, tmp_path, capsys):
         assert results["sigma_noise"] is None
     again = [*arguments, "--output", str(tmp_path / "again"), "--prior.sigma_noise", "0"]
     assert "prior.sigma_noise must be positive, not 0.0" in refusal(capsys, *again)
+
+
+@pytest.mark.parametrize("curvature_from", ["pass", "optimizer"])
+def test_kfac_has_the_likelihood_of_the_run(curvature_from, tmp_path, monkeypatch):
+    made = []
+
+    def recorded(*args, **options):
+        optimizer, scheduler = build_optimizer(*args, **options)
+        made.append(optimizer.preconditioner)
+        return optimizer, scheduler
+
+    monkeypatch.setattr(training_setup, "build_optimizer", recorded)
+    options = [
+        "--optimizer.name", "kfac", "--prior.curvature_from", curvature_from, "--epochs", "2",
+        "--prior.every", "1", "--prior.steps", "5", "--no_progress", "--predictive.calibration",
+        "none",
+    ]  # fmt: skip
+    output = tmp_path / "run"
+    problem = regression(tmp_path)
+    assert main(["train", *problem.options, *options, "--output", str(output)]) == 0
+    factors = made[0].factors(100, 0.0)
+    assert factors.likelihood == "regression"
+    posterior = load_posterior(output, MLP(3, (4,), 2, "tanh"))
+    assert posterior.factors.likelihood == "regression"
+
+
+def test_factors_of_another_optimiser_are_refused(tmp_path, capsys):
+    output = tmp_path / "run"
+    options = ["--prior.curvature_from", "optimizer", "--output", str(output)]
+    message = refusal(capsys, "train", *regression(tmp_path).options, *options)
+    assert "optimizer.name is sgd; pass --optimizer.name kfac" in message
+    assert not output.exists()
