@@ -6,7 +6,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.assembly import assemble_blocks, collect_sums, make_rules
+from kfac_backend.assembly import assemble_blocks, check_memory, collect_sums, make_rules
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.distributed import ProcessGroupOption, Ranks
@@ -36,6 +36,7 @@ from kfac_backend.model.rule_assignment import (
 from kfac_backend.model.targets import Targets, counting, mask_of, split_batch
 from kfac_backend.model.verification import Proof, verify_independence
 from kfac_backend.options import (
+    Approximation,
     CurvatureKeywords,
     CurvatureOptions,
     KfacApprox,
@@ -118,7 +119,8 @@ def kronecker_factors(
             that are not integers, batches that are neither (x, y) nor a mapping.
         KeyError: a mapping without ``dict_key_y``.
         NotImplementedError: a parameter without a rule, or used in a way that cannot be followed.
-        torch.OutOfMemoryError: naming a batch size that fits.
+        torch.OutOfMemoryError: naming a batch size that fits; before the first batch, factors that
+            no batch size would make fit.
         RankError: another rank has failed or is gone, or has another model or other options.
     """
     options = options.but(**keywords)
@@ -146,6 +148,7 @@ class CurvaturePass:
     Raises:
         ValueError: options that are not for the likelihood, the device or the model's layers.
         NotImplementedError: a layer without a rule.
+        torch.OutOfMemoryError: factors that the device cannot hold.
     """
 
     def __init__(
@@ -172,8 +175,11 @@ class CurvaturePass:
         with turn_of(model):
             self._proof = Proof(model, self._assign())
         self._mask_verified = False
-        if self._kfac_approx != "auto":  # complains of its names before any data
-            modes_of_layers(self._kfac_approx, self._layer_names)
+        # Complains of names, and of factors that cannot fit, before any data. With "auto" the mode
+        # is not known yet; the large factors are the same in both but for embeddings'.
+        kfac_approx = "expand" if self._kfac_approx == "auto" else self._kfac_approx
+        device = next(model.parameters()).device
+        check_memory(self._assignment, *self._making(kfac_approx), device)
         self.reset()
 
     def reset(self) -> None:
@@ -353,11 +359,16 @@ class CurvaturePass:
     def _rules(self) -> dict[TrackedLayer, Rule]:
         """All layers' rules, which hold the sums; made with the first batch."""
         if self._made_rules is None:
-            assert self._kfac_approx != "auto"
-            modes = modes_of_layers(self._kfac_approx, self._layer_names)
-            sketch_rank = self._options.sketch_rank
-            self._made_rules = make_rules(self._assignment, modes, sketch_rank)
+            self._made_rules = make_rules(self._assignment, *self._making(self._kfac_approx))
         return self._made_rules
+
+    def _making(
+        self, kfac_approx: KfacApprox
+    ) -> tuple[dict[str, Approximation], int | None, int | None]:
+        """How rules are made: each layer's mode, and what is sketched or kept by its diagonal."""
+        assert kfac_approx != "auto"
+        modes = modes_of_layers(kfac_approx, self._layer_names)
+        return modes, self._options.sketch_rank, self._options.diagonal_above
 
     @property
     def _layer_names(self) -> list[str]:
