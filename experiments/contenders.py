@@ -6,6 +6,7 @@ Fixup's scalars; these are frozen for them alone.
 """
 
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import torch
@@ -14,9 +15,20 @@ from torch import Tensor, nn
 
 from kfac_backend.factors import CurvaturePass
 from kfac_backend.laplace.interface import KfacGGN
-from marglik.models import WideResNetFixup
+from marglik.models import GPT, WideResNetFixup
 
-__all__ = ["PEERS", "Work", "limit", "network", "one_batch_alone", "ours", "peer", "training_step"]
+__all__ = [
+    "PEERS",
+    "Work",
+    "first_vectors",
+    "language_limit",
+    "limit",
+    "network",
+    "one_batch_alone",
+    "ours",
+    "peer",
+    "training_step",
+]
 
 Work = Callable[[], object]
 
@@ -35,11 +47,15 @@ PEERS = _backends()
 
 
 def network(
-    device: torch.device, width: int = 4, num_classes: int = 10, channels_last: bool = False
+    device: torch.device,
+    width: int = 4,
+    num_classes: int = 10,
+    channels_last: bool = False,
+    depth: int = 16,
 ) -> nn.Module:
-    """WRN-16-width Fixup in eval mode, always the same."""
+    """WRN-depth-width Fixup in eval mode, always the same."""
     torch.manual_seed(0)
-    model = WideResNetFixup(widen_factor=width, num_classes=num_classes)
+    model = WideResNetFixup(depth, width, num_classes)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.02 * torch.randn_like(p))
@@ -78,6 +94,26 @@ def limit(model: nn.Module, x: Tensor, vectors: int, batched: bool = False) -> W
     return passes
 
 
+def language_limit(model: GPT, x: Tensor, part: int) -> Work:
+    """A forward pass and one backward pass to the first features, ``part`` sequences at a time."""
+    model.requires_grad_(False)
+    sources: list[Tensor] = []
+
+    def hook(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        sources.append(output.detach().requires_grad_())
+        return sources[-1]
+
+    model.token_embedding.register_forward_hook(hook)
+
+    def passes() -> None:
+        for sequences in x.split(part):
+            f = model(sequences)
+            torch.autograd.grad(f, sources, torch.ones_like(f))
+            sources.clear()
+
+    return passes
+
+
 def ours(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> Work:
     """One batch of a pass over the data, as `kronecker_factors` makes it."""
     # The proof that the model is covered belongs to the first batch, not to each.
@@ -94,6 +130,36 @@ def one_batch_alone(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> W
         curvature.factors()
 
     return work
+
+
+def first_vectors(model: nn.Module, x: Tensor, y: Tensor, number: int, **options: Any) -> Work:
+    """`one_batch_alone` with so many backward vectors at the most.
+
+    For its peak memory, which does not depend on their number: a profile of all would not fit.
+    """
+    curvature = CurvaturePass(model, "classification", **options)
+    curvature.add(x, y)  # with the proof
+    curvature.reset()
+
+    def work() -> None:
+        whole = curvature._vectors
+        curvature._vectors = _Few(whole, number)  # pyright: ignore[reportAttributeAccessIssue]
+        curvature.add(x, y)
+        curvature.factors()
+
+    return work
+
+
+class _Few:
+    """The first of some backward vectors."""
+
+    trace = trace_left_out = 0.0
+
+    def __init__(self, vectors: Callable[..., Any], number: int) -> None:
+        self._vectors, self._number = vectors, number
+
+    def __call__(self, f: Tensor, y: Tensor) -> Any:
+        return islice(self._vectors(f, y), self._number)
 
 
 def peer(

@@ -149,7 +149,7 @@ def _drawn(p: Float[Tensor, "M C"], generator: torch.Generator | None) -> Int[Te
 
 
 def _less_one_hot(p: Float[Tensor, "*terms C"], label: Int[Tensor, "*terms"]) -> Tensor:
-    """p − e_label, in place: a one-hot array of a vocabulary would be of p's size, in integers."""
+    """P − e_label, in place: a one-hot array of a vocabulary would be of p's size, in integers."""
     return p.scatter_add_(-1, label[..., None], -torch.ones_like(p[..., :1]))
 
 

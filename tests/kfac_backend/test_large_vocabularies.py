@@ -7,8 +7,7 @@ from torch.func import jacrev
 from torch.testing import assert_close
 
 from experiments.timing import peak_memory
-from kfac_backend import KroneckerFactors, corrected_factors, kronecker_factors
-from kfac_backend import assembly
+from kfac_backend import KroneckerFactors, assembly, corrected_factors, kronecker_factors
 from kfac_backend.blocks.corrected import CorrectedBlock
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.factors import CurvaturePass
