@@ -13,6 +13,7 @@ import torch
 from laplace.curvature import CurvlinopsGGN
 from torch import Tensor, nn
 
+from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.factors import CurvaturePass
 from kfac_backend.laplace.interface import KfacGGN
 from marglik.models import GPT, WideResNetFixup
@@ -125,9 +126,9 @@ def one_batch_alone(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> W
     """A batch, and the factors of it alone, as laplace-torch asks for them."""
     curvature = CurvaturePass(model, "classification", **options)
 
-    def work() -> None:
+    def work() -> KroneckerFactors:
         curvature.add(x, y)
-        curvature.factors()
+        return curvature.factors()
 
     return work
 
@@ -141,11 +142,11 @@ def first_vectors(model: nn.Module, x: Tensor, y: Tensor, number: int, **options
     curvature.add(x, y)  # with the proof
     curvature.reset()
 
-    def work() -> None:
+    def work() -> KroneckerFactors:
         whole = curvature._vectors
         curvature._vectors = _Few(whole, number)  # pyright: ignore[reportAttributeAccessIssue]
         curvature.add(x, y)
-        curvature.factors()
+        return curvature.factors()
 
     return work
 

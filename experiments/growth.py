@@ -7,8 +7,9 @@ then something grows that need not. (A smaller one is overhead that matters less
 
 Images: WRN Fixup, exact GGN. Language: GPT, one Monte Carlo sample a token. Seconds are the
 processor's, one thread, medians of rounds in which all take turns; memory is what tensors take at
-the peak beyond those that were there before, for 30 backward vectors at the most. `bench_curvature`
-has the other backends along four of these axes.
+the peak beyond those that were there before, for 30 backward vectors at the most; to the limit's
+that of the factors is added, which any pass must hold. `bench_curvature` has the other backends
+along four of these axes.
 
 Each axis is a JSON file in ``results/growth/`` (of the working directory), beside ``table.md`` and
 ``growth.png``. Run it with ``make growth``, ten minutes of a core; again to go on.
@@ -35,12 +36,13 @@ from experiments.contenders import (
 )
 from experiments.options import parse_options, parts_parser, parts_to_measure
 from experiments.timing import interleaved, medians, peak_memory
+from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.factors import CurvaturePass
 from marglik.models import GPT
 from marglik.storage.provenance import environment
 from marglik.storage.record_file import write_json
 
-__all__ = ["AXES", "Config", "exponent", "measure", "surprises", "table"]
+__all__ = ["AXES", "Config", "exponent", "factor_mebibytes", "measure", "surprises", "table"]
 
 CPU = torch.device("cpu")
 MODES = ("expand", "reduce")
@@ -70,6 +72,7 @@ class Config:
     features: int = 64
     blocks: int = 2
     vocabulary: int = 256
+    diagonal_above: int | None = None
 
 
 AXES: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -78,28 +81,47 @@ AXES: dict[str, tuple[str, tuple[int, ...]]] = {
     "depth": ("depth, WRN-d-1", (10, 16, 28, 40)),
     "image_size": ("pixels a side", (8, 16, 32, 64)),
     "num_classes": ("classes", (5, 20, 80, 320)),
-    "num_batches": ("batches of 16", (1, 2, 4, 8)),
+    "num_batches": ("batches of 16", (4, 8, 16, 32)),
     "sequences": ("sequences", (4, 8, 16, 32)),
     "sequence_length": ("tokens a sequence", (32, 64, 128, 256)),
     "features": ("features, GPT", (32, 64, 128, 256)),
     "blocks": ("blocks, GPT", (1, 2, 4, 8)),
     "vocabulary": ("vocabulary, GPT", (256, 512, 1024, 2048)),
+    "vocabulary_by_diagonal": ("vocabulary, diagonal_above", (256, 512, 1024, 2048)),
 }
-LANGUAGE = ("sequences", "sequence_length", "features", "blocks", "vocabulary")
+LANGUAGE = (
+    "sequences", "sequence_length", "features", "blocks", "vocabulary", "vocabulary_by_diagonal",
+)  # fmt: skip
 
 
 def measure(axis: str, config: Config = Config()) -> dict[str, Any]:  # noqa: B008
     """Seconds and peak memory at each value of an axis."""
     torch.set_num_threads(1)
-    points = [_point(axis, replace(config, **{axis: value})) for value in AXES[axis][1]]
+    points = [_point(axis, at(axis, value, config)) for value in AXES[axis][1]]
     return {"axis": axis, "config": asdict(config), "points": points, **environment(CPU)}
+
+
+def at(axis: str, value: int, config: Config = Config()) -> Config:  # noqa: B008
+    """The configuration of one point of an axis."""
+    if axis == "vocabulary_by_diagonal":
+        return replace(config, vocabulary=value, diagonal_above=255)
+    return replace(config, **{axis: value})
 
 
 def _point(axis: str, config: Config) -> dict[str, Any]:
     timed, watched = _language(config) if axis in LANGUAGE else _images(config)
     seconds = medians(interleaved(timed, config.repetitions, CPU, "processor"))
     mebibytes = {name: peak_memory(work, CPU) / 2**20 for name, work in watched.items()}
-    return {"value": getattr(config, axis), "seconds": seconds, "mebibytes": mebibytes}
+    mebibytes["limit"] += factor_mebibytes(watched["expand"])
+    field = axis.removesuffix("_by_diagonal")
+    return {"value": getattr(config, field), "seconds": seconds, "mebibytes": mebibytes}
+
+
+def factor_mebibytes(work: Work) -> float:
+    """Of the factors that it returns, a weight's and its bias's B once."""
+    found: Any = work()
+    factors = [F for b in found.blocks.values() for F in (b.B, b.A) if F is not None]
+    return sum(F.nbytes for F in {F.data_ptr(): F for F in factors}.values()) / 2**20
 
 
 def _images(config: Config) -> tuple[dict[str, Work], dict[str, Work]]:
@@ -131,10 +153,10 @@ def _all_batches(
 ) -> Work:
     curvature = CurvaturePass(model, "classification", **options)
 
-    def work() -> None:
+    def work() -> KroneckerFactors:
         for _ in range(config.num_batches):
             curvature.add(x, y)
-        curvature.factors()
+        return curvature.factors()
 
     return work
 
@@ -152,7 +174,8 @@ def _language(config: Config) -> tuple[dict[str, Work], dict[str, Work]]:
 
     work = {"limit": language_limit(model(), x, part=len(x))}
     for mode in MODES:
-        work[mode] = one_batch_alone(model(), x, y, kfac_approx=mode, fisher="mc")
+        options = {"kfac_approx": mode, "diagonal_above": config.diagonal_above}
+        work[mode] = one_batch_alone(model(), x, y, fisher="mc", **options)
     return work, work
 
 

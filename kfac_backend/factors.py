@@ -1,5 +1,6 @@
 """`kronecker_factors`, and the pass over the data that it makes: batches in, factors out."""
 
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Unpack
 
@@ -58,6 +59,9 @@ __all__ = [
     "ggn_diagonal",
     "kronecker_factors",
 ]
+
+MANY_PASSES = 20_000
+"""Backward passes of a batch, above which the exact GGN is warned about."""
 
 
 def kronecker_factors(
@@ -275,6 +279,7 @@ class CurvaturePass:
             f = capture.forward(x)
             check_targets(f, y, self._likelihood, may_ignore=self._targets.may_ignore)
             check_finite(self._model, f, x)
+            self._warn_of_many_passes(f)
             self._check_rows(len(f), hides=mask is not None)
             # Autocast has done its part in the forward pass; Gram matrices need none of it.
             with self._no_autocast(), backward_arithmetic(self._options.backward_precision):
@@ -452,6 +457,20 @@ class CurvaturePass:
                     "shared axes apart, (N, ..., d), or say which example each row belongs to "
                     "(examples_of_rows)."
                 )
+
+    def _warn_of_many_passes(self, f: Tensor) -> None:
+        """Say once that the exact GGN takes a backward pass for each output of each term."""
+        options = self._options
+        if options.fisher != "exact" or options.rank_tolerance or self._num_data:
+            return
+        passes = f[0].numel()
+        if passes > MANY_PASSES:
+            warnings.warn(
+                f"The exact GGN takes {passes} backward passes for each part of a batch: outputs "
+                f"have shape {tuple(f.shape)}. fisher='mc' takes mc_samples, and rank_tolerance "
+                "fewer where predictions are sure.",
+                stacklevel=2,
+            )
 
     def _begin_part(self) -> None:
         self._position_sums = PositionSums()

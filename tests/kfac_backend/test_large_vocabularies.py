@@ -1,5 +1,7 @@
 """Many classes: ``diagonal_above`` against brute force, what does not fit, and the peak memory."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -253,6 +255,19 @@ def test_a_large_embedding_under_reduce(monkeypatch):
     with pytest.raises(NotImplementedError, match="diagonal_above=20.*take expand"):
         CurvaturePass(Language(), "classification", kfac_approx="reduce")
     CurvaturePass(Language(), "classification", kfac_approx="reduce", diagonal_above=20)
+
+
+def test_very_many_backward_passes_are_warned_about_once(monkeypatch):
+    monkeypatch.setattr("kfac_backend.factors.MANY_PASSES", R * V - 1)
+    with pytest.warns(UserWarning, match="150 backward passes .* fisher='mc' takes") as caught:
+        factors(Language(), [batch()] * 2)
+    assert len(caught) == 1
+    monkeypatch.setattr("kfac_backend.factors.MANY_PASSES", R * V)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        factors(Language())
+        monkeypatch.setattr("kfac_backend.factors.MANY_PASSES", 1)
+        factors(Language(), fisher="mc")
 
 
 def test_a_wrong_size():

@@ -103,4 +103,5 @@ def test_takes_no_memory_for_pairs_of_outputs():
     cpu, pairs = torch.device("cpu"), 4 * N * C * C
     of_last(x)
     assert peak_memory(lambda: of_last(x), cpu) > pairs
-    assert peak_memory(lambda: of_last(x, variance_only=True), cpu) < pairs / 20
+    # One C×C array, the squares of the eigenvectors, and not one for each example.
+    assert peak_memory(lambda: of_last(x, variance_only=True), cpu) < 1.5 * pairs / N
