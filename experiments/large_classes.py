@@ -33,8 +33,10 @@ from experiments.options import parse_options, parts_parser, parts_to_measure
 from experiments.timing import interleaved, median_ratios, medians, peak_memory
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.factors import CurvaturePass
+from kfac_backend.options import Mode
 from marglik import KronLaplace
 from marglik.models import GPT
+from marglik.posterior.subset import Layers
 from marglik.storage.provenance import environment
 from marglik.storage.record_file import write_json
 
@@ -85,7 +87,7 @@ def exact_case(config: Config, C: int, kind: str, mode: str) -> dict[str, Any]:
         found = network(CPU, 1, C)
         return confident(found, x, config.largest_probability if kind == "confident" else 1.2 / C)
 
-    options = {"kfac_approx": mode, "fisher": "exact"}
+    options: dict[str, Any] = {"kfac_approx": mode, "fisher": "exact"}
     of_pass = {
         tolerance: CurvaturePass(model(), "classification", rank_tolerance=tolerance, **options)
         for tolerance in config.tolerances
@@ -143,7 +145,7 @@ def run_vocabulary(config: Config) -> list[dict[str, Any]]:
 
 
 def _run_vocabulary(
-    config: Config, tied: bool, mode: str, options: dict[str, Any]
+    config: Config, tied: bool, mode: Mode, options: dict[str, Any]
 ) -> dict[str, Any]:
     C = config.vocabulary
     torch.manual_seed(config.seed)
@@ -189,7 +191,7 @@ def run_variances(config: Config) -> list[dict[str, Any]]:
     return [_variances(config, C, layers) for C in config.classes for layers in ("all", "last")]
 
 
-def _variances(config: Config, C: int, layers: str) -> dict[str, Any]:
+def _variances(config: Config, C: int, layers: Layers) -> dict[str, Any]:
     torch.manual_seed(config.seed)
     slow = C >= 1000 and layers == "all"  # a minute an example
     N = 1 if slow else config.predicted
