@@ -463,7 +463,8 @@ class CurvaturePass:
         options = self._options
         if options.fisher != "exact" or options.rank_tolerance or self._num_data:
             return
-        passes = f[0].numel()
+        C = f.shape[-1]
+        passes = f[0].numel() // C * (C - 1 if self._likelihood == "classification" else C)
         if passes > MANY_PASSES:
             warnings.warn(
                 f"The exact GGN takes {passes} backward passes for each part of a batch: outputs "

@@ -104,13 +104,7 @@ class BackwardVectors:
         """∇_f ℓ(ŷ, f) at a label ŷ drawn from p(y|f), per loss term; in the shape of f."""
         if self.likelihood == "classification":
             p = torch.softmax(f, dim=-1)
-            rows = p.flatten(0, -2)
-            # Drawing takes another array of the outputs' size: some terms at a time.
-            labels = [
-                _drawn(some, self.generator)
-                for some in rows.split(max(1, LARGEST_DRAW // f.shape[-1]))
-            ]
-            return _less_one_hot(p, torch.cat(labels).view(f.shape[:-1]))
+            return _less_one_hot(p, _drawn(p.flatten(0, -2), self.generator).view(f.shape[:-1]))
         if self.likelihood == "regression":
             return torch.randn(f.shape, generator=self.generator, dtype=f.dtype, device=f.device)
         p = torch.sigmoid(f)
@@ -131,9 +125,20 @@ def _drawn(p: Float[Tensor, "M C"], generator: torch.Generator | None) -> Int[Te
     C = p.shape[1]
     if C < MANY_CLASSES:
         return torch.multinomial(p, 1, generator=generator)
-    # First a block of classes, then one of its classes. In float64: differences of a float32 sum
-    # are wrong by a percent where p is 1e-5.
-    size, whole = CLASSES_OF_BLOCK, C - C % CLASSES_OF_BLOCK
+    # Some rows at a time, as the sums in float64 would take another array of the outputs' size.
+    rows = max(1, LARGEST_DRAW // C)
+    return torch.cat([_drawn_of_many(some, generator) for some in p.split(rows)])
+
+
+def _drawn_of_many(
+    p: Float[Tensor, "M C"], generator: torch.Generator | None
+) -> Int[Tensor, "M 1"]:
+    """First a block of classes, then one of its classes, both by the distribution function.
+
+    In float64: differences of a float32 sum are wrong by a percent where p is 1e-5.
+    """
+    C, size = p.shape[1], CLASSES_OF_BLOCK
+    whole = C - C % size
     blocks = p[:, :whole].unflatten(1, (-1, size)).sum(2, dtype=torch.float64)
     rest = p[:, whole:].sum(1, keepdim=True, dtype=torch.float64)
     sums = torch.cat([blocks, rest], 1)
@@ -149,7 +154,7 @@ def _drawn(p: Float[Tensor, "M C"], generator: torch.Generator | None) -> Int[Te
 
 
 def _less_one_hot(p: Float[Tensor, "*terms C"], label: Int[Tensor, "*terms"]) -> Tensor:
-    """P − e_label, in place: a one-hot array of a vocabulary would be of p's size, in integers."""
+    """The gradient p − e_label, in place of p: one-hot integers would take twice its memory."""
     return p.scatter_add_(-1, label[..., None], -torch.ones_like(p[..., :1]))
 
 
