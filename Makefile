@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: train test test-slow test-lowest lint format bench bench-quick exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study uci update-step-timing gpt-timing natural-gradient models graph-network-training vision-transformer-training optimizer-comparison optimizer-defaults evidence-from-training ranks-timing simulate-ranks lora lora-memory faults docs
+.PHONY: train test test-slow test-lowest lint format bench bench-quick large-classes growth exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study uci update-step-timing gpt-timing natural-gradient models graph-network-training vision-transformer-training optimizer-comparison optimizer-defaults evidence-from-training ranks-timing simulate-ranks lora lora-memory faults docs
 
 train: $(INSTALLED)  ## train on the built-in digits, learn the weight decays, write runs/digits
 	$(BIN)/marglik train --config digits
@@ -40,6 +40,12 @@ bench: $(INSTALLED)  ## curvature pass, evidence update and predictive against t
 
 bench-quick: $(INSTALLED)  ## the main ratios beside the last committed ones, before and after a change: two minutes
 	$(BIN)/python -m experiments.bench_quick
+
+large-classes: $(INSTALLED)  ## what 10 to 1,000 classes and a vocabulary of 50,257 cost: six minutes of a core; again to go on
+	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.large_classes --resume
+
+growth: $(INSTALLED)  ## how time and memory of a batch's factors grow, beside the limit's: ten minutes of a core; again to go on
+	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.growth --resume
 
 models: $(INSTALLED)  ## seventy families of models of other libraries against brute force: five minutes
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[models]'

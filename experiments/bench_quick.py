@@ -25,6 +25,7 @@ import torch
 
 from experiments.contenders import (
     Work,
+    language_limit,
     limit,
     network,
     online_epoch,
@@ -106,9 +107,8 @@ def _add_transformers(found: dict[str, Work], limits: dict[str, str], batch_size
     def gpt() -> GPT:
         return GPT(vocab_size=256, context=64, dim=64, depth=2, heads=4).eval()
 
-    model = gpt()
     found["ViT: limit of 9"] = limit(vit(), images, 9)
-    found["GPT: limit of 1"] = limit(model, tokens, 1, start=model.token_embedding)
+    found["GPT: limit of 1"] = language_limit(gpt(), tokens, part=batch_size)
     for mode in ("expand", "reduce"):
         found[f"ViT, {mode}, exact"] = ours(vit(), images, classes, kfac_approx=mode)
         limits[f"ViT, {mode}, exact"] = "ViT: limit of 9"

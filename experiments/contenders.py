@@ -6,6 +6,7 @@ Fixup's scalars; these are frozen for them alone.
 """
 
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from laplace.curvature import CurvlinopsGGN
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 
+from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.factors import CurvaturePass
 from kfac_backend.laplace.interface import KfacGGN
-from marglik.models import WideResNetFixup
+from marglik.models import GPT, WideResNetFixup
 from marglik.training.loaders import Loader
 from marglik.training.network import NetworkTraining
 from marglik.training.optimizers import OptimizerConfig, build_optimizer
@@ -23,6 +25,8 @@ from marglik.training.optimizers import OptimizerConfig, build_optimizer
 __all__ = [
     "PEERS",
     "Work",
+    "first_vectors",
+    "language_limit",
     "limit",
     "network",
     "one_batch_alone",
@@ -50,11 +54,15 @@ PEERS = _backends()
 
 
 def network(
-    device: torch.device, width: int = 4, num_classes: int = 10, channels_last: bool = False
+    device: torch.device,
+    width: int = 4,
+    num_classes: int = 10,
+    channels_last: bool = False,
+    depth: int = 16,
 ) -> nn.Module:
-    """WRN-16-width Fixup in eval mode, always the same."""
+    """WRN-depth-width Fixup in eval mode, always the same."""
     torch.manual_seed(0)
-    model = WideResNetFixup(widen_factor=width, num_classes=num_classes)
+    model = WideResNetFixup(depth, width, num_classes)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.02 * torch.randn_like(p))
@@ -113,41 +121,41 @@ def online_epoch(model: nn.Module, loader: Loader, batches: int) -> Work:
     return lambda: training.epoch(1, decays, variance=1.0)
 
 
-def limit(
-    model: nn.Module,
-    x: Tensor,
-    vectors: int,
-    batched: bool = False,
-    start: nn.Module | None = None,
-) -> Work:
-    """A forward pass and backward passes to the inputs only, of images in channels_last.
-
-    Args:
-        model: the network, whose parameters become frozen.
-        x: its input.
-        vectors: how many backward passes.
-        batched: whether they are one.
-        start: a module whose output takes the input's place, for inputs that are tokens.
-    """
+def limit(model: nn.Module, x: Tensor, vectors: int, batched: bool = False) -> Work:
+    """A forward pass and backward passes to the inputs only, in channels_last."""
     model.requires_grad_(False)
-    if start is None:  # a copy, as it requires a gradient from here on
-        layout = torch.channels_last if x.dim() == 4 else torch.contiguous_format
-        x = x.clone(memory_format=layout).requires_grad_()
-    seen: list[Tensor] = []
-    if start is not None:
-        start.register_forward_hook(lambda _, inputs, f: seen.append(f.requires_grad_()))
+    # A copy, as it requires a gradient from here on.
+    x = x.clone(memory_format=torch.channels_last).requires_grad_()
 
     def passes() -> None:
-        seen.clear()
         f = model(x)
-        to = seen[0] if seen else x
         vector = torch.randn_like(f)
         if batched:
             stacked = vector.expand(vectors, *f.shape)
-            torch.autograd.grad(f, to, stacked, is_grads_batched=True)
+            torch.autograd.grad(f, x, stacked, is_grads_batched=True)
             return
         for _ in range(vectors):
-            torch.autograd.grad(f, to, vector, retain_graph=True)
+            torch.autograd.grad(f, x, vector, retain_graph=True)
+
+    return passes
+
+
+def language_limit(model: GPT, x: Tensor, part: int) -> Work:
+    """A forward pass and one backward pass to the first features, ``part`` sequences at a time."""
+    model.requires_grad_(False)
+    sources: list[Tensor] = []
+
+    def hook(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        sources.append(output.detach().requires_grad_())
+        return sources[-1]
+
+    model.token_embedding.register_forward_hook(hook)
+
+    def passes() -> None:
+        for sequences in x.split(part):
+            f = model(sequences)
+            torch.autograd.grad(f, sources, torch.ones_like(f))
+            sources.clear()
 
     return passes
 
@@ -163,11 +171,41 @@ def one_batch_alone(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> W
     """A batch, and the factors of it alone, as laplace-torch asks for them."""
     curvature = CurvaturePass(model, "classification", **options)
 
-    def work() -> None:
+    def work() -> KroneckerFactors:
         curvature.add(x, y)
-        curvature.factors()
+        return curvature.factors()
 
     return work
+
+
+def first_vectors(model: nn.Module, x: Tensor, y: Tensor, number: int, **options: Any) -> Work:
+    """`one_batch_alone` with so many backward vectors at the most.
+
+    For its peak memory, which does not depend on their number: a profile of all would not fit.
+    """
+    curvature = CurvaturePass(model, "classification", **options)
+    curvature.add(x, y)  # with the proof
+    curvature.reset()
+
+    def work() -> KroneckerFactors:
+        whole = curvature._vectors
+        curvature._vectors = _Few(whole, number)  # pyright: ignore[reportAttributeAccessIssue]
+        curvature.add(x, y)
+        return curvature.factors()
+
+    return work
+
+
+class _Few:
+    """The first of some backward vectors."""
+
+    trace = trace_left_out = 0.0
+
+    def __init__(self, vectors: Callable[..., Any], number: int) -> None:
+        self._vectors, self._number = vectors, number
+
+    def __call__(self, f: Tensor, y: Tensor) -> Any:
+        return islice(self._vectors(f, y), self._number)
 
 
 def peer(

@@ -17,10 +17,15 @@ from kfac_backend.blocks.nearest_kronecker import nearest_kronecker
 from kfac_backend.blocks.sketch import Factor, SketchedFactor, whole
 from kfac_backend.layers import ExactRule, Rule, WeightSharingRule
 from kfac_backend.layers.uses import BlockSums
+from kfac_backend.model.memory import total_memory
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
 from kfac_backend.options import Approximation
+from kfac_backend.precision import at_least_float32
 
-__all__ = ["Part", "assemble_blocks", "collect_sums", "make_rules"]
+__all__ = ["Part", "assemble_blocks", "check_memory", "collect_sums", "make_rules"]
+
+LARGE = 8192
+"""Rows of a large weight, in words of advice."""
 
 
 class Part(NamedTuple):
@@ -35,6 +40,7 @@ def make_rules(
     assignment: RuleAssignment,
     modes: Mapping[str, Approximation],
     sketch_rank: int | None = None,
+    diagonal_above: int | None = None,
 ) -> dict[TrackedLayer, Rule]:
     """A rule for each layer, with empty sums; layers that share a tensor share its sums.
 
@@ -43,10 +49,25 @@ def make_rules(
         modes: each layer's mode, by its name.
         sketch_rank: of wide factors, see `CurvatureOptions`; those of tensors that are tied or
             packed stay whole, as their blocks are put together of several.
+        diagonal_above: of weights with many rows, see `CurvatureOptions`; packed tensors stay
+            whole.
 
     Raises:
-        NotImplementedError: a tensor that layers share in ways that have no common block.
+        NotImplementedError: a tensor that layers share in ways that have no common block; a large
+            embedding under reduce.
     """
+    rules = _separate_rules(assignment, modes, sketch_rank, diagonal_above)
+    _tie(rules)
+    return rules
+
+
+def _separate_rules(
+    assignment: RuleAssignment,
+    modes: Mapping[str, Approximation],
+    sketch_rank: int | None,
+    diagonal_above: int | None,
+) -> dict[TrackedLayer, Rule]:
+    """`make_rules` with sums for each layer of its own."""
     rules: dict[TrackedLayer, Rule] = {
         tracked: tracked.rule(tracked.layer, modes.get(tracked.name, "expand"), tracked.parameters)
         for tracked in assignment.all
@@ -57,8 +78,54 @@ def make_rules(
             alone = all(number[name] == 1 for name in tracked.parameters.values())
             if alone and not tracked.slots:
                 rule.use_sketches(sketch_rank)
-    _tie(rules)
+    for tracked, rule in rules.items():
+        rule.use_diagonals(None if tracked.slots else diagonal_above)
     return rules
+
+
+def check_memory(
+    assignment: RuleAssignment,
+    modes: Mapping[str, Approximation],
+    sketch_rank: int | None,
+    diagonal_above: int | None,
+    device: torch.device,
+) -> None:
+    """Raise an error unless the factors and the largest's eigenvalues can fit into the memory.
+
+    Σ d² entries of all factors are held, and two copies of the largest in float64 while its
+    eigenvalues are computed. What other programs take is not known, and left out. Arguments as of
+    `make_rules`.
+
+    Raises:
+        torch.OutOfMemoryError: naming the largest factor, its size, and the ways out.
+    """
+    memory = total_memory(device)
+    if memory is None:
+        return
+    sizes: dict[str, tuple[int, int, int]] = {}  # of each factor: entries, d, bytes of an entry
+    rules = _separate_rules(assignment, modes, sketch_rank, diagonal_above)
+    for tracked, rule in rules.items():
+        for (local, which), (G, d) in rule.factor_sizes().items():
+            itemsize = at_least_float32(getattr(tracked.layer, local).detach()[:0]).element_size()
+            name = f"{which} of '{tracked.parameters[local]}'"
+            sizes[name] = max(sizes.get(name, (0, 0, 0)), (G * d * d, d, itemsize))
+    if not sizes:
+        return
+    total = sum(entries * itemsize for entries, _, itemsize in sizes.values())
+    largest = max(sizes, key=lambda name: sizes[name][0])
+    entries, d, itemsize = sizes[largest]
+    eigenvalues = 2 * 8 * entries
+    if total + eigenvalues <= memory:
+        return
+    GiB = 2**30
+    raise torch.OutOfMemoryError(
+        f"The factors would take {total / GiB:.1f} GiB, {largest} ({d}×{d}) alone "
+        f"{entries * itemsize / GiB:.1f} GiB, and its eigenvalues {eigenvalues / GiB:.1f} GiB more "
+        f"for a while; {device} has {memory / GiB:.1f} GiB. Keep the factors over the rows of "
+        f"large weights by their diagonal (diagonal_above={min(LARGE, d - 1)}), wide factors of "
+        "weights that are not tied by r eigenvectors (sketch_rank=r), or freeze the layer "
+        "(requires_grad_(False))."
+    )
 
 
 def collect_sums(rules: dict[TrackedLayer, Rule]) -> dict[str, list[Part]]:

@@ -1,12 +1,13 @@
 """`kronecker_factors`, and the pass over the data that it makes: batches in, factors out."""
 
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.assembly import assemble_blocks, collect_sums, make_rules
+from kfac_backend.assembly import assemble_blocks, check_memory, collect_sums, make_rules
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.distributed import ProcessGroupOption, Ranks
@@ -36,6 +37,7 @@ from kfac_backend.model.rule_assignment import (
 from kfac_backend.model.targets import Targets, counting, mask_of, split_batch
 from kfac_backend.model.verification import Proof, verify_independence
 from kfac_backend.options import (
+    Approximation,
     CurvatureKeywords,
     CurvatureOptions,
     KfacApprox,
@@ -57,6 +59,9 @@ __all__ = [
     "ggn_diagonal",
     "kronecker_factors",
 ]
+
+MANY_PASSES = 20_000
+"""Backward passes of a batch, above which the exact GGN is warned about."""
 
 
 def kronecker_factors(
@@ -118,7 +123,8 @@ def kronecker_factors(
             that are not integers, batches that are neither (x, y) nor a mapping.
         KeyError: a mapping without ``dict_key_y``.
         NotImplementedError: a parameter without a rule, or used in a way that cannot be followed.
-        torch.OutOfMemoryError: naming a batch size that fits.
+        torch.OutOfMemoryError: naming a batch size that fits; before the first batch, factors that
+            no batch size would make fit.
         RankError: another rank has failed or is gone, or has another model or other options.
     """
     options = options.but(**keywords)
@@ -146,6 +152,7 @@ class CurvaturePass:
     Raises:
         ValueError: options that are not for the likelihood, the device or the model's layers.
         NotImplementedError: a layer without a rule.
+        torch.OutOfMemoryError: factors that the device cannot hold.
     """
 
     def __init__(
@@ -172,8 +179,11 @@ class CurvaturePass:
         with turn_of(model):
             self._proof = Proof(model, self._assign())
         self._mask_verified = False
-        if self._kfac_approx != "auto":  # complains of its names before any data
-            modes_of_layers(self._kfac_approx, self._layer_names)
+        # Complains of names, and of factors that cannot fit, before any data. With "auto" the mode
+        # is not known yet; the large factors are the same in both but for embeddings'.
+        kfac_approx = "expand" if self._kfac_approx == "auto" else self._kfac_approx
+        device = next(model.parameters()).device
+        check_memory(self._assignment, *self._making(kfac_approx), device)
         self.reset()
 
     def reset(self) -> None:
@@ -269,6 +279,7 @@ class CurvaturePass:
             f = capture.forward(x)
             check_targets(f, y, self._likelihood, may_ignore=self._targets.may_ignore)
             check_finite(self._model, f, x)
+            self._warn_of_many_passes(f)
             self._check_rows(len(f), hides=mask is not None)
             # Autocast has done its part in the forward pass; Gram matrices need none of it.
             with self._no_autocast(), backward_arithmetic(self._options.backward_precision):
@@ -353,11 +364,16 @@ class CurvaturePass:
     def _rules(self) -> dict[TrackedLayer, Rule]:
         """All layers' rules, which hold the sums; made with the first batch."""
         if self._made_rules is None:
-            assert self._kfac_approx != "auto"
-            modes = modes_of_layers(self._kfac_approx, self._layer_names)
-            sketch_rank = self._options.sketch_rank
-            self._made_rules = make_rules(self._assignment, modes, sketch_rank)
+            self._made_rules = make_rules(self._assignment, *self._making(self._kfac_approx))
         return self._made_rules
+
+    def _making(
+        self, kfac_approx: KfacApprox
+    ) -> tuple[dict[str, Approximation], int | None, int | None]:
+        """How rules are made: each layer's mode, and what is sketched or kept by its diagonal."""
+        assert kfac_approx != "auto"
+        modes = modes_of_layers(kfac_approx, self._layer_names)
+        return modes, self._options.sketch_rank, self._options.diagonal_above
 
     @property
     def _layer_names(self) -> list[str]:
@@ -441,6 +457,21 @@ class CurvaturePass:
                     "shared axes apart, (N, ..., d), or say which example each row belongs to "
                     "(examples_of_rows)."
                 )
+
+    def _warn_of_many_passes(self, f: Tensor) -> None:
+        """Say once that the exact GGN takes a backward pass for each output of each term."""
+        options = self._options
+        if options.fisher != "exact" or options.rank_tolerance or self._num_data:
+            return
+        C = f.shape[-1]
+        passes = f[0].numel() // C * (C - 1 if self._likelihood == "classification" else C)
+        if passes > MANY_PASSES:
+            warnings.warn(
+                f"The exact GGN takes {passes} backward passes for each part of a batch: outputs "
+                f"have shape {tuple(f.shape)}. fisher='mc' takes mc_samples, and rank_tolerance "
+                "fewer where predictions are sure.",
+                stacklevel=2,
+            )
 
     def _begin_part(self) -> None:
         self._position_sums = PositionSums()

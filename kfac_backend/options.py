@@ -134,6 +134,12 @@ class CurvatureOptions(TargetOptions):
             `blocks.sketch` and `KroneckerFactors.sketch_errors`. For adapters of wide networks
             (LoRA), where one factor of each weight has the width of the network. None keeps all
             factors whole.
+        diagonal_above: d; of weights with more than d rows, such as an output layer's or an
+            embedding's of a large vocabulary, the factor over the rows is kept by its diagonal, in
+            memory C in place of C² for C rows, and so is the block of such a layer's bias. The
+            traces and each row's own curvature stay exact; what couples two rows is left out. Goes
+            before ``sketch_rank``, and is for tied weights, too; tensors that hold several maps
+            stay whole. None keeps all factors whole.
         dict_key_y: see `TargetOptions`, as for the three below.
         ignore_index: the label of loss terms that do not count.
         shift_labels: whether labels stand one position behind the outputs that predict them.
@@ -151,6 +157,7 @@ class CurvatureOptions(TargetOptions):
     backward_precision: BackwardPrecision = "float32"
     batched: bool = False
     sketch_rank: int | None = None
+    diagonal_above: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -164,6 +171,10 @@ class CurvatureOptions(TargetOptions):
             raise ValueError(f"rank_tolerance must be in [0, 1), not {self.rank_tolerance}.")
         if self.sketch_rank is not None and self.sketch_rank < 1:
             raise ValueError(f"sketch_rank must be at least 1, or None, not {self.sketch_rank}.")
+        if self.diagonal_above is not None and self.diagonal_above < 1:
+            raise ValueError(
+                f"diagonal_above must be at least 1, or None, not {self.diagonal_above}."
+            )
 
     def check(self, likelihood: Likelihood) -> None:
         """Raise a ValueError unless the options are for this likelihood."""
@@ -181,7 +192,7 @@ class CurvatureOptions(TargetOptions):
         Factors add up only where these agree. The others say how it is computed (``batched``), how
         well (``mc_samples``), or how batches give their targets.
         """
-        names = ("kfac_approx", "fisher", "rank_tolerance", "sketch_rank")
+        names = ("kfac_approx", "fisher", "rank_tolerance", "sketch_rank", "diagonal_above")
         return {name: getattr(self, name) for name in names}
 
     def to_json(self) -> dict[str, Any]:
@@ -209,6 +220,7 @@ class CurvatureKeywords(TargetKeywords, total=False):
     backward_precision: BackwardPrecision
     batched: bool
     sketch_rank: int | None
+    diagonal_above: int | None
 
 
 def check_option(name: str, value: object, options: object) -> None:

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from experiments import bench_curvature_report, marglik_cifar10, presets, table2_report
+from experiments import (
+    bench_curvature_report,
+    growth,
+    large_classes,
+    marglik_cifar10,
+    presets,
+    table2_report,
+)
 from kfac_backend.layers import registry
 from marglik.cli import main
 
@@ -44,6 +51,28 @@ def test_benchmark_numbers_are_those_of_the_json():
     ):
         assert sentence in flat(readme), sentence
     assert (folder / "growth.png").exists()
+
+
+def test_numbers_of_many_classes_and_of_growth_are_those_of_the_json():
+    page = (ROOT / "docs/numbers.md").read_text().splitlines()
+    folder = RESULTS / "large_classes"
+    cases = {
+        name: json.loads((folder / f"{name}.json").read_text())["cases"]
+        for name in large_classes.PARTS
+    }
+    made = large_classes.table(cases).splitlines()
+    assert (folder / "table.md").read_text().splitlines() == made
+    start = page.index("## Many classes")
+    rows = [row for row in page[start:] if row.startswith("|")]
+    parts = {
+        axis: json.loads((RESULTS / f"growth/{axis}.json").read_text()) for axis in growth.AXES
+    }
+    grown = growth.table(parts).splitlines()
+    assert set(grown) <= set(rows) <= {*made, *grown}
+    kept = [row for row in made if row.startswith("| 1,000") or "tied |" in row]
+    assert sum(row in rows for row in kept) >= 13
+    marked = {axis for axis in parts if growth.surprises(parts[axis], "seconds")}
+    assert marked == {"vocabulary"}  # which the page explains
 
 
 def test_the_fixed_costs_are_those_of_the_json():

@@ -28,7 +28,9 @@ def nearest_kronecker(blocks: Sequence[KroneckerBlock]) -> KroneckerBlock:
     if len(blocks) == 1:
         return KroneckerBlock(blocks[0].name, blocks[0].B, blocks[0].A)
     whole = [block.whole_factors("A tensor used in two ways") for block in blocks]
-    Bs = [_dense(B) for B, _ in whole]
+    # Diagonals of one size stay such, as a vocabulary's, of which no matrix would fit.
+    diagonal = all(B.dim() == 3 and B.shape[-1] == 1 for B, _ in whole)
+    Bs = [B if diagonal else _dense(B) for B, _ in whole]
     As = [_dense(A) for _, A in whole if A is not None]
     of_B, of_A = _inner_products(Bs), _inner_products(As)  # (K, K) in float64
     # Bring all B_k to norm one, their A_k take the rest over: the products stay.

@@ -265,9 +265,9 @@ class Sketch:
     def add(self, rows: Float[Tensor, "M d"]) -> None:
         """Add the rows' outer products."""
         rows = at_least_float32(rows)
-        self._trace += torch.linalg.vector_norm(rows, dtype=torch.float64).square()
         while len(rows):
             room = WAITING * self.rank - self._num_waiting
+            self._trace += torch.linalg.vector_norm(rows[:room], dtype=torch.float64).square()
             self._waiting.append(rows[:room].clone())  # lest it keep all of the layer's input
             self._num_waiting += len(self._waiting[-1])
             rows = rows[room:]

@@ -35,10 +35,10 @@ LARGEST_PRODUCT = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
 
 def bases(
     block: EigenBlock, spectrum: Tensor, transposed: bool
-) -> tuple[Bases, Bases | None, Tensor]:
+) -> tuple[Bases | None, Bases | None, Tensor]:
     """Eigenvectors (G, d_out, d_out) and (G, d_in, d_in), the spectrum (G, d_out, d_in), a view.
 
-    No eigenvectors for inputs whose factor is diagonal, as an embedding's tokens.
+    No eigenvectors for a factor that is diagonal, as that of an embedding's tokens.
 
     Args:
         block: a block with two factors.
@@ -47,10 +47,12 @@ def bases(
     """
     assert block.Q_A is not None
     Q_B, Q_A = by_group(block.Q_B), by_group(block.Q_A)
+    if isinstance(Q_B, Tensor) and Q_B.shape[-1] == 1 and len(Q_B) > len(Q_A):
+        # (rows, 1, 1): the rows are groups of one entry with one Q_A, the spectrum (rows, 1, ...).
+        apart = spectrum[:, 0]
+        return (Q_A, None, apart.mT[None]) if transposed else (None, Q_A, apart[None])
     if not transposed:
         return Q_B, Q_A, grouped(spectrum)
-    if len(Q_B) > len(Q_A):  # (d_in, 1, 1): d_in groups have one Q_A
-        return Q_A, None, spectrum[:, 0].mT[None]  # of (d_in, 1, d_out)
     return Q_A, Q_B, grouped(spectrum).mT
 
 

@@ -2,7 +2,8 @@
 
 If the outputs are what a linear layer or a convolution computes, f_r = W a_r + b, the gradient of
 f_rc in W is e_c ⊗ a_r and that in b is e_c, with which the covariance of position r is that of
-`gradient_covariance`. Nothing is propagated back, and positions do not depend on each other.
+`gradient_covariance`. Nothing is propagated back, and positions do not depend on each other. The
+variances alone are Σ_i (Q_B)_ci² Σ_j ã_j² / s_ij, for all outputs at once: no C×C array.
 """
 
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from kfac_backend.blocks.sketch import Frame
+from kfac_backend.covariance.eigenbasis import bases, by_group, rotated
 from kfac_backend.covariance.gradient_covariance import gradient_covariance
 from kfac_backend.covariance.layer_gradients import PosteriorPrecision
 from kfac_backend.covariance.output_covariance import (
@@ -79,7 +82,9 @@ class LastLayerCovariance:
         x: Any,
         positions: Bool[Tensor, "N *R"] | None = None,
         classes: Int[Tensor, "*chosen K"] | None = None,
-    ) -> tuple[Float[Tensor, "*chosen C"], Float[Tensor, "*chosen C C"]]:
+        *,
+        variance_only: bool = False,
+    ) -> tuple[Float[Tensor, "*chosen C"], Float[Tensor, "..."]]:
         """Outputs and covariances at a batch; arguments and errors as of `OutputCovariance`.
 
         Raises:
@@ -96,7 +101,7 @@ class LastLayerCovariance:
             finally:
                 restore()
             if seen is not None:
-                return self._of_linear(*seen, positions, classes)
+                return self._of_linear(*seen, positions, classes, variance_only)
         if self._is_tied:
             raise NotImplementedError(
                 f"The outputs of {type(self._model).__name__} are not those of its last layer "
@@ -105,7 +110,7 @@ class LastLayerCovariance:
             )
         if self._general is None:
             self._general = OutputCovariance(self._model, self._precision, memory=self._memory)
-        return self._general(x, positions, classes)
+        return self._general(x, positions, classes, variance_only=variance_only)
 
     def _run(self, x: Any) -> tuple[Tensor, Tensor, WeightSharingRule] | None:
         """The outputs, the last layer's input and its rule; None where its formula does not hold.
@@ -161,6 +166,7 @@ class LastLayerCovariance:
         rule: WeightSharingRule,
         positions: Tensor | None,
         classes: Tensor | None,
+        variance_only: bool,
     ) -> tuple[Tensor, Tensor]:
         """Outputs and covariances by the layer's formula, some positions at a time."""
         mask = check_positions(positions, f.shape).to(f.device)
@@ -173,16 +179,18 @@ class LastLayerCovariance:
             f = f.gather(1, columns)
         wide = at_least_float32(f)
         K = f.shape[1]
-        result = wide.new_empty(len(f), K, K)
+        result = wide.new_empty(len(f), K) if variance_only else wide.new_empty(len(f), K, K)
         memory = self._memory or default_memory(f.device.type)
         weight = self._parameters.get("weight")
         d_in = 1 if weight is None else self._precision[weight][0].numel // C
         # Of each position: its one-hot vectors, twice in another basis, and its input twice.
-        of_one = wide.element_size() * (3 * K * C + 2 * (d_in + C))
+        of_one = wide.element_size() * ((0 if variance_only else 3 * K * C) + 2 * (d_in + C))
         size = max(1, memory // of_one)
         by_example = mask.flatten(1) if mask.dim() > 1 else mask[:, None]
         examples = max(1, memory // (wide.element_size() * by_example.shape[1] * (d_in + 1)))
-        one_hot, done = torch.eye(C, dtype=wide.dtype, device=f.device), 0
+        one_hot, done = None, 0
+        if not variance_only:
+            one_hot = torch.eye(C, dtype=wide.dtype, device=f.device)
         for start in range(0, len(a), examples):
             some = by_example[start : start + examples]
             if not some.any():
@@ -192,11 +200,18 @@ class LastLayerCovariance:
                 inputs = rule.inputs(a[start : start + examples])[0][some]  # (m, d_in)
             for first in range(0, int(some.sum()), size):
                 m = min(size, int(some.sum()) - first)
-                b = one_hot.expand(m, C, C)
-                if columns is not None:
-                    b = one_hot[columns[done : done + m]]  # (m, K, C)
                 now = None if inputs is None else inputs[first : first + m]
-                result[done : done + m] = self._covariance(b, now, rule.transposed)
+                of_some = slice(done, done + m)
+                if one_hot is None:
+                    variance = self._variances(wide.new_zeros(m, C), now, rule.transposed)
+                    result[of_some] = (
+                        variance if columns is None else variance.gather(1, columns[of_some])
+                    )
+                else:
+                    b = one_hot.expand(m, C, C)
+                    if columns is not None:
+                        b = one_hot[columns[of_some]]  # (m, K, C)
+                    result[of_some] = self._covariance(b, now, rule.transposed)
                 done += m
         return f.unflatten(0, shape), result.unflatten(0, shape)
 
@@ -208,6 +223,24 @@ class LastLayerCovariance:
             gradients = ExampleGradients(b[None, :, None], a)
             block, spectrum = self._precision[name]
             total += gradient_covariance(gradients, block, spectrum, transposed=transposed)
+        return total
+
+    def _variances(self, total: Tensor, inputs: Tensor | None, transposed: bool) -> Tensor:
+        """Of m positions, added to ``total`` (m, C), from their inputs (m, d_in)."""
+        for local, name in self._parameters.items():
+            block, spectrum = self._precision[name]
+            if local == "weight" and inputs is not None:
+                Q_B, Q_A, s = bases(block, spectrum, transposed)
+                a = rotated(inputs.to(spectrum.dtype)[None], Q_A)[0].square()
+                weights = a @ s[0].reciprocal().mT  # (m, d_out) in the basis of Q_B
+            elif block.Q_B.shape[-1] == 1:  # a diagonal
+                Q_B, weights = None, spectrum.reciprocal().reshape(1, -1)
+            else:
+                Q_B, weights = by_group(block.Q_B), spectrum.reciprocal().reshape(1, -1)
+            if Q_B is not None:
+                Q = Q_B[0]
+                weights = Q.squares(weights) if isinstance(Q, Frame) else weights @ Q.square().mT
+            total += weights
         return total
 
 

@@ -43,7 +43,7 @@ class LayerGradients(ParameterGradients):
         """Add the part of a layer that stands alone, some examples at a time.
 
         Args:
-            covariance: (N, C, C), added to in place.
+            covariance: (N, C, C), or variances (N, C), added to in place.
             seen: its use.
             size: examples at a time.
         """
@@ -56,14 +56,26 @@ class LayerGradients(ParameterGradients):
             block, spectrum = self._precision[name]
             if slots > 1:
                 block, spectrum = group_of(block, slot), spectrum[slot]
-            covariance += self._covariance(gradients, block, spectrum)
+            variance_only = covariance.dim() == 2
+            covariance += self._covariance(gradients, block, spectrum, variance_only)
 
-    def _covariance(self, gradients: SumOfUses, block: EigenBlock, spectrum: Tensor) -> Tensor:
+    def _covariance(
+        self, gradients: SumOfUses, block: EigenBlock, spectrum: Tensor, variance_only: bool
+    ) -> Tensor:
         one_way = gradients.in_one_way()
         if one_way is None:
             parts = gradients.dense(self._product_bytes)
-            return torch.cat([dense_covariance(part, block, spectrum) for part in parts])
+            each = [
+                dense_covariance(part, block, spectrum, variance_only=variance_only)
+                for part in parts
+            ]
+            return torch.cat(each)
         joined, transposed = one_way
         return gradient_covariance(
-            joined, block, spectrum, self._product_bytes, transposed=transposed
+            joined,
+            block,
+            spectrum,
+            self._product_bytes,
+            transposed=transposed,
+            variance_only=variance_only,
         )

@@ -125,7 +125,9 @@ class OutputCovariance:
         x: Any,
         positions: Bool[Tensor, "N *R"] | None = None,
         classes: Int[Tensor, "*chosen K"] | None = None,
-    ) -> tuple[Float[Tensor, "*chosen C"], Float[Tensor, "*chosen C C"]]:
+        *,
+        variance_only: bool = False,
+    ) -> tuple[Float[Tensor, "*chosen C"], Float[Tensor, "..."]]:
         """Outputs and covariances at a batch, a tensor or a mapping of tensors; without a graph.
 
         Args:
@@ -134,6 +136,8 @@ class OutputCovariance:
                 of these M, (M, C) and (M, C, C), in the mask's order.
             classes: numbers of the K outputs that are wanted, (K,), or of each example or position
                 of the result, (..., K), such as the largest; the result has K instead of C.
+            variance_only: return the covariances' diagonals, (..., C): as many backward passes, but
+                no C×C products, and none of these held.
 
         Raises:
             TypeError: a model whose output is not a tensor; a mask or numbers of another dtype.
@@ -159,7 +163,7 @@ class OutputCovariance:
                 result = None
                 for part in self._parts(x, sizes, mask):
                     of_part = columns[part.numbers] if columns is not None else None
-                    f, covariance = self._part(part, of_part, sizes)
+                    f, covariance = self._part(part, of_part, sizes, variance_only)
                     if result is None:
                         result = tuple(t.new_empty(M, *t.shape[1:]) for t in (f, covariance))
                     result[0][part.numbers], result[1][part.numbers] = f, covariance
@@ -292,8 +296,10 @@ class OutputCovariance:
             x_part = examples(x, some if whole else of_example[some])
             yield _Part(x_part, of_positions[some], None, numbers[some])
 
-    def _part(self, part: _Part, classes: Tensor | None, sizes: _Sizes) -> tuple[Tensor, Tensor]:
-        """Outputs (M, C) and covariances (M, C, C) of a part of the pairs."""
+    def _part(
+        self, part: _Part, classes: Tensor | None, sizes: _Sizes, variance_only: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Outputs (M, C) and covariances (M, C, C), or variances, of a part of the pairs."""
         uses: dict[TrackedLayer, int] = {}
         seen: dict[tuple[TrackedLayer, Use], Tensor] = {}  # gradients (M, R, C, d_out)
         group: frozenset[TrackedLayer] = frozenset()
@@ -342,7 +348,8 @@ class OutputCovariance:
             C = columns.shape[1]
             result = f.detach().flatten(1, -2) if f.dim() > 2 else f.detach()[:, None]
             result = result[rows[:, None], part.positions[:, None], columns]
-            covariance = at_least_float32(result).new_zeros(*result.shape, C)
+            shape = result.shape if variance_only else (*result.shape, C)
+            covariance = at_least_float32(result).new_zeros(shape)
             for group in sizes.groups:
                 with self._no_autocast(f):
                     capture.backward(f, vectors())
@@ -389,7 +396,10 @@ class OutputCovariance:
         """Add what parameters without a rule bring; their blocks are diagonal."""
         for which, gradients in self._uncovered(part.x, f, part.positions, columns):
             for name, of_name in gradients.items():
-                covariance[which] += gradient_covariance(of_name, *self._precision[name])
+                block, spectrum = self._precision[name]
+                covariance[which] += gradient_covariance(
+                    of_name, block, spectrum, variance_only=covariance.dim() == 2
+                )
 
     def _capture(
         self, on_gradient: Any, channels_last: bool = False, on_input: Any = None

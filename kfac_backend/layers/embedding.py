@@ -40,12 +40,6 @@ class EmbeddingRule(WeightSharingRule):
                     "positions together; give it one mode by its name."
                 )
             (mode,) = mode.values()
-        if mode == "reduce" and layer.num_embeddings > LARGEST_VOCABULARY:
-            raise NotImplementedError(
-                f"{layer} under reduce needs a dense matrix of {layer.num_embeddings} tokens "
-                f"squared, of at most {LARGEST_VOCABULARY}. Take expand for it, where counts are "
-                "enough: kfac_approx={'NAME OF THE LAYER': 'expand', '*': 'reduce'}."
-            )
         self._dtype = torch.promote_types(layer.weight.dtype, torch.float32)
         super().__init__(layer, mode, names)
 
@@ -58,7 +52,19 @@ class EmbeddingRule(WeightSharingRule):
                 "a linear layer. Leave them out, or freeze it (requires_grad_(False))."
             )
 
-    def _factor_sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+    def use_diagonals(self, above: int | None) -> None:
+        """Under reduce; expand's is a diagonal anyway."""
+        super().use_diagonals(above)
+        tokens = self.layer.num_embeddings
+        if self.by_example and not self._rows_apart and tokens > LARGEST_VOCABULARY:
+            raise NotImplementedError(
+                f"{self.layer} under reduce needs a dense matrix of {tokens} tokens squared, of at "
+                f"most {LARGEST_VOCABULARY}. Keep its diagonal (diagonal_above="
+                f"{LARGEST_VOCABULARY}), or take expand for it, where counts are enough: "
+                "kfac_approx={'NAME OF THE LAYER': 'expand', '*': 'reduce'}."
+            )
+
+    def _whole_sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Tokens are groups of one entry under expand."""
         tokens, features = self.layer.weight.shape
         return (1, tokens) if self.by_example else (tokens, 1), (1, features)

@@ -77,6 +77,17 @@ class Rule(ABC):
         Rules that know none keep whole factors.
         """
 
+    def use_diagonals(self, above: int | None) -> None:  # noqa: B027
+        """Keep factors over more rows than that by their diagonal; called before any input.
+
+        Args:
+            above: see ``diagonal_above`` of `CurvatureOptions`; None keeps them whole.
+        """
+
+    def factor_sizes(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """(local name, "B" or "A") -> (G, d) of each whole factor that has the layer's width."""
+        return {}
+
     @classmethod  # noqa: B027
     def check(cls, layer: Any) -> None:
         """Raise a NotImplementedError if the layer has an option that the rule does not know."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kfac_backend.blocks.sketch import Factor, SketchedFactor, add_factors
 from kfac_backend.formulas import gradient_sums, input_means
-from kfac_backend.layers.gram.gram import DenseGram, Gram, SketchGram
+from kfac_backend.layers.gram.gram import DenseGram, DiagonalGram, Gram, SketchGram
 from kfac_backend.layers.rows import Rows
 from kfac_backend.layers.rule import ExampleGradients, Rule
 from kfac_backend.layers.uses import BlockSums, GradientFactor, InputFactor, PositionSums, Use
@@ -56,6 +56,7 @@ class WeightSharingRule(Rule):
         self.B_bias = GradientFactor(DenseGram(), self.by_example)
         self.B_both = GradientFactor(DenseGram(), self.by_example)
         self._given_away: set[str] = set()  # parameters that another rule reports
+        self._rows_apart = False  # whether the factor over the weight's rows is a diagonal
         self._one_B = self.groups == 1 and self.same_gradients and len(names) == 2
         # `_one_B` is about the layer, and `share` can end it for the whole pass; `_one_B_now` is
         # about the present forward pass: `add_input` ends it where rows are given.
@@ -78,6 +79,19 @@ class WeightSharingRule(Rule):
         """Output gradients (M, ...) at all positions of the output, features last."""
         rows = b.movedim(self.features, -1)  # no copy if the features lie last
         return rows.flatten(1, -2) if rows.dim() > 2 else rows[:, None]
+
+    def use_diagonals(self, above: int | None) -> None:
+        """The diagonal of the factor over the weight's rows: of B, or of A if it is stored so."""
+        groups, rows = self._whole_sizes()[0]
+        self._rows_apart = above is not None and groups == 1 and rows > above
+        if not self._rows_apart:
+            return
+        if self.transposed:
+            self.A = InputFactor(DiagonalGram())
+        else:
+            self.B_weight, self.B_bias, self.B_both = (
+                GradientFactor(DiagonalGram(), self.by_example) for _ in range(3)
+            )
 
     @property
     def groups(self) -> int:
@@ -256,7 +270,7 @@ class WeightSharingRule(Rule):
         sums = {}
         if "bias" in self.names:
             B = _either(both, self.B_bias.gram.total())
-            sums["bias"] = BlockSums(self._zeros(1, len(self.layer.bias)) if B is None else B)
+            sums["bias"] = BlockSums(self._zeros(*self._bias_size()) if B is None else B)
         if "weight" in self.names:
             rows, columns = self._factor_sizes()
             if self.transposed:  # its rows are the inputs
@@ -272,10 +286,30 @@ class WeightSharingRule(Rule):
             )
         return {name: of_name for name, of_name in sums.items() if name not in self._given_away}
 
-    def _factor_sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Groups and entries of the weight's two factors, as it is stored."""
+    def factor_sizes(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """Of the weight's two factors, and of the bias's if it has one of its own."""
+        sizes, own = {}, [name for name in self.names if name not in self._given_away]
+        if "weight" in own:
+            order = ("A", "B") if self.transposed else ("B", "A")
+            for which, size in zip(order, self._factor_sizes(), strict=True):
+                sizes["weight", which] = size
+        if "bias" in own and not self._one_B:
+            sizes["bias", "B"] = self._bias_size()
+        return sizes
+
+    def _whole_sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Groups and entries of the weight's two factors, as it is stored, kept whole."""
         weight = self.layer.weight
         return (self.groups, len(weight) // self.groups), (self.groups, weight[0].numel())
+
+    def _factor_sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The same as they are kept; the rows of a diagonal are groups of one entry."""
+        (groups, rows), columns = self._whole_sizes()
+        return (rows, 1) if self._rows_apart else (groups, rows), columns
+
+    def _bias_size(self) -> tuple[int, int]:
+        d_out = len(self.layer.bias)
+        return (d_out, 1) if self._rows_apart and not self.transposed else (1, d_out)
 
     def _zeros(self, groups: int, size: int) -> Factor:
         """The sum for a layer that saw no rows."""
@@ -298,7 +332,7 @@ class LinearRule(WeightSharingRule):
     def use_sketches(self, rank: int) -> None:
         """Sketches of A and of B, each where a sketch with the rows that wait takes less memory."""
         self._sketch_rank = rank
-        (_, first), (_, second) = self._factor_sizes()
+        (_, first), (_, second) = self._whole_sizes()
         d_out, d_in = (second, first) if self.transposed else (first, second)
         if self._is_wide(d_in):
             self.A = InputFactor(SketchGram(rank))
@@ -306,6 +340,11 @@ class LinearRule(WeightSharingRule):
             self.B_weight, self.B_bias, self.B_both = (
                 GradientFactor(SketchGram(rank), self.by_example) for _ in range(3)
             )
+
+    def factor_sizes(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """Without sketches."""
+        sizes = super().factor_sizes()
+        return {which: size for which, size in sizes.items() if not self._is_wide(size[1])}
 
     def _is_wide(self, size: int) -> bool:
         return self._sketch_rank is not None and size > 4 * self._sketch_rank

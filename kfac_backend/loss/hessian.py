@@ -20,6 +20,7 @@ from kfac_backend.precision import at_least_float32
 
 __all__ = [
     "IGNORED",
+    "categorical_root_energies",
     "check_targets",
     "counted_terms",
     "loss_hessian_root",
@@ -87,6 +88,23 @@ def _categorical_root(f: Float[Tensor, "*terms C"]) -> Iterator[Float[Tensor, "*
         ratio = p[..., j + 1 :] / t_next.clamp(min=tiny)[..., None]
         column[..., j + 1 :] = -ratio * column[..., j : j + 1]
         yield torch.zeros_like(p).scatter(-1, order, column)
+
+
+def categorical_root_energies(f: Float[Tensor, "*terms C"]) -> Float[Tensor, "*terms columns"]:
+    """Σ_i S_ij² of each column j of `_categorical_root`, whose sum is tr Λ, without a column.
+
+    S_jj² (1 + Σ_{i>j} p_i² / t_{j+1}²), all from sums over the last classes.
+    """
+    p = torch.softmax(f, dim=-1).sort(dim=-1, descending=True).values
+    tiny = torch.finfo(p.dtype).tiny
+    t = p.flip(-1).cumsum(-1).flip(-1)
+    t_next = t[..., 1:]
+    # In float64, as the squares of small probabilities are no float32.
+    squares = p.double().square().flip(-1).cumsum(-1).flip(-1)[..., 1:]
+    t_double = t_next.double().clamp(min=tiny)
+    ratio = (squares / t_double / t_double).to(p.dtype)
+    pivot = p[..., :-1] * (t_next / t[..., :-1].clamp(min=tiny))
+    return pivot * (1 + ratio)
 
 
 def check_targets(

@@ -4,15 +4,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from kfac_backend.loss.hessian import counted_terms, loss_hessian_root
+from kfac_backend.loss.hessian import (
+    categorical_root_energies,
+    counted_terms,
+    loss_hessian_root,
+)
 from kfac_backend.options import CurvatureOptions, Likelihood
 from kfac_backend.precision import at_least_float32
 
 __all__ = ["BackwardVectors"]
+
+LARGEST_DRAW = 2**19
+"""Probabilities, of some loss terms, that labels are drawn from at once."""
+
+CLASSES_OF_BLOCK = 256
+"""Classes that are summed up before a label is drawn of many."""
+
+MANY_CLASSES = 1024
+"""Classes from which on a label is drawn by the distribution function: one random number for each
+label, not one for each class, which take half the time of a language model's pass."""
 
 
 @dataclass
@@ -58,8 +71,10 @@ class BackwardVectors:
             yield torch.zeros_like(f)  # layers have gradients, if only zeros
             return
         if self.options.fisher == "mc":
-            for _ in range(self.options.mc_samples):
-                yield _where(counted, self._sampled_gradient(f) / self.options.mc_samples**0.5)
+            samples = self.options.mc_samples
+            for _ in range(samples):
+                sampled = self._sampled_gradient(f)
+                yield _only(counted, sampled.div_(samples**0.5) if samples > 1 else sampled)
         elif self.options.fisher == "empirical":
             yield from _one_term_at_a_time(self._label_gradient(f, y, counted), counted)
         else:
@@ -73,10 +88,7 @@ class BackwardVectors:
         self, columns: Iterator[Tensor], f: Tensor, counted: Tensor | None
     ) -> Iterator[Tensor]:
         """Columns of S until at most ``rank_tolerance`` of tr Λ is missing, zero from then on."""
-        energies = torch.stack(
-            [_where(counted, c).square().sum(-1) for c in loss_hessian_root(f, self.likelihood)],
-            -1,
-        )  # (N, *terms, C - 1)
+        energies = _where(counted, categorical_root_energies(f))  # (N, *terms, C - 1)
         # Summed from the last column, since small remainders must not cancel.
         missing = energies.flip(-1).cumsum(-1).flip(-1)  # without this column and all after it
         needed = missing > self.options.rank_tolerance * missing[..., :1]
@@ -92,8 +104,7 @@ class BackwardVectors:
         """∇_f ℓ(ŷ, f) at a label ŷ drawn from p(y|f), per loss term; in the shape of f."""
         if self.likelihood == "classification":
             p = torch.softmax(f, dim=-1)
-            label = torch.multinomial(p.flatten(0, -2), 1, generator=self.generator)
-            return p - F.one_hot(label.view(f.shape[:-1]), f.shape[-1]).to(f)
+            return _less_one_hot(p, _drawn(p.flatten(0, -2), self.generator).view(f.shape[:-1]))
         if self.likelihood == "regression":
             return torch.randn(f.shape, generator=self.generator, dtype=f.dtype, device=f.device)
         p = torch.sigmoid(f)
@@ -103,11 +114,53 @@ class BackwardVectors:
         """∇_f ℓ(y, f) at the label, zero where it does not count; in the shape of f."""
         if self.likelihood == "classification":
             label = y.long() if counted is None else y.long().where(counted, 0)
-            one_hot = F.one_hot(label, f.shape[-1]).to(f)
-            return _where(counted, torch.softmax(f, dim=-1) - one_hot)
+            return _only(counted, _less_one_hot(torch.softmax(f, dim=-1), label))
         if self.likelihood == "regression":
             return f - y.to(f)
         return torch.sigmoid(f) - y.to(f)
+
+
+def _drawn(p: Float[Tensor, "M C"], generator: torch.Generator | None) -> Int[Tensor, "M 1"]:
+    """A label of each row, drawn from its probabilities."""
+    C = p.shape[1]
+    if C < MANY_CLASSES:
+        return torch.multinomial(p, 1, generator=generator)
+    # Some rows at a time, as the sums in float64 would take another array of the outputs' size.
+    rows = max(1, LARGEST_DRAW // C)
+    return torch.cat([_drawn_of_many(some, generator) for some in p.split(rows)])
+
+
+def _drawn_of_many(
+    p: Float[Tensor, "M C"], generator: torch.Generator | None
+) -> Int[Tensor, "M 1"]:
+    """First a block of classes, then one of its classes, both by the distribution function.
+
+    In float64: differences of a float32 sum are wrong by a percent where p is 1e-5.
+    """
+    C, size = p.shape[1], CLASSES_OF_BLOCK
+    whole = C - C % size
+    blocks = p[:, :whole].unflatten(1, (-1, size)).sum(2, dtype=torch.float64)
+    rest = p[:, whole:].sum(1, keepdim=True, dtype=torch.float64)
+    sums = torch.cat([blocks, rest], 1)
+    up_to = sums.cumsum(1)
+    share = torch.rand(len(p), 1, generator=generator, dtype=torch.float64, device=p.device)
+    point = share * up_to[:, -1:]
+    block = torch.searchsorted(up_to, point, right=True).clamp_(max=sums.shape[1] - 1)
+    point -= up_to.gather(1, block) - sums.gather(1, block)
+    classes = block * size + torch.arange(size, device=p.device)  # (M, size)
+    inside = p.gather(1, classes.clamp(max=C - 1)).masked_fill_(classes >= C, 0.0)
+    place = torch.searchsorted(inside.cumsum(1, dtype=torch.float64), point, right=True)
+    return (block * size + place.clamp_(max=size - 1)).clamp_(max=C - 1)
+
+
+def _less_one_hot(p: Float[Tensor, "*terms C"], label: Int[Tensor, "*terms"]) -> Tensor:
+    """The gradient p − e_label, in place of p: one-hot integers would take twice its memory."""
+    return p.scatter_add_(-1, label[..., None], -torch.ones_like(p[..., :1]))
+
+
+def _only(counted: Tensor | None, vector: Float[Tensor, "N *terms C"]) -> Tensor:
+    """`_where` in place."""
+    return vector if counted is None else vector.masked_fill_(~counted[..., None], 0.0)
 
 
 def _where(counted: Tensor | None, vector: Float[Tensor, "N *terms C"]) -> Tensor:

@@ -11,7 +11,9 @@ __all__ = ["check_finite", "check_inputs"]
 
 def check_finite(model: nn.Module, f: Tensor, x: Any) -> None:
     """Raise a ValueError that names what has NaN or infinity, if the outputs f have any."""
-    if torch.isfinite(f).all():
+    # A sum is not finite if an entry is not, and takes a fifth of the time of asking each; one that
+    # overflows says nothing.
+    if torch.isfinite(f.sum()) or torch.isfinite(f).all():
         return
     for name, p in model.named_parameters():
         if not torch.isfinite(p).all():

@@ -185,9 +185,8 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
         """The name laplace-torch has for `output_distribution`; by Jacobians where it must be."""
         if joint or self.enable_backprop:
             return super()._glm_predictive_distribution(X, joint, diagonal_output)
-        f, covariance = self.output_distribution(X)
-        f = at_least_float32(f)  # as the covariance is
-        return f, covariance.diagonal(dim1=1, dim2=2) if diagonal_output else covariance
+        f, covariance = self.output_distribution(X, variance_only=diagonal_output)
+        return at_least_float32(f), covariance  # in the dtype of the covariance
 
     def _nn_functional_samples(
         self,

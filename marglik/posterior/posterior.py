@@ -479,7 +479,8 @@ class Posterior:
         *,
         positions: Bool[Tensor, "N *R"] | None = None,
         classes: Int[Tensor, "*chosen K"] | None = None,
-    ) -> tuple[Float[Tensor, "*chosen C"], Float[Tensor, "*chosen C C"]]:
+        variance_only: bool = False,
+    ) -> tuple[Float[Tensor, "*chosen C"], Float[Tensor, "..."]]:
         """Outputs f and their covariances J Σ Jᵀ in the linearised network: (N, C) and (N, C, C).
 
         Of sequences (N, R, C) those of each position, (N, R, C, C), which take R·C backward passes
@@ -496,6 +497,8 @@ class Posterior:
                 (M, C, C).
             classes: numbers of the K outputs that are wanted instead of all C, (K,) or, of each
                 position, (..., K).
+            variance_only: return the variances (..., C), the covariances' diagonals, and make no
+                C×C array; from the last layer alone, at no more than a forward pass for any C.
 
         Raises:
             AttributeError: the posterior is not fitted.
@@ -503,7 +506,8 @@ class Posterior:
         check_option("layers", layers, Layers)
 
         def distribution() -> tuple[Tensor, Tensor]:
-            return self._output_covariance(x, layers, memory)(x, positions, classes)
+            covariance = self._output_covariance(x, layers, memory)
+            return covariance(x, positions, classes, variance_only=variance_only)
 
         return in_eval_mode(self.model, distribution)()
 

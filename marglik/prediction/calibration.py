@@ -20,7 +20,7 @@ loss and is nothing beside a thousand examples.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, get_args
 
@@ -136,8 +136,9 @@ class HeldOut:
     likelihood: Likelihood
     f: Float[Tensor, "M C"]
     """The network's outputs."""
-    covariance: Float[Tensor, "M C C"] | None
-    """J Σ Jᵀ, under a posterior that has not seen this data; None for method "linearised"."""
+    covariance: Float[Tensor, "M C *other"] | None
+    """J Σ Jᵀ, under a posterior that has not seen this data; None for method "linearised". Its
+    diagonal (M, C) is enough for regression, Bernoulli outputs and the link "probit"."""
     targets: Tensor
     """Class indices (M,), or (M, C)."""
     sigma_noise: float = 1.0
@@ -154,6 +155,7 @@ class HeldOut:
         *,
         progress: bool = False,
         ranks: Ranks = Ranks(None),  # noqa: B008
+        links: Collection[str] = get_args(Link),
     ) -> "HeldOut":
         """Outputs, their covariances, and targets of all batches; of very many, a part of them.
 
@@ -164,6 +166,7 @@ class HeldOut:
                 networks are sampled.
             progress: whether to show a bar.
             ranks: who has a part of each batch, see `predict_all`; all get what all have.
+            links: those that it is for; "probit" alone needs no covariance but the variances.
 
         Raises:
             ValueError: no batch, no target that counts, or targets that do not fit the outputs.
@@ -177,6 +180,7 @@ class HeldOut:
         if config.method == "linearised":
             generator = torch.Generator(posterior.mean.device).manual_seed(0)
             samples = posterior.sample(config.networks, generator)
+        variance_only = likelihood != "classification" or set(links) == {"probit"}
         found: list[tuple[Tensor, Tensor, Tensor]] = []
         seen, stride, most = 0, 1, MOST_NUMBERS
 
@@ -192,8 +196,10 @@ class HeldOut:
                 spread = spread.flatten(1, -2).movedim(0, 1)  # (M, S, C)
             else:
                 mask = counted if f.dim() > 2 else None
-                _, spread = posterior.output_distribution(x, config.layers, memory, positions=mask)
-                spread = spread.flatten(0, -3)  # (M, C, C)
+                _, spread = posterior.output_distribution(
+                    x, config.layers, memory, positions=mask, variance_only=variance_only
+                )
+                spread = spread.flatten(0, -2 if variance_only else -3)  # (M, C) or (M, C, C)
             f, y = f.flatten(0, -2), y.flatten(0, f.dim() - 2)
             if counted is not None:
                 f, y = f[counted.flatten()], y[counted.flatten()]
@@ -212,7 +218,9 @@ class HeldOut:
             seen += len(f)
             found.append((f[kept], spread[kept], y[kept]))
             # Not more than two numbers need: later every second term, of those that are there, too.
-            while sum(len(y) for *_, y in found) > max(ROUGH_TERMS, most // spread[:1].numel()):
+            # As many of variances as of covariances, so that a link finds the same in all company.
+            numbers = f.shape[1] ** 2 if samples is None else spread[:1].numel()
+            while sum(len(y) for *_, y in found) > max(ROUGH_TERMS, most // numbers):
                 stride *= 2
                 whole = (torch.cat(part)[::2] for part in zip(*found, strict=True))
                 found = [tuple(whole)]  # pyright: ignore[reportAssignmentType]
@@ -249,7 +257,8 @@ class HeldOut:
     @property
     def _variance(self) -> Float[Tensor, "M C"]:
         if self.covariance is not None:
-            return self.covariance.diagonal(dim1=1, dim2=2)
+            is_variance = self.covariance.dim() == 2
+            return self.covariance if is_variance else self.covariance.diagonal(dim1=1, dim2=2)
         assert self.deviations is not None
         return self.deviations.var(0, correction=0)
 
@@ -336,7 +345,8 @@ def calibrate(
         AttributeError: a posterior that is not fitted.
         ValueError: no held-out target that counts.
     """
-    held_out = HeldOut.of(posterior, batches, config, progress=progress)
+    links = [config.method]
+    held_out = HeldOut.of(posterior, batches, config, progress=progress, links=links)
     fit = _fits(posterior, held_out, [config])[config.label]
     # The samples of the search, for which s and τ are best; others differ by their sampling error.
     generator = generator or torch.Generator(posterior.mean.device).manual_seed(0)

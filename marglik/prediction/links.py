@@ -188,7 +188,7 @@ def predict_from_deviations(
 
 def predict_from_gaussian(
     f: Float[Tensor, "N C"],
-    covariance: Float[Tensor, "N C C"],
+    covariance: Float[Tensor, "N C *other"],
     likelihood: Likelihood,
     link: Link,
     noise: Float[Tensor, "S C"],
@@ -199,7 +199,7 @@ def predict_from_gaussian(
 
     Args:
         f: the outputs' means.
-        covariance: their covariances.
+        covariance: their covariances; variances (N, C) are enough but for classification.
         likelihood: how outputs become a distribution of targets.
         link: "mc" averages over samples, "probit" scales the outputs (MacKay 1992), "bridge" is
             the Dirichlet whose Laplace approximation the Gaussian is (Hobbhahn, Kristiadi & Hennig
@@ -213,9 +213,15 @@ def predict_from_gaussian(
         calibration: s and τ. Where s is 0, all links are the softmax or sigmoid of f/τ.
 
     Raises:
-        ValueError: "bridge" for another likelihood than classification, an unknown option.
+        ValueError: "bridge" for another likelihood than classification, an unknown option;
+            variances alone for classification.
     """
     check_link(link, likelihood)
+    if covariance.dim() == 2 and likelihood == "classification":
+        raise ValueError(
+            "Classification needs the covariances (N, C, C) of the outputs, not the variances "
+            f"{tuple(covariance.shape)}: call output_distribution without variance_only."
+        )
     scale, temperature = calibration.covariance_scale, calibration.output_temperature
     if scale == 0:
         f = at_least_float32(f)
@@ -224,7 +230,7 @@ def predict_from_gaussian(
         sigma_noise = calibration.sigma_noise
     f = at_least_float32(f) / temperature
     covariance = at_least_float32(covariance) * (scale / temperature**2)
-    variance = covariance.diagonal(dim1=1, dim2=2)
+    variance = covariance if covariance.dim() == 2 else covariance.diagonal(dim1=1, dim2=2)
     if likelihood == "regression":
         return Prediction(f, _noise(variance, sigma_noise), variance)
     if link == "bridge":

@@ -165,7 +165,8 @@ class PredictiveConfig:
             terms = batch
             if positions > 1:  # which are worked on one at a time, if need be
                 outputs, terms = outputs // positions, 1
-                fixed = COPIES_OF_COVARIANCE * outputs**2
+                columns = outputs if likelihood == "classification" else 1  # variances alone
+                fixed = COPIES_OF_COVARIANCE * outputs * columns
                 what = f"one of {positions} positions with {outputs} outputs"
                 smaller = "--predictive.method linearised"
             # Standard normal numbers; where there is no closed form, each example's outputs.
@@ -262,9 +263,14 @@ def laplace_predictive(
     shape = (config.samples, laplace.n_outputs)
     noise = torch.randn(shape, generator=generator, device=mean.device, dtype=mean.dtype)
 
+    # Outputs of regression and Bernoulli are apart: their variances are all that counts.
+    variance_only = likelihood != "classification"
+
     def of_some(x: Any, positions: Tensor | None = None) -> Prediction:
-        f, covariance = laplace.output_distribution(x, config.layers, memory, positions=positions)
-        f, covariance = f.flatten(0, -2), covariance.flatten(0, -3)  # (M, C), (M, C, C)
+        f, covariance = laplace.output_distribution(
+            x, config.layers, memory, positions=positions, variance_only=variance_only
+        )
+        f, covariance = f.flatten(0, -2), covariance.flatten(0, -2 if variance_only else -3)
         return predict_from_gaussian(
             f, covariance, likelihood, link, noise, laplace.sigma_noise, calibration
         )
@@ -275,7 +281,8 @@ def laplace_predictive(
         if len(shape) == 1:
             return of_some(x)
         *axes, C = shape
-        of_position = C * (COPIES_OF_SAMPLES * config.samples + COPIES_OF_COVARIANCE * C)
+        columns = 1 if variance_only else C
+        of_position = C * (COPIES_OF_SAMPLES * config.samples + COPIES_OF_COVARIANCE * columns)
         most = (memory or default_memory(mean.device.type)) // (of_position * mean.element_size())
         some = _some_positions(x, N, axes, max(1, most))
         return _with_axes(Prediction.cat([of_some(*part) for part in some]), axes)

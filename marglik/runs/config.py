@@ -62,6 +62,8 @@ class CurvatureConfig:
             treats them as constants; diagonal gives them the exact diagonal of their block, slowly.
         sketch_rank: eigenvectors by which factors of linear layers are kept that are wider than
             four times as many, with a bound on the error; null keeps all factors whole.
+        diagonal_above: rows of a weight from which on the factor over its rows is kept by its
+            diagonal, for large vocabularies; null keeps all factors whole.
     """
 
     kfac_approx: KfacApprox = "expand"
@@ -74,6 +76,7 @@ class CurvatureConfig:
     batched: bool = False
     unsupported: Unsupported = "error"
     sketch_rank: int | None = None
+    diagonal_above: int | None = None
 
     def __post_init__(self) -> None:
         if self.batch_size is not None and self.batch_size < 1:

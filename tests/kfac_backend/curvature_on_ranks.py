@@ -71,6 +71,7 @@ def of_fishers(ranks: Ranks) -> dict[str, Tensor]:
         {"kfac_approx": "auto"},
         {"ignore_index": 2},
         {"batched": True},
+        {"diagonal_above": 2},
     ):
         factors = kronecker_factors(model, shard(x, y, ranks), "classification", **options)
         found |= tensors(str(options), factors)

@@ -34,6 +34,9 @@ LARGEST_DENSE = 1024
 FEWEST_COLUMNS = 128
 """Columns, at least, of the strips in which a CPU makes the upper half of a Gram matrix."""
 
+LARGEST_SQUARE = 2**19
+"""Entries that `DiagonalGram` squares at once."""
+
 MOST_WAITING = 32
 """Backward vectors whose derivatives wait to be squared together: fewer, larger operations."""
 
@@ -126,8 +129,10 @@ class DiagonalGram(Gram):
 
     def add(self, rows: Float[Tensor, "1 M P"]) -> None:
         """Add the rows' squares."""
-        squares = at_least_float32(rows[0]).square().sum(0)
-        self._total = squares if self._total is None else self._total.add_(squares)
+        # Some rows at a time, whose squares stay in a cache: all take another gradient's memory.
+        for some in at_least_float32(rows[0]).split(max(1, LARGEST_SQUARE // rows.shape[-1])):
+            squares = some.square().sum(0)
+            self._total = squares if self._total is None else self._total.add_(squares)
 
     def total(self) -> Float[Tensor, "P 1 1"] | None:
         """The sum so far, None before the first rows."""

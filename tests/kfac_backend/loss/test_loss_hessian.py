@@ -6,7 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from kfac_backend.loss.hessian import check_targets, loss_hessian_root, loss_sum
+from kfac_backend.loss import vectors as loss_vectors
+from kfac_backend.loss.hessian import (
+    categorical_root_energies,
+    check_targets,
+    loss_hessian_root,
+    loss_sum,
+)
 from kfac_backend.loss.vectors import BackwardVectors
 from kfac_backend.options import CurvatureOptions
 from tests import oracles
@@ -39,6 +45,47 @@ def test_categorical_root_is_finite_where_one_class_takes_all():
     columns = list(loss_hessian_root(f, "classification"))
     assert all(torch.isfinite(column).all() for column in columns)
     assert_close(outer(columns)[0], torch.zeros(3, 3))
+
+
+@settings(max_examples=20, deadline=None)
+@given(C=st.integers(2, 9), scale=st.sampled_from([0.0, 1.0, 30.0, 300.0]), seed=st.integers(0, 99))
+def test_energies_are_those_of_the_columns(C, scale, seed):
+    f = scale * torch.randn(
+        3, 2, C, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
+    columns = torch.stack(list(loss_hessian_root(f, "classification")), -1)
+    expected = columns.square().sum(-2)  # (3, 2, C - 1)
+    found = categorical_root_energies(f)
+    assert_close(found, expected, rtol=1e-10, atol=1e-150)
+    in_float32 = categorical_root_energies(f.float())
+    assert in_float32.dtype == torch.float32
+    assert_close(in_float32.sum(-1).double(), expected.sum(-1), rtol=1e-3, atol=1e-12)
+
+
+@pytest.mark.parametrize("C", [50, 48])
+def test_labels_of_many_classes_have_their_probabilities(C, monkeypatch):
+    """Blocks of eight classes, the last of which may be cut; seven rows at a time."""
+    monkeypatch.setattr(loss_vectors, "MANY_CLASSES", 10)
+    monkeypatch.setattr(loss_vectors, "CLASSES_OF_BLOCK", 8)
+    monkeypatch.setattr(loss_vectors, "LARGEST_DRAW", 7 * C)
+    f = torch.randn(C, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    f[[0, 3, 17, C - 1]] = -torch.inf  # never drawn
+    N = 40_000
+    p = torch.softmax(f, -1)
+    (drawn,) = BackwardVectors(
+        "classification", CurvatureOptions(fisher="mc"), torch.Generator().manual_seed(0)
+    )(f.expand(N, C), torch.zeros(N).long())
+    counts = (p - drawn).round().sum(0)  # p - e_label = p less one there
+    assert_close(drawn.sum(1), torch.zeros(N).double(), rtol=0, atol=1e-12)
+    assert counts.sum() == N and not counts[p == 0].any()
+
+    def chi_square(q):
+        positive = q > 0
+        return float(((counts - N * q).square()[positive] / (N * q[positive])).sum())
+
+    assert chi_square(p) < 2 * C  # its mean is the number of classes less one
+    # Negative control: probabilities that are off by a tenth.
+    assert chi_square(torch.softmax(0.9 * f, -1)) > 4 * C
 
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)

@@ -1,0 +1,300 @@
+"""Many classes: ``diagonal_above`` against brute force, what does not fit, and the peak memory."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.func import jacrev
+from torch.testing import assert_close
+
+from experiments.timing import peak_memory
+from kfac_backend import KroneckerFactors, assembly, corrected_factors, kronecker_factors
+from kfac_backend.blocks.corrected import CorrectedBlock
+from kfac_backend.covariance.output_covariance import OutputCovariance
+from kfac_backend.factors import CurvaturePass
+from kfac_backend.optimizer import KfacPreconditioner, PreconditionerOptions
+from marglik.models import GPT
+from tests import oracles
+from tests.kfac_backend.test_correction import basis
+from tests.random_numbers import normal
+
+MODES = ["expand", "reduce"]
+V, D, R, N = 50, 4, 3, 5
+"""Classes, features, positions, examples."""
+
+
+class Language(nn.Module):
+    """Tokens, a nonlinear layer, and an output layer with a bias; a loss term per position."""
+
+    def __init__(self, tied: bool = False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(V, D)
+        self.hidden, self.head = nn.Linear(D, D), nn.Linear(D, V)
+        if tied:
+            self.head.weight = self.tokens.weight
+        self.double()
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.hidden(self.tokens(x))))
+
+
+def batch():
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randint(V, (N, R), generator=generator) for _ in range(2))
+
+
+def factors(model, data=None, **options):
+    data = [batch()] if data is None else data
+    return kronecker_factors(model, data, "classification", **options)
+
+
+def brute_force(model, x, kfac_approx):
+    """Of the output layer, the hidden layer and the tokens: B, A (dense), by loops."""
+    one_hot = torch.eye(V, dtype=torch.float64)[x]  # (N, R, V)
+    a = torch.tanh(model.hidden(model.tokens(x))).detach()
+    inputs = {"tokens": one_hot, "hidden": model.tokens(x).detach(), "head": a}
+    outputs = {"tokens": model.tokens(x), "hidden": model.hidden(model.tokens(x))}
+    outputs["head"] = model.head(a)
+    behind = {
+        "head": lambda z: z,
+        "hidden": lambda z: model.head(torch.tanh(z)),
+        "tokens": lambda z: model.head(torch.tanh(model.hidden(z))),
+    }
+    found = {}
+    for name, a in inputs.items():
+        rows = a.flatten(0, 1) if kfac_approx == "expand" else a.mean(1)
+        A = sum(torch.outer(row, row) for row in rows) / len(rows)
+        B = 0
+        for z in outputs[name].detach():
+            J = jacrev(behind[name])(z).detach()  # (R', C, R, d)
+            for term, f in zip(J, behind[name](z).detach(), strict=True):
+                root = oracles.loss_hessian(f, "classification")
+                each = term.sum(1, keepdim=True) if kfac_approx == "reduce" else term
+                B = B + sum(b.T @ root @ b for b in each.unbind(1))
+        found[name] = B, A
+    return found
+
+
+@pytest.mark.parametrize("kfac_approx", MODES)
+def test_rows_of_large_weights_by_their_diagonal(kfac_approx):
+    model = Language()
+    found = factors(model, kfac_approx=kfac_approx, diagonal_above=10).blocks
+    expected = brute_force(model, batch()[0], kfac_approx)
+    B, A = expected["head"]
+    assert found["head.weight"].B.shape == found["head.bias"].B.shape == (V, 1, 1)
+    assert_close(found["head.weight"].B[:, 0, 0], B.diagonal())
+    assert_close(found["head.bias"].B[:, 0, 0], B.diagonal())
+    assert_close(found["head.weight"].A, A)
+    assert (B - B.diagonal().diag()).norm() > 0.01 * B.norm()  # and not the matrix
+    B, A = expected["hidden"]
+    assert_close(found["hidden.weight"].B, B)  # narrow layers stay as they are
+    assert_close(found["hidden.weight"].A, A)
+    B, A = expected["tokens"]  # stored inputs first
+    tokens = found["tokens.weight"]
+    assert tokens.B.shape == (V, 1, 1)
+    assert_close(tokens.B[:, 0, 0] / tokens.num_terms, A.diagonal())
+    assert_close(tokens.A * tokens.num_terms, B)
+    other = brute_force(model, batch()[0], MODES[kfac_approx == "expand"])
+    for name in ("hidden", "head"):  # positions do not mix, so that only the modes' A differ
+        assert (other[name][1] - expected[name][1]).norm() > 0.1 * expected[name][1].norm()
+    whole = factors(model, kfac_approx=kfac_approx).blocks["head.weight"]
+    assert_close(whole.B, expected["head"][0])
+
+
+@pytest.mark.parametrize("kfac_approx", MODES)
+def test_a_tied_weight_is_the_nearest_product_of_both_uses(kfac_approx):
+    model = Language(tied=True)
+    block = factors(model, kfac_approx=kfac_approx, diagonal_above=10).blocks["tokens.weight"]
+    terms = N * R if kfac_approx == "expand" else N
+    of_uses = brute_force(model, batch()[0], kfac_approx)
+    B, A = of_uses["head"]
+    uses = [(B.diagonal().diag(), A)]
+    B, A = of_uses["tokens"]
+    uses.append((A.diagonal().diag() * terms, B / terms))
+    nearest = torch.kron(*oracles.nearest_kronecker(uses))
+    assert block.B.shape == (V, 1, 1)
+    assert_close(block.to_dense(), nearest, rtol=1e-8, atol=1e-10)
+    assert (nearest - torch.kron(*uses[0])).norm() > 0.05 * nearest.norm()
+
+
+def posterior(model, delta=0.5):
+    """Blocks of the posterior precision, and the same densely."""
+    found = factors(model, diagonal_above=10)
+    blocks = {name: block.decompose() for name, block in found.blocks.items()}
+    precision = {name: (block, block.spectrum(delta)) for name, block in blocks.items()}
+    dense = {
+        name: block.to_dense() + delta * torch.eye(block.numel)
+        for name, block in found.blocks.items()
+    }
+    return found, precision, dense
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_covariances_and_determinants_are_those_of_the_dense_blocks(tied):
+    model, x = Language(tied), batch()[0][:2]
+    found, precision, dense = posterior(model)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    jacobians = jacrev(lambda p: torch.func.functional_call(model, p, (x,)))(parameters)
+    expected = 0
+    for name, J in jacobians.items():
+        J = J.flatten(3).detach()  # (N, R, C, P)
+        expected = expected + J @ torch.linalg.solve(dense[name], J.mT)
+    covariance = OutputCovariance(model, precision)(x)[1]
+    assert_close(covariance, expected, rtol=1e-9, atol=1e-11)
+    log_det = sum(torch.linalg.slogdet(matrix)[1] for matrix in dense.values())
+    assert_close(found.log_det(0.5), log_det)
+    whole = factors(model)
+    assert (whole.log_det(0.5) - log_det).abs() > 0.1
+
+
+def test_corrected_eigenvalues_are_the_exact_diagonal():
+    """In the basis of the diagonal, the axes, each row has its own exact moments."""
+    model, (x, y) = Language(), batch()
+    corrected = corrected_factors(factors(model, diagonal_above=10), model, [(x, y)])
+    assert corrected.blocks["head.bias"].B.shape == (V, 1, 1)
+    for name in ("head.weight", "tokens.weight", "hidden.weight"):
+        block = corrected.blocks[name]
+        assert isinstance(block, CorrectedBlock)
+        exact = oracles.dense_ggn_blocks(model, x, "classification")[name]
+        Q = basis_of_rows(block)
+        assert_close(block.eigenvalues().flatten(), (Q.T @ exact @ Q).diag(), atol=1e-10, rtol=1e-9)
+
+
+def basis_of_rows(block):
+    """As of `basis`, where the groups have one Q_A."""
+    Q_A = block.eigen.Q_A
+    if block.eigen.Q_B.shape[-1] > 1:
+        return basis(block)
+    return torch.block_diag(*[Q_A] * len(block.eigen.Q_B))
+
+
+def test_preconditioned_gradients_against_dense_algebra():
+    model, (x, y) = Language(), batch()
+    options = PreconditionerOptions(damping=0.03, damping_on="product", norm_control="none")
+    conditioner = KfacPreconditioner(
+        model, "classification", options, fisher="exact", diagonal_above=10
+    )
+    blocks = factors(model, diagonal_above=10).blocks
+    nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+    before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    conditioner.step(lr=0.1)
+    for name, p in model.named_parameters():
+        dense = blocks[name].to_dense() / (N * R) + 0.03 * torch.eye(blocks[name].numel)
+        expected = torch.linalg.solve(dense, before[name].flatten()).view_as(p)
+        assert p.grad is not None
+        assert_close(p.grad, expected)
+        assert (expected - before[name] / 0.03).norm() > 1e-3 * expected.norm()
+
+
+def test_saved_added_and_loaded(tmp_path):
+    model, (x, y) = Language(), batch()
+    halves = [factors(model, [(x[half], y[half])], diagonal_above=10) for half in ([0, 1], [2, 3])]
+    both = factors(model, [(x[:4], y[:4])], diagonal_above=10)
+    total = halves[0] + halves[1]
+    total.save(tmp_path / "factors.safetensors")
+    loaded = KroneckerFactors.load(tmp_path / "factors.safetensors")
+    assert loaded.options.diagonal_above == 10
+    for name, block in both.blocks.items():
+        assert_close(loaded.to_dense(name), block.to_dense())
+    with pytest.raises(ValueError, match="diagonal_above 10 and None"):
+        _ = total + factors(model)
+
+
+def test_sketches_for_what_is_left():
+    model = nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, V)).double()
+    data = [(normal(9, 40), torch.arange(9))]
+    found = kronecker_factors(model, data, "classification", sketch_rank=3, diagonal_above=55)
+    assert found.blocks["0.weight"].B.shape == (60, 1, 1)
+    assert set(found.blocks["0.weight"].sketches) == {"A"}
+    assert set(found.blocks["2.weight"].sketches) == {"B", "A"}  # 50 rows are not above 55
+
+
+def test_a_layer_that_no_row_reaches():
+    class Idle(Language):
+        def forward(self, x):
+            return self.hidden(self.tokens(x))
+
+    with pytest.warns(UserWarning, match="No part of the forward pass"):
+        found = factors(Idle(), [(batch()[0], batch()[1] % D)], diagonal_above=10)
+    for name in ("head.weight", "head.bias"):
+        assert found.blocks[name].B.shape == (V, 1, 1) and not found.blocks[name].B.any()
+
+
+@pytest.mark.parametrize("kfac_approx", ["expand", "auto"])
+def test_factors_that_cannot_fit_are_refused_before_any_work(kfac_approx, monkeypatch):
+    """A vocabulary of 50,257: 9.4 GiB, and two copies in float64 for the eigenvalues."""
+    monkeypatch.setattr(assembly, "total_memory", lambda device: 16 * 2**30)
+    for tied, name in ((True, "token_embedding"), (False, "head")):
+        model = GPT(50257, 8, 4, 1, 1, tied=tied)
+        options = {"kfac_approx": kfac_approx, "fisher": "mc"}
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            CurvaturePass(model, "classification", **options)
+        message = str(caught.value)
+        assert f"B of '{name}.weight' (50257×50257) alone 9.4 GiB" in message
+        assert "eigenvalues 37.6 GiB more" in message and "cpu has 16.0 GiB" in message
+        assert "diagonal_above=8192" in message and "requires_grad_(False)" in message
+        CurvaturePass(model, "classification", diagonal_above=8192, **options)
+        if not tied:
+            CurvaturePass(model, "classification", sketch_rank=16, **options)
+        else:  # its factors stay whole
+            with pytest.raises(torch.OutOfMemoryError, match="9.4 GiB"):
+                CurvaturePass(model, "classification", sketch_rank=16, **options)
+        model.head.weight.requires_grad_(False)
+        CurvaturePass(model, "classification", **options)
+        # With enough memory it is tried.
+        model.head.weight.requires_grad_(True)
+        with monkeypatch.context() as larger:
+            larger.setattr(assembly, "total_memory", lambda device: 48 * 2**30)
+            CurvaturePass(model, "classification", **options)
+
+
+def test_a_large_embedding_under_reduce(monkeypatch):
+    monkeypatch.setattr("kfac_backend.layers.embedding.LARGEST_VOCABULARY", 20)
+    with pytest.raises(NotImplementedError, match="diagonal_above=20.*take expand"):
+        CurvaturePass(Language(), "classification", kfac_approx="reduce")
+    CurvaturePass(Language(), "classification", kfac_approx="reduce", diagonal_above=20)
+
+
+def test_very_many_backward_passes_are_warned_about_once(monkeypatch):
+    monkeypatch.setattr("kfac_backend.factors.MANY_PASSES", R * (V - 1) - 1)
+    with pytest.warns(UserWarning, match="147 backward passes .* fisher='mc' takes") as caught:
+        factors(Language(), [batch()] * 2)
+    assert len(caught) == 1
+    monkeypatch.setattr("kfac_backend.factors.MANY_PASSES", R * (V - 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        factors(Language())
+        monkeypatch.setattr("kfac_backend.factors.MANY_PASSES", 1)
+        factors(Language(), fisher="mc")
+
+
+def test_a_wrong_size():
+    with pytest.raises(ValueError, match="diagonal_above must be at least 1, or None, not 0"):
+        factors(Language(), diagonal_above=0)
+
+
+@pytest.mark.parametrize("fisher", ["mc", "empirical"])
+def test_peak_memory_is_the_outputs_and_one_gradient(fisher):
+    """The outputs, one gradient and parts of them; a step of training holds three such arrays.
+
+    The empirical Fisher takes two more, of which one has a single term's gradient at a time.
+    """
+    torch.manual_seed(0)
+    model, C, terms = GPT(30_000, 16, 8, 1, 1), 30_000, 16 * 8
+    x, y = torch.randint(C, (8, 16)), torch.randint(C, (8, 16))
+    options = {"fisher": fisher, "diagonal_above": 8192, "kfac_approx": "reduce"}
+    curvature = CurvaturePass(model, "classification", **options)
+    curvature.add(x[:2], y[:2])  # with the proof
+
+    def add():
+        curvature.add(x, y)
+
+    def step():
+        nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+
+    outputs, cpu = 4 * C * terms, torch.device("cpu")
+    of_pass, of_step = peak_memory(add, cpu) / outputs, peak_memory(step, cpu) / outputs
+    assert of_pass <= (2.8 if fisher == "mc" else 4.2)
+    assert of_step > 2.95
