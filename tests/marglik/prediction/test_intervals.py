@@ -383,6 +383,16 @@ def test_resamples_of_what_does_not_vary():
         risk_interval(confidence - 3, right)
 
 
+def test_many_predictions_are_said_to_take_time(few_resamples, monkeypatch, caplog):
+    monkeypatch.setattr("marglik.prediction.intervals.MANY", 100)
+    p, y = (torch.from_numpy(values) for values in ranked(100, 9))
+    with caplog.at_level("INFO", "marglik"):
+        risk_interval(p[:99, 0], y[:99] == 0)
+        assert caplog.text == ""
+        risk_interval(p[:, 0], y == 0)
+    assert "resampling 100 predictions 200 times" in caplog.text
+
+
 def test_resamples_of_the_calibration_error_miss_the_truth():
     """Why it has no interval: of a calibrated predictive it is 0, and none of them holds that."""
     p, y = ranked(1000, 9)
