@@ -43,8 +43,8 @@ RESAMPLES = 1000
 """Of the bootstrap, all from the same seed: the same predictions have the same intervals."""
 
 NUMBERS_AT_A_TIME = 200_000
-"""Drawn at once: working arrays of about 20 MB. With two million, which leave the processor's cache,
-the same resamples took 1.5 to 1.8 times as long."""
+"""Drawn at once: working arrays of about 20 MB. With two million, which leave the processor's
+cache, the same resamples took 1.5 to 1.8 times as long."""
 
 MANY = 20_000
 """Predictions from which on the resamples take about a second, which is worth a line in the log."""
