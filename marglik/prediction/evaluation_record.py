@@ -42,7 +42,13 @@ from marglik.prediction.evaluation import (
     predict_all,
     reliability_curve,
 )
-from marglik.prediction.intervals import area_interval, differences, intervals, of_examples
+from marglik.prediction.intervals import (
+    differences,
+    intervals,
+    of_examples,
+    out_of_distribution_intervals,
+    risk_interval,
+)
 from marglik.prediction.links import Prediction
 from marglik.prediction.metrics import out_of_distribution_metrics
 from marglik.prediction.predictive import (
@@ -196,8 +202,8 @@ def evaluate(
             inside, outside = (_score(p, config.ood_score) for p in (prediction, of_ood))
             found |= out_of_distribution_metrics(inside, outside)
             entry["roc"] = roc_curve(inside, outside)
-            if ends := area_interval(inside, outside):
-                entry["intervals"]["ood/AUROC"] = list(ends)
+            ends_of_ood = out_of_distribution_intervals(inside, outside).items()
+            entry["intervals"] |= {name: list(ends) for name, ends in ends_of_ood}
             entry["entropy"]["ood"] = _entropies(of_ood, likelihood)["test"]
         if config.shift:
             found |= work.shifted(predict)
@@ -456,6 +462,10 @@ class _Evaluation:
         of_rows = example_scores(prediction, targets, self.likelihood)
         scores = {name: of_examples(values, positions).cpu() for name, values in of_rows.items()}
         plain = {name: list(ends) for name, ends in intervals(scores).items()}
+        if self.likelihood == "classification":
+            confidence, correct = prediction.mean.amax(dim=1), of_rows["cls/accuracy"].bool()
+            if ends := risk_interval(confidence, correct, positions):
+                plain["cls/AURC"] = list(ends)
         found: dict[str, Any] = {"intervals": _prefixed("test", plain)}
         self.scores[label] = scores
         of = next(iter(self.scores))

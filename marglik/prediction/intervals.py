@@ -2,30 +2,58 @@
 
 All are two-sided of level `LEVEL`, and about the test set alone: the network, its training data and
 the seed stay as they are, between which metrics often differ by more.
+
+Means have Wilson's or Student's interval, the AUROC has DeLong's. AURC, AUPR and FPR95 depend on
+the order of all examples and have the bootstrap's. The ECE has none. Its estimate is biased
+upwards, as |accuracy − confidence| of a bin is positive even where the predictive is calibrated,
+and resamples have this bias once more: where the ECE is 0, no interval of resamples holds it.
+Intervals of the bins' accuracies, in the reliability diagram, say what it cannot: which bins are
+off by more than chance.
 """
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from marglik.prediction.metric_inputs import as_finite, check_shapes
+from marglik.prediction.metric_inputs import as_finite, as_probabilities, check_shapes
 from marglik.prediction.metrics import SHARES
 
 __all__ = [
     "LEVEL",
+    "RESAMPLES",
     "Interval",
     "area_interval",
     "differences",
     "intervals",
     "of_examples",
+    "out_of_distribution_intervals",
+    "risk_interval",
     "share_interval",
 ]
 
+_logger = logging.getLogger(__name__)
+
 LEVEL = 0.95
+
+RESAMPLES = 1000
+"""Of the bootstrap, all from the same seed: the same predictions have the same intervals."""
+
+NUMBERS_AT_A_TIME = 200_000
+"""Drawn at once: working arrays of about 20 MB. With two million, which leave the processor's
+cache, the same resamples took 1.5 to 1.8 times as long."""
+
+MANY = 20_000
+"""Predictions from which on the resamples take about a second, which is worth a line in the log."""
 
 Interval = tuple[float, float]
 """Lower and upper end."""
+
+Integers = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 
 def share_interval(successes: int, trials: int) -> Interval:
@@ -160,3 +188,136 @@ def area_interval(inside: Tensor, outside: Tensor) -> Interval | None:
         return None
     half = norm.ppf((1 + LEVEL) / 2) * error
     return float(expit(logit(area) - half)), float(expit(logit(area) + half))
+
+
+def risk_interval(confidence: Tensor, correct: Tensor, positions: int = 1) -> Interval | None:
+    """The interval of "cls/AURC": percentiles of its bootstrap distribution.
+
+    None where it says nothing: all are right, all are wrong, or there is one example. With few
+    errors it is too narrow: it held the expected value of 94 % of 300 simulated data sets with 50
+    errors each on average, of 91 % with 20 or 10, and of 86 % with 5.
+
+    Source: Efron & Tibshirani 1993 (An Introduction to the Bootstrap), ch. 13.
+
+    Args:
+        confidence: (N,) probabilities of the predicted classes, any float dtype.
+        correct: (N,) bool.
+        positions: rows of an example, which lie one after the other and are resampled together.
+
+    Raises:
+        TypeError: confidences that are no floats.
+        ValueError: no examples, shapes that differ, confidences outside of 0..1.
+    """
+    check_shapes(confidence=(confidence, "N"), correct=(correct, "N"))
+    p = as_probabilities("confidence", confidence).numpy()
+    levels, group = np.unique(-p, return_inverse=True)  # group 0 is the most confident
+    harmonic = np.cumsum([0, *(1 / np.arange(1, len(p) + 1))])
+    cells = 2 * group + ~correct.cpu().numpy()  # (N,)
+
+    def statistic(cells: Integers, axis: int) -> Floats:
+        counts = _counts(cells, 2 * len(levels)).reshape(-1, len(levels), 2)
+        return aurc(counts.sum(axis=2), counts[..., 1], harmonic)[None]
+
+    return _bootstrap(["cls/AURC"], [cells.reshape(-1, positions).T], statistic).get("cls/AURC")
+
+
+def aurc(sizes: Integers, errors: Integers, harmonic: Floats) -> Floats:
+    """The AURC of data sets that hold the same examples in other numbers, (B,).
+
+    A group of w equal confidences with e errors, after W examples with E errors, adds
+    Σ_{m=1..w} (E + m e/w) / (W + m) = e + (E − W e/w) (H_{W+w} − H_W), H_k = 1 + 1/2 + ... + 1/k.
+
+    Args:
+        sizes: (B, G) examples w of each group, the most confident first; 0 where there is none.
+        errors: (B, G) how many of them are wrong, e.
+        harmonic: (N + 1,) H_0 to H_N, where each data set has N examples.
+    """
+    ends, errors_before = sizes.cumsum(axis=1), errors.cumsum(axis=1) - errors
+    starts = ends - sizes
+    excess = errors_before - starts * (errors / np.maximum(sizes, 1))
+    areas = errors + excess * (harmonic[ends] - harmonic[starts])  # (B, G)
+    return areas.sum(axis=1) / (len(harmonic) - 1)
+
+
+def out_of_distribution_intervals(inside: Tensor, outside: Tensor) -> dict[str, Interval]:
+    """Intervals of `marglik.prediction.metrics.out_of_distribution_metrics`.
+
+    That of "ood/AUROC" is `area_interval`'s; those of "ood/AUPR" and "ood/FPR95" are percentiles of
+    their bootstrap distributions (source: see `risk_interval`), each side resampled on its own.
+
+    Args:
+        inside: (N,) scores of examples from the training distribution.
+        outside: (M,) scores of examples from elsewhere.
+
+    Returns:
+        Of those that have one: where all of outside score higher than all of inside, none has.
+
+    Raises:
+        ValueError: see `area_interval`.
+    """
+    area = area_interval(inside, outside)
+    found = {} if area is None else {"ood/AUROC": area}
+    both = torch.cat([as_finite("inside", inside), as_finite("outside", outside)]).numpy()
+    thresholds, group = np.unique(-both, return_inverse=True)  # group 0 has the largest score
+
+    def statistic(inside: Integers, outside: Integers, axis: int) -> Floats:
+        return np.stack(detection(*(_counts(side, len(thresholds)) for side in (inside, outside))))
+
+    sides = np.split(group[None], [len(inside)], axis=1)
+    return found | _bootstrap(["ood/AUPR", "ood/FPR95"], sides, statistic)
+
+
+def detection(inside: Integers, outside: Integers) -> tuple[Floats, Floats]:
+    """AUPR and FPR95 of data sets that hold the same examples in other numbers, (B,) each.
+
+    Args:
+        inside: (B, G) our own examples of each score, the largest score first; 0 where none is.
+        outside: (B, G) out-of-distribution ones.
+    """
+    false, true = inside.cumsum(axis=1), outside.cumsum(axis=1)  # flagged at each threshold
+    recall = true / true[:, -1:]
+    precision = true / np.maximum(true + false, 1)
+    aupr = (outside * precision).sum(axis=1) / true[:, -1]
+    threshold = (recall >= 0.95).argmax(axis=1)[:, None]  # the first, so the largest
+    return aupr, np.take_along_axis(false, threshold, axis=1)[:, 0] / false[:, -1]
+
+
+def _counts(groups: Integers, num_groups: int) -> Integers:
+    """How often each group was drawn, (B, num_groups), from what was, (positions, B, N)."""
+    rows = groups.shape[1]
+    cells = groups + num_groups * np.arange(rows)[:, None]
+    return np.bincount(cells.ravel(), minlength=rows * num_groups).reshape(rows, num_groups)
+
+
+def _bootstrap(
+    names: Sequence[str], samples: Sequence[Integers], statistic: Callable[..., Floats]
+) -> dict[str, Interval]:
+    """Percentile intervals of metrics, without those whose ends are the same.
+
+    Args:
+        names: of the metrics.
+        samples: the groups of examples, (positions, N) each; examples are drawn with replacement,
+            those of each sample on their own.
+        statistic: from resamples, (positions, B, N) each, to the metrics, (names, B).
+    """
+    from scipy.stats import bootstrap
+
+    if min(sample.shape[1] for sample in samples) < 2:
+        return {}
+    size = sum(sample.size for sample in samples)
+    if size >= MANY:
+        _logger.info("resampling %d predictions %d times for intervals", size, RESAMPLES)
+    ends = bootstrap(
+        samples,
+        statistic,
+        n_resamples=RESAMPLES,
+        batch=max(1, NUMBERS_AT_A_TIME // size),
+        axis=-1,
+        vectorized=True,
+        confidence_level=LEVEL,
+        method="percentile",
+        # scipy 1.14 does not know the newer name, rng.
+        random_state=np.random.default_rng(0),  # pyright: ignore[reportCallIssue]
+    ).confidence_interval
+    pairs = zip(names, ends.low.tolist(), ends.high.tolist(), strict=True)
+    return {name: (low, high) for name, low, high in pairs if low < high}

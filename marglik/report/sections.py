@@ -44,11 +44,13 @@ DIFFERENCES = {
 }
 INTERVALS = (
     "In small print: 95 % intervals for the chance by which these test examples were drawn, by "
-    "Wilson for shares, by Student for means, by DeLong for the area under the ROC curve; other "
-    "metrics have none. They take the network as it is: another seed or training set often changes "
-    "more. Of sequences each counts once. Predictives are best compared by their "
-    "differences on the same examples, whose intervals (Student's; Bonett and Price's for "
-    "accuracy) are narrower than those side by side suggest."
+    "Wilson for shares, by Student for means, by DeLong for the area under the ROC curve, by the "
+    "bootstrap for AURC (too narrow where few predictions are wrong), AUPR and FPR95. The ECE has "
+    "none: chance alone makes it larger, and so does resampling. Whiskers in the reliability "
+    "diagram say which bins are off by more than chance. Intervals take the network as it is: "
+    "another seed or training set often changes more. Of sequences each counts once. Predictives "
+    "are best compared by their differences on the same examples, whose intervals (Student's; "
+    "Bonett and Price's for accuracy) are narrower than those side by side suggest."
 )
 
 

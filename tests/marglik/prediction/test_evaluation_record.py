@@ -29,7 +29,7 @@ from marglik.data import (
 )
 from marglik.prediction.evaluation import example_scores
 from marglik.prediction.evaluation_record import EvaluationConfig, compared, evaluate
-from marglik.prediction.intervals import differences, intervals
+from marglik.prediction.intervals import differences, intervals, risk_interval
 from marglik.prediction.links import Prediction
 from marglik.prediction.metrics import classification_metrics, out_of_distribution_metrics
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive, map_predictive
@@ -158,10 +158,14 @@ def test_intervals_are_of_the_test_set(record, digits, predictives):
     for name, entry in record["predictives"].items():
         ends = entry["intervals"]
         expected = {f"test/{key}": value for key, value in intervals(scores[name]).items()}
-        assert {k: v for k, v in ends.items() if k != "ood/AUROC"} == {
+        confidence, correct = p[name].mean.amax(1), scores[name]["cls/accuracy"].bool()
+        expected["test/cls/AURC"] = risk_interval(confidence, correct)
+        assert {k: v for k, v in ends.items() if not k.startswith("ood/")} == {
             key: pytest.approx(value, rel=1e-4) for key, value in expected.items()
         }
-        assert ends["ood/AUROC"][0] < entry["metrics"]["ood/AUROC"] < ends["ood/AUROC"][1]
+        for key in OOD:
+            assert ends[key][0] <= entry["metrics"][key] <= ends[key][1], key
+            assert ends[key][0] < ends[key][1]
         assert entry["risk_coverage"]["risk"][-1] == pytest.approx(
             1 - entry["metrics"]["test/cls/accuracy"], abs=1e-6
         )
@@ -219,7 +223,12 @@ def test_sequences_of_several_lengths_have_no_intervals():
 
     scores = example_scores(predict(x.flatten(0, 1)), y.flatten(), "classification")
     expected = intervals(scores, positions=4)
-    assert found(y)["intervals"]["test/cls/NLL"] == pytest.approx(expected["cls/NLL"])
+    confidence, correct = x.flatten(0, 1).amax(1), scores["cls/accuracy"].bool()
+    expected["cls/AURC"] = risk_interval(confidence, correct, positions=4)
+    assert found(y)["intervals"] == {
+        f"test/{key}": pytest.approx(ends) for key, ends in expected.items()
+    }
+    assert expected["cls/AURC"] != risk_interval(confidence, correct)  # the control
     ragged = y.clone()
     ragged[3, 2:] = -100
     assert found(ragged)["intervals"] == {}
