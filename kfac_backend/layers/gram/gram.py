@@ -31,7 +31,7 @@ FEWEST_PRODUCTS = 4
 LARGEST_DENSE = 1024
 """Entries of an elementwise parameter up to which its block is dense; its diagonal beyond."""
 
-FEWEST_COLUMNS = 128
+FEWEST_COLUMNS = 64
 """Columns, at least, of the strips in which a CPU makes the upper half of a Gram matrix."""
 
 LARGEST_SQUARE = 2**19
