@@ -64,6 +64,7 @@ def load(folder: Path) -> dict[Setting, list[dict[str, Any]]]:
 def _apart_from_seed(found: dict[str, Any]) -> Any:
     settings = json.loads(json.dumps(found["settings"]))
     del settings["run"]["seed"]
+    settings["prior"].pop("sigma_noise", None)  # of regression alone; early runs do not have it
     return settings, found["data"], found["num_data"], found["device"]
 
 
