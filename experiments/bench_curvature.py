@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from threadpoolctl import threadpool_limits
 
 from experiments import bench_curvature_report as report
 from experiments.bench_evidence import evidence_work, factor_work
@@ -154,8 +155,17 @@ def run_evidence(config: Config) -> dict[str, Any]:
 
 
 def run_factor(config: Config) -> dict[str, Any]:
-    """Seconds of what is done with one factor."""
-    return _measured(config, factor_work(config.factor_size, torch.device(config.device)))
+    """Seconds of what is done with one factor, on one core, as several are taken at once.
+
+    In one process the threads of SciPy's BLAS would also keep torch's waiting.
+    """
+    device, threads = torch.device(config.device), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with threadpool_limits(1):
+            return _measured(config, factor_work(config.factor_size, device))
+    finally:
+        torch.set_num_threads(threads)
 
 
 PARTS: dict[str, tuple[Callable[[Config], dict[str, Any]], dict[str, int]]] = {

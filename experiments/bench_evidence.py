@@ -35,7 +35,7 @@ def evidence_work(model: nn.Module, kfac_approx: KfacApprox) -> tuple[Work, Work
 
     def ours() -> None:
         # Blocks keep their eigenvalues: new ones, on the same factors.
-        fitted.load_state_dict(state | {"H": factors.to(device)})
+        fitted.load_state_dict(state)
         groups = PriorGroups.from_model(model)
         Hyperparameters(groups, 1.0, device=device).update(fitted, STEPS)
 

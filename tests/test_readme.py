@@ -33,9 +33,15 @@ def flat(text):
 def test_benchmark_numbers_are_those_of_the_json():
     folder = ROOT / "experiments/results/bench_curvature_cpu"
     parts = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
-    assert set(parts) == {"batch_32", "batch_128", "growth", "evidence"}
+    sizes = {f"factor_{size}" for size in (1024, 4096, 8192)}
+    assert set(parts) == {"batch_32", "batch_128", "growth", "evidence", *sizes}
     readme = (ROOT / "docs/numbers.md").read_text()
-    for row in bench_curvature_report.table(parts["batch_32"]).splitlines():
+    made = (folder / "table.md").read_text().splitlines()
+    factors = [
+        row for row in made[made.index("| eigenvalues and 100 steps | seconds |") + 7 :] if row
+    ]
+    assert factors[0].startswith("| seconds for one factor of | 1,024 | 4,096 | 8,192 |")
+    for row in (*bench_curvature_report.table(parts["batch_32"]).splitlines(), *factors):
         assert row in readme, row
     ratios, peak = parts["batch_128"]["times_the_limit"], parts["batch_32"]["peak_mebibytes"]
     update = parts["evidence"]["median_seconds"]
@@ -84,6 +90,13 @@ def test_the_fixed_costs_are_those_of_the_json():
         f"{ratios['later pass, reduce, mc']:.2f} on one that was proved before and whose structure "
         f"has not changed, and {ratios['batch, reduce, mc']:.2f} without a proof"
     ) in readme
+    of = {name: f"{ratio:.2f}" for name, ratio in ratios.items()}
+    for sentence in (
+        f"ViT, exact, {of['ViT, expand, exact']} (expand) and {of['ViT, reduce, exact']} (reduce)",
+        f"one sample a token, {of['GPT, expand, mc']} and {of['GPT, reduce, mc']} times",
+        f"takes {of['epoch of the online loop']} times one of a loop written by hand",
+    ):
+        assert sentence in readme, sentence
 
 
 def test_predictive_numbers_are_those_of_the_json():
