@@ -9,7 +9,6 @@ are the test set; the MAP is evaluated. The paper has no such experiment.
 """
 
 import json
-import logging
 import math
 import statistics
 import sys
@@ -25,7 +24,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from experiments.studies import mean_with_error, one_table_study
+from experiments.studies import mean_with_error, one_table_study, quiet_training
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from kfac_backend.options import CurvatureOptions
 from marglik import Hyperparameters, OnlineTraining, Posterior, PriorGroups, Schedule
@@ -61,10 +60,10 @@ class Config:
 CONFIGS = [Config(size, seed) for size in SIZES for seed in SEEDS]
 
 
+@quiet_training()
 def run(config: Config) -> dict[str, Any]:
     """All cases, one after the other in this process."""
     torch.set_num_threads(1)
-    logging.getLogger("marglik.training").setLevel(logging.WARNING)  # no line for each epoch
     started = time.perf_counter()
     rows = {name: _row(config, *case) for name, case in CASES.items()}
     return {

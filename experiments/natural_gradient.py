@@ -11,7 +11,6 @@ share is a JSON file in ``results/natural_gradient/`` (of the working directory)
 """
 
 import json
-import logging
 import statistics
 import sys
 import time
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 
-from experiments.studies import mean_with_error, one_table_study
+from experiments.studies import mean_with_error, one_table_study, quiet_training
 from experiments.weight_decay_study import PROBLEMS, Task, Variant
 from experiments.weight_decay_study import Config as StudyConfig
 from marglik.storage.provenance import environment
@@ -64,10 +63,10 @@ class Config:
 CONFIGS = [Config(seed, flipped) for seed in range(5) for flipped in (0.0, 0.2)]
 
 
+@quiet_training()
 def run(config: Config) -> dict[str, Any]:
     """Every optimiser: the learning rate on held-out data, then the network on all."""
     torch.set_num_threads(1)
-    logging.getLogger("marglik.training").setLevel(logging.WARNING)  # no line for each epoch
     started = time.perf_counter()
     problem = PROBLEMS[config.data]
     study = StudyConfig(config.data, config.seed, size=config.size)

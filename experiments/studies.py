@@ -2,10 +2,12 @@
 
 import argparse
 import json
+import logging
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +24,7 @@ __all__ = [
     "add_study_options",
     "mean_with_error",
     "one_table_study",
+    "quiet_training",
     "report_problems",
     "run_missing",
     "standard_error",
@@ -144,6 +147,18 @@ def report_problems(
     for name in there:
         save_figure(figure(found[name]), folder / f"{name}.png")
     return text
+
+
+@contextmanager
+def quiet_training() -> Iterator[None]:
+    """Without a line for each of many short epochs."""
+    logger = logging.getLogger("marglik.training")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def mean_with_error(values: Sequence[float], form: str = "{:.3f}") -> str:

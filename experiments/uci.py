@@ -31,7 +31,6 @@ Each split's result is kept in ``runs/uci``; ``results/uci`` has the summary, a 
 """
 
 import argparse
-import logging
 import math
 import os
 import signal
@@ -48,6 +47,7 @@ from torch import Tensor
 
 from experiments.options import add_results
 from experiments.processes import as_they_finish, default_jobs
+from experiments.studies import quiet_training
 from experiments.uci_report import write_report
 from experiments.uci_rivals import Gaussian, Pair, Training, grid_and_ensemble, post_hoc
 from kfac_backend.files import parse_json
@@ -229,10 +229,10 @@ def _metrics(found: Gaussian, splits: StandardisedSplits, y: Tensor) -> dict[str
     }
 
 
+@quiet_training()
 def run_chunk(chunk: Chunk) -> list[str]:
     """Run splits one after the other, and write each one's result; returns their names."""
     torch.set_num_threads(1)
-    logging.getLogger("marglik.training").setLevel(logging.WARNING)  # hundreds of short epochs
     for config in chunk.configs:
         found = run(config)
         write_json(chunk.folder / f"{config.name}.json", found)

@@ -20,13 +20,11 @@ directory), and is kept when the command is given again.
 
 import argparse
 import json
-import logging
 import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -39,6 +37,7 @@ from experiments.cifar10 import archive, images
 from experiments.studies import (
     add_study_options,
     mean_with_error,
+    quiet_training,
     run_missing,
     standard_error,
     study_folder,
@@ -197,7 +196,7 @@ def run(config: Config) -> dict[str, Any]:
     for flipped in problem.flipped:
         task = Task.of(config, problem, flipped)
         here = {"size": task.num_examples, "flipped": flipped}
-        with _quiet():
+        with quiet_training():
             rows += [here | row for row in measure(task, config)]
     return {
         "config": asdict(config),
@@ -206,18 +205,6 @@ def run(config: Config) -> dict[str, Any]:
         "seconds": time.perf_counter() - started,
         **environment(torch.device("cpu")),
     }
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without a line for each of the many epochs."""
-    logger = logging.getLogger("marglik.training")
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ in any loop that does something.) So a clean-up that is one call into C cannot b
 one of several lines can.
 """
 
+import gc
 import sys
 from collections.abc import Callable
 from types import CodeType, FrameType
@@ -25,7 +26,16 @@ WHERE_MODELS_CHANGE = (
 
 
 def run_with(profile: Callable[[FrameType, str, Any], None], function: Callable[[], Any]) -> None:
-    """Run a function with a profile function, which may raise KeyboardInterrupt."""
+    """Run a function with a profile function, which may raise KeyboardInterrupt.
+
+    Without the garbage collector, which may call functions at any point, so that points are
+    numbered alike in each run.
+
+    Torch's own `torch.autocast` counts one level too many if it is interrupted as it begins or
+    ends, and then keeps its copies of weights for ever: no later test would see them trained.
+    """
+    levels, collects = _levels_of_autocast(), gc.isenabled()
+    gc.disable()
     sys.setprofile(profile)
     try:
         function()
@@ -33,6 +43,16 @@ def run_with(profile: Callable[[FrameType, str, Any], None], function: Callable[
         pass
     finally:
         sys.setprofile(None)
+        if collects:
+            gc.enable()
+        for _ in range(_levels_of_autocast() - levels):
+            torch.autocast_decrement_nesting()
+            torch.clear_autocast_cache()
+
+
+def _levels_of_autocast() -> int:
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
 
 def points_of(function: Callable[[], Any]) -> list[int]:
