@@ -55,8 +55,8 @@ class ConvolutionRule(ImageRule):
     """A convolution with any stride, padding, dilation, groups and padding mode.
 
     R = output pixels, d_in = channels per group × kernel, in the order of ``weight.flatten(1)``.
-    Means of patches are box sums (`patch_sums`), their Gram matrix comes from shifted images where
-    it can (`new_patch_gram`).
+    Means of patches are box sums (`patch_sums`), their Gram matrix comes from the cheapest of
+    several ways (`new_patch_gram`).
     """
 
     def image(self, a: Tensor) -> tuple[Tensor, Axes]:

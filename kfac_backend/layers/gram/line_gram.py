@@ -9,7 +9,7 @@ at the end.
 """
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -59,7 +59,7 @@ def unfolded_gram(upper: Tensor, lower: Tensor, x: Window, same: bool) -> Tensor
     return tall_product(left, right).view(x.kernel, C, x.kernel, C)
 
 
-class LineCorrelation:
+class LineCorrelation(ABC):
     """The sum over lines of what `unfolded_gram` returns, at stride 1, without unfolding."""
 
     def __init__(self, x: Window, same: bool) -> None:
