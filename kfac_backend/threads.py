@@ -71,7 +71,11 @@ class SharedSetting(Generic[T]):
             with self._lock:
                 self._holders -= 1
                 if self._holders == 0:
-                    self._write(self._before)
+                    try:
+                        self._write(self._before)
+                    except BaseException:  # Ctrl-C as it begins: else the setting would stay
+                        self._write(self._before)
+                        raise
 
 
 @dataclass(eq=False)

@@ -31,8 +31,9 @@ def run_with(profile: Callable[[FrameType, str, Any], None], function: Callable[
     Without the garbage collector, which may call functions at any point, so that points are
     numbered alike in each run.
 
-    Torch's own `torch.autocast` counts one level too many if it is interrupted as it begins or
-    ends, and then keeps its copies of weights for ever: no later test would see them trained.
+    Torch's own settings are not safe: `torch.autocast` counts one level too many if it is
+    interrupted as it begins or ends, and then keeps its copies of weights for ever, so that no
+    later test would see them trained; `torch.compiler.set_stance` takes effect before it returns.
     """
     levels, collects = _levels_of_autocast(), gc.isenabled()
     gc.disable()
@@ -48,6 +49,8 @@ def run_with(profile: Callable[[FrameType, str, Any], None], function: Callable[
         for _ in range(_levels_of_autocast() - levels):
             torch.autocast_decrement_nesting()
             torch.clear_autocast_cache()
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.set_stance("default")
 
 
 def _levels_of_autocast() -> int:
