@@ -13,7 +13,7 @@ from kfac_backend import kronecker_factors
 from kfac_backend.blocks.block import KroneckerBlock, compute_eigenvalues
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.layers.gram.gram import DenseGram, is_tall, tall_product
-from kfac_backend.threads import turn_of
+from kfac_backend.threads import SharedSetting, turn_of
 from tests.kfac_backend.networks import assert_same
 
 
@@ -189,3 +189,21 @@ def test_a_turn_within_a_turn_never_waits():
         thread.join()
     with turn_of(other, alone=True):
         pass
+
+
+def test_a_setting_is_put_back_though_an_interrupt_meets_it():
+    value, interrupts = ["before"], ["one"]
+
+    def write(new):
+        if new == "before" and interrupts:
+            interrupts.pop()
+            raise KeyboardInterrupt  # before anything is written
+        value[0] = new
+
+    setting = SharedSetting(lambda: value[0], write, "held")
+    with pytest.raises(KeyboardInterrupt), setting.held():
+        assert value == ["held"]
+    assert value == ["before"] and not interrupts
+    with setting.held():
+        assert value == ["held"]
+    assert value == ["before"]
