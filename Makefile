@@ -99,7 +99,7 @@ update-step-timing: $(INSTALLED)  ## the paper's Table 1: a K-FAC step on WRN-16
 	$(BIN)/python -m experiments.update_step_timing --resume
 
 gpt-timing: $(INSTALLED)  ## K-FAC of a language model, expand against reduce: ten minutes
-	$(BIN)/python -m experiments.gpt_timing
+	$(BIN)/python -m experiments.transformer_timing
 
 graph-network-training: $(INSTALLED)  ## the paper's figure 3 on NCI1: K-FAC beside Nesterov's SGD, half an hour; again to go on
 	$(BIN)/python -m experiments.graph_network_training

@@ -12,6 +12,8 @@ written when it is done:
 - growth: how the time of a batch grows with its size, and with the network's width, the images'
   size and the number of classes.
 - evidence: eigenvalues and 100 steps on 50 precisions, ours against laplace-torch's.
+- update: all of an update of the online loop, from the first of its images to the last step on the
+  precisions; 50,000 images in batches of 500 on a GPU, on a CPU 640 in batches of 32.
 - factor_1024 to factor_8192: one factor of a transformer's width; the largest takes some minutes.
 
 Run it with ``make bench`` (half an hour on two cores), or a part by its name; ``--resume`` goes on
@@ -21,13 +23,13 @@ after an interruption and keeps the parts that are there.
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from threadpoolctl import threadpool_limits
 
 from experiments import bench_curvature_report as report
-from experiments.bench_evidence import evidence_work, factor_work
+from experiments.bench_evidence import evidence_work, factor_work, peer_update, update
 from experiments.contenders import (
     PEERS,
     Work,
@@ -41,6 +43,7 @@ from experiments.contenders import (
 from experiments.options import parse_options, parts_parser, parts_to_measure
 from experiments.timing import interleaved, medians, peak_memory
 from kfac_backend.laplace.interface import KfacGGN
+from kfac_backend.options import Mode
 from marglik.storage.provenance import environment
 from marglik.storage.record_file import write_json
 
@@ -61,6 +64,7 @@ class Config:
     image_size: int = 32
     num_classes: int = 10
     factor_size: int = 4096
+    num_data: int = 50_000
     repetitions: int = 7
     seed: int = 0
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
@@ -154,6 +158,41 @@ def run_evidence(config: Config) -> dict[str, Any]:
     return _measured(config, work)
 
 
+def run_update(config: Config) -> dict[str, Any]:
+    """Seconds of updates, ours and with laplace-torch and curvlinops; of the parts of ours."""
+    device = torch.device(config.device)
+    if device.type == "cpu":
+        config = replace(config, num_data=640, batch_size=32)
+    number = config.num_data // config.batch_size
+    made = [Batch(replace(config, seed=i)) for i in range(number)]
+    batches = [(batch.x, batch.y) for batch in made]
+    first = made[0]
+    parts: dict[str, list[dict[str, float]]] = {}
+    work: dict[str, Work] = {}
+
+    def add_ours(name: str, channels_last: bool = False, **options: Any) -> None:
+        model = first.network(channels_last)
+        # Proofs, and what the device compiles, belong to the first update of a training alone.
+        parts[f"{name}, first"] = [update(model, batches[:2], **options)]
+        parts[name] = []
+        work[name] = lambda: parts[name].append(update(model, batches, **options))
+
+    def add_peer(kfac_approx: Mode) -> None:
+        model = first.network()
+        peer_update(model, batches[:2], kfac_approx)
+        work[f"curvlinops, {kfac_approx}"] = lambda: peer_update(model, batches, kfac_approx)
+
+    for kfac_approx in get_args(Mode):
+        options: dict[str, Any] = {"kfac_approx": kfac_approx}
+        add_ours(f"ours, {kfac_approx}", **options)
+        if device.type == "cuda":
+            tf32 = options | {"backend_kwargs": {"backward_precision": "tf32"}}
+            add_ours(f"ours tf32, {kfac_approx}", **tf32)
+            add_ours(f"ours tf32, channels_last, {kfac_approx}", channels_last=True, **tf32)
+        add_peer(kfac_approx)
+    return _measured(config, work) | {"seconds_of_parts": parts}
+
+
 def run_factor(config: Config) -> dict[str, Any]:
     """Seconds of what is done with one factor, on one core, as several are taken at once.
 
@@ -173,6 +212,7 @@ PARTS: dict[str, tuple[Callable[[Config], dict[str, Any]], dict[str, int]]] = {
     "batch_128": (run_batch, {"batch_size": 128, "repetitions": 3}),
     "growth": (run_growth, {"repetitions": 2}),
     "evidence": (run_evidence, {}),
+    "update": (run_update, {"batch_size": 500, "repetitions": 1}),
     "factor_1024": (run_factor, {"factor_size": 1024}),
     "factor_4096": (run_factor, {"factor_size": 4096, "repetitions": 3}),
     "factor_8192": (run_factor, {"factor_size": 8192, "repetitions": 1}),

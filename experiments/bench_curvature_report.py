@@ -1,6 +1,7 @@
 """The curvature benchmark's table and plot, from its JSON files alone."""
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,8 @@ def write(folder: Path) -> str:
         if name.startswith("batch_"):
             text += [f"{name.removeprefix('batch_')} images\n", table(parts[name]), ""]
             text += [_memory(parts[name]), ""]
+    if "update" in parts:
+        text += [_update(parts["update"]), ""]
     if "evidence" in parts:
         text += [_evidence(parts["evidence"]), ""]
     if factors := [part for name, part in parts.items() if name.startswith("factor_")]:
@@ -103,6 +106,24 @@ def plot_growth(growth: dict[str, list[dict[str, Any]]]) -> Figure:
 def _memory(batch: dict[str, Any]) -> str:
     lines = ["| peak memory | MiB |", "|---|---|"]
     lines += [f"| {name} | {value:.0f} |" for name, value in batch["peak_mebibytes"].items()]
+    return "\n".join(lines)
+
+
+def _update(part: dict[str, Any]) -> str:
+    """Seconds of whole updates, and of what ours are made of."""
+    number, size = part["config"]["num_data"], part["config"]["batch_size"]
+    lines = [
+        f"| update from {number:,} images, batches of {size} | seconds "
+        "| pass | eigenvalues | steps |",
+        "|---|---|---|---|---|",
+    ]
+    for name, value in part["median_seconds"].items():
+        own = part["seconds_of_parts"].get(name, [])
+        cells = [
+            f"{statistics.median(p[key] for p in own):.2f}" if own else ""
+            for key in ("pass", "eigenvalues", "steps")
+        ]
+        lines.append(f"| {name} | {value:.2f} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -1,8 +1,12 @@
 """What an evidence update takes, ours and others': eigenvalues, then 100 steps of Adam.
 
-And what a transformer's widest factors take by themselves: eigenvalues for the evidence,
-eigenvectors for the predictive, an inverse for K-FAC.
+Alone, or after the curvature pass over the data that it starts with. And what a transformer's
+widest factors take by themselves: eigenvalues for the evidence, eigenvectors for the predictive, an
+inverse for K-FAC.
 """
+
+from collections.abc import Sequence
+from typing import Any
 
 import scipy.linalg
 import torch
@@ -14,14 +18,17 @@ from torch.nn.utils import parameters_to_vector
 
 from experiments.contenders import Work
 from kfac_backend.blocks.eigen import eigenvalues, eigh
-from kfac_backend.options import KfacApprox
+from kfac_backend.options import KfacApprox, Mode
 from marglik.posterior.hyperparameters import Hyperparameters
 from marglik.posterior.laplace_torch import KronLaplace
 from marglik.posterior.prior import PriorGroups
+from marglik.training.update import update_prior
 
-__all__ = ["STEPS", "evidence_work", "factor_work"]
+__all__ = ["STEPS", "evidence_work", "factor_work", "peer_update", "update"]
 
 STEPS = 100
+
+Batches = Sequence[tuple[Tensor, Tensor]]
 
 
 def evidence_work(model: nn.Module, kfac_approx: KfacApprox) -> tuple[Work, Work]:
@@ -39,25 +46,59 @@ def evidence_work(model: nn.Module, kfac_approx: KfacApprox) -> tuple[Work, Work
         groups = PriorGroups.from_model(model)
         Hyperparameters(groups, 1.0, device=device).update(fitted, STEPS)
 
-    peer = LaplaceTorchKronLaplace(model, "classification", backend=CurvlinopsGGN)
-    peer.mean = parameters_to_vector(model.parameters()).detach()
-    peer.loss, peer.n_outputs = factors.loss, factors.num_outputs
-    peer.n_data = int(factors.num_data)
     kfacs = [[F for F in (block.B, block.A) if F is not None] for block in factors.blocks.values()]
     kron = Kron(kfacs)  # pyright: ignore[reportArgumentType]
+    num_data, num_outputs = int(factors.num_data), factors.num_outputs
+    return ours, lambda: _climb_theirs(model, kron, factors.loss, num_data, num_outputs)
+
+
+def _climb_theirs(
+    model: nn.Module, kron: Kron, loss: float, num_data: int, num_outputs: int
+) -> None:
+    """laplace-torch's eigenvectors, and steps on its evidence, a precision for each tensor."""
+    device = next(model.parameters()).device
+    peer = LaplaceTorchKronLaplace(model, "classification", backend=CurvlinopsGGN)
+    learned = [p for p in model.parameters() if p.requires_grad]
+    peer.mean = parameters_to_vector(learned).detach()
+    peer.loss, peer.n_outputs, peer.n_data = loss, num_outputs, num_data
     peer.H_facs = kron  # pyright: ignore[reportAttributeAccessIssue]
+    peer.H = kron.decompose()
+    log_delta = torch.zeros(len(learned), device=device, requires_grad=True)
+    optimizer = torch.optim.Adam([log_delta], lr=0.1)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        evidence: Tensor = peer.log_marginal_likelihood(log_delta.exp())
+        (-evidence).backward()
+        optimizer.step()
 
-    def theirs() -> None:
-        peer.H = kron.decompose()
-        log_delta = torch.zeros(len(factors), device=device, requires_grad=True)
-        optimizer = torch.optim.Adam([log_delta], lr=0.1)
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            evidence: Tensor = peer.log_marginal_likelihood(log_delta.exp())
-            (-evidence).backward()
-            optimizer.step()
 
-    return ours, theirs
+def update(model: nn.Module, batches: Batches, **options: Any) -> dict[str, float]:
+    """An update of one precision per tensor as the online loop makes it; seconds of its parts."""
+    device = next(model.parameters()).device
+    hyperparameters = Hyperparameters(PriorGroups.from_model(model), 1.0, device=device)
+    laplace = KronLaplace(model, "classification", **options)
+    num_data = sum(len(x) for x, _ in batches)
+    _, record = update_prior(hyperparameters, laplace, batches, num_data, STEPS)
+    return record["seconds"]
+
+
+def peer_update(model: nn.Module, batches: Batches, kfac_approx: Mode) -> None:
+    """The same with laplace-torch and curvlinops, as `laplace.KronLaplace.fit` sums batches up.
+
+    Fixup's scalars, which curvlinops does not take, are frozen.
+    """
+    for p in model.parameters():
+        p.requires_grad_(p.numel() > 1)
+    backend = CurvlinopsGGN(model, "classification")
+    num_data, num_outputs = sum(len(x) for x, _ in batches), 0
+    loss: Any = 0.0
+    kron: Any = None
+    for x, y in batches:
+        of_batch, factors = backend.kron(x, y, N=num_data, kfac_approx=kfac_approx)
+        loss, kron = loss + of_batch, factors if kron is None else kron + factors
+    with torch.no_grad():
+        num_outputs = model(batches[0][0][:1]).shape[-1]
+    _climb_theirs(model, kron, float(loss), num_data, num_outputs)
 
 
 def factor_work(size: int, device: torch.device) -> dict[str, Work]:

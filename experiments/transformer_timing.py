@@ -1,17 +1,21 @@
-"""K-FAC of a language model, expand against reduce, after Eschenhagen et al. 2023 (section 4).
+"""K-FAC of transformers, expand against reduce, after Eschenhagen et al. 2023 (section 4).
 
 The paper (GPT-2 shape of nanoGPT on DART, an A100): reduce takes 6.68 ± .04 minutes, 70 % of
 expand's 9.55 ± .13.
 
-Here nanoGPT's smallest shape (6 blocks of 384 features, 6 heads) on bytes of DART, float32,
-for several sequence lengths R and batch sizes N. Two things are measured, each in both modes: the
-factors alone (a forward pass, and a backward pass to the inputs with one Monte Carlo sample at
-each position), which is what the paper compares, and a step of training with new factors and
-a new preconditioner, beside a plain step of AdamW. All take turns; a ratio is the median over
-rounds.
+Two models, each with two shapes: for a CPU a small one, for a GPU the real one. GPT on bytes of
+DART, for several sequence lengths R and batch sizes N: nanoGPT's smallest shape (6 blocks of 384
+features, 6 heads), or GPT-2's (12 blocks of 768, 12 heads). The vision transformer on noise:
+CIFAR's shape (32² pixels in patches of 4, 6 blocks of 192 features), or ViT-S/16 (224² pixels in
+patches of 16, 12 blocks of 384 features, 1,000 classes).
 
-Results: ``results/gpt_timing_DEVICE.json``. Run it with ``make gpt-timing``; ``--threads 1 --clock
-processor`` as of `update_step_timing`.
+Two things are measured in float32, each in both modes: the factors alone (a forward pass, and a
+backward pass to the inputs with one Monte Carlo sample for each loss term), which is what the paper
+compares, and a step of training with new factors and a new preconditioner, beside a plain step of
+AdamW. All take turns; a ratio is the median over rounds.
+
+Results: ``results/MODEL_timing_DEVICE.json``. Run it with ``make gpt-timing``; ``--threads 1
+--clock processor`` as of `update_step_timing`.
 """
 
 import argparse
@@ -29,7 +33,7 @@ from kfac_backend.factors import CurvaturePass
 from kfac_backend.optimizer import KfacPreconditioner, PreconditionerOptions
 from kfac_backend.options import Mode
 from marglik.data.dart import DART, IGNORED
-from marglik.models import GPT
+from marglik.models import GPT, VisionTransformer
 from marglik.storage.provenance import environment
 from marglik.storage.record_file import write_json
 
@@ -40,14 +44,36 @@ Work = Callable[[], object]
 
 
 @dataclass(frozen=True)
+class Shape:
+    """A network, and the batches that it is measured on."""
+
+    sizes: tuple[tuple[int, int], ...]
+    """(R, N) of each batch: positions and examples."""
+    dim: int
+    depth: int
+    heads: int
+    image_size: int = 0
+    num_classes: int = 0
+
+
+SHAPES = {
+    "gpt": {
+        "cpu": Shape(((64, 16), (128, 16), (256, 16), (256, 4)), dim=384, depth=6, heads=6),
+        "cuda": Shape(((256, 32), (512, 16), (1024, 8), (1024, 32)), dim=768, depth=12, heads=12),
+    },
+    "vit": {
+        "cpu": Shape(((64, 32), (64, 128)), 192, 6, 3, image_size=32, num_classes=10),
+        "cuda": Shape(((196, 32), (196, 128)), 384, 12, 6, image_size=224, num_classes=1000),
+    },
+}
+
+
+@dataclass(frozen=True)
 class Config:
     """The model, the text, and how often each is measured."""
 
-    sizes: tuple[tuple[int, int], ...] = ((64, 16), (128, 16), (256, 16), (256, 4))
-    """(R, N) of each batch."""
-    dim: int = 384
-    depth: int = 6
-    heads: int = 6
+    model: str = "gpt"
+    shape: Shape = SHAPES["gpt"]["cpu"]
     repetitions: int = 3
     threads: int = 2
     clock: str = "wall"
@@ -59,11 +85,11 @@ class Config:
 def run(config: Config) -> dict[str, Any]:
     """Seconds at each size, and how the modes compare."""
     torch.set_num_threads(config.threads)
-    sizes = [run_size(config, R, N) for R, N in config.sizes]
+    sizes = [run_size(config, R, N) for R, N in config.shape.sizes]
     return {
         "config": asdict(config),
-        "parameters": sum(p.numel() for p in _model(config, config.sizes[0][0]).parameters()),
-        "paper_minutes": PAPER,
+        "parameters": sum(p.numel() for p in _model(config, config.shape.sizes[0][0]).parameters()),
+        "paper_minutes": PAPER if config.model == "gpt" else {},
         "sizes": sizes,
         **environment(torch.device(config.device)),
     }
@@ -148,22 +174,37 @@ def table(result: dict[str, Any]) -> str:
             f"| {times['K-FAC step, expand']:.2f} | {times['K-FAC step, reduce']:.2f} "
             f"| {modes['factors']:.2f} | {modes['K-FAC step']:.2f} |"
         )
-    paper = result["paper_minutes"]
-    lines.append(f"| the paper | | | | | | | {paper['reduce'] / paper['expand']:.2f} | |")
+    if paper := result["paper_minutes"]:
+        lines.append(f"| the paper | | | | | | | {paper['reduce'] / paper['expand']:.2f} | |")
     return "\n".join(lines)
 
 
 def _loss(f: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(f.flatten(0, 1), y.flatten(), ignore_index=IGNORED)
+    return F.cross_entropy(f.flatten(0, -2), y.flatten(), ignore_index=IGNORED)
 
 
 def _model(config: Config, R: int) -> nn.Module:
     torch.manual_seed(config.seed)
-    model = GPT(context=R, dim=config.dim, depth=config.depth, heads=config.heads)
-    return model.to(config.device)
+    shape = config.shape
+    size = {"dim": shape.dim, "depth": shape.depth, "heads": shape.heads}
+    if config.model == "gpt":
+        return GPT(context=R, **size).to(config.device)
+    patch_size = round(shape.image_size / R**0.5)
+    return VisionTransformer(
+        shape.num_classes,
+        image_size=shape.image_size,
+        patch_size=patch_size,
+        mlp_ratio=4.0,
+        **size,
+    ).to(config.device)
 
 
 def _batch(config: Config, R: int, N: int) -> tuple[Tensor, Tensor]:
+    shape = config.shape
+    if config.model == "vit":
+        generator = torch.Generator().manual_seed(config.seed)
+        x = torch.randn(N, 3, shape.image_size, shape.image_size, generator=generator)
+        return x, torch.randint(shape.num_classes, (N,), generator=generator)
     train = DART(config.data, R, num_train=N, num_test=1, seed=config.seed).load().train
     x, y = train
     assert isinstance(x, Tensor)
@@ -174,6 +215,7 @@ def _batch(config: Config, R: int, N: int) -> tuple[Tensor, Tensor]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the options, measure, print and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--model", choices=SHAPES, default=Config.model, help="default: gpt")
     parser.add_argument("--repetitions", type=int, default=Config.repetitions)
     parser.add_argument("--threads", type=int, default=Config.threads, help="of a CPU")
     parser.add_argument("--clock", choices=CLOCKS, default=Config.clock)
@@ -181,7 +223,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default=Config.device, help=f"default: {Config.device}")
     add_results(parser)
     options = parser.parse_args(arguments)
+    device = torch.device(options.device).type
     config = Config(
+        model=options.model,
+        shape=SHAPES[options.model][device],
         repetitions=options.repetitions,
         threads=options.threads,
         clock=options.clock,
@@ -189,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         device=options.device,
     )
     result = run(config)
-    path = options.results / f"gpt_timing_{torch.device(config.device).type}.json"
+    path = options.results / f"{options.model}_timing_{device}.json"
     write_json(path, result)
     print(table(result))
     print(f"Written to {path}")

@@ -1,0 +1,134 @@
+"""The same posteriors, predictives and runs on CPU and GPU."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.testing import assert_close
+
+from marglik.cli import main
+from marglik.posterior.hyperparameters import Hyperparameters
+from marglik.posterior.laplace_torch import KronLaplace
+from marglik.posterior.posterior_file import load_posterior, save_posterior
+from marglik.posterior.prior import PriorGroups
+from marglik.prediction.calibration import calibrate
+from marglik.prediction.predictive import PredictiveConfig, laplace_predictive
+from marglik.storage.run_log import read_log
+from tests.marglik import posteriors
+from tests.marglik.commands.command_line import DATA, MODEL, TRAIN
+from tests.marglik.posteriors import LIKELIHOODS
+
+pytestmark = pytest.mark.gpu
+METHODS = {
+    "classification": ("probit", "bridge"),
+    "regression": ("mc",),  # in closed form
+    "bernoulli": ("probit",),
+}
+CUDA = ["--accelerator", "cuda"]
+
+
+def learned(likelihood, device):
+    """A fitted posterior in float64, with hyperparameters of 20 steps on its evidence."""
+    model = posteriors.network(torch.float64).to(device)
+    laplace = KronLaplace(model, likelihood, kfac_approx="reduce")
+    laplace.fit([posteriors.data(likelihood, torch.float64)])  # from the host
+    Hyperparameters(PriorGroups.from_model(model), 1.0, device=torch.device(device)).update(
+        laplace, 20
+    )
+    return laplace
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_evidence_hyperparameters_and_predictions_agree(likelihood):
+    x, y = posteriors.data(likelihood, torch.float64)
+    found = []
+    for device in ("cuda", "cpu"):
+        laplace = learned(likelihood, device)
+        values = [laplace.log_marginal_likelihood(), laplace.prior_precision]
+        for method in METHODS[likelihood]:
+            predicted = laplace_predictive(laplace, PredictiveConfig(method))(x.to(device))
+            values += [v for v in vars(predicted).values() if isinstance(v, torch.Tensor)]
+        calibrated = calibrate(laplace, [(x, y)], PredictiveConfig(METHODS[likelihood][0]))
+        values += [
+            torch.as_tensor(value)
+            for value in vars(calibrated.calibration).values()
+            if value is not None
+        ]
+        found.append([value.detach().cpu().double() for value in values])
+    for on_gpu, on_cpu in zip(*found, strict=True):
+        assert_close(on_gpu, on_cpu, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(("written", "read"), [("cuda", "cpu"), ("cpu", "cuda"), ("cuda", "cuda")])
+def test_posteriors_move_between_devices(written, read, tmp_path):
+    laplace = learned("classification", written)
+    x = posteriors.data("classification", torch.float64)[0]
+    save_posterior(laplace, tmp_path)
+    loaded = load_posterior(tmp_path, posteriors.network(torch.float64, 1), read)
+    before = laplace_predictive(laplace, PredictiveConfig("probit"))(x.to(written))
+    after = laplace_predictive(loaded, PredictiveConfig("probit"))(x.to(read))
+    assert after.mean.device.type == read
+    assert_close(after.mean.cpu(), before.mean.cpu(), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--precision", "bf16-mixed"],
+        ["--optimizer.name", "kfac", "--optimizer.lr", "0.01"],
+        ["--curvature.fisher", "mc", "--predictive.method", "mc"],
+        ["--curvature.backward_precision", "tf32"],
+    ],
+    ids=" ".join,
+)
+def test_commands_on_the_gpu(options, tmp_path):
+    run = tmp_path / "run"
+    command = [*TRAIN, *DATA, *MODEL, *CUDA, "--output", str(run), *options]
+    assert main(command) == 0
+    results = json.loads((run / "results.json").read_text())
+    assert results["device"].startswith("cuda")
+    assert results["metrics"]["learned, MAP"]["test/cls/accuracy"] > 0.7
+    # A run of the GPU goes on as a posterior of the CPU's.
+    metrics = {}
+    for device in ("cuda", "cpu"):
+        output = tmp_path / device
+        arguments = ["--accelerator", device, "--output", str(output), "--progress", "false"]
+        assert main(["evaluate", str(run), *arguments]) == 0
+        found = json.loads((output / "evaluation.json").read_text())["predictives"]
+        metrics[device] = found["MAP"]["metrics"]
+    for name, value in metrics["cuda"].items():
+        assert metrics["cpu"][name] == pytest.approx(value, rel=0.02, abs=0.02), name
+    checkpoint = shutil.copy(run / "model.safetensors", tmp_path / "net.safetensors")
+    fit = ["fit", *DATA, *MODEL, *CUDA, "--checkpoint", str(checkpoint), "--no_progress"]
+    assert main([*fit, "--output", str(tmp_path / "fit")]) == 0
+
+
+def test_a_run_resumes(tmp_path, monkeypatch):
+    """Interrupted after two epochs, it is the run that was not; sums may be in another order."""
+    options = [*TRAIN, *DATA, *MODEL, *CUDA, "--checkpoint_minutes", "0"]
+    assert main([*options, "--output", str(tmp_path / "whole")]) == 0
+    cut = tmp_path / "cut"
+    with monkeypatch.context() as patched:
+        from marglik.storage.run_log import RunLog
+
+        write = RunLog.write
+
+        def interrupted(self, record):
+            write(self, record)
+            if record["kind"] == "epoch" and record["epoch"] == 3:
+                raise KeyboardInterrupt
+
+        patched.setattr(RunLog, "write", interrupted)
+        assert main([*options, "--output", str(cut)]) == 130
+    assert main([*options, "--output", str(cut), "--resume"]) == 0
+    states = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut")]
+    for name, tensor in states[0].items():
+        assert_close(tensor, states[1][name], rtol=1e-4, atol=1e-5)
+    losses = [
+        [record["loss"] for record in read_log(tmp_path / name) if record["kind"] == "epoch"]
+        for name in ("whole", "cut")
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
