@@ -13,7 +13,9 @@ written when it is done:
   size and the number of classes.
 - evidence: eigenvalues and 100 steps on 50 precisions, ours against laplace-torch's.
 - update: all of an update of the online loop, from the first of its images to the last step on the
-  precisions; 50,000 images in batches of 500 on a GPU, on a CPU 640 in batches of 32.
+  precisions, ours and with laplace-torch and curvlinops: 10,000 images on a GPU, 640 on a CPU.
+- update_50000: the same of ours, with all of CIFAR-10's images; on a GPU.
+- sizes: how a pass on a GPU depends on batch size, memory format, precision and ``batched``.
 - factor_1024 to factor_8192: one factor of a transformer's width; the largest takes some minutes.
 
 Run it with ``make bench`` (half an hour on two cores), or a part by its name; ``--resume`` goes on
@@ -23,6 +25,7 @@ after an interruption and keeps the parts that are there.
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import Any, get_args
 
 import torch
@@ -64,7 +67,7 @@ class Config:
     image_size: int = 32
     num_classes: int = 10
     factor_size: int = 4096
-    num_data: int = 50_000
+    num_data: int = 10_000
     repetitions: int = 7
     seed: int = 0
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
@@ -159,7 +162,7 @@ def run_evidence(config: Config) -> dict[str, Any]:
 
 
 def run_update(config: Config) -> dict[str, Any]:
-    """Seconds of updates, ours and with laplace-torch and curvlinops; of the parts of ours."""
+    """Seconds of updates, and of the parts of ours; peers up to 10,000 images."""
     device = torch.device(config.device)
     if device.type == "cpu":
         config = replace(config, num_data=640, batch_size=32)
@@ -170,27 +173,58 @@ def run_update(config: Config) -> dict[str, Any]:
     parts: dict[str, list[dict[str, float]]] = {}
     work: dict[str, Work] = {}
 
-    def add_ours(name: str, channels_last: bool = False, **options: Any) -> None:
+    def add_ours(name: str, channels_last: bool, **options: Any) -> None:
         model = first.network(channels_last)
-        # Proofs, and what the device compiles, belong to the first update of a training alone.
-        parts[f"{name}, first"] = [update(model, batches[:2], **options)]
+        # Proofs, and what the device prepares, belong to the first update of a training alone.
+        parts[f"{name}, first batches"] = [update(model, batches[:2], **options)]
         parts[name] = []
         work[name] = lambda: parts[name].append(update(model, batches, **options))
 
-    def add_peer(kfac_approx: Mode) -> None:
+    def add_peer(name: str, kfac_approx: Mode) -> None:
         model = first.network()
         peer_update(model, batches[:2], kfac_approx)
-        work[f"curvlinops, {kfac_approx}"] = lambda: peer_update(model, batches, kfac_approx)
+        work[name] = lambda: peer_update(model, batches, kfac_approx)
 
     for kfac_approx in get_args(Mode):
-        options: dict[str, Any] = {"kfac_approx": kfac_approx}
-        add_ours(f"ours, {kfac_approx}", **options)
+        add_ours(f"ours, {kfac_approx}", False, kfac_approx=kfac_approx)
         if device.type == "cuda":
-            tf32 = options | {"backend_kwargs": {"backward_precision": "tf32"}}
-            add_ours(f"ours tf32, {kfac_approx}", **tf32)
-            add_ours(f"ours tf32, channels_last, {kfac_approx}", channels_last=True, **tf32)
-        add_peer(kfac_approx)
+            options = {"backward_precision": "tf32"}
+            name = f"ours, TF32, channels_last, {kfac_approx}"
+            add_ours(name, True, kfac_approx=kfac_approx, backend_kwargs=options)
+        if config.num_data <= 10_000:
+            add_peer(f"curvlinops, {kfac_approx}", kfac_approx)
     return _measured(config, work) | {"seconds_of_parts": parts}
+
+
+def run_sizes(config: Config) -> dict[str, Any]:
+    """Seconds of 500 images of a pass, and peak memory, by how the batches are made and run."""
+    device = torch.device(config.device)
+    seconds_of_500: dict[str, float] = {}
+    peak: dict[str, float] = {}
+    for N, last, precision, kfac_approx, batched in product(
+        (128, 500, 1000), (False, True), ("float32", "tf32"), get_args(Mode), (False, True)
+    ):
+        batch = Batch(replace(config, batch_size=N))
+        x = batch.x.clone(memory_format=torch.channels_last) if last else batch.x
+        options = {
+            "kfac_approx": kfac_approx,
+            "backward_precision": precision,
+            "batched": batched,
+        }
+        work = ours(batch.network(channels_last=last), x, batch.y, **options)
+        name = (
+            f"{N} images, {'channels_last' if last else 'contiguous'}, {precision}, {kfac_approx}"
+        )
+        name += ", batched" * batched
+        measured = interleaved({name: work}, config.repetitions, device)
+        seconds_of_500[name] = medians(measured)[name] * 500 / N
+        peak[name] = peak_memory(work, device) / 2**20
+    return {
+        "config": asdict(config),
+        "seconds_of_500_images": seconds_of_500,
+        "peak_mebibytes": peak,
+        **environment(device),
+    }
 
 
 def run_factor(config: Config) -> dict[str, Any]:
@@ -212,12 +246,17 @@ PARTS: dict[str, tuple[Callable[[Config], dict[str, Any]], dict[str, int]]] = {
     "batch_128": (run_batch, {"batch_size": 128, "repetitions": 3}),
     "growth": (run_growth, {"repetitions": 2}),
     "evidence": (run_evidence, {}),
-    "update": (run_update, {"batch_size": 500, "repetitions": 1}),
+    "update": (run_update, {"batch_size": 1000, "repetitions": 1}),
+    "update_50000": (run_update, {"batch_size": 1000, "repetitions": 1, "num_data": 50_000}),
+    "sizes": (run_sizes, {"repetitions": 3}),
     "factor_1024": (run_factor, {"factor_size": 1024}),
     "factor_4096": (run_factor, {"factor_size": 4096, "repetitions": 3}),
     "factor_8192": (run_factor, {"factor_size": 8192, "repetitions": 1}),
 }
 """Name of a part -> how to run it, and what differs from the configuration."""
+
+ON_GPU = ("update_50000", "sizes")
+"""Parts that a CPU leaves out."""
 
 
 def _measured(config: Config, work: dict[str, Work]) -> dict[str, Any]:
@@ -248,6 +287,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = parts_parser(__doc__ or "", PARTS, Config.device)
     parser.add_argument("--repetitions", type=int, help="instead of each part's own")
     options = parse_options(parser, PARTS, arguments)
+    if torch.device(options.device).type == "cpu":
+        options.parts = [part for part in options.parts if part not in ON_GPU]
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", module="laplace")
     folder = options.results / f"bench_curvature_{options.device}"

@@ -68,8 +68,10 @@ def write(folder: Path) -> str:
         if name.startswith("batch_"):
             text += [f"{name.removeprefix('batch_')} images\n", table(parts[name]), ""]
             text += [_memory(parts[name]), ""]
-    if "update" in parts:
-        text += [_update(parts["update"]), ""]
+    for name in ("update", "update_50000"):
+        text += [_update(parts[name]), ""] if name in parts else []
+    if "sizes" in parts:
+        text += [_sizes(parts["sizes"]), ""]
     if "evidence" in parts:
         text += [_evidence(parts["evidence"]), ""]
     if factors := [part for name, part in parts.items() if name.startswith("factor_")]:
@@ -124,6 +126,14 @@ def _update(part: dict[str, Any]) -> str:
             for key in ("pass", "eigenvalues", "steps")
         ]
         lines.append(f"| {name} | {value:.2f} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _sizes(part: dict[str, Any]) -> str:
+    lines = ["| 500 images of a pass | seconds | peak, MiB |", "|---|---|---|"]
+    for name, value in part["seconds_of_500_images"].items():
+        peak = part["peak_mebibytes"].get(name)
+        lines.append(f"| {name} | {value:.3f} | {'' if peak is None else f'{peak:.0f}'} |")
     return "\n".join(lines)
 
 

@@ -89,7 +89,7 @@ def peer_update(model: nn.Module, batches: Batches, kfac_approx: Mode) -> None:
     """
     for p in model.parameters():
         p.requires_grad_(p.numel() > 1)
-    backend = CurvlinopsGGN(model, "classification")
+    backend: Any = CurvlinopsGGN(model, "classification")
     num_data, num_outputs = sum(len(x) for x, _ in batches), 0
     loss: Any = 0.0
     kron: Any = None

@@ -202,8 +202,14 @@ def _calibrated(runs: Runs) -> str:
         return ""
     return (
         f"{_markdown(rows)}\n\nTemperature, and scale of the covariance, fitted on the held-out "
-        "tenth of the training images."
+        f"{_share(runs)} of the training images."
     )
+
+
+def _share(runs: Runs) -> str:
+    """The share that was held out; runs of one protocol have one."""
+    share = next(r["settings"].get("held_out", 0.1) for found in runs.values() for r in found)
+    return "tenth" if share == 0.1 else f"{share:.0%}".replace("%", " %")
 
 
 def _updates(runs: Runs) -> str:

@@ -59,7 +59,7 @@ class Shape:
 SHAPES = {
     "gpt": {
         "cpu": Shape(((64, 16), (128, 16), (256, 16), (256, 4)), dim=384, depth=6, heads=6),
-        "cuda": Shape(((256, 32), (512, 16), (1024, 8), (1024, 32)), dim=768, depth=12, heads=12),
+        "cuda": Shape(((256, 32), (512, 16), (1024, 8)), dim=768, depth=12, heads=12),
     },
     "vit": {
         "cpu": Shape(((64, 32), (64, 128)), 192, 6, 3, image_size=32, num_classes=10),
@@ -186,17 +186,19 @@ def _loss(f: Tensor, y: Tensor) -> Tensor:
 def _model(config: Config, R: int) -> nn.Module:
     torch.manual_seed(config.seed)
     shape = config.shape
-    size = {"dim": shape.dim, "depth": shape.depth, "heads": shape.heads}
     if config.model == "gpt":
-        return GPT(context=R, **size).to(config.device)
-    patch_size = round(shape.image_size / R**0.5)
-    return VisionTransformer(
+        model = GPT(context=R, dim=shape.dim, depth=shape.depth, heads=shape.heads)
+        return model.to(config.device)
+    model = VisionTransformer(
         shape.num_classes,
         image_size=shape.image_size,
-        patch_size=patch_size,
+        patch_size=round(shape.image_size / R**0.5),
+        dim=shape.dim,
+        depth=shape.depth,
+        heads=shape.heads,
         mlp_ratio=4.0,
-        **size,
-    ).to(config.device)
+    )
+    return model.to(config.device)
 
 
 def _batch(config: Config, R: int, N: int) -> tuple[Tensor, Tensor]:

@@ -101,7 +101,7 @@ def memory_table(memory: dict[str, Any]) -> str:
 
 def plot(sizes: Sizes) -> Figure:
     """Times an SGD step against the batch size."""
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
     axes = figure.subplots()
     names = [n for n in dict.fromkeys(n for p in sizes.values() for n in p["times_sgd"])]
     colors = {"expand": "tab:blue", "reduce": "tab:orange"}
@@ -126,12 +126,12 @@ def plot(sizes: Sizes) -> Figure:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(list(sizes), [str(N) for N in sizes])
-    ticks = (1, 1.5, 2, 3, 5, 8)
+    ticks = (1, 1.5, 2, 3, 5, 8, 12, 16)
     axes.set_yticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
     axes.set(xlabel="batch size", ylabel="times an SGD step")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
+    figure.legend(fontsize=8, loc="outside right upper")
     return figure
 
 

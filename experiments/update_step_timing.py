@@ -36,7 +36,7 @@ from marglik.storage.provenance import environment
 from marglik.storage.record_file import write_json
 
 BATCHES = {"cpu": (32, 64, 128, 256, 512), "cuda": (128, 256, 512, 1024, 2048)}
-MEMORY_BATCHES = (32, 64)
+MEMORY_BATCHES = {"cpu": (32, 64), "cuda": (128, 2048)}
 """Two sizes, as memory grows by so many bytes an example."""
 
 CONTENDERS: dict[str, Contender] = {"SGD": sgd, **OURS, **PARTS, **PEERS}
@@ -116,7 +116,7 @@ def run_memory(config: Config) -> dict[str, Any]:
     tasks = [
         MemoryTask(name, replace(config, batch_size=size))
         for name in names
-        for size in MEMORY_BATCHES
+        for size in MEMORY_BATCHES[torch.device(config.device).type]
     ]
     mebibytes: dict[str, dict[str, float]] = {name: {} for name in names}
     left_out = {}

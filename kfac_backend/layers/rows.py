@@ -8,7 +8,7 @@ be guessed from the data: a gradient of zero, for one, does not mean that a row 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -44,6 +44,12 @@ class Rows:
     """Whether reduce scales both sums by 1/√R_n; otherwise the inputs' sum alone, by 1/R_n."""
     of_positions: bool = False
     """Whether layers whose input has another shape are ignored instead of raising an error."""
+
+    def on(self, device: torch.device) -> "Rows":
+        """The same, with the index where the rows are."""
+        if self.index.device == device:
+            return self
+        return replace(self, index=self.index.to(device))
 
     @cached_property
     def counts(self) -> Tensor:

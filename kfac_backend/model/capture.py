@@ -257,6 +257,7 @@ class Capture:
         rows, fold = current_rows(), 0
         if rows is not None and not (rows.of_positions or len(rows.index) == M):
             rows = None
+        rows = rows and rows.on(expression.value.device)
         if rows is None or rows.of_positions:
             rows, fold = None, M // N if N else 0
             if not N or M % N:
@@ -567,6 +568,7 @@ def rows_of(tracked: TrackedLayer, a: Tensor) -> Rows | None:
     rows = None if isinstance(tracked.layer, OwnParameter) else current_rows()
     if rows is None:
         return None
+    rows = rows.on(a.device)
     features = a.dim() if tracked.rule.takes_integers else tracked.rule.features % max(a.dim(), 1)
     fits = tuple(a.shape[: len(rows.axes)]) == rows.axes
     folded = len(rows.axes) > 1 and a.shape[:1] == (math.prod(rows.axes),) != rows.axes[:1]

@@ -523,7 +523,8 @@ def verify_independence(
         if not torch.isfinite(f).all():
             return False, {}  # reported by name, after the forward pass
         if numbers is None or len(numbers) != len(f):
-            numbers = torch.arange(len(f), device=f.device)
+            numbers = torch.arange(len(f))
+        numbers = numbers.to(f.device)  # those of an object of the user's were made on the CPU
         u = noise_like(f)
         if ignored is not None and ignored[numbers].shape == f.shape[:-1]:
             u = u * ~ignored[numbers][..., None]

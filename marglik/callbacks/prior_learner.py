@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector
 
 from kfac_backend.distributed import Ranks
 from kfac_backend.loss.hessian import counted_terms
@@ -25,7 +24,7 @@ from kfac_backend.model.targets import Targets, split_batch
 from kfac_backend.optimizer.training_pass import MeanOver
 from kfac_backend.options import CurvatureOptions, Likelihood, check_option, check_positive
 from marglik.posterior.hyperparameters import Hyperparameters, UpdateMethod
-from marglik.posterior.posterior import Posterior
+from marglik.posterior.posterior import Posterior, parameter_vector
 from marglik.posterior.prior import (
     PriorGroups,
     PriorStructure,
@@ -225,7 +224,7 @@ class PriorLearner:
         """
         known = self.posterior
         if known is not None and known.model is self._model:
-            if torch.equal(parameters_to_vector(known.params), known.mean):
+            if torch.equal(parameter_vector(known.params), known.mean):
                 return {}
         learns = self._is_trained and self._epoch >= self._schedule.burn_in
         return self._update(self._schedule.steps if learns else 0)

@@ -8,7 +8,6 @@ from typing import Any, cast
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.laplace.interface import KfacGGN, KfacInterface
@@ -20,7 +19,7 @@ from kfac_backend.options import KfacApprox, Likelihood, check_option, check_pos
 from kfac_backend.precision import at_least_float32
 from marglik.eval_mode import in_eval_mode
 from marglik.posterior import evidence
-from marglik.posterior.posterior import Posterior, check_num_samples
+from marglik.posterior.posterior import Posterior, check_num_samples, parameter_vector
 
 __all__ = ["KronLaplace"]
 
@@ -133,7 +132,7 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
         """Be fitted, with these factors; with ``enable_backprop`` the mean keeps its graph."""
         super().restore(factors)
         if self.enable_backprop:
-            self.mean = parameters_to_vector(self.params)
+            self.mean = parameter_vector(self.params)
 
     def _set_factors(self, factors: KroneckerFactors) -> None:
         super()._set_factors(factors)

@@ -12,7 +12,6 @@ from typing import Any, Self
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector
 
 from kfac_backend.blocks.block import (
     EigenBlock,
@@ -37,7 +36,15 @@ from marglik.posterior import evidence
 from marglik.posterior.evidence import EvidenceTerms
 from marglik.posterior.subset import Layers, last_layer
 
-__all__ = ["Posterior", "check_num_samples"]
+__all__ = ["Posterior", "check_num_samples", "parameter_vector"]
+
+
+def parameter_vector(parameters: Iterable[Tensor]) -> Tensor:
+    """All entries one after the other, (P,), whatever the parameters' memory format.
+
+    `torch.nn.utils.parameters_to_vector` of torch 2.11 refuses weights in channels_last.
+    """
+    return torch.cat([p.reshape(-1) for p in parameters])
 
 
 class Posterior:
@@ -256,7 +263,7 @@ class Posterior:
         factors.check_alignment(self.model)
         if factors.is_corrected:
             self._check_corrected()
-        self.mean = parameters_to_vector(self.params).detach()
+        self.mean = parameter_vector(self.params).detach()
         self.calibrations = {}
         self._set_factors(factors)
 

@@ -13,13 +13,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.files import sha256_of_tensors, write_tensors
 from kfac_backend.model.rule_assignment import check_module
 from kfac_backend.options import CurvatureOptions
-from marglik.posterior.posterior import Posterior
+from marglik.posterior.posterior import Posterior, parameter_vector
 from marglik.storage.model_state import (
     names_replaced,
     read_state,
@@ -74,7 +73,7 @@ def save_posterior(
             f"The prior mean has {prior_mean.numel()} entries; a saved posterior has one number "
             "for all parameters. Keep laplace.state_dict() instead."
         )
-    if not torch.equal(parameters_to_vector(laplace.params), cast(Tensor, laplace.mean)):
+    if not torch.equal(parameter_vector(laplace.params), cast(Tensor, laplace.mean)):
         raise ValueError(
             "The network's parameters are no longer those that the posterior was fitted at; fit "
             "again."

@@ -50,7 +50,8 @@ class CurvatureConfig:
         fisher: exact computes the GGN; mc estimates it with labels drawn from the model; empirical
             uses the labels of the data.
         mc_samples: labels per example for fisher=mc.
-        batch_size: examples per batch of the pass; null takes that of training.
+        batch_size: examples per batch of the pass; null takes that of training. On a GPU 1000, if
+            they fit, are several times as fast as 128.
         augment: whether the pass sees augmented images if training does, as in the paper.
         rank_tolerance: share of the loss Hessian's trace that may be left out per image to save
             backward passes (fisher=exact); what was left out is in the log.

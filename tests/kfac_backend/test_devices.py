@@ -112,9 +112,9 @@ def test_output_covariances_agree_with_float64_on_the_cpu(device, batched):
 
 
 @pytest.mark.gpu
-def test_tf32_is_off_during_the_pass_and_restored():
-    torch.backends.cudnn.conv.fp32_precision = "tf32"
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
+def test_tf32_is_off_during_the_pass_and_restored(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "tf32")
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
     x, y = data()
     reference = kronecker_factors(network().double(), [(x.double(), y)], "classification")
     factors = kronecker_factors(network().cuda(), [(x, y)], "classification")
@@ -148,7 +148,7 @@ def test_every_layer_agrees_with_the_cpu(name, kfac_approx):
         return [*dense.values(), *traces, factors.log_det(1.0).cpu(), f.cpu(), covariance.cpu()]
 
     for found, expected in zip(everything("cuda"), everything("cpu"), strict=True):
-        assert_close(found, expected, rtol=1e-8, atol=1e-10 * float(expected.abs().max()))
+        assert_close(found, expected, rtol=1e-8, atol=1e-12 + 1e-10 * float(expected.abs().max()))
 
 
 @pytest.mark.gpu
@@ -183,7 +183,7 @@ def test_steps_of_the_optimiser_agree_with_the_cpu(fisher, damping_on):
         return [p.detach().cpu() for p in model.parameters()]
 
     for found, expected in zip(trained("cuda"), trained("cpu"), strict=True):
-        assert_close(found, expected, rtol=1e-8, atol=1e-9)
+        assert_close(found, expected, rtol=1e-5, atol=1e-7)  # the limit on steps is of float32
 
 
 @pytest.mark.gpu

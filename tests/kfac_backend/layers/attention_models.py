@@ -15,7 +15,8 @@ class Attending(nn.Module):
         options = {"batch_first": True, **options}
         self.attention = nn.MultiheadAttention(options.pop("embed_dim", 4), 2, **options)
         self.head = nn.Linear(self.attention.embed_dim, 3)
-        self.pool, self.attn_mask = pool, attn_mask
+        self.pool = pool
+        self.register_buffer("attn_mask", attn_mask)
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         inputs = [batch["query"], batch["key"], batch.get("value", batch["key"])]
@@ -66,7 +67,7 @@ class Layered(nn.Module):
         self.head = nn.Linear(4, 3)
         self.pool = pool
         self.batch_first = options["batch_first"]
-        self.mask = torch.ones(3, 3).triu(1).bool() if causal else None
+        self.register_buffer("mask", torch.ones(3, 3).triu(1).bool() if causal else None)
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         x, memory, padding = batch["query"], batch["key"], batch.get("padding")

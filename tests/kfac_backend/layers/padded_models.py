@@ -72,7 +72,7 @@ class Padded(nn.Module):
 
     def layers_of_padded(self, x: Tensor, mask: Tensor) -> Tensor:
         N, R = mask.shape
-        example = torch.arange(N)[:, None].expand(N, R)
+        example = torch.arange(N, device=mask.device)[:, None].expand(N, R)
         index = example.masked_fill(~mask, -1)
         by_roots = WAYS.get(self.way, True)
         if self.way == "counted":
@@ -88,7 +88,7 @@ class Padded(nn.Module):
             order = example[mask].argsort(descending=True)
             with examples_of_rows(example[mask][order], N, by_roots=by_roots):
                 rows = self.layers(x[mask][order])
-            f = torch.zeros(N, R, rows.shape[-1], dtype=rows.dtype)
+            f = rows.new_zeros(N, R, rows.shape[-1])
             return f.index_put(mask.nonzero()[order].unbind(1), rows)
         return self.layers(x)
 
@@ -164,7 +164,7 @@ class Graphs(nn.Module):
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         mask, N = batch["mask"], len(batch["mask"])
-        graph_of_node = torch.arange(N)[:, None].expand_as(mask)[mask]
+        graph_of_node = torch.arange(N, device=mask.device)[:, None].expand_as(mask)[mask]
         number = (mask.flatten().cumsum(0) - 1).reshape(mask.shape)  # of each node in the batch
         graph, source, target = batch["edges"].nonzero().unbind(1)
         source, target = number[graph, source], number[graph, target]
@@ -176,7 +176,7 @@ class Graphs(nn.Module):
             received = torch.zeros_like(h).index_add(0, target, messages)
             with examples_of_rows(graph_of_node, N):
                 h = h + self.update(torch.cat([h, received], -1)).tanh()
-        total = torch.zeros(N, 4, dtype=h.dtype).index_add(0, graph_of_node, h)
+        total = h.new_zeros(N, 4).index_add(0, graph_of_node, h)
         return self.head(total / mask.sum(1)[:, None])
 
 

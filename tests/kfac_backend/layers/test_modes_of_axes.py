@@ -46,7 +46,7 @@ class Folded(nn.Module):
             f = self.layer(x.flatten(0, 1))
         f = f.tanh() if isinstance(self.layer, nn.Linear) else f.movedim(1, -1).tanh()
         f = f.unflatten(0, (N, K)).flatten(1, -2)
-        weight = torch.linspace(-1, 2, f.shape[1], dtype=f.dtype)
+        weight = torch.linspace(-1, 2, f.shape[1], dtype=f.dtype, device=f.device)
         return self.head(weight @ f)
 
 

@@ -266,3 +266,18 @@ def test_not_fitted():
     for use in (la.log_marginal_likelihood, la.state_dict, la.effective_parameters):
         with pytest.raises(AttributeError, match="call fit\\(\\) first"):
             use()
+
+
+def test_weights_in_channels_last():
+    """Their order in memory is not that of their entries."""
+    found = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3))
+        model = model.to(memory_format=memory_format)
+        laplace = KronLaplace(model, "classification")
+        laplace.fit([(torch.randn(6, 2, 3, 3), torch.arange(6) % 3)])
+        found.append((laplace.mean, laplace.log_marginal_likelihood()))
+    assert not model[0].weight.is_contiguous()
+    assert torch.equal(found[0][0], found[1][0])
+    assert_close(found[0][1], found[1][1])
