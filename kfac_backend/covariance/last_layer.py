@@ -180,7 +180,7 @@ class LastLayerCovariance:
         wide = at_least_float32(f)
         K = f.shape[1]
         result = wide.new_empty(len(f), K) if variance_only else wide.new_empty(len(f), K, K)
-        memory = self._memory or default_memory(f.device.type)
+        memory = self._memory or default_memory(f.device)
         weight = self._parameters.get("weight")
         d_in = 1 if weight is None else self._precision[weight][0].numel // C
         # Of each position: its one-hot vectors, twice in another basis, and its input twice.

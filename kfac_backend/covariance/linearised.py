@@ -47,7 +47,7 @@ def linearised_outputs(
     device = next(model.parameters()).device
     with torch.inference_mode(False), turn_of(model), full_float32(), plain_attention.held():
         x = detached(x, device)
-        parts = _parts(model, list(changes), x, memory or default_memory(device.type))
+        parts = _parts(model, list(changes), x, memory or default_memory(device))
         found = [_outputs(model, changes, part) for part in parts]
     return torch.cat(found, 1)
 

@@ -27,7 +27,7 @@ from kfac_backend.layers import Use
 from kfac_backend.model.batches import Plan, detached, example_shapes, examples, make_plan
 from kfac_backend.model.calls import call_with, check_output, num_examples, restoration
 from kfac_backend.model.capture import Capture
-from kfac_backend.model.memory import give_back_free_memory
+from kfac_backend.model.memory import give_back_free_memory, total_memory
 from kfac_backend.model.rule_assignment import TrackedLayer, assignment_of_blocks, check_module
 from kfac_backend.model.verification import Proof
 from kfac_backend.precision import at_least_float32, full_float32
@@ -42,7 +42,9 @@ __all__ = [
     "default_memory",
 ]
 
-DEFAULT_MEMORY = {"cpu": 96 * 2**20, "cuda": 2 * 2**30}
+CPU_MEMORY = 96 * 2**20
+GPU_SHARE = 8
+"""A GPU lends one in so many of its bytes: few examples at once would leave it waiting."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +88,12 @@ class OutputCovariance:
         precision: the posterior precision, block by block; parameters without a block are
             constants.
         memory: bytes that gradients and their products may take at once, besides the result and
-            the activations of the examples that they belong to; about 96 MiB on a CPU and 2 GiB on
-            a GPU if None. Batches of tensors are split inside to keep it, down to one position of
-            one example, and beyond that the layers, at the price of more backward passes. At the
-            least the gradients of one layer's outputs are held, C at each of its positions, and,
-            of a weight tied in two orientations, its C gradients a few times.
+            the activations of the examples that they belong to; about 96 MiB on a CPU and an
+            eighth of a GPU's memory if None. Batches of tensors are split inside to keep it, down
+            to one position of one example, and beyond that the layers, at the price of more
+            backward passes. At the least the gradients of one layer's outputs are held, C at each
+            of its positions, and, of a weight tied in two orientations, its C gradients a few
+            times.
         batched: propagate the C vectors back at once, which holds one layer's gradients at a time.
 
     Raises:
@@ -113,9 +116,9 @@ class OutputCovariance:
             self._proof = Proof(model, assignment_of_blocks(model, sizes))
         self._model = model
         self._precision = precision
-        device = next(model.parameters()).device.type
+        device = next(model.parameters()).device
         self._memory = memory or default_memory(device)
-        largest = LARGEST_PRODUCT.get(device, LARGEST_PRODUCT["cuda"])
+        largest = LARGEST_PRODUCT.get(device.type, LARGEST_PRODUCT["cuda"])
         self._product_bytes = max(1, min(largest, self._memory // 8))
         self._batched = batched
         self._sizes: dict[Any, _Sizes] = {}
@@ -427,9 +430,11 @@ class OutputCovariance:
             )
 
 
-def default_memory(device: str) -> int:
-    """Bytes that gradients may take on a device of this type if nothing else is said."""
-    return DEFAULT_MEMORY.get(device, DEFAULT_MEMORY["cuda"])
+def default_memory(device: torch.device) -> int:
+    """Bytes that gradients may take on a device if nothing else is said."""
+    if device.type == "cpu":
+        return CPU_MEMORY
+    return (total_memory(device) or 2**34) // GPU_SHARE
 
 
 def check_positions(positions: Tensor | None, outputs: torch.Size) -> Tensor:

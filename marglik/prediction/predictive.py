@@ -283,7 +283,7 @@ def laplace_predictive(
         *axes, C = shape
         columns = 1 if variance_only else C
         of_position = C * (COPIES_OF_SAMPLES * config.samples + COPIES_OF_COVARIANCE * columns)
-        most = (memory or default_memory(mean.device.type)) // (of_position * mean.element_size())
+        most = (memory or default_memory(mean.device)) // (of_position * mean.element_size())
         some = _some_positions(x, N, axes, max(1, most))
         return _with_axes(Prediction.cat([of_some(*part) for part in some]), axes)
 

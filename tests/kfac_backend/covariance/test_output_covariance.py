@@ -171,6 +171,12 @@ def test_a_gpus_constants_do_not_outgrow_the_memory(monkeypatch):
     assert held_at_once(model, blocks, x, 96 * 2**20) == len(x)
 
 
+def test_a_gpu_lends_a_share_of_its_memory(monkeypatch):
+    monkeypatch.setattr(output_covariance, "total_memory", lambda device: 80 * 2**30)
+    assert output_covariance.default_memory(torch.device("cuda")) == 10 * 2**30
+    assert output_covariance.default_memory(torch.device("cpu")) == 96 * 2**20
+
+
 def test_damping():
     model, x = case("mlp")
     blocks, dense = posterior(model, x, damping=True)
