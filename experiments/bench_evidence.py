@@ -90,14 +90,14 @@ def peer_update(model: nn.Module, batches: Batches, kfac_approx: Mode) -> None:
     for p in model.parameters():
         p.requires_grad_(p.numel() > 1)
     backend: Any = CurvlinopsGGN(model, "classification")
-    num_data, num_outputs = sum(len(x) for x, _ in batches), 0
+    num_data = sum(len(x) for x, _ in batches)
+    with torch.no_grad():
+        num_outputs = model(batches[0][0][:1]).shape[-1]
     loss: Any = 0.0
     kron: Any = None
     for x, y in batches:
         of_batch, factors = backend.kron(x, y, N=num_data, kfac_approx=kfac_approx)
         loss, kron = loss + of_batch, factors if kron is None else kron + factors
-    with torch.no_grad():
-        num_outputs = model(batches[0][0][:1]).shape[-1]
     _climb_theirs(model, kron, float(loss), num_data, num_outputs)
 
 

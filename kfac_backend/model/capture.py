@@ -257,7 +257,8 @@ class Capture:
         rows, fold = current_rows(), 0
         if rows is not None and not (rows.of_positions or len(rows.index) == M):
             rows = None
-        rows = rows and rows.on(expression.value.device)
+        if rows is not None:
+            rows = rows.on(expression.value.device)
         if rows is None or rows.of_positions:
             rows, fold = None, M // N if N else 0
             if not N or M % N:
