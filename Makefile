@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: train test test-slow test-lowest lint format bench bench-quick large-classes growth exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study uci update-step-timing gpt-timing natural-gradient models graph-network-training vision-transformer-training optimizer-comparison optimizer-defaults evidence-from-training ranks-timing simulate-ranks lora lora-memory faults docs
+.PHONY: train test test-slow test-lowest lint format bench bench-quick large-classes growth exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study uci update-step-timing gpt-timing natural-gradient models graph-network-training vision-transformer-training optimizer-comparison optimizer-defaults evidence-from-training ranks-timing simulate-ranks lora lora-memory faults docs gpu
 
 train: $(INSTALLED)  ## train on the built-in digits, learn the weight decays, write runs/digits
 	$(BIN)/marglik train --config digits
@@ -97,6 +97,15 @@ uci: $(INSTALLED)  ## UCI regression, noise and weight decays learned, beside fo
 update-step-timing: $(INSTALLED)  ## the paper's Table 1: a K-FAC step on WRN-16-4, ours and the peers', beside an SGD step; an hour
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
 	$(BIN)/python -m experiments.update_step_timing --resume
+
+gpu: $(INSTALLED)  ## on a machine with a GPU: its tests, benchmarks, and one seed of the paper's Table 2; again to go on
+	$(BIN)/python -m pytest -q -m gpu
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
+	$(BIN)/python -m experiments.bench_curvature --device cuda --resume
+	$(BIN)/python -m experiments.update_step_timing --device cuda --resume
+	$(BIN)/python -m experiments.transformer_timing --device cuda
+	$(BIN)/python -m experiments.transformer_timing --model vit --device cuda
+	$(BIN)/python -m experiments.marglik_cifar10 --protocol full --seeds 0 --device cuda --jobs 2 --compile reduce-overhead
 
 gpt-timing: $(INSTALLED)  ## K-FAC of a language model, expand against reduce: ten minutes
 	$(BIN)/python -m experiments.transformer_timing
