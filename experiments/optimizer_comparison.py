@@ -1,6 +1,6 @@
 """Which optimiser? SGD, AdamW, SOAP and K-FAC on three small problems, tuned alike.
 
-Each method has the same number of random trials: of its learning rate, and with K-FAC of learning
+Each method has the same number of quasi-random trials: of its learning rate, and with K-FAC of learning
 rate and damping at once. The settings with the lowest last validation loss then run with three
 other seeds, in the same number of steps, with the same schedule: a linear warm-up of 5 % of the
 steps, then a cosine to zero. SOAP's and K-FAC's preconditioners are new every 10 steps;
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         problems=PROBLEMS,
         run_one=run_one,
         data=list(PROBLEMS),
-        trials=6,
+        trials=8,
         seeds=3,
     )
 

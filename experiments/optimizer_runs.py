@@ -35,7 +35,7 @@ __all__ = [
     "Problem",
     "Schedule",
     "best_candidate",
-    "random_search",
+    "quasi_random_search",
     "run",
     "run_timing",
     "runs_of",
@@ -138,12 +138,16 @@ class Config:
         return f"{self.problem}_{self.method}_{self.part}".replace(" ", "_")
 
 
-def random_search(
+def quasi_random_search(
     lr: tuple[float, float], damping: tuple[float, float], trials: int
 ) -> tuple[Candidate, ...]:
-    """Log-uniform in both; the same points for each method that has the same ranges."""
-    generator = torch.Generator().manual_seed(0)
-    points = torch.rand(trials, 2, generator=generator).tolist()
+    """Log-uniform in both; the same points for each method that has the same ranges.
+
+    They are scrambled Sobol points, so that few trials cover the ranges, too: of six random ones
+    all may lie in the lower half.
+    """
+    sequence = torch.quasirandom.SobolEngine(2, scramble=True, seed=0)
+    points = sequence.draw(trials).tolist()
 
     def between(share: float, ends: tuple[float, float]) -> float:
         low, high = map(math.log, ends)

@@ -22,7 +22,7 @@ from experiments.optimizer_runs import (
     Schedule,
     Timing,
     best_candidate,
-    random_search,
+    quasi_random_search,
     run,
     run_timing,
     settled_at,
@@ -73,13 +73,16 @@ def test_the_schedule():
 
 
 def test_the_search_is_log_uniform_and_the_same_for_all_methods():
-    found = random_search((1e-2, 1.0), (1e-4, 1e-3), 400)
-    assert found == random_search((1e-2, 1.0), (1e-4, 1e-3), 400)
+    found = quasi_random_search((1e-2, 1.0), (1e-4, 1e-3), 400)
+    assert found == quasi_random_search((1e-2, 1.0), (1e-4, 1e-3), 400)
     rates = torch.tensor([c.lr for c in found]).log10()
     assert -2 <= rates.min() < -1.95 and -0.05 < rates.max() <= 0
     assert rates.mean().item() == pytest.approx(-1, abs=0.1)
     dampings = torch.tensor([c.damping for c in found]).log10()
     assert torch.corrcoef(torch.stack([rates, dampings]))[0, 1].abs() < 0.15
+    for number in (6, 8):  # a few cover the range, too
+        few = torch.tensor([c.lr for c in found[:number]]).log10()
+        assert few.min() < -1.6 and few.max() > -0.4
 
 
 def test_what_settles_at_a_target_first():
