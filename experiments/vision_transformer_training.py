@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         problems=PROBLEMS,
         run_one=run_one,
         data=["cifar10"],
-        trials=5,
+        trials=8,
         seeds=3,
     )
 
