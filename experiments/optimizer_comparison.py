@@ -2,11 +2,11 @@
 
 Each method has the same number of quasi-random trials: of its learning rate, and with K-FAC of
 learning rate and damping at once. The settings with the lowest last validation loss then run with
-three other seeds, in the same number of steps, with the same schedule: a linear warm-up of 5 % of the
-steps, then a cosine to zero. SOAP's and K-FAC's preconditioners are new every 10 steps;
-K-FAC goes before Nesterov's SGD, with a KL clip of 1e-3 and factors of one batch of ten; one row
-has moving averages (.9) of these factors, one has no KL clip. The target
-of the tables is the loss that tuned SGD ends with. Eschenhagen et al. 2023 have no such comparison.
+three other seeds, in the same number of steps, with the same schedule: a linear warm-up of 5 % of
+the steps, then a cosine to zero. SOAP's and K-FAC's preconditioners are new every 10 steps; K-FAC
+goes before Nesterov's SGD, with a KL clip of 1e-3 and factors of one batch of ten; one row has
+moving averages (.9) of these factors, one has no KL clip. The target of the tables is the loss that
+tuned SGD ends with. Eschenhagen et al. 2023 have no such comparison.
 
 ``make optimizer-comparison`` runs what is missing; ``--data`` names some of the problems. SOAP is
 that of the package pytorch-optimizer.
