@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 from torch import Tensor, nn
 
 from experiments import rivals
@@ -460,6 +461,9 @@ def figure(runs: Sequence[dict[str, Any]]) -> Figure:
                 label="raw" if kind == "metrics" else "tempered on held-out data",
             )
         axes.set(xlabel=label, xscale="log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.grid(alpha=0.3)
     panels[0].set_yticks(range(len(names)), names)
     panels[0].invert_yaxis()

@@ -152,7 +152,7 @@ def test_table_of_the_readme_is_that_of_the_results():
     study = (RESULTS / "weight_decay_study/table.md").read_text()
     nll = dict(re.findall(row, study)[:3])  # the first table: trained on all
     rivals = (ROOT / "experiments/README.md").read_text().split("## Rivals of the")[1]
-    rivals = rivals.split("**NCI1")[0]
+    rivals = rivals.split("**CIFAR-10 (JPEG)")[0]
     raw = dict(re.findall(r"^\| ([\w ,]+) \| ([\d.]+) ±", rivals, re.M))
     for row in (
         f"expand | {of['ours, expand, exact']} | curvlinops {of['curvlinops, expand, exact']}, "
