@@ -42,12 +42,13 @@ def row(way, nll, size=100, flipped=0.0, **more):
     }  # fmt: skip
 
 
-def ways(seed, learned):
+def ways(seed, learned, size=100):
     rows = [
-        row(way, nll, trained_on=data, seconds=seconds)
+        row(way, nll, size, trained_on=data, seconds=seconds)
         for way, nll, seconds in (
             ("default", 0.375, 2.0),
             ("grid", 0.25, 16.0),
+            ("grid, scaled", 0.25, 16.0),
             ("learned", learned, 5.0),
         )
         for data in ("four fifths", "all")
@@ -90,13 +91,20 @@ def test_the_ways(tiny, monkeypatch):
     found = study.run(Config(size=100, weight_decays=(5e-4, 5e-1)))
     json.dumps(found)
     rows = {(r["flipped"], r["way"], r["trained_on"]): r for r in found["rows"]}
-    assert len(rows) == len(found["rows"]) == 6
-    # Two candidates and a learned run on four fifths, then each way on all.
-    assert [n for _, n, *_ in trained] == [80, 80, 80, 100, 100, 100]
-    task, _, prior, network = trained[4]
+    assert len(rows) == len(found["rows"]) == 8
+    # Two candidates and a learned run on four fifths, then each way on all, none of them twice.
+    grids = {rows[0.0, way, "all"]["chosen"] for way in study.GRIDS}
+    fixed = len({5e-4} | grids)
+    assert [n for _, n, *_ in trained] == [80] * 3 + [100] * (fixed + 1)
+    for way in study.GRIDS:
+        held_out = rows[0.0, way, "all"]["held_out"]
+        assert rows[0.0, way, "all"]["chosen"] == float(min(held_out, key=held_out.get))
     chosen = rows[0.0, "grid", "all"]
-    held_out = chosen["held_out"]
-    assert chosen["chosen"] == prior.weight_decay == float(min(held_out, key=held_out.get))
+    by_map, by_scaled = (rows[0.0, way, "all"]["held_out"] for way in study.GRIDS)
+    assert all(by_scaled[decay] < nll for decay, nll in by_map.items())
+    task, _, _, network = next(
+        run for run in trained[3:] if run[2].weight_decay == chosen["chosen"]
+    )
     # The scaled MAP of the network trained on all, by hand.
     tau = chosen["calibration"]["map_calibration"]["output_temperature"]
     predict = map_predictive(network.laplace.model)
@@ -142,8 +150,9 @@ def test_the_table_of_variants():
 def test_the_report_is_made_from_the_json_alone(tmp_path, capsys):
     folder = tmp_path / "weight_decay_study"
     folder.mkdir()
-    for found in (ways(0, 0.1), ways(1, 0.3), variants(0, 0.2)):
-        name = "digits_{part}_100_{seed}.json".format(**found["config"])
+    for found in (ways(0, 0.1), ways(1, 0.3), ways(1, 0.2, 400), variants(0, 0.2)):
+        size = found["rows"][0]["size"]
+        name = f"digits_{found['config']['part']}_{size}_{found['config']['seed']}.json"
         (folder / name).write_text(json.dumps(found))
     assert study.main(["--report", "--results", str(tmp_path)]) == 0
     assert "variants of learning" in capsys.readouterr().out
