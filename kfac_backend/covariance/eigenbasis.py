@@ -4,14 +4,14 @@ With the eigenvectors Q = Q_B ⊗ Q_A of a block, the gradient Σ_r b_nrc a_nr�
 backward vector c) is G̃_nc = Σ_r (Q_Bᵀ b_nrc) (Q_Aᵀ a_nr)ᵀ. Those of all examples are never held.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kfac_backend.blocks.block import EigenBlock, coordinates
+from kfac_backend.blocks.block import EigenBlock
 from kfac_backend.blocks.sketch import Basis, Frame
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "by_group",
     "bytes_per_example",
     "dense_in_basis",
+    "examples_at_once",
     "grouped",
     "products",
     "rotated",
@@ -29,7 +30,7 @@ __all__ = [
 Bases = Tensor | list[Frame]
 """Of each group: eigenvectors (G, d, d), or a frame."""
 
-LARGEST_PRODUCT = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
+LARGEST_PRODUCT = {"cpu": 2 * 2**20, "cuda": 256 * 2**20}
 """Bytes of a gradient to make at once: what stays in a CPU's cache, or keeps a GPU busy."""
 
 
@@ -57,36 +58,30 @@ def bases(
 
 
 def products(
-    b: Float[Tensor, "G N R C d_out"],
-    a: Float[Tensor, "G N R d_in"],
-    Q_A: Bases | None,
-    product_bytes: int,
-) -> Iterator[tuple[int | slice, int, slice, Float[Tensor, "*n rows C d_in"]]]:
+    b: Float[Tensor, "G N R C d_out"], a: Float[Tensor, "G N R d_in"], product_bytes: int
+) -> Iterator[tuple[int | slice, int, slice, Float[Tensor, "*n C rows d_in"]]]:
     """The examples n, the group, the rows and the entries of one part of G̃ after the other.
 
     Args:
-        b: output gradients, in the basis already.
-        a: inputs, not yet in the basis.
-        Q_A: the inputs' eigenvectors; None if they are the axes.
+        b: output gradients.
+        a: inputs.
         product_bytes: how much may be made at once; one row at least.
     """
-    b = b.mT.contiguous()  # (G, N, R, d_out, C)
-    (G, N, R, d_out, C), d_in = b.shape, a.shape[-1]
-    # Rotate whichever is smaller, the inputs or their products.
-    inputs_first = R <= C * d_out
-    if inputs_first:
-        a = rotated(a, Q_A)
-    # On a CPU one matrix product is faster than a batch of few.
-    one_by_one = b.device.type == "cpu"
-    row = (1 if one_by_one else N) * C * d_in * b.element_size()
+    (G, N, _, C, d_out), d_in = b.shape, a.shape[-1]
+    examples = examples_at_once(b.device, N, N)
+    row = -(-N // len(examples)) * C * d_in * b.element_size()
     rows = max(1, product_bytes // row)
-    examples = range(N) if one_by_one else [slice(None)]
     for n, (start, g) in product(examples, product(range(0, d_out, rows), range(G))):
         some = slice(start, start + rows)
-        gradient = b[g, n, :, some].flatten(-2).mT @ a[g, n]  # (C rows, d_in)
-        if not inputs_first and Q_A is not None:
-            gradient = coordinates(gradient, Q_A[g])
-        yield n, g, some, gradient.unflatten(-2, (-1, C))
+        gradient = b[g, n, ..., some].flatten(-2).mT @ a[g, n]  # (C rows, d_in)
+        yield n, g, some, gradient.unflatten(-2, (C, -1))
+
+
+def examples_at_once(device: torch.device, N: int, size: int) -> Sequence[int | slice]:
+    """One after the other on a CPU, where a matrix product is faster than a batch; else so many."""
+    if device.type == "cpu":
+        return range(N)
+    return [slice(n, n + size) for n in range(0, N, size)]
 
 
 def dense_in_basis(
@@ -99,15 +94,15 @@ def dense_in_basis(
     return in_basis if Q_A is None else in_basis @ Q_A
 
 
-def rotated(x: Float[Tensor, "G *rows d"], Q: Bases | None) -> Tensor:
-    """The rows' coordinates in the basis of Q's columns: one large product per group."""
+def rotated(x: Float[Tensor, "G *rows d"], Q: Bases | None) -> Float[Tensor, "G *rows k"]:
+    """The rows' coordinates along Q's columns: one large product per group."""
     if Q is None:
         return x
     if not isinstance(Q, Tensor):
         return torch.stack([q.coordinates(rows) for q, rows in zip(Q, x, strict=True)])
     if len(x) == 1:  # not a batch of one, which takes longer
-        return (x[0].flatten(0, -2) @ Q[0]).view(x.shape)
-    return (x.flatten(1, -2) @ Q).view(x.shape)
+        return (x[0].flatten(0, -2) @ Q[0]).view(*x.shape[:-1], -1)
+    return (x.flatten(1, -2) @ Q).view(*x.shape[:-1], -1)
 
 
 def by_group(Q: Basis) -> Bases:

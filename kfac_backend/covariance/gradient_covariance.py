@@ -4,16 +4,25 @@ In the eigenbasis of the posterior precision Q diag(s) Qᵀ, with Q = Q_B ⊗ Q_
 output c is G̃_nc = Σ_r (Q_Bᵀ b_nrc) (Q_Aᵀ a_nr)ᵀ, and the covariance of outputs c and c' is
 Σ_ij G̃_nc,ij G̃_nc',ij / s_ij. With one position it never needs G̃: Σ_i b̃_ci b̃_c'i Σ_j ã_j² / s_ij.
 The variances alone, c = c', take no product of all pairs of outputs.
+
+Most eigenvalues of a trained network's posterior are the prior's: s_ij = s₀, the smallest, for all
+output directions i of most input directions j. What these contribute needs no eigenvectors:
+Σ_rr' ⟨b_rc, b_r'c'⟩ ⟨a⊥_r, a⊥_r'⟩ / s₀, with a⊥ the part of an input in their span. They are left
+apart where s_ij is s₀ up to rounding, or up to a tolerance, (1 + tolerance) s₀, which makes
+a variance too large by at most this share.
 """
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kfac_backend.blocks.block import EigenBlock
 from kfac_backend.covariance.eigenbasis import (
+    Bases,
     bases,
     by_group,
     dense_in_basis,
+    examples_at_once,
     grouped,
     products,
     rotated,
@@ -29,16 +38,19 @@ def gradient_covariance(
     spectrum: Float[Tensor, "*G rows columns"],
     product_bytes: int = 8 * 2**20,
     *,
+    tolerance: float = 0.0,
     transposed: bool = False,
     variance_only: bool = False,
 ) -> Float[Tensor, "N C *other"]:
-    """The covariance of the outputs that one parameter's uncertainty brings, exact.
+    """The covariance of the outputs that one parameter's uncertainty brings.
 
     Args:
         gradients: the outputs' gradients in the parameter.
         block: eigenvectors of the parameter's posterior precision.
         spectrum: its eigenvalues > 0, see `EigenBlock.spectrum`.
         product_bytes: how much of a gradient may be made at once; one row at least.
+        tolerance: t of V ≤ result ≤ (1 + t) V, in the order of semi-definite matrices, with V the
+            exact covariance.
         transposed: whether the parameter is stored inputs first, (d_in, d_out).
         variance_only: return the diagonals (N, C).
     """
@@ -51,24 +63,126 @@ def gradient_covariance(
         b = rotated(b, by_group(block.Q_B))
         return _paired(b / grouped(spectrum)[:, None, None, :, 0], b, variance_only).sum(0)
     a = gradients.a.to(block.Q_A.dtype)
-    if b.shape[2] > 1:  # positions that no output depends on, such as a causal network's later ones
-        reached = b.flatten(3).any(-1).any(0).any(0)  # (R,)
+    if b.shape[2] > 1:
+        reached = _reached(b)
         if not reached.all():
             a, b = a[:, :, reached], b[:, :, reached]
     Q_B, Q_A, spectrum = bases(block, spectrum, transposed)
-    _, N, R, C, _ = b.shape
-    shape = (N, C) if variance_only else (N, C, C)
+    _, N, R, C, d_out = b.shape
+    covariance = b.new_zeros((N, C) if variance_only else (N, C, C))
     if R == 0:
-        return b.new_zeros(shape)
+        return covariance
+    floor, start = _prior_like(Q_A, spectrum, tolerance)
     if R == 1:
+        known, rest = _parts(a[:, :, 0], Q_A, start)
+        weights = known.square() @ spectrum[..., start:].reciprocal().mT  # (G, N, d_out)
+        if rest is not None:
+            weights += rest.square().sum(-1, keepdim=True) / floor[:, None, None]
         b = rotated(b[:, :, 0], Q_B)
-        weights = rotated(a[:, :, 0], Q_A).square() @ spectrum.reciprocal().mT  # (G, N, d_out)
         return _paired(b * weights[:, :, None], b, variance_only).sum(0)
-    covariance, inverse_root = b.new_zeros(shape), spectrum.rsqrt()
-    for n, g, some, gradient in products(rotated(b, Q_B), a, Q_A, product_bytes):
-        gradient = gradient.mul_(inverse_root[g, some, None])
-        covariance[n] += _paired(gradient, gradient, variance_only).sum(-2 if variance_only else -3)
+    start, inputs_first = _cheapest(R, C * d_out, a.shape[-1], start)
+    inverse_root = spectrum[..., start:].rsqrt()
+    b = rotated(b, Q_B)
+    if inputs_first:
+        known, rest = _parts(a, Q_A, start)
+        if rest is not None:
+            _add_prior_like(covariance, b, rest, floor, product_bytes)
+        if known.shape[-1]:
+            for n, g, some, gradient in products(b, known, product_bytes):
+                gradient.mul_(inverse_root[g, some])
+                covariance[n] += _squared(gradient, variance_only)
+        return covariance
+    for n, g, some, gradient in products(b, a, product_bytes):
+        known, rest = _parts(gradient[None], None if Q_A is None else Q_A[g : g + 1], start)
+        covariance[n] += _squared(known[0] * inverse_root[g, some], variance_only)
+        if rest is not None:
+            covariance[n] += _squared(rest[0], variance_only) / floor[g]
     return covariance
+
+
+def _reached(b: Float[Tensor, "G N R C d_out"]) -> Bool[Tensor, "R"]:
+    """The positions that any output depends on: a causal network's later ones are not reached."""
+    reached = b[..., 0, :].any(-1).any(0).any(0)  # mostly this says it, and is read faster
+    return reached if reached.all() else b.flatten(3).any(-1).any(0).any(0)
+
+
+def _prior_like(
+    Q_A: Bases | None, spectrum: Float[Tensor, "G d_out d_in"], tolerance: float
+) -> tuple[Float[Tensor, "G"], int]:
+    """The smallest eigenvalue s₀, and how many first input directions have no other.
+
+    Eigenvectors are sorted by their eigenvalues as factors, so that these come first.
+    """
+    floor = spectrum.amin((1, 2))
+    if not isinstance(Q_A, Tensor):
+        return floor, 0
+    rounding = 4 * torch.finfo(spectrum.dtype).eps
+    known = (spectrum > (1 + tolerance + rounding) * floor[:, None, None]).flatten(0, 1).any(0)
+    return floor, int(known.int().argmax()) if known.any() else len(known)
+
+
+def _parts(
+    x: Float[Tensor, "G *n d"], Q_A: Bases | None, start: int
+) -> tuple[Float[Tensor, "G *n d_known"], Float[Tensor, "G *n d_rest"] | None]:
+    """The coordinates along the eigenvectors from ``start`` on, and the rest, None if start is 0.
+
+    The rest has the inner products of what is left of x, in one basis or another.
+    """
+    if start == 0 or not isinstance(Q_A, Tensor):
+        return rotated(x, Q_A), None
+    if start == Q_A.shape[-1]:
+        return x[..., :0], x
+    if start < Q_A.shape[-1] / 2:
+        x = rotated(x, Q_A)
+        return x[..., start:], x[..., :start]
+    Q = Q_A[..., start:]
+    known = rotated(x, Q)
+    return known, x - rotated(known, Q.mT)
+
+
+def _cheapest(R: int, d_b: int, d_in: int, start: int) -> tuple[int, bool]:
+    """The way with the fewest multiplications.
+
+    Args:
+        R: positions.
+        d_b: entries of all outputs' gradients at one, C·d_out.
+        d_in: entries of the input at one.
+        start: see `_prior_like`.
+
+    Returns:
+        ``start``, or 0 where leaving directions apart costs more than it saves; and whether to
+        turn inputs into the basis, rather than the products of inputs and gradients.
+    """
+
+    def products(start: int, inputs_first: bool) -> int:
+        known = d_in - start
+        turned = d_in * min(d_in, 2 * known)
+        if not inputs_first:
+            return R * d_in * d_b + d_b * turned
+        inner = R * R * (d_in + d_b) if start else 0
+        return R * turned + R * known * d_b + inner
+
+    ways = [(start, True), (start, False), (0, True), (0, False)]
+    return min(ways, key=lambda way: products(*way))
+
+
+def _add_prior_like(
+    covariance: Float[Tensor, "N C *other"],
+    b: Float[Tensor, "G N R C d_out"],
+    rest: Float[Tensor, "G N R d"],
+    floor: Float[Tensor, "G"],
+    product_bytes: int,
+) -> None:
+    """Add Σ_rr' ⟨b_rc, b_r'c'⟩ ⟨a⊥_r, a⊥_r'⟩ / s₀, in place, without a gradient (d_out, d)."""
+    G, N, R, C, d_out = b.shape
+    of_example = R * (R + 2 * C * d_out) * b.element_size()
+    for g in range(G):
+        for n in examples_at_once(b.device, N, max(1, product_bytes // of_example)):
+            inner = rest[g, n] @ rest[g, n].mT  # (*n, R, R)
+            inner /= floor[g]
+            weighted = (inner @ b[g, n].flatten(-2)).unflatten(-1, (C, d_out))
+            left, right = (t.movedim(-2, -3).flatten(-2) for t in (weighted, b[g, n]))
+            covariance[n] += _paired(left, right, covariance.dim() == 2)
 
 
 def dense_covariance(
@@ -88,3 +202,9 @@ def _paired(
 ) -> Tensor:
     """The products of all pairs of rows (..., C, C), or of each with its own (..., C)."""
     return (left * right).sum(-1) if variance_only else left @ right.mT
+
+
+def _squared(gradient: Float[Tensor, "*n C rows d"], variance_only: bool) -> Tensor:
+    """The inner products of all pairs of outputs' gradients (*n, C, C), or the squares (*n, C)."""
+    gradient = gradient.flatten(-2)
+    return _paired(gradient, gradient, variance_only)

@@ -29,15 +29,20 @@ class LayerGradients(ParameterGradients):
     Args:
         assignment: the layers.
         precision: the posterior precision.
-        product_bytes: as of `gradient_covariance`.
+        product_bytes: as of `gradient_covariance`, as is ``tolerance``.
     """
 
     def __init__(
-        self, assignment: RuleAssignment, precision: PosteriorPrecision, product_bytes: int
+        self,
+        assignment: RuleAssignment,
+        precision: PosteriorPrecision,
+        product_bytes: int,
+        tolerance: float = 0.0,
     ) -> None:
         super().__init__(assignment)
         self._precision = precision
         self._product_bytes = product_bytes
+        self._tolerance = tolerance
 
     def add_one(self, covariance: Tensor, seen: Seen, size: int) -> None:
         """Add the part of a layer that stands alone, some examples at a time.
@@ -76,6 +81,7 @@ class LayerGradients(ParameterGradients):
             block,
             spectrum,
             self._product_bytes,
+            tolerance=self._tolerance,
             transposed=transposed,
             variance_only=variance_only,
         )

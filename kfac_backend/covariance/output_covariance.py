@@ -39,6 +39,7 @@ __all__ = [
     "check_classes",
     "check_positions",
     "check_rows",
+    "check_tolerance",
     "default_memory",
 ]
 
@@ -75,6 +76,27 @@ class _Part(NamedTuple):
     """Where the kept ones are in the result."""
 
 
+@dataclass
+class _Gradients:
+    """One use's gradients of all outputs, zero for those that do not depend on it."""
+
+    values: Tensor
+    """(M, R, C, d_out), without a value from ``written`` on."""
+    written: int = 0
+    """Outputs."""
+
+    def write(self, c: int, gradients: Tensor) -> None:
+        """Those of output c, (M, R, d_out); the outputs come in their order."""
+        self.values[:, :, self.written : c] = 0
+        self.values[:, :, c] = gradients
+        self.written = c + 1
+
+    def whole(self) -> Tensor:
+        """(M, R, C, d_out)."""
+        self.values[:, :, self.written :] = 0
+        return self.values
+
+
 class OutputCovariance:
     """A function from inputs to outputs f (N, C) and their covariances J Σ Jᵀ (N, C, C).
 
@@ -95,9 +117,13 @@ class OutputCovariance:
             of its positions, and, of a weight tied in two orientations, its C gradients a few
             times.
         batched: propagate the C vectors back at once, which holds one layer's gradients at a time.
+        tolerance: t ≥ 0 of V ≤ result ≤ (1 + t) V, with V the exact covariance: where the posterior
+            differs from the prior by less than that, it is taken for the prior, which saves the
+            products with most of a trained network's eigenvectors. 0 is exact up to rounding.
 
     Raises:
-        ValueError: no block, or one of a parameter that the model does not have.
+        ValueError: no block, or one of a parameter that the model does not have; a tolerance that
+            is negative or not finite.
     """
 
     def __init__(
@@ -107,7 +133,9 @@ class OutputCovariance:
         *,
         memory: int | None = None,
         batched: bool = False,
+        tolerance: float = 0.0,
     ) -> None:
+        check_tolerance(tolerance)
         if memory is not None and memory < 1:
             raise ValueError(f"memory must be at least one byte, not {memory}.")
         check_module(model)
@@ -121,6 +149,7 @@ class OutputCovariance:
         largest = LARGEST_PRODUCT.get(device.type, LARGEST_PRODUCT["cuda"])
         self._product_bytes = max(1, min(largest, self._memory // 8))
         self._batched = batched
+        self._tolerance = tolerance
         self._sizes: dict[Any, _Sizes] = {}
 
     def __call__(
@@ -185,7 +214,7 @@ class OutputCovariance:
             some = x if which is None else examples(x, which)
             self._proof.make(some, num_examples(some))
             self._gradients = LayerGradients(
-                self._proof.assignment, self._precision, self._product_bytes
+                self._proof.assignment, self._precision, self._product_bytes, self._tolerance
             )
             self._uncovered = UncoveredGradients(
                 self._model, self._proof.assignment.diagonal, self._product_bytes
@@ -234,7 +263,8 @@ class OutputCovariance:
                 held = max(sum(sizes.get(t, 0) for t in group) for group in groups) + vector
         part = max(1, (memory - largest) // max(held, 1))
         part = min(part, plan.part_size or part)
-        room = max(memory - part * held, largest)
+        # More at once than stays in a CPU's cache is slower.
+        room = max(min(memory - part * held, 8 * self._product_bytes), largest)
         chunks = {tracked: max(1, room // size) for tracked, size in work.items()}
         return _Sizes(
             f.shape[1:], part if plan.splits else None, chunks, groups, plan.channels_last
@@ -304,7 +334,7 @@ class OutputCovariance:
     ) -> tuple[Tensor, Tensor]:
         """Outputs (M, C) and covariances (M, C, C), or variances, of a part of the pairs."""
         uses: dict[TrackedLayer, int] = {}
-        seen: dict[tuple[TrackedLayer, Use], Tensor] = {}  # gradients (M, R, C, d_out)
+        seen: dict[tuple[TrackedLayer, Use], _Gradients] = {}
         group: frozenset[TrackedLayer] = frozenset()
         current = 0
 
@@ -318,8 +348,8 @@ class OutputCovariance:
             gradients = self._gradients.rules[tracked].position_gradients(use, b)  # (M, R, d_out)
             if (tracked, use) not in seen:
                 M, R, d_out = gradients.shape
-                seen[tracked, use] = gradients.new_zeros(M, R, C, d_out)
-            seen[tracked, use][:, :, current] = gradients
+                seen[tracked, use] = _Gradients(gradients.new_empty(M, R, C, d_out))
+            seen[tracked, use].write(current, gradients)
 
         def all_vectors(tracked: TrackedLayer, use: Use, b: Tensor) -> None:
             check_rows(tracked, use, len(f))
@@ -330,7 +360,7 @@ class OutputCovariance:
                     chunk = sizes.chunks.get(tracked, 1)
                     self._gradients.add_one(covariance, (tracked, use, gradients), chunk)
             else:
-                seen[tracked, use] = gradients
+                seen[tracked, use] = _Gradients(gradients, written=C)
 
         def vectors() -> Iterator[Tensor]:
             nonlocal current
@@ -380,14 +410,15 @@ class OutputCovariance:
     def _add_seen(
         self,
         covariance: Tensor,
-        seen: dict[tuple[TrackedLayer, Use], Tensor],
+        seen: dict[tuple[TrackedLayer, Use], _Gradients],
         uses: dict[TrackedLayer, int],
         sizes: _Sizes,
     ) -> None:
         """Add what the gradients seen so far bring, and let go of them."""
         tied: list[tuple[TrackedLayer, Use, Tensor]] = []
         while seen:
-            (tracked, use), gradients = seen.popitem()
+            (tracked, use), found = seen.popitem()
+            gradients = found.whole()
             if self._gradients.stands_alone(tracked, uses[tracked]):
                 chunk = sizes.chunks.get(tracked, 1)
                 self._gradients.add_one(covariance, (tracked, use, gradients), chunk)
@@ -435,6 +466,15 @@ def default_memory(device: torch.device) -> int:
     if device.type == "cpu":
         return CPU_MEMORY
     return (total_memory(device) or 2**34) // GPU_SHARE
+
+
+def check_tolerance(tolerance: float, name: str = "tolerance") -> None:
+    """Raise a ValueError unless this is a share by which variances may be too large."""
+    if not 0.0 <= tolerance < math.inf:
+        raise ValueError(
+            f"{name} must be 0 (exact) or a share by which variances may be too large, such as "
+            f"0.01, not {tolerance}."
+        )
 
 
 def check_positions(positions: Tensor | None, outputs: torch.Size) -> Tensor:

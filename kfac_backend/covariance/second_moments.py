@@ -116,6 +116,13 @@ def add_second_moments(
         squares = rotated(b[:, :, 0], Q_B).square_().sum(2)  # (G, N, d_out)
         of_groups += squares.mT @ rotated(a[:, :, 0], Q_A).square()
         return
-    for _, g, some, gradient in products(rotated(b, Q_B), a, Q_A, product_bytes):
-        over_vectors = gradient.square_().sum(-2)  # (rows, d_in), or (N, rows, d_in)
+    b = rotated(b, Q_B)
+    # Rotate whichever is smaller, the inputs or their products.
+    inputs_first = b.shape[2] <= b.shape[3:].numel()
+    if inputs_first:
+        a = rotated(a, Q_A)
+    for _, g, some, gradient in products(b, a, product_bytes):
+        if not inputs_first and Q_A is not None:
+            gradient = rotated(gradient[None], Q_A[g : g + 1])[0]
+        over_vectors = gradient.square_().sum(-3)  # (rows, d_in), or (N, rows, d_in)
         of_groups[g, some] += over_vectors if over_vectors.dim() == 2 else over_vectors.sum(0)

@@ -24,7 +24,7 @@ from kfac_backend.correction import check_read_twice, corrected_factors
 from kfac_backend.covariance.joint import JointCovariance
 from kfac_backend.covariance.last_layer import LastLayerCovariance
 from kfac_backend.covariance.linearised import linearised_outputs
-from kfac_backend.covariance.output_covariance import OutputCovariance
+from kfac_backend.covariance.output_covariance import OutputCovariance, check_tolerance
 from kfac_backend.distributed import ProcessGroupOption, Ranks
 from kfac_backend.factors import kronecker_factors
 from kfac_backend.model.rule_assignment import check_module
@@ -487,6 +487,7 @@ class Posterior:
         positions: Bool[Tensor, "N *R"] | None = None,
         classes: Int[Tensor, "*chosen K"] | None = None,
         variance_only: bool = False,
+        tolerance: float = 0.0,
     ) -> tuple[Float[Tensor, "*chosen C"], Float[Tensor, "..."]]:
         """Outputs f and their covariances J Σ Jᵀ in the linearised network: (N, C) and (N, C, C).
 
@@ -506,14 +507,18 @@ class Posterior:
                 position, (..., K).
             variance_only: return the variances (..., C), the covariances' diagonals, and make no
                 C×C array; from the last layer alone, at no more than a forward pass for any C.
+            tolerance: the share by which variances may be too large, never too small, to save
+                time; see `OutputCovariance`. The last layer's are exact.
 
         Raises:
             AttributeError: the posterior is not fitted.
+            ValueError: a tolerance that is negative or not finite.
         """
         check_option("layers", layers, Layers)
+        check_tolerance(tolerance)
 
         def distribution() -> tuple[Tensor, Tensor]:
-            covariance = self._output_covariance(x, layers, memory)
+            covariance = self._output_covariance(x, layers, memory, tolerance)
             return covariance(x, positions, classes, variance_only=variance_only)
 
         return in_eval_mode(self.model, distribution)()
@@ -554,21 +559,24 @@ class Posterior:
         return f.to(x.dtype), covariance.reshape(*batch, *covariance.shape[1:]).to(x.dtype)
 
     def _output_covariance(
-        self, x: Any, layers: Layers, memory: int | None
+        self, x: Any, layers: Layers, memory: int | None, tolerance: float
     ) -> OutputCovariance | LastLayerCovariance:
         """The covariance at the present hyperparameters; kept until one of them changes."""
         state = self._hyperparameters
-        known = self._covariances.get((layers, memory))
+        key = layers, memory, tolerance
+        known = self._covariances.get(key)
         if known is None or known[0] != state:
             last = last_layer(self.model, x) if layers == "last" else None
             with torch.inference_mode(False), torch.no_grad():
                 names = None if last is None else self._names_in(last)
                 blocks = self.precision_blocks(names)
             if last is None:
-                covariance = OutputCovariance(self.model, blocks, memory=memory)
+                covariance = OutputCovariance(
+                    self.model, blocks, memory=memory, tolerance=tolerance
+                )
             else:
                 covariance = LastLayerCovariance(self.model, last, blocks, memory=memory)
-            self._covariances[layers, memory] = known = (state, covariance)
+            self._covariances[key] = known = (state, covariance)
         return known[1]
 
     def _names_in(self, layer: str) -> set[str]:

@@ -197,7 +197,12 @@ class HeldOut:
             else:
                 mask = counted if f.dim() > 2 else None
                 _, spread = posterior.output_distribution(
-                    x, config.layers, memory, positions=mask, variance_only=variance_only
+                    x,
+                    config.layers,
+                    memory,
+                    positions=mask,
+                    variance_only=variance_only,
+                    tolerance=config.variance_tolerance,
                 )
                 spread = spread.flatten(0, -2 if variance_only else -3)  # (M, C) or (M, C, C)
             f, y = f.flatten(0, -2), y.flatten(0, f.dim() - 2)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.covariance.output_covariance import default_memory
+from kfac_backend.covariance.output_covariance import check_tolerance, default_memory
 from kfac_backend.distributed import Ranks
 from kfac_backend.model.batches import examples, to_device
 from kfac_backend.model.calls import call_with, check_output, num_examples
@@ -78,8 +78,11 @@ class PredictiveConfig:
             costs no more than a forward pass.
         batch_size: test examples at a time.
         memory: MiB that the covariances' gradients, or a linearised network, may take, besides the
-            activations of a few examples; batches are split inside to keep it. 96 on a CPU, 2048 on
-            a GPU if null.
+            activations of a few examples; batches are split inside to keep it. 96 on a CPU, an
+            eighth of a GPU's if null.
+        variance_tolerance: the share by which the outputs' variances may be too large, never too
+            small: 0.1 saves a quarter of the time of a WRN-16-4, and the variances were too large
+            by 0.0005. 0 is exact; not for linearised, nor of use for the last layer.
         calibration: held_out scales the covariance and the outputs by what held-out data say; none
             is the plain Laplace predictive.
 
@@ -93,6 +96,7 @@ class PredictiveConfig:
     layers: Layers = "all"
     batch_size: int = 256
     memory: int | None = None
+    variance_tolerance: float = 0.0
     calibration: CalibrationMethod = "held_out"
 
     def __post_init__(self) -> None:
@@ -106,6 +110,12 @@ class PredictiveConfig:
             check_positive(f"predictive.{name}", value)
             if not isinstance(value, int):
                 raise TypeError(f"predictive.{name} must be a whole number, not {value!r}.")
+        check_tolerance(self.variance_tolerance, "predictive.variance_tolerance")
+        if self.variance_tolerance and self.method == "linearised":
+            raise ValueError(
+                f"predictive.variance_tolerance {self.variance_tolerance} is not for method "
+                "'linearised', which computes no variances; leave it out, or take another method."
+            )
         if self.method == "linearised" and self.layers != "all":
             raise ValueError(
                 f"predictive.layers {self.layers!r} is not for method 'linearised'; choose 'all', "
@@ -268,7 +278,12 @@ def laplace_predictive(
 
     def of_some(x: Any, positions: Tensor | None = None) -> Prediction:
         f, covariance = laplace.output_distribution(
-            x, config.layers, memory, positions=positions, variance_only=variance_only
+            x,
+            config.layers,
+            memory,
+            positions=positions,
+            variance_only=variance_only,
+            tolerance=config.variance_tolerance,
         )
         f, covariance = f.flatten(0, -2), covariance.flatten(0, -2 if variance_only else -3)
         return predict_from_gaussian(

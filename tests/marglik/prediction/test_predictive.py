@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from marglik import KronLaplace
+from marglik.prediction.calibration import calibrate
 from marglik.prediction.links import Prediction, predict_from_outputs
 from marglik.prediction.predictive import (
     COPIES,
@@ -151,19 +152,23 @@ def test_does_not_depend_on_batches(likelihood, method):
     assert_close(values(predictive(la, method)(x)), values(whole))  # and for the same seed
 
 
-def test_memory_reaches_the_covariance(monkeypatch):
+def test_memory_and_tolerance_reach_the_covariance(monkeypatch):
     given = []
 
     class Recording(OutputCovariance):
-        def __init__(self, *args, memory):
-            given.append(memory)
-            super().__init__(*args, memory=memory)
+        def __init__(self, *args, memory, tolerance):
+            given.append((memory, tolerance))
+            super().__init__(*args, memory=memory, tolerance=tolerance)
 
     monkeypatch.setattr("marglik.posterior.posterior.OutputCovariance", Recording)
     la, x = fitted()
     for memory in (1, 64, 64):
         predictive(la, "probit", memory=memory)(x)
-    assert given == [2**20, 2**26]  # and the last one was kept
+    assert given == [(2**20, 0.0), (2**26, 0.0)]  # and the last one was kept
+    config = PredictiveConfig(variance_tolerance=0.1)
+    predictive(la, "probit", variance_tolerance=0.1)(x)
+    calibrate(la, [(x, torch.arange(len(x)) % 3)], config)
+    assert given[2:] == [(None, 0.1)]
 
 
 @pytest.mark.parametrize("method", ["probit", "bridge", "mc"])
@@ -273,6 +278,11 @@ def test_a_flat_posterior_is_the_map():
             {"method": "linearised", "layers": "last"},
             "layers 'last' is not for method 'linearised'; ",
         ),
+        (
+            {"method": "linearised", "variance_tolerance": 0.1},
+            "variance_tolerance 0.1 is not for method 'linearised'",
+        ),
+        ({"variance_tolerance": -0.1}, "predictive.variance_tolerance must be 0 .exact. or"),
         *(
             ({name: 0}, f"predictive.{name} must be positive, not 0")
             for name in ("samples", "networks", "batch_size", "memory")
