@@ -160,7 +160,7 @@ def table(folder: Path) -> str:
         part = parts["batch_32"]
         for name, value in part["median_seconds"].items():
             ratio, memory = part["times_the_limit"][name], part["peak_mebibytes"][name]
-            wrong = part["variances_too_large_by"].get(name)
+            wrong = part.get("variances_too_large_by", {}).get(name)
             wrong = "" if wrong is None else f"{wrong:.1g}"
             lines.append(f"| {name} | {value:.2f} | {ratio:.2f} | {memory:.0f} | {wrong} |")
     if "jacobians" in parts:
@@ -213,7 +213,7 @@ def _posterior(config: Config) -> KronLaplace:
 
 
 def _train_loader(config: Config, device: torch.device) -> Any:
-    """Batches of the training images, as often as asked for."""
+    """Batches of the training images."""
     if default_source() != "jpeg":
         x = torch.randn(config.train_images, 3, 32, 32, device=device)
         y = torch.randint(config.num_classes, (len(x),), device=device)

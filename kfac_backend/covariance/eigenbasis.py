@@ -69,7 +69,7 @@ def products(
     """
     (G, N, _, C, d_out), d_in = b.shape, a.shape[-1]
     examples = examples_at_once(b.device, N, N)
-    row = -(-N // len(examples)) * C * d_in * b.element_size()
+    row = -(-N // max(1, len(examples))) * C * d_in * b.element_size()
     rows = max(1, product_bytes // row)
     for n, (start, g) in product(examples, product(range(0, d_out, rows), range(G))):
         some = slice(start, start + rows)
@@ -101,8 +101,8 @@ def rotated(x: Float[Tensor, "G *rows d"], Q: Bases | None) -> Float[Tensor, "G 
     if not isinstance(Q, Tensor):
         return torch.stack([q.coordinates(rows) for q, rows in zip(Q, x, strict=True)])
     if len(x) == 1:  # not a batch of one, which takes longer
-        return (x[0].flatten(0, -2) @ Q[0]).view(*x.shape[:-1], -1)
-    return (x.flatten(1, -2) @ Q).view(*x.shape[:-1], -1)
+        return (x[0].flatten(0, -2) @ Q[0]).view(*x.shape[:-1], Q.shape[-1])
+    return (x.flatten(1, -2) @ Q).view(*x.shape[:-1], Q.shape[-1])
 
 
 def by_group(Q: Basis) -> Bases:

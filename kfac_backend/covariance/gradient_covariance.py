@@ -5,11 +5,11 @@ output c is G̃_nc = Σ_r (Q_Bᵀ b_nrc) (Q_Aᵀ a_nr)ᵀ, and the covariance of
 Σ_ij G̃_nc,ij G̃_nc',ij / s_ij. With one position it never needs G̃: Σ_i b̃_ci b̃_c'i Σ_j ã_j² / s_ij.
 The variances alone, c = c', take no product of all pairs of outputs.
 
-Most eigenvalues of a trained network's posterior are the prior's: s_ij = s₀, the smallest, for all
-output directions i of most input directions j. What these contribute needs no eigenvectors:
-Σ_rr' ⟨b_rc, b_r'c'⟩ ⟨a⊥_r, a⊥_r'⟩ / s₀, with a⊥ the part of an input in their span. They are left
-apart where s_ij is s₀ up to rounding, or up to a tolerance, (1 + tolerance) s₀, which makes
-a variance too large by at most this share.
+Most eigenvalues of a trained network's posterior are the smallest, s₀, which mostly is the prior's:
+s_ij = s₀ for all output directions i of most input directions j. What these contribute needs no
+eigenvectors: Σ_rr' ⟨b_rc, b_r'c'⟩ ⟨a⊥_r, a⊥_r'⟩ / s₀, with a⊥ the part of an input in their span.
+They are left apart where s_ij is s₀ up to rounding, or up to a tolerance, (1 + tolerance) s₀, which
+makes a variance too large by at most this share.
 """
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kfac_backend.blocks.block import EigenBlock
 from kfac_backend.covariance.eigenbasis import (
+    LARGEST_PRODUCT,
     Bases,
     bases,
     by_group,
@@ -31,18 +32,24 @@ from kfac_backend.layers import ExampleGradients
 
 __all__ = ["dense_covariance", "gradient_covariance"]
 
+DOUBLE_TAKES = {"cpu": 2, "cuda": 32}
+"""Times as long as a product in float32; more than that on many GPUs, and two on a few."""
+
 
 def gradient_covariance(
     gradients: ExampleGradients,
     block: EigenBlock,
     spectrum: Float[Tensor, "*G rows columns"],
-    product_bytes: int = 8 * 2**20,
+    product_bytes: int = LARGEST_PRODUCT["cpu"],
     *,
     tolerance: float = 0.0,
     transposed: bool = False,
     variance_only: bool = False,
 ) -> Float[Tensor, "N C *other"]:
     """The covariance of the outputs that one parameter's uncertainty brings.
+
+    Exact up to rounding if the tolerance is 0, and whatever it is for biases and factors without a
+    basis of eigenvectors (diagonals, sketches).
 
     Args:
         gradients: the outputs' gradients in the parameter.
@@ -63,16 +70,19 @@ def gradient_covariance(
         b = rotated(b, by_group(block.Q_B))
         return _paired(b / grouped(spectrum)[:, None, None, :, 0], b, variance_only).sum(0)
     a = gradients.a.to(block.Q_A.dtype)
+    Q_B, Q_A, spectrum = bases(block, spectrum, transposed)
+    floor, start = _prior_like(Q_A, spectrum, tolerance)
+    double = DOUBLE_TAKES.get(b.device.type, 32) if b.dtype == torch.float32 else 1
+    # By all positions: what is left apart must not depend on the other examples of the batch.
+    way, inputs_first = _cheapest(b.shape[2], b.shape[3:].numel(), a.shape[-1], start, double)
     if b.shape[2] > 1:
         reached = _reached(b)
         if not reached.all():
             a, b = a[:, :, reached], b[:, :, reached]
-    Q_B, Q_A, spectrum = bases(block, spectrum, transposed)
-    _, N, R, C, d_out = b.shape
+    _, N, R, C, _ = b.shape
     covariance = b.new_zeros((N, C) if variance_only else (N, C, C))
     if R == 0:
         return covariance
-    floor, start = _prior_like(Q_A, spectrum, tolerance)
     if R == 1:
         known, rest = _parts(a[:, :, 0], Q_A, start)
         weights = known.square() @ spectrum[..., start:].reciprocal().mT  # (G, N, d_out)
@@ -80,8 +90,7 @@ def gradient_covariance(
             weights += rest.square().sum(-1, keepdim=True) / floor[:, None, None]
         b = rotated(b[:, :, 0], Q_B)
         return _paired(b * weights[:, :, None], b, variance_only).sum(0)
-    start, inputs_first = _cheapest(R, C * d_out, a.shape[-1], start)
-    inverse_root = spectrum[..., start:].rsqrt()
+    start, inverse_root = way, spectrum[..., way:].rsqrt()
     b = rotated(b, Q_B)
     if inputs_first:
         known, rest = _parts(a, Q_A, start)
@@ -94,7 +103,7 @@ def gradient_covariance(
         return covariance
     for n, g, some, gradient in products(b, a, product_bytes):
         known, rest = _parts(gradient[None], None if Q_A is None else Q_A[g : g + 1], start)
-        covariance[n] += _squared(known[0] * inverse_root[g, some], variance_only)
+        covariance[n] += _squared(known[0].mul_(inverse_root[g, some]), variance_only)
         if rest is not None:
             covariance[n] += _squared(rest[0], variance_only) / floor[g]
     return covariance
@@ -102,7 +111,8 @@ def gradient_covariance(
 
 def _reached(b: Float[Tensor, "G N R C d_out"]) -> Bool[Tensor, "R"]:
     """The positions that any output depends on: a causal network's later ones are not reached."""
-    reached = b[..., 0, :].any(-1).any(0).any(0)  # mostly this says it, and is read faster
+    # Usually one output reaches all positions; check it first, as it is cheaper.
+    reached = b[..., 0, :].any(-1).any(0).any(0)
     return reached if reached.all() else b.flatten(3).any(-1).any(0).any(0)
 
 
@@ -111,7 +121,8 @@ def _prior_like(
 ) -> tuple[Float[Tensor, "G"], int]:
     """The smallest eigenvalue s₀, and how many first input directions have no other.
 
-    Eigenvectors are sorted by their eigenvalues as factors, so that these come first.
+    The factors' eigenvectors are sorted by their eigenvalues, so that these come first; corrected
+    eigenvalues need not be, and fewer may be found then.
     """
     floor = spectrum.amin((1, 2))
     if not isinstance(Q_A, Tensor):
@@ -126,7 +137,7 @@ def _parts(
 ) -> tuple[Float[Tensor, "G *n d_known"], Float[Tensor, "G *n d_rest"] | None]:
     """The coordinates along the eigenvectors from ``start`` on, and the rest, None if start is 0.
 
-    The rest has the inner products of what is left of x, in one basis or another.
+    The rest may be in another basis: its inner products are those of what is left of x.
     """
     if start == 0 or not isinstance(Q_A, Tensor):
         return rotated(x, Q_A), None
@@ -137,10 +148,11 @@ def _parts(
         return x[..., start:], x[..., :start]
     Q = Q_A[..., start:]
     known = rotated(x, Q)
-    return known, x - rotated(known, Q.mT)
+    rest = x.flatten(1, -2).baddbmm(known.flatten(1, -2), Q.mT, alpha=-1)
+    return known, rest.view_as(x)
 
 
-def _cheapest(R: int, d_b: int, d_in: int, start: int) -> tuple[int, bool]:
+def _cheapest(R: int, d_b: int, d_in: int, start: int, double: int) -> tuple[int, bool]:
     """The way with the fewest multiplications.
 
     Args:
@@ -148,22 +160,23 @@ def _cheapest(R: int, d_b: int, d_in: int, start: int) -> tuple[int, bool]:
         d_b: entries of all outputs' gradients at one, C·d_out.
         d_in: entries of the input at one.
         start: see `_prior_like`.
+        double: how many times as long multiplications in float64 take.
 
     Returns:
         ``start``, or 0 where leaving directions apart costs more than it saves; and whether to
-        turn inputs into the basis, rather than the products of inputs and gradients.
+        rotate inputs into the basis, rather than the products of inputs and gradients.
     """
 
-    def products(start: int, inputs_first: bool) -> int:
+    def multiplications(start: int, inputs_first: bool) -> int:
         known = d_in - start
-        turned = d_in * min(d_in, 2 * known)
+        rotation = d_in * min(d_in, 2 * known)
         if not inputs_first:
-            return R * d_in * d_b + d_b * turned
-        inner = R * R * (d_in + d_b) if start else 0
-        return R * turned + R * known * d_b + inner
+            return R * d_in * d_b + d_b * rotation
+        inner = double * R * R * (d_in + d_b) if start else 0
+        return R * rotation + R * known * d_b + inner
 
     ways = [(start, True), (start, False), (0, True), (0, False)]
-    return min(ways, key=lambda way: products(*way))
+    return min(ways, key=lambda way: multiplications(*way))
 
 
 def _add_prior_like(
@@ -173,16 +186,20 @@ def _add_prior_like(
     floor: Float[Tensor, "G"],
     product_bytes: int,
 ) -> None:
-    """Add Σ_rr' ⟨b_rc, b_r'c'⟩ ⟨a⊥_r, a⊥_r'⟩ / s₀, in place, without a gradient (d_out, d)."""
+    """Add Σ_rr' ⟨b_rc, b_r'c'⟩ ⟨a⊥_r, a⊥_r'⟩ / s₀, in place, without a gradient (d_out, d).
+
+    In float64: where gradients cancel over positions, as below a norm or a softmax, a sum of
+    products has twice the digits to lose that a gradient's square has.
+    """
     G, N, R, C, d_out = b.shape
-    of_example = R * (R + 2 * C * d_out) * b.element_size()
+    of_example = 8 * R * (R + 3 * C * d_out)
     for g in range(G):
         for n in examples_at_once(b.device, N, max(1, product_bytes // of_example)):
-            inner = rest[g, n] @ rest[g, n].mT  # (*n, R, R)
-            inner /= floor[g]
-            weighted = (inner @ b[g, n].flatten(-2)).unflatten(-1, (C, d_out))
-            left, right = (t.movedim(-2, -3).flatten(-2) for t in (weighted, b[g, n]))
-            covariance[n] += _paired(left, right, covariance.dim() == 2)
+            a, gradient = rest[g, n].double(), b[g, n].double()
+            inner = a @ a.mT / floor[g]  # (*n, R, R)
+            weighted = (inner @ gradient.flatten(-2)).unflatten(-1, (C, d_out))
+            left, right = (t.movedim(-2, -3).flatten(-2) for t in (weighted, gradient))
+            covariance[n] += _paired(left, right, covariance.dim() == 2).to(covariance.dtype)
 
 
 def dense_covariance(

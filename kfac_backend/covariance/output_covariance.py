@@ -120,6 +120,8 @@ class OutputCovariance:
         tolerance: t ≥ 0 of V ≤ result ≤ (1 + t) V, with V the exact covariance: where the posterior
             differs from the prior by less than that, it is taken for the prior, which saves the
             products with most of a trained network's eigenvectors. 0 is exact up to rounding.
+            Biases, tensors that are tied in both orientations, and factors that are diagonal or
+            sketches are exact in any case.
 
     Raises:
         ValueError: no block, or one of a parameter that the model does not have; a tolerance that
@@ -263,8 +265,9 @@ class OutputCovariance:
                 held = max(sum(sizes.get(t, 0) for t in group) for group in groups) + vector
         part = max(1, (memory - largest) // max(held, 1))
         part = min(part, plan.part_size or part)
-        # More at once than stays in a CPU's cache is slower.
-        room = max(min(memory - part * held, 8 * self._product_bytes), largest)
+        room = max(memory - part * held, largest)
+        if f.device.type == "cpu":  # more at once is slower
+            room = max(min(room, 8 * self._product_bytes), largest)
         chunks = {tracked: max(1, room // size) for tracked, size in work.items()}
         return _Sizes(
             f.shape[1:], part if plan.splits else None, chunks, groups, plan.channels_last

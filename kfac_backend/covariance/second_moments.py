@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kfac_backend.blocks.block import EigenBlock
 from kfac_backend.covariance.eigenbasis import (
+    LARGEST_PRODUCT,
     bases,
     by_group,
     bytes_per_example,
@@ -90,7 +91,7 @@ def add_second_moments(
     moments: Float[Tensor, "*G rows columns"],
     gradients: ExampleGradients,
     block: EigenBlock,
-    product_bytes: int = 8 * 2**20,
+    product_bytes: int = LARGEST_PRODUCT["cpu"],
     *,
     transposed: bool = False,
 ) -> None:

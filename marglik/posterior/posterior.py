@@ -508,14 +508,19 @@ class Posterior:
             variance_only: return the variances (..., C), the covariances' diagonals, and make no
                 C×C array; from the last layer alone, at no more than a forward pass for any C.
             tolerance: the share by which variances may be too large, never too small, to save
-                time; see `OutputCovariance`. The last layer's are exact.
+                time; see `OutputCovariance`.
 
         Raises:
             AttributeError: the posterior is not fitted.
-            ValueError: a tolerance that is negative or not finite.
+            ValueError: a tolerance that is negative or not finite, or one for the last layer.
         """
         check_option("layers", layers, Layers)
         check_tolerance(tolerance)
+        if tolerance and layers == "last":
+            raise ValueError(
+                f"tolerance {tolerance} is not for layers='last', whose variances are exact at the "
+                "cost of a forward pass; leave it out."
+            )
 
         def distribution() -> tuple[Tensor, Tensor]:
             covariance = self._output_covariance(x, layers, memory, tolerance)

@@ -202,7 +202,7 @@ class HeldOut:
                     memory,
                     positions=mask,
                     variance_only=variance_only,
-                    tolerance=config.variance_tolerance,
+                    tolerance=config.tolerance,
                 )
                 spread = spread.flatten(0, -2 if variance_only else -3)  # (M, C) or (M, C, C)
             f, y = f.flatten(0, -2), y.flatten(0, f.dim() - 2)

@@ -273,6 +273,8 @@ def evaluate_network(
         predictives[label] = laplace_predictive(laplace, one, generator, ranks=ranks)
         of_no_consequence = ("batch_size", "memory")
         plain = {name: v for name, v in asdict(one).items() if name not in of_no_consequence}
+        if not one.tolerance:  # older evaluations lack it
+            del plain["variance_tolerance"]
         plain["calibration"] = None if found is None else asdict(found.calibration)
         how[label] = plain | {"seed": seed}
     record = evaluate(predictives, splits, likelihood, config, **options)

@@ -49,7 +49,7 @@ def brute_force(gradients, eigen, spectrum):
 @pytest.mark.parametrize("R", [1, R])
 def test_every_way_is_exact(monkeypatch, R, start, inputs_first, variance_only):
     """Few directions of the prior and many, none and all; inputs turned first, or gradients."""
-    monkeypatch.setattr(module, "_cheapest", lambda *sizes: (sizes[-1], inputs_first))
+    monkeypatch.setattr(module, "_cheapest", lambda R, d_b, d_in, *rest: (rest[0], inputs_first))
     of_layer, (eigen, spectrum) = gradients(R), block(start)
     expected = brute_force(of_layer, eigen, spectrum)
     other = brute_force(of_layer, eigen, spectrum + 1e-3)  # negative control
@@ -63,25 +63,68 @@ def test_every_way_is_exact(monkeypatch, R, start, inputs_first, variance_only):
         assert (does - other).norm() > 1e-4 * expected.norm()
 
 
-@pytest.mark.parametrize("sizes", [(64, 2560, 2304), (1024, 640, 576), (4, 3, 12), (300, 2, 50)])
-def test_leaving_directions_apart_never_costs_more(sizes):
-    """The count of multiplications against all that there are, for each number of directions."""
-    R, d_b, d_in = sizes
+@pytest.mark.parametrize("inputs_first", [False, True])
+@pytest.mark.parametrize("start", [0, 5, 7, 12])
+def test_several_examples_at_once_and_inputs_stored_first(monkeypatch, start, inputs_first):
+    """As on a GPU, and for a parameter (d_in, d_out)."""
+    monkeypatch.setattr(module, "_cheapest", lambda R, d_b, d_in, *rest: (rest[0], inputs_first))
+    of_layer, (eigen, spectrum) = gradients(), block(start)
+    expected = brute_force(of_layer, eigen, spectrum)
+    swapped = EigenBlock(eigen.alpha, eigen.Q_A, eigen.beta, eigen.Q_B)
+    does = gradient_covariance(of_layer, swapped, spectrum.mT, transposed=True)
+    assert_close(does, expected, rtol=1e-12, atol=1e-12)
 
-    def cost(start, inputs_first):
-        turned = d_in * min(d_in, 2 * (d_in - start))
-        if not inputs_first:
-            return R * d_in * d_b + d_b * turned
-        return R * turned + R * (d_in - start) * d_b + (R * R * (d_in + d_b) if start else 0)
+    def slices(device, N, size):
+        return [slice(n, n + size) for n in range(0, N, size)]
 
-    all_of_them = min(cost(0, True), cost(0, False))
-    costs = []
-    for start in range(d_in + 1):
-        kept, inputs_first = module._cheapest(*sizes, start)
-        assert kept in (0, start)
-        costs.append(cost(kept, inputs_first))
-    assert costs[0] == all_of_them
-    assert all(b <= a for a, b in zip(costs, costs[1:], strict=False))
+    for room in ("kfac_backend.covariance.eigenbasis", module.__name__):
+        monkeypatch.setattr(f"{room}.examples_at_once", slices)
+    for product_bytes in (1, 2000, 2**20):
+        does = gradient_covariance(of_layer, eigen, spectrum, product_bytes)
+        assert_close(does, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "start", "way"),
+    [
+        ((64, 2560, 2304), 2000, (2000, True)),  # many channels, few positions: WRN's last stage
+        ((1024, 640, 576), 500, (500, False)),  # its first one
+        ((1024, 640, 576), 0, (0, False)),
+        ((64, 2560, 2304), 0, (0, True)),
+        ((64, 2560, 2304), 1, (0, True)),  # one direction is not worth it
+        ((64, 2560, 2304), 2304, (2304, True)),  # nothing is known
+    ],
+)
+def test_the_cheapest_way(sizes, start, way):
+    assert module._cheapest(*sizes, start, 2) == way
+
+
+def test_float32_where_gradients_cancel_over_positions(monkeypatch):
+    """As below a softmax or a norm: like inputs, gradients that sum to zero over the positions."""
+    torch.manual_seed(0)
+    R, d_in, d_out = 64, 96, 8
+    b = torch.randn(1, 2, R, 2, d_out)
+    b -= b.mean(2, keepdim=True)
+    a = 1 + 1e-3 * torch.randn(1, 2, R, d_in)
+    Q_B, Q_A = (torch.linalg.qr(torch.randn(1, d, d, dtype=torch.float64))[0] for d in (8, 96))
+    alpha = torch.zeros(1, d_in, dtype=torch.float64)
+    alpha[:, -4:] = 1.0
+    eigen = EigenBlock(torch.ones(1, d_out, dtype=torch.float64), Q_B, alpha, Q_A)
+    spectrum = eigen.spectrum(torch.tensor(0.01, dtype=torch.float64))
+    expected = gradient_covariance(ExampleGradients(b.double(), a.double()), eigen, spectrum)
+    single = EigenBlock(*(part.float() for part in (eigen.beta, Q_B, alpha, Q_A)))
+    assert module._prior_like(Q_A, spectrum, 0.0)[1] == d_in - 4
+
+    def error():
+        does = gradient_covariance(ExampleGradients(b, a), single, spectrum.float())
+        return (does - expected).norm() / expected.norm()
+
+    for inputs_first in (False, True):
+        monkeypatch.setattr(module, "_cheapest", lambda *sizes, i=inputs_first: (sizes[3], i))
+        assert error() < 1e-4
+    # Negative control: sums of products in float32.
+    monkeypatch.setattr(torch.Tensor, "double", lambda self: self)
+    assert error() > 1e-2
 
 
 def bounds(V, result):

@@ -169,6 +169,9 @@ def test_memory_and_tolerance_reach_the_covariance(monkeypatch):
     predictive(la, "probit", variance_tolerance=0.1)(x)
     calibrate(la, [(x, torch.arange(len(x)) % 3)], config)
     assert given[2:] == [(None, 0.1)]
+    assert list(la.calibrations) == ["Laplace, probit, tolerance 0.1"]
+    with pytest.raises(ValueError, match="tolerance 0.1 is not for layers='last'"):
+        la.output_distribution(x, "last", tolerance=0.1)
 
 
 @pytest.mark.parametrize("method", ["probit", "bridge", "mc"])
@@ -280,7 +283,11 @@ def test_a_flat_posterior_is_the_map():
         ),
         (
             {"method": "linearised", "variance_tolerance": 0.1},
-            "variance_tolerance 0.1 is not for method 'linearised'",
+            "variance_tolerance 0.1 is for the variances of all layers; method 'linearised'",
+        ),
+        (
+            {"layers": "last", "variance_tolerance": 0.1},
+            "with layers 'last' is exact without",
         ),
         ({"variance_tolerance": -0.1}, "predictive.variance_tolerance must be 0 .exact. or"),
         *(
