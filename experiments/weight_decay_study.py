@@ -683,8 +683,8 @@ def report(folder: Path) -> str:
     for name in PROBLEMS:
         if runs := list(found[name, "ways"].values()):
             tables.append(table(runs))
-            save_figure(figure(runs), folder / f"{name}.png")
             if len({size for size, _ in _conditions(runs)}) > 1:
+                save_figure(figure(runs), folder / f"{name}.png")
                 save_figure(summary(runs), folder / f"{name}_summary.png")
         if runs := list(found[name, "variants"].values()):
             tables.append(variants_table(runs))

@@ -148,9 +148,11 @@ def test_table_of_the_readme_is_that_of_the_results():
     update = json.loads((RESULTS / "bench_curvature_cpu/evidence.json").read_text())
     update = update["median_seconds"]
     of = {name: f"{value:.2f} s" for name, value in batch["median_seconds"].items()}
-    row = r"\| 400 \| 20 % \| 3 \| ([\w ]+) \| [^|]+\| ([\d.]+) ±"
+    row = r"\| 400 \| 20 % \| 5 \| ([\w ]+) \| [^|]+\| ([\d.]+) ±"
     study = (RESULTS / "weight_decay_study/table.md").read_text()
     nll = dict(re.findall(row, study)[:3])  # the first table: trained on all
+    row = r"\| 4,000 \| 0 % \| \d \| ([\w ,]+) \| [^|]+\| ([\d.]+) ±"
+    images = dict(re.findall(row, study)[:4])
     rivals = (ROOT / "experiments/README.md").read_text().split("## Rivals of the")[1]
     rivals = rivals.split("**CIFAR-10 (JPEG)")[0]
     raw = dict(re.findall(r"^\| ([\w ,]+) \| ([\d.]+) ±", rivals, re.M))
@@ -162,6 +164,8 @@ def test_table_of_the_readme_is_that_of_the_results():
         f"| {update['ours, expand']:.2f} s | laplace-torch "
         f"{update['laplace-torch, expand']:.2f} s |",
         f"| {nll['learned']} | grid of seven {nll['grid of seven']}, default {nll['default']} |",
+        f"| {images['learned']} | grid of seven {images['grid of seven, by the scaled NLL']}, "
+        f"default {images['default']} |",
         f"| {raw['marglik, probit, calibrated']} | its MAP {raw['marglik, MAP']}, uncalibrated "
         f"{raw['marglik, probit']} |",
         f"temperature scaling {raw['temperature scaling']}, MC dropout {raw['MC dropout']} |",
