@@ -43,7 +43,7 @@ __all__ = [
     "default_memory",
 ]
 
-CPU_MEMORY = 176 * 2**20
+CPU_MEMORY = 144 * 2**20
 GPU_SHARE = 8
 """A GPU lends one in so many of its bytes: few examples at once would leave it waiting."""
 
@@ -110,7 +110,7 @@ class OutputCovariance:
         precision: the posterior precision, block by block; parameters without a block are
             constants.
         memory: bytes that gradients and their products may take at once, besides the result and
-            the activations of the examples that they belong to; about 176 MiB on a CPU and an
+            the activations of the examples that they belong to; about 144 MiB on a CPU and an
             eighth of a GPU's memory if None. Batches of tensors are split inside to keep it, down
             to one position of one example, and beyond that the layers, at the price of more
             backward passes. At the least the gradients of one layer's outputs are held, C at each

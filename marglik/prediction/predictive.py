@@ -78,7 +78,7 @@ class PredictiveConfig:
             costs no more than a forward pass.
         batch_size: test examples at a time.
         memory: MiB that the covariances' gradients, or a linearised network, may take, besides the
-            activations of a few examples; batches are split inside to keep it. 176 on a CPU, an
+            activations of a few examples; batches are split inside to keep it. 144 on a CPU, an
             eighth of a GPU's if null.
         variance_tolerance: the share by which the outputs' variances may be too large, never too
             small, to save time: directions in which the posterior differs less from the prior are

@@ -174,7 +174,7 @@ def test_a_gpus_constants_do_not_outgrow_the_memory(monkeypatch):
 def test_a_gpu_lends_a_share_of_its_memory(monkeypatch):
     monkeypatch.setattr(output_covariance, "total_memory", lambda device: 80 * 2**30)
     assert output_covariance.default_memory(torch.device("cuda")) == 10 * 2**30
-    assert output_covariance.default_memory(torch.device("cpu")) == 176 * 2**20
+    assert output_covariance.default_memory(torch.device("cpu")) == 144 * 2**20
 
 
 def test_damping():
