@@ -12,6 +12,8 @@ They are left apart where s_ij is s₀ up to rounding, or up to a tolerance, (1 
 makes a variance too large by at most this share.
 """
 
+import math
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -33,7 +35,8 @@ from kfac_backend.layers import ExampleGradients
 __all__ = ["dense_covariance", "gradient_covariance"]
 
 DOUBLE_TAKES = {"cpu": 2, "cuda": 32}
-"""Times as long as a product in float32; more than that on many GPUs, and two on a few."""
+"""Times as long as a product in float32; more than that on many GPUs, and two on a few. Other
+devices may have no float64."""
 
 
 def gradient_covariance(
@@ -72,7 +75,7 @@ def gradient_covariance(
     a = gradients.a.to(block.Q_A.dtype)
     Q_B, Q_A, spectrum = bases(block, spectrum, transposed)
     floor, start = _prior_like(Q_A, spectrum, tolerance)
-    double = DOUBLE_TAKES.get(b.device.type, 32) if b.dtype == torch.float32 else 1
+    double = DOUBLE_TAKES.get(b.device.type, math.inf) if b.dtype == torch.float32 else 1
     # By all positions: what is left apart must not depend on the other examples of the batch.
     way, inputs_first = _cheapest(b.shape[2], b.shape[3:].numel(), a.shape[-1], start, double)
     if b.shape[2] > 1:
@@ -152,7 +155,7 @@ def _parts(
     return known, rest.view_as(x)
 
 
-def _cheapest(R: int, d_b: int, d_in: int, start: int, double: int) -> tuple[int, bool]:
+def _cheapest(R: int, d_b: int, d_in: int, start: int, double: float) -> tuple[int, bool]:
     """The way with the fewest multiplications.
 
     Args:
@@ -167,7 +170,7 @@ def _cheapest(R: int, d_b: int, d_in: int, start: int, double: int) -> tuple[int
         rotate inputs into the basis, rather than the products of inputs and gradients.
     """
 
-    def multiplications(start: int, inputs_first: bool) -> int:
+    def multiplications(start: int, inputs_first: bool) -> float:
         known = d_in - start
         rotation = d_in * min(d_in, 2 * known)
         if not inputs_first:

@@ -97,6 +97,7 @@ def test_several_examples_at_once_and_inputs_stored_first(monkeypatch, start, in
 )
 def test_the_cheapest_way(sizes, start, way):
     assert module._cheapest(*sizes, start, 2) == way
+    assert module._cheapest(*sizes, start, float("inf")) in [(0, True), (0, False), (start, False)]
 
 
 def test_float32_where_gradients_cancel_over_positions(monkeypatch):
