@@ -27,7 +27,7 @@ from experiments import steps_to_target
 from experiments.cifar10 import default_source, images
 from experiments.optimizer_runs import Config, Method, Problem, Schedule, Timing
 from experiments.steps_to_target import Study
-from marglik.data.image_sets import ImageData, ImageSplits
+from marglik.data.images.sets import ImageData, ImageSplits
 from marglik.models import VisionTransformer
 from marglik.runs.build import build_from_spec
 

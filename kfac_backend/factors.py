@@ -28,6 +28,7 @@ from kfac_backend.model.capture import Capture
 from kfac_backend.model.diagonals import squared_gradients
 from kfac_backend.model.finite import check_finite
 from kfac_backend.model.memory import give_back_free_memory, is_out_of_memory, out_of_memory
+from kfac_backend.model.proof.verification import Proof, verify_independence
 from kfac_backend.model.rule_assignment import (
     RuleAssignment,
     TrackedLayer,
@@ -35,7 +36,6 @@ from kfac_backend.model.rule_assignment import (
     check_module,
 )
 from kfac_backend.model.targets import Targets, counting, mask_of, split_batch
-from kfac_backend.model.verification import Proof, verify_independence
 from kfac_backend.options import (
     Approximation,
     CurvatureKeywords,

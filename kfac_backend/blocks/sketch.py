@@ -282,6 +282,9 @@ class Sketch:
         U, kept, _ = _compress(self._kept, self.rank)
         # Rounding has grown with the steps; without it Q Qᵀ of the frame would not be I.
         U = torch.linalg.qr(U.double()).Q.to(U.dtype)
+        # LAPACK's columns lie one after the other. A file keeps rows, and products of the two
+        # layouts are not rounded alike.
+        U = U.contiguous()
         return SketchedFactor(U, kept, self._error, float(self._trace), self.rank)
 
     def _shrink(self) -> None:

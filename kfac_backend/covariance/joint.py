@@ -30,8 +30,8 @@ from kfac_backend.layers import ExampleGradients, Use
 from kfac_backend.model.batches import examples
 from kfac_backend.model.calls import check_output, num_examples, plain_attention, restoration
 from kfac_backend.model.capture import Capture
+from kfac_backend.model.proof.verification import Proof
 from kfac_backend.model.rule_assignment import TrackedLayer, assignment_of_blocks, check_module
-from kfac_backend.model.verification import Proof
 from kfac_backend.precision import at_least_float32, full_float32
 from kfac_backend.threads import turn_of
 

@@ -39,6 +39,7 @@ from kfac_backend.model.calls import (
     uncompiled,
 )
 from kfac_backend.model.capture import Capture
+from kfac_backend.model.proof.verification import verify_independence
 from kfac_backend.model.rule_assignment import (
     Operations,
     RuleAssignment,
@@ -46,7 +47,6 @@ from kfac_backend.model.rule_assignment import (
     assign_rules,
 )
 from kfac_backend.model.targets import counting, mask_of
-from kfac_backend.model.verification import verify_independence
 from kfac_backend.options import CurvatureOptions, Likelihood, automatic_mode
 from kfac_backend.precision import backward_arithmetic, full_float32
 from kfac_backend.threads import turn_of

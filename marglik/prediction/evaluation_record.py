@@ -30,7 +30,7 @@ from marglik.data import (
     out_of_distribution_images,
 )
 from marglik.data.batches import split_batches
-from marglik.data.out_of_distribution import OutOfDistributionImages
+from marglik.data.images.out_of_distribution import OutOfDistributionImages
 from marglik.data.record import tensors_in
 from marglik.data.shard import Shard
 from marglik.posterior.posterior import Posterior

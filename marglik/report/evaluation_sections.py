@@ -4,22 +4,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from marglik.prediction.links import Calibration
-from marglik.report.chart import Chart
-from marglik.report.contents import Run
-from marglik.report.error_charts import (
-    Confusion,
-    class_chart,
-    class_names,
-    risk_coverage_chart,
-    roc_chart,
-)
-from marglik.report.evaluation_charts import (
+from marglik.report.charts.calibration import (
     Series,
     entropy_chart,
     entropy_shares,
     reliability_chart,
     shift_charts,
 )
+from marglik.report.charts.chart import Chart
+from marglik.report.charts.errors import (
+    Confusion,
+    class_chart,
+    class_names,
+    risk_coverage_chart,
+    roc_chart,
+)
+from marglik.report.contents import Run
 from marglik.report.options import MISSING, differing
 from marglik.report.sections import (
     Charts,

@@ -7,18 +7,18 @@ from typing import Any
 
 from marglik.prediction.evaluation_record import IN_SAMPLE, has_in_sample_metrics
 from marglik.prediction.links import Calibration
-from marglik.report.chart import Chart
-from marglik.report.contents import Run
-from marglik.report.error_charts import Confusion
-from marglik.report.layer_charts import (
+from marglik.report.charts.chart import Chart
+from marglik.report.charts.errors import Confusion
+from marglik.report.charts.layers import (
     effective_chart,
     final_weight_decay_chart,
     weight_decay_chart,
     weight_decay_ends,
 )
+from marglik.report.charts.training import evidence_chart, loss_chart, time_chart
+from marglik.report.contents import Run
 from marglik.report.metrics import predictives, summary_table
 from marglik.report.tables import NOTHING, Row, Table, number
-from marglik.report.training_charts import evidence_chart, loss_chart, time_chart
 
 __all__ = [
     "Charts",

@@ -8,7 +8,7 @@ from torch import nn
 from kfac_backend.distributed import RankError, Ranks
 from kfac_backend.files import parse_json, sha256_of_tensors
 from marglik.data import ImageSplits, Splits
-from marglik.data.out_of_distribution import OutOfDistributionImages
+from marglik.data.images.out_of_distribution import OutOfDistributionImages
 from marglik.data.record import tensors_in
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import precision_to_weight_decay

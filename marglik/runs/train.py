@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kfac_backend.options import Likelihood
 from marglik.data import DataSource, ImageData
-from marglik.data.out_of_distribution import out_of_distribution_images
+from marglik.data.images.out_of_distribution import out_of_distribution_images
 from marglik.data.record import data_record, tensors_in
 from marglik.data.splits import hold_out
 from marglik.posterior.posterior_file import save_posterior

@@ -12,7 +12,7 @@ from kfac_backend.distributed import Ranks
 from kfac_backend.options import Likelihood
 from marglik.data import Batches, Splits
 from marglik.data.batches import split_batches
-from marglik.data.out_of_distribution import OutOfDistributionImages
+from marglik.data.images.out_of_distribution import OutOfDistributionImages
 from marglik.data.record import tensors_in
 from marglik.data.shard import Shard
 from marglik.posterior.hyperparameters import Hyperparameters, UpdateMethod

@@ -22,6 +22,7 @@ __all__ = [
     "SketchGram",
     "gram_of_gradients",
     "is_tall",
+    "mirror_upper_half_",
     "tall_product",
 ]
 
@@ -80,8 +81,7 @@ class DenseGram(Gram):
         """The sum so far, None before the first rows."""
         self._add_waiting()
         if self._total is not None:
-            for start, end in _strips(self._total):
-                self._total[:, end:, start:end] = self._total[:, start:end, end:].mT
+            mirror_upper_half_(self._total)
         return self._total
 
     def _add_waiting(self) -> None:
@@ -209,6 +209,20 @@ def tall_product(left: Float[Tensor, "M c"], right: Float[Tensor, "M d"]) -> Flo
     shape = (threads, size)
     product = (left[split].unflatten(0, shape).mT @ right[split].unflatten(0, shape)).sum(0)
     return product.addmm_(left[rest].mT, right[rest])
+
+
+def mirror_upper_half_(gram: Float[Tensor, "*G d d"]) -> None:
+    """Make matrices symmetric to the bit, in place: the lower half becomes the upper one's mirror.
+
+    A BLAS may round x_iᵀ x_j and x_jᵀ x_i differently (MKL does, on processors of AMD).
+    """
+    d = gram.shape[-1]
+    # A strip at a time, as a mirrored copy of the whole would take the memory of another factor.
+    for start in range(0, d, FEWEST_COLUMNS):
+        end = min(start + FEWEST_COLUMNS, d)
+        corner = gram[..., start:end, start:end]
+        corner.copy_(corner.triu() + corner.triu(1).mT)
+        gram[..., end:, start:end] = gram[..., start:end, end:].mT
 
 
 def _strips(gram: Float[Tensor, "G d d"]) -> list[tuple[int, int]]:

@@ -8,11 +8,11 @@ import pytest
 from matplotlib.colors import to_rgb
 from scipy import stats
 
-from marglik.report.chart import plain, series_style, shorten
-from marglik.report.colors import BACKGROUNDS, MUTED, SERIES, depth_color
+from marglik.report.charts.chart import plain, series_style, shorten
+from marglik.report.charts.colors import BACKGROUNDS, MUTED, SERIES, depth_color
+from marglik.report.charts.training import time_parts
 from marglik.report.contents import read_runs
 from marglik.report.page import SECTIONS
-from marglik.report.training_charts import time_parts
 from tests.marglik.report.fabricate import CONFIG, NUM_DATA, write, write_fit, write_run
 
 WHISKERS = ("array", "arrayminus")

@@ -17,7 +17,7 @@ from kfac_backend.laplace.interface import KfacGGN
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from marglik import Hyperparameters, KronLaplace, OnlineTraining, PriorGroups, Schedule
 from marglik.data import ImageBatches
-from marglik.data.image_sets import ImageSet
+from marglik.data.images.sets import ImageSet
 from marglik.storage.checkpoint import Checkpoints
 from marglik.training.loop import OnlineResult
 

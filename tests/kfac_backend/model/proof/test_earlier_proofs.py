@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from kfac_backend import kronecker_factors
-from kfac_backend.model import earlier_proofs, verification
+from kfac_backend.model.proof import earlier_proofs, verification
 
 
 class Mixing(nn.Module):

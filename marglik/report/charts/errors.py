@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from marglik.prediction.intervals import share_interval
-from marglik.report.chart import (
+from marglik.report.charts.calibration import Series, names_of
+from marglik.report.charts.chart import (
     Chart,
     Trace,
     axis,
@@ -16,7 +17,6 @@ from marglik.report.chart import (
     series_style,
     shorten,
 )
-from marglik.report.evaluation_charts import Series, names_of
 from marglik.report.tables import Row, Table, interval, percentage
 
 __all__ = ["Confusion", "class_chart", "class_names", "risk_coverage_chart", "roc_chart"]

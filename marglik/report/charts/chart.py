@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
-from marglik.report.colors import MUTED, SERIES
+from marglik.report.charts.colors import MUTED, SERIES
 from marglik.report.tables import Table
 
 __all__ = [

@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from marglik.report.chart import Chart, Trace, axis, line, plain, series_style, shorten
-from marglik.report.colors import MUTED, depth_color, depth_scale
+from marglik.report.charts.chart import Chart, Trace, axis, line, plain, series_style, shorten
+from marglik.report.charts.colors import MUTED, depth_color, depth_scale
 from marglik.report.contents import Run
 from marglik.report.tables import Row, Table, number, percentage
 

@@ -8,7 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from marglik.data import ImageFolder
-from marglik.data import image_folder as image_folder_module
+from marglik.data.images import folder as image_folder
 from tests.marglik.data.image_helpers import (
     TRAIN,
     assert_same,
@@ -26,7 +26,7 @@ def forbid_decoding(monkeypatch):
     def decode(*_):
         raise AssertionError("decoded again")
 
-    monkeypatch.setattr(image_folder_module, "decode_splits", decode)
+    monkeypatch.setattr(image_folder, "decode_splits", decode)
 
 
 def test_cache_is_used_the_second_time(source, tmp_path, monkeypatch):

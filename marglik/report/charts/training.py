@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from marglik.report.chart import Chart, Trace, axis, line, plain, series_style, shorten
-from marglik.report.colors import BACKGROUNDS, MUTED, SERIES
+from marglik.report.charts.chart import Chart, Trace, axis, line, plain, series_style, shorten
+from marglik.report.charts.colors import BACKGROUNDS, MUTED, SERIES
 from marglik.report.contents import Run
 from marglik.report.tables import NOTHING, Row, Table, duration, number, percentage
 

@@ -13,8 +13,13 @@ from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.factors import CurvaturePass
 from kfac_backend.laplace.interface import KfacGGN
 from kfac_backend.layers import Scale
-from kfac_backend.model.verification import with_first_again
-from tests.kfac_backend.model.test_adversarial_models import Gain, Model, assert_same_blocks, noise
+from kfac_backend.model.proof.verification import with_first_again
+from tests.kfac_backend.model.proof.test_adversarial_models import (
+    Gain,
+    Model,
+    assert_same_blocks,
+    noise,
+)
 
 MODES = ["expand", "reduce"]
 

@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 from tqdm.auto import tqdm
 
 from kfac_backend.files import parse_json, sha256, sha256_of_tensors, write_tensors
-from marglik.data.image_files import SPLITS, ImageFile, Layout, files_below
-from marglik.data.image_sets import ImageSet
+from marglik.data.images.files import SPLITS, ImageFile, Layout, files_below
+from marglik.data.images.sets import ImageSet
 
 __all__ = [
     "Decoded",

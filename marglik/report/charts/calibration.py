@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from marglik.prediction.intervals import share_interval
-from marglik.report.chart import (
+from marglik.report.charts.chart import (
     Chart,
     Trace,
     axis,
@@ -14,7 +14,7 @@ from marglik.report.chart import (
     reference_line,
     series_style,
 )
-from marglik.report.colors import SERIES
+from marglik.report.charts.colors import SERIES
 from marglik.report.figures import shift_curves
 from marglik.report.metrics import METRICS
 from marglik.report.tables import Row, Table, interval, number, percentage

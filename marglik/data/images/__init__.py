@@ -1,0 +1,1 @@
+"""Images with labels: where they come from, how they are read, checked and corrupted."""
