@@ -13,7 +13,7 @@ from kfac_backend.correction import corrected_factors
 from kfac_backend.factors import kronecker_factors
 from kfac_backend.layers import register_parameters, register_rule
 from kfac_backend.layers.rows import counted_positions, examples_of_rows
-from kfac_backend.options import CurvatureOptions, TargetOptions
+from kfac_backend.options import CurvatureOptions, PassOptions, TargetOptions
 
 if TYPE_CHECKING:
     from kfac_backend.laplace.interface import KfacEF, KfacGGN
@@ -25,6 +25,7 @@ __all__ = [
     "KfacGGN",
     "KroneckerBlock",
     "KroneckerFactors",
+    "PassOptions",
     "TargetOptions",
     "corrected_factors",
     "counted_positions",

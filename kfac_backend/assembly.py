@@ -20,7 +20,7 @@ from kfac_backend.layers.gram.gram import mirror_upper_half_
 from kfac_backend.layers.uses import BlockSums
 from kfac_backend.model.memory import total_memory
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
-from kfac_backend.options import Approximation
+from kfac_backend.options import Approximation, PassOptions
 from kfac_backend.precision import at_least_float32
 
 __all__ = ["Part", "assemble_blocks", "check_memory", "collect_sums", "make_rules"]
@@ -40,24 +40,22 @@ class Part(NamedTuple):
 def make_rules(
     assignment: RuleAssignment,
     modes: Mapping[str, Approximation],
-    sketch_rank: int | None = None,
-    diagonal_above: int | None = None,
+    options: PassOptions,
 ) -> dict[TrackedLayer, Rule]:
     """A rule for each layer, with empty sums; layers that share a tensor share its sums.
 
     Args:
         assignment: the layers.
         modes: each layer's mode, by its name.
-        sketch_rank: of wide factors, see `CurvatureOptions`; those of tensors that are tied or
-            packed stay whole, as their blocks are put together of several.
-        diagonal_above: of weights with many rows, see `CurvatureOptions`; packed tensors stay
-            whole.
+        options: ``sketch_rank`` and ``diagonal_above`` count. Tensors that are tied or packed are
+            not sketched, since their blocks are put together from several; packed ones keep the
+            factor over their rows whole, too.
 
     Raises:
         NotImplementedError: a tensor that layers share in ways that have no common block; a large
             embedding under reduce.
     """
-    rules = _separate_rules(assignment, modes, sketch_rank, diagonal_above)
+    rules = _separate_rules(assignment, modes, options)
     _tie(rules)
     return rules
 
@@ -65,30 +63,28 @@ def make_rules(
 def _separate_rules(
     assignment: RuleAssignment,
     modes: Mapping[str, Approximation],
-    sketch_rank: int | None,
-    diagonal_above: int | None,
+    options: PassOptions,
 ) -> dict[TrackedLayer, Rule]:
     """`make_rules` with sums for each layer of its own."""
     rules: dict[TrackedLayer, Rule] = {
         tracked: tracked.rule(tracked.layer, modes.get(tracked.name, "expand"), tracked.parameters)
         for tracked in assignment.all
     }
-    if sketch_rank is not None:
+    if options.sketch_rank is not None:
         number = Counter(name for tracked in rules for name in tracked.parameters.values())
         for tracked, rule in rules.items():
             alone = all(number[name] == 1 for name in tracked.parameters.values())
             if alone and not tracked.slots:
-                rule.use_sketches(sketch_rank)
+                rule.use_sketches(options.sketch_rank)
     for tracked, rule in rules.items():
-        rule.use_diagonals(None if tracked.slots else diagonal_above)
+        rule.use_diagonals(None if tracked.slots else options.diagonal_above)
     return rules
 
 
 def check_memory(
     assignment: RuleAssignment,
     modes: Mapping[str, Approximation],
-    sketch_rank: int | None,
-    diagonal_above: int | None,
+    options: PassOptions,
     device: torch.device,
 ) -> None:
     """Raise an error unless the factors and the largest's eigenvalues can fit into the memory.
@@ -104,7 +100,7 @@ def check_memory(
     if memory is None:
         return
     sizes: dict[str, tuple[int, int, int]] = {}  # of each factor: entries, d, bytes of an entry
-    rules = _separate_rules(assignment, modes, sketch_rank, diagonal_above)
+    rules = _separate_rules(assignment, modes, options)
     for tracked, rule in rules.items():
         for (local, which), (G, d) in rule.factor_sizes().items():
             itemsize = at_least_float32(getattr(tracked.layer, local).detach()[:0]).element_size()

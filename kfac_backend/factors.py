@@ -1,6 +1,5 @@
 """`kronecker_factors`, and the pass over the data that it makes: batches in, factors out."""
 
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Unpack
 
@@ -59,9 +58,6 @@ __all__ = [
     "ggn_diagonal",
     "kronecker_factors",
 ]
-
-MANY_PASSES = 20_000
-"""Backward passes of a batch, above which the exact GGN is warned about."""
 
 
 def kronecker_factors(
@@ -183,7 +179,7 @@ class CurvaturePass:
         # is not known yet; the large factors are the same in both but for embeddings'.
         kfac_approx = "expand" if self._kfac_approx == "auto" else self._kfac_approx
         device = next(model.parameters()).device
-        check_memory(self._assignment, *self._making(kfac_approx), device)
+        check_memory(self._assignment, self._modes(kfac_approx), self._options, device)
         self.reset()
 
     def reset(self) -> None:
@@ -279,7 +275,8 @@ class CurvaturePass:
             f = capture.forward(x)
             check_targets(f, y, self._likelihood, may_ignore=self._targets.may_ignore)
             check_finite(self._model, f, x)
-            self._warn_of_many_passes(f)
+            if not self._num_data:
+                self._vectors.warn_of_many(f)
             self._check_rows(len(f), hides=mask is not None)
             # Autocast has done its part in the forward pass; Gram matrices need none of it.
             with self._no_autocast(), backward_arithmetic(self._options.backward_precision):
@@ -364,16 +361,14 @@ class CurvaturePass:
     def _rules(self) -> dict[TrackedLayer, Rule]:
         """All layers' rules, which hold the sums; made with the first batch."""
         if self._made_rules is None:
-            self._made_rules = make_rules(self._assignment, *self._making(self._kfac_approx))
+            modes = self._modes(self._kfac_approx)
+            self._made_rules = make_rules(self._assignment, modes, self._options)
         return self._made_rules
 
-    def _making(
-        self, kfac_approx: KfacApprox
-    ) -> tuple[dict[str, Approximation], int | None, int | None]:
-        """How rules are made: each layer's mode, and what is sketched or kept by its diagonal."""
+    def _modes(self, kfac_approx: KfacApprox) -> dict[str, Approximation]:
+        """Each layer's mode."""
         assert kfac_approx != "auto"
-        modes = modes_of_layers(kfac_approx, self._layer_names)
-        return modes, self._options.sketch_rank, self._options.diagonal_above
+        return modes_of_layers(kfac_approx, self._layer_names)
 
     @property
     def _layer_names(self) -> list[str]:
@@ -457,21 +452,6 @@ class CurvaturePass:
                     "shared axes apart, (N, ..., d), or say which example each row belongs to "
                     "(examples_of_rows)."
                 )
-
-    def _warn_of_many_passes(self, f: Tensor) -> None:
-        """Say once that the exact GGN takes a backward pass for each output of each term."""
-        options = self._options
-        if options.fisher != "exact" or options.rank_tolerance or self._num_data:
-            return
-        C = f.shape[-1]
-        passes = f[0].numel() // C * (C - 1 if self._likelihood == "classification" else C)
-        if passes > MANY_PASSES:
-            warnings.warn(
-                f"The exact GGN takes {passes} backward passes for each part of a batch: outputs "
-                f"have shape {tuple(f.shape)}. fisher='mc' takes mc_samples, and rank_tolerance "
-                "fewer where predictions are sure.",
-                stacklevel=2,
-            )
 
     def _begin_part(self) -> None:
         self._position_sums = PositionSums()

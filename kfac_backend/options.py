@@ -16,6 +16,7 @@ __all__ = [
     "KfacApprox",
     "Likelihood",
     "Mode",
+    "PassOptions",
     "ShiftLabels",
     "TargetKeywords",
     "TargetOptions",
@@ -42,7 +43,31 @@ ShiftLabels = bool | Literal["auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetOptions:
+class Options:
+    """What options have in common: they are checked when made, and changed by making others."""
+
+    def __post_init__(self) -> None:
+        """Raise a ValueError unless each value is supported."""
+
+    def check(self, likelihood: Likelihood) -> None:
+        """Raise a ValueError unless the options are for this likelihood."""
+        check_option("likelihood", likelihood, Likelihood)
+
+    def but(self, **changes: Any) -> Self:
+        """These options with some of them changed.
+
+        Raises:
+            TypeError: a name that is no option, with those that there are.
+        """
+        known = [field.name for field in fields(self)]
+        unknown = [name for name in changes if name not in known]
+        if unknown:
+            raise TypeError(f"{unknown[0]!r} is no option; there are {', '.join(known)}.")
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetOptions(Options):
     """Which targets belong to a model's outputs, in batches as data sets give them.
 
     Training, curvature and evaluation must agree on it, so it is made once and handed to all.
@@ -67,30 +92,24 @@ class TargetOptions:
     dict_key_mask: str | None = "attention_mask"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.shift_labels not in (True, False, "auto"):
             raise ValueError(
                 f"shift_labels={self.shift_labels!r} is not supported; choose one of True, False, "
                 "'auto'."
             )
 
-    def but(self, **changes: Any) -> Self:
-        """These options with some of them changed.
-
-        Raises:
-            TypeError: a name that is no option, with those that there are.
-        """
-        known = [field.name for field in fields(self)]
-        unknown = [name for name in changes if name not in known]
-        if unknown:
-            raise TypeError(f"{unknown[0]!r} is no option; there are {', '.join(known)}.")
-        return replace(self, **changes)
+    @property
+    def marks_ignored(self) -> bool:
+        """Whether there is a label of loss terms that do not count."""
+        return self.ignore_index is not None
 
     def check(self, likelihood: Likelihood) -> None:
         """Raise a ValueError unless the options are for this likelihood."""
-        check_option("likelihood", likelihood, Likelihood)
+        super().check(likelihood)
         if likelihood == "classification":
             return
-        if self.ignore_index is not None:
+        if self.marks_ignored:
             raise ValueError(
                 f"ignore_index={self.ignore_index} is for the labels of likelihood "
                 f"'classification', not {likelihood!r}; use None, and leave out the examples that "
@@ -104,46 +123,43 @@ class TargetOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CurvatureOptions(TargetOptions):
-    """Every choice of a curvature pass, checked once and passed whole.
+class PassOptions(Options):
+    """Which matrix a curvature pass computes, and how.
+
+    These sentences are the command line's help, too.
 
     Args:
-        kfac_approx: "expand" or "reduce" for all layers; "auto" takes expand if examples have
-            several loss terms, outputs (N, ..., C), and reduce if they have one; a mapping gives
-            modes to layers' names or patterns of them, the first that fits: {"head*": "expand",
-            "*": "reduce"}. A layer's mode may name its shared axes in their order, {"*":
-            {"augmentation": "reduce", "space": "expand"}}: first that of the rows if
-            `examples_of_rows` tells their examples, then those of its input; for convolutions
-            height and width are one.
-        fisher: "exact", the GGN (C - 1 or C backward passes a batch for each loss term of an
-            example); "mc", an unbiased estimate with ``mc_samples`` backward passes; "empirical",
-            the labels' own gradients (one backward pass for each loss term).
-        mc_samples: labels drawn per example for fisher="mc".
-        unsupported: parameters without a rule raise ("error"), are constants ("freeze"), or get the
-            exact diagonal of their block ("diagonal", slow: each example's gradient apart); the
-            last also those with a rule that are used in another way.
-        rank_tolerance: share of tr Λ, the loss Hessian's trace, that may be left out for each loss
-            term to save backward passes ("classification", "exact"); 0 leaves nothing out. What it
-            was is in the factors, see `KroneckerFactors.left_out_share`.
-        backward_precision: "float32"; "tf32" (GPU) or "bf16" (CPU) multiply so in the backward
-            passes, faster; A is not touched, B of WRN-16-4 wrong by up to 0.3 % in bf16.
-        batched: propagate a batch's vectors back at once: fewer launches on a GPU, V times the
-            memory.
+        kfac_approx: expand treats the positions that share a weight as examples; reduce sums over
+            them first, which is faster, and exact where the network sums over them, too; auto
+            takes expand if examples have several loss terms, outputs (N, ..., C), and reduce if
+            they have one. A mapping gives modes to layers by patterns of their names, the first
+            that fits: {"head*": expand, "*": reduce}. A layer's mode may name its shared axes in
+            their order, {"*": {"augmentation": reduce, "space": expand}}: first that of the rows if
+            examples_of_rows tells their examples, then those of its input; for convolutions height
+            and width are one.
+        fisher: exact computes the GGN, by C - 1 (classification) or C backward passes a batch for
+            each loss term of an example; mc estimates it without bias, by mc_samples backward
+            passes; empirical takes the labels of the data, by one backward pass for each loss term.
+        mc_samples: labels drawn for each example, for fisher=mc.
+        unsupported: what happens to parameters of layers without a K-FAC rule. error stops; freeze
+            treats them as constants; diagonal gives them the exact diagonal of their block, slowly,
+            and parameters that have a rule but are used in another way, too.
+        rank_tolerance: share of tr Λ, the trace of the loss Hessian, that may be left out of each
+            loss term to save backward passes (classification, fisher=exact). 0 leaves nothing out.
+            The factors and the log say what share it was.
+        backward_precision: arithmetic of the backward passes. bf16 (CPU) and tf32 (GPU) are faster
+            and make the gradient factors less exact (by up to 0.3 % on WRN-16-4 in bf16).
+        batched: propagate all vectors of a batch back at once: fewer kernel launches on a GPU, and
+            the memory of as many backward passes.
         sketch_rank: r; factors of linear layers that are wider than 4r are kept by r eigenvectors
-            and the trace, in memory d·r in place of d², with a bound on the error, see
-            `blocks.sketch` and `KroneckerFactors.sketch_errors`. For adapters of wide networks
-            (LoRA), where one factor of each weight has the width of the network. None keeps all
-            factors whole.
-        diagonal_above: d; of weights with more than d rows, such as an output layer's or an
-            embedding's of a large vocabulary, the factor over the rows is kept by its diagonal, in
-            memory C in place of C² for C rows, and so is the block of such a layer's bias. The
-            traces and each row's own curvature stay exact; what couples two rows is left out. Goes
-            before ``sketch_rank``, and is for tied weights, too; tensors that hold several maps
-            stay whole. None keeps all factors whole.
-        dict_key_y: see `TargetOptions`, as for the three below.
-        ignore_index: the label of loss terms that do not count.
-        shift_labels: whether labels stand one position behind the outputs that predict them.
-        dict_key_mask: the key of a mask of positions in inputs that are mappings.
+            and the trace, in memory d·r instead of d², with a bound on the error. For adapters of
+            wide networks (LoRA), where one factor of each weight has the network's width. Null
+            keeps all factors whole.
+        diagonal_above: d; of weights with more than d rows, such as an embedding of a large
+            vocabulary, the factor over the rows is kept by its diagonal, and so is the block of
+            such a layer's bias. Traces and each row's own curvature stay exact; what couples two
+            rows is left out. It goes before sketch_rank, and holds for tied weights, too; tensors
+            that hold several maps stay whole. Null keeps all factors whole.
 
     Raises:
         ValueError: an option that is not supported.
@@ -169,12 +185,10 @@ class CurvatureOptions(TargetOptions):
             raise ValueError(f"mc_samples must be at least 1, not {self.mc_samples}.")
         if not 0 <= self.rank_tolerance < 1:
             raise ValueError(f"rank_tolerance must be in [0, 1), not {self.rank_tolerance}.")
-        if self.sketch_rank is not None and self.sketch_rank < 1:
-            raise ValueError(f"sketch_rank must be at least 1, or None, not {self.sketch_rank}.")
-        if self.diagonal_above is not None and self.diagonal_above < 1:
-            raise ValueError(
-                f"diagonal_above must be at least 1, or None, not {self.diagonal_above}."
-            )
+        for name in ("sketch_rank", "diagonal_above"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, or None, not {value}.")
 
     def check(self, likelihood: Likelihood) -> None:
         """Raise a ValueError unless the options are for this likelihood."""
@@ -194,6 +208,21 @@ class CurvatureOptions(TargetOptions):
         """
         names = ("kfac_approx", "fisher", "rank_tolerance", "sketch_rank", "diagonal_above")
         return {name: getattr(self, name) for name in names}
+
+    def in_training_steps(self, fisher: Fisher) -> Self:
+        """These options for factors of training steps: one backward pass each, as the loss has."""
+        return self.but(fisher=fisher, mc_samples=1, rank_tolerance=0.0, batched=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurvatureOptions(PassOptions, TargetOptions):
+    """Every choice of a curvature pass over some data, checked once and passed whole.
+
+    Those of `PassOptions` say which matrix, those of `TargetOptions` of which targets.
+
+    Raises:
+        ValueError: an option that is not supported.
+    """
 
     def to_json(self) -> dict[str, Any]:
         """The options as plain data, which ``CurvatureOptions(**data)`` reads."""

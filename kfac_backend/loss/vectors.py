@@ -1,5 +1,6 @@
 """The vectors that a curvature pass propagates back: columns of S, sampled or label gradients."""
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -22,6 +23,9 @@ LARGEST_DRAW = 2**19
 
 CLASSES_OF_BLOCK = 256
 """Classes that are summed up before a label is drawn of many."""
+
+MANY_PASSES = 20_000
+"""Backward passes of a batch, above which the exact GGN is warned about."""
 
 MANY_CLASSES = 1024
 """Classes from which on a label is drawn in two steps: a block, then one of its classes."""
@@ -82,6 +86,20 @@ class BackwardVectors:
                 self._leading(columns, f, counted) if self.options.rank_tolerance else columns
             ):
                 yield from _one_term_at_a_time(_where(counted, column), counted)
+
+    def warn_of_many(self, f: Float[Tensor, "N *terms C"]) -> None:
+        """Say that the exact GGN takes a backward pass for each output of each term, if many."""
+        if self.options.fisher != "exact" or self.options.rank_tolerance:
+            return
+        C = f.shape[-1]
+        passes = f[0].numel() // C * (C - 1 if self.likelihood == "classification" else C)
+        if passes > MANY_PASSES:
+            warnings.warn(
+                f"The exact GGN takes {passes} backward passes for each part of a batch: outputs "
+                f"have shape {tuple(f.shape)}. fisher='mc' takes mc_samples, and rank_tolerance "
+                "fewer where predictions are sure.",
+                stacklevel=2,
+            )
 
     def _leading(
         self, columns: Iterator[Tensor], f: Tensor, counted: Tensor | None

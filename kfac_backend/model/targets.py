@@ -90,7 +90,7 @@ class Targets:
     ) -> None:
         options.check(likelihood)
         self.options = options
-        self.may_ignore = options.ignore_index is not None
+        self.may_ignore = options.marks_ignored
         """Whether some targets do not count, as far as is known by now."""
         self._likelihood: Likelihood = likelihood
         self._shifts = None if options.shift_labels == "auto" else bool(options.shift_labels)

@@ -88,7 +88,7 @@ class KfacPreconditioner:
         options: how factors become a preconditioner; damping first.
         curvature: how factors are made; fisher="mc" by default. Labels that do not count are seen
             by their gradients, which are zero, where an example has several loss terms or
-            ``ignore_index`` is not None.
+            the options name such a label.
         exclude: names of parameters, or patterns of them, that keep their plain gradients.
         mean_over: "terms", as torch's losses are, or "examples", whose several terms are summed.
         seed: of the labels that fisher="mc" draws; the same on all ranks, each of which makes

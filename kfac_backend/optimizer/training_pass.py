@@ -419,7 +419,7 @@ class TrainingPass(CurvaturePass):
         if self._likelihood != "classification":
             return torch.zeros_like(f)
         y = torch.zeros(f.shape[:-1], dtype=torch.long, device=f.device)
-        if f.dim() > 2 or mask is not None or self._options.ignore_index is not None:
+        if f.dim() > 2 or mask is not None or self._options.marks_ignored:
             y = y.masked_fill((g == 0).all(-1), IGNORED)
         return y
 

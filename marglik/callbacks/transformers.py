@@ -41,8 +41,8 @@ class MarginalLikelihood(TrainerCallback):
         trainer: which logs.
         likelihood: of the model's loss: "classification" also for language models, "regression" or
             "bernoulli".
-        curvature: all options of the curvature pass; for language models fisher="mc" and
-            ``ignore_index=-100``.
+        curvature: all options of the curvature pass; for language models fisher="mc", and the
+            label of positions that do not count, -100 as Hugging Face marks them.
         options: those of `PriorLearner`; mean_over="terms" for language models.
 
     Raises:

@@ -3,15 +3,7 @@
 from dataclasses import asdict, dataclass, fields
 from typing import Literal
 
-from kfac_backend.options import (
-    BackwardPrecision,
-    CurvatureOptions,
-    Fisher,
-    KfacApprox,
-    TargetOptions,
-    Unsupported,
-    check_option,
-)
+from kfac_backend.options import CurvatureOptions, PassOptions, TargetOptions, check_option
 from marglik.posterior.hyperparameters import UpdateMethod
 from marglik.posterior.subset import Layers
 from marglik.training.network import CompileMode
@@ -38,63 +30,34 @@ PostHocMethod = Literal["evidence", "validation", "fixed"]
 PriorRules = Literal["layerwise", "scalar", "kind", "stage"] | dict[str, str]
 
 
-@dataclass(frozen=True)
-class CurvatureConfig:
+@dataclass(frozen=True, kw_only=True)
+class CurvatureConfig(PassOptions):
     """The curvature pass.
 
     Args:
-        kfac_approx: expand treats positions that share a weight as examples; reduce sums over them
-            first, which is faster, and exact where the network sums over them, too; auto takes
-            expand if the outputs have a loss term for each position, and reduce otherwise. Or a
-            mode for each pattern of layers' names, such as {"head*": expand, "*": reduce}.
-        fisher: exact computes the GGN; mc estimates it with labels drawn from the model; empirical
-            uses the labels of the data.
-        mc_samples: labels per example for fisher=mc.
         batch_size: examples per batch of the pass; null takes that of training. On a GPU 1000, if
             they fit, are several times as fast as 128.
         augment: whether the pass sees augmented images if training does, as in the paper.
-        rank_tolerance: share of the loss Hessian's trace that may be left out per image to save
-            backward passes (fisher=exact); what was left out is in the log.
-        backward_precision: float32; bf16 (CPU) and tf32 (GPU) make the backward passes faster and
-            the gradient factors less exact (by 0.3 % on WRN-16-4 in bf16).
-        batched: whether all vectors of a batch are propagated back at once, which takes fewer
-            kernel launches on a GPU and more memory.
-        unsupported: what happens to parameters of layers without a K-FAC rule. error stops; freeze
-            treats them as constants; diagonal gives them the exact diagonal of their block, slowly.
-        sketch_rank: eigenvectors by which factors of linear layers are kept that are wider than
-            four times as many, with a bound on the error; null keeps all factors whole.
-        diagonal_above: rows of a weight from which on the factor over its rows is kept by its
-            diagonal, for large vocabularies; null keeps all factors whole.
     """
 
-    kfac_approx: KfacApprox = "expand"
-    fisher: Fisher = "exact"
-    mc_samples: int = 1
     batch_size: int | None = None
     augment: bool = True
-    rank_tolerance: float = 0.0
-    backward_precision: BackwardPrecision = "float32"
-    batched: bool = False
-    unsupported: Unsupported = "error"
-    sketch_rank: int | None = None
-    diagonal_above: int | None = None
 
     def __post_init__(self) -> None:
         if self.batch_size is not None and self.batch_size < 1:
             raise ValueError(f"curvature.batch_size must be at least 1, not {self.batch_size}.")
         try:
-            self.options()
+            super().__post_init__()
         except ValueError as error:
             raise ValueError(f"curvature.{error}") from error
 
     def options(self, targets: TargetOptions = TargetOptions()) -> CurvatureOptions:  # noqa: B008
         """The pass's options, for data that gives its targets in this way."""
-        of_pass = asdict(self)
-        del of_pass["batch_size"], of_pass["augment"]
+        of_pass = {field.name: getattr(self, field.name) for field in fields(PassOptions)}
         return CurvatureOptions(**of_pass | asdict(targets))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PostHocCurvatureConfig(CurvatureConfig):
     """The curvature pass of a fit to a trained network.
 
@@ -104,11 +67,6 @@ class PostHocCurvatureConfig(CurvatureConfig):
     """
 
     corrected: bool = False
-
-    def options(self, targets: TargetOptions = TargetOptions()) -> CurvatureOptions:  # noqa: B008
-        """The pass's options, for data that gives its targets in this way."""
-        of_pass = {field.name: getattr(self, field.name) for field in fields(CurvatureConfig)}
-        return CurvatureConfig(**of_pass).options(targets)
 
 
 @dataclass(frozen=True)

@@ -155,9 +155,7 @@ def build_optimizer(
             nesterov=config.nesterov,
             params=groups,
             options=config.kfac.preconditioner(),
-            curvature=curvature.but(
-                fisher=config.kfac.fisher, mc_samples=1, rank_tolerance=0.0, batched=False
-            ),
+            curvature=curvature.in_training_steps(config.kfac.fisher),
             mean_over="examples",  # the loop's objective
             seed=seed,
         )

@@ -258,15 +258,15 @@ def test_a_large_embedding_under_reduce(monkeypatch):
 
 
 def test_very_many_backward_passes_are_warned_about_once(monkeypatch):
-    monkeypatch.setattr("kfac_backend.factors.MANY_PASSES", R * (V - 1) - 1)
+    monkeypatch.setattr("kfac_backend.loss.vectors.MANY_PASSES", R * (V - 1) - 1)
     with pytest.warns(UserWarning, match="147 backward passes .* fisher='mc' takes") as caught:
         factors(Language(), [batch()] * 2)
     assert len(caught) == 1
-    monkeypatch.setattr("kfac_backend.factors.MANY_PASSES", R * (V - 1))
+    monkeypatch.setattr("kfac_backend.loss.vectors.MANY_PASSES", R * (V - 1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         factors(Language())
-        monkeypatch.setattr("kfac_backend.factors.MANY_PASSES", 1)
+        monkeypatch.setattr("kfac_backend.loss.vectors.MANY_PASSES", 1)
         factors(Language(), fisher="mc")
 
 
