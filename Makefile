@@ -1,4 +1,5 @@
 # `make train` and `make test` are all that a fresh machine needs; both set up .venv first.
+# A target that "resumes" continues where it was stopped when it is called again.
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
@@ -9,96 +10,96 @@ train: $(INSTALLED)  ## train on the built-in digits, learn the weight decays, w
 	$(BIN)/marglik train --config digits
 	@echo "marglik is in $(BIN): 'source $(BIN)/activate' makes the README's commands work in this shell."
 
-# One thread for each worker: workers whose threads wait for each other's cores take longer. Bytecode
-# is kept, or each worker and child compiles thousands of files. Files come in their order, with the
-# long ones early, since xdist's own puts those of few tests last, be they ever so long.
+# One thread per worker: with more, threads wait for each other's cores. Bytecode is kept, or each
+# worker and child would compile thousands of files. --no-loadscope-reorder keeps the files in order,
+# long ones early: xdist itself would put files with few tests last, however long these take.
 TOGETHER := -n auto --dist loadfile --no-loadscope-reorder
 
-test: $(INSTALLED)  ## the default test suite
+test: $(INSTALLED)  ## run the default test suite
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(TOGETHER)
 
-test-slow: $(INSTALLED)  ## the tests that take minutes
+test-slow: $(INSTALLED)  ## run the tests that take minutes each
 	$(BIN)/python -m pytest -q -m slow
 
-lint: $(INSTALLED)  ## ruff and the type checker
+lint: $(INSTALLED)  ## check formatting, lint rules and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/basedpyright
 
-format: $(INSTALLED)  ## what lint would ask for
+format: $(INSTALLED)  ## fix formatting and lint errors
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(INSTALLED)  ## the documentation in site/, with the examples run: four minutes, less if they ran before
+docs: $(INSTALLED)  ## build the documentation in site/ and run its examples: four minutes, less if they ran before
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[docs,adapters,transformers,models]'
 	$(BIN)/mkdocs build
 
-bench: $(INSTALLED)  ## curvature pass, evidence update and predictive against the limit and the peers, here
+bench: $(INSTALLED)  ## time the curvature pass, the evidence update and the predictive beside the limit and the peers
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
 	$(BIN)/python -m experiments.bench_curvature
 	$(BIN)/python -m experiments.bench_predictive
 
-bench-quick: $(INSTALLED)  ## the main ratios beside the last committed ones, before and after a change: two minutes
+bench-quick: $(INSTALLED)  ## compare the main ratios with the committed ones, before and after a change: two minutes
 	$(BIN)/python -m experiments.bench_quick
 
-large-classes: $(INSTALLED)  ## what 10 to 1,000 classes and a vocabulary of 50,257 cost: six minutes of a core; again to go on
+large-classes: $(INSTALLED)  ## cost of 10 to 1,000 classes and of a vocabulary of 50,257: six minutes of a core; resumes
 	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.large_classes --resume
 
-growth: $(INSTALLED)  ## how time and memory of a batch's factors grow, beside the limit's: ten minutes of a core; again to go on
+growth: $(INSTALLED)  ## how time and memory grow with a batch's sizes, beside the limit: ten minutes of a core; resumes
 	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.growth --resume
 
-models: $(INSTALLED)  ## seventy families of models of other libraries against brute force: five minutes
+models: $(INSTALLED)  ## check 72 model families of other libraries against brute force: five minutes
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[models]'
 	$(BIN)/python -m tests.models.matrix --json experiments/results/models/models.json
 
-faults: $(INSTALLED)  ## kills, full disks, damaged files, bad inputs: what a run survives; half an hour of one core
+faults: $(INSTALLED)  ## what a run survives: kills, full disks, damaged files, bad inputs; half an hour of a core
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults --json experiments/results/faults/faults.json
 
-exactness: $(INSTALLED)  ## where the modes are exact, after the paper's figures 1 and 2: half a minute
+exactness: $(INSTALLED)  ## where expand and reduce are exact, after the paper's figures 1 and 2: half a minute
 	$(BIN)/python -m experiments.exactness
 
-presets: $(INSTALLED)  ## learned against initial weight decay for ViT, GPT, GraphNetwork: half an hour
+presets: $(INSTALLED)  ## learned against initial weight decay for a ViT, a GPT and a GraphNetwork: half an hour
 	$(BIN)/python -m experiments.presets
 
-rivals: $(INSTALLED)  ## our predictives beside ensembles, SWAG, IVON, dropout, laplace-torch: digits, five seeds
+rivals: $(INSTALLED)  ## predictives beside ensembles, SWAG, IVON, dropout and laplace-torch: digits, five seeds
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
 	$(BIN)/python -m experiments.predictive_rivals
 
-out-of-distribution: $(INSTALLED)  ## calibrated predictives on corrupted images and on images from elsewhere: digits, ViT
+out-of-distribution: $(INSTALLED)  ## calibrated predictives on corrupted and out-of-distribution images: digits, ViT
 	$(BIN)/python -m experiments.out_of_distribution
 
-predictive-study: $(INSTALLED)  ## what each part of a Laplace predictive costs, dense GGN to s and τ: a quarter of an hour; again to go on
+predictive-study: $(INSTALLED)  ## what each part of a Laplace predictive costs, from the dense GGN to s and τ: a quarter of an hour; resumes
 	$(BIN)/python -m experiments.predictive_study
 
-natural-gradient: $(INSTALLED)  ## weight decays learned with SGD, AdamW and K-FAC: digits, five seeds; again to go on
+natural-gradient: $(INSTALLED)  ## weight decays learned with SGD, AdamW and K-FAC: digits, five seeds; resumes
 	$(BIN)/python -m experiments.natural_gradient
 
-lora: $(INSTALLED)  ## adapters of a small Llama on DART: MAP, dropout, ensemble, Laplace; again to go on
+lora: $(INSTALLED)  ## adapters of a small Llama on DART: MAP, dropout, ensemble and Laplace; resumes
 	$(BIN)/python -m experiments.lora
 
 lora-memory: $(INSTALLED)  ## memory of adapters' factors at a 7B model's widths, whole and sketched
 	$(BIN)/python -m experiments.lora_memory
 
-weight-decay-study: $(INSTALLED)  ## learned weight decays beside a grid and the default: digits, five seeds; again to go on
+weight-decay-study: $(INSTALLED)  ## learned weight decays beside a grid search and the default: digits, five seeds; resumes
 	$(BIN)/python -m experiments.weight_decay_study
 
-ranks-timing: $(INSTALLED)  ## a curvature pass on two ranks against one, and communication's share: two minutes
+ranks-timing: $(INSTALLED)  ## a curvature pass on two ranks against one, and the share of communication: two minutes
 	$(BIN)/python -m experiments.ranks_timing
 
-simulate-ranks: $(INSTALLED)  ## what an update takes on up to a thousand GPUs, simulated: seconds
+simulate-ranks: $(INSTALLED)  ## simulate an update on up to a thousand GPUs: seconds
 	$(BIN)/python -m experiments.simulate_ranks
 
-table2: $(INSTALLED)  ## the paper's Table 2 at the size of two cores: less than two hours; again to go on
+table2: $(INSTALLED)  ## the paper's Table 2 at a size for two cores: less than two hours; resumes
 	$(BIN)/python -m experiments.marglik_cifar10
 
-uci: $(INSTALLED)  ## UCI regression, noise and weight decays learned, beside four rivals: an hour; again to go on
+uci: $(INSTALLED)  ## UCI regression with learned noise and weight decays beside four rivals: an hour; resumes
 	$(BIN)/python -m experiments.uci --resume
 
-update-step-timing: $(INSTALLED)  ## the paper's Table 1: a K-FAC step on WRN-16-4, ours and the peers', beside an SGD step; an hour
+update-step-timing: $(INSTALLED)  ## the paper's Table 1, a K-FAC step beside the peers' and an SGD step, WRN-16-4: an hour; resumes
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
 	$(BIN)/python -m experiments.update_step_timing --resume
 
-gpu: $(INSTALLED)  ## on a machine with a GPU: its tests, benchmarks, and one seed of the paper's Table 2; again to go on
+gpu: $(INSTALLED)  ## on a machine with a GPU: tests, benchmarks, and one seed of the paper's Table 2; resumes
 	$(BIN)/python -m pytest -q -m gpu
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
 	$(BIN)/python -m experiments.bench_curvature --device cuda --resume
@@ -110,23 +111,23 @@ gpu: $(INSTALLED)  ## on a machine with a GPU: its tests, benchmarks, and one se
 gpt-timing: $(INSTALLED)  ## K-FAC of a language model, expand against reduce: ten minutes
 	$(BIN)/python -m experiments.transformer_timing
 
-graph-network-training: $(INSTALLED)  ## the paper's figure 3 on NCI1: K-FAC beside Nesterov's SGD, half an hour; again to go on
+graph-network-training: $(INSTALLED)  ## the paper's figure 3 on NCI1, K-FAC beside Nesterov's SGD: half an hour; resumes
 	$(BIN)/python -m experiments.graph_network_training
 
-vision-transformer-training: $(INSTALLED)  ## the paper's figure 4 on CIFAR-10 (JPEG): K-FAC beside NAdamW, half an hour; again to go on
+vision-transformer-training: $(INSTALLED)  ## the paper's figure 4 on CIFAR-10 (JPEG), K-FAC beside NAdamW: half an hour; resumes
 	$(BIN)/python -m experiments.vision_transformer_training
 
-optimizer-comparison: $(INSTALLED)  ## SGD, AdamW, SOAP and K-FAC with the same tuning; again to go on
+optimizer-comparison: $(INSTALLED)  ## SGD, AdamW, SOAP and K-FAC with the same tuning; resumes
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
 	$(BIN)/python -m experiments.optimizer_comparison
 
-optimizer-defaults: $(INSTALLED)  ## K-FAC's defaults beside tuned SGD and AdamW: five small problems, a quarter of an hour; again to go on
+optimizer-defaults: $(INSTALLED)  ## K-FAC's defaults beside tuned SGD and AdamW on five small problems: a quarter of an hour; resumes
 	$(BIN)/python -m experiments.optimizer_defaults
 
-evidence-from-training: $(INSTALLED)  ## weight decays by curvature passes or from K-FAC's factors of the training: digits, five minutes; again to go on
+evidence-from-training: $(INSTALLED)  ## weight decays from curvature passes or from K-FAC's own factors: digits, five minutes; resumes
 	$(BIN)/python -m experiments.evidence_from_training
 
-test-lowest:  ## the test suite with the oldest dependencies that pyproject.toml allows
+test-lowest:  ## run the default test suite with the oldest dependencies that pyproject.toml allows
 	$(PYTHON) -m venv .venv-lowest
 	.venv-lowest/bin/python -m pip install --quiet uv
 	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest/bin/python --resolution lowest-direct -e '.[dev]'

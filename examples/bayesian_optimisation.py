@@ -1,13 +1,14 @@
 # %% [markdown]
 # # Bayesian optimisation with a network's Laplace posterior
 #
-# BoTorch asks a model for the joint distribution of its outputs at several points, and climbs an
-# acquisition function by its gradients in the points. `marglik.adapters.botorch.LaplaceModel` is
-# such a model: the linearised network, with a Kronecker-factored posterior whose precisions and
-# noise the evidence chooses.
+# For users of BoTorch who want a neural network as the surrogate. BoTorch asks a model for the
+# joint distribution of its outputs at several points, and maximises an acquisition function by
+# its gradients in the points. `marglik.adapters.botorch.LaplaceModel` is such a model: the
+# linearised network with a Kronecker-factored posterior, whose prior precisions the evidence
+# chooses.
 #
-# Needs: `pip install marglik botorch`. Less than a minute on one core; `SEEDS` more take that much
-# longer each.
+# Needs: `pip install -e ".[adapters]"` in the clone. Less than a minute on one core per seed
+# (`SEEDS`).
 
 # %%
 import os
@@ -30,7 +31,7 @@ BOUNDS = torch.tensor([[0.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
 
 # %% [markdown]
 # ## The problem
-# Branin's function on the unit square, negated since BoTorch maximises. Its three maxima have the
+# Branin's function on the unit square, negated because BoTorch maximises. Its three maxima have the
 # value −0.398.
 
 # %%
@@ -45,9 +46,9 @@ def value(points):
 
 # %% [markdown]
 # ## The surrogate
-# A network that is trained from scratch in each round, in float64. Then the curvature, and the
-# precision of the prior where the evidence is highest. The noise stays what it is: with eight
-# points that the network passes through, the evidence would explain everything by noise.
+# Each round trains a network from scratch, in float64. Then it computes the curvature and chooses
+# the prior precision with the highest evidence. The noise stays fixed: with eight points that the
+# network interpolates, the evidence would explain everything by noise.
 
 
 # %%
@@ -69,7 +70,7 @@ def surrogate(x, y):
 
 # %% [markdown]
 # ## The search
-# Two points at a time: their joint covariance keeps them from being the same.
+# Each round chooses two points. Their joint covariance prevents them from being the same.
 
 
 # %%
@@ -105,8 +106,8 @@ runs = [search(seed) for seed in range(SEEDS)]
 
 # %% [markdown]
 # ## What it brings
-# The regret: how far the best value so far is from the maximum. The points at random are Sobol's,
-# which are spread more evenly than independent ones.
+# The regret is the distance of the best value so far from the maximum. The random points are Sobol
+# points, which are spread more evenly than independent ones.
 
 # %%
 print("evaluations      Laplace       random")

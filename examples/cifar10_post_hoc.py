@@ -1,13 +1,14 @@
 # %% [markdown]
 # # Images: a posterior for a torchvision network, after training
 #
-# A MobileNetV3 of torchvision is trained as usual, here for a few epochs on few images, and gets
-# a posterior afterwards: one pass over the data, the prior by the evidence, two numbers of
-# calibration. Nothing is declared; BatchNorm is in eval mode, where it is a fixed affine map.
+# For anyone with a trained image classifier. A MobileNetV3 of torchvision is trained as usual, here
+# for a few epochs on few images. Afterwards it gets a posterior: one pass over the data, a prior
+# chosen by the evidence, and two numbers of calibration. No layer needs a declaration. BatchNorm is
+# in eval mode, where it is a fixed affine map.
 #
-# The data are 1,000 images of CIFAR-10, re-encoded as JPEG, in `cifar10-jpeg.tar.gz` in the
-# folder that the environment variable `MARGLIK_DATA` names. **Without it, digits take their
-# place**, three times as large and in grey. Half a minute on one core.
+# The data are 1,000 images of CIFAR-10, re-encoded as JPEG. The file `cifar10-jpeg.tar.gz` is
+# expected in the folder that the environment variable `MARGLIK_DATA` names. **Without it, grey
+# digits, enlarged three times, take their place.** Half a minute on one core.
 
 # %%
 import os
@@ -66,8 +67,8 @@ model.eval()
 # %% [markdown]
 # ## The posterior
 #
-# `fisher="mc"` takes one backward pass per batch instead of nine. Two predictives: all layers,
-# and the last layer alone, which costs no more than a forward pass.
+# `fisher="mc"` takes one backward pass per batch instead of nine. We compare two predictives: all
+# layers, and the last layer alone, which costs no more than a forward pass.
 
 # %%
 batches = list(zip(x.split(100), y.split(100), strict=True))

@@ -1,8 +1,9 @@
 # %% [markdown]
 # # Digits: weight decays learned while a network trains
 #
-# A LeNet learns the 8×8 digits of scikit-learn, and one weight decay for each of its ten tensors on
-# the way. Two hundred digits are held out for the two numbers of the calibration.
+# The shortest complete example: start here. A LeNet learns the 8×8 digits of scikit-learn and,
+# while it trains, one weight decay for each of its ten tensors. Two hundred digits are held out
+# to fit the two numbers of the calibration.
 #
 # Half a minute on one core; nothing is downloaded.
 
@@ -26,8 +27,8 @@ loader = DataLoader(TensorDataset(x[train], y[train]), batch_size=64, shuffle=Tr
 # %% [markdown]
 # ## Training
 #
-# Every five epochs the Laplace approximation is fitted with K-FAC, and a hundred steps on the
-# logarithms of the weight decays raise its log marginal likelihood.
+# Every five epochs the Laplace approximation is fitted with K-FAC. A hundred gradient steps on the
+# logarithms of the weight decays then increase its log marginal likelihood (the evidence).
 
 # %%
 model = LeNet(num_classes=10, in_channels=1, image_size=8)
@@ -41,7 +42,7 @@ for name, decay in zip(names, decays, strict=True):
     print(f"{name:13} {decay:.1e}")
 
 # %% [markdown]
-# The evidence rises within each update, and mostly from one to the next, as the network fits.
+# The evidence rises within each update and, as the network fits, mostly from one to the next.
 
 # %%
 figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3), layout="constrained")
@@ -54,8 +55,8 @@ right.set(xlabel="learned weight decay")
 # %% [markdown]
 # ## Predictions
 #
-# Calibration scales the posterior's width by s and the outputs by 1/τ. s = 0 is temperature
-# scaling.
+# Calibration scales the covariance of the outputs by s and the outputs by 1/τ. With s = 0 it is
+# temperature scaling.
 
 # %%
 predict = calibrate(laplace, [(x[held_out], y[held_out])])
@@ -66,7 +67,7 @@ for name, predictive in {"MAP": map_predictive(model), "calibrated": predict}.it
     print(f"{name:10}", *(f"{key} {metrics[key]:.3f}" for key in ("cls/NLL", "cls/accuracy")))
 
 # %% [markdown]
-# The digits of which it is least sure, with their labels:
+# The digits that the network is least sure of, with their labels:
 
 # %%
 entropy = predict(x[test]).entropy

@@ -1,12 +1,14 @@
 # %% [markdown]
 # # Text: a small GPT, byte by byte
 #
-# A language model has a loss term at every position: K-FAC's expand setting. The exact curvature
-# would take 255 backward passes for each term; `fisher="mc"` draws one label per position from
-# the model, and takes one.
+# For language models: weight decays learned during training, and predictions for each position. A
+# language model has a loss term at every position, which is K-FAC's expand setting. The exact
+# curvature would take 255 backward passes per term; `fisher="mc"` draws one label per position from
+# the model and takes a single pass.
 #
-# The text is DART's (Nan et al. 2021), its development split in the folder that the environment
-# variable `MARGLIK_DATA` names; without it, sentences from a template. Half a minute on one core.
+# The text is the development split of DART (Nan et al. 2021), in the folder that the environment
+# variable `MARGLIK_DATA` names. Without it, sentences are made from a template. Half a minute on
+# one core.
 
 # %%
 import os
@@ -61,7 +63,8 @@ print(bytes(x[0].tolist()).decode(errors="replace"))
 # %% [markdown]
 # ## Training
 #
-# The output layer's weight is the embedding's: tied tensors have one block and one weight decay.
+# The output layer and the embedding share their weight. A tied tensor has one block and one weight
+# decay.
 
 # %%
 model = GPT(vocab_size=256, context=R, dim=48, depth=2, heads=4)
@@ -86,7 +89,7 @@ for decay, name in sorted(zip(decays, names, strict=True))[:5]:
 # %% [markdown]
 # ## Predicting the next byte
 #
-# The covariances of 48 positions with 256 outputs each would take R·C backward passes for a window;
+# The covariances of 48 positions with 256 outputs each would take R·C backward passes per window.
 # `method="linearised"` samples linearised networks instead, at about a backward pass each.
 
 # %%

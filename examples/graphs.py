@@ -1,13 +1,14 @@
 # %% [markdown]
 # # Graphs: molecules of different sizes
 #
-# A graph network's layers run on the nodes and edges of all graphs of a batch, one behind the
-# other. Rows are then not examples: the model says which graph each row belongs to, by
-# `kfac_backend.examples_of_rows`, and reduce scales both sums over a graph's R rows by 1/√R.
+# For graph networks. Their layers run on the concatenated nodes and edges of all graphs of a
+# batch, so that rows are not examples. The model says which graph each row belongs to, with
+# `kfac_backend.examples_of_rows`. Reduce then scales both sums over the R rows of a graph by
+# 1/√R.
 #
-# The molecules are NCI1's in the folder that the environment variable `MARGLIK_DATA` names;
-# without it, random graphs whose class is whether they have more edges than nodes. Half a minute
-# on one core.
+# The molecules are those of NCI1, in the folder that the environment variable `MARGLIK_DATA`
+# names. Without it, the graphs are random, and their class is whether they have more edges than
+# nodes. Half a minute on one core.
 
 # %%
 import os
@@ -49,7 +50,7 @@ print(f"{len(x)} graphs of {x.node_counts.min()} to {x.node_counts.max()} nodes"
 # %% [markdown]
 # ## The curvature of a batch
 #
-# A and B have the size of a layer, whatever the sizes of the graphs are.
+# The sizes of A and B depend on the layer, not on the sizes of the graphs.
 
 # %%
 model = GraphNetwork(node_features=37, num_classes=2, edge_features=1, dim=24, depth=2)

@@ -1,13 +1,13 @@
 # %% [markdown]
 # # Weight decays learned inside Hugging Face's Trainer
 #
-# A small BERT learns how many facts a sentence states. Model, data and `Trainer` are as usual; the
-# three lines that are added end with `# (1)`, `# (2)` and `# (3)`.
+# For users of Hugging Face's `Trainer`. A small BERT learns how many facts a sentence states.
+# Model, data and `Trainer` are as usual; the three added lines end with `# (1)`, `# (2)` and `#
+# (3)`.
 #
-# Needs: `pip install -e ".[transformers]"` in the clone. The text is DART's (Nan et al. 2021,
-# arXiv:2007.02871), its development split in the folder that the environment variable
-# `MARGLIK_DATA` names; without it, sentences are made from a template. Less than a minute on one
-# core.
+# Needs: `pip install -e ".[transformers]"` in the clone. The text is the development split of DART
+# (Nan et al. 2021, arXiv:2007.02871), in the folder that the environment variable `MARGLIK_DATA`
+# names. Without it, sentences are made from a template. Less than a minute on one core.
 
 # %%
 import gzip
@@ -38,8 +38,8 @@ CLASSES, LENGTH, WORDS = 4, 32, 1000  # one to three facts, or more
 
 # %% [markdown]
 # ## The data
-# Sentences with their numbers of facts, as sequences of words' numbers: 600 to train on, 300 held
-# out for the two numbers of the calibration, 500 for the test.
+# Sentences as sequences of word indices, labelled with their number of facts: 600 for training, 300
+# held out for the two numbers of the calibration, 500 for the test.
 
 
 # %%
@@ -103,9 +103,9 @@ trainer.train()
 
 # %% [markdown]
 # ## What was learned
-# One weight decay per parameter tensor: here the smallest and the largest. Those of the embeddings
-# grow with each update: a LayerNorm follows, so that their scale means nothing, and the evidence
-# takes it to zero.
+# One weight decay per parameter tensor; these are the smallest and the largest. Those of the
+# embeddings grow with each update: a LayerNorm follows, so that the scale of the embeddings has no
+# effect, and the evidence shrinks it to zero.
 
 # %%
 names = [name for name, _ in model.named_parameters()]

@@ -1,11 +1,11 @@
 # %% [markdown]
 # # Weight decays learned inside Lightning's Trainer
 #
-# Your module, your dataloaders and your trainer stay as they are. A callback adds the prior's
-# gradient before each step, climbs the marginal likelihood every few epochs, and leaves a fitted
-# posterior. Three lines are added to the training; they end with `# (1)`, `# (2)` and `# (3)`.
+# For users of Lightning. Your module, dataloaders and trainer stay as they are. A callback adds the
+# gradient of the prior before each step, maximises the marginal likelihood every few epochs, and
+# fits a posterior at the end. The three added lines end with `# (1)`, `# (2)` and `# (3)`.
 #
-# Needs: `pip install marglik`. Less than a minute on one core.
+# Less than a minute on one core; nothing is downloaded.
 
 # %%
 import logging
@@ -26,8 +26,8 @@ warnings.filterwarnings("ignore", module="lightning")
 
 # %% [markdown]
 # ## The data
-# 300 handwritten digits to train on, 200 held out for the two numbers of the calibration, and 500
-# for the test. A fifth of all labels are drawn at random, so that there is something to overfit.
+# 300 handwritten digits for training, 200 held out for the two numbers of the calibration, and 500
+# for the test. A fifth of all labels are random, so that there is something to overfit.
 
 # %%
 L.seed_everything(0, verbose=False)
@@ -44,7 +44,7 @@ train, held_out, test = (
 
 # %% [markdown]
 # ## The module
-# As you have it, but for one thing: the optimiser has no weight decay of its own.
+# A usual module with one difference: the optimiser has no weight decay of its own.
 
 
 # %%
@@ -71,7 +71,7 @@ class Digits(L.LightningModule):
 
 # %% [markdown]
 # ## The training
-# With the callback, and without it for comparison.
+# Once with the callback and once without it, for comparison.
 
 # %%
 prior = MarginalLikelihood("classification", network="net", every=6)  # (2)
@@ -106,8 +106,9 @@ print("log evidence per example:", *(f"{e / len(train):.3f}" for e in prior.lear
 
 # %% [markdown]
 # ## What it brings
-# The posterior predicts; held-out images tell how wide it should be (s) and how sharp the outputs
-# (τ). s = 0 is temperature scaling: where it is chosen, the last two rows are the same.
+# The posterior predicts. Held-out images determine the scale of its covariance (s) and the
+# temperature of the outputs (τ). s = 0 is temperature scaling: if it is chosen, the last two rows
+# are the same.
 
 # %%
 laplace = calibrate(prior.posterior, DataLoader(held_out, 100))

@@ -1,13 +1,14 @@
 # %% [markdown]
 # # LoRA with calibrated uncertainty
 #
-# Low-rank adapters (LoRA) fit a pretrained network to a task with few labels. They are
-# over-confident where labels are few. A Laplace approximation of the adapters alone says how sure
-# the network is (Yang et al. 2024, arXiv:2308.13111), and needs no line but `KronLaplace(model)`.
+# For anyone who fine-tunes with adapters. Low-rank adapters (LoRA) fit a pretrained network to a
+# task with few labels, and are overconfident. A Laplace approximation of the adapters alone
+# estimates how sure the network is (Yang et al. 2024, arXiv:2308.13111). It takes one line:
+# `KronLaplace(model)`.
 #
-# Nothing is downloaded. The text is the documentation of four libraries that are installed here,
-# the task to tell from one sentence which library it is from. As there are no pretrained weights
-# without a download either, a small Llama first learns to write such sentences.
+# Nothing is downloaded. The text is the documentation of four installed libraries; the task is to
+# tell from one sentence which library it belongs to. Because pretrained weights would need a
+# download, a small Llama first learns to write such sentences.
 
 # %%
 import ast
@@ -32,9 +33,9 @@ LIBRARIES = ("torch", "scipy", "sklearn", "matplotlib")
 
 # %% [markdown]
 # ## Sentences
-# The first line of each docstring, as numbers of words. Of at most 600 sentences a library we use
-# 50 with their label for the adapters, 50 held out for the calibration, and 100 for the test; all
-# others have no label, and pretrain the network.
+# The first line of each docstring, as word indices. Each library has at most 600 sentences. Of
+# these, 50 with their labels train the adapters, 50 are held out for the calibration, and 100 are
+# the test set. The others, without labels, pretrain the network.
 
 
 # %%
@@ -82,7 +83,7 @@ print({part: len(examples) for part, examples in parts.items()})
 
 # %% [markdown]
 # ## The pretrained network
-# It stands for the weights that you would download.
+# It takes the place of the weights that you would download.
 
 # %%
 config = transformers.LlamaConfig(
@@ -103,7 +104,8 @@ print(f"pretrained to {loss:.2f} nats a word")
 
 # %% [markdown]
 # ## The adapters
-# peft as usual: adapters of queries and values and a new head are trained, all else is frozen.
+# peft as usual: adapters of queries and values and a new head are trained, everything else is
+# frozen.
 
 
 # %%
@@ -127,8 +129,8 @@ model.print_trainable_parameters()
 
 # %% [markdown]
 # ## The posterior of the adapters
-# Frozen parameters have no posterior and cost nothing; the mask hides padding. The prior precision
-# of each tensor is where the log marginal likelihood is highest.
+# Frozen parameters have no posterior and cost nothing. The mask hides padding. Each tensor gets the
+# prior precision that maximises the log marginal likelihood.
 
 # %%
 laplace = marglik.KronLaplace(model, "classification")
@@ -139,8 +141,8 @@ print(f"log marginal likelihood {before:.1f} -> {found.objective:.1f} nats")
 
 # %% [markdown]
 # ## Predictions
-# `calibrate` finds how wide the posterior and how sharp the outputs should be, on held-out
-# sentences. With the width at zero it is temperature scaling of the MAP.
+# `calibrate` fits the scale of the posterior's covariance and the temperature of the outputs on
+# held-out sentences. With a scale of zero it is temperature scaling of the MAP.
 
 # %%
 predictives = {
@@ -160,8 +162,8 @@ print(f"s = {calibration.calibration.covariance_scale:.3g}, τ of the MAP = {tem
 
 # %% [markdown]
 # ## Saved and loaded
-# The folder has adapters, head and factors, and none of the base, which you bring. Another base
-# than that of the fit is an error.
+# The folder contains the adapters, the head and the factors. The base is not saved: you provide it,
+# and a base other than that of the fit is an error.
 
 # %%
 with tempfile.TemporaryDirectory() as folder:
@@ -178,9 +180,9 @@ with tempfile.TemporaryDirectory() as folder:
 
 # %% [markdown]
 # ## Wide networks
-# One factor of each adapter has the width of the frozen layer: 64 MiB at 4,096, twice for each
-# adapted layer. `sketch_rank=r` keeps it by r eigenvectors and its trace, and says by how much an
-# eigenvalue may be wrong. Here the width is 48, which is just enough to show it.
+# One factor of each adapter has the width of the frozen layer: 64 MiB at a width of 4,096, twice
+# for each adapted layer. `sketch_rank=r` keeps r eigenvectors and the trace instead, and bounds
+# the error of the eigenvalues. Here the width is 48, just enough to show it.
 
 # %%
 options = {"sketch_rank": 8}

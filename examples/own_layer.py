@@ -1,9 +1,10 @@
 # %% [markdown]
 # # A layer of your own
 #
-# A causal filter applies one weight to each window of a sequence. K-FAC needs to know one thing
-# of such a layer: its inputs, position by position. A rule says that; the rest follows, both
-# modes, evidence, predictive and optimiser. The first batch of each pass proves the rule against
+# For anyone whose model has a layer that marglik does not know. The example is a causal filter,
+# which applies one weight to each window of a sequence. K-FAC needs to know one thing about such
+# a layer: its inputs, position by position. A rule provides them. Both modes, the evidence, the
+# predictive and the optimiser follow. The first batch of each pass checks the rule against
 # autograd.
 #
 # Seconds on one core.
@@ -51,8 +52,8 @@ class CausalFilterRule(WeightSharingRule):
 # %% [markdown]
 # ## Against brute force
 #
-# A linear network that averages the positions, with a Gaussian likelihood: there reduce is exact,
-# and expand is not. The exact block is Σ_n Jᵀ J.
+# For a linear network that averages the positions, with a Gaussian likelihood, reduce is exact and
+# expand is not. The exact block is Σ_n Jᵀ J.
 
 
 # %%
@@ -77,7 +78,7 @@ for mode in ("reduce", "expand"):
 # %% [markdown]
 # ## What a wrong rule does
 #
-# Windows of the wrong inputs: the first batch finds that they are not what the layer multiplies.
+# This rule returns the wrong inputs. The first batch finds that the layer does not multiply these.
 
 
 # %%

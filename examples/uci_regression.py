@@ -1,13 +1,13 @@
 # %% [markdown]
 # # Regression with the noise learned: yacht hydrodynamics
 #
-# A network with 50 tanh units learns the resistance of yachts, with the noise σ and one weight
-# decay per tensor, without validation data. The predictive is a Gaussian whose variance is what
-# the noise and the posterior say: σ² + J Σ Jᵀ.
+# For regression. A network with 50 tanh units learns the resistance of yachts. The noise σ and one
+# weight decay per tensor are learned with it, without validation data. The predictive is a Gaussian
+# with the variance σ² + J Σ Jᵀ, the sum of the noise's and the posterior's.
 #
-# The data are the published splits of UCI's yacht set, `uci.tar.gz` in the folder that the
-# environment variable `MARGLIK_DATA` names; without it, a made-up function of one variable.
-# Seconds on one core.
+# The data are the published splits of UCI's yacht set, in `uci.tar.gz` in the folder that the
+# environment variable `MARGLIK_DATA` names. Without it, the data is a synthetic function of one
+# variable. Seconds on one core.
 
 # %%
 import os
@@ -45,8 +45,9 @@ print(title)
 # %% [markdown]
 # ## Training
 #
-# MacKay's fixed point sets δ = γ/‖θ‖² and σ² to what is left of the errors. Start from a small σ:
-# from a large one the first update meets a network that has not fitted, and keeps it from fitting.
+# MacKay's fixed point sets δ = γ/‖θ‖², with γ the effective number of parameters, and σ² to the
+# remaining squared error. Start from a small σ: from a large one, the first update sees a network
+# that has not fitted, and keeps it from fitting.
 
 # %%
 model = nn.Sequential(nn.Linear(x.shape[1], 50), nn.Tanh(), nn.Linear(50, 1))
@@ -74,7 +75,7 @@ print("weight decays:", *(f"{decay:.1e}" for decay in training.weight_decays()))
 # ## What the posterior adds
 #
 # The same network and noise, without and with the uncertainty of the weights. 90 % intervals should
-# hold 90 % of the test targets.
+# contain 90 % of the test targets.
 
 # %%
 predictives = {

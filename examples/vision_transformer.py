@@ -1,10 +1,10 @@
 # %% [markdown]
 # # A vision transformer, with a mode for each layer
 #
-# A transformer shares each weight over the patches of an image, and averages them at the end:
-# K-FAC's reduce setting. But reduce gives the keys' weight of softmax attention a block of zeros,
-# since the same shift of all keys changes nothing. So attention gets expand here, and the rest
-# reduce.
+# For transformers, and for anyone who wants to mix modes. A vision transformer shares each weight
+# over the patches of an image and averages the patches at the end, which is K-FAC's reduce
+# setting. But reduce gives the keys' weight of softmax attention a block of zeros, because the
+# same shift of all keys changes nothing. So here attention uses expand, and the rest reduce.
 #
 # Digits of 8×8 pixels in patches of 2×2; a quarter of a minute on one core.
 
@@ -33,7 +33,7 @@ model = VisionTransformer(
 # ## Two modes, two blocks
 #
 # The factors of one layer in both modes. With d_in inputs and d_out outputs, A is d_in × d_in and
-# B d_out × d_out, however many patches there are.
+# B is d_out × d_out, however many patches there are.
 
 # %%
 name = next(name for name, _ in model.named_parameters() if "qkv.weight" in name)
