@@ -17,7 +17,7 @@ from kfac_backend.distributed import ProcessGroupOption
 from kfac_backend.factors import CurvaturePass
 from kfac_backend.layers import ExactRule, Use
 from kfac_backend.model.batches import each_batch
-from kfac_backend.model.capture import Capture
+from kfac_backend.model.capture import Capture, unknown_examples
 from kfac_backend.model.rule_assignment import (
     RuleAssignment,
     TrackedLayer,
@@ -232,12 +232,7 @@ class CorrectionPass(CurvaturePass):
         for tracked, numbers in self._rows_seen.items():
             wrong = numbers - {examples}
             if wrong:
-                raise NotImplementedError(
-                    f"Layer {tracked} got {wrong.pop()} rows in a batch of {examples} examples; "
-                    "corrected eigenvalues need each example's rows. Keep the batch axis first and "
-                    "the shared axes apart, (N, ..., d), or say which example each row belongs to "
-                    "(examples_of_rows)."
-                )
+                raise unknown_examples(tracked, wrong.pop(), examples, "corrected eigenvalues need")
 
     def _end_forward(self) -> None:
         """Nothing: inputs wait for gradients."""

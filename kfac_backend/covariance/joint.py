@@ -27,8 +27,7 @@ from kfac_backend.covariance.output_covariance import check_classes, check_rows
 from kfac_backend.covariance.parameter_gradients import ParameterGradients, group_of
 from kfac_backend.covariance.uncovered import UncoveredGradients
 from kfac_backend.layers import ExampleGradients, Use
-from kfac_backend.model.batches import examples
-from kfac_backend.model.calls import check_output, num_examples, plain_attention, restoration
+from kfac_backend.model.calls import check_output, plain_attention, restoration
 from kfac_backend.model.capture import Capture
 from kfac_backend.model.proof.verification import Proof
 from kfac_backend.model.rule_assignment import TrackedLayer, assignment_of_blocks, check_module
@@ -104,11 +103,8 @@ class JointCovariance:
 
     def _prove(self, x: Tensor) -> None:
         """Prove, once, that the hooks see all."""
-        N = len(x)
-        if not self._proof.is_made(N):
-            which = self._proof.some(x, N)
-            some = x if which is None else examples(x, which)
-            self._proof.make(some, num_examples(some))
+        if not self._proof.is_made(len(x)):
+            self._proof.make(x, len(x))
             self._gradients = ParameterGradients(self._proof.assignment)
             self._uncovered = UncoveredGradients(
                 self._model, self._proof.assignment.diagonal, self._product_bytes

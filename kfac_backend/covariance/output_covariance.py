@@ -26,7 +26,7 @@ from kfac_backend.covariance.uncovered import UncoveredGradients
 from kfac_backend.layers import Use
 from kfac_backend.model.batches import Plan, detached, example_shapes, examples, make_plan
 from kfac_backend.model.calls import call_with, check_output, num_examples, restoration
-from kfac_backend.model.capture import Capture
+from kfac_backend.model.capture import Capture, unknown_examples
 from kfac_backend.model.memory import give_back_free_memory, total_memory
 from kfac_backend.model.proof.verification import Proof
 from kfac_backend.model.rule_assignment import TrackedLayer, assignment_of_blocks, check_module
@@ -212,9 +212,7 @@ class OutputCovariance:
         """How many examples fit; and, once, the proof that the hooks see all."""
         N = num_examples(x)
         if not self._proof.is_made(N):
-            which = self._proof.some(x, N)
-            some = x if which is None else examples(x, which)
-            self._proof.make(some, num_examples(some))
+            self._proof.make(x, N)
             self._gradients = LayerGradients(
                 self._proof.assignment, self._precision, self._product_bytes, self._tolerance
             )
@@ -537,8 +535,4 @@ def check_rows(tracked: TrackedLayer, use: Use, N: int) -> None:
     """Raise a NotImplementedError unless a layer's rows are those of N examples, or say whose."""
     rows = len(use.a) if use.rows is None else use.rows.num_examples
     if rows != N:
-        raise NotImplementedError(
-            f"Layer {tracked} got {rows} rows for {N} outputs; the covariance must know each "
-            "example's rows. Keep the batch axis first and the shared axes apart: (N, ..., d), "
-            "or say which example each row belongs to (examples_of_rows)."
-        )
+        raise unknown_examples(tracked, rows, N, "the covariance needs")

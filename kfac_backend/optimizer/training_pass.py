@@ -29,7 +29,7 @@ from kfac_backend.distributed import ProcessGroupOption
 from kfac_backend.factors import CurvaturePass
 from kfac_backend.layers import Use
 from kfac_backend.loss.hessian import IGNORED, check_targets, num_counted_terms
-from kfac_backend.model.batches import detached, examples
+from kfac_backend.model.batches import detached
 from kfac_backend.model.calls import (
     check_output,
     explicit_forwards,
@@ -384,9 +384,6 @@ class TrainingPass(CurvaturePass):
     def _prove_some(self, x: Any, N: int | None) -> None:
         if self._proof.is_made(N):
             return
-        which = self._proof.some(x, N)
-        if which is not None:
-            x, N = examples(x, which), len(which)
         self._proof.make(x, N)
         assignment = self._assignment
         followed = dict.fromkeys(assignment.operations.names)
@@ -440,10 +437,7 @@ def _only_with_hooks(assignment: RuleAssignment, others: Mapping[str, object]) -
     Raises:
         ValueError: no parameter is left.
     """
-    left = [name for name in assignment.names if name not in others]
-    if not left:
-        raise ValueError("No trainable parameter of the model has a K-FAC rule.")
-    return replace(assignment.without(others), names=left, unknown={}, operations=Operations())
+    return replace(assignment.with_constants(others), unknown={}, operations=Operations())
 
 
 @dataclass(eq=False)
