@@ -1,4 +1,7 @@
-"""The options of a curvature pass, and the one place that checks them."""
+"""The options of a curvature pass, and their checks.
+
+An options object is made once, checks itself, and is passed whole to whatever acts on it.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -29,8 +32,8 @@ __all__ = [
 
 Mode = Literal["expand", "reduce"]
 Approximation = Mode | dict[str, Mode]
-"""A layer's mode, or one for each of its shared axes: {"augmentation": "reduce", "space": "expand"}
-names them in their order."""
+"""A layer's mode, or one mode for each of its shared axes, named in their order:
+{"augmentation": "reduce", "space": "expand"}."""
 KfacApprox = Literal["expand", "reduce", "auto"] | dict[str, Approximation]
 """One mode for all layers, "auto", or patterns of layers' names with their modes; see
 `modes_of_layers`."""
@@ -43,19 +46,19 @@ ShiftLabels = bool | Literal["auto"]
 
 @dataclass(frozen=True, kw_only=True)
 class TargetOptions:
-    """Which targets belong to a model's outputs, in batches as data sets give them.
+    """Which targets of a batch belong to which outputs of the model, and which targets count.
 
-    Training, curvature and evaluation must agree on it, so it is made once and handed to all.
+    Training, curvature and evaluation must agree on it, so one object is made and passed to all.
 
     Args:
         dict_key_y: the targets' key in batches that are mappings.
         ignore_index: the label of loss terms that do not count (padding, say), in "classification".
-        shift_labels: whether labels (N, R) stand one position behind the outputs that predict them,
-            as those of Hugging Face's causal language models do. "auto" compares the loss that such
-            a model computes of labels with ours, and takes labels as they are if it has none.
+        shift_labels: whether the output at a position predicts the label of the next position, as
+            in Hugging Face's causal language models. "auto" compares the loss that such a model
+            computes from labels with ours; if the model computes none, labels are not shifted.
         dict_key_mask: the key of a mask (N, R) in inputs that are mappings. Positions that it hides
-            count neither in the layers nor as loss terms; the first batch that has some proves
-            that they do not reach the others' outputs. None: all positions count.
+            count neither in the layers nor as loss terms. It is proved on the first batch with
+            hidden positions that these do not reach the others' outputs. None: all positions count.
 
     Raises:
         ValueError: an option that is not supported.
@@ -77,12 +80,12 @@ class TargetOptions:
         """These options with some of them changed.
 
         Raises:
-            TypeError: a name that is no option, with those that there are.
+            TypeError: a name that is not an option; it lists the options.
         """
         known = [field.name for field in fields(self)]
         unknown = [name for name in changes if name not in known]
         if unknown:
-            raise TypeError(f"{unknown[0]!r} is no option; there are {', '.join(known)}.")
+            raise TypeError(f"{unknown[0]!r} is not an option; choose from {', '.join(known)}.")
         return replace(self, **changes)
 
     def check(self, likelihood: Likelihood) -> None:
@@ -108,41 +111,41 @@ class CurvatureOptions(TargetOptions):
     """Every choice of a curvature pass, checked once and passed whole.
 
     Args:
-        kfac_approx: "expand" or "reduce" for all layers; "auto" takes expand if examples have
-            several loss terms, outputs (N, ..., C), and reduce if they have one; a mapping gives
-            modes to layers' names or patterns of them, the first that fits: {"head*": "expand",
-            "*": "reduce"}. A layer's mode may name its shared axes in their order, {"*":
-            {"augmentation": "reduce", "space": "expand"}}: first that of the rows if
-            `examples_of_rows` tells their examples, then those of its input; for convolutions
-            height and width are one.
-        fisher: "exact", the GGN (C - 1 or C backward passes a batch for each loss term of an
-            example); "mc", an unbiased estimate with ``mc_samples`` backward passes; "empirical",
-            the labels' own gradients (one backward pass for each loss term).
+        kfac_approx: "expand" or "reduce" for all layers. "auto" takes expand if examples have
+            several loss terms, outputs (N, ..., C), and reduce if they have one. A mapping gives
+            modes to names of layers, or to patterns of names, of which the first that fits counts:
+            {"head*": "expand", "*": "reduce"}. A layer's mode may be a mapping of its shared axes,
+            in their order, {"*": {"augmentation": "reduce", "space": "expand"}}: first the axis of
+            rows if `examples_of_rows` gives their examples, then those of its input. The height and
+            width of a convolution are one axis.
+        fisher: "exact" is the GGN (C - 1 or C backward passes a batch for each loss term of an
+            example); "mc" is an unbiased estimate of it with ``mc_samples`` backward passes;
+            "empirical" takes the labels' own gradients (one backward pass for each loss term).
         mc_samples: labels drawn per example for fisher="mc".
-        unsupported: parameters without a rule raise ("error"), are constants ("freeze"), or get the
-            exact diagonal of their block ("diagonal", slow: each example's gradient apart); the
-            last also those with a rule that are used in another way.
-        rank_tolerance: share of tr Λ, the loss Hessian's trace, that may be left out for each loss
-            term to save backward passes ("classification", "exact"); 0 leaves nothing out. What it
-            was is in the factors, see `KroneckerFactors.left_out_share`.
-        backward_precision: "float32"; "tf32" (GPU) or "bf16" (CPU) multiply so in the backward
-            passes, faster; A is not touched, B of WRN-16-4 wrong by up to 0.3 % in bf16.
-        batched: propagate a batch's vectors back at once: fewer launches on a GPU, V times the
+        unsupported: what becomes of parameters without a rule. "error" raises; "freeze" takes them
+            as constants; "diagonal" gives them the exact diagonal of their block (slow, as it needs
+            each example's gradient), and also parameters that have a rule but are used in a way
+            that it does not cover.
+        rank_tolerance: the share of tr Λ, the trace of the loss Hessian, that may be left out of
+            each loss term to save backward passes ("classification", "exact"); 0 leaves nothing
+            out. `KroneckerFactors.left_out_share` is the share that was.
+        backward_precision: "float32"; "tf32" (GPU) or "bf16" (CPU) multiply faster in the backward
+            passes. A is not affected; B of WRN-16-4 is wrong by up to 0.3 % in bf16.
+        batched: propagate all vectors of a batch back at once: fewer launches on a GPU, V times the
             memory.
-        sketch_rank: r; factors of linear layers that are wider than 4r are kept by r eigenvectors
-            and the trace, in memory d·r in place of d², with a bound on the error, see
-            `blocks.sketch` and `KroneckerFactors.sketch_errors`. For adapters of wide networks
-            (LoRA), where one factor of each weight has the width of the network. None keeps all
-            factors whole.
-        diagonal_above: d; of weights with more than d rows, such as an output layer's or an
-            embedding's of a large vocabulary, the factor over the rows is kept by its diagonal, in
-            memory C in place of C² for C rows, and so is the block of such a layer's bias. The
-            traces and each row's own curvature stay exact; what couples two rows is left out. Goes
-            before ``sketch_rank``, and is for tied weights, too; tensors that hold several maps
-            stay whole. None keeps all factors whole.
+        sketch_rank: r. Factors of linear layers that are wider than 4r are kept by r eigenvectors
+            and the trace, in memory d·r instead of d², with a bound on the error (`blocks.sketch`,
+            `KroneckerFactors.sketch_errors`). Use it for adapters of wide networks (LoRA), where
+            one factor of each weight is as wide as the network. None keeps all factors whole.
+        diagonal_above: d. Of weights with more than d rows, such as the output layer or embedding
+            of a large vocabulary, only the diagonal of the factor over the rows is kept, in memory
+            C instead of C² for C rows, and so is that of the layer's bias. Traces and each row's
+            own curvature stay exact; the coupling of different rows is lost. It takes precedence
+            over ``sketch_rank``, and applies to tied weights, too, but not to tensors that hold
+            several maps. None keeps all factors whole.
         dict_key_y: see `TargetOptions`, as for the three below.
         ignore_index: the label of loss terms that do not count.
-        shift_labels: whether labels stand one position behind the outputs that predict them.
+        shift_labels: whether the output at a position predicts the next position's label.
         dict_key_mask: the key of a mask of positions in inputs that are mappings.
 
     Raises:
@@ -240,13 +243,13 @@ def check_positive(name: str, value: object) -> None:
         raise TypeError(f"{name} is {value!r}; a number or a tensor is needed.") from None
     right = numbers.isfinite() & (numbers > 0)
     if not right.all():
-        # A number as it was given: -3 is no -3.0.
+        # The number as the user gave it, -3 and not -3.0.
         wrong = value if isinstance(value, (int, float)) else numbers[~right][0].item()
         raise ValueError(f"{name} must be positive, not {wrong}.")
 
 
 def check_kfac_approx(kfac_approx: KfacApprox) -> KfacApprox:
-    """What was asked for, as a copy of plain dicts.
+    """The checked option, with mappings copied into plain dicts.
 
     Raises:
         ValueError: neither a mode, "auto", nor a mapping of patterns to modes.
@@ -278,10 +281,10 @@ def check_kfac_approx(kfac_approx: KfacApprox) -> KfacApprox:
 
 
 def automatic_mode(num_dimensions: int) -> Mode:
-    """What "auto" is for outputs of so many dimensions: expand for (N, ..., C), reduce for (N, C).
+    """The mode of "auto" by the outputs' axes: expand for (N, ..., C), reduce for (N, C).
 
-    With a loss term at each position the paper's expand setting is at hand, else its reduce setting
-    (Eschenhagen et al. 2023, section 3.1).
+    A loss term at each position is the paper's expand setting, one for each example its reduce
+    setting (Eschenhagen et al. 2023, section 3.1).
     """
     return "expand" if num_dimensions > 2 else "reduce"
 
@@ -290,7 +293,7 @@ def modes_of_layers(kfac_approx: KfacApprox, names: Iterable[str]) -> dict[str, 
     """Each layer's mode; the first pattern that fits its name counts.
 
     Args:
-        kfac_approx: not "auto", which is known with the first outputs only.
+        kfac_approx: anything but "auto", which the first outputs decide.
         names: layers' names in the model.
 
     Raises:
