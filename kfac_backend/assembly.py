@@ -126,10 +126,10 @@ def check_memory(
     raise torch.OutOfMemoryError(
         f"The factors would take {total / GiB:.1f} GiB, {largest} ({d}×{d}) alone "
         f"{entries * itemsize / GiB:.1f} GiB, and its eigenvalues {eigenvalues / GiB:.1f} GiB more "
-        f"for a while; {device} has {memory / GiB:.1f} GiB. Keep the factors over the rows of "
-        f"large weights by their diagonal (diagonal_above={min(LARGE, d - 1)}), wide factors of "
-        "weights that are not tied by r eigenvectors (sketch_rank=r), or freeze the layer "
-        "(requires_grad_(False))."
+        f"while they are computed; {device} has {memory / GiB:.1f} GiB. Keep the factors over the "
+        f"rows of large weights by their diagonal (diagonal_above={min(LARGE, d - 1)}), wide "
+        "factors of weights that are not tied by r eigenvectors (sketch_rank=r), or freeze the "
+        "layer (requires_grad_(False))."
     )
 
 

@@ -44,7 +44,7 @@ LOOKS = 20
 
 
 class RankError(RuntimeError):
-    """Another rank has failed, is gone, or does something else than this one."""
+    """Another rank has failed, is gone, or does something other than this one."""
 
 
 @dataclass(frozen=True)

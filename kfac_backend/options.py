@@ -172,12 +172,10 @@ class CurvatureOptions(TargetOptions):
             raise ValueError(f"mc_samples must be at least 1, not {self.mc_samples}.")
         if not 0 <= self.rank_tolerance < 1:
             raise ValueError(f"rank_tolerance must be in [0, 1), not {self.rank_tolerance}.")
-        if self.sketch_rank is not None and self.sketch_rank < 1:
-            raise ValueError(f"sketch_rank must be at least 1, or None, not {self.sketch_rank}.")
-        if self.diagonal_above is not None and self.diagonal_above < 1:
-            raise ValueError(
-                f"diagonal_above must be at least 1, or None, not {self.diagonal_above}."
-            )
+        for name in ("sketch_rank", "diagonal_above"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, or None, not {value}.")
 
     def check(self, likelihood: Likelihood) -> None:
         """Raise a ValueError unless the options are for this likelihood."""

@@ -168,7 +168,7 @@ class Refusal(NotImplementedError):
 
     Args:
         errors: name -> the error that says why.
-        divided: layers that compute something else than their parts do.
+        divided: layers that compute something other than their parts do.
     """
 
     def __init__(

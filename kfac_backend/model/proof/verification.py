@@ -4,10 +4,10 @@ A wrong number is worse than an error. Three kinds of layer would give wrong num
 has its check:
 
 - `verify_uses` finds a layer whose parameters are used outside of its forward, where no hook sees
-  them, or that computes something else than its rule assumes. These parameters, and those without a
-  rule, are then followed operation by operation, and the result is proved as well (`following`).
+  them, or that computes something other than its rule assumes. These parameters, and those without
+  a rule, are then followed operation by operation, and the result is proved, too (`following`).
 - `verify_divided` and `verify_own_parameters` find a layer whose replacement (its parts, or a copy
-  of a parameter for each example) computes something else than the layer itself.
+  of a parameter for each example) computes something other than the layer itself.
 - `verify_independence` finds a layer that mixes the rows of different examples.
 
 A parameter that fails raises an error that names it, or, if the user asked for that, becomes a
@@ -305,7 +305,7 @@ def verify_uses(
         The model's output, the assignment with the rules that derived layers match, and the
         parameters that must be followed operation by operation, each with the error to raise if
         that fails. A parameter is among them if it is used outside of its layer's forward, if its
-        layer computes something else than its rule assumes, or if it has no rule.
+        layer computes something other than its rule assumes, or if it has no rule.
     """
     tracked_names = {name for t in assignment.layers for name in t.parameters.values()}
     parameters = {
@@ -392,7 +392,7 @@ def verify_uses(
 
 def _something_else(tracked: TrackedLayer) -> NotImplementedError:
     return NotImplementedError(
-        f"Layer {tracked} computes something else than its class "
+        f"Layer {tracked} computes something other than its class "
         f"{tracked.layer_type.__name__} and the rule for it (an overridden forward, a "
         "hook, or computed weights), so that its rule would give wrong numbers. "
         "Register a rule for its class (register_rule), derive it from nn.Module, or "
@@ -864,7 +864,7 @@ def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None
                     module.training = mode
             if not same_with_derivatives(should, does, own, used.tolerance):
                 error = NotImplementedError(
-                    f"Layer '{d.name}' ({type(layer).__name__}) computes something else than "
+                    f"Layer '{d.name}' ({type(layer).__name__}) computes something other than "
                     f"{type(d.by_parts).__name__} (an overridden forward, other options, or wrong "
                     "parts). Register parts for its class (register_rule), or freeze it "
                     "(requires_grad_(False))."

@@ -85,17 +85,17 @@ NOT_IMPLEMENTED = {
         Lambda(lambda m, x: m.fc(x) * m.fc.weight.sum(), fc=nn.Linear(3, 2)),
         "'fc.weight' reached the model's output",
     ),
-    "subclass that computes something else": (
+    "subclass that computes something other": (
         nn.Sequential(ScaledLinear(3, 2)),
-        "computes something else than its class Linear",
+        "computes something other than its class Linear",
     ),
     "subclass with another derivative only": (
         nn.Sequential(with_unit_norm(ScaledLinear(3, 2))),
-        "computes something else than its class Linear",
+        "computes something other than its class Linear",
     ),
     "forward patched on the instance": (
         with_patched_forward(nn.Linear(3, 2)),
-        "computes something else",
+        "computes something other",
     ),
     "positions first, as many as examples": (
         Lambda(lambda m, x: m.fc(x[:, None] * torch.ones(4, 4, 1)).mean(0), fc=nn.Linear(3, 2)),

@@ -274,7 +274,7 @@ def test_in_float64_rounding_of_float32_is_seen():
     layer = nn.Linear(4, 2).double()
     scaled = nn.functional.linear
     layer.forward = lambda x: scaled(x, layer.weight * (1 + 1e-6), layer.bias)
-    with pytest.raises(NotImplementedError, match="computes something else"):
+    with pytest.raises(NotImplementedError, match="computes something other"):
         factors(nn.Sequential(layer), noise(5, 4))
 
 
