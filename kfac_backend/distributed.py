@@ -175,7 +175,7 @@ class Ranks:
             return
         tensors = list({id(tensor): tensor for tensor in tensors}.values())
         with self._named_errors(what), torch.no_grad():
-            waiting = []
+            waiting = []  # all buckets are started before the first is waited for
             for bucket in _buckets(tensors):
                 flat = _flat(bucket)
                 work = dist.all_reduce(flat, group=self._group, async_op=True)

@@ -260,6 +260,8 @@ class CurvaturePass:
         `_fitting_size` needs.
         """
         try:
+            # In this order: the proof must know which loss terms count, and the mask is verified
+            # with the layers and runs that the proof has found.
             y = self._targets(self._model, x, y)
             self._verify(x, y)
             if not self._mask_verified:

@@ -125,6 +125,8 @@ def turn_of(model: nn.Module, alone: bool = False) -> Iterator[None]:
         else:
             _waiting.append(turn)
             try:
+                # Not only for running turns, but for those that were asked for earlier: otherwise a
+                # turn ``alone`` might never come while others begin and end.
                 while any(map(turn.conflicts, _running + _waiting[: _waiting.index(turn)])):
                     _changed.wait()
                 _running.append(turn)

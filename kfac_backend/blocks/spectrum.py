@@ -106,6 +106,8 @@ def _spread(values: Float[Tensor, "n"]) -> tuple[int, Float[Tensor, "m"]]:
 
 def _lagrange(u: Float[Tensor, "n"], offsets: Float[Tensor, "k"]) -> Float[Tensor, "n k"]:
     """Π_{j≠k} (u − j) / (k − j): the weight of each of the integer nodes k at the point u."""
+    # The product of all other distances, from cumulative products on both sides: dividing the whole
+    # product by u − k would fail where an eigenvalue lies on a node.
     distance = u[:, None] - offsets
     ones = torch.ones_like(u)[:, None]
     before = torch.cat([ones, distance[:, :-1].cumprod(1)], 1)

@@ -254,7 +254,7 @@ class OutputCovariance:
         with self._capture(record) as capture:
             f = capture.forward(x)
             self._check_output(f, x)
-            capture.backward(f, [torch.zeros_like(f)])
+            capture.backward(f, [torch.zeros_like(f)])  # only shapes are recorded
         C, itemsize = K or f.shape[-1], at_least_float32(f).element_size()
         work = {
             tracked: bytes_per_example(R, C, d_out, self._input_size(tracked, d_out), itemsize)
@@ -264,6 +264,9 @@ class OutputCovariance:
         vector = itemsize * f[0].numel()
         largest = max(work.values(), default=0)
         memory = self._memory - 2 * self._product_bytes
+        # What a pair of an example and a position holds: with ``batched`` one layer's gradients
+        # (the largest, and a copy) beside all vectors; otherwise the gradients of one group of
+        # layers beside one vector.
         groups = [frozenset(self._proof.assignment.all)]
         if self._batched:
             held = max(sizes.values(), default=1) * 2 + C * vector

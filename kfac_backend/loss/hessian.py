@@ -81,7 +81,7 @@ def _categorical_root(f: Float[Tensor, "*terms C"]) -> Iterator[Float[Tensor, "*
     """
     p, order = torch.softmax(f, dim=-1).sort(dim=-1, descending=True)
     t = p.flip(-1).cumsum(-1).flip(-1)
-    tiny = torch.finfo(p.dtype).tiny
+    tiny = torch.finfo(p.dtype).tiny  # where probabilities underflow, columns are 0 and not 0 / 0
     for j in range(p.shape[-1] - 1):
         p_j, t_j, t_next = p[..., j], t[..., j], t[..., j + 1]
         column = torch.zeros_like(p)

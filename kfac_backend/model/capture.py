@@ -419,7 +419,7 @@ class Capture:
         """Report a layer's input; returns the layer's output, which will report its gradients."""
         if isinstance(tracked.layer, FunctionalLayer):  # it has no hook before it runs
             self._check(tracked, a)
-        given = a
+        given = a  # with its graph
         if not self._differentiable:
             a = a.detach()
         number, run = self._run(tracked)
@@ -440,6 +440,7 @@ class Capture:
         seen = Use(a if rows is None else rows.flatten(a), rows)
         if run != "constant":
             self._on_input(tracked, seen)
+            # An empty output, as of a graph without edges, gets no gradient, and is no constant.
             if output.numel():
                 self._reached[tracked, number] = False
         if self._keep_inputs or tracked.rule.needs_input:

@@ -233,6 +233,7 @@ class KfacPreconditioner:
             if options.norm_control == "peak_kl_clip":
                 which = "the highest learning rate of the schedule: step(lr=...)"
             raise ValueError(f"norm_control={options.norm_control!r} needs {which}.")
+        # Factors first, since inverses that are due in the same step are made from them.
         if self._pass.is_due:
             self._average(self._pass.mean_blocks())
         if self._every(options.update_every, "update_every"):
@@ -395,6 +396,8 @@ class KfacPreconditioner:
             return
         if set(new) != set(self._blocks):
             raise _another_model(set(new) ^ set(self._blocks))
+        # The stored average is divided by the sum of weights already. With this share of the new
+        # factors it stays so.
         share = (1 - rho) / self._weight
         for name, block in self._blocks.items():
             what = "A moving average"

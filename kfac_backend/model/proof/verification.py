@@ -94,7 +94,7 @@ class Proof:
         self._key: Key | None = None
         self._is_known = False
         self.assignment = assignment
-        """The tracked layers; once the proof is made, with their runs and the rules they obey."""
+        """The tracked layers; once the proof is made, with their runs and matching rules."""
         self.plan = Plan()
         """How batches run fastest."""
         self.output_dim = 0
@@ -234,7 +234,7 @@ class Proof:
                     assignment = _without_folds(assignment, mixed)
             if not by_example:  # `find_runs` could not tell them
                 assignment = _with_runs(assignment, runs)
-        # Only now, so that a check that raises leaves the proof as it was.
+        # Only now, so that a check that raises leaves the assignment as it was.
         self.assignment = assignment
         self._uses_verified = True
 

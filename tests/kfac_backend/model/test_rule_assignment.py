@@ -85,7 +85,7 @@ NOT_IMPLEMENTED = {
         Lambda(lambda m, x: m.fc(x) * m.fc.weight.sum(), fc=nn.Linear(3, 2)),
         "'fc.weight' reached the model's output",
     ),
-    "subclass that computes something other": (
+    "subclass that computes something else": (
         nn.Sequential(ScaledLinear(3, 2)),
         "computes something other than its class Linear",
     ),
