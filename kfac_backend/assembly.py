@@ -1,8 +1,12 @@
 """From a model's layers to its rules, and from the rules' sums to the parameters' blocks.
 
-Mostly a parameter belongs to one layer, and its block is that layer's B ⊗ A. The rest is here:
-tensors that several layers share (tied), tensors that hold several maps (packed, as attention's
-``in_proj_weight``), and tensors that are used in two ways.
+Most parameters belong to one layer, and their block is that layer's B ⊗ A. This module handles the
+others: tensors that several layers share (tied), tensors that hold several maps (packed, as
+attention's ``in_proj_weight``), and tensors that are used in two ways, such as a language model's
+embedding that is also its output layer.
+
+`make_rules` is called when a pass begins to sum up, `collect_sums` when it ends, and
+`assemble_blocks` after the sum over ranks.
 """
 
 from collections import Counter
@@ -26,14 +30,14 @@ from kfac_backend.precision import at_least_float32
 __all__ = ["Part", "assemble_blocks", "check_memory", "collect_sums", "make_rules"]
 
 LARGE = 8192
-"""Rows of a large weight, in words of advice."""
+"""Rows above which an error message calls a weight large."""
 
 
 class Part(NamedTuple):
     """One layer's sums of a parameter, additive over the data."""
 
     slot: tuple[int, int]
-    """Which of how many maps the parameter holds, (0, 1) for the only one."""
+    """(index, count) of this map among those that the parameter holds; (0, 1) for a single map."""
     sums: BlockSums
 
 
@@ -47,9 +51,9 @@ def make_rules(
     Args:
         assignment: the layers.
         modes: each layer's mode, by its name.
-        options: ``sketch_rank`` and ``diagonal_above`` count. Tensors that are tied or packed are
-            not sketched, since their blocks are put together from several; packed ones keep the
-            factor over their rows whole, too.
+        options: ``sketch_rank`` and ``diagonal_above`` count. Tied and packed tensors are not
+            sketched, since their blocks are assembled from those of several layers; packed ones
+            keep the factor over their rows whole, too.
 
     Raises:
         NotImplementedError: a tensor that layers share in ways that have no common block; a large
@@ -65,7 +69,7 @@ def _separate_rules(
     modes: Mapping[str, Approximation],
     options: PassOptions,
 ) -> dict[TrackedLayer, Rule]:
-    """`make_rules` with sums for each layer of its own."""
+    """`make_rules` before sums are shared: each layer has its own."""
     rules: dict[TrackedLayer, Rule] = {
         tracked: tracked.rule(tracked.layer, modes.get(tracked.name, "expand"), tracked.parameters)
         for tracked in assignment.all
@@ -87,14 +91,14 @@ def check_memory(
     options: PassOptions,
     device: torch.device,
 ) -> None:
-    """Raise an error unless the factors and the largest's eigenvalues can fit into the memory.
+    """Raise an error unless the factors fit into memory, and the largest can be decomposed there.
 
-    Σ d² entries of all factors are held, and two copies of the largest in float64 while its
-    eigenvalues are computed. What other programs take is not known, and left out. Arguments as of
-    `make_rules`.
+    The estimate is Σ d² entries for all factors, plus two copies of the largest in float64 for its
+    eigenvalues. Memory that other programs take is unknown and not counted. The other arguments are
+    those of `make_rules`.
 
     Raises:
-        torch.OutOfMemoryError: naming the largest factor, its size, and the ways out.
+        torch.OutOfMemoryError: they do not fit; it names the largest factor and the ways out.
     """
     memory = total_memory(device)
     if memory is None:
@@ -118,17 +122,18 @@ def check_memory(
     raise torch.OutOfMemoryError(
         f"The factors would take {total / GiB:.1f} GiB, {largest} ({d}×{d}) alone "
         f"{entries * itemsize / GiB:.1f} GiB, and its eigenvalues {eigenvalues / GiB:.1f} GiB more "
-        f"for a while; {device} has {memory / GiB:.1f} GiB. Keep the factors over the rows of "
-        f"large weights by their diagonal (diagonal_above={min(LARGE, d - 1)}), wide factors of "
-        "weights that are not tied by r eigenvectors (sketch_rank=r), or freeze the layer "
-        "(requires_grad_(False))."
+        f"while they are computed; {device} has {memory / GiB:.1f} GiB. Keep the factors over the "
+        f"rows of large weights by their diagonal (diagonal_above={min(LARGE, d - 1)}), wide "
+        "factors of weights that are not tied by r eigenvectors (sketch_rank=r), or freeze the "
+        "layer (requires_grad_(False))."
     )
 
 
 def collect_sums(rules: dict[TrackedLayer, Rule]) -> dict[str, list[Part]]:
     """Parameter name -> the sums of each layer that has it; ``rules`` is empty afterwards."""
     parts: dict[str, list[Part]] = {}
-    while rules:  # one at a time, as what a rule holds may be as large as its sums
+    # A rule may hold as much again as its sums, so each is dropped before the next one's are made.
+    while rules:
         tracked, rule = rules.popitem()
         for local, sums in rule.block_sums().items():
             part = Part(tracked.slots.get(local, (0, 1)), sums)
@@ -147,9 +152,14 @@ def assemble_blocks(parts: Mapping[str, list[Part]]) -> dict[str, KroneckerBlock
 
 
 def _tie(rules: Mapping[TrackedLayer, Rule]) -> None:
-    """Let layers that share a tensor sum up together, where both use it the same way."""
-    first: dict[tuple, tuple[Rule, str]] = {}
-    kinds: dict[tuple, dict[tuple, TrackedLayer]] = {}
+    """Let layers that share a tensor add to the same sums, where they use it in the same way.
+
+    Uses of one kind are one sum: an example's gradient is the sum over all of them. Uses of a
+    weight in two orientations get two sums, which `nearest_kronecker` joins. Any other mixture has
+    no common block.
+    """
+    first: dict[tuple, tuple[Rule, str]] = {}  # the layer whose sums the others share
+    kinds: dict[tuple, dict[tuple, TrackedLayer]] = {}  # (parameter, slot) -> its kinds of use
     for tracked, rule in rules.items():
         for local, name in tracked.parameters.items():
             place = (name, tracked.slots.get(local))
@@ -166,6 +176,8 @@ def _tie(rules: Mapping[TrackedLayer, Rule]) -> None:
     for name, places in by_name.items():
         of_name = [kind for place in places for kind in kinds[place]]
         whole = any(slot is None for _, slot in places)
+        # No block: a tensor that is used both whole and in slots, and one with several kinds of use
+        # unless these are orientations of one weight.
         if (whole and len(places) > 1) or (
             len(of_name) > len(places)
             and not (len(places) == 1 and all(kind[0] == "weight" for kind in of_name))
@@ -179,7 +191,7 @@ def _tie(rules: Mapping[TrackedLayer, Rule]) -> None:
 
 
 def _kind(rule: Rule, local: str) -> tuple:
-    """Uses of one kind are one sum; those of a weight stored the other way round are another."""
+    """A description of how a rule uses a parameter; equal descriptions can share sums."""
     if isinstance(rule, WeightSharingRule):
         if local == "bias":
             return ("bias", rule.mode if isinstance(rule.mode, str) else tuple(rule.mode.items()))
@@ -190,7 +202,7 @@ def _kind(rule: Rule, local: str) -> tuple:
 
 
 def _block(name: str, parts: list[Part]) -> KroneckerBlock:
-    """The block of a parameter: of all its slots, and of both ways that it is used in."""
+    """The block of a parameter, from all its slots or from both ways in which it is used."""
     if len(parts) > 1 and parts[0].slot[1] > 1:
         return _packed(name, parts)
     blocks = [_one_block(name, part.sums) for part in parts]
@@ -210,7 +222,7 @@ def _one_block(name: str, sums: BlockSums) -> KroneckerBlock:
 
 
 def _packed(name: str, parts: list[Part]) -> KroneckerBlock:
-    """Several maps' blocks as groups of one tensor."""
+    """The blocks of several maps as the groups of the tensor that holds them."""
     ordered = sorted(parts, key=lambda part: part.slot[0])
     assert [part.slot[0] for part in ordered] == list(range(parts[0].slot[1]))
     sums = [part.sums for part in ordered]
@@ -226,7 +238,7 @@ def _whole(factor: Factor, name: str) -> Tensor:
 
 
 def _without_single_group(factor: Factor) -> Factor:
-    """(G, d, d), or (d, d) for one group, as a sketch is."""
+    """A factor (G, d, d) as (d, d) if there is one group; a sketch is always (d, d)."""
     if isinstance(factor, SketchedFactor):
         return factor
     return factor[0] if len(factor) == 1 else factor

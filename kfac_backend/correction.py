@@ -17,7 +17,7 @@ from kfac_backend.distributed import ProcessGroupOption
 from kfac_backend.factors import CurvaturePass
 from kfac_backend.layers import ExactRule, Use
 from kfac_backend.model.batches import each_batch
-from kfac_backend.model.capture import Capture
+from kfac_backend.model.capture import Capture, unknown_examples
 from kfac_backend.model.rule_assignment import (
     RuleAssignment,
     TrackedLayer,
@@ -52,31 +52,31 @@ def corrected_factors(
 
     Eigenvalue (i, j) of each block becomes Σ_n Σ_v (q_Bᵢᵀ G_nv q_Aⱼ)², with G_nv the gradient of
     example n and vector v of the loss Hessian's root: the diagonal of the block of the GGN (or of
-    its estimate by ``fisher``) in the basis Q_B ⊗ Q_A. So the trace is exact, and the distance to
-    the exact block is the least that these eigenvectors allow. Expand and reduce differ in the
-    basis alone. Blocks that are exact already (norms, scalars, diagonals) stay as they are. Source:
-    George et al. 2018 (arXiv:1806.03884), section 3.
+    its estimate by ``fisher``) in the basis Q_B ⊗ Q_A. So the trace is exact, and the Frobenius
+    distance to the exact block is the smallest that these eigenvectors allow. Expand and reduce
+    differ only in the basis. Blocks that are exact already (norms, scalars, diagonals) stay as they
+    are. Source: George et al. 2018 (arXiv:1806.03884), section 3.
 
-    It is a second pass over the data, with the model in the same mode. It makes each example's
-    gradient for each vector, the arithmetic of a backward pass to the weights, and brings inputs
-    into the basis: with WRN-16-4 Fixup, 32 images of CIFAR-10's shape and one thread, it took 2.4
-    times as long as the exact pass for expand, and 3.1 times as long as that for reduce, which
-    need neither (medians of three interleaved runs on a busy machine).
+    It takes a second pass over the data, with the model in the same mode. That pass computes each
+    example's gradient for each vector, as a backward pass to the weights would, and rotates inputs
+    into the basis. The first pass needs neither: with WRN-16-4 Fixup, 32 images of CIFAR-10's shape
+    and one thread, the second pass took 2.4 times as long as the exact pass for expand, and 3.1
+    times as long as that for reduce (medians of three interleaved runs on a busy machine).
 
     Args:
         factors: of the model at its present parameters.
         model: the model.
-        data: the batches that the factors are of; may come in another order.
-        options: those of the first pass; by default, what the factors tell of them.
+        data: the data of the factors; batches may come in another order.
+        options: the options of the first pass; by default those that the factors store.
         generator: source of fisher="mc"'s labels, which are drawn anew.
         progress: whether to show a progress bar over the batches.
         process_group: the ranks that have a shard of the data each, as of `kronecker_factors`.
         keywords: single options, in place of those of ``options``.
 
     Raises:
-        ValueError: other data, options or model than those of the factors; see
-            `kronecker_factors`, too.
-        NotImplementedError: a layer whose rows are not told their examples; see there, too.
+        ValueError: data, options or model differ from those of the factors; and as in
+            `kronecker_factors`.
+        NotImplementedError: a layer with rows of unknown examples; and as in `kronecker_factors`.
     """
     correction = CorrectionPass(
         factors, model, options, generator=generator, process_group=process_group, **keywords
@@ -92,9 +92,10 @@ def corrected_factors(
 class CorrectionPass(CurvaturePass):
     """Sums up squared gradients in the eigenbasis of factors, instead of factors.
 
-    The gradients of several vectors are held, and then squared together, since inputs must be
-    brought into the eigenbasis once each time. Where they take too much memory, later batches are
-    split into smaller parts.
+    It replaces the steps of `CurvaturePass` that add inputs and gradients. The gradients of several
+    vectors are held and squared together, because inputs must be rotated into the eigenbasis each
+    time that gradients are squared. If the gradients of all vectors take too much memory, later
+    batches are split into smaller parts.
 
     Args:
         factors: see `corrected_factors`, as for the others.
@@ -116,12 +117,13 @@ class CorrectionPass(CurvaturePass):
         **keywords: Unpack[CurvatureKeywords],
     ) -> None:
         check_module(model)
-        for block in factors.blocks.values():  # before the pass; the rest of a frame has no basis
+        # Refuse sketches before the pass: outside of U they have no eigenvectors.
+        for block in factors.blocks.values():
             block.whole_factors("A correction of eigenvalues")
         self._uncorrected = factors.to(next(model.parameters()).device)
         self.options = _options(factors, options, keywords)
-        """Those of the pass."""
-        # Their basis is there already: the mode would be of no use.
+        """The options of the pass."""
+        # The mode decides only the basis, which is known.
         options = self.options.but(kfac_approx="expand")
         super().__init__(
             model, factors.likelihood, options, generator=generator, process_group=process_group
@@ -140,7 +142,7 @@ class CorrectionPass(CurvaturePass):
         self._made_moments: LayerMoments | None = None
 
     def factors(self) -> KroneckerFactors:
-        """The factors with corrected eigenvalues, of all batches; the pass starts anew.
+        """The factors with corrected eigenvalues, from all batches; the pass is reset.
 
         Raises:
             ValueError: other data than that of the factors.
@@ -155,8 +157,8 @@ class CorrectionPass(CurvaturePass):
                 raise ValueError(
                     f"The pass for the eigenvalues saw {seen} {what}, the factors are of "
                     f"{expected}. Pass the same data, in an iterable that can be read twice (not a "
-                    "generator); factors with a weight or of a sum are corrected before they are "
-                    "multiplied, and over all the data."
+                    "generator). Correct factors before you multiply them by a weight, and correct "
+                    "a sum of factors over all its data."
                 )
         blocks = dict(factors.blocks)
         for name, moments in sums.others.items():
@@ -173,7 +175,7 @@ class CorrectionPass(CurvaturePass):
 
     @property
     def _moments(self) -> LayerMoments:
-        """The sums; made with the first batch, which may find other rules for derived layers."""
+        """The sums; made after the proof, which may find other rules for derived layers."""
         if self._made_moments is None:
             bases = {name: self._bases[name] for name in self._basis_names}
             self._made_moments = LayerMoments(
@@ -183,7 +185,7 @@ class CorrectionPass(CurvaturePass):
 
     @property
     def _basis_names(self) -> list[str]:
-        """The blocks that layers without an exact rule have."""
+        """The names of the blocks that are corrected: those of layers without an exact rule."""
         names = {name for t in self._assignment.all for name in t.parameters.values()}
         return [name for name in self._uncorrected.blocks if name in names]
 
@@ -197,7 +199,7 @@ class CorrectionPass(CurvaturePass):
         return replace(assignment, layers=layers, own_parameters=[], unknown=unknown)
 
     def _add_diagonal(self, x: Any, y: Tensor) -> None:
-        """Nothing: these blocks stay."""
+        """Add nothing: diagonal blocks are exact and stay."""
 
     @property
     def _part_size(self) -> int | None:
@@ -219,6 +221,7 @@ class CorrectionPass(CurvaturePass):
 
     def _begin_part(self) -> None:
         self._uses: dict[TrackedLayer, int] = {}
+        # For each use, the number of a vector -> its gradients, until they are squared together.
         self._held: dict[tuple[TrackedLayer, Use], dict[int, Tensor]] = {}
         self._held_bytes = self._vector = self._times_added = self._examples = 0
 
@@ -227,26 +230,21 @@ class CorrectionPass(CurvaturePass):
         self._uses[tracked] = self._uses.get(tracked, 0) + 1
 
     def _check_rows(self, examples: int, hides: bool) -> None:
-        """Each example's rows must be known: its gradient is a sum over them."""
+        """Raise an error unless each example's rows are known: its gradient is a sum over them."""
         self._examples = examples
         for tracked, numbers in self._rows_seen.items():
             wrong = numbers - {examples}
             if wrong:
-                raise NotImplementedError(
-                    f"Layer {tracked} got {wrong.pop()} rows in a batch of {examples} examples; "
-                    "corrected eigenvalues need each example's rows. Keep the batch axis first and "
-                    "the shared axes apart, (N, ..., d), or say which example each row belongs to "
-                    "(examples_of_rows)."
-                )
+                raise unknown_examples(tracked, wrong.pop(), examples, "corrected eigenvalues need")
 
     def _end_forward(self) -> None:
-        """Nothing: inputs wait for gradients."""
+        """Do nothing: inputs wait for the gradients."""
 
     def _add_gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
         with exact_arithmetic(self._options.backward_precision):
             rows = self._moments.rules[tracked].position_gradients(use, b)  # (V·M, R, d_out)
             if not self._options.batched:
-                # Autograd may add to b, or use its memory again.
+                # A copy, since autograd may add to b in place, or reuse its memory.
                 held = self._held.setdefault((tracked, use), {})
                 held[self._vector] = rows.clone()
                 self._held_bytes += rows.nbytes
@@ -259,6 +257,7 @@ class CorrectionPass(CurvaturePass):
 
     def _end_vector(self) -> None:
         self._vector += 1
+        # Square what is held before the next vector would exceed the memory.
         of_one = self._held_bytes / self._vector
         if self._held_bytes + of_one > self._memory and not self._options.batched:
             self._add_held()
@@ -266,11 +265,12 @@ class CorrectionPass(CurvaturePass):
     def _end_part(self) -> None:
         with self._no_autocast():
             self._add_held()
+        # Inputs were rotated several times. With parts smaller by that factor, once is enough.
         if self._times_added > 1:
             self._most = max(1, math.ceil(self._examples / self._times_added))
 
     def _add_held(self) -> None:
-        """Add the gradients that are held, of all layers, and let go of them."""
+        """Square the held gradients of all layers, add them to the moments, and drop them."""
         if not self._held:
             return
         self._times_added += 1
@@ -291,7 +291,7 @@ class CorrectionPass(CurvaturePass):
 
 
 def check_read_twice(data: Iterable[Any]) -> None:
-    """Raise a TypeError for an iterator, of which the second pass would see nothing."""
+    """Raise a TypeError for an iterator, from which the second pass would get no batch."""
     if iter(data) is data:
         raise TypeError(
             f"The data is {type(data).__name__}, which can be read only once; corrected "
@@ -305,11 +305,11 @@ def _options(
     """The first pass's options, checked against what the factors know of it."""
     options = (factors.options if options is None else options).but(**keywords)
     known, asked = factors.options.of_the_matrix(), options.of_the_matrix()
-    # The modes shape the basis alone, which is there.
+    # The modes decide only the basis, which the factors have.
     for name in known.keys() - {"kfac_approx"}:
         if asked[name] != known[name]:
             raise ValueError(
-                f"The factors were computed with {name}={known[name]!r}, the correction is asked "
-                f"for with {name}={asked[name]!r}; take the same for both."
+                f"The factors were computed with {name}={known[name]!r}, but the correction is to "
+                f"use {name}={asked[name]!r}; take the same for both."
             )
     return options

@@ -1,12 +1,12 @@
-"""The ranks of torch.distributed: sums over their shards of the data, and work shared out.
+"""The ranks of torch.distributed: sums over their shards of the data, and work that they share.
 
-Each rank sees its own part, its shard, of the data. What a pass sums up is additive over shards, so
-that one reduction at its end makes it the pass over all of them. Every method here but those
-without communication is collective: all ranks of the group call it, in the same order.
+Each rank sees its own part of the data, its shard. The sums of a pass are additive over shards, so
+that one reduction at the end gives the pass over all the data. A method is collective if it
+communicates: all ranks of the group must call it, in the same order.
 
-Who waits for a rank that computes must tell a slow one from one that hangs. So ranks count what
-they have done (`Ranks.beat`: a batch, a factor) in the store of torch.distributed, and who waits
-looks at the others' counts: it gives up once one of them has not changed for the group's timeout.
+A rank that waits for another must tell a slow rank from one that hangs. So each rank counts its
+progress (`Ranks.beat`: a batch, a factor) in the store of torch.distributed. A rank that waits
+reads the others' counts, and gives up when one of them has not changed for the group's timeout.
 """
 
 import heapq
@@ -33,27 +33,28 @@ ProcessGroupOption: TypeAlias = "ProcessGroup | Literal['default'] | None"
 """The ranks that share the data: a process group, the default one if there is one, or none."""
 
 BUCKET = 32 * 2**20
-"""Bytes that travel together: one tensor alone where it is larger, else several at once."""
+"""Bytes up to which tensors are sent together; a larger tensor is sent alone."""
 
 AGES = timedelta(days=365)
-"""A timeout for a wait that ends by other means."""
+"""A timeout that never ends a wait: `Ranks._meet` has its own limit."""
 LONGEST_PAUSE = 0.05
-"""Seconds between two looks at whether all have come."""
+"""Longest pause (seconds) between two checks of whether all ranks have arrived."""
 LOOKS = 20
-"""At the others' counts, in the time for which one may stay the same."""
+"""How often a waiting rank reads the others' counts within the timeout."""
 
 
 class RankError(RuntimeError):
-    """Another rank has failed, is gone, or does something else than this one."""
+    """Another rank has failed, is gone, or does something other than this one."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that have a shard of the data each; this one alone if there is no group.
+    """The processes that have a shard of the data each; only this one if there is no group.
 
     Args:
-        process_group: which they are. With "default" those of `torch.distributed`, looked up at
-            each use, since a group may begin and end while a model lives.
+        process_group: the group of these processes. "default" is the default group of
+            `torch.distributed`, looked up at each use, since a group may begin and end while a
+            model lives.
     """
 
     process_group: ProcessGroupOption = "default"
@@ -75,11 +76,11 @@ class Ranks:
         return copy(self)
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        """Every rank's value, in their order.
+        """The values of all ranks, ordered by rank.
 
         Args:
             value: anything that can be pickled; small, as it is sent to all.
-            what: is being done, for errors.
+            what: the work that is being done, for errors.
         """
         if self.size == 1:
             return [value]
@@ -94,13 +95,15 @@ class Ranks:
 
         Args:
             value: what must be the same, by the names that the error gives them.
-            what: is being done, for errors.
+            what: the work that is being done, for errors.
         """
         check_same(self.gather(dict(value), what), what)
 
     @contextmanager
     def failing_together(self, what: str) -> Iterator[None]:
-        """A context whose end all ranks reach, or none: an error on one becomes one on all.
+        """A context that ends with an error on all ranks if it ends with one on any.
+
+        Without it the other ranks would wait in the next collective call for the one that failed.
 
         Raises:
             RankError: another rank has failed, or is gone.
@@ -124,10 +127,10 @@ class Ranks:
                 )
 
     def beat(self) -> None:
-        """Tell the ranks that wait for this one that it gets on; not collective.
+        """Tell the ranks that wait for this one that it makes progress; not collective.
 
-        After each part of work that may take longer on one rank than on another: one request to the
-        store.
+        Call it after each piece of work that may take longer on one rank than on another. It costs
+        one request to the store.
         """
         if self.size > 1:
             with self._named_errors("telling the others that it gets on"):
@@ -135,10 +138,10 @@ class Ranks:
 
     @contextmanager
     def beating(self) -> Iterator[None]:
-        """A context in which this rank counts as getting on until it is stopped or killed.
+        """A context in which a thread calls `beat`, so that the others wait as long as it takes.
 
-        For a single call that is known to end: of a solver, or one that writes a file. Never around
-        code of a user's, which may hang.
+        Use it for a single call that is known to end, such as a solver or the writing of a file.
+        Never use it around a user's code, which may hang.
         """
         if self.size == 1:
             yield
@@ -149,7 +152,7 @@ class Ranks:
             try:
                 while not done.wait(interval):
                     self.beat()
-            except RankError:  # the others are gone, which the next collective call says
+            except RankError:  # the others are gone: the next collective call raises
                 pass
 
         thread = Thread(target=beat, daemon=True)
@@ -166,13 +169,13 @@ class Ranks:
         Args:
             tensors: of the same shapes and dtypes on all ranks. One that comes twice is summed
                 once.
-            what: is being done, for errors.
+            what: the work that is being done, for errors.
         """
         if self.size == 1:
             return
         tensors = list({id(tensor): tensor for tensor in tensors}.values())
         with self._named_errors(what), torch.no_grad():
-            waiting = []
+            waiting = []  # all buckets are started before the first is waited for
             for bucket in _buckets(tensors):
                 flat = _flat(bucket)
                 work = dist.all_reduce(flat, group=self._group, async_op=True)
@@ -183,7 +186,7 @@ class Ranks:
                 _spread(flat, bucket)
 
     def owners(self, costs: Sequence[float]) -> list[int]:
-        """The rank that does each piece of work, see `share_out`; without communication."""
+        """The rank that does each piece of work, see `share_out`; not collective."""
         return share_out(costs, self.size)
 
     def exchange_(self, tensors: Sequence[Tensor], owners: Sequence[int], what: str) -> None:
@@ -192,7 +195,7 @@ class Ranks:
         Args:
             tensors: of the same shapes and dtypes on all ranks.
             owners: the rank that has each one's values, as of `owners`.
-            what: is being done, for errors.
+            what: the work that is being done, for errors.
         """
         if self.size == 1:
             return
@@ -211,9 +214,10 @@ class Ranks:
                 _spread(flat, bucket)
 
     def generator(self, common: torch.Generator) -> torch.Generator:
-        """Random numbers of this rank alone, from the state of a generator that all have alike.
+        """A generator of this rank alone, seeded by the state of one that all ranks have alike.
 
-        The same for the same state, rank and number of ranks; ``common`` is not changed.
+        Its numbers depend on that state, the rank and the number of ranks; ``common`` is not
+        changed.
         """
         state = common.get_state().numpy().tobytes()
         word = blake2b(state + f"{self.rank} of {self.size}".encode(), digest_size=7).digest()
@@ -231,14 +235,14 @@ class Ranks:
         return f"kfac_backend/{self._group.group_name}/{rank}"
 
     def _meet(self, what: str) -> None:
-        """Wait until all ranks have come here, for as long as those that have not get on.
+        """Wait until all ranks have arrived here, as long as the missing ones make progress.
 
-        What is waited for otherwise begins on all ranks at about the same time, so that the
-        backend's own timeout holds for it.
+        After it all ranks enter the collective call at about the same time, so that the backend's
+        own timeout suits that call.
 
         Raises:
-            RankError: one of them has stood still for the group's timeout.
-            RuntimeError: one of them is gone.
+            RankError: a rank has made no progress for the group's timeout.
+            RuntimeError: a rank is gone.
         """
         group = self._group
         assert group is not None
@@ -259,16 +263,17 @@ class Ranks:
             if passed < between:
                 continue
             looked += passed
-            self.beat()  # who waits is not who hangs
+            self.beat()  # a rank that waits does not hang
             now = [_store().add(self._count_of(rank), 0) for rank in range(self.size)]
             for rank, (count, before) in enumerate(zip(now, counts or now, strict=True)):
-                # No more than two looks' time: all may have been suspended, as by Ctrl-Z.
+                # Counted is the time of two looks at most. More has passed if all ranks were
+                # suspended together, as by Ctrl-Z, which is no rank's fault.
                 still[rank] = still[rank] + min(passed, 2 * between) if count == before else 0.0
                 if still[rank] >= limit:
                     raise RankError(
                         f"Rank {rank} of {self.size} has done nothing for {limit:g} s, and the "
-                        f"others wait for it in {what}. It hangs, or needs longer for one "
-                        "batch than the timeout of torch.distributed.init_process_group."
+                        f"others wait for it in {what}. It hangs, or one batch takes it longer "
+                        "than the timeout of torch.distributed.init_process_group."
                     )
             counts = now
         all_here.wait()
@@ -289,9 +294,9 @@ class Ranks:
 
 
 def share_out(costs: Sequence[float], ranks: int) -> list[int]:
-    """The rank that does each piece of work: the largest first, to who has the least so far.
+    """The rank that does each piece of work: the largest first, to the rank with the least so far.
 
-    The last to end takes at most 4/3 of the least time possible (Graham 1969, "Bounds on
+    The last rank finishes after at most 4/3 of the shortest possible time (Graham 1969, "Bounds on
     multiprocessing timing anomalies").
     """
     loads = [(0.0, rank) for rank in range(ranks)]
@@ -304,11 +309,11 @@ def share_out(costs: Sequence[float], ranks: int) -> list[int]:
 
 
 def check_same(values: Sequence[Mapping[str, Any]], what: str) -> None:
-    """Raise a `RankError` that names the first thing that ranks differ in.
+    """Raise a `RankError` that names the first difference between ranks, if there is any.
 
     Args:
-        values: each rank's, by names.
-        what: is being done, for the error.
+        values: each rank's values, by name.
+        what: the work that is being done, for the error.
     """
     for name in dict.fromkeys(name for value in values for name in value):
         first = values[0].get(name)
@@ -322,17 +327,17 @@ def check_same(values: Sequence[Mapping[str, Any]], what: str) -> None:
 
 
 def _store() -> dist.Store:
-    """Where all processes of torch.distributed can look."""
+    """The key-value store that all processes of torch.distributed share."""
     return dist.distributed_c10d._get_default_store()
 
 
 def _timeout() -> float:
-    """The default group's timeout (seconds), which its store has, too."""
+    """The default group's timeout (seconds), which its store has as well."""
     return _store().timeout.total_seconds()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one dtype and device, as many as a bucket holds; at least one."""
+    """Groups of tensors of one dtype and device, of at most `BUCKET` bytes or one tensor."""
     by_kind: dict[tuple, list[Tensor]] = {}
     for tensor in tensors:
         by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -350,14 +355,14 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _flat(bucket: Sequence[Tensor]) -> Tensor:
-    """The tensors in one; the tensor itself if it is alone and contiguous."""
+    """The tensors as one; the tensor itself, not a copy, if it is alone and contiguous."""
     if len(bucket) == 1:
         return bucket[0].detach().contiguous()
     return torch.cat([tensor.detach().flatten() for tensor in bucket])
 
 
 def _spread(flat: Tensor, bucket: Sequence[Tensor]) -> None:
-    """Back from one tensor to those that it was made of."""
+    """Copy the entries of `_flat` back into the tensors."""
     parts = flat.flatten().split([tensor.numel() for tensor in bucket])
     for tensor, part in zip(bucket, parts, strict=True):
         if tensor.data_ptr() != part.data_ptr():

@@ -1,4 +1,16 @@
-"""`kronecker_factors`, and the pass over the data that it makes: batches in, factors out."""
+"""`kronecker_factors`, and the pass over the data that it makes: batches in, factors out.
+
+Life cycle of a `CurvaturePass`. The constructor assigns a rule to each layer and checks that the
+factors fit into memory, before any data is read. `CurvaturePass.add` takes one batch: it finds the
+targets, lets the `Proof` run on the first batches, and then adds the batch part by part. For each
+part a `Capture` runs the model forward (rules add inputs), and propagates the loss Hessian's
+vectors back (rules add gradients). `CurvaturePass.factors` sums over ranks, scales the sums, and
+calls `CurvaturePass.reset`, which drops all sums and keeps the proof. So a pass can be used again
+for the same model, and then proves nothing anew.
+
+The rules hold the sums. They are made with the first batch and not earlier: only the proof decides
+the rules of derived layers, and only the first outputs decide kfac_approx="auto".
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Unpack
@@ -23,7 +35,7 @@ from kfac_backend.model.batches import (
     to_device,
 )
 from kfac_backend.model.calls import call_with, forked_random_numbers, restoration
-from kfac_backend.model.capture import Capture
+from kfac_backend.model.capture import Capture, unknown_examples
 from kfac_backend.model.diagonals import squared_gradients
 from kfac_backend.model.finite import check_finite
 from kfac_backend.model.memory import give_back_free_memory, is_out_of_memory, out_of_memory
@@ -77,14 +89,14 @@ def kronecker_factors(
     reduce where positions are summed or averaged into one output per example. Source: Eschenhagen
     et al. 2023 (arXiv:2311.00636), sections 3.2 and 3.3.
 
-    The model runs in the mode (train or eval) it is in; dropout that is on stays on. Some eight
-    examples of the first batch run twice before the pass, to prove that the hooks see all and that
-    no examples mix. (After a first batch of one example, so do those of the first that has
-    several.) One and two run before that, to see which layers run once for all examples, and how
-    batches may be split; further runs prove that attention by parts and copies of a module's own
-    parameters, where there are any, are what the model computes. Later passes over the same model
-    prove on two examples that this still holds, and all of it again if the model's structure has
-    changed (a layer, a mode, a hook, a setting) or examples have another shape.
+    The model runs in the mode (train or eval) it is in; dropout that is on stays on.
+
+    Before the pass, up to eight examples of the first batch run a few times through the model. They
+    prove that the hooks see all uses of the parameters and that no examples mix, and they show how
+    batches may be split. (If the first batch has one example, a part of the proof waits for the
+    first batch of several.) Later passes over the same model prove on two examples that this still
+    holds. They prove everything again if the model's structure has changed (a layer, a mode, a
+    hook, a setting) or if examples have another shape.
 
     Args:
         model: any model of the supported layers (`kfac_backend.layers`); a layer may run several
@@ -99,28 +111,28 @@ def kronecker_factors(
         options: all choices of the pass: mode, Fisher, which targets count; see `CurvatureOptions`.
         generator: source of fisher="mc"'s labels, on the model's device.
         progress: whether to show a progress bar over the batches.
-        process_group: the ranks of `torch.distributed` that have a shard of the data each; the
-            factors are those of all the data, on each rank, and all ranks must call this. Shards
-            may differ in size, or be empty; none of the data may be in two (as a
-            ``DistributedSampler`` puts some that do not divide). None: this process alone.
+        process_group: the ranks of `torch.distributed` that have a shard of the data each. Every
+            rank must call this function, and gets the factors of all the data. Shards may differ in
+            size, or be empty, but must not overlap (``DistributedSampler`` repeats examples where
+            the ranks do not divide their number). None: this process alone.
         keywords: single options, in place of those of ``options``: ``kfac_approx="reduce"``.
 
-    With fisher="mc" each rank draws labels of its own, by the generator's state and its number;
-    where all have the same seed, the same seed and number of ranks give the same factors.
+    With fisher="mc" each rank draws its own labels, from the generator's state and its rank. If all
+    ranks have the same seed, the same seed and number of ranks give the same factors.
 
-    On a CPU batches are split inside where parts are faster, and convolutions run in channels_last.
-    That changes nothing but rounding and the order in which labels are drawn.
+    On a CPU batches are split where smaller parts are faster, and convolutions run in
+    channels_last. That changes only rounding, and the order in which labels are drawn.
 
     Raises:
-        ValueError: no data, no trainable parameter, targets that do not fit, a loss of the model's
-            own that is another one, NaN or infinity in outputs (naming the parameter or the inputs
-            that have it, too), BatchNorm in train mode, an option that is not supported.
+        ValueError: no data, no trainable parameter, targets that do not fit, a model whose own loss
+            differs from ours, NaN or infinity in outputs (it names the parameter or the inputs that
+            have it, too), BatchNorm in train mode, an option that is not supported.
         TypeError: inputs that are not of floating point, outputs that are not a tensor, labels
             that are not integers, batches that are neither (x, y) nor a mapping.
         KeyError: a mapping without ``dict_key_y``.
         NotImplementedError: a parameter without a rule, or used in a way that cannot be followed.
-        torch.OutOfMemoryError: naming a batch size that fits; before the first batch, factors that
-            no batch size would make fit.
+        torch.OutOfMemoryError: a batch that is too large, with a batch size that fits; factors that
+            do not fit whatever the batch size, before the first batch.
         RankError: another rank has failed or is gone, or has another model or other options.
     """
     options = options.but(**keywords)
@@ -165,7 +177,7 @@ class CurvaturePass:
         options = options.but(**keywords)
         options.check(likelihood)
         self.ranks = Ranks(process_group)
-        """Those that have a shard of the data each."""
+        """The ranks that have a shard of the data each."""
         self._likelihood: Likelihood = likelihood
         self._options = options
         self._generator = generator
@@ -175,31 +187,34 @@ class CurvaturePass:
         with turn_of(model):
             self._proof = Proof(model, self._assign())
         self._mask_verified = False
-        # Complains of names, and of factors that cannot fit, before any data. With "auto" the mode
-        # is not known yet; the large factors are the same in both but for embeddings'.
+        # Wrong names of layers and factors that cannot fit are reported before any data is read.
+        # With "auto" the mode is not known yet; except those of embeddings, factors have the same
+        # size in both modes.
         kfac_approx = "expand" if self._kfac_approx == "auto" else self._kfac_approx
         device = next(model.parameters()).device
         check_memory(self._assignment, self._modes(kfac_approx), self._options, device)
         self.reset()
 
     def reset(self) -> None:
-        """Forget the batches seen so far, and any failure."""
+        """Forget the batches seen so far, and any failure; what is proved stays proved."""
+        # Asked anew, since the model may have moved between two passes.
         self._device = next(self._model.parameters()).device
         check_precision(self._options.backward_precision, self._device)
-        self._failed = False
+        self._failed = False  # whether a batch was added in part, so that the sums are useless
         self._made_rules: dict[TrackedLayer, Rule] | None = None
         self._labels = self._own_labels()
         self._vectors = self._new_vectors()
         self._diagonal: dict[str, Tensor] = {}
         self._num_data = self._num_outputs = self._num_loss_terms = 0
-        # A sum over examples, in float64 since it has many terms; moved to the host at the end.
+        # In float64, since it has many terms. It stays on the device until the end, so that no
+        # batch waits for a transfer.
         self._loss = torch.zeros((), dtype=torch.float64, device=self._device)
 
     def add(self, x: Any, y: Any) -> None:
         """Add one batch: forward passes of its parts, and one backward pass per vector.
 
-        It waits for other threads' passes over layers of this model, and for all of them if one has
-        another backward_precision than float32.
+        It waits for other threads' passes over layers of this model, and for all other passes if
+        this pass or one of them has another backward_precision than float32.
 
         Raises:
             torch.OutOfMemoryError: naming a batch size that fits.
@@ -212,7 +227,9 @@ class CurvaturePass:
         x = detached(x, self._device)
         if isinstance(y, Tensor) and y.is_inference():
             y = y.clone()
-        self._failed = True  # until all of the batch is added
+        # Until all of the batch is added. An error or Ctrl-C in between would leave a part of it in
+        # the sums, and the caller could go on with wrong numbers.
+        self._failed = True
         with turn_of(self._model, self._options.backward_precision != "float32"), full_float32():
             layers = (tracked.layer for tracked in self._assignment.layers)
             restore = restoration(self._model, *layers)
@@ -233,8 +250,14 @@ class CurvaturePass:
             )
 
     def _fits(self, x: Any, y: Any) -> bool:
-        """Add the batch; False if the memory is exhausted, which leaves the sums useless."""
+        """Add the batch; False if the memory is exhausted, after which the sums are useless.
+
+        It returns instead of raising, since the traceback of an error would keep the memory that
+        `_fitting_size` needs.
+        """
         try:
+            # In this order: the proof must know which loss terms count, and the mask is verified
+            # with the layers and runs that the proof has found.
             y = self._targets(self._model, x, y)
             self._verify(x, y)
             if not self._mask_verified:
@@ -250,7 +273,7 @@ class CurvaturePass:
     def _fitting_size(self, x: Any, y: Any) -> int | None:
         """The largest of half the examples, a quarter, ..., that fits; None if not even one does.
 
-        Called outside of any except clause, whose traceback would keep the memory.
+        Must be called outside of any except clause, whose traceback would keep the memory.
         """
         if not splits_by_example(x, y):
             return None
@@ -278,7 +301,7 @@ class CurvaturePass:
             if not self._num_data:
                 self._vectors.warn_of_many(f)
             self._check_rows(len(f), hides=mask is not None)
-            # Autocast has done its part in the forward pass; Gram matrices need none of it.
+            # Autocast is for the forward pass alone: Gram matrices are summed in float32.
             with self._no_autocast(), backward_arithmetic(self._options.backward_precision):
                 self._end_forward()
                 capture.backward(f, self._vectors(f, y), self._end_vector)
@@ -292,9 +315,9 @@ class CurvaturePass:
         self._loss += loss_sum(f.detach(), y, self._likelihood)
 
     def factors(self) -> KroneckerFactors:
-        """The factors of all batches: A a mean over its terms, B a sum over the data.
+        """The factors of all batches: A is a mean over its terms, B a sum over the data.
 
-        The sums become the factors in place, and the pass starts anew.
+        The sums become the factors in place, and the pass is reset.
         """
         self._check_whole()
         sums = self._total_sums()
@@ -307,7 +330,8 @@ class CurvaturePass:
             name: KroneckerBlock(name, d.reshape(-1, 1, 1)) for name, d in sums.others.items()
         }
         names = self._assignment.names
-        if not self._num_data:  # this rank has proved nothing, and others may have found more out
+        # A rank without data has made no proof, and the other ranks may have given parameters up.
+        if not self._num_data:
             names = [name for name, _ in self._model.named_parameters() if name in blocks]
         factors = KroneckerFactors(
             {name: blocks[name] for name in names},
@@ -324,7 +348,7 @@ class CurvaturePass:
         return factors
 
     def _total_sums(self) -> PassSums:
-        """The sums over all ranks' data, of which this pass has none left until `reset`."""
+        """The sums over all ranks' data; this pass holds none afterwards, until `reset`."""
         sums = self._sums() if self._num_data else self._without_data()
         same = {"the likelihood": self._likelihood, "the options": repr(self._options)}
         sums = sum_over_ranks(sums, self.ranks, self._model, same)
@@ -332,7 +356,8 @@ class CurvaturePass:
         return sums
 
     def _sums(self) -> PassSums:
-        """What this process has summed up; the rules are used up."""
+        """The sums over this process's data, taken out of the rules."""
+        # If the sum over ranks fails now, the pass has nothing left: it must be reset.
         self._failed = True
         sums = self._without_data()
         sums.blocks, sums.others = collect_sums(self._rules), self._diagonal
@@ -341,7 +366,7 @@ class CurvaturePass:
         return sums
 
     def _without_data(self) -> PassSums:
-        """The counts alone."""
+        """The counts, without any factor: what a rank without data has to offer."""
         return PassSums(
             {}, {}, self._kfac_approx,
             num_outputs=self._num_outputs, num_data=self._num_data,
@@ -349,7 +374,7 @@ class CurvaturePass:
         )  # fmt: skip
 
     def _assign(self) -> RuleAssignment:
-        """The layers and parameters that the pass is about."""
+        """The layers and parameters that the pass covers."""
         return assign_rules(self._model, self._options.unsupported)
 
     @property
@@ -389,13 +414,10 @@ class CurvaturePass:
         return torch.autocast(self._device.type, enabled=False)
 
     def _verify(self, x: Any, y: Any) -> None:
-        """Once per pass, and again on the first batch that has several examples."""
+        """Make what is missing of the proof; with "auto", decide the mode by the outputs."""
         N = len(y) if isinstance(y, Tensor) and y.dim() else None
         if self._proof.is_made(N):
             return
-        which = self._proof.some(x, N)
-        if which is not None:
-            x, y, N = examples(x, which), y[which], len(which)
         counted = counted_terms(y, self._likelihood) if isinstance(y, Tensor) else None
         self._proof.make(x, N, None if counted is None else ~counted)
         if self._kfac_approx == "auto":
@@ -406,10 +428,10 @@ class CurvaturePass:
         return self._proof.assignment
 
     def _verify_mask(self, x: Any, y: Any) -> bool:
-        """Prove, on the first batch with such, that hidden positions reach no output that counts.
+        """Prove that hidden positions reach no output that counts; False if the mask hides none.
 
-        Where that holds the gradients at these positions are zero: they add nothing to B, and only
-        their inputs would be in A. False if the mask hides none.
+        It is proved on the first batch whose mask hides any. Then the gradients at hidden positions
+        are zero and add nothing to B, so that it is enough to leave their inputs out of A.
         """
         mask = mask_of(x, self._options.dict_key_mask)
         if mask is None:
@@ -430,9 +452,10 @@ class CurvaturePass:
         return True
 
     def _check_rows(self, examples: int, hides: bool) -> None:
-        """Each example's rows must be known, where positions are summed or a layer needs it.
+        """Raise an error where each example's rows are needed and not known.
 
-        So they must where a mask hides positions, lest these count.
+        They are needed where positions are summed (reduce), where a rule sums over an example in
+        any mode, and where a mask hides positions, which would otherwise count.
         """
         for tracked in self._assignment.layers:
             wrong = self._rows_seen.get(tracked, set()) - {examples}
@@ -446,12 +469,7 @@ class CurvaturePass:
                     "(dict_key_mask=None)."
                 )
             if wrong and (rule.mode != "expand" or rule.needs_examples):
-                raise NotImplementedError(
-                    f"Layer {tracked} got {wrong.pop()} rows in a batch of {examples} examples; "
-                    "its block must know each example's rows. Keep the batch axis first and the "
-                    "shared axes apart, (N, ..., d), or say which example each row belongs to "
-                    "(examples_of_rows)."
-                )
+                raise unknown_examples(tracked, wrong.pop(), examples, "its block needs")
 
     def _begin_part(self) -> None:
         self._position_sums = PositionSums()
@@ -480,17 +498,18 @@ class CurvaturePass:
         return BackwardVectors(self._likelihood, self._options, self._labels)
 
     def _own_labels(self) -> torch.Generator | None:
-        """The source of labels of one pass: with several ranks, this rank's own.
+        """The generator of one pass's labels: with several ranks, this rank's own.
 
-        It comes from the state of the common one without changing it, so that ranks with more
-        batches than others leave the common one as the others do; see `_draw_on`.
+        It is derived from the state of the common generator without changing that. Drawing from the
+        common one would leave it in different states on ranks with different numbers of batches;
+        `_draw_on` advances it once per pass instead, on all ranks alike.
         """
         if self._options.fisher != "mc" or self.ranks.size == 1:
             return self._generator
         return self.ranks.generator(self._common_generator())
 
     def _draw_on(self) -> None:
-        """Let the next pass draw other labels, on all ranks alike."""
+        """Advance the common generator, so that the next pass draws other labels."""
         if self._options.fisher == "mc" and self.ranks.size > 1:
             common = self._common_generator()
             torch.rand((), generator=common, device=common.device)
@@ -530,7 +549,7 @@ def ggn_diagonal(
 ) -> dict[str, Tensor]:
     """Σ_n Σ_v (∂ v_nᵀf_n / ∂θ_i)² of each named parameter, in its shape.
 
-    Right for any layer that does not mix examples; see `squared_gradients`.
+    It is exact for any model that does not mix examples; see `squared_gradients`.
     """
     with torch.no_grad(), forked_random_numbers(model):
         f = call_with(model, {}, x)

@@ -1,4 +1,4 @@
-"""Files that are either whole or not there, and the SHA-256 sums of what was written into them."""
+"""Files that are written whole or not at all, and their SHA-256 sums."""
 
 import errno
 import hashlib
@@ -39,15 +39,14 @@ class DiskFullError(OSError):
 
 
 def write_file(path: str | Path, content: bytes) -> str:
-    """Write a file atomically; returns the sum of its content.
+    """Write a file atomically; returns the SHA-256 sum of its content.
 
-    The content is on the disk before the name is, so that a crash of the machine leaves the old
-    file or the new one. The sum is made of what was handed over: one of what lies at the path
-    afterwards would vouch for whatever another process put there.
+    The content is on the disk before the file gets its name, so that a crash of the machine leaves
+    either the old file or the new one. The sum is computed from ``content``, not from the file:
+    another process may have replaced the file in between.
 
     Raises:
-        DiskFullError: there is no room for it; it names the bytes that are wanted, and those that
-            are free.
+        DiskFullError: there is no room; it names the bytes that are needed and those that are free.
         OSError: it cannot be written for another reason, which it names with the file.
     """
     path = Path(path)
@@ -63,31 +62,33 @@ def write_file(path: str | Path, content: bytes) -> str:
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise _not_written(path, error) from error
-        temporary.unlink(missing_ok=True)  # what is free then counts
+        temporary.unlink(missing_ok=True)  # so that the error counts its bytes as free
         raise _disk_full(path, len(content), error) from error
     finally:
-        with suppress(OSError):  # in a folder that has become read-only; the next command tries
+        with suppress(
+            OSError
+        ):  # the folder may be read-only by now; `remove_leftovers` tries again
             temporary.unlink(missing_ok=True)
         _in_work.discard(temporary)
     return sha256(content)
 
 
 def temporary_path(path: Path) -> Path:
-    """A hidden name beside a path, for what this process has in work; see `remove_leftovers`."""
+    """The hidden name under which this thread writes a file before it gets its own name."""
     return path.with_name(f"{PREFIX}{os.getpid()}-{get_ident()}-{path.name}")
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what processes that were killed had in work in a folder and in those below it.
+    """Remove temporary files of killed processes from a folder and from the folders below it.
 
-    What processes of this machine that live have in work stays. Processes of other machines are
-    not seen: whoever calls this holds the folder's lock.
+    Temporary files of processes that still run on this machine stay. Processes of other machines
+    cannot be seen, so the caller must hold the folder's lock.
     """
     for path in [*folder.rglob(f"{PREFIX}*")]:
         owner = path.name.removeprefix(PREFIX).partition("-")[0]
         if not owner.isdigit() or path in _in_work:
             continue
-        # In a container all processes may have had one number, that of this one.
+        # In a container a killed process may have had the same number as this one.
         if int(owner) == os.getpid() or not _is_alive(int(owner)):
             if path.is_dir():
                 shutil.rmtree(path)
@@ -96,13 +97,13 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _is_alive(process: int) -> bool:
-    if os.name != "posix":  # where asking would end it
+    if os.name != "posix":  # elsewhere os.kill would end the process
         return True
     try:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # of someone else
+    except OSError:  # it belongs to another user
         return True
     return True
 
@@ -120,7 +121,7 @@ def _disk_full(path: Path, wanted: int, error: OSError) -> DiskFullError:
 
 
 def _not_written(path: Path, error: OSError) -> OSError:
-    """The same kind of error, of the file in place of the temporary one."""
+    """The same type of error, which names the file instead of the temporary one."""
     found = type(error)(
         f"{path} cannot be written ({error.strerror or error}). Change the permissions there, or "
         "write to another place."
@@ -132,9 +133,9 @@ def _not_written(path: Path, error: OSError) -> OSError:
 def write_tensors(
     path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> str:
-    """Write a safetensors file atomically; returns the sum of its content.
+    """Write a safetensors file atomically; returns the SHA-256 sum of its content.
 
-    safetensors' own ``save_file`` makes files that nobody else can read, whatever the umask says.
+    safetensors' own ``save_file`` makes files that other users cannot read, whatever the umask is.
     """
     return write_file(path, save(dict(tensors), None if metadata is None else dict(metadata)))
 
@@ -155,10 +156,10 @@ def sha256_of_tensors(tensors: Iterable[Tensor]) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What a JSON document of any origin says.
+    """The value of a JSON document of any origin.
 
     Raises:
-        ValueError: it is no JSON, or has numbers or nesting that Python does not take.
+        ValueError: not JSON, or with numbers or nesting that Python does not parse.
     """
     try:
         return json.loads(text)  # integers of thousands of digits are a ValueError

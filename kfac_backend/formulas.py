@@ -15,8 +15,8 @@ It is described by two arrays:
 
 The block of W is one of the generalised Gauss-Newton matrix Σ_n Jᵀ Λ J (the paper's eq. 4), a sum
 over the data. W is flattened row by row, as PyTorch flattens it, hence B ⊗ A with B first (the
-paper flattens columns, hence its A ⊗ B). An example's gradient is Σ_r b_nr a_nrᵀ; the two modes
-differ in how they tear that sum apart:
+paper flattens columns, hence its A ⊗ B). An example's gradient is Σ_r b_nr a_nrᵀ. Its outer product
+is not a Kronecker product; the two modes differ in how they approximate it by one:
 
 - **expand** treats each position as an example of its own: terms with r ≠ r' are dropped. Exact for
   deep linear networks and a Gaussian likelihood, if there is a loss term for each position.
@@ -72,15 +72,15 @@ def reduce_factors_of_graphs(
 ) -> tuple[Float[Tensor, "d_out d_out"], Float[Tensor, "d_in d_in"]]:
     """Reduce where example n has R_n positions: both sums are divided by √R_n.
 
-    Dividing the inputs' sum alone, by R_n, would weigh the examples of A and not those of B (the
-    paper's appendix on K-FAC-reduce for GraphNetworks). Expand needs no formula of its own: all M
+    Dividing only the sum of inputs, by R_n, would weight the examples in A and not those in B (the
+    paper's appendix on K-FAC-reduce for GraphNetworks). Expand needs no separate formula: all M
     positions are examples, ``expand_factors(a[None], b[:, None])``.
 
     Args:
-        a: inputs at all nodes or edges, one graph behind the other.
-        b: gradients there.
-        graph: the graph of each, 0..N-1; -1 for a position that does not count.
-        num_graphs: N, with those that have no position.
+        a: inputs at all nodes or edges, with the graphs concatenated.
+        b: gradients with respect to the outputs there.
+        graph: the graph of each position, 0..N-1; -1 for a position that does not count.
+        num_graphs: N, including graphs without a position.
     """
     counted = graph >= 0
     a, b, graph = a[counted], b[:, counted], graph[counted]

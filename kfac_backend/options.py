@@ -1,4 +1,7 @@
-"""The options of a curvature pass, and the one place that checks them."""
+"""The options of a curvature pass, and their checks.
+
+An options object is made once, checks itself, and is passed whole to whatever acts on it.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -30,8 +33,8 @@ __all__ = [
 
 Mode = Literal["expand", "reduce"]
 Approximation = Mode | dict[str, Mode]
-"""A layer's mode, or one for each of its shared axes: {"augmentation": "reduce", "space": "expand"}
-names them in their order."""
+"""A layer's mode, or one mode for each of its shared axes, named in their order:
+{"augmentation": "reduce", "space": "expand"}."""
 KfacApprox = Literal["expand", "reduce", "auto"] | dict[str, Approximation]
 """One mode for all layers, "auto", or patterns of layers' names with their modes; see
 `modes_of_layers`."""
@@ -44,7 +47,7 @@ ShiftLabels = bool | Literal["auto"]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What options have in common: they are checked when made, and changed by making others."""
+    """What options have in common: each object checks itself, and a changed one is a new one."""
 
     def __post_init__(self) -> None:
         """Raise a ValueError unless each value is supported."""
@@ -57,30 +60,30 @@ class Options:
         """These options with some of them changed.
 
         Raises:
-            TypeError: a name that is no option, with those that there are.
+            TypeError: a name that is not an option; it lists the options.
         """
         known = [field.name for field in fields(self)]
         unknown = [name for name in changes if name not in known]
         if unknown:
-            raise TypeError(f"{unknown[0]!r} is no option; there are {', '.join(known)}.")
+            raise TypeError(f"{unknown[0]!r} is not an option; choose from {', '.join(known)}.")
         return replace(self, **changes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetOptions(Options):
-    """Which targets belong to a model's outputs, in batches as data sets give them.
+    """Which targets of a batch belong to which outputs of the model, and which targets count.
 
-    Training, curvature and evaluation must agree on it, so it is made once and handed to all.
+    Training, curvature and evaluation must agree on it, so one object is made and passed to all.
 
     Args:
         dict_key_y: the targets' key in batches that are mappings.
         ignore_index: the label of loss terms that do not count (padding, say), in "classification".
-        shift_labels: whether labels (N, R) stand one position behind the outputs that predict them,
-            as those of Hugging Face's causal language models do. "auto" compares the loss that such
-            a model computes of labels with ours, and takes labels as they are if it has none.
+        shift_labels: whether the output at a position predicts the label of the next position, as
+            in Hugging Face's causal language models. "auto" compares the loss that such a model
+            computes from labels with ours; if the model computes none, labels are not shifted.
         dict_key_mask: the key of a mask (N, R) in inputs that are mappings. Positions that it hides
-            count neither in the layers nor as loss terms; the first batch that has some proves
-            that they do not reach the others' outputs. None: all positions count.
+            count neither in the layers nor as loss terms. It is proved on the first batch with
+            hidden positions that these do not reach the others' outputs. None: all positions count.
 
     Raises:
         ValueError: an option that is not supported.
@@ -129,37 +132,43 @@ class PassOptions(Options):
     These sentences are the command line's help, too.
 
     Args:
-        kfac_approx: expand treats the positions that share a weight as examples; reduce sums over
-            them first, which is faster, and exact where the network sums over them, too; auto
-            takes expand if examples have several loss terms, outputs (N, ..., C), and reduce if
-            they have one. A mapping gives modes to layers by patterns of their names, the first
-            that fits: {"head*": expand, "*": reduce}. A layer's mode may name its shared axes in
-            their order, {"*": {"augmentation": reduce, "space": expand}}: first that of the rows if
-            examples_of_rows tells their examples, then those of its input; for convolutions height
-            and width are one.
-        fisher: exact computes the GGN, by C - 1 (classification) or C backward passes a batch for
-            each loss term of an example; mc estimates it without bias, by mc_samples backward
-            passes; empirical takes the labels of the data, by one backward pass for each loss term.
-        mc_samples: labels drawn for each example, for fisher=mc.
-        unsupported: what happens to parameters of layers without a K-FAC rule. error stops; freeze
-            treats them as constants; diagonal gives them the exact diagonal of their block, slowly,
-            and parameters that have a rule but are used in another way, too.
-        rank_tolerance: share of tr Λ, the trace of the loss Hessian, that may be left out of each
-            loss term to save backward passes (classification, fisher=exact). 0 leaves nothing out.
-            The factors and the log say what share it was.
-        backward_precision: arithmetic of the backward passes. bf16 (CPU) and tf32 (GPU) are faster
-            and make the gradient factors less exact (by up to 0.3 % on WRN-16-4 in bf16).
-        batched: propagate all vectors of a batch back at once: fewer kernel launches on a GPU, and
-            the memory of as many backward passes.
-        sketch_rank: r; factors of linear layers that are wider than 4r are kept by r eigenvectors
-            and the trace, in memory d·r instead of d², with a bound on the error. For adapters of
-            wide networks (LoRA), where one factor of each weight has the network's width. Null
-            keeps all factors whole.
-        diagonal_above: d; of weights with more than d rows, such as an embedding of a large
-            vocabulary, the factor over the rows is kept by its diagonal, and so is the block of
-            such a layer's bias. Traces and each row's own curvature stay exact; what couples two
-            rows is left out. It goes before sketch_rank, and holds for tied weights, too; tensors
-            that hold several maps stay whole. Null keeps all factors whole.
+        kfac_approx: how to treat the positions that share a layer's weight. expand takes each
+            position as an example of its own; reduce combines the positions of an example first,
+            which is faster, and exact where the network itself sums over them; auto takes expand
+            if examples have several loss terms, outputs (N, ..., C), and reduce if they have one. A
+            mapping sets the mode by layer name, such as {"head*": expand, "*": reduce}; the first
+            pattern that matches counts. A layer's mode may be a mapping of its shared axes in their
+            order, {"*": {"augmentation": reduce, "space": expand}}: first the axis of rows if
+            examples_of_rows gives their examples, then those of its input. The height and width of
+            a convolution are one axis.
+        fisher: which matrix the factors approximate. exact is the generalised Gauss-Newton matrix
+            (GGN), by C - 1 (classification) or C backward passes a batch for each loss term of an
+            example; mc estimates it without bias from labels drawn from the model, by mc_samples
+            passes; empirical takes the gradients of the data's own labels, by one pass for each
+            loss term.
+        mc_samples: number of labels drawn for each example with fisher=mc. More samples reduce the
+            noise, and cost a backward pass each.
+        unsupported: what to do with the parameters of layers that have no K-FAC rule. error stops;
+            freeze treats them as constants; diagonal computes the exact diagonal of their block,
+            which is slow, and also that of parameters which have a rule but are used in a way that
+            it does not cover.
+        rank_tolerance: share of tr Λ, the trace of the loss Hessian, in [0, 1), that may be left
+            out of each loss term to save backward passes, for classification with fisher=exact.
+            The log, and left_out_share of the factors, say how much was.
+        backward_precision: precision of the backward passes. bf16 (CPU) and tf32 (GPU) are faster
+            than float32, and make the gradient factors less exact (by up to 0.3 % on WRN-16-4 in
+            bf16); A is not affected.
+        batched: whether to propagate all vectors of a batch back at once. This needs fewer kernel
+            launches on a GPU, but the memory of all of them.
+        sketch_rank: number of eigenvectors r to keep, with the trace, of the factors of linear
+            layers that are wider than 4 r: memory d r instead of d², with a bound on the error. For
+            adapters of wide networks (LoRA), where one factor of each weight is as wide as the
+            network. null keeps all factors whole.
+        diagonal_above: number of rows above which only the diagonal of a weight's factor over its
+            rows is kept, and of its bias's block, for the layers of large vocabularies. Traces and
+            each row's own curvature stay exact; the coupling of different rows is lost. It takes
+            precedence over sketch_rank and applies to tied weights, too, but not to tensors that
+            hold several maps. null keeps all factors whole.
 
     Raises:
         ValueError: an option that is not supported.
@@ -269,13 +278,13 @@ def check_positive(name: str, value: object) -> None:
         raise TypeError(f"{name} is {value!r}; a number or a tensor is needed.") from None
     right = numbers.isfinite() & (numbers > 0)
     if not right.all():
-        # A number as it was given: -3 is no -3.0.
+        # The number as the user gave it, -3 and not -3.0.
         wrong = value if isinstance(value, (int, float)) else numbers[~right][0].item()
         raise ValueError(f"{name} must be positive, not {wrong}.")
 
 
 def check_kfac_approx(kfac_approx: KfacApprox) -> KfacApprox:
-    """What was asked for, as a copy of plain dicts.
+    """The checked option, with mappings copied into plain dicts.
 
     Raises:
         ValueError: neither a mode, "auto", nor a mapping of patterns to modes.
@@ -307,10 +316,10 @@ def check_kfac_approx(kfac_approx: KfacApprox) -> KfacApprox:
 
 
 def automatic_mode(num_dimensions: int) -> Mode:
-    """What "auto" is for outputs of so many dimensions: expand for (N, ..., C), reduce for (N, C).
+    """The mode of "auto" by the outputs' axes: expand for (N, ..., C), reduce for (N, C).
 
-    With a loss term at each position the paper's expand setting is at hand, else its reduce setting
-    (Eschenhagen et al. 2023, section 3.1).
+    A loss term at each position is the paper's expand setting, one for each example its reduce
+    setting (Eschenhagen et al. 2023, section 3.1).
     """
     return "expand" if num_dimensions > 2 else "reduce"
 
@@ -319,7 +328,7 @@ def modes_of_layers(kfac_approx: KfacApprox, names: Iterable[str]) -> dict[str, 
     """Each layer's mode; the first pattern that fits its name counts.
 
     Args:
-        kfac_approx: not "auto", which is known with the first outputs only.
+        kfac_approx: anything but "auto", which the first outputs decide.
         names: layers' names in the model.
 
     Raises:

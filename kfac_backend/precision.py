@@ -1,4 +1,4 @@
-"""How exactly float32 is multiplied: in full, or for backward passes in TF32 or bfloat16.
+"""The arithmetic of float32 products: full precision, or TF32 or bfloat16 in backward passes.
 
 TF32 keeps ten bits of mantissa and bfloat16 seven, too few for a Gram matrix, whose small
 eigenvalues are differences of large numbers. A backward pass bears it: its errors average out.
@@ -24,20 +24,24 @@ __all__ = [
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """The tensor in float64 if it is, else in float32: sums of half precision lose too much."""
+    """The tensor in float32, unless it is in float64: sums in half precision lose too much."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def full_float32() -> AbstractContextManager[None]:
-    """Multiply float32 in full, whatever the user has set; the last thread restores what was."""
+    """Multiply float32 in full precision, whatever the user has set.
+
+    The user's setting is restored when the last thread leaves.
+    """
     return _full_float32.held()
 
 
 @contextmanager
 def backward_arithmetic(precision: BackwardPrecision) -> Iterator[None]:
-    """Multiply float32 in the backward passes' precision for a while.
+    """Multiply float32 in the backward passes' precision.
 
-    Another one than "float32" is for a thread that has its turn alone (`threads.turn_of`).
+    The setting belongs to the process, so a thread that enters with anything but "float32" must
+    have its turn alone (`threads.turn_of`).
     """
     if precision == "float32":
         yield
@@ -49,7 +53,7 @@ def backward_arithmetic(precision: BackwardPrecision) -> Iterator[None]:
 
 @contextmanager
 def exact_arithmetic(precision: BackwardPrecision) -> Iterator[None]:
-    """Multiply float32 in full within `backward_arithmetic`."""
+    """Multiply float32 in full precision inside `backward_arithmetic`: for Gram matrices."""
     if precision == "float32":
         yield
         return
@@ -58,7 +62,7 @@ def exact_arithmetic(precision: BackwardPrecision) -> Iterator[None]:
 
 
 def check_precision(precision: BackwardPrecision, device: torch.device) -> None:
-    """Raise a ValueError unless the device has the precision."""
+    """Raise a ValueError unless the device supports the precision."""
     check_option("backward_precision", precision, BackwardPrecision)
     supported = {"cpu": ("float32", "bf16"), "cuda": ("float32", "tf32")}
     known = supported.get(device.type, ("float32",))
@@ -91,7 +95,7 @@ def _read() -> list[str]:
 
 
 def _write(precisions: list[str]) -> None:
-    """Set the backends' precisions, those of a GPU where there is one."""
+    """Set the backends' precisions; without a GPU, the last two are left over."""
     for backend, precision in zip(_backends(), precisions, strict=False):
         backend.fp32_precision = precision
 

@@ -1,7 +1,8 @@
-"""What a pass has summed up, and the sum of that over ranks.
+"""The sums of a pass, and their sum over ranks.
 
-Everything in `PassSums` is a sum over examples, so that any split of the data gives the same total:
-unequal shards, and ranks without any. Means and scalings come after the reduction, never before.
+Everything in `PassSums` is a sum over examples, so that any split of the data gives the same total,
+with unequal shards and with ranks that have no data. Means and scalings come after the reduction: a
+mean of the ranks' means would weigh examples by the size of their shard.
 """
 
 import math
@@ -21,7 +22,7 @@ __all__ = ["PassSums", "sum_over_ranks"]
 
 WHAT = "a curvature pass"
 _Place = tuple[str, int, str]
-"""A parameter, which of its parts, and "B" or "A"."""
+"""A parameter's name, the index of one of its `Part`s, and "B" or "A"."""
 COUNTS = ("num_data", "num_loss_terms", "loss", "trace", "trace_left_out")
 
 
@@ -34,7 +35,7 @@ class PassSums:
     others: dict[str, Tensor]
     """Name -> a sum of any shape, such as a diagonal."""
     kfac_approx: KfacApprox
-    """The mode, "auto" where no batch has decided it."""
+    """The mode; "auto" if no batch has decided it yet."""
     num_outputs: int
     num_data: int
     num_loss_terms: int
@@ -44,7 +45,7 @@ class PassSums:
     trace_left_out: float = 0.0
 
     def tensors(self) -> list[Tensor]:
-        """All tensors; a weight and its bias may share one, which comes twice then."""
+        """All tensors. One that a weight and its bias share comes twice."""
         factors = [F for parts in self.blocks.values() for p in parts for F in (p.sums.B, p.sums.A)]
         return [F for F in (*factors, *self.others.values()) if isinstance(F, Tensor)]
 
@@ -55,7 +56,7 @@ class PassSums:
         return replace(replaced, others={name: next(rest) for name in self.others})
 
     def map_factors(self, change: Callable[[_Place, Factor], Factor]) -> "PassSums":
-        """The same with other factors, given where each is, and what it is."""
+        """The sums with each factor replaced by ``change(place, factor)``."""
         blocks = {
             name: [
                 part._replace(
@@ -71,38 +72,39 @@ class PassSums:
         return replace(self, blocks=blocks)
 
     def factor(self, place: _Place) -> Factor | None:
-        """The factor at a place that `map_factors` told."""
+        """The factor at a place, as `map_factors` passes it."""
         name, i, which = place
         sums = self.blocks[name][i].sums
         return sums.B if which == "B" else sums.A
 
 
 class _Message(NamedTuple):
-    """What a rank tells the others before the sums themselves travel."""
+    """What a rank sends to the others before the sums themselves."""
 
     same: dict[str, Any]
     """What must be the same on all ranks."""
     norms: dict[str, float]
-    """Of each trainable parameter; ranks have the same up to rounding."""
+    """The norm of each trainable parameter, which must agree up to rounding."""
     sums: PassSums | None
-    """Its counts, sketches, and tensors on the meta device, so their shapes; None without data."""
+    """The rank's counts and sketches, with its tensors on the meta device, which have shapes but no
+    entries; None without data."""
     first_of: list[int]
-    """For each tensor, the first that is the very same one."""
+    """For each tensor, the index of the first one that is the same object."""
 
 
 def sum_over_ranks(
     sums: PassSums, ranks: Ranks, model: nn.Module, same: Mapping[str, Any]
 ) -> PassSums:
-    """The sums over all ranks' data, in place, the same to the bit on each.
+    """The sums over all ranks' data, in place, the same to the bit on each rank.
 
-    One small message with counts and shapes, then the tensors in large buckets. A rank without data
-    learns the shapes from the others.
+    Ranks exchange a small message with counts and shapes, and then the tensors in large buckets. A
+    rank without data takes the shapes from the others' messages, since it must join the reduction.
 
     Args:
-        sums: this rank's.
-        ranks: all of them.
-        model: which must be the same on all, up to rounding.
-        same: what else must be, such as options, by the names that errors use.
+        sums: this rank's sums.
+        ranks: all ranks.
+        model: the model, which must be the same on all ranks, up to rounding.
+        same: what else must be the same, such as options, by the names that errors use.
 
     Raises:
         RankError: a rank is gone, or has another model, other options or another version.
@@ -120,7 +122,8 @@ def sum_over_ranks(
         zeros = [torch.zeros_like(tensor, device=device) for tensor in first.tensors()]
         sums = first.with_tensors(zeros[i] for i in first_of)
     if any(other != first_of for _, other in with_data):
-        # One rank has two tensors where another has one for both: all must have two.
+        # One rank has two tensors where another shares one between a weight and its bias: whether
+        # B is shared depends on the batches. All ranks must reduce the same number, so all get two.
         sums = sums.with_tensors([tensor.clone() for tensor in sums.tensors()])
     ranks.sum_(sums.tensors(), WHAT)
     sums = _with_sketches(sums, [of_rank for of_rank, _ in with_data], device)
@@ -169,7 +172,7 @@ def _check(messages: list[_Message]) -> None:
 
 
 def _kinds(sums: PassSums) -> dict[str, Any]:
-    """What the data decides, and must be the same on all ranks that have any."""
+    """What the data decides, and must agree between all ranks that have data."""
     tensors = [(tuple(t.shape), str(t.dtype)) for t in sums.tensors()]
     slots = {name: [part.slot for part in parts] for name, parts in sums.blocks.items()}
     return {
@@ -182,7 +185,10 @@ def _kinds(sums: PassSums) -> dict[str, Any]:
 
 
 def _with_sketches(sums: PassSums, of_ranks: list[PassSums], device: torch.device) -> PassSums:
-    """Sketches added up in the ranks' order, whose errors add up, too: see `blocks.sketch`."""
+    """The sums with the ranks' sketches added in order; error bounds add up, too.
+
+    Sketches came with the messages, since their sum is not a sum of entries: see `blocks.sketch`.
+    """
 
     def added(place: _Place, F: Factor) -> Factor:
         if isinstance(F, Tensor):
@@ -199,7 +205,7 @@ def _with_sketches(sums: PassSums, of_ranks: list[PassSums], device: torch.devic
 
 
 def _with_num_terms(sums: PassSums, of_ranks: list[PassSums]) -> dict[str, list[Part]]:
-    """The blocks' sums, with the terms that all ranks have seen."""
+    """The blocks' sums, with the numbers of terms added up over the ranks."""
     return {
         name: [
             part._replace(

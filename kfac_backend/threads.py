@@ -1,8 +1,9 @@
-"""What belongs to the whole process, or to a model, and how passes in several threads share it.
+"""Passes in several threads: turns on a model, settings of the process, work on several cores.
 
-A pass hangs hooks on a model's layers and lends them other tensors, so that no other thread may run
-them, or read their parameters, meanwhile. Settings of PyTorch, such as the precision of float32,
-are of the process: any number of passes share one value, and one that changes it runs alone.
+A pass registers hooks on a model's layers and exchanges their tensors. Meanwhile no other thread
+may run these layers or read their parameters: `turn_of`. Settings of PyTorch, such as the precision
+of float32, belong to the process: passes that need the same value share it (`SharedSetting`), and a
+pass that needs another one runs alone.
 """
 
 import threading
@@ -22,11 +23,12 @@ S = TypeVar("S")
 
 
 def map_on_cores(function: Callable[[S], T], items: Iterable[S]) -> list[T]:
-    """The function of each item, as many at once as torch has threads, each on one core.
+    """[function(item) for each item], with as many at once as torch has threads, each on one core.
 
-    For LAPACK, whose routines gain little from a second thread: the eigenvalues of 2304×2304 a
-    sixth of the time. With another process on the same cores they even lose, as threads wait for
-    each other: the inverse of such a matrix took 2.9 s with two threads, 0.07 s with one.
+    Use it for LAPACK, whose routines gain little from a second thread: it saves a sixth of the time
+    of the eigenvalues of a 2304×2304 matrix. If another process uses the same cores they even lose,
+    because threads wait for each other: the inverse of such a matrix took 2.9 s with two threads
+    and 0.07 s with one.
     """
     threads = torch.get_num_threads()
     if threads == 1:
@@ -44,12 +46,14 @@ def map_on_cores(function: Callable[[S], T], items: Iterable[S]) -> list[T]:
 
 
 class SharedSetting(Generic[T]):
-    """A setting of the process that threads hold at one value; the last restores what was there.
+    """A setting of the process that several threads hold at one value.
+
+    The first to hold it remembers the former value, the last restores that.
 
     Args:
         read: returns the present value.
         write: sets it.
-        value: what it is held at.
+        value: the value to hold.
     """
 
     def __init__(self, read: Callable[[], T], write: Callable[[T], None], value: T) -> None:
@@ -59,7 +63,7 @@ class SharedSetting(Generic[T]):
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the setting for a while."""
+        """A context in which the setting has the value."""
         with self._lock:
             if self._holders == 0:
                 self._before = self._read()
@@ -73,7 +77,7 @@ class SharedSetting(Generic[T]):
                 if self._holders == 0:
                     try:
                         self._write(self._before)
-                    except BaseException:  # Ctrl-C as it begins: else the setting would stay
+                    except BaseException:  # Ctrl-C before it was written: the setting would stay
                         self._write(self._before)
                         raise
 
@@ -97,13 +101,17 @@ _running: list[_Turn] = []
 
 @contextmanager
 def turn_of(model: nn.Module, alone: bool = False) -> Iterator[None]:
-    """Wait until no other thread runs a layer of the model in a turn, or, if ``alone``, any at all.
+    """A context in which no other thread has a turn on a layer of the model; it waits for that.
 
-    First come, first served. Within a turn its thread may take others, at once: it would hold up
-    what it waits for.
+    Threads are served in the order in which they ask. A thread that has a turn may take another one
+    inside, for which it does not wait: the thread that it would wait for may wait for it.
+
+    Args:
+        model: the model.
+        alone: whether to wait until no other thread has any turn, on whatever model.
 
     Raises:
-        RuntimeError: a turn within another would have to wait.
+        RuntimeError: an inner turn would have to wait.
     """
     turn = _Turn({id(module) for module in model.modules()}, alone)
     with _changed:
@@ -117,6 +125,8 @@ def turn_of(model: nn.Module, alone: bool = False) -> Iterator[None]:
         else:
             _waiting.append(turn)
             try:
+                # Not only for running turns, but for those that were asked for earlier: otherwise a
+                # turn ``alone`` might never come while others begin and end.
                 while any(map(turn.conflicts, _running + _waiting[: _waiting.index(turn)])):
                     _changed.wait()
                 _running.append(turn)

@@ -32,10 +32,11 @@ __all__ = [
 class KroneckerBlock:
     """Block-diagonal over G groups of B_g ⊗ A_g, for a tensor flattened as PyTorch flattens it.
 
-    One group is the common case; grouped convolutions and packed projections have more; a diagonal
-    block is P groups of size one. Groups may have one A. Without A the block is B itself (a bias, a
-    scalar). Of a weight that is stored inputs first (an embedding, a transposed convolution) B is
-    the sum of its inputs' Gram matrices, and A the mean over as many terms of its gradients'.
+    One group is the common case. Grouped convolutions and packed projections have more, and may
+    share one A; a diagonal block is P groups of size one. Without A the block is B itself (a bias,
+    a scalar). B is always the factor over the parameter's rows. For a weight that is stored inputs
+    first (an embedding, a transposed convolution) it is the Gram matrix of inputs, as a sum, and A
+    is that of gradients, divided by the same number of terms.
     """
 
     name: str
@@ -45,8 +46,8 @@ class KroneckerBlock:
     A: Factor | None = None
     """Input factor, a mean over the data: (d_in, d_in) or (G, d_in, d_in), or a sketch."""
     num_terms: float | tuple[float, ...] = 0
-    """How many terms A is the mean of, data of weight c counted c times: N·R for expand, N for
-    reduce; one number for all groups, or one for each."""
+    """The number of terms that A is the mean of: N·R for expand, N for reduce, where an example of
+    weight c counts c times. One number for all groups, or one for each."""
 
     def __post_init__(self) -> None:
         A_shape = None if self.A is None else self.A.shape
@@ -73,7 +74,7 @@ class KroneckerBlock:
         if self.A is None:
             return torch.block_diag(*B)
         A = _dense(self.A)
-        A = A.expand(len(B), *A.shape[-2:])  # groups may have one
+        A = A.expand(len(B), *A.shape[-2:])  # groups may share one
         return torch.block_diag(*(torch.kron(b, a) for b, a in zip(B, A, strict=True)))
 
     def matvec(self, v: Tensor) -> Tensor:
@@ -85,7 +86,7 @@ class KroneckerBlock:
         return V.reshape(v.shape)
 
     def scale(self, weight: float) -> "KroneckerBlock":
-        """The block of the same data with a weight ≥ 0: B and the terms of A's mean times it."""
+        """The block of the same data with a weight ≥ 0, which multiplies B and A's terms."""
         terms = tuple(number * weight for number in _terms(self))
         return replace(self, B=self.B * weight, num_terms=terms[0] if len(terms) == 1 else terms)
 
@@ -117,7 +118,7 @@ class KroneckerBlock:
                 )
         pairs = list(zip(_terms(self), _terms(other), strict=True))
         terms = tuple(mine + theirs for mine, theirs in pairs)
-        # The share of each group's terms that is in the other; none where neither has a term.
+        # The share of the other block in each group's terms; 0 where neither has a term.
         shares = [
             pair[1] / total if total else 0.0 for pair, total in zip(pairs, terms, strict=True)
         ]
@@ -145,10 +146,10 @@ class KroneckerBlock:
         }
 
     def whole_factors(self, what: str) -> tuple[Tensor, Tensor | None]:
-        """B and A, where something needs them as matrices.
+        """B and A as matrices, where something cannot use sketches.
 
         Args:
-            what: what it is, for the error.
+            what: what needs matrices, for the error.
 
         Raises:
             NotImplementedError: one of them is a sketch.
@@ -157,27 +158,28 @@ class KroneckerBlock:
         return whole(self.B, self.name, what), A
 
     def named_factors(self) -> list[tuple[Factor, str]]:
-        """B, and A if there is one, with what to call them in errors."""
+        """B, and A if there is one, with their names for errors."""
         factors = [(self.B, f"{self.name}, B")]
         return factors if self.A is None else [*factors, (self.A, f"{self.name}, A")]
 
     @property
     def cost(self) -> int:
-        """What to decompose or invert it costs, up to a constant: d³ of each factor."""
+        """The cost of decomposing or inverting the block, up to a constant: Σ d³ of its factors."""
         return sum(_cost(F) for F, _ in self.named_factors())
 
     @property
     def knows_eigenvalues(self) -> bool:
         """Whether the eigenvalues are computed already."""
+        # Not a field: it is a cache, which comparing and copying blocks must leave out.
         return "_known" in self.__dict__
 
     @property
     def knows_eigenvectors(self) -> bool:
-        """Whether `decompose` only returns what is there."""
+        """Whether `decompose` costs nothing, since the eigenvectors are stored."""
         return False
 
     def keep_eigenvalues(self, known: list[tuple[Tensor, int]]) -> None:
-        """Keep the eigenvalues of the factors, in their order, and how many were clipped."""
+        """Keep the eigenvalues of each factor, and how many of them were clipped."""
         self.__dict__["_known"] = known
 
     def _eigenvalues(self) -> list[tuple[Tensor, int]]:
@@ -188,7 +190,7 @@ class KroneckerBlock:
     def factor_eigenvalues(self) -> tuple[Tensor, Tensor | None]:
         """β (..., d_out) of B and α (..., d_in) of A, ≥ 0, in float64; computed once.
 
-        Without α the first are the block's eigenvalues themselves.
+        Without α, β has the block's eigenvalues themselves.
         """
         values = [values for values, _ in self._eigenvalues()]
         return values[0], values[1] if len(values) == 2 else None
@@ -199,7 +201,7 @@ class KroneckerBlock:
         return (of_B if of_A is None else of_B[..., :, None] * of_A[..., None, :]).flatten()
 
     def num_clipped(self) -> int:
-        """How many eigenvalues of the factors rounding made negative (they count as 0)."""
+        """The number of the factors' eigenvalues that rounding made negative (they count as 0)."""
         return sum(clipped for _, clipped in self._eigenvalues())
 
     def decompose(self) -> "EigenBlock":
@@ -227,12 +229,12 @@ def _decomposed(factor: Factor, name: str) -> tuple[Tensor, Basis]:
 
 
 def _unsolved(factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and -vectors with numbers still to be filled in."""
+    """Uninitialised eigenvalues and eigenvectors, to receive another rank's."""
     return torch.empty_like(factor[..., 0]), torch.empty_like(factor)
 
 
 def _eigenvalues(factor: Factor, name: str) -> tuple[Tensor, int]:
-    """Ascending, and how many were clipped; those of a sketch are known."""
+    """Eigenvalues, ascending, and how many were clipped; a sketch knows its own."""
     if isinstance(factor, SketchedFactor):
         check_finite_factor(torch.tensor(factor.trace), name)
         return factor.eigenvalues(), 0
@@ -240,38 +242,39 @@ def _eigenvalues(factor: Factor, name: str) -> tuple[Tensor, int]:
 
 
 def _identity(factor: Factor) -> object:
-    """The same for factors that are one: two blocks may have different views of a tensor."""
+    """A key that is equal for factors in the same memory, such as two views of one tensor."""
     if isinstance(factor, SketchedFactor):
         return id(factor)
     return factor.data_ptr(), factor.device, factor.dtype, factor.shape, factor.stride()
 
 
 def _cost(factor: Factor) -> int:
-    """d³ of each group; nothing for a sketch, which is made of its eigenvectors."""
+    """G d³ for G groups; 0 for a sketch, which is stored by its eigenvectors."""
     if isinstance(factor, SketchedFactor):
         return 0
     return factor.shape[:-2].numel() * factor.shape[-1] ** 3
 
 
 def _terms(block: KroneckerBlock) -> tuple[float, ...]:
-    """The numbers of terms: of all groups together, or of each."""
+    """The numbers of terms as a tuple: one for all groups, or one for each."""
     return block.num_terms if isinstance(block.num_terms, tuple) else (block.num_terms,)
 
 
 def compute_eigenvalues(blocks: Iterable[KroneckerBlock], ranks: Ranks | None = None) -> None:
-    """Compute all blocks' eigenvalues, which they keep; on a CPU as many at once as it has threads.
+    """Compute the eigenvalues of all blocks, which keep them.
 
-    Eigenvalues alone hardly gain from a second thread: at 2304×2304 it saves a sixth of the time. A
-    factor that two blocks share, a weight's and its bias's, is solved once.
+    On a CPU several factors are solved at once, one on each thread (`map_on_cores`). A factor that
+    a weight and its bias share is solved once.
 
     Args:
-        blocks: those that know them already are left out.
-        ranks: share the work out between them, largest first by d³: all have the same blocks, all
-            call this, and all get the same numbers to the bit. None: this process does it all.
+        blocks: the blocks; those that know their eigenvalues already are left out.
+        ranks: the ranks that share the work, the largest factors first by d³. All must have the
+            same blocks and call this; all get the same numbers to the bit. None: this process does
+            all the work.
 
     Raises:
         ValueError: a factor that is not finite.
-        RankError: another rank has found one, or is gone.
+        RankError: another rank has such a factor, or is gone.
     """
     blocks = [block for block in blocks if not block.knows_eigenvalues]
     factors: dict[object, tuple[Factor, str]] = {}
@@ -289,7 +292,7 @@ def compute_eigenvalues(blocks: Iterable[KroneckerBlock], ranks: Ranks | None = 
 
 
 def _solve(factors: Sequence[tuple[Factor, str]]) -> list[tuple[Tensor, int]]:
-    """The eigenvalues of named factors, the largest of them first, and how many were clipped."""
+    """The eigenvalues of named factors, and how many were clipped; the largest factor is first."""
     small = not factors or factors[0][0].shape[-1] < 256
     if small or factors[0][0].device.type != "cpu":
         return [_eigenvalues(*factor) for factor in factors]
@@ -299,7 +302,7 @@ def _solve(factors: Sequence[tuple[Factor, str]]) -> list[tuple[Tensor, int]]:
 def _solve_on_ranks(
     factors: Sequence[tuple[Factor, str]], ranks: Ranks
 ) -> list[tuple[Tensor, int]]:
-    """As `_solve`, each factor by one rank."""
+    """`_solve`, with each factor solved by one rank and sent to the others."""
     what = "eigenvalues"
     owners = ranks.owners([_cost(F) for F, _ in factors])
     own = [i for i, owner in enumerate(owners) if owner == ranks.rank]
@@ -319,20 +322,20 @@ def _solve_on_ranks(
 
 
 def decompose_on_ranks(blocks: Iterable[KroneckerBlock], ranks: Ranks) -> dict[str, "EigenBlock"]:
-    """Name -> eigenvalues and -vectors of each block; each factor's by one rank, and sent to all.
+    """Name -> eigenvalues and eigenvectors of each block; each factor is solved by one rank.
 
-    The work is shared out by d³, largest first, and a factor that two blocks share, a weight's and
-    its bias's, is solved once. All ranks have the same blocks, all call this, and all get the same
+    The ranks share the work, the largest factors first by d³. A factor that a weight and its bias
+    share is solved once. All ranks must have the same blocks and call this; all get the same
     numbers to the bit.
 
     Raises:
         ValueError: a factor that is not finite.
-        RankError: another rank has found one, or is gone.
+        RankError: another rank has such a factor, or is gone.
     """
     blocks, what = list(blocks), "eigenvectors"
     if ranks.size == 1:
         return {block.name: block.decompose() for block in blocks}
-    # A sketch is made of its eigenvectors.
+    # These cost nothing: corrected blocks and sketches store their eigenvectors.
     found = {b.name: b.decompose() for b in blocks if b.knows_eigenvectors or b.sketches}
     whole: dict[object, tuple[Tensor, str]] = {}
     for block in blocks:
@@ -359,10 +362,10 @@ def decompose_on_ranks(blocks: Iterable[KroneckerBlock], ranks: Ranks) -> dict[s
 
 @dataclass(frozen=True)
 class EigenBlock:
-    """A block by eigenvalues and -vectors: Q_B diag(β) Q_Bᵀ ⊗ Q_A diag(α) Q_Aᵀ.
+    """A block by eigenvalues and eigenvectors: Q_B diag(β) Q_Bᵀ ⊗ Q_A diag(α) Q_Aᵀ.
 
-    The eigenvectors of a sketched factor are a frame of k + d vectors, and its eigenvalues as many.
-    Where the eigenvalues are ``corrected``, they take the place of the products β_i α_j.
+    A sketched factor has a `Frame` of k + d vectors as its eigenvectors, and k + d eigenvalues.
+    ``corrected`` eigenvalues take the place of the products β_i α_j.
     """
 
     beta: Tensor
@@ -430,7 +433,11 @@ class EigenBlock:
         return self.beta[..., :, None] * self.alpha[..., None, :] + delta
 
     def log_det(self, spectrum: Tensor) -> Tensor:
-        """Log det of Q diag(spectrum) Qᵀ, which counts the entries of a frame as its directions."""
+        """Log det of Q diag(spectrum) Qᵀ, in float64.
+
+        A frame has d equal entries for the d − k directions outside of U, so that each of these
+        entries counts (d − k)/d times.
+        """
         logs = spectrum.double().log()
         for axis, Q in ((-2, self.Q_B), (-1, self.Q_A)):
             if isinstance(Q, Frame):
@@ -463,5 +470,5 @@ class EigenBlock:
 
 
 def coordinates(x: Tensor, Q: Basis) -> Tensor:
-    """X Q: the coordinates of rows."""
+    """X Q: the coordinates of rows x."""
     return Q.coordinates(x) if isinstance(Q, Frame) else x @ Q

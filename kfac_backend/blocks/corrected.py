@@ -1,4 +1,4 @@
-"""A block with eigenvalues of its own in the eigenbasis of B ⊗ A: eigenvalue correction (EKFAC)."""
+"""A block with corrected eigenvalues in the eigenbasis of B ⊗ A (EKFAC)."""
 
 from dataclasses import dataclass, field, replace
 
@@ -19,7 +19,7 @@ class CorrectedBlock(KroneckerBlock):
     and it has the exact block's trace. Source: George et al. 2018, "Fast Approximate Natural
     Gradient Descent in a Kronecker-factored Eigenbasis" (arXiv:1806.03884), section 3.
 
-    The factors are those that the basis is of; the block is no longer their product.
+    B and A are the factors whose eigenvectors form the basis. The block is not their product.
     """
 
     eigen: EigenBlock = field(kw_only=True)
@@ -57,7 +57,7 @@ class CorrectedBlock(KroneckerBlock):
         """The block of the union of both data sets, if both have the same eigenvectors.
 
         Raises:
-            ValueError: eigenvectors that are not the same; the sum has others than either.
+            ValueError: different eigenvectors, since those of the sum differ from both.
         """
         total = super().add(other)
         assert isinstance(total, CorrectedBlock) and isinstance(other, CorrectedBlock)
@@ -87,20 +87,20 @@ class CorrectedBlock(KroneckerBlock):
 
     @property
     def knows_eigenvalues(self) -> bool:
-        """Always."""
+        """Always true."""
         return True
 
     @property
     def knows_eigenvectors(self) -> bool:
-        """Always."""
+        """Always true."""
         return True
 
     def factor_eigenvalues(self) -> tuple[Tensor, None]:
-        """All P eigenvalues ≥ 0, in float64, which are no products, and None."""
+        """All P eigenvalues ≥ 0, in float64, and None: they are not products of factors'."""
         return self._corrected.double().flatten(), None
 
     def num_clipped(self) -> int:
-        """None is negative: they are sums of squares."""
+        """0, since the eigenvalues are sums of squares."""
         return 0
 
     def decompose(self) -> EigenBlock:

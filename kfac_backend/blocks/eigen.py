@@ -1,9 +1,10 @@
 """Eigenvalues and eigenvectors of Gram matrices that may be singular, ill-scaled or not finite.
 
-A row without an entry off the diagonal is an eigenvector by itself. Such rows may be most: the taps
-of a convolution that see padding only, dead units, all inputs of an embedding. The solvers get the
-other rows alone; thousands of zero rows also keep LAPACK's divide and conquer from converging.
-Where no solver converges, Jacobi's rotations do.
+A row without entries off the diagonal belongs to an eigenvector that is a unit vector. There may be
+many such rows: the taps of a convolution that see only padding, dead units, all inputs of an
+embedding. The solvers get only the other rows, which saves time; with thousands of zero rows
+LAPACK's divide and conquer may also fail to converge. Where no solver converges, Jacobi's method
+does.
 """
 
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from torch import Tensor
 __all__ = ["EigenDecomposition", "check_finite_factor", "eigenvalues", "eigh"]
 
 JACOBI_BLOCK = 128
-"""How many rows Jacobi's method rotates with as many others, at most."""
+"""Largest number of rows in a block of Jacobi's method."""
 
 
 class EigenDecomposition(NamedTuple):
@@ -31,11 +32,11 @@ class EigenDecomposition(NamedTuple):
 def eigenvalues(matrix: Float[Tensor, "*G d d"], name: str) -> tuple[Float[Tensor, "*G d"], int]:
     """Eigenvalues in float64, ascending, clipped at 0, and how many were clipped.
 
-    Without eigenvectors, in float64, this costs about what the vectors cost in float32.
+    Eigenvalues alone in float64 cost about as much as eigenvectors in float32.
 
     Args:
         matrix: symmetric positive semi-definite up to rounding.
-        name: what to call it in an error.
+        name: its name for errors.
 
     Raises:
         ValueError: a matrix that is not finite.
@@ -84,7 +85,7 @@ def check_finite_factor(matrix: Tensor, name: str) -> None:
 
 
 def _rows_apart(matrix: Float[Tensor, "*G d d"]) -> tuple[Tensor, Tensor]:
-    """The rows without an entry off the diagonal in any of the matrices, and the others."""
+    """Indices of the rows without entries off the diagonal in all matrices, and of the others."""
     entries = matrix != 0
     entries.diagonal(dim1=-2, dim2=-1).fill_(False)
     coupled = (entries.any(-1) | entries.any(-2)).reshape(-1, matrix.shape[-1]).any(0)
@@ -92,14 +93,16 @@ def _rows_apart(matrix: Float[Tensor, "*G d d"]) -> tuple[Tensor, Tensor]:
 
 
 def _among(matrix: Tensor, rows: Tensor) -> Tensor:
-    """The entries between these rows; all the matrix without a copy, if they are all."""
+    """The submatrix of these rows and columns; the matrix itself, not a copy, for all rows."""
     return matrix if len(rows) == matrix.shape[-1] else matrix[..., rows[:, None], rows]
 
 
 def _solve(matrix: Tensor, dtypes: tuple[torch.dtype, ...], vectors: bool) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, ascending, and eigenvectors, empty unless asked for, from what converges first.
+    """Eigenvalues, ascending, and eigenvectors (empty unless asked for), by what converges first.
 
-    The solvers read one triangle alone: what they see is symmetric.
+    The order is: the matrix's device in each dtype, then the CPU, then one matrix after the other
+    of a batch, then Jacobi's method. The solvers read only one triangle, so that rounding cannot
+    make their input unsymmetric.
     """
     for device in dict.fromkeys((matrix.device, torch.device("cpu"))):
         for dtype in dict.fromkeys(dtypes):
@@ -124,10 +127,10 @@ def _solve(matrix: Tensor, dtypes: tuple[torch.dtype, ...], vectors: bool) -> tu
 def _jacobi(matrix: Float[Tensor, "d d"]) -> tuple[Float[Tensor, "d"], Float[Tensor, "d d"]]:
     """Eigenvalues, ascending, and eigenvectors by Jacobi's method, which always converges.
 
-    Time and again, the two blocks of rows that have the most off the diagonal, between them and
-    within, are made diagonal, which takes a share of at least 2/m² of all that is off the diagonal
-    of m blocks, and soon far more. It is slow: minutes where LAPACK takes half a minute.
-    Source: Golub & Van Loan 2013, "Matrix computations", section 8.5.
+    The rows form m blocks. Each step takes the pair of blocks with the largest sum of squares off
+    the diagonal, and diagonalises their submatrix. That removes a share of at least 2/m² of all
+    squares off the diagonal, and later far more. It is slow: minutes where LAPACK takes half a
+    minute. Source: Golub & Van Loan 2013, "Matrix computations", section 8.5.
     """
     d = len(matrix)
     largest = matrix.abs().max().clamp(min=torch.finfo(matrix.dtype).tiny)  # squares must be finite
@@ -152,7 +155,7 @@ def _jacobi(matrix: Float[Tensor, "d d"]) -> tuple[Float[Tensor, "d"], Float[Ten
     enough = (4 * torch.finfo(M.dtype).eps * M.norm()).square()
     every = torch.arange(d)
     W = M.new_zeros(m, m).index_add_(0, block_of, off_diagonal(every))
-    for _ in range(100 * m * m):  # rounding could keep a rest above the bound for ever
+    for _ in range(100 * m * m):  # a limit, since rounding could keep the rest above the bound
         if W.sum() <= enough:
             break
         within = W.diagonal()

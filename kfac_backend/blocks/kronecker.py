@@ -20,12 +20,12 @@ from kfac_backend.threads import turn_of
 __all__ = ["KroneckerFactors"]
 
 FORMAT_VERSION = 3
-"""Of files with sketched factors; those with corrected eigenvalues are of version 2, and those with
-neither of version 1, as in the first release."""
+"""The format version of files with sketched factors. Files with corrected eigenvalues have version
+2, and files with neither have version 1, so that earlier releases can read them."""
 
 FIELDS = ("num_data", "num_outputs", "num_loss_terms", "loss", "likelihood")
 FIRST_OPTIONS = ("kfac_approx", "fisher")
-# Older files lack these, and all options but the first.
+# Older files lack these fields, and all options but the first two.
 LATER_FIELDS = ("trace", "trace_left_out")
 
 
@@ -33,11 +33,11 @@ LATER_FIELDS = ("trace", "trace_left_out")
 class KroneckerFactors:
     """GGN ≈ block-diag(B ⊗ A) over the parameter tensors: a sum over the data, without the prior.
 
-    ``c * factors`` are those of the same data with a weight c ≥ 0, as if each example had been seen
-    c times: B, the loss and all counts are multiplied, the mean A stays. So sums are weighted sums
-    over the data, ``0.95 * old + 0.05 * new`` is a moving average of A and of B, and
-    ``factors * (1/T)`` has the likelihood tempered by T. For regression the noise is 1; the
-    curvature and the loss at another σ are those of ``factors * (1/σ²)``.
+    ``c * factors`` has the factors of the same data with a weight c ≥ 0, as if each example had
+    been seen c times: B, the loss and all counts are multiplied by c, and the mean A stays. So sums
+    of factors are weighted sums over the data, ``0.95 * old + 0.05 * new`` is a moving average of A
+    and B, and ``factors * (1/T)`` has the likelihood tempered by T. Regression has noise 1; the
+    curvature and the loss for another σ are those of ``factors * (1/σ²)``.
 
     Source: Eschenhagen et al. 2023 (arXiv:2311.00636), sections 3.2 and 3.3.
     """
@@ -45,18 +45,19 @@ class KroneckerFactors:
     blocks: dict[str, KroneckerBlock]
     """Parameter name -> block, in the order of ``model.named_parameters()``."""
     num_data: float
-    """N, the examples that were seen; one of weight c counts as c."""
+    """N, the number of examples; one of weight c counts c times."""
     num_outputs: int
     """C, the size of the outputs' last axis."""
     num_loss_terms: float
-    """Loss terms in all, with their weights: N unless examples have several."""
+    """The number of loss terms, with weights: N unless examples have several."""
     loss: float
     """Σ ℓ (nats) over the data: see `loss_hessian.loss_sum`."""
     likelihood: Likelihood
     options: CurvatureOptions
-    """Those of the pass, with kfac_approx="auto" as it was decided; of a sum, the first term's."""
+    """The options of the pass, with the mode that kfac_approx="auto" has become; for a sum of
+    factors, those of the first."""
     trace: float = 0.0
-    """Σ tr Λ over the data, if the options let columns of its root be left out."""
+    """Σ tr Λ over the data, if rank_tolerance > 0; otherwise 0."""
     trace_left_out: float = 0.0
     """The part of it that was left out."""
 
@@ -78,19 +79,19 @@ class KroneckerFactors:
 
     @property
     def is_corrected(self) -> bool:
-        """Whether blocks have eigenvalues that are no products, see `corrected_factors`."""
+        """Whether any block has corrected eigenvalues, see `corrected_factors`."""
         return any(isinstance(block, CorrectedBlock) for block in self.blocks.values())
 
     @property
     def is_sketched(self) -> bool:
-        """Whether factors are sketches, see ``sketch_rank`` of `CurvatureOptions`."""
+        """Whether any factor is a sketch, see ``sketch_rank`` of `CurvatureOptions`."""
         return any(block.sketches for block in self.blocks.values())
 
     def sketch_errors(self) -> dict[str, float]:
-        """What sketches may be wrong by: factor -> Δ / its largest eigenvalue, Δ ≥ ‖F − F̂‖₂.
+        """Factor -> the relative error bound of its sketch, Δ / its largest eigenvalue.
 
-        Factors are called as in errors, "head.weight, A". No eigenvalue of a factor is wrong by
-        more than Δ, and its trace is exact. Empty if all factors are whole.
+        With Δ ≥ ‖F − F̂‖₂ no eigenvalue is wrong by more than Δ; the trace is exact. Factors have
+        the names that errors use, such as "head.weight, A". Empty if all factors are whole.
         """
         return {
             f"{name}, {which}": F.relative_error
@@ -104,7 +105,7 @@ class KroneckerFactors:
         return self.trace_left_out / self.trace if self.trace else 0.0
 
     def __mul__(self, weight: float) -> "KroneckerFactors":
-        """The factors of the same data with a weight ≥ 0, as if it were there so many times."""
+        """The factors of the same data with a weight ≥ 0, as if each example came that often."""
         if not 0.0 <= float(weight) < float("inf"):
             raise ValueError(f"Factors can be multiplied by a finite number ≥ 0, not by {weight}.")
         c = weight if isinstance(weight, int) else float(weight)  # whole counts stay whole
@@ -139,7 +140,7 @@ class KroneckerFactors:
         return {name: block.eigenvalues() for name, block in self.blocks.items()}
 
     def num_clipped(self) -> int:
-        """How many of the factors' eigenvalues rounding made negative (they count as 0)."""
+        """The number of the factors' eigenvalues that rounding made negative (they count as 0)."""
         return sum(block.num_clipped() for block in self.blocks.values())
 
     def log_det(self, prior_precision: float | Tensor) -> Tensor:
@@ -177,7 +178,7 @@ class KroneckerFactors:
     def check_alignment(self, model: nn.Module) -> None:
         """Raise a ValueError unless there is one block per trainable parameter, in the same order.
 
-        laplace-torch pairs blocks and parameters by position, in silence.
+        laplace-torch pairs blocks and parameters by their position, without any check.
         """
         with turn_of(model):
             trainable = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
@@ -191,7 +192,7 @@ class KroneckerFactors:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The factors as plain data and tensors, which `torch.load` reads at its default."""
+        """The factors as plain data and tensors, which `torch.load` reads with its defaults."""
         header = {
             "format": "kfac_backend.KroneckerFactors",
             "version": FORMAT_VERSION if self.is_sketched else 2 if self.is_corrected else 1,
@@ -225,11 +226,11 @@ class KroneckerFactors:
         """The factors that `state_dict` returned.
 
         Args:
-            state: what it returned.
-            source: what errors call it.
+            state: the state.
+            source: its name for errors.
 
         Raises:
-            ValueError: not such a state, one of a newer format, or one that lacks something.
+            ValueError: not such a state, one of a newer format, or an incomplete one.
         """
         header, tensors = state.get("header") or {}, state.get("tensors") or {}
         if header.get("format") != "kfac_backend.KroneckerFactors":
@@ -258,9 +259,12 @@ class KroneckerFactors:
             ) from error
 
     def save(self, path: str | Path) -> str:
-        """Write the factors as safetensors with a JSON header, atomically; returns the sum."""
+        """Write the factors as safetensors with a JSON header; returns the file's SHA-256 sum.
+
+        The file is replaced atomically.
+        """
         state = self.state_dict()
-        # Copies, as a weight and its bias may share B, which safetensors refuses.
+        # Copies, since safetensors refuses shared memory, and a weight and its bias may share B.
         tensors = {name: tensor.clone().contiguous() for name, tensor in state["tensors"].items()}
         return write_tensors(path, tensors, {"header": json.dumps(state["header"])})
 
@@ -300,7 +304,7 @@ class KroneckerFactors:
 
 
 def _block(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> KroneckerBlock:
-    """A block from its entry in the header; only corrected ones have an eigenbasis there."""
+    """A block from its entry in the header and its tensors; with an eigenbasis it is corrected."""
     name = entry["name"]
     sketches = entry.get("sketches", {})
 

@@ -13,36 +13,38 @@ __all__ = ["nearest_kronecker"]
 def nearest_kronecker(blocks: Sequence[KroneckerBlock]) -> KroneckerBlock:
     """The block B ⊗ A that is nearest in Frobenius norm to Σ_k B_k ⊗ A_k.
 
-    An embedding whose weight is the output layer's too has two such terms. Rearranged, the sum is
-    the matrix Σ_k vec(B_k) vec(A_k)ᵀ of rank K, whose leading singular vectors are the factors;
-    inner products of the given ones are enough to find them. They are positive semi-definite, as
-    the coefficients of the B_k and of the A_k are not negative (Perron and Frobenius). Source: Van
-    Loan & Pitsianis 1993, "Approximation with Kronecker products".
+    An embedding whose weight is also the output layer's has two such terms. The entries of the sum,
+    rearranged, form the matrix Σ_k vec(B_k) vec(A_k)ᵀ of rank K, whose leading singular vectors are
+    the factors. They are combinations of the B_k and of the A_k, and the inner products of these
+    suffice to find them. The coefficients are not negative (Perron and Frobenius), so that B and A
+    are positive semi-definite. Source: Van Loan & Pitsianis 1993, "Approximation with Kronecker
+    products".
 
-    The result has no number of terms: it is not the sum of two passes' results.
+    The result has no number of terms, since it cannot be added to that of another pass: the nearest
+    product of a sum is not the sum of the nearest products.
 
     Args:
-        blocks: of the same tensor; a factor may be a diagonal, (V, 1, 1).
+        blocks: blocks of the same tensor; a factor may be a diagonal, (V, 1, 1).
     """
     blocks = [b for b in blocks if b.A is not None and b.B.any() and b.A.any()] or list(blocks[:1])
     if len(blocks) == 1:
         return KroneckerBlock(blocks[0].name, blocks[0].B, blocks[0].A)
     whole = [block.whole_factors("A tensor used in two ways") for block in blocks]
-    # Diagonals of one size stay such, as a vocabulary's, of which no matrix would fit.
+    # Diagonals of one size stay diagonals: a vocabulary's dense matrix would not fit into memory.
     diagonal = all(B.dim() == 3 and B.shape[-1] == 1 for B, _ in whole)
     Bs = [B if diagonal else _dense(B) for B, _ in whole]
     As = [_dense(A) for _, A in whole if A is not None]
     of_B, of_A = _inner_products(Bs), _inner_products(As)  # (K, K) in float64
-    # Bring all B_k to norm one, their A_k take the rest over: the products stay.
+    # Scale all B_k to norm one, and their A_k inversely: the products B_k ⊗ A_k stay the same.
     roots = of_B.diagonal().sqrt()
     of_B, of_A = of_B / torch.outer(roots, roots), of_A * torch.outer(roots, roots)
-    # Coefficients u of the B_k and w of the A_k: (Σ u_k B_k) ⊗ (Σ w_k A_k), by power iteration's
-    # limit: u = of_A's image of u, the leading eigenvector of of_A of_B.
+    # B = Σ u_k B_k, with u the leading eigenvector of the product of both matrices of inner
+    # products: the limit of alternating between the best A for a B and the best B for an A.
     values, vectors = torch.linalg.eig(of_A @ of_B)
     u = vectors.real[:, values.real.argmax()].abs()
     norm = u @ of_B @ u
     B = _combination(u / roots, Bs)
-    # The best A for this B: Σ_k <B, B_k> A_k / <B, B>.
+    # The best A for this B: Σ_k ⟨B, B_k⟩ A_k / ⟨B, B⟩.
     A = _combination((of_B @ u) / norm * roots, As)
     return KroneckerBlock(blocks[0].name, B, A)
 

@@ -1,20 +1,21 @@
-"""A wide factor by its leading eigenvectors, in memory d·r instead of d², with an error that holds.
+"""A wide factor by its leading eigenvectors, in memory d·r instead of d², with an error bound.
 
-Rows x stream in, and F = Σ x xᵀ (d, d) is never made. `Sketch` keeps at most r rows S, with
-Sᵀ S = Σ_k λ_k u_k u_kᵀ. When more rows wait, it takes the eigenvalues of all of them together,
-keeps r, and shrinks these by the (r + 1)-th, whose sum over all steps is Δ (Frequent Directions:
-Liberty 2013; Ghashami et al. 2016, arXiv:1501.01711). What is missing, E = F − Sᵀ S, then has all
-its eigenvalues in [0, Δ]: each step takes away a matrix whose largest eigenvalue is that one.
+Rows x come batch by batch, and F = Σ x xᵀ (d, d) is never formed. `Sketch` keeps at most r rows S,
+with Sᵀ S = Σ_k λ_k u_k u_kᵀ. When enough new rows wait, it computes the eigenvalues of all rows
+together, keeps the r largest, and shrinks these by the (r + 1)-th. Δ is the sum of these (r + 1)-th
+eigenvalues over all steps (Frequent Directions: Liberty 2013; Ghashami et al. 2016,
+arXiv:1501.01711). The eigenvalues of the missing part E = F − Sᵀ S then lie in [0, Δ], since each
+step removes a matrix whose largest eigenvalue is the (r + 1)-th.
 
-`SketchedFactor` is what is made of it, with U the kept eigenvectors:
+`SketchedFactor` is the estimate F̂ of F, with U the kept eigenvectors:
 
     F̂ = U diag(λ + Δ) Uᵀ + ρ (I − U Uᵀ),    ρ = (tr F − Σ_k (λ_k + Δ)) / (d − r).
 
 - ‖F − F̂‖₂ ≤ Δ, and so is the error of each eigenvalue (Weyl): F − F̂ = E − ΔUUᵀ − ρ(I − UUᵀ) has
   its eigenvalues in [−Δ, Δ], since 0 ≤ ρ ≤ Δ. ρ is not negative, as a step that shrinks r
   eigenvalues by δ takes (r + 1) δ off the trace, at least; it is at most Δ, as tr E ≤ dΔ.
-- tr F̂ = tr F, exactly: the trace is summed up row by row. Without ρ, directions outside of U would
-  count as unknown to the data, and the predictive variance would be too large there.
+- tr F̂ = tr F exactly, since the trace is summed up row by row. Without ρ, the data would seem to
+  tell nothing about directions outside of U, and the predictive variance would be too large there.
 - F̂ = F where F has rank r or less: Δ and ρ are zero.
 
 Giving Δ back to the kept directions is the "compensative" variant of Desai, Ghashami & Phillips
@@ -41,16 +42,16 @@ __all__ = [
 ]
 
 WAITING = 3
-"""Rows that wait until there are so many times r of them: fewer steps, and a smaller Δ."""
+"""New rows wait until there are this many times r: that means fewer steps, and a smaller Δ."""
 
 
 @dataclass(frozen=True)
 class Frame:
     """Q = (U, I − U Uᵀ): the eigenvectors of a `SketchedFactor` and all that is outside of them.
 
-    Q is (d, k + d) with Q Qᵀ = I, so that Q diag(c) Qᵀ is the matrix with eigenvalues c_1..c_k on
-    U and c outside, if c is the same number in all of the last d entries. So a frame serves
-    wherever orthonormal eigenvectors do, with k + d entries in place of d. It is never made.
+    Q is (d, k + d) with Q Qᵀ = I. If the last d entries of c are equal, Q diag(c) Qᵀ has the
+    eigenvalues c_1..c_k on U and that number outside. So a frame can be used wherever orthonormal
+    eigenvectors are, with k + d entries in place of d. The matrix Q itself is never formed.
     """
 
     U: Float[Tensor, "d k"]
@@ -73,12 +74,12 @@ class Frame:
         return Frame(self.U.to(device, dtype))
 
     def coordinates(self, x: Float[Tensor, "*rows d"]) -> Float[Tensor, "*rows kd"]:
-        """X Q: coordinates of rows."""
+        """X Q: the coordinates of rows x."""
         inside = x @ self.U
         return torch.cat([inside, x - inside @ self.U.mT], -1)
 
     def rows(self, y: Float[Tensor, "*rows kd"]) -> Float[Tensor, "*rows d"]:
-        """Y Qᵀ: the rows with these coordinates, or with those times what an axis is scaled by."""
+        """Y Qᵀ: the rows that have these coordinates, which may have been scaled in between."""
         k = self.U.shape[1]
         inside, outside = y[..., :k], y[..., k:]
         return (inside - outside @ self.U) @ self.U.mT + outside
@@ -223,12 +224,12 @@ def add_factors(first: Factor, second: Factor) -> Factor:
 
 
 def whole(factor: Factor, name: str, what: str) -> Tensor:
-    """The factor, if it is no sketch.
+    """The factor, unless it is a sketch.
 
     Args:
         factor: the factor.
-        name: of its parameter.
-        what: what needs it whole.
+        name: its parameter's name.
+        what: what needs it whole, for the error.
 
     Raises:
         NotImplementedError: a sketch.
@@ -268,22 +269,22 @@ class Sketch:
         while len(rows):
             room = WAITING * self.rank - self._num_waiting
             self._trace += torch.linalg.vector_norm(rows[:room], dtype=torch.float64).square()
-            self._waiting.append(rows[:room].clone())  # lest it keep all of the layer's input
+            self._waiting.append(rows[:room].clone())  # a view would keep the layer's whole input
             self._num_waiting += len(self._waiting[-1])
             rows = rows[room:]
             if self._num_waiting == WAITING * self.rank:
                 self._shrink()
 
     def factor(self) -> SketchedFactor | None:
-        """What was added so far; None before the first rows."""
+        """The sketch of the rows that were added so far; None before the first rows."""
         self._shrink()
         if self._kept is None:
             return None
         U, kept, _ = _compress(self._kept, self.rank)
-        # Rounding has grown with the steps; without it Q Qᵀ of the frame would not be I.
+        # Rounding errors grow with the steps. Orthonormalise U, so that Q Qᵀ of the frame is I.
         U = torch.linalg.qr(U.double()).Q.to(U.dtype)
-        # LAPACK's columns lie one after the other. A file keeps rows, and products of the two
-        # layouts are not rounded alike.
+        # LAPACK returns columns one after the other in memory, but a file has rows. Products of the
+        # two layouts are rounded differently, so a loaded factor would differ.
         U = U.contiguous()
         return SketchedFactor(U, kept, self._error, float(self._trace), self.rank)
 
@@ -298,18 +299,20 @@ class Sketch:
 
 
 def _compress(rows: Float[Tensor, "M d"], rank: int) -> _Compressed:
-    """U and λ of Σ x xᵀ − δ, its r leading eigenvalues less the next, δ; and δ.
+    """The r leading eigenvectors U of Σ x xᵀ, their eigenvalues less the next one, δ, and δ itself.
 
-    Through the rows' inner products, in float64: M is a few times r, and d large.
+    They are computed from the rows' inner products (M, M) in float64, since M is only a few times
+    r, and d is large.
     """
     wide = rows.double()
     products = wide @ wide.mT
-    if not torch.isfinite(products).all():  # the trace shows it; errors are the block's to name
+    # The trace is not finite then, and `check_finite_factor` raises an error with the block's name.
+    if not torch.isfinite(products).all():
         return _Compressed(rows.new_zeros(rows.shape[1], 0), products.new_zeros(0), float("nan"))
     values, vectors = torch.linalg.eigh(products)
     values, vectors = values.flip(0).clamp(min=0.0), vectors.flip(1)
     shrunk = values[rank] if len(values) > rank else values.new_zeros(())
-    # Directions below rounding would not be orthogonal to the others.
+    # Directions with eigenvalues below the rounding error would not be orthogonal to the others.
     least = values[:1] * torch.finfo(torch.float64).eps * max(wide.shape)
     k = int(((values > least) & (values > shrunk)).sum()) if len(values) else 0
     k = min(k, rank)

@@ -1,10 +1,12 @@
-"""The spectra of all blocks on logarithmic grids: log determinants without P numbers a step.
+"""The spectra of all blocks on logarithmic grids, for log determinants at many prior precisions.
 
 A log determinant and its gradient are sums over all P eigenvalues β_i α_j of smooth functions of
-log β_i + log α_j: log(1 + eˢ) and its derivative. Such a sum is one over the nodes of a grid in s,
-once each eigenvalue has handed its unit weight to the nodes around it, by Lagrange's interpolation;
-the weights of a Kronecker product are the convolution of its factors'. log(1 + eˢ) is analytic
-where |Im s| < π, so that a step of 1/8 and 16 nodes interpolate it to 1e-14.
+s = log β_i + log α_j: log(1 + eˢ) and its derivative. Optimising the prior precision evaluates them
+many times, and P numbers each time would be too many. So each eigenvalue's unit weight is
+distributed once to the grid nodes around it, by Lagrange interpolation, and the sum runs over the
+nodes instead. The weights of a Kronecker product are the convolution of its factors' weights.
+log(1 + eˢ) is analytic where |Im s| < π, so that a step of 1/8 and 16 nodes interpolate it to
+1e-14.
 """
 
 from collections.abc import Iterable
@@ -22,19 +24,20 @@ __all__ = ["Spectra"]
 STEP = 1 / 8
 NODES = 16
 SMALLEST = 1e-40
-"""Eigenvalues below this share of the largest count as zero; so do those of a whole block."""
+"""Eigenvalues below this share of the largest count as zero."""
 CHUNK = 2**16
-"""Eigenvalues that are spread at once, a kilobyte each."""
+"""Eigenvalues that are distributed at once, which takes a kilobyte each."""
 DIRECT = 2**12
-"""Blocks of up to so many eigenvalues hand each over by itself."""
+"""Number of eigenvalues up to which a block's products are distributed one by one, without a
+convolution."""
 
 
 @dataclass(frozen=True)
 class Spectra:
     """Σ_i g(log λ_i) ≈ Σ_m weights[b, m] · g(nodes[b, m]) for each block b, in float64.
 
-    Zero eigenvalues have no weight. Sums of log(1 + λ/δ) and of its derivatives are right to about
-    1e-13, relatively.
+    Zero eigenvalues have no weight. Sums of log(1 + λ/δ) and of its derivatives have a relative
+    error of about 1e-13.
     """
 
     nodes: Float[Tensor, "B M"]
@@ -85,7 +88,7 @@ def _of_block(block: KroneckerBlock) -> tuple[int, Tensor, Tensor]:
 
 
 def _spread(values: Float[Tensor, "n"]) -> tuple[int, Float[Tensor, "m"]]:
-    """The first node of a grid, and the weights that eigenvalues hand to its nodes."""
+    """The first node of a grid, and the weights that eigenvalues distribute to its nodes."""
     values = values[values > SMALLEST * values.max()]
     if not len(values):
         return 0, values.new_zeros(NODES)
@@ -103,6 +106,8 @@ def _spread(values: Float[Tensor, "n"]) -> tuple[int, Float[Tensor, "m"]]:
 
 def _lagrange(u: Float[Tensor, "n"], offsets: Float[Tensor, "k"]) -> Float[Tensor, "n k"]:
     """Π_{j≠k} (u − j) / (k − j): the weight of each of the integer nodes k at the point u."""
+    # The product of all other distances, from cumulative products on both sides: dividing the whole
+    # product by u − k would fail where an eigenvalue lies on a node.
     distance = u[:, None] - offsets
     ones = torch.ones_like(u)[:, None]
     before = torch.cat([ones, distance[:, :-1].cumprod(1)], 1)

@@ -1,7 +1,8 @@
 """Gradients of one parameter in the eigenbasis of its block, from their factors, a part at a time.
 
 With the eigenvectors Q = Q_B ⊗ Q_A of a block, the gradient Σ_r b_nrc a_nrᵀ of output c (or of
-backward vector c) is G̃_nc = Σ_r (Q_Bᵀ b_nrc) (Q_Aᵀ a_nr)ᵀ. Those of all examples are never held.
+backward vector c) becomes G̃_nc = Σ_r (Q_Bᵀ b_nrc) (Q_Aᵀ a_nr)ᵀ. The G̃ of all examples are never
+held at once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,28 +29,30 @@ __all__ = [
 ]
 
 Bases = Tensor | list[Frame]
-"""Of each group: eigenvectors (G, d, d), or a frame."""
+"""The eigenvectors of G groups: (G, d, d), or a frame for each group."""
 
 LARGEST_PRODUCT = {"cpu": 2 * 2**20, "cuda": 256 * 2**20}
-"""Bytes of a gradient to make at once: what stays in a CPU's cache, or keeps a GPU busy."""
+"""Bytes of G̃ to compute at once: few enough for a CPU's cache, and enough to keep a GPU busy."""
 
 
 def bases(
     block: EigenBlock, spectrum: Tensor, transposed: bool
 ) -> tuple[Bases | None, Bases | None, Tensor]:
-    """Eigenvectors (G, d_out, d_out) and (G, d_in, d_in), the spectrum (G, d_out, d_in), a view.
+    """Eigenvectors (G, d_out, d_out) and (G, d_in, d_in), and the spectrum (G, d_out, d_in).
 
-    No eigenvectors for a factor that is diagonal, as that of an embedding's tokens.
+    They are views. The eigenvectors are None for a diagonal factor, such as that of an embedding's
+    tokens.
 
     Args:
         block: a block with two factors.
-        spectrum: a number for each of its eigenvectors, as `EigenBlock.spectrum` has them.
+        spectrum: a number for each of its eigenvectors, as `EigenBlock.spectrum` returns them.
         transposed: whether the parameter is stored inputs first, (d_in, d_out).
     """
     assert block.Q_A is not None
     Q_B, Q_A = by_group(block.Q_B), by_group(block.Q_A)
     if isinstance(Q_B, Tensor) and Q_B.shape[-1] == 1 and len(Q_B) > len(Q_A):
-        # (rows, 1, 1): the rows are groups of one entry with one Q_A, the spectrum (rows, 1, ...).
+        # A diagonal over the rows is stored as groups of one entry, (rows, 1, 1), with one Q_A for
+        # all; the spectrum is (rows, 1, ...). Here it is one group with the identity as its basis.
         apart = spectrum[:, 0]
         return (Q_A, None, apart.mT[None]) if transposed else (None, Q_A, apart[None])
     if not transposed:
@@ -60,12 +63,12 @@ def bases(
 def products(
     b: Float[Tensor, "G N R C d_out"], a: Float[Tensor, "G N R d_in"], product_bytes: int
 ) -> Iterator[tuple[int | slice, int, slice, Float[Tensor, "*n C rows d_in"]]]:
-    """The examples n, the group, the rows and the entries of one part of G̃ after the other.
+    """G̃ part by part: the examples n, the group, the rows of the part, and its entries.
 
     Args:
-        b: output gradients.
-        a: inputs.
-        product_bytes: how much may be made at once; one row at least.
+        b: output gradients, in the basis or not.
+        a: inputs, in the basis or not.
+        product_bytes: bytes to compute at once, but at least one row.
     """
     (G, N, _, C, d_out), d_in = b.shape, a.shape[-1]
     examples = examples_at_once(b.device, N, N)
@@ -78,7 +81,10 @@ def products(
 
 
 def examples_at_once(device: torch.device, N: int, size: int) -> Sequence[int | slice]:
-    """One after the other on a CPU, where a matrix product is faster than a batch; else so many."""
+    """Indices of examples: one by one on a CPU, where single products are faster than batches.
+
+    Elsewhere slices of ``size`` examples.
+    """
     if device.type == "cpu":
         return range(N)
     return [slice(n, n + size) for n in range(0, N, size)]
@@ -95,26 +101,26 @@ def dense_in_basis(
 
 
 def rotated(x: Float[Tensor, "G *rows d"], Q: Bases | None) -> Float[Tensor, "G *rows k"]:
-    """The rows' coordinates along Q's columns: one large product per group."""
+    """X Q per group, the coordinates of rows x; x itself if Q is None."""
     if Q is None:
         return x
     if not isinstance(Q, Tensor):
         return torch.stack([q.coordinates(rows) for q, rows in zip(Q, x, strict=True)])
-    if len(x) == 1:  # not a batch of one, which takes longer
+    if len(x) == 1:  # a plain product is faster than a batch of one
         return (x[0].flatten(0, -2) @ Q[0]).view(*x.shape[:-1], Q.shape[-1])
     return (x.flatten(1, -2) @ Q).view(*x.shape[:-1], Q.shape[-1])
 
 
 def by_group(Q: Basis) -> Bases:
-    """The basis of each group, where a single group has no axis of its own; a view."""
+    """The basis with an axis of groups, also for a single group; a view."""
     return [Q] if isinstance(Q, Frame) else grouped(Q)
 
 
 def grouped(matrix: Tensor) -> Tensor:
-    """(G, ..., ...), where a single group has no axis of its own; a view."""
+    """The matrix with an axis of groups, (G, ..., ...), also for a single group; a view."""
     return matrix if matrix.dim() == 3 else matrix[None]
 
 
 def bytes_per_example(positions: int, outputs: int, d_out: int, d_in: int, itemsize: int) -> int:
-    """About what `products` holds for each example, besides a part of G̃."""
+    """About how many bytes `products` needs for each example, besides the part of G̃."""
     return itemsize * 2 * positions * (d_in + outputs * d_out)

@@ -1,15 +1,16 @@
-"""J Σ Jᵀ of one parameter tensor, from its gradients' factors: no gradient of all examples at once.
+"""J Σ Jᵀ of one parameter tensor, from its gradients' factors.
 
 In the eigenbasis of the posterior precision Q diag(s) Qᵀ, with Q = Q_B ⊗ Q_A, the gradient of
 output c is G̃_nc = Σ_r (Q_Bᵀ b_nrc) (Q_Aᵀ a_nr)ᵀ, and the covariance of outputs c and c' is
-Σ_ij G̃_nc,ij G̃_nc',ij / s_ij. With one position it never needs G̃: Σ_i b̃_ci b̃_c'i Σ_j ã_j² / s_ij.
-The variances alone, c = c', take no product of all pairs of outputs.
+Σ_ij G̃_nc,ij G̃_nc',ij / s_ij. The gradients of all examples are never held at once. With one
+position G̃ is not needed at all: the covariance is Σ_i b̃_ci b̃_c'i Σ_j ã_j² / s_ij. The variances
+alone, c = c', take no products between different outputs.
 
-Most eigenvalues of a trained network's posterior are the smallest, s₀, which mostly is the prior's:
-s_ij = s₀ for all output directions i of most input directions j. What these contribute needs no
-eigenvectors: Σ_rr' ⟨b_rc, b_r'c'⟩ ⟨a⊥_r, a⊥_r'⟩ / s₀, with a⊥ the part of an input in their span.
-They are left apart where s_ij is s₀ up to rounding, or up to a tolerance, (1 + tolerance) s₀, which
-makes a variance too large by at most this share.
+Most eigenvalues of a trained network's posterior precision equal the smallest one, s₀, which mostly
+is the prior's: s_ij = s₀ for all output directions i of most input directions j. The part of these
+directions needs no eigenvectors: Σ_rr' ⟨b_rc, b_r'c'⟩ ⟨a⊥_r, a⊥_r'⟩ / s₀, with a⊥ the part of an
+input in their span. They are treated in this way where s_ij equals s₀ up to rounding, or is at most
+(1 + tolerance) s₀, which makes a variance too large by at most the share ``tolerance``.
 """
 
 import math
@@ -35,8 +36,8 @@ from kfac_backend.layers import ExampleGradients
 __all__ = ["dense_covariance", "gradient_covariance"]
 
 DOUBLE_TAKES = {"cpu": 2, "cuda": 32}
-"""Times as long as a product in float32; more than that on many GPUs, and two on a few. Other
-devices may have no float64."""
+"""How many times as long a product takes in float64 as in float32. On a few GPUs the ratio is 2, on
+many it is even more than 32. Other devices may have no float64."""
 
 
 def gradient_covariance(
@@ -49,17 +50,17 @@ def gradient_covariance(
     transposed: bool = False,
     variance_only: bool = False,
 ) -> Float[Tensor, "N C *other"]:
-    """The covariance of the outputs that one parameter's uncertainty brings.
+    """J Σ Jᵀ (N, C, C), or its diagonals (N, C), for the uncertainty of one parameter.
 
-    Exact up to rounding if the tolerance is 0, and whatever it is for biases and factors without a
-    basis of eigenvectors (diagonals, sketches).
+    Exact up to rounding if the tolerance is 0. Biases and factors without a basis of eigenvectors
+    (diagonals, sketches) are exact for any tolerance.
 
     Args:
         gradients: the outputs' gradients in the parameter.
         block: eigenvectors of the parameter's posterior precision.
         spectrum: its eigenvalues > 0, see `EigenBlock.spectrum`.
-        product_bytes: how much of a gradient may be made at once; one row at least.
-        tolerance: t of V ≤ result ≤ (1 + t) V, in the order of semi-definite matrices, with V the
+        product_bytes: bytes of a gradient that are computed at once, but at least one row.
+        tolerance: t in V ≤ result ≤ (1 + t) V, in the order of semi-definite matrices, with V the
             exact covariance.
         transposed: whether the parameter is stored inputs first, (d_in, d_out).
         variance_only: return the diagonals (N, C).
@@ -76,7 +77,8 @@ def gradient_covariance(
     Q_B, Q_A, spectrum = bases(block, spectrum, transposed)
     floor, start = _prior_like(Q_A, spectrum, tolerance)
     double = DOUBLE_TAKES.get(b.device.type, math.inf) if b.dtype == torch.float32 else 1
-    # By all positions: what is left apart must not depend on the other examples of the batch.
+    # The choice counts all positions, also those that no output of this batch reaches: whether the
+    # tolerance is made use of must not depend on the other examples of the batch.
     way, inputs_first = _cheapest(b.shape[2], b.shape[3:].numel(), a.shape[-1], start, double)
     if b.shape[2] > 1:
         reached = _reached(b)
@@ -113,8 +115,8 @@ def gradient_covariance(
 
 
 def _reached(b: Float[Tensor, "G N R C d_out"]) -> Bool[Tensor, "R"]:
-    """The positions that any output depends on: a causal network's later ones are not reached."""
-    # Usually one output reaches all positions; check it first, as it is cheaper.
+    """The positions that any output depends on; in a causal network later ones are not reached."""
+    # Usually the first output reaches all positions, and testing it alone is cheaper.
     reached = b[..., 0, :].any(-1).any(0).any(0)
     return reached if reached.all() else b.flatten(3).any(-1).any(0).any(0)
 
@@ -122,10 +124,10 @@ def _reached(b: Float[Tensor, "G N R C d_out"]) -> Bool[Tensor, "R"]:
 def _prior_like(
     Q_A: Bases | None, spectrum: Float[Tensor, "G d_out d_in"], tolerance: float
 ) -> tuple[Float[Tensor, "G"], int]:
-    """The smallest eigenvalue s₀, and how many first input directions have no other.
+    """The smallest eigenvalue s₀ of each group, and the number of leading input directions with it.
 
-    The factors' eigenvectors are sorted by their eigenvalues, so that these come first; corrected
-    eigenvalues need not be, and fewer may be found then.
+    The factors' eigenvectors are sorted by their eigenvalues, so that all such directions come
+    first. Corrected eigenvalues need not be sorted; then some such directions may not be counted.
     """
     floor = spectrum.amin((1, 2))
     if not isinstance(Q_A, Tensor):
@@ -138,9 +140,10 @@ def _prior_like(
 def _parts(
     x: Float[Tensor, "G *n d"], Q_A: Bases | None, start: int
 ) -> tuple[Float[Tensor, "G *n d_known"], Float[Tensor, "G *n d_rest"] | None]:
-    """The coordinates along the eigenvectors from ``start`` on, and the rest, None if start is 0.
+    """The coordinates along the eigenvectors from ``start`` on, and the rest; None if start is 0.
 
-    The rest may be in another basis: its inner products are those of what is left of x.
+    The rest is the part of x in the span of the first eigenvectors, in whichever basis is cheaper:
+    only its inner products are used.
     """
     if start == 0 or not isinstance(Q_A, Tensor):
         return rotated(x, Q_A), None
@@ -160,14 +163,14 @@ def _cheapest(R: int, d_b: int, d_in: int, start: int, double: float) -> tuple[i
 
     Args:
         R: positions.
-        d_b: entries of all outputs' gradients at one, C·d_out.
-        d_in: entries of the input at one.
+        d_b: entries of all outputs' gradients at one position, C·d_out.
+        d_in: entries of the input at one position.
         start: see `_prior_like`.
-        double: how many times as long multiplications in float64 take.
+        double: how many times as long a multiplication takes in float64.
 
     Returns:
-        ``start``, or 0 where leaving directions apart costs more than it saves; and whether to
-        rotate inputs into the basis, rather than the products of inputs and gradients.
+        ``start``, or 0 where treating the first directions separately costs more than it saves; and
+        whether to rotate the inputs into the basis, or else the products of inputs and gradients.
     """
 
     def multiplications(start: int, inputs_first: bool) -> float:
@@ -191,8 +194,8 @@ def _add_prior_like(
 ) -> None:
     """Add Σ_rr' ⟨b_rc, b_r'c'⟩ ⟨a⊥_r, a⊥_r'⟩ / s₀, in place, without a gradient (d_out, d).
 
-    In float64: where gradients cancel over positions, as below a norm or a softmax, a sum of
-    products has twice the digits to lose that a gradient's square has.
+    It is computed in float64. Where gradients cancel over positions, as below a norm or a softmax,
+    this sum of products loses twice as many digits as the square of the summed gradient would.
     """
     G, N, R, C, d_out = b.shape
     of_example = 8 * R * (R + 3 * C * d_out)
@@ -212,7 +215,7 @@ def dense_covariance(
     *,
     variance_only: bool = False,
 ) -> Float[Tensor, "N C *other"]:
-    """The same from dense gradients, for tensors that are used in several ways."""
+    """`gradient_covariance` from dense gradients, for tensors that are used in several ways."""
     scaled = (dense_in_basis(gradients, block, spectrum) * spectrum.rsqrt()).flatten(2)
     return _paired(scaled, scaled, variance_only)
 
@@ -220,11 +223,14 @@ def dense_covariance(
 def _paired(
     left: Float[Tensor, "*n C d"], right: Float[Tensor, "*n C d"], variance_only: bool
 ) -> Tensor:
-    """The products of all pairs of rows (..., C, C), or of each with its own (..., C)."""
+    """The inner products of all pairs of rows (..., C, C), or of rows with equal index (..., C)."""
     return (left * right).sum(-1) if variance_only else left @ right.mT
 
 
 def _squared(gradient: Float[Tensor, "*n C rows d"], variance_only: bool) -> Tensor:
-    """The inner products of all pairs of outputs' gradients (*n, C, C), or the squares (*n, C)."""
+    """The inner products of all pairs of outputs' gradients (*n, C, C), or the squares (*n, C).
+
+    The gradients are flattened over rows and columns.
+    """
     gradient = gradient.flatten(-2)
     return _paired(gradient, gradient, variance_only)

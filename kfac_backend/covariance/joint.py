@@ -1,11 +1,12 @@
-"""The covariance of the outputs of several inputs together, differentiable in the inputs.
+"""The joint covariance of the outputs of several inputs, differentiable in the inputs.
 
-J(X) Σ J(X')ᵀ for every two of q inputs, as Bayesian optimisation needs it. As in
-`output_covariance`, C vectors are propagated back to the layers' outputs only, here with a graph of
-their own (``create_graph``), and what layers show is contracted in the eigenbasis of their blocks.
-With one position G̃_nc = b̃_nc ã_nᵀ, and two examples have Σ_i b̃_nci b̃_mdi Σ_j ã_nj ã_mj / s_ij: no
-gradient of any example. With several, one tensor's gradients are made some rows at a time, and
-again in the backward pass instead of being kept.
+J(x) Σ J(x')ᵀ for every two of q inputs, as Bayesian optimisation needs it. As in
+`output_covariance`, C vectors are propagated back to the layers' outputs only, here with a graph
+(``create_graph``), and the layers' inputs and gradients are contracted in the eigenbasis of their
+blocks. With one position G̃_nc = b̃_nc ã_nᵀ, so that two examples have the covariance
+Σ_i b̃_nci b̃_mdi Σ_j ã_nj ã_mj / s_ij, which needs no gradient (d_out, d_in) of any example. With
+several positions a tensor's gradients are computed some rows at a time, and again in the backward
+pass instead of being kept.
 """
 
 import torch
@@ -23,15 +24,13 @@ from kfac_backend.covariance.eigenbasis import (
     rotated,
 )
 from kfac_backend.covariance.layer_gradients import PosteriorPrecision
-from kfac_backend.covariance.output_covariance import check_classes, check_rows
+from kfac_backend.covariance.output_covariance import check_classes, check_rows, proof_for
 from kfac_backend.covariance.parameter_gradients import ParameterGradients, group_of
 from kfac_backend.covariance.uncovered import UncoveredGradients
 from kfac_backend.layers import ExampleGradients, Use
-from kfac_backend.model.batches import examples
-from kfac_backend.model.calls import check_output, num_examples, plain_attention, restoration
+from kfac_backend.model.calls import check_output, plain_attention, restoration
 from kfac_backend.model.capture import Capture
-from kfac_backend.model.proof.verification import Proof
-from kfac_backend.model.rule_assignment import TrackedLayer, assignment_of_blocks, check_module
+from kfac_backend.model.rule_assignment import TrackedLayer
 from kfac_backend.precision import at_least_float32, full_float32
 from kfac_backend.threads import turn_of
 
@@ -41,9 +40,9 @@ __all__ = ["JointCovariance", "joint_covariance"]
 class JointCovariance:
     """A function from sets of q inputs to their outputs (T, q, C) and covariances (T, q·C, q·C).
 
-    Exact for the linearised network. Both results have a graph in the inputs where these require a
-    gradient; parameters and their posterior are constants. A set's inputs are worked on at once:
-    C backward passes for all, and memory for the graph of these where there is one.
+    Exact for the linearised network. Both results are differentiable in the inputs if these require
+    a gradient; parameters and their posterior are constants. All sets are computed at once, with C
+    backward passes, whose graph is held in memory if the inputs require a gradient.
 
     Args:
         model: the network at the posterior's mean. It runs in the mode (train or eval) it is in.
@@ -55,10 +54,7 @@ class JointCovariance:
     """
 
     def __init__(self, model: nn.Module, precision: PosteriorPrecision) -> None:
-        check_module(model)
-        sizes = {name: block.numel for name, (block, _) in precision.items()}
-        with turn_of(model):
-            self._proof = Proof(model, assignment_of_blocks(model, sizes))
+        self._proof = proof_for(model, precision)
         self._model = model
         self._precision = precision
         device = next(model.parameters()).device.type
@@ -71,11 +67,11 @@ class JointCovariance:
 
         Args:
             x: the inputs, in the model's dtype and on its device.
-            classes: numbers of the K outputs that are wanted; all C if None.
+            classes: indices of the K wanted outputs; all C if None.
 
         Raises:
             TypeError: a model whose output is not a tensor.
-            ValueError: no inputs; numbers of outputs that the model does not have.
+            ValueError: no inputs; indices of outputs that the model does not have.
             NotImplementedError: outputs that are not (N, C); a layer that hooks cannot follow.
         """
         if x.dim() < 3 or not x.shape[:2].numel():
@@ -104,11 +100,8 @@ class JointCovariance:
 
     def _prove(self, x: Tensor) -> None:
         """Prove, once, that the hooks see all."""
-        N = len(x)
-        if not self._proof.is_made(N):
-            which = self._proof.some(x, N)
-            some = x if which is None else examples(x, which)
-            self._proof.make(some, num_examples(some))
+        if not self._proof.is_made(len(x)):
+            self._proof.make(x, len(x))
             self._gradients = ParameterGradients(self._proof.assignment)
             self._uncovered = UncoveredGradients(
                 self._model, self._proof.assignment.diagonal, self._product_bytes
@@ -139,8 +132,8 @@ class JointCovariance:
             check_output(f)
             if f.dim() != 2 or len(f) != N:
                 raise NotImplementedError(
-                    f"The model returned shape {tuple(f.shape)} for {N} inputs; a joint "
-                    "covariance is there for outputs (N, C), such as those of regression."
+                    f"The model returned shape {tuple(f.shape)} for {N} inputs; joint covariances "
+                    "support outputs (N, C), such as those of regression."
                 )
             wanted = torch.arange(f.shape[1]) if classes is None else torch.tensor(classes)
             check_classes(wanted, (N,), f.shape[1])
@@ -159,7 +152,8 @@ class JointCovariance:
             torch.set_grad_enabled(differentiable),
         ):
             uses = [(*key, _stacked(found, K)) for key, found in seen.items()]
-            # The graph holds the hooks, and these what was seen: a circle that nobody would free.
+            # The graph holds the hooks, which hold ``seen``, which would hold the graph: a cycle
+            # that reference counting never frees.
             seen.clear()
             for (name, (slot, slots)), gradients in self._gradients.of_uses(uses):
                 block, spectrum = self._precision[name]
@@ -180,7 +174,7 @@ class JointCovariance:
         return f, total
 
     def _of_uncovered(self, x: Tensor, f: Tensor, wanted: Tensor, q: int) -> Tensor:
-        """What parameters without a rule bring; their blocks are diagonal."""
+        """The part of parameters without a rule, whose blocks are diagonal."""
         positions = torch.zeros(len(x), dtype=torch.long, device=x.device)
         columns = wanted.expand(len(x), -1)
         parts = [part for _, part in self._uncovered(x, f, positions, columns)]
@@ -200,14 +194,14 @@ def joint_covariance(
     *,
     transposed: bool = False,
 ) -> Float[Tensor, "T q_C q_C"]:
-    """The covariance of T sets of q examples that one parameter's uncertainty brings, exact.
+    """J(X) Σ J(X)ᵀ of T sets X of q examples, for the uncertainty of one parameter; exact.
 
     Args:
         gradients: the outputs' gradients in the parameter, of N = T·q examples.
         block: eigenvectors of the parameter's posterior precision.
         spectrum: its eigenvalues > 0, see `EigenBlock.spectrum`.
-        q: how many examples, one behind the other, make a set.
-        product_bytes: how much of the gradients may be made at once; one row at least.
+        q: the number of consecutive examples in a set.
+        product_bytes: bytes of the gradients that are computed at once, but at least one row.
         transposed: whether the parameter is stored inputs first, (d_in, d_out).
     """
     b = gradients.b.to(block.Q_B.dtype)
@@ -222,7 +216,8 @@ def joint_covariance(
     b = rotated(b, Q_B)
     G, N, R, C, d_out = b.shape
     d_in = a.shape[-1]
-    if R == 1 and q * (d_in + C * d_out) <= C * d_in * d_out:  # else the gradients are smaller
+    # For large sets of small layers the gradients take less memory than the products of pairs.
+    if R == 1 and q * (d_in + C * d_out) <= C * d_in * d_out:
         b, a = b[:, :, 0].unflatten(1, (-1, q)), a[:, :, 0].unflatten(1, (-1, q))
         pairs = a[:, :, :, None] * a[:, :, None]  # (G, T, q, q, d_in)
         weights = pairs @ spectrum.reciprocal().mT[:, None, None]  # (G, T, q, q, d_out)
@@ -249,13 +244,13 @@ def joint_covariance(
 
 
 def _gram(features: Float[Tensor, "N C P"], q: int) -> Float[Tensor, "T q_C q_C"]:
-    """The inner products of all outputs of a set."""
+    """The inner products between all outputs of a set's examples."""
     rows = features.unflatten(0, (-1, q)).flatten(1, 2)
     return rows @ rows.mT
 
 
 def _stacked(found: list[tuple[int, Tensor]], K: int) -> Tensor:
-    """The gradients (M, R, K, d_out) of all K outputs; zero for those that do not reach a layer."""
+    """The gradients (M, R, K, d_out) of all K outputs; zero for outputs that do not reach a use."""
     by_output = dict(found)
     none = torch.zeros_like(found[0][1])
     return torch.stack([by_output.get(c, none) for c in range(K)], 2)

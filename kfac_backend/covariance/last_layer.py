@@ -1,9 +1,9 @@
-"""The outputs' covariance where the last layer alone is uncertain: a forward pass, no backward one.
+"""The outputs' covariance if only the last layer is uncertain: a forward pass, no backward pass.
 
 If the outputs are what a linear layer or a convolution computes, f_r = W a_r + b, the gradient of
-f_rc in W is e_c ⊗ a_r and that in b is e_c, with which the covariance of position r is that of
-`gradient_covariance`. Nothing is propagated back, and positions do not depend on each other. The
-variances alone are Σ_i (Q_B)_ci² Σ_j ã_j² / s_ij, for all outputs at once: no C×C array.
+f_rc in W is e_c ⊗ a_r, and that in b is e_c. `gradient_covariance` turns these into the covariance
+of position r. Nothing is propagated back, and positions do not depend on each other. The variances
+alone are Σ_i (Q_B)_ci² Σ_j ã_j² / s_ij for all outputs at once, without a C×C array.
 """
 
 from typing import Any
@@ -19,12 +19,13 @@ from kfac_backend.covariance.layer_gradients import PosteriorPrecision
 from kfac_backend.covariance.output_covariance import (
     OutputCovariance,
     check_classes,
+    check_not_empty,
     check_positions,
     default_memory,
 )
 from kfac_backend.layers import ExampleGradients, WeightSharingRule, registered
 from kfac_backend.model.batches import detached
-from kfac_backend.model.calls import call_with, check_output, num_examples, restoration
+from kfac_backend.model.calls import call_with, check_output, restoration
 from kfac_backend.model.capture import first_input
 from kfac_backend.model.comparison import close
 from kfac_backend.precision import at_least_float32, full_float32
@@ -34,21 +35,22 @@ __all__ = ["LastLayerCovariance"]
 
 
 class LastLayerCovariance:
-    """A function from inputs to outputs and their covariances, all layers but the last being known.
+    """A function from inputs to outputs and their covariances if only the last layer is uncertain.
 
-    Exact. A weight that the last layer shares with an earlier one, as a language model's output
-    layer with its token embedding, counts in the last layer alone: its earlier use is known.
+    It is exact. A weight that the last layer shares with an earlier one, as a language model's
+    output layer does with its token embedding, is uncertain in the last layer only: its earlier use
+    counts as known.
 
-    The layer's own formula is used where each batch shows that the outputs are the layer's, in
-    value and derivative: a linear layer or a convolution without groups, with whatever only moves
-    axes behind it. For others `OutputCovariance` is asked, at C backward passes a position through
-    what follows the layer.
+    The layer's own formula is used where the batch shows that the model's outputs are the layer's,
+    in value and derivative. That is so for a linear layer or a convolution without groups, followed
+    by nothing but a change of the order of axes. Otherwise `OutputCovariance` is used, with C
+    backward passes a position.
 
     Args:
         model: the network at the posterior's mean, in the mode (train or eval) it is in.
         layer: the name of the layer that runs last.
         precision: the posterior precision of its parameters.
-        memory: as of `OutputCovariance`; outputs are K×K matrices a position besides.
+        memory: as in `OutputCovariance`; the result, K×K for each position, comes on top.
     """
 
     def __init__(
@@ -93,8 +95,7 @@ class LastLayerCovariance:
         """
         with turn_of(self._model), full_float32(), torch.inference_mode(False):
             x = detached(x, next(self._model.parameters()).device)
-            if num_examples(x) == 0:
-                raise ValueError("The batch has no examples; leave it out.")
+            check_not_empty(x)
             restore = restoration(self._model)
             try:
                 seen = self._run(x)
@@ -105,18 +106,18 @@ class LastLayerCovariance:
         if self._is_tied:
             raise NotImplementedError(
                 f"The outputs of {type(self._model).__name__} are not those of its last layer "
-                f"'{self._name}' as they are, and it shares a weight with another layer: what the "
-                "last layer alone brings is not known. Take all layers."
+                f"'{self._name}', which shares a weight with another layer. So the covariance from "
+                "the last layer alone is not known. Use all layers."
             )
         if self._general is None:
             self._general = OutputCovariance(self._model, self._precision, memory=self._memory)
         return self._general(x, positions, classes, variance_only=variance_only)
 
     def _run(self, x: Any) -> tuple[Tensor, Tensor, WeightSharingRule] | None:
-        """The outputs, the last layer's input and its rule; None where its formula does not hold.
+        """The outputs, the last layer's input and its rule; None where the formula does not hold.
 
-        It holds if the layer computes it, and the outputs' derivative in its output is the
-        identity, which noise that is propagated back shows.
+        It holds if the layer computes W a_r + b and the model's outputs are the layer's, in value
+        and in derivative: random noise that is propagated back must arrive unchanged.
         """
         known = registered(self._layer)
         if known is None or not issubclass(known.rule, WeightSharingRule):
@@ -183,7 +184,7 @@ class LastLayerCovariance:
         memory = self._memory or default_memory(f.device)
         weight = self._parameters.get("weight")
         d_in = 1 if weight is None else self._precision[weight][0].numel // C
-        # Of each position: its one-hot vectors, twice in another basis, and its input twice.
+        # For each position: its one-hot vectors, these in the basis twice, and its input twice.
         of_one = wide.element_size() * ((0 if variance_only else 3 * K * C) + 2 * (d_in + C))
         size = max(1, memory // of_one)
         by_example = mask.flatten(1) if mask.dim() > 1 else mask[:, None]
@@ -216,7 +217,7 @@ class LastLayerCovariance:
         return f.unflatten(0, shape), result.unflatten(0, shape)
 
     def _covariance(self, b: Tensor, inputs: Tensor | None, transposed: bool) -> Tensor:
-        """Of m positions, from their one-hot vectors (m, K, C) and inputs (m, d_in)."""
+        """Covariances (m, K, K) of m positions, from one-hot vectors (m, K, C) and their inputs."""
         total = b.new_zeros(len(b), b.shape[1], b.shape[1])
         for local, name in self._parameters.items():
             a = inputs[None, :, None] if local == "weight" and inputs is not None else None
@@ -226,7 +227,7 @@ class LastLayerCovariance:
         return total
 
     def _variances(self, total: Tensor, inputs: Tensor | None, transposed: bool) -> Tensor:
-        """Of m positions, added to ``total`` (m, C), from their inputs (m, d_in)."""
+        """Variances of m positions, added to ``total`` (m, C), from their inputs (m, d_in)."""
         for local, name in self._parameters.items():
             block, spectrum = self._precision[name]
             if local == "weight" and inputs is not None:
@@ -250,6 +251,6 @@ def _positions(f: Tensor) -> Tensor:
 
 
 def _same(z: Tensor, f: Tensor, features: int) -> bool:
-    """Whether the layer's output is the model's, but for the place of the axis of features."""
+    """Whether the layer's output equals the model's, up to the place of the axis of features."""
     z, f = _positions(z.movedim(features, -1)), _positions(f)
     return z.shape == f.shape and torch.equal(z, f)

@@ -29,7 +29,8 @@ class LayerGradients(ParameterGradients):
     Args:
         assignment: the layers.
         precision: the posterior precision.
-        product_bytes: as of `gradient_covariance`, as is ``tolerance``.
+        product_bytes: see `gradient_covariance`.
+        tolerance: see there.
     """
 
     def __init__(
@@ -45,18 +46,18 @@ class LayerGradients(ParameterGradients):
         self._tolerance = tolerance
 
     def add_one(self, covariance: Tensor, seen: Seen, size: int) -> None:
-        """Add the part of a layer that stands alone, some examples at a time.
+        """Add the part of a layer that shares no parameter, ``size`` examples at a time.
 
         Args:
             covariance: (N, C, C), or variances (N, C), added to in place.
-            seen: its use.
+            seen: the layer's use.
             size: examples at a time.
         """
         for chunk, some in some_examples(seen, size):
             self.add(covariance[chunk], [some])
 
     def add(self, covariance: Tensor, seen: list[Seen]) -> None:
-        """Add the part of all uses that were seen, whose gradients add up in tied parameters."""
+        """Add the part of several uses; the gradients in a tied parameter are summed first."""
         for (name, (slot, slots)), gradients in self.of_uses(seen):
             block, spectrum = self._precision[name]
             if slots > 1:

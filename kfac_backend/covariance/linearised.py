@@ -1,9 +1,9 @@
 """Outputs of the linearised network f(x) + J(x) (θ − θ*) at given parameters θ, without J.
 
-J v is the derivative, in u, of the inner product of v and Jᵀu, which is linear in u: a backward
-pass with a graph of its own gives Jᵀu, and one pass back through that graph J v for each v. Unlike
-forward mode (torch.func.jvp), it repeats no forward pass for the next v, and leaves no state of
-the process behind when it is interrupted or runs in two threads.
+⟨v, Jᵀu⟩ is linear in u, and its derivative in u is J v. So a backward pass that keeps a graph gives
+Jᵀu, and one backward pass through that graph gives J v for each v. Forward mode (torch.func.jvp)
+would repeat the forward pass for each v. It would also change state of the whole process, which an
+interrupt or a second thread could leave behind.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,17 +28,17 @@ def linearised_outputs(
     x: Any,
     memory: int | None = None,
 ) -> Float[Tensor, "S N *R C"]:
-    """f(x) + J(x) Δ for S changes Δ of the parameters, J the Jacobian at the model's own.
+    """f(x) + J(x) Δ for S changes Δ of the parameters, with J the Jacobian at the model's own.
 
-    Outputs of any shape, and batches of any kind. The cost is one pass through the graph of a
-    backward pass for each change, about that of a backward pass, whatever the number of outputs.
+    Outputs may have any shape, and batches any type. Each change costs about one backward pass,
+    whatever the number of outputs.
 
     Args:
         model: the network at θ*, in the mode (train or eval) it is in.
-        changes: parameter name -> S changes θ − θ*; other parameters stay what they are.
+        changes: parameter name -> S changes θ − θ*; other parameters keep their values.
         x: inputs, moved to the model's device.
-        memory: bytes that the graph may hold, besides what one pass needs; as `OutputCovariance`'s
-            if None. Batches of tensors are split inside to keep it, down to one example.
+        memory: bytes that the graph may hold, not counting what one pass needs; the default is that
+            of `OutputCovariance`. Batches of tensors are split to keep it, down to one example.
 
     Raises:
         TypeError: a model whose output is not a tensor.
@@ -73,7 +73,7 @@ def _outputs(model: nn.Module, changes: Mapping[str, Tensor], x: Any) -> Tensor:
 def _transposed(
     model: nn.Module, names: list[str], x: Any
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The outputs f, a vector u in their shape, and Jᵀu by parameter, with its graph in u."""
+    """The outputs f, a vector u in their shape, and Jᵀu by parameter, with a graph in u."""
     own = dict(model.named_parameters())
     with torch.enable_grad():
         theta = {name: own[name].detach().requires_grad_() for name in names}
@@ -93,7 +93,7 @@ def _transposed(
 
 
 def _parts(model: nn.Module, names: list[str], x: Any, memory: int) -> Iterator[Any]:
-    """The batch in parts whose graphs the memory holds."""
+    """The batch in parts whose graphs fit into the memory."""
     N = num_examples(x)
     splits = N == 1 or make_plan(model, x, next(model.parameters()).device).splits
     if not N or not splits:
@@ -108,10 +108,13 @@ def _parts(model: nn.Module, names: list[str], x: Any, memory: int) -> Iterator[
 
 
 def _check(model: nn.Module, names: list[str], x: Any) -> int:
-    """Raise a NotImplementedError unless J and Jᵀ are each other's transpose; returns bytes held.
+    """The bytes that the graph of Jᵀu holds; proves that J v from it is right.
 
-    A function of the user's that can be differentiated once cuts Jᵀu off from u, which would be
-    missing in J v without any error.
+    A user's autograd function that can be differentiated only once cuts Jᵀu off from u. Its part
+    would be missing in J v without any error. So ⟨w, J v⟩ = ⟨Jᵀw, v⟩ is tested for random v and w.
+
+    Raises:
+        NotImplementedError: the test fails.
     """
     f, u, products = _transposed(model, names, x)
     if not products:
@@ -140,7 +143,7 @@ def _check(model: nn.Module, names: list[str], x: Any) -> int:
         for many in ([J_t.get(name, torch.zeros_like(g)) for name, g in products.items()], v)
     )
     difference = (other.double() * Jv.double()).sum() - left @ right
-    # For a random v, J_tᵀ v is about as large as J_t.
+    # For a random v, ⟨Jᵀw, v⟩ is about as large as the norm of Jᵀw.
     is_cut = bool(difference.abs() > torch.finfo(f.dtype).eps ** 0.5 * left.norm())
     if is_cut or any(g.any() for name, g in J_t.items() if name not in products):
         raise _as_named(model, RuntimeError("a function of it cannot be differentiated twice"))
@@ -148,7 +151,7 @@ def _check(model: nn.Module, names: list[str], x: Any) -> int:
 
 
 def _bytes_held(outputs: Any) -> int:
-    """Of the tensors that the graph of these outputs holds, parameters included."""
+    """Bytes of the tensors that the graph of these outputs holds, parameters included."""
     storages: dict[int, int] = {}
     seen: set[Any] = set()
     waiting = [output.grad_fn for output in outputs]
@@ -169,13 +172,13 @@ def _bytes_held(outputs: Any) -> int:
 
 
 def _as_named(model: nn.Module, error: RuntimeError) -> RuntimeError:
-    """The error, or one that says what else can be done about an operation."""
+    """The error itself, or one with a way out if an operation cannot be differentiated twice."""
     message = str(error)
     if not any(words in message for words in ("is not implemented", "not implemented", "twice")):
         return error
     reason = message.splitlines()[0].rstrip(".")
     return NotImplementedError(
-        f"{type(model).__name__} cannot be linearised, for which it is differentiated twice: "
-        f"{reason}. Replace the operation, or take the outputs' covariances, which need single "
-        "backward passes: the predictives 'probit' and 'mc'."
+        f"{type(model).__name__} cannot be linearised, since that differentiates it twice: "
+        f"{reason}. Replace the operation, or use the outputs' covariances, which differentiate "
+        "once: the predictives 'probit' and 'mc'."
     )

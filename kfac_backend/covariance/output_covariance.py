@@ -1,13 +1,19 @@
 """The outputs' covariance J Σ Jᵀ under a Kronecker-factored posterior, without the Jacobian J.
 
-C vectors are propagated back to the inputs only, as in the curvature pass; each layer's inputs and
-output gradients are contracted with its block's eigenvectors. Exact for the linearised network,
-whichever mode the factors are from.
+One vector per output, C in all, is propagated back to the layers' outputs only, as in a curvature
+pass. Each layer's inputs and output gradients are contracted with its block's eigenvectors. The
+result is exact for the linearised network, whichever mode the factors are from.
 
 Outputs (N, R, C), one for each position of a sequence or pixel of an image, have a covariance
-(C, C) for each position, which may depend on all of the example's inputs: R·C vectors an example.
-Every pair of an example and a position is then worked on as an example of its own, so that one
-vector carries as many pairs as there is memory for.
+(C, C) at each position. It may depend on all of the example's inputs, so that an example takes R·C
+vectors. Each pair of an example and a position is therefore handled as an example of its own, and
+one vector carries as many pairs as memory allows.
+
+Life cycle. `OutputCovariance` proves the model on its first batch, as a curvature pass does. For
+each shape of input it measures once how many pairs fit into the memory (`_Sizes`) and keeps that.
+A call splits its batch into parts. For each part the model runs forward once; then the C vectors go
+back, once for each group of layers. A group's gradients are held until the last vector has come,
+contracted, and dropped.
 """
 
 import math
@@ -26,7 +32,7 @@ from kfac_backend.covariance.uncovered import UncoveredGradients
 from kfac_backend.layers import Use
 from kfac_backend.model.batches import Plan, detached, example_shapes, examples, make_plan
 from kfac_backend.model.calls import call_with, check_output, num_examples, restoration
-from kfac_backend.model.capture import Capture
+from kfac_backend.model.capture import Capture, unknown_examples
 from kfac_backend.model.memory import give_back_free_memory, total_memory
 from kfac_backend.model.proof.verification import Proof
 from kfac_backend.model.rule_assignment import TrackedLayer, assignment_of_blocks, check_module
@@ -37,15 +43,18 @@ __all__ = [
     "OutputCovariance",
     "PosteriorPrecision",
     "check_classes",
+    "check_not_empty",
     "check_positions",
     "check_rows",
     "check_tolerance",
     "default_memory",
+    "proof_for",
 ]
 
 CPU_MEMORY = 144 * 2**20
+"""Bytes for gradients on a CPU."""
 GPU_SHARE = 8
-"""A GPU lends one in so many of its bytes: few examples at once would leave it waiting."""
+"""On a GPU an eighth of its memory is for gradients; few examples at once would leave it idle."""
 
 
 @dataclass(frozen=True)
@@ -55,25 +64,27 @@ class _Sizes:
     output: torch.Size
     """The shape of one example's output, (..., C)."""
     part: int | None
-    """In a pass; None: batches stay whole."""
+    """Examples in one forward pass; None: batches stay whole."""
     chunks: dict[TrackedLayer, int]
-    """In each layer's products."""
+    """Examples in the products of each layer."""
     groups: Sequence[frozenset[TrackedLayer]]
-    """Layers whose gradients are held at a time; the vectors are propagated back for each group."""
+    """Groups of layers whose gradients are held together. The vectors are propagated back once for
+    each group, so there is more than one only if memory is short."""
     channels_last: bool = False
 
 
 class _Part(NamedTuple):
-    """Some pairs of an example and one of its positions, worked on at once."""
+    """M pairs of an example and one of its positions, handled at once."""
 
     x: Any
-    """The examples, once for each pair."""
+    """The examples, repeated for each pair."""
     positions: Tensor
-    """(M,) which position of each, among all that its output has."""
+    """(M,) the position of each pair, among all positions of the output."""
     kept: Tensor | None
-    """Which of these pairs were asked for; None: all."""
+    """Indices of the pairs that were asked for; None: all. A batch that cannot be split by example
+    runs whole, with pairs for all its examples."""
     numbers: Tensor
-    """Where the kept ones are in the result."""
+    """Indices of the kept pairs in the result."""
 
 
 @dataclass
@@ -81,12 +92,15 @@ class _Gradients:
     """One use's gradients of all outputs, zero for those that do not depend on it."""
 
     values: Tensor
-    """(M, R, C, d_out), without a value from ``written`` on."""
+    """(M, R, C, d_out); outputs from ``written`` on are uninitialised."""
     written: int = 0
-    """Outputs."""
+    """The number of outputs that have been written."""
 
     def write(self, c: int, gradients: Tensor) -> None:
-        """Those of output c, (M, R, d_out); the outputs come in their order."""
+        """Write the gradients (M, R, d_out) of output c; outputs come in their order.
+
+        Outputs in between did not reach the use, so their gradients are zero.
+        """
         self.values[:, :, self.written : c] = 0
         self.values[:, :, c] = gradients
         self.written = c + 1
@@ -100,28 +114,28 @@ class _Gradients:
 class OutputCovariance:
     """A function from inputs to outputs f (N, C) and their covariances J Σ Jᵀ (N, C, C).
 
-    Of outputs (N, R, C) the covariance of each position, (N, R, C, C), without those between
-    positions. The cost is C backward passes an example, R·C of sequences: a shortcut would need
-    positions that do not depend on each other. Positions of a layer that an output does not reach,
-    such as later ones in a causal network, are left out of the products.
+    For outputs (N, R, C) it returns the covariance at each position, (N, R, C, C), but not those
+    between positions. The cost is C backward passes an example, or R·C for sequences, whose
+    positions depend on each other. Positions of a layer that no output reaches, such as later ones
+    in a causal network, are left out of the products.
 
     Args:
         model: the network at the posterior's mean. It runs in the mode (train or eval) it is in.
         precision: the posterior precision, block by block; parameters without a block are
             constants.
-        memory: bytes that gradients and their products may take at once, besides the result and
-            the activations of the examples that they belong to; about 144 MiB on a CPU and an
-            eighth of a GPU's memory if None. Batches of tensors are split inside to keep it, down
-            to one position of one example, and beyond that the layers, at the price of more
-            backward passes. At the least the gradients of one layer's outputs are held, C at each
-            of its positions, and, of a weight tied in two orientations, its C gradients a few
+        memory: bytes that gradients and their products may take at once, not counting the result
+            and the activations of the examples that they belong to. None: 144 MiB on a CPU, an
+            eighth of a GPU's memory. To keep the limit, batches of tensors are split, down to one
+            position of one example. Then layers are split into groups, at the price of more
+            backward passes. The least that is held are the gradients of one layer's outputs, C at
+            each of its positions, and those of a weight that is tied in two orientations, C a few
             times.
         batched: propagate the C vectors back at once, which holds one layer's gradients at a time.
-        tolerance: t ≥ 0 of V ≤ result ≤ (1 + t) V, with V the exact covariance: where the posterior
-            differs from the prior by less than that, it is taken for the prior, which saves the
-            products with most of a trained network's eigenvectors. 0 is exact up to rounding.
+        tolerance: t ≥ 0 in V ≤ result ≤ (1 + t) V, with V the exact covariance. Where the posterior
+            precision exceeds the prior's by less than the share t, the prior's is used, which saves
+            the products with most of a trained network's eigenvectors. 0 is exact up to rounding.
             Biases, tensors that are tied in both orientations, and factors that are diagonal or
-            sketches are exact in any case.
+            sketches are always exact.
 
     Raises:
         ValueError: no block, or one of a parameter that the model does not have; a tolerance that
@@ -140,10 +154,7 @@ class OutputCovariance:
         check_tolerance(tolerance)
         if memory is not None and memory < 1:
             raise ValueError(f"memory must be at least one byte, not {memory}.")
-        check_module(model)
-        sizes = {name: block.numel for name, (block, _) in precision.items()}
-        with turn_of(model):
-            self._proof = Proof(model, assignment_of_blocks(model, sizes))
+        self._proof = proof_for(model, precision)
         self._model = model
         self._precision = precision
         device = next(model.parameters()).device
@@ -166,24 +177,24 @@ class OutputCovariance:
 
         Args:
             x: the batch.
-            positions: a mask of those that are wanted, of outputs (N, R, C) say; the result is then
-                of these M, (M, C) and (M, C, C), in the mask's order.
-            classes: numbers of the K outputs that are wanted, (K,), or of each example or position
-                of the result, (..., K), such as the largest; the result has K instead of C.
-            variance_only: return the covariances' diagonals, (..., C): as many backward passes, but
-                no C×C products, and none of these held.
+            positions: a mask of the wanted positions, for outputs (N, R, C) say. The result has
+                these M positions only, (M, C) and (M, C, C), in the mask's order.
+            classes: indices of the K wanted outputs: (K,) for all alike, or (..., K) for each
+                example or position of the result, such as the largest. The result has K instead of
+                C.
+            variance_only: return the covariances' diagonals, (..., C). This takes as many backward
+                passes, but neither computes nor holds C×C products.
 
         Raises:
-            TypeError: a model whose output is not a tensor; a mask or numbers of another dtype.
+            TypeError: a model whose output is not a tensor; a mask or indices of another dtype.
             NotImplementedError: outputs that are not (N, ..., C); a layer that hooks cannot follow.
             ValueError: no examples; positions or classes that the outputs do not have.
         """
-        # Under inference mode there would be no graph to go back.
+        # Inference mode would record no graph for the backward passes.
         with turn_of(self._model), full_float32(), torch.inference_mode(False):
             device = next(self._model.parameters()).device
             x = detached(x, device)
-            if num_examples(x) == 0:
-                raise ValueError("The batch has no examples; leave it out.")
+            check_not_empty(x)
             layers = (tracked.layer for tracked in self._proof.assignment.layers)
             restore = restoration(self._model, *layers)
             try:
@@ -209,19 +220,17 @@ class OutputCovariance:
         return outputs.unflatten(0, shape), covariances.unflatten(0, shape)
 
     def _sizes_for(self, x: Any, K: int | None) -> _Sizes:
-        """How many examples fit; and, once, the proof that the hooks see all."""
+        """How many examples fit into the memory; makes the proof first, if it is missing."""
         N = num_examples(x)
         if not self._proof.is_made(N):
-            which = self._proof.some(x, N)
-            some = x if which is None else examples(x, which)
-            self._proof.make(some, num_examples(some))
+            self._proof.make(x, N)
             self._gradients = LayerGradients(
                 self._proof.assignment, self._precision, self._product_bytes, self._tolerance
             )
             self._uncovered = UncoveredGradients(
                 self._model, self._proof.assignment.diagonal, self._product_bytes
             )
-            self._sizes.clear()
+            self._sizes.clear()  # the proof may have found other rules and runs
         key = example_shapes(x), K
         if key not in self._sizes:
             self._sizes[key] = self._measure(x if N is None else examples(x, slice(2)), K)
@@ -238,14 +247,14 @@ class OutputCovariance:
         def record(tracked: TrackedLayer, use: Use, b: Tensor) -> None:
             rows = self._gradients.rules[tracked].position_gradients(use, b)
             M, R, d_out = rows.shape
-            R = R * -(-M // len(f))  # of each example, whose rows may be several
+            R = R * -(-M // len(f))  # an example may have several rows
             shapes[tracked] = R + shapes.get(tracked, (0, 0))[0], d_out
             uses[tracked] = uses.get(tracked, 0) + 1
 
         with self._capture(record) as capture:
             f = capture.forward(x)
             self._check_output(f, x)
-            capture.backward(f, [torch.zeros_like(f)])
+            capture.backward(f, [torch.zeros_like(f)])  # only shapes are recorded
         C, itemsize = K or f.shape[-1], at_least_float32(f).element_size()
         work = {
             tracked: bytes_per_example(R, C, d_out, self._input_size(tracked, d_out), itemsize)
@@ -255,6 +264,9 @@ class OutputCovariance:
         vector = itemsize * f[0].numel()
         largest = max(work.values(), default=0)
         memory = self._memory - 2 * self._product_bytes
+        # What a pair of an example and a position holds: with ``batched`` one layer's gradients
+        # (the largest, and a copy) beside all vectors; otherwise the gradients of one group of
+        # layers beside one vector.
         groups = [frozenset(self._proof.assignment.all)]
         if self._batched:
             held = max(sizes.values(), default=1) * 2 + C * vector
@@ -276,7 +288,10 @@ class OutputCovariance:
     def _groups(
         self, sizes: dict[TrackedLayer, int], uses: dict[TrackedLayer, int], room: int
     ) -> list[frozenset[TrackedLayer]]:
-        """The layers, in few groups whose gradients take this room; those that are tied, in one."""
+        """The layers in few groups whose gradients fit into ``room`` bytes: first-fit decreasing.
+
+        Layers with tied parameters stay in one group, since their gradients add up.
+        """
         together = [t for t in sizes if not self._gradients.stands_alone(t, uses[t])]
         units = [together] if together else []
         units += [[t] for t in sizes if t not in together]
@@ -299,10 +314,10 @@ class OutputCovariance:
         return max(1, largest // d_out)
 
     def _mask(self, x: Any, sizes: _Sizes, positions: Tensor | None) -> Tensor:
-        """Which positions are wanted, (N,) of outputs (N, C), else (N, ...)."""
+        """The mask of the wanted positions: (N,) for outputs (N, C), else (N, ...)."""
         device = next(self._model.parameters()).device
         N = num_examples(x)
-        if N is None:  # only the model can tell
+        if N is None:  # only the model's output shows it
             with torch.no_grad():
                 N = len(call_with(self._model, {}, x))
         return check_positions(positions, torch.Size((N, *sizes.output))).to(device)
@@ -312,7 +327,8 @@ class OutputCovariance:
         of_example, of_positions = by_position.nonzero().T
         numbers = torch.arange(len(of_example), device=mask.device)
         if num_examples(x) is None or sizes.part is None:
-            # Each example's first wanted position, then each one's second, and so on.
+            # The whole batch runs for each rank: first with every example's first wanted position,
+            # then with every one's second, and so on.
             rank = by_position.long().cumsum(1)[of_example, of_positions]
             for k in range(1, int(by_position.sum(1).max()) + 1):
                 now = rank == k
@@ -321,7 +337,9 @@ class OutputCovariance:
                 yield _Part(x, position, of_example[now], numbers[now])
             return
         whole = mask.dim() == 1 and len(of_example) == len(mask)
-        if not whole:  # pairs with like positions together: they reach like positions of layers
+        # Pairs with similar positions together: they reach similar positions of layers, so that
+        # more of the others can be left out of the products.
+        if not whole:
             order = of_positions.argsort(stable=True)
             of_example, of_positions, numbers = (
                 t[order] for t in (of_example, of_positions, numbers)
@@ -390,7 +408,7 @@ class OutputCovariance:
                 with self._no_autocast(f):
                     capture.backward(f, vectors())
                 if group is sizes.groups[-1]:
-                    f = f.detach()  # lets go of the graph
+                    f = f.detach()  # frees the graph before the products
                 with self._no_autocast(f):
                     self._add_seen(covariance, seen, uses, sizes)
         with self._no_autocast(f):
@@ -401,7 +419,7 @@ class OutputCovariance:
         return result, covariance
 
     def _columns(self, f: Tensor, part: _Part, classes: Tensor | None) -> Tensor:
-        """The numbers of the outputs that are wanted of each pair, (M, C)."""
+        """The indices of the wanted outputs of each pair, (M, C)."""
         if classes is None:
             return torch.arange(f.shape[-1], device=f.device).expand(len(f), -1)
         if part.kept is None:
@@ -417,7 +435,7 @@ class OutputCovariance:
         uses: dict[TrackedLayer, int],
         sizes: _Sizes,
     ) -> None:
-        """Add what the gradients seen so far bring, and let go of them."""
+        """Contract the gradients seen so far, add the result to the covariance, and drop them."""
         tied: list[tuple[TrackedLayer, Use, Tensor]] = []
         while seen:
             (tracked, use), found = seen.popitem()
@@ -430,7 +448,7 @@ class OutputCovariance:
         self._gradients.add(covariance, tied)
 
     def _add_uncovered(self, covariance: Tensor, part: _Part, f: Tensor, columns: Tensor) -> None:
-        """Add what parameters without a rule bring; their blocks are diagonal."""
+        """Add the part of parameters without a rule, whose blocks are diagonal."""
         for which, gradients in self._uncovered(part.x, f, part.positions, columns):
             for name, of_name in gradients.items():
                 block, spectrum = self._precision[name]
@@ -459,16 +477,34 @@ class OutputCovariance:
         N = num_examples(x)
         if f.dim() < 2 or (N is not None and len(f) != N):
             raise NotImplementedError(
-                f"The model returned shape {tuple(f.shape)} for {N} examples; the covariance is "
-                "there for outputs (N, C), or (N, ..., C) of several positions."
+                f"The model returned shape {tuple(f.shape)} for {N} examples; covariances support "
+                "outputs (N, C), or (N, ..., C) with several positions."
             )
 
 
+def proof_for(model: nn.Module, precision: PosteriorPrecision) -> Proof:
+    """A proof, still to be made, for parameters with a posterior; the others are constants.
+
+    Raises:
+        ValueError: no block, or one that does not fit the model.
+    """
+    check_module(model)
+    sizes = {name: block.numel for name, (block, _) in precision.items()}
+    with turn_of(model):
+        return Proof(model, assignment_of_blocks(model, sizes))
+
+
 def default_memory(device: torch.device) -> int:
-    """Bytes that gradients may take on a device if nothing else is said."""
+    """Bytes that gradients may take on a device by default."""
     if device.type == "cpu":
         return CPU_MEMORY
     return (total_memory(device) or 2**34) // GPU_SHARE
+
+
+def check_not_empty(x: Any) -> None:
+    """Raise a ValueError for a batch without examples."""
+    if num_examples(x) == 0:
+        raise ValueError("The batch has no examples; leave it out.")
 
 
 def check_tolerance(tolerance: float, name: str = "tolerance") -> None:
@@ -481,11 +517,11 @@ def check_tolerance(tolerance: float, name: str = "tolerance") -> None:
 
 
 def check_positions(positions: Tensor | None, outputs: torch.Size) -> Tensor:
-    """The mask (N, ...) of the positions that are wanted, of outputs (N, ..., C); all if None.
+    """The mask (N, ...) of the wanted positions of outputs (N, ..., C); all if None.
 
     Raises:
-        TypeError: no boolean mask.
-        ValueError: a mask of another shape, or of no position.
+        TypeError: a mask that is not boolean.
+        ValueError: a mask of another shape, or without any position.
     """
     if positions is None:
         return torch.ones(outputs[:-1], dtype=torch.bool)
@@ -505,21 +541,21 @@ def check_positions(positions: Tensor | None, outputs: torch.Size) -> Tensor:
 
 
 def check_classes(classes: Tensor | None, shape: tuple[int, ...], C: int) -> Tensor | None:
-    """The numbers of the outputs wanted of each position, (M, K); None if all are.
+    """The indices of the wanted outputs at each position, (M, K); None if all are wanted.
 
     Args:
         classes: (K,), or (*shape, K).
         shape: the positions of the result, M in all.
-        C: how many outputs there are.
+        C: the number of outputs.
 
     Raises:
-        TypeError: numbers that are no integers.
-        ValueError: another shape, or a number outside of 0..C-1.
+        TypeError: indices that are not integers.
+        ValueError: another shape, or an index outside of 0..C-1.
     """
     if classes is None:
         return None
     if classes.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"classes has dtype {classes.dtype}; these are numbers, of integers.")
+        raise TypeError(f"classes has dtype {classes.dtype}; indices must be integers.")
     if not classes.numel() or (classes.dim() != 1 and classes.shape[:-1] != shape):
         raise ValueError(
             f"classes has shape {tuple(classes.shape)}; (K,) is needed, or {(*shape, 'K')} for "
@@ -528,17 +564,13 @@ def check_classes(classes: Tensor | None, shape: tuple[int, ...], C: int) -> Ten
     smallest, largest = (int(v) for v in classes.aminmax())
     if smallest < 0 or largest >= C:
         wrong = smallest if smallest < 0 else largest
-        raise ValueError(f"classes has the number {wrong}; the outputs are 0 to {C - 1}.")
+        raise ValueError(f"classes has the index {wrong}; the outputs are 0 to {C - 1}.")
     K = classes.shape[-1]
     return classes.long().reshape(-1, K).expand(math.prod(shape), K)
 
 
 def check_rows(tracked: TrackedLayer, use: Use, N: int) -> None:
-    """Raise a NotImplementedError unless a layer's rows are those of N examples, or say whose."""
+    """Raise a NotImplementedError unless it is known which of N examples a layer's rows are of."""
     rows = len(use.a) if use.rows is None else use.rows.num_examples
     if rows != N:
-        raise NotImplementedError(
-            f"Layer {tracked} got {rows} rows for {N} outputs; the covariance must know each "
-            "example's rows. Keep the batch axis first and the shared axes apart: (N, ..., d), "
-            "or say which example each row belongs to (examples_of_rows)."
-        )
+        raise unknown_examples(tracked, rows, N, "the covariance needs")

@@ -1,4 +1,4 @@
-"""The gradients in each parameter, example by example, from what hooks saw of its layers' uses."""
+"""The gradients in each parameter, example by example, from the uses of its layers."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -16,25 +16,25 @@ __all__ = ["ParameterGradients", "Place", "Seen", "SumOfUses", "group_of", "some
 Seen = tuple[TrackedLayer, Use, Tensor]
 """A layer's use, and its `Rule.position_gradients` for C outputs or vectors (M, R, C, d_out)."""
 Place = tuple[str, tuple[int, int]]
-"""A parameter's name, and which of how many equal parts of it."""
+"""A parameter's name, and (index, count) of a row block of it; (0, 1) for a tensor with one map."""
 
 
 class _Term(NamedTuple):
-    """What one use of one layer adds to the gradients in a parameter."""
+    """The part of one use in the gradients of a parameter."""
 
     gradients: ExampleGradients
     transposed: bool
 
 
 class SumOfUses(NamedTuple):
-    """An example's gradients in a parameter, which are a sum over all uses of it."""
+    """The examples' gradients in a parameter: a sum over all its uses."""
 
     terms: list[_Term]
 
     def in_one_way(self) -> tuple[ExampleGradients, bool] | None:
-        """All positions one behind the other, and whether the parameter is stored inputs first.
+        """The uses' positions concatenated, and whether the parameter is stored inputs first.
 
-        None if it is used in both ways.
+        None if it is used in both orientations, so that the gradients have no common factors.
         """
         ways = {term.transposed for term in self.terms if term.gradients.a is not None}
         if len(ways) > 1:
@@ -43,10 +43,10 @@ class SumOfUses(NamedTuple):
         return _joined(gradients), self.terms[0].transposed
 
     def dense(self, most_bytes: int) -> Iterator[Tensor]:
-        """The gradients (n, C, P) of some examples after the other, as many as there is room for.
+        """The dense gradients (n, C, P) of n examples after the other.
 
         Args:
-            most_bytes: what they may take; one example at least.
+            most_bytes: bytes that those of n examples may take; n is at least one.
         """
         b, a = self.terms[0].gradients
         G, N, _, C, d_out = b.shape
@@ -59,7 +59,7 @@ class SumOfUses(NamedTuple):
 
 
 class ParameterGradients:
-    """Puts the uses of layers together, parameter by parameter.
+    """Collects the uses of layers, parameter by parameter.
 
     Args:
         assignment: the layers.
@@ -74,11 +74,11 @@ class ParameterGradients:
         self._tied = {place for place in places if places.count(place) > 1}
 
     def stands_alone(self, tracked: TrackedLayer, uses: int) -> bool:
-        """Whether no other use has a part in its parameters' gradients."""
+        """Whether no other use contributes to the gradients in the layer's parameters."""
         return uses == 1 and not self._tied.intersection(_places(tracked))
 
     def of_uses(self, seen: list[Seen]) -> Iterator[tuple[Place, SumOfUses]]:
-        """Each parameter's gradients, of all uses that were seen."""
+        """Each parameter's gradients, summed over the given uses."""
         terms: dict[Place, list[_Term]] = {}
         for tracked, use, rows in seen:
             rule = self.rules[tracked]
@@ -91,7 +91,7 @@ class ParameterGradients:
 
 
 def some_examples(seen: Seen, size: int) -> Iterator[tuple[slice, Seen]]:
-    """Parts of a use of so many examples; all of it, where rows are told their examples."""
+    """Parts of a use with ``size`` examples each; the whole use if it has `Use.rows`."""
     tracked, use, rows = seen
     if use.rows is not None:
         yield slice(None), seen
@@ -120,7 +120,7 @@ def _of_some(gradients: ExampleGradients, some: slice) -> ExampleGradients:
 
 
 def _by_example(gradients: ExampleGradients, use: Use) -> ExampleGradients:
-    """Rows put together by example, with zeros where one has fewer than another."""
+    """Gradients of rows as those of examples, padded with zeros to the largest number of rows."""
     if use.rows is None:
         return gradients
     rows = use.rows
@@ -134,7 +134,7 @@ def _by_example(gradients: ExampleGradients, use: Use) -> ExampleGradients:
 
 
 def _joined(gradients: list[ExampleGradients]) -> ExampleGradients:
-    """One behind the other, along the positions."""
+    """Gradients concatenated along the positions."""
     if len(gradients) == 1:
         return gradients[0]
     inputs = [g.a for g in gradients if g.a is not None]

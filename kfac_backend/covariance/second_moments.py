@@ -41,8 +41,8 @@ class LayerMoments(ParameterGradients):
     Args:
         assignment: the layers.
         bases: parameter name -> the eigenvectors of its block.
-        memory: bytes that inputs and gradients of some examples of a layer may take at once.
-        product_bytes: as of `add_second_moments`.
+        memory: bytes that the inputs and gradients of a layer may take at once.
+        product_bytes: see `add_second_moments`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class LayerMoments(ParameterGradients):
         """Parameter name -> the sums so far, in the shape of `EigenBlock.spectrum`."""
 
     def add_one(self, seen: Seen) -> None:
-        """Add the part of a layer that stands alone, some examples at a time."""
+        """Add the part of a layer that shares no parameter, some examples at a time."""
         tracked, _, rows = seen
         _, R, V, d_out = rows.shape
         entries = max(self.moments[name].numel() for name in tracked.parameters.values())
@@ -70,7 +70,7 @@ class LayerMoments(ParameterGradients):
             self.add([some])
 
     def add(self, seen: list[Seen]) -> None:
-        """Add all uses that were seen, whose gradients add up in tied parameters."""
+        """Add the part of several uses; the gradients in a tied parameter are summed first."""
         for (name, (slot, slots)), gradients in self.of_uses(seen):
             block, moments = self.bases[name], self.moments[name]
             if slots > 1:
@@ -98,10 +98,10 @@ def add_second_moments(
     """Add Σ_n Σ_v (Qᵀ g_nv)² of one parameter's gradients g_nv, in place.
 
     Args:
-        moments: what is added to, in the shape of `EigenBlock.spectrum`.
+        moments: the sums, in the shape of `EigenBlock.spectrum`.
         gradients: the vectors' gradients in the parameter.
         block: the eigenvectors Q.
-        product_bytes: how much of a gradient may be made at once; one row at least.
+        product_bytes: bytes of a gradient that are computed at once, but at least one row.
         transposed: whether the parameter is stored inputs first, (d_in, d_out).
     """
     b = gradients.b.to(block.Q_B.dtype)
@@ -118,7 +118,7 @@ def add_second_moments(
         of_groups += squares.mT @ rotated(a[:, :, 0], Q_A).square()
         return
     b = rotated(b, Q_B)
-    # Rotate whichever is smaller, the inputs or their products.
+    # Rotate the inputs or their products with b, whichever has fewer rows.
     inputs_first = b.shape[2] <= b.shape[3:].numel()
     if inputs_first:
         a = rotated(a, Q_A)

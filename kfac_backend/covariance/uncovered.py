@@ -1,7 +1,7 @@
-"""Gradients of single examples in parameters that no rule is for, whose blocks are diagonals.
+"""Gradients of single examples in parameters without a rule, whose blocks are diagonals.
 
-The model runs on single examples, many of them at once (`torch.func.vmap`) where it can, and one
-after the other where it cannot: a forward that decides by its tensors' values.
+The model runs on single examples, many at once by `torch.func.vmap`. If it cannot, for example
+because its forward decides by its tensors' values, they run one after the other.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,14 +22,14 @@ __all__ = ["UncoveredGradients"]
 
 
 class UncoveredGradients:
-    """The outputs' gradients in some parameters, in the form that diagonal blocks take.
+    """A function to the outputs' gradients in some parameters, in the form for diagonal blocks.
 
-    They have a graph in the inputs where these have one.
+    They are differentiable in the inputs if these have a graph.
 
     Args:
-        model: mixes no examples.
-        names: of the parameters.
-        most_bytes: of gradients to make at once; those of one example at least.
+        model: a model that mixes no examples.
+        names: names of the parameters.
+        most_bytes: bytes of gradients to compute at once, but at least one example's.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str], most_bytes: int) -> None:
@@ -43,13 +43,13 @@ class UncoveredGradients:
     def __call__(
         self, x: Any, f: Tensor, positions: Tensor, columns: Tensor
     ) -> Iterator[tuple[slice, dict[str, ExampleGradients]]]:
-        """Some examples after the other, and their gradients by parameter.
+        """Slices of the examples, one after the other, and their gradients by parameter.
 
         Args:
             x: a batch of N examples.
-            f: their outputs that are wanted, (N, K).
-            positions: (N,) of which position each, among all that its output has.
-            columns: (N, K) the numbers of the outputs.
+            f: their wanted outputs, (N, K).
+            positions: (N,) the position of these outputs, among all positions of an output.
+            columns: (N, K) the indices of the outputs there.
         """
         N, K = f.shape
         apart = num_examples(x) == N
@@ -71,7 +71,7 @@ class UncoveredGradients:
     def _all_at_once(
         self, x: Any, f: Tensor, positions: Tensor, columns: Tensor, which: slice
     ) -> dict[str, Tensor] | None:
-        """Name -> (n, K, ...); None if the model does not run that way, or has other outputs."""
+        """Name -> (n, K, ...); None if the model fails under vmap, or has other outputs there."""
 
         def of_one(x_n: Any, position: Tensor, column: Tensor) -> tuple[Any, Tensor]:
             one = x_n[None] if isinstance(x_n, Tensor) else {k: v[None] for k, v in x_n.items()}
@@ -99,7 +99,7 @@ class UncoveredGradients:
     def _of_batch(
         self, x: Any, positions: Tensor, columns: Tensor, which: slice, apart: bool
     ) -> dict[str, Tensor]:
-        """Name -> (n, K, ...), from one forward pass of these examples, or of all."""
+        """Name -> (n, K, ...), from one forward pass of these examples, or of the whole batch."""
 
         def outputs(p: dict[str, Tensor], x: Any) -> Tensor:
             f = call_with(self._model, p, x)

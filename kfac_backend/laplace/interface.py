@@ -17,7 +17,7 @@ __all__ = ["KfacEF", "KfacGGN", "KfacInterface"]
 
 
 class KfacInterface(laplace.curvature.CurvatureInterface):
-    """`kron` on top of `CurvaturePass`; what laplace-torch's interfaces have is inherited.
+    """`kron` on top of `CurvaturePass`; everything else is inherited from laplace-torch.
 
     Args:
         model: the network, or laplace-torch's feature extractor around it.
@@ -27,13 +27,13 @@ class KfacInterface(laplace.curvature.CurvatureInterface):
         dict_key_x: the input's key in batches that are mappings.
         dict_key_y: the targets' key in batches that are mappings.
         generator: source of Monte Carlo labels.
-        process_group: the ranks that have a shard of each batch, None for this process alone. What
-            `kron`, `full` and `diag` return is of the shards together, so that every rank must call
-            them as often: give each the same number of batches, of any sizes. `marglik.KronLaplace`
-            reduces once for all batches, and needs no such care.
-        kwargs: those of laplace-torch's interfaces (``stochastic``, ``num_samples``), and the
-            options of `CurvatureOptions` but ``fisher`` and ``mc_samples``. laplace-torch needs a
-            block for every trainable parameter: freeze with requires_grad_(False) instead of
+        process_group: the ranks that have a shard of each batch, None for this process alone.
+            `kron`, `full` and `diag` return the sums over all shards, so that all ranks must call
+            them equally often: give each rank the same number of batches, of any sizes.
+            `marglik.KronLaplace` reduces once for all batches, and does not need that.
+        kwargs: ``stochastic`` and ``num_samples`` of laplace-torch's interfaces, and all options of
+            `CurvatureOptions` except ``fisher`` and ``mc_samples``. laplace-torch needs a block for
+            every trainable parameter: freeze with requires_grad_(False) instead of
             ``unsupported="freeze"``.
     """
 
@@ -56,13 +56,13 @@ class KfacInterface(laplace.curvature.CurvatureInterface):
         )
         self.generator = generator
         self.ranks = Ranks(process_group)
-        """Those that have a shard of each batch."""
+        """The ranks that have a shard of each batch."""
         self.options = CurvatureOptions().but(
             **{"dict_key_y": dict_key_y} | kwargs,
             fisher=self.fisher,
             mc_samples=getattr(self, "num_samples", 1),
         )
-        """What `kron` computes with."""
+        """The options of `kron`."""
         self._passes: dict[str, CurvaturePass] = {}
 
     @property
@@ -117,7 +117,7 @@ class KfacInterface(laplace.curvature.CurvatureInterface):
         return self.params[0].new_tensor(factors.loss), kron
 
     def _curvature_pass(self, model: nn.Module, options: CurvatureOptions) -> CurvaturePass:
-        # Kept, since the first batch of each also proves that the model is covered.
+        # One pass for each set of options is kept, since its proof is made only once.
         key = repr(options)
         if key not in self._passes:
             likelihood: Any = self.likelihood
@@ -166,10 +166,8 @@ class KfacGGN(KfacInterface, laplace.curvature.GGNInterface):  # pyright: ignore
     def _with_samples(self, mc_samples: int | None) -> "KfacGGN":
         if mc_samples is None:
             return self
-        if mc_samples < 1:
-            raise ValueError(f"mc_samples must be at least 1, not {mc_samples}.")
         other = copy(self)
-        other.num_samples = mc_samples
+        other.num_samples = self.options.but(mc_samples=mc_samples).mc_samples  # checked there
         return other
 
 
@@ -177,8 +175,8 @@ class KfacEF(KfacInterface, laplace.curvature.EFInterface):  # pyright: ignore[r
     """The empirical Fisher by K-FAC, expand or reduce, for laplace-torch 0.3.
 
     Gradients are those of −log p(y|f), with unit noise for "regression": ``f − y``. laplace-torch's
-    own full and diagonal empirical Fisher are twice that, as they halve the outer product of
-    gradients of the whole squared error.
+    own full and diagonal empirical Fisher are twice as large, since they take gradients of the
+    squared error without ½, 2 (f − y), and halve their outer product.
     """
 
     @property
@@ -190,7 +188,7 @@ class KfacEF(KfacInterface, laplace.curvature.EFInterface):  # pyright: ignore[r
         """Gradients (M, P) of each example's ``lossfunc``, and the batch's sum of it."""
         if not self.last_layer and isinstance(x, Tensor):
             return super().gradients(x, y)
-        # laplace-torch has no way for mappings or the last layer: chain the Jacobians instead.
+        # laplace-torch supports neither mappings nor the last layer here: chain Jacobians instead.
         Js, f = self.last_layer_jacobians(x) if self.last_layer else self.jacobians(x)
         f = f.detach().requires_grad_()
         with torch.enable_grad():
@@ -210,7 +208,7 @@ class KfacEF(KfacInterface, laplace.curvature.EFInterface):  # pyright: ignore[r
 
 
 def _check_sum(factors: KroneckerFactors, N: int) -> None:
-    """Raise a NotImplementedError unless batches' factors can be added up to those of all N."""
+    """Raise a NotImplementedError unless the batches' factors can be added up."""
     tied = [
         n for n, b in factors.blocks.items() if b.A is not None and b.num_terms == 0 and b.A.any()
     ]

@@ -1,9 +1,10 @@
 """laplace-torch's containers of curvature, with our blocks inside.
 
 laplace-torch holds the curvature as a `Kron`, a list of factors [B, A] or [B] in the order of the
-trainable parameters, adds batches, and decomposes the sum. `FactorKron` and `EigenKron` are such
-objects, so that grouped convolutions fit, the eigendecomposition falls back instead of leaving the
-process, damping survives a sum, and the noise has its whole gradient.
+trainable parameters. It adds the batches' Krons, and decomposes the sum into a `KronDecomposed`.
+`FactorKron` and `EigenKron` replace these classes: they support grouped convolutions, use our
+eigendecomposition (laplace-torch's ends the process where it fails), keep ``damping`` in sums, and
+give the noise its full gradient.
 """
 
 import warnings
@@ -18,7 +19,7 @@ from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.blocks.spectrum import Spectra
 
 with warnings.catch_warnings():
-    # It imports ASDL, whose functions are scripted. Only here, so that nobody sees it complain.
+    # It imports ASDL, whose scripted functions warn. It is imported only here, to hide that.
     warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", FutureWarning)
     import laplace.curvature
     from laplace.utils import Kron, KronDecomposed
@@ -38,9 +39,9 @@ class FactorKron(Kron):
     def from_factors(
         cls, factors: KroneckerFactors, dtype: torch.dtype | None = None
     ) -> "FactorKron":
-        """A Kron of these factors, in the parameters' dtype if one is given, float32 at least.
+        """A Kron of these factors, in ``dtype`` if one is given, but in float32 at least.
 
-        Of factors with corrected eigenvalues, those before the correction; see `EigenKron`.
+        Corrected eigenvalues are left out; `EigenKron` has them.
         """
         if dtype is not None:
             dtype = torch.promote_types(dtype, torch.float32)
@@ -48,7 +49,7 @@ class FactorKron(Kron):
             [F.to(dtype=dtype) for F, _ in block.named_factors()]
             for block in factors.blocks.values()
         ]
-        # A sketch stands where laplace-torch has a matrix; what needs matrices says so.
+        # A sketch takes the place of a matrix; operations that need a matrix raise an error.
         return cls(cast(list[list[Tensor]], kfacs), list(factors.blocks))
 
     @property
@@ -73,7 +74,8 @@ class FactorKron(Kron):
 
     def __iadd__(self, other: Kron) -> "FactorKron":
         """Add in place, as laplace-torch's fit does with each batch."""
-        if not self._is_sum:  # the factors of a batch may share memory among themselves
+        # A batch's factors may share memory, as B of a weight and its bias; those of a sum do not.
+        if not self._is_sum:
             return self + other
         if not isinstance(other, Kron):
             raise ValueError(f"Can only add Kron to Kron, not {type(other).__name__}.")
@@ -84,7 +86,8 @@ class FactorKron(Kron):
                 raise ValueError("Can only add curvature of the same parameters.")
         elif len(other) == len(self) and not any(F.any() for Fs in others for F in Fs):
             return self
-        # Also what laplace-torch's load_state_dict makes of our factors.
+        # Another Kron that is not zero may be our factors as laplace-torch's load_state_dict reads
+        # them.
         if [[F.shape for F in Fs] for Fs in others] != [[F.shape for F in Fs] for Fs in kfacs]:
             raise ValueError("Can only add curvature from the same backend and model.")
         for mine, theirs in zip(kfacs, others, strict=True):
@@ -99,8 +102,8 @@ class FactorKron(Kron):
     __rmul__ = __mul__
 
     def decompose(self, damping: bool = False) -> "EigenKron":
-        """Eigenvalues and -vectors of every factor, computed when they are needed."""
-        # Of the factors as they are now: batches may be added in place later.
+        """Eigenvalues and eigenvectors of every factor, computed when they are needed."""
+        # A copy of the factors, to which batches may be added in place later.
         return EigenKron(_Decomposition((self * 1.0).blocks), damping=damping)
 
     def _bmm(self, W: Tensor) -> Tensor:
@@ -129,7 +132,7 @@ class FactorKron(Kron):
 
 
 class _Decomposition:
-    """What is known of some blocks' spectra, computed when first asked for."""
+    """The spectra of some blocks, computed when first used, for `EigenKron`s of any scale and δ."""
 
     def __init__(self, blocks: list[KroneckerBlock]) -> None:
         self.blocks = blocks
@@ -137,20 +140,20 @@ class _Decomposition:
 
     @cached_property
     def spectra(self) -> Spectra:
-        """Eigenvalues without vectors."""
+        """The blocks' eigenvalues, without eigenvectors."""
         return Spectra.of(self.blocks)
 
     def eigen(self, index: int) -> EigenBlock:
-        """Eigenvalues and -vectors of one block."""
+        """The eigenvalues and eigenvectors of one block."""
         if index not in self._eigen:
             self._eigen[index] = self.blocks[index].decompose()
         return self._eigen[index]
 
 
 class EigenKron(KronDecomposed):
-    """laplace-torch's KronDecomposed: scale · (B ⊗ A) + δ per block, by eigenvalues and -vectors.
+    """laplace-torch's KronDecomposed: scale · (B ⊗ A) + δ per block, decomposed.
 
-    A log determinant asks for eigenvalues alone; vectors wait for a product.
+    A log determinant computes eigenvalues only. Eigenvectors are computed at the first product.
     """
 
     def __init__(
@@ -160,7 +163,7 @@ class EigenKron(KronDecomposed):
         damping: bool = False,
         scale: Tensor | float = 1.0,
     ) -> None:
-        # The base class would want the eigenvectors now.
+        # Not super().__init__, which would need the eigenvectors at once.
         self._decomposition = decomposition
         if deltas is None:
             B = decomposition.blocks[0].B
@@ -173,7 +176,7 @@ class EigenKron(KronDecomposed):
     def from_factors(
         cls, factors: KroneckerFactors, dtype: torch.dtype, damping: bool = False
     ) -> "EigenKron":
-        """The decomposition of these factors, with corrected eigenvalues where they have such.
+        """The decomposition of these factors, with corrected eigenvalues if they have any.
 
         Args:
             factors: the factors.
@@ -193,7 +196,7 @@ class EigenKron(KronDecomposed):
 
     @property
     def eigenvalues(self) -> list[list[Tensor]]:  # pyright: ignore
-        """[β, α] or [β] of each scaled block; corrected ones are in [β], with all in it."""
+        """[β, α] or [β] of each scaled block; [all eigenvalues] of a corrected one."""
         return [
             [v for v in (b.beta, b.alpha) if v is not None]
             if b.corrected is None
@@ -262,6 +265,6 @@ class EigenKron(KronDecomposed):
 def _times(scalar: Tensor | float, factors: list[list[Tensor]]) -> list[list[Tensor]]:
     """Each block times a scalar, spread evenly over its factors, differentiable in the scalar.
 
-    (laplace-torch takes the scalar out of the graph: its noise misses a part of its gradient.)
+    laplace-torch detaches the scalar, so that the gradient of its noise lacks a part.
     """
     return [[F * scalar ** (1 / len(Fs)) for F in Fs] for Fs in factors]

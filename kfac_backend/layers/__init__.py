@@ -1,6 +1,6 @@
-"""One file per kind of layer: how it turns input and output gradient into Gram matrices.
+"""One file per kind of layer: how inputs and output gradients become Gram matrices.
 
-The registry is all that the rest of the package knows of layers.
+The rest of the package finds a layer's rule in the registry, and knows no kind of layer itself.
 """
 
 from kfac_backend.layers.elementwise import ExactRule

@@ -18,11 +18,11 @@ class AttentionByParts(LayerByParts):
     """nn.MultiheadAttention: queries, keys and values are three linear layers, as is the output.
 
     The block of the packed ``in_proj_weight`` has the three as its groups. Keys that the padding
-    mask hides do not count. Other options are as the class has them.
+    mask hides do not count. All options of the class are supported.
     """
 
     def parts(self, layer: nn.MultiheadAttention) -> dict[str, LinearPart]:
-        """The three projections; the output's is a layer of its own."""
+        """The three input projections; the output projection is a layer itself."""
         bias = None if layer.in_proj_bias is None else "in_proj_bias"
         packed = layer.in_proj_weight is not None
         slots = {"weight": 3, "bias": 3} if packed else {"bias": 3}
@@ -82,12 +82,16 @@ class AttentionByParts(LayerByParts):
 
 
 class SequenceFirst(LayerByParts):
-    """Transformer layers as they are; with the batch axis second, rows are told their examples."""
+    """Transformer layers, whose rows' examples are declared where the batch axis is second.
+
+    Everything inside (linear layers, attention, norms) has a rule of its own, and the forward is
+    the layer's own.
+    """
 
     is_checked = False
 
     def parts(self, layer: nn.Module) -> dict[str, LinearPart]:
-        """None: linear maps and attention inside are layers of their own."""
+        """None: the linear maps and the attention inside are layers themselves."""
         return {}
 
     def forward(self, layer: Any, parts: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -128,7 +132,7 @@ def _mask(
     num_heads: int,
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """What is added to the scores, broadcastable to (N, h, L, S)."""
+    """The mask to add to the scores, broadcastable to (N, h, L, S); None without any."""
     masks = []
     if attn_mask is not None:
         mask = _additive(attn_mask, dtype)  # (L, S) or (N·h, L, S)
@@ -148,9 +152,9 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def _rows_of(
     x: Tensor, layer: nn.MultiheadAttention, padding: Tensor | None = None
 ) -> Iterator[None]:
-    """The examples of the rows of x (N, R, E): as the model said them, without what is padding.
+    """Declare the examples of the rows of x (N, R, E), as the model did, with padding left out.
 
-    What it said of rows in another number is of other sequences.
+    A declaration of rows with other axes is about other sequences, and ignored here.
     """
     N, R = x.shape[:2]
     rows, index, by_roots = current_rows(), None, False

@@ -54,9 +54,9 @@ class ImageRule(WeightSharingRule):
 class ConvolutionRule(ImageRule):
     """A convolution with any stride, padding, dilation, groups and padding mode.
 
-    R = output pixels, d_in = channels per group × kernel, in the order of ``weight.flatten(1)``.
-    Means of patches are box sums (`patch_sums`), their Gram matrix comes from the cheapest of
-    several ways (`new_patch_gram`).
+    R is the number of output pixels, d_in = channels per group × kernel, in the order of
+    ``weight.flatten(1)``. Means of patches are box sums (`patch_sums`). Their Gram matrix is
+    computed in the cheapest of several ways (`new_patch_gram`).
     """
 
     def image(self, a: Tensor) -> tuple[Tensor, Axes]:
@@ -76,7 +76,7 @@ class ConvolutionRule(ImageRule):
         return means.flatten(1).unflatten(1, (self.groups, -1)).movedim(1, 0), R
 
     def new_input_gram(self) -> Gram:
-        """Of patches under expand."""
+        """The Gram matrix of patches for expand, of their means for reduce."""
         if self.by_example:
             return super().new_input_gram()
         return new_patch_gram(self.layer.in_channels, self.layer.kernel_size, self.groups)
@@ -98,17 +98,18 @@ class Conv1dRule(ConvolutionRule):
 
 
 class Conv2dRule(ConvolutionRule):
-    """nn.Conv2d; nothing is unfolded without groups."""
+    """nn.Conv2d; with groups, expand unfolds patches, some examples at a time."""
 
 
 class Conv3dRule(ConvolutionRule):
-    """nn.Conv3d; patches are unfolded under expand, some examples at a time."""
+    """nn.Conv3d; expand unfolds patches, some examples at a time."""
 
 
 def new_patch_gram(channels: int, kernel_size: Sequence[int], groups: int) -> ImageGram:
-    """What the Gram matrix of patches is summed up in, by its ``add_images(image, *axes)``.
+    """An empty Gram matrix of patches, to which ``add_images(image, *axes)`` adds.
 
-    By shifted images for one axis (made `one_high`) or two, without groups; else by unfolding.
+    It chooses among several ways for one axis (see `one_high`) or two without groups, and unfolds
+    patches otherwise.
     """
     if groups > 1 or len(kernel_size) > 2:
         return UnfoldedGram(groups)

@@ -1,7 +1,7 @@
 """Elementwise affine layers, y = w ∘ z(x) + bias: the exact GGN block of each tensor, in any mode.
 
-An example's gradient is Σ_r z_r ∘ b_r for the weight and Σ_r b_r for the bias; a block is the Gram
-matrix of such gradients, or its diagonal for a large tensor (`gram.LARGEST_DENSE`).
+An example's gradient is Σ_r z_r ∘ b_r for the weight and Σ_r b_r for the bias. A block is the Gram
+matrix of these gradients, or its diagonal for a large tensor (`gram.LARGEST_DENSE`).
 """
 
 from abc import abstractmethod
@@ -38,7 +38,7 @@ __all__ = [
 
 
 class ExactRule(Rule):
-    """Parameters whose gradients are made per example, or per row: nothing is approximated."""
+    """A rule that computes each example's gradient (or each row's): its blocks are exact."""
 
     needs_examples = True
 
@@ -60,18 +60,18 @@ class ExactRule(Rule):
 
     @abstractmethod
     def gradients(self, use: Use, b: Tensor, sums: PositionSums) -> dict[str, Tensor]:
-        """The gradients of rows (V·M, ...) in each of the parameters ``names``: (V·M, P).
+        """The gradients (V·M, P) in each of the parameters ``names``, from output gradients b.
 
-        That of a scalar may come in parts (V·M, k), still to be summed.
+        That of a scalar may have k columns (V·M, k), whose sum is the gradient.
         """
 
     def begin_forward(self) -> None:
-        """New counts of uses."""
+        """Reset the counts of uses."""
         for sums in self.sums.values():
             sums.begin_forward()
 
     def add_input(self, use: Use) -> None:
-        """Count the use: the block is B alone."""
+        """Count the use; the block has no input factor."""
         for sums in self.sums.values():
             sums.count_use()
 
@@ -83,12 +83,12 @@ class ExactRule(Rule):
             self.sums[name].add(gradients[None])
 
     def end_vector(self) -> None:
-        """Add what waited for other uses."""
+        """Add the sums that waited for other uses."""
         for sums in self.sums.values():
             sums.end_vector()
 
     def share(self, name: str, other: Rule, others_name: str) -> None:
-        """Sum up together with another layer's."""
+        """Add to the sums of another layer's parameter."""
         assert isinstance(other, ExactRule)
         self.sums[name] = other.sums[others_name]
         self._given_away.add(name)
@@ -111,7 +111,7 @@ class ExactRule(Rule):
         return total
 
     def position_gradients(self, use: Use, b: Tensor) -> Tensor:
-        """All parameters' gradients, one behind the other, as one position (M, 1, P)."""
+        """The gradients of all parameters, concatenated, as those of one position (M, 1, P)."""
         gradients = self.gradients(use, b, PositionSums())
         whole = [
             gradients[name] if self.size(name) > 1 else gradients[name].sum(-1, keepdim=True)
@@ -129,14 +129,14 @@ class ExactRule(Rule):
 
 
 class ElementwiseRule(ExactRule):
-    """A layer with a ``weight`` that multiplies, and a ``bias`` that is added, entry by entry."""
+    """A layer that multiplies by a ``weight`` and adds a ``bias``, both entry by entry."""
 
     parameter_names = frozenset({"weight", "bias"})
     needs_input = True
 
     @abstractmethod
     def normalised(self, a: Tensor) -> Tensor:
-        """What the weight is multiplied with, in the shape of the output."""
+        """What the weight multiplies, z(x), in the shape of the output."""
 
     def shared(self, x: Tensor) -> list[int]:
         """The axes over which an example's entries share a parameter: all but first and second."""
@@ -163,21 +163,21 @@ class ElementwiseRule(ExactRule):
         number = 1 if use.rows is None else len(use.rows.axes)
         if number > self.first_own_axis(b.dim() + number - 1):
             raise NotImplementedError(
-                f"{self.layer} has parameters of its own for an axis that examples_of_rows, or "
-                f"counted_positions, takes for rows: the first {number}. Call the layer outside of "
-                "it, or flatten the rows to one axis."
+                f"{self.layer} has separate parameters along an axis that examples_of_rows or "
+                f"counted_positions takes for rows: one of the first {number}. Call the layer "
+                "outside of it, or flatten the rows to one axis."
             )
 
 
 class LayerNormRule(ElementwiseRule):
-    """nn.LayerNorm: the last axes have parameters, those before are shared."""
+    """nn.LayerNorm: the last axes have parameters, which the axes before them share."""
 
     def shared(self, x: Tensor) -> list[int]:
         """The axes between the first and the normalised ones."""
         return list(range(1, self.first_own_axis(x.dim())))
 
     def first_own_axis(self, dimensions: int) -> int:
-        """The first of those that are normalised."""
+        """The first of the normalised axes."""
         return dimensions - len(self.layer.normalized_shape)
 
     def normalised(self, a: Tensor) -> Tensor:
@@ -273,7 +273,8 @@ class BiasRule(ExactRule):
         """Σ b_n, in parts."""
         if b.dim() <= 2:  # nothing to share, and b itself must not wait
             return {"bias": at_least_float32(b).reshape(len(b), -1).sum(1, keepdim=True)}
-        # By features first, as the convolution or the linear layer in front needs it, too.
+        # Summed by features first: the convolution or linear layer in front needs that sum, too,
+        # and `PositionSums` keeps it.
         return {"bias": sums(b, features=1 if b.dim() == 4 else -1)}
 
 
@@ -295,21 +296,24 @@ class ScaleRule(ExactRule):
 
 
 class OwnParameter(nn.Module):
-    """One parameter of a module, declared by `register_parameters` or followed; never run.
+    """One parameter of a module as a layer, declared by `register_parameters` or followed.
+
+    It is never run. Its rule receives gradients in the copies of the parameter.
 
     Args:
-        module: whose it is.
-        name: what it is called there.
+        module: the module that has the parameter.
+        name: the parameter's name there.
         view: the shape, beginning with 1, as which it is broadcast.
     """
 
     def __init__(self, module: nn.Module, name: str, view: tuple[int, ...]) -> None:
         super().__init__()
+        # In a list, so that torch does not register the module as a submodule.
         self._module, self.name, self.view = [module], name, view
 
     @property
     def holder(self) -> nn.Module:
-        """The module whose it is."""
+        """The module that has the parameter."""
         return self._module[0]
 
     @property
@@ -318,17 +322,17 @@ class OwnParameter(nn.Module):
         return getattr(self.holder, self.name)
 
     def copies(self, value: Tensor, N: int) -> Tensor:
-        """A copy (N, ...) for each example, in one place of memory."""
+        """A copy (N, ...) for each example, expanded without taking more memory."""
         one = value.reshape(self.view)
         return one.expand(N, *one.shape[1:])
 
     def extra_repr(self) -> str:
-        """Whose it is."""
+        """The module's class and the parameter's name."""
         return f"{type(self.holder).__name__}.{self.name}"
 
 
 class OwnParameterRule(ExactRule):
-    """The exact block of such a parameter."""
+    """The exact block of an `OwnParameter`."""
 
     def parameter(self, name: str) -> Tensor:
         """The parameter."""
@@ -351,7 +355,10 @@ def _sum_over(x: Tensor, axes: list[int]) -> Tensor:
 
 
 def _inner_products(a: Float[Tensor, "N D"], b: Float[Tensor, "V N D"]) -> Float[Tensor, "V N k"]:
-    """a_n · b_vn in k parts, diagonals of small products: half the traffic of (a * b).sum()."""
+    """a_n · b_vn as k partial sums, which halves the memory traffic of (a * b).sum().
+
+    They are the diagonals of k×k products of a and b, each cut into k pieces.
+    """
     k = next(k for k in (4, 2, 1) if a.shape[-1] % k == 0)
     a, b = a.unflatten(-1, (k, -1)), b.unflatten(-1, (k, -1))
     return (a @ b.mT).diagonal(dim1=-2, dim2=-1)

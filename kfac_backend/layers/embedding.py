@@ -16,14 +16,15 @@ from kfac_backend.options import Approximation
 __all__ = ["EmbeddingRule"]
 
 LARGEST_VOCABULARY = 8192
-"""Tokens up to which reduce makes their dense Gram matrix."""
+"""Largest vocabulary for which reduce sums up the tokens' dense Gram matrix."""
 
 
 class EmbeddingRule(WeightSharingRule):
     """nn.Embedding on integers (N, ...): each token of an example is a position.
 
-    The weight (V, d) is stored inputs first: A ⊗ B. Under expand A is the diagonal of the tokens'
-    counts; under reduce it is dense. Tokens equal to ``padding_idx`` do not count.
+    The weight (V, d) is stored inputs first, so its block is A ⊗ B. In expand mode A is diagonal,
+    with the tokens' counts; in reduce mode it is dense. Tokens equal to ``padding_idx`` do not
+    count.
     """
 
     parameter_names = frozenset({"weight"})
@@ -45,7 +46,7 @@ class EmbeddingRule(WeightSharingRule):
 
     @classmethod
     def check(cls, layer: Any) -> None:
-        """No max_norm, which changes the weight in a forward pass, nor scaled gradients."""
+        """Refuse max_norm, which changes the weight in a forward pass, and scaled gradients."""
         if layer.max_norm is not None or layer.scale_grad_by_freq:
             raise NotImplementedError(
                 f"{layer} has max_norm or scale_grad_by_freq, so that its gradient is not that of "
@@ -53,24 +54,24 @@ class EmbeddingRule(WeightSharingRule):
             )
 
     def use_diagonals(self, above: int | None) -> None:
-        """Under reduce; expand's is a diagonal anyway."""
+        """Keep A by its diagonal in reduce mode; in expand mode it is a diagonal anyway."""
         super().use_diagonals(above)
         tokens = self.layer.num_embeddings
         if self.by_example and not self._rows_apart and tokens > LARGEST_VOCABULARY:
             raise NotImplementedError(
-                f"{self.layer} under reduce needs a dense matrix of {tokens} tokens squared, of at "
-                f"most {LARGEST_VOCABULARY}. Keep its diagonal (diagonal_above="
-                f"{LARGEST_VOCABULARY}), or take expand for it, where counts are enough: "
-                "kfac_approx={'NAME OF THE LAYER': 'expand', '*': 'reduce'}."
+                f"{self.layer} in reduce mode needs a dense matrix of {tokens}×{tokens} tokens; at "
+                f"most {LARGEST_VOCABULARY} tokens are supported. Keep its diagonal "
+                f"(diagonal_above={LARGEST_VOCABULARY}), or take expand for this layer, which "
+                "needs only counts: kfac_approx={'NAME OF THE LAYER': 'expand', '*': 'reduce'}."
             )
 
     def _whole_sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Tokens are groups of one entry under expand."""
+        """In expand mode the tokens are groups of one entry."""
         tokens, features = self.layer.weight.shape
         return (1, tokens) if self.by_example else (tokens, 1), (1, features)
 
     def new_input_gram(self) -> Gram:
-        """Counts under expand."""
+        """Counts of tokens in expand mode, else a dense matrix."""
         if self.by_example:
             return DenseGram()
         return CountGram(self.layer.num_embeddings, self._dtype)
@@ -84,7 +85,7 @@ class EmbeddingRule(WeightSharingRule):
         return one_hot[None]
 
     def mean_inputs(self, a: Tensor) -> tuple[Tensor, int]:
-        """Shares of the tokens in each example (1, N, V), and R."""
+        """The mean one-hot vector of each example (1, N, V), and R."""
         tokens = a.flatten(1).long() if a.dim() > 1 else a[:, None].long()
         R = tokens.shape[1]
         shares = torch.zeros(len(a), self.layer.num_embeddings, device=a.device, dtype=self._dtype)
@@ -97,18 +98,21 @@ class EmbeddingRule(WeightSharingRule):
         return a[0].numel() if len(a) else 1
 
     def add_input(self, use: Use) -> None:
-        """Count, or average, what is no padding."""
+        """Count or average the tokens that are not padding."""
         super().add_input(self._without_padding(use))
 
     def add_gradient(self, use: Use, b: Tensor, sums: PositionSums) -> None:
-        """B of the positions that are no padding."""
+        """Add the positions that are not padding to B."""
         without = self._without_padding(use)
         if without is not use:
             b, sums = b.flatten(0, -2), PositionSums()
         super().add_gradient(without, b, sums)
 
     def _without_padding(self, use: Use) -> Use:
-        """Each position as a row of its own, if some must be told apart."""
+        """The use with each position as a row of its own, of no example if it is padding.
+
+        Without ``padding_idx`` the use is returned as it is.
+        """
         padding = self.layer.padding_idx
         if padding is None:
             return use

@@ -1,8 +1,8 @@
 """Layers made of several linear maps, such as attention: a forward in which hooks see each map.
 
 K-FAC needs the input and the output gradient of each linear map. A layer that computes several maps
-in one call hides them. In a pass its forward is replaced by an equal one, which calls the maps one
-by one.
+in one call hides them from hooks. In a pass its forward is replaced by one that computes the same
+and calls the maps one by one. The proof on the first batch compares the two.
 """
 
 from abc import ABC, abstractmethod
@@ -37,7 +37,8 @@ class LinearPart(nn.Module):
         slots: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
-        self._layer = [layer]  # in a list, lest torch registers it as a submodule of its own part
+        # In a list, so that torch does not register the layer as a submodule of its own part.
+        self._layer = [layer]
         self.parameter_of = {"weight": weight} | ({} if bias is None else {"bias": bias})
         self.slot, self.slots = slot, dict(slots or {})
 
@@ -67,12 +68,12 @@ class LinearPart(nn.Module):
 
 
 class FunctionalLayer(nn.Module):
-    """The layer that a call such as ``F.conv2d(x, weight, bias)`` stands for; never run.
+    """A layer that stands for a call such as ``F.conv2d(x, weight, bias)``; it is never run.
 
     Args:
         places: "weight" and "bias" -> the module that has the parameter, and its name there.
-        function: what is called.
-        settings: what the rule of such a layer asks of it: stride, padding and so on.
+        function: the name of the function.
+        settings: the attributes that the rule reads from such a layer: stride, padding and so on.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class FunctionalLayer(nn.Module):
         return getattr(*self._places["bias"]) if "bias" in self._places else None
 
     def extra_repr(self) -> str:
-        """What is called, and how."""
+        """The function and its settings."""
         return ", ".join([self._function, *(f"{k}={v}" for k, v in self.settings.items())])
 
 
@@ -121,7 +122,7 @@ class LayerByParts(ABC):
     """
 
     is_checked = True
-    """Whether that proof is made; needless where ``forward`` calls the layer's own."""
+    """Whether that proof is made; it is not needed where ``forward`` calls the layer's own."""
 
     @abstractmethod
     def parts(self, layer: Any) -> Mapping[str, LinearPart]:

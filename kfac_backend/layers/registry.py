@@ -1,4 +1,4 @@
-"""Which rule each kind of layer has; users add their own."""
+"""The rule of each kind of layer; users register their own."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -70,7 +70,7 @@ RULES_BY_NAME: dict[str, AnyRule] = {
     "transformers.pytorch_utils.Conv1D": TransposedLinearRule,
     "transformers.modeling_utils.Conv1D": TransposedLinearRule,  # before version 4.28
 }
-"""Layers of libraries that are not imported for them."""
+"""Layers of other libraries, by name, so that these need not be imported."""
 
 BUILT_IN = dict(RULES)
 
@@ -90,15 +90,15 @@ class Registered(NamedTuple):
 def register_rule(*layer_types: type[nn.Module]) -> Callable[[T], T]:
     """A class decorator: the rule for these layers, and for those derived from them.
 
-    The rule is a `Rule`, or a `LayerByParts` for a layer that is made of several linear maps. The
-    first batch of each curvature pass checks it: the gradients that it takes apart must be
-    autograd's.
+    The rule is a `Rule`, or a `LayerByParts` for a layer that is made of several linear maps. It is
+    checked on the first batch of each curvature pass: the gradients that the rule computes must
+    equal autograd's.
 
     Args:
-        layer_types: the layers' classes; what was registered for them before is replaced.
+        layer_types: the layers' classes; rules that were registered for them before are replaced.
 
     Raises:
-        TypeError: no layer's class, or a decorated class that is no rule.
+        TypeError: not a layer's class, or a decorated class that is not a rule.
     """
     if not layer_types:
         raise TypeError("register_rule needs a layer's class: @register_rule(MyLinear).")
@@ -124,17 +124,17 @@ def register_rule(*layer_types: type[nn.Module]) -> Callable[[T], T]:
 def register_parameters(*names: str, **views: tuple[int, ...]) -> Callable[[T], T]:
     """A class decorator for modules with parameters of their own: biases, scales, class tokens.
 
-    A pass finds such parameters by itself; declared ones it need not follow through the operations
-    of the forward pass. Their forward must use them elementwise, so that each example may be given
-    its own copy (N, ...) in place of (1, ...); their blocks then are exact. The first batch of each
-    pass proves that.
+    A pass also finds such parameters by itself, by following them through the operations of the
+    forward pass. For declared ones it need not. The forward must use them
+    elementwise, so that it can take a copy for each example, (N, ...) in place of (1, ...). Their
+    blocks are then exact. The first batch of each pass proves that.
 
     ``@register_parameters("class_token", "position_embedding", scale=(1, 1, -1))``
 
     Args:
-        names: parameters whose first axis has one entry.
-        views: for others the shape, beginning with 1, as which they are broadcast: (1, 1, -1) for a
-            scale (d,) of activations (N, R, d).
+        names: parameters whose first axis has size one.
+        views: for other parameters the shape, beginning with 1, as which they are broadcast:
+            (1, 1, -1) for a scale (d,) of activations (N, R, d).
 
     Raises:
         ValueError: a view that does not begin with 1.
@@ -163,7 +163,7 @@ def registered(layer: nn.Module) -> Registered | None:
 
 
 def declared_parameters(module: nn.Module) -> dict[str, tuple[int, ...] | None]:
-    """The parameters that `register_parameters` was told for a module's class or base classes."""
+    """The declared parameters of a module's class and its base classes, with their views."""
     declared: dict[str, Any] = {}
     for cls in reversed(type(module).__mro__):
         declared |= PARAMETERS.get(cls, {})

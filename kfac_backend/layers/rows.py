@@ -1,8 +1,8 @@
-"""Which example each row of a layer's input belongs to, where that is not simply its number.
+"""Which example each row of a layer's input belongs to, where row n is not example n.
 
 The graphs of a batch are concatenated, padded positions belong to no example, and some layers have
-the batch axis second. A model says so in its own forward, around the calls of its layers. It cannot
-be guessed from the data: a gradient of zero, for one, does not mean that a row is padding.
+the batch axis second. A model declares this in its own forward, around the calls of its layers. It
+must not be guessed from the data: a zero gradient, say, does not mean that a row is padding.
 """
 
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ class Rows:
     """Whether layers whose input has another shape are ignored instead of raising an error."""
 
     def on(self, device: torch.device) -> "Rows":
-        """The same, with the index where the rows are."""
+        """The same, with the index on a device."""
         if self.index.device == device:
             return self
         return replace(self, index=self.index.to(device))
@@ -68,7 +68,7 @@ class Rows:
 
     @property
     def as_given(self) -> Tensor:
-        """The index in the shape of the rows' axes, -1 for rows that do not count."""
+        """The index as `examples_of_rows` takes it: in the rows' axes, -1 for rows without one."""
         return torch.where(self.index < self.num_examples, self.index, -1).view(self.axes)
 
     def flatten(self, x: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class Rows:
 
     def sums(self, x: Tensor) -> Tensor:
         """Each example's sum over its rows: (V·M, ...) as (V·N, ...), in float32 at least."""
-        # Entry N collects the rows that do not count, and is cut off: no mask, no copy of x.
+        # Entry N collects the rows that do not count, and is cut off, which needs no copy of x.
         x = self._by_vector(at_least_float32(x))
         total = x.new_zeros(x.shape[0], self.num_examples + 1, *x.shape[2:])
         return total.index_add_(1, self.index, x)[:, :-1].flatten(0, 1)
@@ -108,39 +108,43 @@ class Rows:
         return (sums / counts.view(1, -1, *[1] * (sums.dim() - 2))).flatten(0, 1)
 
     def _by_vector(self, x: Tensor) -> Tensor:
-        """(V·M, ...) as (V, M, ...); without rows V is unknown, and taken to be 1."""
+        """(V·M, ...) as (V, M, ...); V = 1 if there are no rows to tell it from."""
         return x.unflatten(0, (-1, len(self.index))) if len(self.index) else x[None]
 
 
 @dataclass(frozen=True)
 class SharedAxes:
-    """The input's axes in a run that all examples share, such as a table of position embeddings."""
+    """The axes of an input that all examples share, such as a table of position embeddings."""
 
     with_first: bool
     """Whether the first axis is a batch axis with one entry; otherwise there is no batch axis."""
     number: int
-    """How many there are."""
+    """The number of axes."""
 
     def are_those_of(self, a: Tensor) -> bool:
         """Whether an input is shared, and not yet copied for each example by an earlier layer."""
         return a.dim() == self.number and (not self.with_first or a.shape[0] == 1)
 
     def for_each_example(self, x: Tensor, N: int) -> Tensor:
-        """Input or output for each example, (N, ...); no copy."""
+        """A shared input or output as (N, ...), expanded without a copy."""
         return x.expand(N, *x.shape[1:]) if self.with_first else x.expand(N, *x.shape)
 
 
 Run = SharedAxes | Literal["examples", "folded", "followed", "constant"]
-"""What one run of a layer works on: rows of examples ("examples"), several rows of each example,
-one after the other ("folded", as windows of images), an input that all examples share
-(`SharedAxes`; "followed" if its output must be followed to where it meets the examples), or
-"constant" if no derivative passes through its output (detached, not used)."""
+"""What one run of a layer works on.
+
+- "examples": one row for each example, or rows whose examples are declared;
+- "folded": several rows for each example, one after the other, as the windows of an image;
+- `SharedAxes`: an input that all examples share; its output is copied for each example;
+- "followed": the same, but its output must be followed to where it meets the examples;
+- "constant": no derivative passes through its output (it is detached, or not used).
+"""
 
 
 class _Declared:
-    """What a model said, read in a curvature pass only.
+    """What a model declared, turned into `Rows` only when a curvature pass reads it.
 
-    Its checks wait for the GPU; training runs the same forward and must not wait.
+    The checks of the index wait for the GPU. Training runs the same forward and must not wait.
     """
 
     def __init__(
@@ -157,7 +161,7 @@ _current: ContextVar[_Declared | None] = ContextVar("kfac_backend.layers.rows", 
 
 
 def folded_rows(M: int, N: int, device: torch.device) -> Rows | None:
-    """The examples of M rows, M / N of each example, one after the other; None if M is N."""
+    """M rows as M / N consecutive rows of each example; None if M is N, or no multiple of it."""
     if M == N or M % N:
         return None
     index = torch.arange(M, device=device) // (M // N)
@@ -165,7 +169,7 @@ def folded_rows(M: int, N: int, device: torch.device) -> Rows | None:
 
 
 def current_rows() -> Rows | None:
-    """What the innermost `examples_of_rows` says; None outside of any.
+    """What the innermost `examples_of_rows` or `counted_positions` declares; None outside of them.
 
     Raises:
         TypeError: an index that is not of integers.
@@ -181,10 +185,10 @@ def examples_of_rows(
 ) -> Iterator[None]:
     """Say to which example each row of the layers called inside belongs.
 
-    Without it row n is example n, and all positions behind it count. It changes nothing but the
-    curvature: expand averages over the rows that count; reduce sums over each example's R_n rows,
-    and divides both the inputs' sum and the output gradients' sum by √R_n. Source:
-    Eschenhagen et al. 2023 (arXiv:2311.00636), appendix on graph neural networks.
+    Without it row n is example n, and all its positions count. It affects only the curvature.
+    Expand averages over the rows that count. Reduce sums over each example's R_n rows, and divides
+    both the sum of inputs and the sum of output gradients by √R_n. Source: Eschenhagen et al. 2023
+    (arXiv:2311.00636), appendix on graph neural networks.
 
     ``with examples_of_rows(graphs.edge_graph, len(graphs)): edges = self.edge_update(edges)``
 
@@ -192,9 +196,9 @@ def examples_of_rows(
         index: integers in the shape of the first axes of these layers' inputs: the example's
             number, -1 for a row that does not count. None has no effect.
         num_examples: N, the examples of the batch, including those without rows.
-        by_roots: False divides the inputs' sum by R_n and leaves the gradients' sum, as reduce does
-            for equal numbers of positions. That is exact if a linear network takes the mean over
-            an example's rows; True is exact if it divides their sum by √R_n.
+        by_roots: False divides the sum of inputs by R_n and keeps the sum of gradients, as reduce
+            does for equal numbers of positions. In a linear network that is exact if the network
+            takes the mean over an example's rows; True is exact if it divides their sum by √R_n.
     """
     with _declared(None if index is None else _Declared(index, num_examples, by_roots, False)):
         yield
@@ -204,7 +208,7 @@ def examples_of_rows(
 def counted_positions(mask: Tensor) -> Iterator[None]:
     """Say which positions count for layers called inside with inputs (N, R, ...) or (N·R, ...).
 
-    Other positions, such as padding, are not counted in R_n; reduce takes the mean of an example's
+    Other positions, such as padding, are not counted in R_n. Reduce takes the mean of an example's
     inputs and the sum of its gradients. Layers whose input has another shape, say (N, d) after a
     pooling, are ignored, so that the context may enclose a whole model.
 

@@ -1,9 +1,15 @@
-"""The contract of a rule: what a kind of layer has to offer, so that a pass can make its blocks.
+"""The contract of a rule: what a kind of layer must compute, so that a pass can make its blocks.
 
-For each forward pass the pass calls, in this order: `Rule.begin_forward`, `Rule.add_input` for each
-use, `Rule.end_forward`; then for each vector that is propagated back `Rule.add_gradient` for each
-use, and `Rule.end_vector`. After the last batch `Rule.block_sums` has all sums. A predictive calls
-`Rule.position_gradients` and `Rule.example_gradients` instead, and adds nothing up.
+Life cycle. A pass makes one rule for each layer with its first batch, and may let rules of tied
+layers `Rule.share` their sums. For each part of a batch it calls `Rule.begin_forward`,
+`Rule.add_input` for each use, and `Rule.end_forward`; then, for each vector that is propagated
+back, `Rule.add_gradient` for each use that the vector reaches, and `Rule.end_vector`. All inputs
+are known before the first gradient, because the forward pass comes first. The rule holds the sums
+over all batches, and of the present batch only what must wait for other uses. After the last batch
+`Rule.block_sums` returns the sums, and the rule is dropped.
+
+A predictive calls `Rule.position_gradients` and `Rule.example_gradients` instead. These keep
+nothing.
 """
 
 from abc import ABC, abstractmethod
@@ -34,7 +40,7 @@ class Rule(ABC):
 
     A rule need not know the kind of Fisher or autocast: the pass takes care of both (`factors.py`).
     It knows parameters by their local names ("weight", not "block.0.weight"). The tensors that it
-    is given are detached; their first axis is that of the examples, or of the rows.
+    receives are detached; their first axis is the examples, or the rows.
 
     Args:
         layer: the layer.
@@ -49,22 +55,22 @@ class Rule(ABC):
     """Whether `add_gradient` needs the layer's input, which is then kept for the backward."""
 
     needs_examples: ClassVar[bool] = False
-    """Whether the block needs each example's sum under expand, too, so that a layer must know which
-    example each row belongs to; under reduce all rules need it."""
+    """Whether the block needs each example's sum in expand mode, too. Then it must be known which
+    example each row belongs to. In reduce mode all rules need that."""
 
     takes_integers: ClassVar[bool] = False
     """Whether the layer's input consists of integers, as an embedding's does."""
 
     features: ClassVar[int] = -1
-    """The axis of the layer's input and output that holds the features; -1, or 1 for channels. All
-    axes between the first and this one, or behind it, are positions."""
+    """The axis of the features in the layer's input and output: -1, or 1 for channels. All other
+    axes except the first are positions."""
 
     transposed: ClassVar[bool] = False
     """Whether the weight is stored (d_in, d_out): its block is A ⊗ B instead of B ⊗ A."""
 
     alternatives: ClassVar[tuple[type["Rule"], ...]] = ()
     """Rules for derived layers that do the same along other axes, such as a LayerNorm over the
-    channels of images. A pass tries them in turn and takes the first that it can prove."""
+    channels of images. The proof takes the first of them that matches."""
 
     def __init__(self, layer: Any, mode: Approximation, names: Collection[str]) -> None:
         self.layer = layer
@@ -72,46 +78,49 @@ class Rule(ABC):
         self.names = names
 
     def use_sketches(self, rank: int) -> None:  # noqa: B027
-        """Sum wide factors up as sketches of this rank; called before any input, if at all.
+        """Sum up wide factors as sketches of this rank; called before any input, if at all.
 
-        Rules that know none keep whole factors.
+        Rules without sketches keep whole factors.
         """
 
     def use_diagonals(self, above: int | None) -> None:  # noqa: B027
-        """Keep factors over more rows than that by their diagonal; called before any input.
+        """Keep factors over more than ``above`` rows by their diagonal; called before any input.
 
         Args:
             above: see ``diagonal_above`` of `CurvatureOptions`; None keeps them whole.
         """
 
     def factor_sizes(self) -> dict[tuple[str, str], tuple[int, int]]:
-        """(local name, "B" or "A") -> (G, d) of each whole factor that has the layer's width."""
+        """(local name, "B" or "A") -> (G, d) of each factor that is kept whole, to estimate memory.
+
+        Small factors may be left out.
+        """
         return {}
 
     @classmethod  # noqa: B027
     def check(cls, layer: Any) -> None:
-        """Raise a NotImplementedError if the layer has an option that the rule does not know."""
+        """Raise a NotImplementedError if the layer has an option that the rule does not support."""
 
     def begin_forward(self) -> None:  # noqa: B027
         """Prepare for a forward pass, of examples that were not seen before."""
 
     @abstractmethod
     def add_input(self, use: Use) -> None:
-        """Add the input of one use, one run of the layer."""
+        """Add the input of one use, which is one run of the layer."""
 
     def end_forward(self) -> None:  # noqa: B027
-        """Called when all uses of this forward pass have been added.
+        """Called when the inputs of all uses in this forward pass have been added.
 
         Only now is an example's sum over several uses of one tensor complete.
         """
 
     @abstractmethod
     def add_gradient(self, use: Use, b: Tensor, sums: PositionSums) -> None:
-        """Add one or more backward vectors' gradients with respect to one use's output.
+        """Add the gradients of one or more backward vectors with respect to one use's output.
 
         Args:
-            use: which use; it has its input if `needs_input`.
-            b: the gradients (V·N, ...), the output's shape for V = 1 vector.
+            use: the use; it has its input only if `needs_input`.
+            b: the gradients (V·N, ...), which is the output's shape for V = 1 vector.
             sums: sums of b over positions, shared between layers.
         """
 
@@ -120,18 +129,18 @@ class Rule(ABC):
 
     @abstractmethod
     def share(self, name: str, other: "Rule", others_name: str) -> None:
-        """Add this layer's parameter to the sums of another layer's, since both are one tensor."""
+        """Add to the sums of another rule from now on, since both parameters are one tensor."""
 
     @abstractmethod
     def block_sums(self) -> dict[str, BlockSums]:
-        """The sums so far, for each of ``names`` but those that `share` gave away."""
+        """The sums so far of all ``names``, except those whose sums another rule has (`share`)."""
 
     @abstractmethod
     def position_gradients(self, use: Use, b: Tensor) -> Float[Tensor, "M R d_out"]:
-        """Output gradients with one axis of positions, as `example_gradients` takes them.
+        """Output gradients with a single axis of positions, as `example_gradients` takes them.
 
         Args:
-            use: the layer's input, (N, ...).
+            use: the use, with its input (N, ...).
             b: gradients (M, ...) of one or more vectors, M = V·N.
         """
 
@@ -139,7 +148,7 @@ class Rule(ABC):
     def example_gradients(
         self, a: Tensor, b: Float[Tensor, "N R C d_out"]
     ) -> dict[str, ExampleGradients]:
-        """The gradients in the parameters ``names``, for each example (or row) apart.
+        """The gradients in the parameters ``names``, separately for each example (or row).
 
         Args:
             a: the layer's input (N, ...).
@@ -163,7 +172,7 @@ def dense_gradients(gradients: ExampleGradients, transposed: bool) -> Float[Tens
 def summed_gradients(
     rule: Rule, use: Use, b: Float[Tensor, "M ..."]
 ) -> dict[str, Float[Tensor, " P"]]:
-    """Local name -> the gradient of all rows together, for one gradient in the layer's output."""
+    """Local name -> the gradient summed over all rows, from one gradient in the layer's output."""
     positions = rule.position_gradients(use, b)  # (M, R, d_out)
     return {
         name: dense_gradients(_as_one_example(gradients), rule.transposed)[0, 0]
@@ -172,7 +181,10 @@ def summed_gradients(
 
 
 def _as_one_example(gradients: ExampleGradients) -> ExampleGradients:
-    """All positions as those of one example: the sum over examples, without one array for each."""
+    """All examples' positions as those of one, whose gradient is the sum over the examples.
+
+    It is computed in one product, without an array (P,) for each example.
+    """
     b, a = gradients
     return ExampleGradients(
         b.flatten(1, 2)[:, None], None if a is None else a.flatten(1, 2)[:, None]

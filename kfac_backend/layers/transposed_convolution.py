@@ -22,11 +22,12 @@ __all__ = ["ConvTransposeRule"]
 class ConvTransposeRule(ImageRule):
     """nn.ConvTranspose1d, 2d and 3d with any stride, padding, output padding, dilation and groups.
 
-    Each input pixel q is multiplied with the weight (C_in, C_out/G, *kernel), and that added onto
-    the output at q·stride − padding + k·dilation. The layer's positions are the R input pixels,
-    d_in = C_in/G. Their output gradients are the patches of the output's gradient that they write
-    to, d_out = C_out/G × kernel in the order of ``weight.flatten(1)``, zero where padding crops the
-    output. The weight is stored inputs first: A ⊗ B. The bias's positions are the output's pixels.
+    Each input pixel q is multiplied by the weight (C_in, C_out/G, *kernel), and the result is added
+    to the output at q·stride − padding + k·dilation. The weight's positions are the R input pixels,
+    d_in = C_in/G. The output gradient of a position is the patch of the output's gradient that it
+    writes to, d_out = C_out/G × kernel in the order of ``weight.flatten(1)``, and zero where
+    padding crops the output. The weight is stored inputs first, so its block is A ⊗ B. The bias's
+    positions are the output's pixels.
     """
 
     transposed = True
@@ -34,7 +35,9 @@ class ConvTransposeRule(ImageRule):
 
     def __init__(self, layer: Any, mode: Approximation, names: Collection[str]) -> None:
         super().__init__(layer, mode, names)
-        self._sizes: dict[tuple[int, ...], tuple[int, ...]] = {}  # images in -> images out
+        # Size of an input image -> size of its output, () while that has not been seen. Gradients
+        # come to `example_gradients` without it, with their pixels in one axis.
+        self._sizes: dict[tuple[int, ...], tuple[int, ...]] = {}
         if not self.by_example:
             gram = new_patch_gram(layer.out_channels, layer.kernel_size, layer.groups)
             self.B_weight = GradientFactor(gram, by_example=False)
@@ -54,7 +57,7 @@ class ConvTransposeRule(ImageRule):
         return patches(image, self.groups, *axes)
 
     def image(self, b: Tensor) -> tuple[Tensor, Axes]:
-        """Output gradients, and how the kernel meets their axes: as a convolution's would."""
+        """Output gradients, and how the kernel meets their axes, as if they were convolved."""
         layer, axes = self.layer, []
         for size, kernel, stride, dilation, padding, surplus in zip(
             b.shape[2:],
@@ -72,8 +75,8 @@ class ConvTransposeRule(ImageRule):
         inputs = tuple(window.positions for window in axes)
         if inputs not in self._sizes:
             raise NotImplementedError(
-                f"{layer} made an output of shape {tuple(b.shape)}, which its output_padding does "
-                "not make. Where output_padding is the stride or more, call it without output_size."
+                f"{layer} made an output of shape {tuple(b.shape)}, which does not follow from its "
+                "output_padding. Where that is at least the stride, call it without output_size."
             )
         return one_high(b, *axes) if len(axes) == 1 else (b, tuple(axes))
 
@@ -83,7 +86,7 @@ class ConvTransposeRule(ImageRule):
         super().add_input(use)
 
     def add_gradient(self, use: Use, b: Tensor, sums: PositionSums) -> None:
-        """Patches of b for the weight, b itself for the bias."""
+        """Add the patches of b to the weight's B, and b itself to the bias's."""
         reduced, rows, mode = self.reduced_axes(b, use.rows, mean=False)
         if mode == "reduce":
             super().add_gradient(use, b, sums)
@@ -105,12 +108,13 @@ class ConvTransposeRule(ImageRule):
         return of_patches.unflatten(1, (self.groups, -1)).movedim(1, 0)
 
     def position_gradients(self, use: Use, b: Tensor) -> Float[Tensor, "M R_out C_out"]:
-        """The gradients at the output's pixels, which both parameters' are made of."""
+        """The gradients at the output's pixels, from which those of both parameters follow."""
         inputs, outputs = tuple(use.a.shape[2:]), tuple(b.shape[2:])
         if self._sizes.setdefault(inputs, outputs) not in ((), outputs):
             raise NotImplementedError(
-                f"{self.layer} makes outputs of {self._sizes[inputs]} and of {outputs} of inputs "
-                f"of {inputs}; its covariance is there for one output_size. Use separate layers."
+                f"{self.layer} makes outputs of sizes {self._sizes[inputs]} and {outputs} from "
+                f"inputs of size {inputs}; covariances support one output_size. Use separate "
+                "layers."
             )
         self._sizes[inputs] = outputs
         return super().position_gradients(use, b)

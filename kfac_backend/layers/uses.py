@@ -1,10 +1,11 @@
 """The runs of a layer in a forward pass, and one block's factors summed up over all of them.
 
 A parameter may be used several times in a forward pass, by one layer that runs twice or by layers
-that share it. Under expand each use just adds more rows. Under reduce, and for elementwise
-parameters, a block is made of one row per example, and that row is a sum over all uses. So it waits
-here until the last use has been seen: of the forward pass for inputs, of each vector for gradients.
-Taking the outer product use by use would drop the terms between uses, and be wrong.
+that share it. In expand mode each use just adds more rows. In reduce mode, and for elementwise
+parameters, a block is the sum of outer products of one row per example, and that row is itself a
+sum over all uses. So the sum waits here until the last use: the last of the forward pass for
+inputs, the last of each vector for gradients. Outer products of single uses would drop the cross
+terms between uses, and the block would be wrong.
 """
 
 from dataclasses import dataclass
@@ -29,11 +30,11 @@ class Use:
     a: Tensor
     """The layer's input, detached: (N, ...), or (M, ...) with `rows`."""
     rows: Rows | None = None
-    """The examples of the M rows; None where row n is example n."""
+    """Which example each of the M rows belongs to; None where row n is example n."""
 
 
 class BlockSums(NamedTuple):
-    """The sums of one parameter's block, not scaled; rows first, as the parameter is stored."""
+    """The sums of one parameter's block, before scaling; the factor over its rows comes first."""
 
     B: Factor
     """Sum over the data (G, d_out, d_out), or a sketch of it."""
@@ -41,14 +42,15 @@ class BlockSums(NamedTuple):
     """Sum over all terms (G, d_in, d_in), or (d_in, d_in) for all groups, or a sketch; None for a
     parameter without an input factor."""
     num_terms: int = 0
-    """How many terms A is the sum of."""
+    """The number of terms in A."""
 
 
 class PositionSums:
-    """Sums over positions, once for all layers that see the very same gradient tensor.
+    """Sums over positions, computed once for all layers that receive the same gradient tensor.
 
-    The gradient with respect to x + θ is also that with respect to x: a convolution and the bias
-    behind it, or the two ends of a residual branch, are handed one tensor.
+    The gradient with respect to x + θ is also that with respect to x. So a convolution and the bias
+    behind it, or the two ends of a residual branch, receive the same tensor, one after the other:
+    remembering the last tensor is enough.
     """
 
     def __init__(self) -> None:
@@ -66,7 +68,7 @@ class PositionSums:
         return self._sums
 
     def clear(self) -> None:
-        """Release the last tensor."""
+        """Release the last tensor, at the end of a part."""
         self._source, self._sums = None, torch.empty(0)
 
 
@@ -75,14 +77,16 @@ class GradientFactor:
 
     Args:
         gram: sums the outer products.
-        by_example: whether uses are summed before the outer product; otherwise they are more rows.
+        by_example: whether uses are summed before the outer product; otherwise each use adds rows
+            of its own.
     """
 
     def __init__(self, gram: Gram, by_example: bool) -> None:
         self.gram = gram
         self.by_example = by_example
         self.roots: Tensor | None = None
-        """(N,) √R_n, which each example's sum is divided by, or None: see `InputFactor.roots`."""
+        """(N,) √R_n by which each example's sum is divided; None without, see `InputFactor`."""
+        # Uses in this forward pass, and those of them that the present vector has reached so far.
         self._uses = self._seen = 0
         self._waiting: Tensor | None = None
 
@@ -95,7 +99,11 @@ class GradientFactor:
         self._uses += 1
 
     def add(self, rows: Float[Tensor, "G M d"]) -> None:
-        """Add one use's rows of one or more vectors, the same rows in each use if by_example."""
+        """Add one use's rows of one or more vectors; if by_example, row n of all uses is added up.
+
+        After the last use the sum goes into the Gram matrix at once, which releases its memory. A
+        vector need not reach all uses; then `end_vector` adds what there is.
+        """
         if not self.by_example or self._uses <= 1:
             self.gram.add(self._scaled(rows))
             return
@@ -107,7 +115,7 @@ class GradientFactor:
             self.end_vector()
 
     def end_vector(self) -> None:
-        """Add what waits; uses that this vector did not reach have the gradient zero."""
+        """Add the waiting sum; uses that the vector did not reach have gradient zero."""
         if self._waiting is not None:
             self.gram.add(self._scaled(self._waiting))
             self._waiting, self._seen = None, 0
@@ -126,6 +134,9 @@ class GradientFactor:
 class InputFactor:
     """Σ a aᵀ over positions, or over examples' means â of the positions of all uses.
 
+    In the first case a rule adds to ``gram`` itself. In the second it calls `add_means` or
+    `add_sums`.
+
     Args:
         gram: sums the outer products.
     """
@@ -133,9 +144,10 @@ class InputFactor:
     def __init__(self, gram: Gram) -> None:
         self.gram = gram
         self.num_terms = 0
+        # Of this forward pass, over its uses so far: positions per example, and their sums.
         self._counts: int | Tensor = 0
-        self._by_roots: bool | None = None
         self._waiting: Tensor | None = None
+        self._by_roots: bool | None = None
 
     def begin_forward(self) -> None:
         """Forget the uses of the last forward pass."""
@@ -143,7 +155,7 @@ class InputFactor:
 
     def add_means(self, means: Float[Tensor, "G N d"], positions: int) -> None:
         """Add one use's means of each example over ``positions`` positions."""
-        # Back to sums: uses with different R weigh by their positions, not equally.
+        # Back to sums, so that uses with different R are weighted by their positions.
         self._add(at_least_float32(means) * positions, positions, by_roots=False)
 
     def add_sums(self, sums: Float[Tensor, "G N d"], positions: Tensor, by_roots: bool) -> None:
@@ -162,7 +174,10 @@ class InputFactor:
 
     @property
     def roots(self) -> Tensor | None:
-        """(N,): √R_n over all uses, by which gradients are divided, too; None if they are not."""
+        """(N,): √R_n over all uses, which divides the gradients' sums as well; None if 1/R_n does.
+
+        Known after the last use of a forward pass.
+        """
         if not self._by_roots or isinstance(self._counts, int):
             return None
         return self._counts.clamp(min=1).double().sqrt()

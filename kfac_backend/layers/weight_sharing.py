@@ -1,11 +1,8 @@
 """The rule of all layers with a weight matrix that positions share, and that of linear layers.
 
-This is where the formulas of `kfac_backend.formulas` meet a layer: `add_input` and `add_gradient`
-take one use's rows as the mode says, and add them to the two factors.
-
-The order of calls in a pass: `begin_forward`, `add_input` for each use, `end_forward`, then for
-each backward vector `add_gradient` for each use and `end_vector`; `block_sums` once at the end. All
-inputs are known before the first gradient, because the forward pass comes first.
+This is where the formulas of `kfac_backend.formulas` are applied to a layer: `add_input` and
+`add_gradient` take one use's rows as the mode says, and add them to the two factors. `layers.rule`
+has the order in which a pass calls these methods.
 """
 
 from abc import abstractmethod
@@ -31,9 +28,9 @@ __all__ = ["LinearRule", "TransposedLinearRule", "WeightSharingRule"]
 class WeightSharingRule(Rule):
     """A layer with a matrix ``weight``, applied at R positions, and a ``bias`` added at each.
 
-    The weight's block is B ⊗ A, one per group; the bias's is B over all outputs. A layer says what
-    its inputs and gradients are, position by position (`inputs`, `weight_gradients`); what has a
-    faster way than that overrides `mean_inputs` (reduce) and `add_input_gram` (expand).
+    The weight's block is B ⊗ A, one per group; the bias's block is B over all outputs. A derived
+    rule returns the inputs and gradients position by position (`inputs`, `weight_gradients`). A
+    rule with faster ways overrides `mean_inputs` (reduce) and `add_input_gram` (expand).
     """
 
     parameter_names = frozenset({"weight", "bias"})
@@ -42,10 +39,13 @@ class WeightSharingRule(Rule):
     """Whether weight and bias have the same output gradients."""
 
     separate_axes: ClassVar[bool] = True
-    """Whether each axis between the first and the last is a shared one; else there is one."""
+    """Whether each axis between the first and the last is a shared axis of its own, with its own
+    mode; otherwise all positions are one shared axis."""
 
     def __init__(self, layer: Any, mode: Approximation, names: Collection[str]) -> None:
         super().__init__(layer, mode, names)
+        # With a mode for each axis, `reduced_axes` reduces axes itself. It leaves the rule only the
+        # pixels of an image, which are one axis (not `separate_axes`), and the last.
         last = mode if isinstance(mode, str) else list(mode.values())[-1]
         self.by_example = last == "reduce" and (isinstance(mode, str) or not self.separate_axes)
         self.A = InputFactor(self.new_input_gram())
@@ -81,7 +81,7 @@ class WeightSharingRule(Rule):
         return rows.flatten(1, -2) if rows.dim() > 2 else rows[:, None]
 
     def use_diagonals(self, above: int | None) -> None:
-        """The diagonal of the factor over the weight's rows: of B, or of A if it is stored so."""
+        """Keep the diagonal of the factor over the weight's rows: B, or A if it is transposed."""
         groups, rows = self._whole_sizes()[0]
         self._rows_apart = above is not None and groups == 1 and rows > above
         if not self._rows_apart:
@@ -99,7 +99,7 @@ class WeightSharingRule(Rule):
         return 1
 
     def new_input_gram(self) -> Gram:
-        """What the inputs' Gram matrix is summed up in."""
+        """The Gram matrix that inputs are added to."""
         return DenseGram()
 
     def add_input_gram(self, a: Tensor) -> int:
@@ -137,8 +137,8 @@ class WeightSharingRule(Rule):
         if number != len(modes):
             raise ValueError(
                 f"kfac_approx names the axes {', '.join(self.mode)}, but {self.layer} shares its "
-                f"weight over {number} (shape {tuple(x.shape)}, examples first). Name each axis in "
-                "its order, with the rows first where examples_of_rows tells their examples."
+                f"weight over {number} (shape {tuple(x.shape)}, examples first). Name all shared "
+                "axes in their order, the rows first where examples_of_rows gives their examples."
             )
         if rows is not None:
             x = rows.reduced(x, mean=mean) if modes.pop(0) == "reduce" else rows.counting(x)
@@ -156,7 +156,7 @@ class WeightSharingRule(Rule):
             sums.begin_forward()
 
     def add_input(self, use: Use) -> None:
-        """The Gram matrix of the weight's inputs; a bias has no input factor."""
+        """Add the weight's inputs to A; a bias has no input factor."""
         for sums in (self.B_weight, self.B_bias, self.B_both):
             sums.count_use()
         if use.rows is not None and self.mode != "expand":
@@ -180,13 +180,13 @@ class WeightSharingRule(Rule):
             self.A.add_sums(sums, rows.counts * R, rows.by_roots)
 
     def end_forward(self) -> None:
-        """Add examples' means, and tell the gradients what to divide by."""
+        """Add the examples' means to A, and set by what the gradients' sums are divided."""
         self.A.end_forward()
         # R_n counts the positions of all uses, so it is known only now, after the last input.
         self.B_weight.roots = self.A.roots
 
     def add_gradient(self, use: Use, b: Tensor, sums: PositionSums) -> None:
-        """B per group for the weight, B over all outputs for the bias."""
+        """Add to B: per group for the weight, over all outputs for the bias."""
         if self._one_B_now:
             self._add_bias_gradient(self.B_both, use, b, sums)
             return
@@ -229,12 +229,12 @@ class WeightSharingRule(Rule):
         return by_group if rows is None else rows.sums(by_group.movedim(1, 0)).movedim(0, 1)
 
     def end_vector(self) -> None:
-        """Add what waited for other uses."""
+        """Add the sums that waited for other uses."""
         for sums in (self.B_weight, self.B_bias, self.B_both):
             sums.end_vector()
 
     def share(self, name: str, other: Rule, others_name: str) -> None:
-        """Sum up together with another layer of this kind, its weight or its bias."""
+        """Add to the sums of another layer's weight or bias."""
         assert isinstance(other, WeightSharingRule) and name == others_name
         # A shared weight need not have a shared bias: their sums go over different uses now.
         for rule in (self, other):
@@ -274,8 +274,10 @@ class WeightSharingRule(Rule):
         if "weight" in self.names:
             rows, columns = self._factor_sizes()
             if self.transposed:  # its rows are the inputs
+                # The second factor is divided by the number of terms, in place. The bias's B, which
+                # may be the same tensor, must not be.
                 if B_weight is both and isinstance(both, Tensor):
-                    B_weight = both.clone()  # the bias's is not the one to be scaled
+                    B_weight = both.clone()
                 first, second = A, B_weight
             else:
                 first, second = B_weight, A
@@ -287,7 +289,7 @@ class WeightSharingRule(Rule):
         return {name: of_name for name, of_name in sums.items() if name not in self._given_away}
 
     def factor_sizes(self) -> dict[tuple[str, str], tuple[int, int]]:
-        """Of the weight's two factors, and of the bias's if it has one of its own."""
+        """The sizes of the weight's two factors, and of the bias's B if it has one of its own."""
         sizes, own = {}, [name for name in self.names if name not in self._given_away]
         if "weight" in own:
             order = ("A", "B") if self.transposed else ("B", "A")
@@ -298,12 +300,12 @@ class WeightSharingRule(Rule):
         return sizes
 
     def _whole_sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Groups and entries of the weight's two factors, as it is stored, kept whole."""
+        """(G, d) of the factors over the weight's rows and columns, if both are kept whole."""
         weight = self.layer.weight
         return (self.groups, len(weight) // self.groups), (self.groups, weight[0].numel())
 
     def _factor_sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The same as they are kept; the rows of a diagonal are groups of one entry."""
+        """(G, d) of both factors as they are kept; a diagonal is d groups of one entry."""
         (groups, rows), columns = self._whole_sizes()
         return (rows, 1) if self._rows_apart else (groups, rows), columns
 
@@ -330,7 +332,7 @@ class LinearRule(WeightSharingRule):
         return a.flatten(1, -2)[None] if a.dim() > 2 else a[None, :, None]
 
     def use_sketches(self, rank: int) -> None:
-        """Sketches of A and of B, each where a sketch with the rows that wait takes less memory."""
+        """Sum up wide factors as sketches: those whose sketch, with its rows, takes less memory."""
         self._sketch_rank = rank
         (_, first), (_, second) = self._whole_sizes()
         d_out, d_in = (second, first) if self.transposed else (first, second)
@@ -342,7 +344,7 @@ class LinearRule(WeightSharingRule):
             )
 
     def factor_sizes(self) -> dict[tuple[str, str], tuple[int, int]]:
-        """Without sketches."""
+        """The sizes of those factors that are not sketched."""
         sizes = super().factor_sizes()
         return {which: size for which, size in sizes.items() if not self._is_wide(size[1])}
 

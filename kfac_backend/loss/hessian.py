@@ -4,8 +4,8 @@ Outputs f are (N, C), or (N, ..., C) where an example has several loss terms, on
 in ``...``. The loss is ℓ = −log p(y|f) up to constants (nats): cross-entropy with logits;
 ½‖y − f‖², the Gaussian with unit noise; binary cross-entropy with logits, summed over C.
 
-A term whose label is `IGNORED` (padding, say) does not count: no loss, no curvature. Whatever label
-a data set gives to such terms, `Targets` turns it into this one.
+A term whose label is `IGNORED` (padding, say) adds neither loss nor curvature. If a data set marks
+such terms by another label, `Targets` replaces that by `IGNORED`.
 """
 
 from collections.abc import Iterator
@@ -45,12 +45,12 @@ def loss_sum(f: Tensor, y: Tensor, likelihood: Likelihood) -> Tensor:
 
 
 def counted_terms(y: Tensor, likelihood: Likelihood) -> Tensor | None:
-    """Which labels count, truth values in their shape; None for targets that are no labels."""
+    """A mask of the labels that count; None for targets that are not labels, which all count."""
     return y != IGNORED if likelihood == "classification" else None
 
 
 def num_counted_terms(f: Float[Tensor, "*terms C"], y: Tensor, likelihood: Likelihood) -> int:
-    """The number of loss terms that count, of all examples together."""
+    """The number of loss terms that count, over all examples."""
     counted = counted_terms(y, likelihood)
     return f.shape[:-1].numel() if counted is None else int(counted.sum())
 
@@ -58,7 +58,7 @@ def num_counted_terms(f: Float[Tensor, "*terms C"], y: Tensor, likelihood: Likel
 def loss_hessian_root(
     f: Float[Tensor, "*terms C"], likelihood: Likelihood
 ) -> Iterator[Float[Tensor, "*terms C"]]:
-    """Columns s of S with Σ s sᵀ = Λ = ∇²_f ℓ: C − 1 for the categorical, else C."""
+    """The columns s of S with Σ s sᵀ = Λ = ∇²_f ℓ: C − 1 for "classification", otherwise C."""
     if likelihood == "classification":
         yield from _categorical_root(f)
         return
@@ -76,11 +76,12 @@ def _categorical_root(f: Float[Tensor, "*terms C"]) -> Iterator[Float[Tensor, "*
     """The C − 1 columns of the Cholesky factor of diag(p) − ppᵀ, with p in descending order.
 
     With t_j = Σ_{k≥j} p_k: S_jj = √(p_j t_{j+1} / t_j), and S_ij = −p_i / t_{j+1} · S_jj for i > j.
-    Descending order keeps the t_j from cancelling: each is summed from its smallest terms up.
+    In descending order each t_j is a sum of the smallest terms, from the smallest up. Computed as
+    1 − Σ_{k<j} p_k it would cancel.
     """
     p, order = torch.softmax(f, dim=-1).sort(dim=-1, descending=True)
     t = p.flip(-1).cumsum(-1).flip(-1)
-    tiny = torch.finfo(p.dtype).tiny
+    tiny = torch.finfo(p.dtype).tiny  # where probabilities underflow, columns are 0 and not 0 / 0
     for j in range(p.shape[-1] - 1):
         p_j, t_j, t_next = p[..., j], t[..., j], t[..., j + 1]
         column = torch.zeros_like(p)
@@ -91,15 +92,15 @@ def _categorical_root(f: Float[Tensor, "*terms C"]) -> Iterator[Float[Tensor, "*
 
 
 def categorical_root_energies(f: Float[Tensor, "*terms C"]) -> Float[Tensor, "*terms columns"]:
-    """Σ_i S_ij² of each column j of `_categorical_root`, whose sum is tr Λ, without a column.
+    """‖S_j‖² of each column of `_categorical_root`, whose sum is tr Λ, without the columns.
 
-    S_jj² (1 + Σ_{i>j} p_i² / t_{j+1}²), all from sums over the last classes.
+    ‖S_j‖² = S_jj² (1 + Σ_{i>j} p_i² / t_{j+1}²), which needs only cumulative sums.
     """
     p = torch.softmax(f, dim=-1).sort(dim=-1, descending=True).values
     tiny = torch.finfo(p.dtype).tiny
     t = p.flip(-1).cumsum(-1).flip(-1)
     t_next = t[..., 1:]
-    # In float64, as the squares of small probabilities are no float32.
+    # In float64: squares of small probabilities underflow in float32.
     squares = p.double().square().flip(-1).cumsum(-1).flip(-1)[..., 1:]
     t_double = t_next.double().clamp(min=tiny)
     ratio = (squares / t_double / t_double).to(p.dtype)
@@ -110,13 +111,13 @@ def categorical_root_energies(f: Float[Tensor, "*terms C"]) -> Float[Tensor, "*t
 def check_targets(
     f: object, y: object, likelihood: Likelihood, *, may_ignore: bool = False
 ) -> None:
-    """Raise an error that says what is wrong unless the targets y fit the outputs f.
+    """Raise an error unless the targets y fit the outputs f.
 
     Args:
         f: outputs (N, ..., C).
         y: targets.
         likelihood: of the targets.
-        may_ignore: whether labels may be `IGNORED`; they are out of range else.
+        may_ignore: whether labels may be `IGNORED`; otherwise that label is out of range.
 
     Raises:
         TypeError: outputs or targets of a wrong type or dtype.

@@ -1,4 +1,4 @@
-"""The vectors that a curvature pass propagates back: columns of S, sampled or label gradients."""
+"""The vectors that a curvature pass propagates back: columns of S, or gradients at labels."""
 
 import warnings
 from collections.abc import Iterator
@@ -19,34 +19,36 @@ from kfac_backend.precision import at_least_float32
 __all__ = ["BackwardVectors"]
 
 LARGEST_DRAW = 2**19
-"""Probabilities, of some loss terms, that labels are drawn from at once."""
+"""Number of probabilities, over some loss terms, from which labels are drawn at once."""
 
 CLASSES_OF_BLOCK = 256
-"""Classes that are summed up before a label is drawn of many."""
+"""Classes in a block, where labels are drawn in two steps."""
 
 MANY_PASSES = 20_000
 """Backward passes of a batch, above which the exact GGN is warned about."""
 
 MANY_CLASSES = 1024
-"""Classes from which on a label is drawn in two steps: a block, then one of its classes."""
+"""Number of classes from which on a label is drawn in two steps: a block, then a class in it."""
 
 
 @dataclass
 class BackwardVectors:
     """Vectors v such that Σ_v v vᵀ is Λ or its estimate, for each loss term.
 
-    - exact: the columns of a root S of Λ. With several loss terms an example they come one term at
-      a time, since gradients of different terms must not be mixed in one product.
-    - mc: ``mc_samples`` gradients of ℓ at labels drawn from p(y|f), over √mc_samples. Unbiased;
-      terms are drawn independently, so that mixing them has expectation zero.
+    - exact: the columns of a root S of Λ. If examples have several loss terms, the columns come one
+      term at a time: a vector with several terms would add products of different terms to v vᵀ.
+    - mc: ``mc_samples`` gradients of ℓ at labels drawn from p(y|f), divided by √mc_samples. The
+      estimate is unbiased with all terms in one vector, too: labels are drawn independently, so
+      that products of different terms have expectation zero.
     - empirical: the gradient of ℓ at the label, one term at a time.
 
-    At terms that do not count all vectors are zero; a term that no example of the batch counts has
-    none of its own.
+    At terms that do not count all vectors are zero. A term that counts for no example of the batch
+    has no vector.
 
     Args:
         likelihood: of the targets.
-        options: the pass's; ``fisher``, ``mc_samples`` and ``rank_tolerance`` say which vectors.
+        options: the options of the pass, of which ``fisher``, ``mc_samples`` and ``rank_tolerance``
+            decide the vectors.
         generator: source of labels.
 
     Raises:
@@ -57,9 +59,9 @@ class BackwardVectors:
     options: CurvatureOptions = CurvatureOptions()
     generator: torch.Generator | None = None
     trace: float | Tensor = field(default=0.0, init=False)
-    """Σ tr Λ of the terms that count so far, if rank_tolerance > 0."""
+    """Σ tr Λ so far over the terms that count, if rank_tolerance > 0."""
     trace_left_out: float | Tensor = field(default=0.0, init=False)
-    """The part of it that the columns left out had."""
+    """The part of it that belongs to columns that were left out."""
 
     def __post_init__(self) -> None:
         self.options.check(self.likelihood)
@@ -71,7 +73,7 @@ class BackwardVectors:
         f = at_least_float32(f.detach())
         counted = counted_terms(y, self.likelihood)
         if counted is not None and not counted.any():
-            yield torch.zeros_like(f)  # layers have gradients, if only zeros
+            yield torch.zeros_like(f)  # so that the layers' gradients are zero and not missing
             return
         if self.options.fisher == "mc":
             samples = self.options.mc_samples
@@ -96,22 +98,26 @@ class BackwardVectors:
         if passes > MANY_PASSES:
             warnings.warn(
                 f"The exact GGN takes {passes} backward passes for each part of a batch: outputs "
-                f"have shape {tuple(f.shape)}. fisher='mc' takes mc_samples, and rank_tolerance "
-                "fewer where predictions are sure.",
+                f"have shape {tuple(f.shape)}. fisher='mc' takes mc_samples passes, and "
+                "rank_tolerance leaves some out where predictions are confident.",
                 stacklevel=2,
             )
 
     def _leading(
         self, columns: Iterator[Tensor], f: Tensor, counted: Tensor | None
     ) -> Iterator[Tensor]:
-        """Columns of S until at most ``rank_tolerance`` of tr Λ is missing, zero from then on."""
+        """The first columns of S, until at most the share ``rank_tolerance`` of tr Λ is missing.
+
+        Each loss term stops by itself: its later columns are zero where others go on.
+        """
         energies = _where(counted, categorical_root_energies(f))  # (N, *terms, C - 1)
-        # Summed from the last column, since small remainders must not cancel.
-        missing = energies.flip(-1).cumsum(-1).flip(-1)  # without this column and all after it
+        # What is missing without this column and all after it. Summed from the last column on,
+        # since a difference from the whole sum would cancel.
+        missing = energies.flip(-1).cumsum(-1).flip(-1)
         needed = missing > self.options.rank_tolerance * missing[..., :1]
         self.trace += energies.sum(dtype=torch.float64)
         self.trace_left_out += (energies * ~needed).sum(dtype=torch.float64)
-        needed[..., 0] = True  # also where Λ is zero to rounding
+        needed[..., 0] = True  # also where Λ rounds to zero, so that there is a vector
         for column, is_needed in zip(columns, needed.unbind(-1), strict=True):
             if not is_needed.any():
                 return
@@ -138,12 +144,12 @@ class BackwardVectors:
 
 
 def _drawn(p: Float[Tensor, "M C"], generator: torch.Generator | None) -> Int[Tensor, "M 1"]:
-    """A label of each row, drawn from its probabilities.
+    """A label for each row, drawn from its probabilities by inverting the distribution function.
 
-    By the distribution function, one random number for each label: `torch.multinomial` draws one
-    for each class, of 4,096 rows of 256 classes in 22 ms where this takes 3 (one x86-64 core).
+    That takes one random number for each label, where `torch.multinomial` draws one for each class:
+    4,096 rows of 256 classes take 3 instead of 22 ms (one x86-64 core).
     """
-    # Some rows at a time, as the sums in float64 would take another array of the outputs' size.
+    # Some rows at a time: the cumulative sums in float64 take twice the memory of the outputs.
     rows = max(1, LARGEST_DRAW // p.shape[1])
     draw = _drawn_of_few if p.shape[1] < MANY_CLASSES else _drawn_of_many
     return torch.cat([draw(some, generator) for some in p.split(rows)])
@@ -158,7 +164,7 @@ def _drawn_of_few(p: Float[Tensor, "M C"], generator: torch.Generator | None) ->
 def _share_of(
     total: Float[Tensor, "M 1"], generator: torch.Generator | None
 ) -> Float[Tensor, "M 1"]:
-    """A random share, of [0, 1), of each total."""
+    """Each total times a random number from [0, 1)."""
     return total * torch.rand(
         total.shape, generator=generator, dtype=total.dtype, device=total.device
     )
@@ -167,9 +173,10 @@ def _share_of(
 def _drawn_of_many(
     p: Float[Tensor, "M C"], generator: torch.Generator | None
 ) -> Int[Tensor, "M 1"]:
-    """First a block of classes, then one of its classes, both by the distribution function.
+    """As `_drawn_of_few`, but first a block of classes, and then a class of this block.
 
-    In float64: differences of a float32 sum are wrong by a percent where p is 1e-5.
+    So cumulative sums over all classes are not needed. Sums are in float64: differences of a
+    float32 sum are wrong by a percent where p is 1e-5.
     """
     C, size = p.shape[1], CLASSES_OF_BLOCK
     whole = C - C % size
@@ -187,7 +194,7 @@ def _drawn_of_many(
 
 
 def _less_one_hot(p: Float[Tensor, "*terms C"], label: Int[Tensor, "*terms"]) -> Tensor:
-    """The gradient p − e_label, in place of p: one-hot integers would take twice its memory."""
+    """The gradient p − e_label, written over p; one-hot integers would take twice its memory."""
     return p.scatter_add_(-1, label[..., None], -torch.ones_like(p[..., :1]))
 
 
@@ -204,9 +211,9 @@ def _where(counted: Tensor | None, vector: Float[Tensor, "N *terms C"]) -> Tenso
 def _one_term_at_a_time(
     vector: Float[Tensor, "N *terms C"], counted: Tensor | None = None
 ) -> Iterator[Tensor]:
-    """The vector itself for one loss term per example, else a copy per term, zero elsewhere.
+    """The vector itself for one loss term per example, else a copy for each term, zero elsewhere.
 
-    Terms that no example counts are left out.
+    Terms that count for no example are left out.
     """
     if vector.dim() == 2:
         yield vector

@@ -31,9 +31,9 @@ __all__ = [
 LARGEST_ACTIVATION = 16 * 2**20
 """Bytes of the largest activation of a part of a batch, on a CPU.
 
-Larger ones come from fresh pages each time, whose faults cost more than their arithmetic. Measured
-on two x86-64 cores with WRN-16-4, exact reduce pass over 128 images, in parts whose largest
-activation has 2, 4, 8, 16 and 32 MiB: 4.4, 3.9, 3.7, 3.7 and 4.6 s.
+Larger ones get fresh pages from the system each time, and the page faults cost more than the
+arithmetic. Measured on two x86-64 cores with WRN-16-4, exact reduce pass over 128 images, in parts
+whose largest activation has 2, 4, 8, 16 and 32 MiB: 4.4, 3.9, 3.7, 3.7 and 4.6 s.
 """
 
 
@@ -42,8 +42,8 @@ def each_batch(
 ) -> Iterator[Any]:
     """The batches of one pass over a loader, with a progress bar on a terminal if asked for.
 
-    The loader is iterated once. (``tqdm.auto.tqdm(loader)`` calls ``iter`` twice: a DataLoader then
-    starts its workers twice, and draws two seeds, more with workers than without.)
+    The loader is iterated once. ``tqdm.auto.tqdm(loader)`` would call ``iter`` twice, so that a
+    DataLoader would start its workers twice and draw more seeds.
 
     Args:
         loader: the batches.
@@ -61,7 +61,7 @@ def each_batch(
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """The value, or the tensors of a mapping, on the device; whatever has a method ``to`` moves."""
+    """The value on the device: objects with a method ``to``, and those that a mapping holds."""
     if hasattr(value, "to"):
         return value.to(device)
     if isinstance(value, Mapping):
@@ -70,21 +70,21 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def examples(x: Any, which: slice | Tensor) -> Any:
-    """Some examples of an input that has them in front, or can be sliced by examples."""
+    """Some examples of an input whose first axis they are, or that is indexed by examples."""
     if isinstance(x, Mapping):
         return {key: tensor[which] for key, tensor in x.items()}
     return x[which]
 
 
 def example_shapes(x: Any) -> Any:
-    """The shapes of one example, to be compared."""
+    """The shapes of one example, as a value that can be compared."""
     if isinstance(x, Mapping):
         return tuple((key, example_shapes(value)) for key, value in x.items())
     return x.shape[1:] if isinstance(x, Tensor) else None
 
 
 def detached(x: Any, device: torch.device) -> Any:
-    """The input on the device, as tensors that a graph may hold: none of inference mode."""
+    """The input on the device, detached; inference tensors, which no graph takes, are copied."""
     x = to_device(x, device)
     if isinstance(x, Mapping):
         return {key: detached(value, device) for key, value in x.items()}
@@ -94,7 +94,7 @@ def detached(x: Any, device: torch.device) -> Any:
 
 
 def splits_by_example(x: Any, y: Any) -> bool:
-    """Whether the input has an entry per target."""
+    """Whether the input has as many examples as there are targets."""
     targets = len(y) if isinstance(y, Tensor) and y.dim() > 0 else None
     return targets is not None and num_examples(x) == targets
 
@@ -112,22 +112,21 @@ def parts(x: Any, y: Any, size: int | None) -> Iterator[tuple[Any, Any]]:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model's batches run fastest, without any change of numbers but rounding."""
+    """How a model's batches run fastest; only rounding changes."""
 
     part_size: int | None = None
-    """How many examples at once; None: batches stay whole."""
+    """How many examples run at once; None: batches stay whole."""
     channels_last: bool = False
     """Whether convolutions run in that memory format."""
     splits: bool = False
-    """Whether the first example alone gives the same output as in company."""
+    """Whether an example alone has the same output as in a batch, so that batches may be split."""
 
 
 def make_plan(model: nn.Module, x: Any, device: torch.device) -> Plan:
-    """How to run batches like this one, tried out on its first examples.
+    """How to run batches like this one, tried on its first two examples.
 
-    Batches whose rows are no examples of their own stay whole, and a model that depends on the
-    memory format keeps its own. On a GPU memory is fast and small batches are slow: nothing
-    changes there.
+    Batches whose rows are not independent examples stay whole, and a model whose output depends on
+    the memory format keeps its own. On a GPU batches always stay whole, since small ones are slow.
     """
     N = num_examples(x)
     if not N:
@@ -149,7 +148,8 @@ def make_plan(model: nn.Module, x: Any, device: torch.device) -> Plan:
             two = call_with(model, {}, examples(x, slice(2)))
             channels_last = on_cpu and _takes_channels_last(model, examples(x, slice(2)), two)
         splits = N > 1 and by_example > 0 and len(two) == 2 and close(two[:1], one)
-    except Exception:  # whatever it is, the whole batch will show it, if it is wrong, too
+    # A model may need a whole batch. If that fails as well, the pass reports it with its cause.
+    except Exception:
         return Plan()
     finally:
         for handle in handles:

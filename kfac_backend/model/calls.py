@@ -1,6 +1,6 @@
-"""Calling a model with other parameters, and with layers whose parts hooks can see.
+"""Calling a model with other parameters, and with layers split into parts that hooks can see.
 
-Whatever happens meanwhile, errors and interrupts, the model is afterwards what it was.
+Whatever happens meanwhile, an error or an interrupt, the model is afterwards as it was before.
 """
 
 import inspect
@@ -39,10 +39,11 @@ __all__ = [
 def restoration(*modules: nn.Module) -> Callable[[], object]:
     """A function that puts these modules and all below them back into their present state.
 
-    That is their parameters, as objects, their hooks, forwards and modes, and the thread's grad
-    mode; no values. Python handles signals between its own instructions only, and what is returned
-    here is one call into C, so that Ctrl-C comes before or after it, never half-way. It must be the
-    whole ``finally``, since a context manager's own code can be interrupted before it cleans up::
+    It restores which tensors are their parameters, their hooks, forwards and modes, and the
+    thread's grad mode. It does not restore values. The function must be the whole ``finally``
+    block, since Ctrl-C can interrupt a context manager before it cleans up. The function itself
+    cannot be interrupted half-way: Python handles signals between its own instructions, and this is
+    a single call into C::
 
         restore = restoration(model)
         try:
@@ -74,9 +75,9 @@ def call_with(
 ) -> Any:
     """The model's output at x with these parameters, and its other parameters as constants.
 
-    A mapping is the model's one argument, unless its forward names the mapping's keys, as those of
-    Hugging Face's models do; an output with ``logits`` is these. Nothing is written into the
-    model's own parameters.
+    A mapping is the model's one argument, unless its forward names the mapping's keys, as models of
+    Hugging Face do. Where the output has ``logits``, these are returned. Nothing is written into
+    the model's own parameters.
 
     Args:
         model: the model.
@@ -91,7 +92,7 @@ def call_with(
 
 
 def takes_labels(model: nn.Module, x: Any) -> bool:
-    """Whether a model's forward can be given labels, of which it may compute a loss."""
+    """Whether a model's forward takes labels, from which it may compute a loss."""
     (args, _), parameters = arguments(model, x), _parameters(model)
     return (
         any(p.name == "labels" for p in parameters)
@@ -101,9 +102,9 @@ def takes_labels(model: nn.Module, x: Any) -> bool:
 
 
 def own_loss(model: nn.Module, x: Any, y: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Logits, and the loss that a model that `takes_labels` computes of them; None if it does not.
+    """The logits, and the loss that the model itself computes from labels; None if it does not.
 
-    Models of Hugging Face do.
+    The model must take labels (`takes_labels`), as those of Hugging Face do.
     """
     (args, kwargs), parameters = arguments(model, x), _parameters(model)
     if args and isinstance(args[0], Mapping):
@@ -114,7 +115,7 @@ def own_loss(model: nn.Module, x: Any, y: Tensor) -> tuple[Tensor, Tensor] | Non
         output = _called(model, {}, args, kwargs)
     except Exception as error:
         if _takes_anything(parameters) and not is_out_of_memory(error):
-            return None  # what it hands its arguments to takes no labels
+            return None  # a wrapper, of a model that takes no labels
         raise
     f, loss = logits_of(output), getattr(output, "loss", None)
     if not isinstance(f, Tensor) or not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -137,8 +138,8 @@ def _called(
                 values[name] = p.contiguous(memory_format=torch.channels_last)
     state = _tied(model, values) | _changing_buffers(model)
     with turn_of(model), _no_fused_path.held(), uncompiled():
-        # functional_call leaves its tensors in place of the parameters if it is interrupted as it
-        # exchanges them.
+        # functional_call leaves its own tensors in place of the parameters if Ctrl-C interrupts it
+        # while it exchanges them.
         exchanged = [m._parameters for m in model.modules()]
         exchanged += [m._buffers for m in model.modules() if m.training]
         restore = _at_once(_contents(exchanged))
@@ -149,7 +150,7 @@ def _called(
 
 
 def logits_of(output: Any) -> Any:
-    """A model's output, or its ``logits`` where it returns an object that has them."""
+    """A model's output, or the ``logits`` of an output that is an object with them."""
     logits = getattr(output, "logits", None)
     return logits if isinstance(logits, Tensor) and not isinstance(output, Tensor) else output
 
@@ -165,7 +166,10 @@ def check_output(output: object) -> None:
 
 @contextmanager
 def forked_random_numbers(model: nn.Module) -> Iterator[None]:
-    """Dropout that is on does not use up the random numbers, and draws the same ones each time."""
+    """A context that leaves the caller's random numbers as they were.
+
+    Dropout that is on draws the same numbers in each such context, if nothing was drawn in between.
+    """
     device = next(model.parameters()).device
     with torch.random.fork_rng([] if device.type == "cpu" else [device]):
         yield
@@ -173,7 +177,7 @@ def forked_random_numbers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def explicit_forwards(assignment: RuleAssignment) -> Iterator[None]:
-    """Layers that are divided into parts run by their parts."""
+    """A context in which layers that are divided into parts run by these parts."""
     replaced = []
     try:
         for divided in assignment.divided:
@@ -193,9 +197,9 @@ def explicit_forwards(assignment: RuleAssignment) -> Iterator[None]:
 
 
 def num_examples(x: Any) -> int | None:
-    """N of an input with the examples in front; None if that cannot be told.
+    """N, the length of an input's first axis; None if it has no such number.
 
-    Such inputs are tensors, mappings of tensors, and objects with a length and a method ``to``.
+    Tensors, mappings of tensors of one length, and objects with a length and a method ``to`` do.
     """
     if not isinstance(x, Tensor | Mapping):
         return len(x) if hasattr(x, "__len__") and hasattr(x, "to") else None
@@ -205,10 +209,11 @@ def num_examples(x: Any) -> int | None:
 
 
 def arguments(model: nn.Module, x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How a model takes an input: as its one argument, or a mapping's entries by their names.
+    """The positional and keyword arguments by which a model takes an input.
 
-    A forward of one argument takes the mapping whole. Else entries that it does not name are left
-    out, and so are "labels": such models would compute a loss of them.
+    A forward with one argument takes a mapping whole. Otherwise the mapping's entries are keyword
+    arguments. Entries that the forward does not name are left out, and so are "labels", from which
+    such models would compute a loss.
     """
     if not isinstance(x, Mapping):
         return (x,), {}
@@ -226,31 +231,31 @@ def _parameters(model: nn.Module) -> list[inspect.Parameter]:
 
 
 def _takes_anything(parameters: list[inspect.Parameter]) -> bool:
-    """Whether a forward, such as a wrapper's, names no argument and takes any keyword."""
+    """Whether a forward names no argument and takes any keyword, as a wrapper's does."""
     kinds = {p.kind for p in parameters}
     variable = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
     return kinds <= variable and inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def _contents(mappings: Iterable[Any]) -> list[Any]:
-    """What gives dictionaries their present contents back, in calls into C.
+    """Calls into C that give dictionaries their present contents back.
 
-    Others, those of TorchScript's modules, which cannot be exchanged anyway, are left out.
+    Mappings of other types are left out: those of TorchScript's modules cannot be exchanged anyway.
     """
     own = [mapping for mapping in mappings if isinstance(mapping, dict)]
     return [m.clear for m in own] + [partial(m.update, m.copy()) for m in own]
 
 
 def _at_once(steps: list[Callable[[], object]]) -> Callable[[], object]:
-    """All these calls into C as a single one."""
+    """All these calls into C as a single call, which no signal interrupts."""
     return partial(deque, map(call, steps), 0)
 
 
 def _tied(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The values under all names that tied tensors have, but one for each place.
+    """The values under every name of a tied tensor, once for each module and local name.
 
-    functional_call's own tie_weights visits a module with two names twice, and leaves it without
-    its parameters afterwards (pytorch issue 164759).
+    This replaces functional_call's own tie_weights, which visits a module with two names twice and
+    leaves it without its parameters afterwards (pytorch issue 164759).
     """
     first = {id(p): name for name, p in model.named_parameters()}
     return {
@@ -261,7 +266,7 @@ def _tied(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _changing_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of what modules in train mode may change in place, such as running statistics."""
+    """Copies of the buffers that modules in train mode may change, such as running statistics."""
     return {
         f"{prefix}.{local}" if prefix else local: buffer.clone()
         for prefix, module in model.named_modules()
@@ -273,20 +278,20 @@ def _changing_buffers(model: nn.Module) -> dict[str, Tensor]:
 _no_fused_path = SharedSetting(
     torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False
 )
-"""PyTorch's fused inference path would run a transformer's layers unseen."""
+"""PyTorch's fused inference path off: it would run a transformer's layers without their hooks."""
 
 
 def uncompiled() -> AbstractContextManager[None]:
-    """What `torch.compile` was asked to compile runs as Python for a while, where hooks see all.
+    """A context in which compiled code runs as Python, where hooks see all.
 
-    Else torch would compile it anew for each pass's hooks, up to a limit, and then warn.
+    Otherwise torch would compile it anew for each pass's hooks, up to a limit, and then warn.
     """
-    # Without this module, whose import takes seconds, nothing can have been compiled.
+    # Nothing can have been compiled unless this module is loaded, and loading it takes seconds.
     return _eager.held() if "torch._dynamo" in sys.modules else nullcontext()
 
 
 _eager: SharedSetting[Any] = SharedSetting(
-    # It takes effect when it is made, and knows what was there before.
+    # set_stance takes effect when it is called, and returns an object that restores the former one.
     lambda: torch.compiler.set_stance("force_eager"),
     lambda stance: stance and stance.__exit__(None, None, None),
     None,
@@ -310,5 +315,5 @@ def _set_attentions(enabled: tuple[bool, ...]) -> None:
 
 
 plain_attention = SharedSetting(_attentions, _set_attentions, (False, False, False, True))
-"""Fused attention, on a CPU too, cannot be differentiated twice, nor by vmap; its plain
-formula can."""
+"""Attention by its plain formula: fused attention, also on a CPU, can neither be differentiated
+twice nor under vmap."""

@@ -1,12 +1,22 @@
 """Hooks: one forward pass, then backward passes to the first tracked outputs only.
 
-Parameters are detached meanwhile. A graph begins where the first tracked layers end: their outputs
-become leaves that require a gradient. So no weight gradient is ever computed, and nothing before
-the first tracked layers is propagated through. Rules see inputs and gradients as they pass by.
+Parameters are detached meanwhile. The graph begins at the outputs of the first tracked layers,
+which become leaves that require a gradient (the *sources*). So no weight gradient is ever computed,
+and no backward pass goes further than these layers. Rules are handed each layer's input in the
+forward pass, and the gradient in its output in each backward pass.
 
-A step of training shows its own forward pass instead (``in_training``). Parameters keep their
-graph there, which the training goes on to use; the backward passes of the curvature end at the
-same outputs, so that autograd leaves the weights' gradients out.
+Life cycle. A `Capture` is a context: entering it registers the hooks, leaving it removes them and
+drops the graph. Inside, `forward` runs the model and calls ``on_input`` at each run of a layer.
+Then `backward` propagates vectors back, one after the other, and calls ``on_gradient`` for each run
+that a vector reaches. Last, `check_runs` compares the runs that were reached with those of the
+proof. What belongs to one forward pass (sources, counts of runs, expressions) is kept until the
+next `forward` clears it.
+
+A step of training shows its own forward pass instead (``in_training``). `begin` and `end` take the
+place of `forward`: the training runs the model between them, the hooks are removed after it, and
+the graph stays until `forget`, because the backward passes come later. Parameters keep their graph
+there, which the training needs. The curvature's backward passes end at the same sources, so that
+autograd leaves the weights' gradients out.
 """
 
 import math
@@ -28,33 +38,34 @@ from kfac_backend.model.proof.operations import Expression, Follower, LayerRun
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
 from kfac_backend.precision import at_least_float32
 
-__all__ = ["Capture", "check_before", "first_input", "rows_of"]
+__all__ = ["Capture", "check_before", "first_input", "rows_of", "unknown_examples"]
 
 OnInput = Callable[[TrackedLayer, Use], None]
 OnGradient = Callable[[TrackedLayer, Use, Tensor], None]
 
 
 class Capture:
-    """A context in which the tracked layers show their inputs and their outputs' gradients.
+    """A context that reports the tracked layers' inputs and the gradients in their outputs.
 
     Args:
         model: the model.
         assignment: its tracked layers.
         on_input: called with (layer, use) in the forward pass, each time that a layer runs.
-        on_gradient: called with (layer, use, output gradient) in each backward pass; the use has
-            its input if the layer's rule needs it to add a gradient.
+        on_gradient: called with (layer, use, output gradient) in each backward pass. The use has
+            its input only if the layer's rule needs it to add a gradient; otherwise an empty tensor
+            takes its place, so that memory does not hold all layers' inputs.
         channels_last: run convolutions in that memory format; their outputs and gradients then
             have it, too.
         batched: propagate all vectors back at once, by torch.func.vmap. Fewer launches, V times
             the memory of a backward pass; never faster on a CPU.
         keep_inputs: hand all layers' inputs to ``on_gradient``, whether their rules need them or
             not.
-        in_training: show the forward pass of a step of training, which `begin` and `end` enclose,
+        in_training: report the forward pass of a step of training, which `begin` and `end` enclose,
             instead of one that `forward` makes.
-        differentiable: keep the graphs of what is shown, and of the output, in the model's input,
-            which must require a gradient.
+        differentiable: keep the graphs of inputs, gradients and output with respect to the model's
+            input, which must require a gradient.
         follower: makes the context that sees operations on parameters, from the arguments of
-            `Follower`.
+            `Follower`. The proof passes other followers, which find out what the operations are.
 
     Raises:
         NotImplementedError: in the forward pass, a layer under no_grad; own parameters with an
@@ -92,17 +103,26 @@ class Capture:
         self.folds = False
         """Whether rows of the last forward pass were taken for several of each example."""
         self.not_folded: list[TrackedLayer] = []
-        """Layers whose rows should have been several of each example, but are no multiple."""
-        # The state of one forward pass and its backward passes; `forward` clears it.
-        self._sources: list[Any] = []  # leaves, or edges in training; the backward passes end there
-        self._nodes: set[Node] = set()  # of the outputs so far, where the graph is kept
+        """Layers with several rows for each example by the proof, but no multiple of N rows now."""
+        # The state of one forward pass and its backward passes; `begin` clears it.
+        # Leaves, or edges of a graph that is kept, at which the backward passes end.
+        self._sources: list[Any] = []
+        # The nodes of the outputs so far. Where the graph is kept, `requires_grad` does not tell
+        # whether a tensor depends on a source: see `_is_reached_from`.
+        self._nodes: set[Node] = set()
+        # The hooks on gradients stay on the graph, which the training's own backward pass uses,
+        # too. Gradients count only while this is True.
         self._listens = False
         self._num_examples: int | None = None
-        self._runs_backward = False  # once True, a layer that runs is one of a checkpoint
+        self._runs_backward = False  # once True, a layer that runs again belongs to a checkpoint
         self._number: dict[TrackedLayer, int] = {}  # runs so far
         self._reached: dict[tuple[TrackedLayer, int], bool] = {}  # by a gradient, for each run
+        # Runs on what all examples share, whose outputs are followed: the use to report their
+        # gradients for, and the output's shape.
         self._followed: dict[LayerRun, tuple[Use, torch.Size]] = {}
-        self._waiting: dict[LayerRun, Tensor] = {}  # one vector's gradients so far
+        # One vector's gradients of such outputs. They may meet the examples at several places,
+        # which autograd reaches one by one, so that the sum is reported when the vector is done.
+        self._waiting: dict[LayerRun, Tensor] = {}
 
     def __enter__(self) -> "Capture":
         for tracked in self._assignment.layers:
@@ -116,15 +136,15 @@ class Capture:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if not self._in_training:  # where the backward passes come after the hooks are gone
+        if not self._in_training:  # there the backward passes are still to come
             self.forget()
 
     def listen(self) -> None:
-        """From now on gradients are shown, whoever propagates them."""
+        """Report gradients from now on, whoever propagates them."""
         self._listens = True
 
     def forget(self) -> None:
-        """Let go of the graph, and show no gradient from now on."""
+        """Drop the graph, and report no gradient from now on."""
         self._listens = False
         self._sources.clear()
         self._nodes.clear()
@@ -143,7 +163,8 @@ class Capture:
     def begin(self, x: Any) -> dict[str, Tensor]:
         """Prepare for a forward pass at x; returns the copies of own parameters that it must use.
 
-        These are name -> (N, ...), one for each example, so that their gradients come apart.
+        These are name -> (N, ...), one copy for each example, so that the examples' gradients are
+        not added up.
         """
         self.forget()
         if not self._in_training:
@@ -159,7 +180,10 @@ class Capture:
         return self._copies_of_own_parameters(x)
 
     def end(self) -> None:
-        """Check, after a forward pass, that all layers ran as often as they are supposed to."""
+        """Check, after a forward pass, the number of runs of layers with runs of several kinds.
+
+        The kinds are assigned to the runs by their order, so that one more or less would shift it.
+        """
         for tracked in self._assignment.layers if self._assignment.runs else []:
             known = self._assignment.runs.get(tracked.layer, ())
             number = self._number.get(tracked, 0)
@@ -196,7 +220,7 @@ class Capture:
         vectors = (vector.to(f.dtype) for vector in vectors)
         self._runs_backward = True
         self.listen()
-        # Without a graph the output depends on no tracked layer: all gradients are zero.
+        # Without a graph the output depends on no tracked layer, and all gradients are zero.
         if not f.requires_grad:
             return
         if self._batched:
@@ -211,10 +235,10 @@ class Capture:
 
     @property
     def runs(self) -> dict[TrackedLayer, list[Run]]:
-        """What each run of the layers is, as far as the vectors so far tell.
+        """What each run of the layers is, as far as the vectors so far show.
 
-        A run is constant if no vector has reached it, while one has reached another run of one of
-        the layer's parameters. If no run was reached, the layer just takes no part in this output.
+        A run is constant if no vector has reached it although a vector has reached another run of
+        the same parameters. If no run was reached, the layer takes no part in this output.
         """
         reached = {
             name
@@ -231,7 +255,7 @@ class Capture:
         return kinds
 
     def check_runs(self) -> None:
-        """Raise unless the vectors reached the runs of layers that they are supposed to reach."""
+        """Raise a NotImplementedError if a run is constant that was not on the first batch."""
         if all(self._reached.values()):
             return
         for tracked, kinds in self.runs.items():
@@ -240,7 +264,7 @@ class Capture:
                 raise _other_runs(tracked, f"with a constant output in run {number}")
 
     def _new_follower(self) -> Follower | None:
-        """Sees the operations on followed parameters, with new leaves; None if there are none."""
+        """A context that sees the operations on followed parameters; None if there are none."""
         operations = self._assignment.operations
         once = {layer for layer, kinds in self._assignment.runs.items() if "followed" in kinds}
         if not operations.names and not once:
@@ -252,11 +276,15 @@ class Capture:
         return self._make_follower(operations, leaves, self._copies, self._seen, once)
 
     def _copies(self, expression: Expression, M: int) -> Tensor:
-        """A copy (M, ...) of an expression for each row, whose gradients are its parameters'."""
+        """A copy (M, ...) of an expression for each row; reports its parameters' gradients.
+
+        A copy is a source: backward passes end there, and the expression's own graph takes each
+        example's gradient on to the parameters.
+        """
         N, own = self._num_examples, self._assignment.operations.own
         rows, fold = current_rows(), 0
         if rows is not None and not (rows.of_positions or len(rows.index) == M):
-            rows = None
+            rows = None  # given for the rows of another tensor
         if rows is not None:
             rows = rows.on(expression.value.device)
         if rows is None or rows.of_positions:
@@ -268,6 +296,7 @@ class Capture:
                     "them (requires_grad_(False))."
                 )
         self.folds = self.folds or fold > 1
+        # Expanded, not copied: one piece of memory serves all rows.
         source = expression.value.detach().expand(M, *expression.value.shape).requires_grad_()
         self._sources.append(source)
         examples = M // fold if rows is None else rows.num_examples
@@ -285,7 +314,7 @@ class Capture:
             for leaf, gradients in expression.gradients(b).items():
                 if isinstance(leaf, str):
                     self._on_gradient(own[leaf], uses[leaf], gradients)
-                else:  # its other ways to the output may still be on their way
+                else:  # other parts of its gradient may still come
                     known = self._waiting.get(leaf)
                     self._waiting[leaf] = gradients if known is None else known + gradients
 
@@ -295,16 +324,18 @@ class Capture:
         return source
 
     def _run(self, tracked: TrackedLayer) -> tuple[int, Run]:
-        """The number of a layer's run that begins, and what it is."""
+        """The number of the run of a layer that begins, and its kind."""
         number = self._number.get(tracked, 0)
         self._number[tracked] = number + 1
         known = self._assignment.runs.get(tracked.layer, ("examples",))
+        # Where all runs are of one kind, a layer may run more often than on the first batch.
         return number, known[min(number, len(known) - 1)]
 
     def _copies_of_own_parameters(self, x: Any) -> dict[str, Tensor]:
         """Name -> a copy of the parameter for each example, (N, ...).
 
-        A gradient in such a copy is one example's, which autograd would otherwise have summed up.
+        The gradient in a copy is one example's. In the parameter itself autograd would add the
+        examples' gradients up.
         """
         copies = {}
         for tracked in self._assignment.own_parameters:
@@ -325,25 +356,29 @@ class Capture:
         return copies
 
     def _as_source(self, output: Tensor) -> Tensor:
-        """The same values, at which backward passes end."""
+        """The same values as a source, where backward passes end."""
         if self._in_training or (self._differentiable and output.requires_grad):
+            # The graph in front of the output is still needed: stop at its edge, do not cut it.
             self._sources.append(get_gradient_edge(output))
             return output
         source = output.detach().requires_grad_()
         self._sources.append(source)
-        # A clone, since autograd forbids in-place operations, of activations, on a leaf.
+        # A clone, since an activation may work in place, which autograd forbids on a leaf.
         return source.clone()
 
     def _is_reached_from(self, output: Tensor, a: Tensor) -> bool:
-        """Whether a backward pass that ends at the sources so far passes through this output.
+        """Whether a backward pass to the sources so far passes through a layer's output.
+
+        If not, the output must become a source itself.
 
         Args:
             output: a layer's output.
-            a: the layer's input. In training it may have a graph without a tracked layer in it,
-                that of parameters without a rule; where the input's graph is kept, that one.
+            a: the layer's input, with its graph.
         """
         if not (self._in_training or self._differentiable):
-            return output.requires_grad
+            return output.requires_grad  # all other graphs are cut
+        # Here a graph may lead to parameters without a rule, or to the model's input, and to no
+        # tracked layer. So search it for a tracked output.
         ahead, seen = [a.grad_fn], set()
         while ahead:
             node = ahead.pop()
@@ -381,22 +416,22 @@ class Capture:
         return hook
 
     def _seen(self, tracked: TrackedLayer, a: Tensor, output: Tensor) -> Tensor:
-        """A layer has run: show its input, and return the output that shows its gradients."""
-        if isinstance(tracked.layer, FunctionalLayer):  # which has no hook
+        """Report a layer's input; returns the layer's output, which will report its gradients."""
+        if isinstance(tracked.layer, FunctionalLayer):  # it has no hook before it runs
             self._check(tracked, a)
-        given = a
+        given = a  # with its graph
         if not self._differentiable:
             a = a.detach()
         number, run = self._run(tracked)
         N = self._num_examples
         if run == "followed" and self._follower is not None and N is not None:
-            if output.requires_grad:  # it depends on the examples
+            if output.requires_grad:  # so it depends on examples, as it did not in the proof
                 raise _other_runs(tracked, f"on examples in run {number + 1}")
             return self._begun(tracked, number, a.expand(N, *a.shape), output)
         if isinstance(run, SharedAxes) and run.are_those_of(a) and N is not None:
             a, output = run.for_each_example(a, N), run.for_each_example(output, N)
         rows = rows_of(tracked, a)
-        # Where a mask hides positions, those of folded rows would have to be folded, too.
+        # Not within a mask of positions: it would have to be folded in the same way.
         if run == "folded" and current_rows() is None and N:
             rows = folded_rows(len(a), N, a.device)
             self.folds = True
@@ -405,12 +440,13 @@ class Capture:
         seen = Use(a if rows is None else rows.flatten(a), rows)
         if run != "constant":
             self._on_input(tracked, seen)
+            # An empty output, as of a graph without edges, gets no gradient, and is no constant.
             if output.numel():
                 self._reached[tracked, number] = False
         if self._keep_inputs or tracked.rule.needs_input:
             use = seen
         else:
-            use = Use(a.new_empty(0), rows)  # not to keep the input in memory until then
+            use = Use(a.new_empty(0), rows)  # the hooks would keep the input in memory
         if not self._is_reached_from(output, given):
             output = self._as_source(output)
 
@@ -422,7 +458,7 @@ class Capture:
         return self._shown(output, tracked, use, on_reached)
 
     def _begun(self, tracked: TrackedLayer, number: int, a: Tensor, output: Tensor) -> Tensor:
-        """The output of a run for all examples, which is followed to where it meets them."""
+        """The output of a run on what all examples share, followed to where it meets them."""
         assert self._follower is not None
         run = LayerRun(tracked, number)
         use = Use(a)
@@ -434,7 +470,7 @@ class Capture:
         return self._follower.begin(run, output)
 
     def _end_vector(self) -> None:
-        """Show the gradients of outputs that were followed, now that they are complete."""
+        """Report the gradients of followed outputs, which are complete after each vector."""
         for run, gradients in self._waiting.items():
             use, shape = self._followed[run]
             self._reached[run.tracked, run.number] = True
@@ -448,10 +484,12 @@ class Capture:
         use: Use,
         on_reached: Callable[[], None] = lambda: None,
     ) -> Tensor:
-        """The output, whose gradients are shown to the callback."""
+        """The output, whose gradients are reported to ``on_gradient``."""
         keeps_graph = self._in_training or self._differentiable
         if keeps_graph and output.grad_fn is not None:
             self._nodes.add(output.grad_fn)
+        # Autograd checks the versions of tensors that it keeps. Without gradients of weights it
+        # keeps no layer's input, so an input that is modified in place must be noticed here.
         version = use.a._version  # pyright: ignore[reportPrivateUsage]
 
         def on_gradient(b: Tensor) -> None:
@@ -479,9 +517,10 @@ class Capture:
 
 
 class _Tap(torch.autograd.Function):
-    """The identity, whose gradients are shown to a callback, all vectors of a vmap at once.
+    """The identity, whose gradients are passed to a callback, all vectors of a vmap at once.
 
-    A tensor hook would run inside of the vmap, which hides the axis of the vectors.
+    A tensor hook would run inside the vmap, which hides the axis of the vectors. A function of
+    autograd with a rule for vmap of its own, `_Show`, sees that axis.
     """
 
     @staticmethod
@@ -491,7 +530,7 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
         x, ctx.on_gradient = inputs
-        ctx.mark_dirty(x)  # no copy, and activations may go on in place
+        ctx.mark_dirty(x)  # makes no copy, and allows in-place activations behind it
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
@@ -499,7 +538,7 @@ class _Tap(torch.autograd.Function):
 
 
 class _Show(torch.autograd.Function):
-    """The identity on gradients, which calls back outside of vmap."""
+    """The identity on gradients, which calls back outside of the vmap with all vectors (V, ...)."""
 
     @staticmethod
     def forward(b: Tensor, on_gradient: Callable[[Tensor], None]) -> Tensor:
@@ -508,7 +547,7 @@ class _Show(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        """Nothing: there are no second derivatives."""
+        """Save nothing: second derivatives are not supported."""
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple[Tensor, int]:
@@ -521,14 +560,14 @@ class _Show(torch.autograd.Function):
 def _other_runs(tracked: TrackedLayer, how: str) -> NotImplementedError:
     """The error for a layer whose runs differ from those that were found on the first batch."""
     return NotImplementedError(
-        f"Layer {tracked}, which runs on examples and on something else, runs {how} in this batch: "
-        "another way than in the first, so that its runs cannot be told apart. Use separate "
+        f"Layer {tracked}, which runs on examples and on something else, runs {how} in this batch. "
+        "That differs from the first batch, so that its runs cannot be told apart. Use separate "
         "layers, or freeze it (requires_grad_(False))."
     )
 
 
 def check_before(tracked: TrackedLayer, a: Tensor) -> None:
-    """Raise an error if a layer that is about to run cannot be followed.
+    """Raise an error if the hooks cannot follow a layer that is about to run.
 
     Raises:
         TypeError: an input of integers for a layer that takes none, or the other way round.
@@ -550,6 +589,24 @@ def check_before(tracked: TrackedLayer, a: Tensor) -> None:
         )
 
 
+def unknown_examples(
+    tracked: TrackedLayer, rows: int, N: int, needed_by: str
+) -> NotImplementedError:
+    """The error for a layer with rows of which it is not known to which of N examples they belong.
+
+    Args:
+        tracked: the layer.
+        rows: how many rows it got.
+        N: examples.
+        needed_by: what needs to know, with its verb, such as "its block needs".
+    """
+    return NotImplementedError(
+        f"Layer {tracked} got {rows} rows in a batch of {N} examples; {needed_by} each example's "
+        "rows. Keep the batch axis first and the shared axes apart, (N, ..., d), or say which "
+        "example each row belongs to (examples_of_rows)."
+    )
+
+
 def first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """A layer's input, from the arguments that a hook sees."""
     if args:
@@ -558,13 +615,13 @@ def first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def rows_of(tracked: TrackedLayer, a: Tensor) -> Rows | None:
-    """The examples of a layer's rows, where `examples_of_rows` or `counted_positions` says them.
+    """The examples of a layer's rows, where `examples_of_rows` or `counted_positions` gives them.
 
-    A mask of positions (`counted_positions`) may enclose a whole model; it does not concern layers
+    A mask of positions (`counted_positions`) may enclose a whole model; it is ignored by layers
     whose input has other axes. An index of rows (`examples_of_rows`) must fit each layer inside.
 
     Raises:
-        ValueError: rows that are not those of the layer's input.
+        ValueError: an index that does not fit the layer's input.
     """
     rows = None if isinstance(tracked.layer, OwnParameter) else current_rows()
     if rows is None:
@@ -573,11 +630,12 @@ def rows_of(tracked: TrackedLayer, a: Tensor) -> Rows | None:
     features = a.dim() if tracked.rule.takes_integers else tracked.rule.features % max(a.dim(), 1)
     fits = tuple(a.shape[: len(rows.axes)]) == rows.axes
     folded = len(rows.axes) > 1 and a.shape[:1] == (math.prod(rows.axes),) != rows.axes[:1]
-    # An axis of features is no axis of positions, even if it has as many entries.
-    concerned = folded or (fits and features >= len(rows.axes))
-    if rows.of_positions and not concerned:
+    # An axis of features is no axis of positions, even if it has the same size.
+    applies = folded or (fits and features >= len(rows.axes))
+    if rows.of_positions and not applies:
         return None
-    if rows.of_positions and folded:  # (N·R, ...), which the proof of independence puts to the test
+    # (N·R, ...): that these are positions is a guess, which the proof of independence tests.
+    if rows.of_positions and folded:
         return replace(rows, axes=(math.prod(rows.axes),))
     if not fits:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Whether two tensors that should be the same are, up to rounding."""
+"""Whether two tensors that should be equal are equal up to rounding."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,12 +14,12 @@ OTHER_TOLERANCE = 0.1
 
 
 class DtypesInUse(TorchFunctionMode):
-    """A context that sees in which precision is really computed: a norm may cast what it gets."""
+    """A context that records the coarsest dtype of all results, since a layer may cast inside."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tolerance = 0.0
-        """That of the coarsest dtype so far, among all operations' results."""
+        """The tolerance of the coarsest dtype so far."""
 
     def __torch_function__(
         self,
@@ -37,13 +37,13 @@ class DtypesInUse(TorchFunctionMode):
 def same_with_derivatives(
     should: Tensor, does: Tensor, parameters: Sequence[Tensor], tolerance: float = 0.0
 ) -> bool:
-    """Whether two outputs agree, and their derivatives in some parameters along random ones.
+    """Whether two outputs agree, and their gradients in some parameters from one random vector.
 
     Args:
-        should: the output as expected; its graph is used up.
-        does: the other.
+        should: the output as expected; its graph is freed.
+        does: the other; its graph stays.
         parameters: the parameters.
-        tolerance: as of `close`.
+        tolerance: see `close`.
     """
     if should.shape != does.shape or should.requires_grad != does.requires_grad:
         return False
@@ -54,7 +54,7 @@ def same_with_derivatives(
     if not does.requires_grad:
         return False
     u = noise_like(does)
-    # Unused, where only a part of a layer's parameters is trainable.
+    # Some may be unused, where only a part of a layer's parameters is trainable.
     first = torch.autograd.grad(should, parameters, u, allow_unused=True)
     second = torch.autograd.grad(does, parameters, u, retain_graph=True, allow_unused=True)
     return all(
@@ -64,12 +64,13 @@ def same_with_derivatives(
 
 
 def close(should: Tensor, does: Tensor, tolerance: float = 0.0) -> bool:
-    """Whether two tensors agree to the rounding of the second's dtype; also if NaN is expected.
+    """Whether ‖should − does‖ ≤ tolerance · ‖should‖; also True if NaN or infinity is expected.
 
     Args:
         should: the tensor as expected.
-        does: the other.
-        tolerance: of a coarser dtype in which they were computed, see `DtypesInUse`.
+        does: the other; its dtype has a tolerance.
+        tolerance: that of a coarser dtype in which they were computed, see `DtypesInUse`; the
+            larger of both counts.
     """
     if should.shape != does.shape:
         return False
@@ -82,7 +83,7 @@ def close(should: Tensor, does: Tensor, tolerance: float = 0.0) -> bool:
 
 
 def noise_like(x: Tensor) -> Tensor:
-    """The same normal numbers each time: the user's random numbers are not touched."""
+    """Normal numbers in the shape of x, the same each time; the user's generators are not used."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(x.shape, generator=generator).to(x.device, x.dtype)
 

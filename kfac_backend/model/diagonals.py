@@ -1,8 +1,9 @@
-"""The exact diagonal of the GGN, for parameters that no rule is for.
+"""The exact diagonal of the GGN, for parameters without a rule.
 
-An example's gradient in them is asked for example by example: the model runs on single examples,
-all of them at once (`torch.func.vmap`) where it can, one after the other where it cannot (a forward
-that decides by its tensors' values), and on the whole batch where that gives other outputs.
+It needs each example's gradient by itself. Three ways lead to it, from the fastest to the slowest,
+and the first one that gives the model's outputs is used: single examples, all at once
+(`torch.func.vmap`); single examples, one after the other (for a forward that decides by its
+tensors' values); the whole batch, with a backward pass for each example.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,9 +23,9 @@ from kfac_backend.model.memory import is_out_of_memory
 __all__ = ["squared_gradients"]
 
 MOST_BYTES = 64 * 2**20
-"""Of gradients that are held at once; those of one example and vector at least."""
+"""Bytes of gradients that are held at once, but at least one example's for one vector."""
 MOST_VECTORS = 16
-"""Vectors that share a forward pass; more would hold as many gradients of all activations."""
+"""Vectors that share a forward pass. Each holds gradients of all activations."""
 
 
 def squared_gradients(
@@ -53,7 +54,7 @@ def squared_gradients(
             squares = way(model, parameters, x, f, u, size)
             if squares is not None:
                 break
-            ways.pop(0)  # for the other vectors, too
+            ways.pop(0)  # a way that fails for some vectors fails for the others
         for name, square in squares.items():
             diagonal[name] += square
     return diagonal
@@ -62,7 +63,7 @@ def squared_gradients(
 def _all_at_once(
     model: nn.Module, parameters: dict[str, Tensor], x: Any, f: Tensor, u: Tensor, size: int
 ) -> dict[str, Tensor] | None:
-    """The squares, of so many examples at once; None if the model does not run that way."""
+    """The squares, ``size`` examples at a time; None if the model does not run under vmap."""
 
     def of_one(x_n: Any, u_n: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         one = {k: v[None] for k, v in x_n.items()} if isinstance(x_n, dict) else x_n[None]
@@ -90,7 +91,7 @@ def _all_at_once(
 def _one_by_one(
     model: nn.Module, parameters: dict[str, Tensor], x: Any, f: Tensor, u: Tensor, size: int
 ) -> dict[str, Tensor] | None:
-    """The squares, from a forward pass for each example; None if it has other outputs alone."""
+    """The squares, from a forward pass for each example; None if that gives other outputs."""
     total: dict[str, Tensor] = {}
     leaves = {name: p.requires_grad_() for name, p in _detached(parameters).items()}
     for which in _slices(len(f), 1):
@@ -110,7 +111,7 @@ def _one_by_one(
 def _whole(
     model: nn.Module, parameters: dict[str, Tensor], x: Any, f: Tensor, u: Tensor, size: int
 ) -> dict[str, Tensor]:
-    """The squares, from backward passes of the whole batch: one for each example and vector."""
+    """The squares, from backward passes of the whole batch, one for each example and vector."""
     leaves = {name: p.requires_grad_() for name, p in _detached(parameters).items()}
     total: dict[str, Tensor] = {}
     with torch.enable_grad():

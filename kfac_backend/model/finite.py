@@ -1,4 +1,4 @@
-"""What a curvature pass says of NaN and infinity."""
+"""The errors of a curvature pass for NaN and infinity."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,8 +11,8 @@ __all__ = ["check_finite", "check_inputs"]
 
 def check_finite(model: nn.Module, f: Tensor, x: Any) -> None:
     """Raise a ValueError that names what has NaN or infinity, if the outputs f have any."""
-    # A sum is not finite if an entry is not, and takes a fifth of the time of asking each; one that
-    # overflows says nothing.
+    # The sum is tested first, which takes a fifth of the time of testing each entry. If all entries
+    # are finite it may still overflow, and then each entry is tested.
     if torch.isfinite(f.sum()) or torch.isfinite(f).all():
         return
     for name, p in model.named_parameters():

@@ -1,4 +1,4 @@
-"""How much memory there is, what is said when it is exhausted, and how the heap stays small."""
+"""How much memory there is, the error when it is exhausted, and how the heap stays small."""
 
 import ctypes
 import os
@@ -16,15 +16,15 @@ __all__ = [
 ]
 
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-"""Where a container's limit stands."""
+"""Files with a container's memory limit (cgroup v2 and v1)."""
 RESIDENT = Path("/proc/self/statm")
-"""Where Linux says how many of its pages the process has, second."""
+"""File whose second number is the process's resident pages on Linux."""
 GROWTH = 1.2
-"""How much more memory than a batch has left a later one may leave."""
+"""Growth of the resident memory since an earlier batch at which the heap is trimmed."""
 
 
 def total_memory(device: torch.device) -> int | None:
-    """Bytes of memory that a device has: a GPU's, or the machine's; None where it does not tell."""
+    """Bytes of memory of a GPU, or of the machine or container; None where that is unknown."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     try:
@@ -41,10 +41,11 @@ def total_memory(device: torch.device) -> int | None:
 class _Heap:
     """Gives the process's free memory back to Linux when it has grown, with glibc's allocator.
 
-    Blocks of many sizes, up to 32 MiB, come from one heap, whose holes are often not used again:
-    up to glibc 2.37 an aligned block, as torch's are, does not fit the hole that its like has left.
-    So the heap doubles over dozens of batches. To give the holes back after each batch, or to give
-    larger blocks pages of their own (mallopt), would cost a fifth of its time, as new pages do.
+    Blocks of up to 32 MiB come from one heap, whose holes are often not used again: up to glibc
+    2.37 an aligned block, as torch's are, does not fit the hole that a block of the same size has
+    left. So the heap doubles over dozens of batches. Trimming it after each batch, or giving larger
+    blocks pages of their own (mallopt), would cost a fifth of a batch's time, because fresh pages
+    are slow.
     """
 
     def __init__(self) -> None:
@@ -53,21 +54,21 @@ class _Heap:
         self._usual: int | None = None
 
     def end_of_batch(self) -> None:
-        if self._trim is None:  # another allocator, which has its own ways
+        if self._trim is None:  # another allocator
             return
         pages = int(RESIDENT.read_text().split()[1])
         if self._usual is None:
             self._usual = pages
         elif pages > GROWTH * self._usual:
             self._trim(0)
-            self._usual = None  # the next batch takes what it needs, and tells how much that is
+            self._usual = None  # measure anew after the next batch
 
 
 _heap = _Heap()
 
 
 def give_back_free_memory() -> None:
-    """Say that a batch is over; now and then, its free memory goes back to the system."""
+    """Call it after each batch: it trims the heap when that has grown."""
     _heap.end_of_batch()
 
 
@@ -80,7 +81,14 @@ def is_out_of_memory(error: Exception) -> bool:
 def out_of_memory(
     model: nn.Module, device: torch.device, batch_size: int, fitting: int | None
 ) -> torch.OutOfMemoryError:
-    """The error for a batch of this size, where batches of ``fitting`` were tried and fit."""
+    """The error for a batch that does not fit.
+
+    Args:
+        model: the model.
+        device: where it ran.
+        batch_size: examples of the batch.
+        fitting: a number of examples that was tried and fits; None if not even one does.
+    """
     where = f"Out of memory on {device} in a curvature pass with batches of {batch_size} examples."
     if fitting is not None:
         return torch.OutOfMemoryError(f"{where} Batches of {fitting} fit.")

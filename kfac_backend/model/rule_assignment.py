@@ -1,4 +1,11 @@
-"""Which trainable parameters have a rule; whatever has none is an error that names it."""
+"""Which trainable parameters have a rule, and which layers show them.
+
+`assign_rules` sorts a model's parameters before any data is seen: those of layers with a rule,
+those that a module declared as its own, and the unknown rest. The proof on the first batch
+completes the `RuleAssignment` that it returns: it exchanges the rules of derived layers, adds the
+kinds of runs, and finds out what the unknown parameters do, or gives them up. It makes a new
+assignment at each step, so that a proof that fails can start again from the first.
+"""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -48,7 +55,10 @@ class TrackedLayer:
     built_in: bool = True
     """Whether the rule is ours, and not registered by a user."""
     slots: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Local name -> (which, of how many) equal parts of the tensor, one below the other, is its."""
+    """Local name -> (index, count): the row block of a packed tensor that this parameter occupies.
+
+    Empty for tensors that hold a single map.
+    """
 
     def __str__(self) -> str:
         return f"'{self.name}' ({type(self.layer).__name__})"
@@ -65,28 +75,39 @@ class DividedLayer:
 
 
 Way = int | TrackedLayer | Literal["computed", "refused"]
-"""What an operation on parameters is: one whose output has its rows at this axis (from the end),
-a layer's run, a computation of parameters alone, or one that cannot be followed."""
+"""What an operation on parameters is.
+
+- an integer: the parameters meet the examples here by broadcasting, and this axis of the output
+  (counted from the end) has its rows;
+- a layer: the operation is a run of that layer;
+- "computed": it computes with parameters alone;
+- "refused": it cannot be followed.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Operations:
-    """Parameters that pass no hook, and what the operations on them are; see `operations`."""
+    """Parameters that no hook sees, and what the operations on them are; see `operations`."""
 
     names: tuple[str, ...] = ()
     """The parameters."""
     own: Mapping[str, TrackedLayer] = field(default_factory=dict)
     """Name -> the parameter as a layer `OwnParameter`, if it is used by broadcasting."""
     keys: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    """What a tensor is made of -> its key, see `key`."""
     ways: dict[int, Way] = field(default_factory=dict)
-    """Key -> what an operation is."""
+    """Key of an operation -> what it is."""
 
     def key(self, made_by: str | int | Callable[..., Any], *of: int) -> int:
-        """The number of what is made by an operation of these, or of a parameter by its name."""
+        """A number for "made by this operation from tensors with these keys", or for a parameter.
+
+        The same expression has the same key in every forward pass. Order and count of operations
+        play no part, so that a loop may run longer in another batch.
+        """
         return self.keys.setdefault((made_by, *of), len(self.keys))
 
     def without(self, names: Mapping[str, Any]) -> "Operations":
-        """The same, but for some parameters, which are constants."""
+        """The same, with some of the parameters taken as constants."""
         own = {name: tracked for name, tracked in self.own.items() if name not in names}
         return replace(self, names=tuple(n for n in self.names if n not in names), own=own)
 
@@ -96,20 +117,22 @@ class RuleAssignment:
     """What a curvature pass computes: the layers with rules, and parameters by their diagonal."""
 
     layers: list[TrackedLayer]
-    """That run, in a forward pass."""
+    """Layers that run in a forward pass."""
     own_parameters: list[TrackedLayer]
     """Modules' own parameters, each as a layer `OwnParameter`, which does not run."""
     divided: list[DividedLayer]
+    """Layers that run by their parts, which are among ``layers``."""
     diagonal: list[str]
+    """Parameters that get the exact diagonal of their block."""
     names: list[str]
     """All parameters that get a block, in the order of ``model.named_parameters()``."""
     runs: Mapping[nn.Module, tuple[Run, ...]] = field(default_factory=dict)
-    """Layer -> its runs in a forward pass, one after the other; without those layers that run on
-    rows of examples alone. See `verification.find_runs`."""
+    """Layer -> the kinds of its runs in a forward pass, in their order. A layer that is missing has
+    only runs on rows of examples. See `verification.find_runs`."""
     unknown: Mapping[str, NotImplementedError] = field(default_factory=dict)
-    """Parameters that no rule is for -> what there is to say if no operation shows their uses."""
+    """Parameters without a rule -> the error to raise if their uses cannot be followed."""
     operations: Operations = field(default_factory=Operations)
-    """Parameters whose uses operations show; a proof moves them here."""
+    """Parameters whose uses are followed operation by operation; filled by the proof."""
     unsupported: Unsupported = "error"
     """What becomes of parameters whose uses cannot be followed."""
 
@@ -119,7 +142,7 @@ class RuleAssignment:
         return self.layers + self.own_parameters + list(self.operations.own.values())
 
     def without(self, names: Mapping[str, Any]) -> "RuleAssignment":
-        """The assignment without the uses of some parameters that it knew."""
+        """The assignment without the uses of some parameters, which still get a block."""
         return replace(
             self,
             layers=_with_parameters(self.layers, lambda name: name not in names),
@@ -128,13 +151,24 @@ class RuleAssignment:
             operations=self.operations.without(names),
         )
 
+    def with_constants(self, names: Mapping[str, Any]) -> "RuleAssignment":
+        """The assignment in which some parameters are constants, without uses and without a block.
+
+        Raises:
+            ValueError: no parameter is left.
+        """
+        left = [name for name in self.names if name not in names]
+        if not left:
+            raise ValueError("No trainable parameter of the model has a K-FAC rule.")
+        return replace(self.without(names), names=left)
+
 
 class Refusal(NotImplementedError):
     """Parameters whose uses cannot be followed.
 
     Args:
         errors: name -> the error that says why.
-        divided: layers whose parts are not what they compute.
+        divided: layers that compute something other than their parts do.
     """
 
     def __init__(
@@ -147,7 +181,7 @@ class Refusal(NotImplementedError):
 
     @property
     def first(self) -> NotImplementedError:
-        """The first error."""
+        """The error that is raised if the refusal is not handled."""
         return next(iter(self.errors.values()))
 
 
@@ -156,19 +190,20 @@ def assign_rules(
 ) -> RuleAssignment:
     """Sort the trainable parameters of a model into those with a rule and those without.
 
-    Of the latter, the proof on the first batch finds out how they are used.
+    The proof on the first batch finds out how the latter are used.
 
     Args:
         model: the model; parameters with ``requires_grad=False`` are left out.
-        unsupported: what the proof does with those whose uses it cannot follow: "error" raises,
-            "freeze" leaves those without a rule out with a warning that names them, "diagonal" asks
-            for the exact diagonal of their block.
+        unsupported: what the proof does with parameters whose uses it cannot follow: "error"
+            raises; "freeze" takes those without a rule as constants, with a warning that names
+            them; "diagonal" gives them the exact diagonal of their block.
         only: names of the parameters to consider; None means all.
 
     Raises:
-        TypeError: no model, or one that is spread over devices.
+        TypeError: not a module, or a wrapper (DataParallel, DistributedDataParallel).
         ValueError: no trainable parameter, a 0-dimensional one, BatchNorm in train mode.
-        NotImplementedError: a recurrent layer, or one with an option that its rule does not know.
+        NotImplementedError: a recurrent layer, one with an option that its rule does not support,
+            or parameters that are spread over ranks.
     """
     check_module(model)
     trainable = {
@@ -225,10 +260,13 @@ def assign_rules(
         without_rule += [(prefix, module, own[local]) for local in own if local not in known]
 
     covered = {full for t in layers + own_parameters for full in t.parameters.values()}
-    # A second name of a layer's tensor, such as masked-language heads have for their output layer's
-    # bias, is no use; `verify_uses` proves that there is none.
+    # A tensor that a layer with a rule has, too, is covered there. A second name for it, as heads
+    # of masked language models have for their output layer's bias, is no further use; should the
+    # tensor be used under that name, `verify_uses` notices.
     without_rule = [missed for missed in without_rule if missed[2] not in covered]
     unknown = {name: _no_rule(prefix, module, name) for prefix, module, name in without_rule}
+    # A recurrent layer runs as one operation, which following could not look into: say so before
+    # any data is read.
     hidden = [n for _, module, n in without_rule if isinstance(module, RNNBase | RNNCellBase)]
     if hidden and unsupported == "error":
         raise unknown[hidden[0]]
@@ -258,7 +296,7 @@ def _parts(
 
 
 def followed(model: nn.Module, name: str) -> TrackedLayer:
-    """A parameter as a layer that never runs, for what operations show of it."""
+    """A parameter as a layer that never runs: its gradients come from the operations on it."""
     prefix, _, local = name.rpartition(".")
     module = model.get_submodule(prefix)
     layer = OwnParameter(module, local, (1, *getattr(module, local).shape))
@@ -289,15 +327,15 @@ def _own_parameter(
 
 
 def assignment_of_blocks(model: nn.Module, sizes: Mapping[str, int]) -> RuleAssignment:
-    """The layers and parameters that have a block; the others are constants.
+    """The assignment of the parameters that have a block; the others are constants.
 
     Args:
         model: the model.
         sizes: parameter name -> entries of its block.
 
     Raises:
-        ValueError: no block, one of a parameter that the model lacks or has in another size, or of
-            a frozen one.
+        ValueError: no block at all, or a block of a parameter that the model lacks, that has
+            another size there, or that is frozen.
     """
     check_module(model)
     parameters = dict(model.named_parameters())
@@ -326,7 +364,7 @@ def assignment_of_blocks(model: nn.Module, sizes: Mapping[str, int]) -> RuleAssi
 def _with_parameters(
     layers: list[TrackedLayer], chosen: Callable[[str], bool]
 ) -> list[TrackedLayer]:
-    """The layers with those of their parameters alone; without layers that have none."""
+    """The layers with their chosen parameters only; layers without any are left out."""
     own = [
         (tracked, {local: name for local, name in tracked.parameters.items() if chosen(name)})
         for tracked in layers
@@ -371,9 +409,10 @@ def _no_rule(module_name: str, module: nn.Module, parameter: str) -> NotImplemen
 
 
 def check_module(model: object) -> None:
-    """Raise a TypeError unless this is a model, in one piece.
+    """Raise an error unless this is a module that lies whole in this process.
 
     Raises:
+        TypeError: not a module, or one that contains a wrapper for several devices.
         NotImplementedError: parameters that are spread over ranks (FSDP, tensor parallelism).
     """
     if not isinstance(model, nn.Module):

@@ -19,9 +19,15 @@ from kfac_backend.precision import at_least_float32
 
 __all__ = ["Targets", "counting", "mask_of", "split_batch"]
 
+WHICH_LABEL = (
+    "pass shift_labels=False if the output at a position predicts its own label, True if it "
+    "predicts the next one"
+)
+"""The way out of errors where a model's own loss does not show whether it shifts labels."""
+
 
 def split_batch(batch: Any, dict_key_y: str) -> tuple[Any, Any]:
-    """A batch's input and targets; a mapping is the input itself, with targets under the key."""
+    """A batch's input and targets. A mapping is the input as a whole; the key has the targets."""
     if isinstance(batch, Mapping):
         if dict_key_y not in batch:
             raise KeyError(
@@ -30,7 +36,7 @@ def split_batch(batch: Any, dict_key_y: str) -> tuple[Any, Any]:
             )
         return batch, batch[dict_key_y]
     try:
-        if isinstance(batch, Tensor):  # two rows would pass for x and y
+        if isinstance(batch, Tensor):  # one with two rows would unpack into x and y
             raise TypeError
         x, y = batch
     except (TypeError, ValueError):
@@ -67,13 +73,16 @@ def counting(mask: Tensor | None) -> AbstractContextManager[None]:
 
 
 class Targets:
-    """The targets that belong to a model's outputs, of batches whose labels may be otherwise.
+    """A function from a batch to the targets of its outputs, position by position.
 
-    - Causal language models of Hugging Face take labels that stand with their own tokens, and
-      shift them inside: the output at a position predicts the label of the next. "auto" finds out
-      on the first batch whose labels tell: where the model computes a loss of labels, it must be
-      ours, of these labels or of shifted ones. A label of -100 then does not count, as there.
-    - A position that a mapping's mask hides neither counts as a target nor predicts one.
+    A batch's labels may differ from these targets in two ways:
+
+    - Causal language models of Hugging Face take the label of each position's own token and shift
+      the labels inside: the output at a position predicts the label of the next one.
+      shift_labels="auto" finds that out from the first batch that shows it: if the model computes a
+      loss from labels, the loss must equal ours, either with these labels or with shifted ones. As
+      in these models, a label of -100 then does not count.
+    - A position that a mapping's mask hides is no target and predicts none.
 
     Args:
         likelihood: of the targets.
@@ -91,16 +100,18 @@ class Targets:
         options.check(likelihood)
         self.options = options
         self.may_ignore = options.marks_ignored
-        """Whether some targets do not count, as far as is known by now."""
+        """Whether some targets do not count, as far as it is known so far."""
         self._likelihood: Likelihood = likelihood
+        # None until a batch shows it; from then on the same for all batches.
         self._shifts = None if options.shift_labels == "auto" else bool(options.shift_labels)
-        self._hidden_are_told = False
+        self._has_warned = False
 
     def __call__(self, model: nn.Module | None, x: Any, y: Any) -> Any:
-        """The targets of a batch, in the shape that they have; `IGNORED` where they do not count.
+        """The targets of a batch, in the labels' shape; `IGNORED` where they do not count.
 
         Raises:
-            ValueError: a loss of the model's own that is neither ours nor that of shifted labels.
+            ValueError: the model's own loss equals ours neither with these labels nor with shifted
+                ones.
         """
         if not isinstance(y, Tensor):
             return y  # reported with the outputs
@@ -130,18 +141,19 @@ class Targets:
             )
         self.may_ignore = True
         if hidden is not None:
-            self._tell_hidden(y, hidden)
+            self._warn_of_hidden(y, hidden)
             y = y.masked_fill(hidden, IGNORED)
         if self._shifts:
             y = F.pad(y[..., 1:], (0, 1), value=IGNORED)
+            # Before the shift the mask hides labels, after it the positions that would predict one.
             y = y if hidden is None else y.masked_fill(hidden, IGNORED)
         return y
 
-    def _tell_hidden(self, y: Tensor, hidden: Tensor) -> None:
-        """Warn, once, of labels that would count if the mask did not hide them."""
-        if self._hidden_are_told or not (y[hidden] != IGNORED).any():
+    def _warn_of_hidden(self, y: Tensor, hidden: Tensor) -> None:
+        """Warn once of labels that would count if the mask did not hide them."""
+        if self._has_warned or not (y[hidden] != IGNORED).any():
             return
-        self._hidden_are_told = True
+        self._has_warned = True
         mark = IGNORED if self.options.ignore_index is None else self.options.ignore_index
         warnings.warn(
             f"Labels at positions that '{self.options.dict_key_mask}' hides do not count. Mark "
@@ -150,19 +162,19 @@ class Targets:
         )
 
     def _shifts_inside(self, model: nn.Module, x: Any, y: Tensor) -> bool | None:
-        """Whether the model shifts labels in the loss that it computes of them.
+        """Whether the model shifts labels in the loss that it computes from them.
 
-        False if it has none; None if that cannot be told from this batch.
+        False if it computes no loss; None if this batch does not show it.
 
         Raises:
-            ValueError: another loss, or one that fails.
+            ValueError: the model's loss differs from ours, or its computation fails.
         """
         if not takes_labels(model, x):
             return False
         are_labels = self._likelihood == "classification"
         counted = y != IGNORED if are_labels else torch.ones_like(y, dtype=torch.bool)
         if counted.dim() > 1 and counted.shape[-1] > 1:
-            counted[..., 0] = False  # what no output predicts, if labels are shifted
+            counted[..., 0] = False  # with shifted labels no output predicts the first one
         device = next(model.parameters()).device
         x = detached(x, device)
         if splits_by_example(x, y):
@@ -174,7 +186,8 @@ class Targets:
         y = y.to(device)
         with torch.no_grad(), forked_random_numbers(model):
             try:
-                # Without labels first: the model's own loss must not see any that are out of range.
+                # Without labels first, to check these: on a GPU, a label out of range inside the
+                # model's own loss would end the process.
                 check_targets(call_with(model, {}, x), y, self._likelihood, may_ignore=True)
             except Exception as error:
                 if is_out_of_memory(error):
@@ -186,10 +199,9 @@ class Targets:
                 if is_out_of_memory(error):
                     raise
                 raise ValueError(
-                    f"{type(model).__name__} takes labels, but fails to compute a loss of them "
-                    f"({type(error).__name__}: {error}), so that it cannot be told how they stand "
-                    "for its outputs. Say so: pass shift_labels=False if the output at a position "
-                    "predicts its own label, True if the next one."
+                    f"{type(model).__name__} takes labels, but fails to compute a loss from them "
+                    f"({type(error).__name__}: {error}). So it is not known which label belongs to "
+                    f"which output. Say so: {WHICH_LABEL}."
                 ) from error
         if own is None:
             return False
@@ -212,28 +224,25 @@ class Targets:
             / max(num_counted_terms(f, labels, self._likelihood), 1)
             for labels in ways.values()
         ]
-        its = f"{type(model).__name__} computes a loss of labels itself, {float(loss):.6g} for the "
-        its += "first examples"
-        ours = f"ours is {means[0]:.6g} a term"
+        its = f"{type(model).__name__} computes a loss from labels itself, {float(loss):.6g} for "
+        its += "the first examples"
+        ours = f"ours is {means[0]:.6g} per term"
         if len(means) > 1:
             ours += f", or {means[1]:.6g} with labels shifted by one position"
         if fitting:
             raise ValueError(
-                f"{its}, which does not tell whether it shifts them: {ours}. Say so: pass "
-                "shift_labels=True if the output at a position predicts the next label, False if "
-                "its own."
+                f"{its}, which does not show whether it shifts them: {ours}. Say so: {WHICH_LABEL}."
             )
         raise ValueError(
             f"{its}, which is another loss: {ours}. Likely causes: label smoothing, class weights, "
-            "a further term. Switch these off, or take ours all the same: pass shift_labels=False "
-            "if the output at a position predicts its own label, True if the next one."
+            f"a further term. Switch these off, or use our loss nevertheless: {WHICH_LABEL}."
         )
 
 
 def _is_our_loss(loss: Tensor, f: Tensor, y: Tensor, likelihood: Likelihood) -> bool:
-    """Whether a model's loss is ours: a sum, or the mean over examples, loss terms or outputs.
+    """Whether a model's loss equals ours, as a sum or a mean over examples, loss terms or outputs.
 
-    That of regression may be the squared error itself, without our ½.
+    For regression it may also be the squared error, without our factor ½.
     """
     f = at_least_float32(f)
     ours = loss_sum(f, y, likelihood).double()
@@ -241,7 +250,7 @@ def _is_our_loss(loss: Tensor, f: Tensor, y: Tensor, likelihood: Likelihood) -> 
     if likelihood != "classification":
         sizes.add(f.numel())
     relative = 1e-4 if loss.dtype in (torch.float32, torch.float64) else 0.02
-    # log Σ exp of large outputs is rounded as they are.
+    # The rounding of log Σ exp grows with the outputs.
     rounding = 4 * torch.finfo(torch.float32).eps * float(f.abs().max())
     readings = [
         ours * factor / size

@@ -1,11 +1,11 @@
-"""(F + damping)⁻¹ g: what preconditioning does with a block F = B ⊗ A, and with the norms after it.
+"""(F + damping)⁻¹ g, the preconditioned gradient of a block F = B ⊗ A, and the clipping of norms.
 
-F is the block of the mean loss: A is a mean over its terms, and B one over the batch's loss terms.
-A gradient G has the shape of its parameter, here (d_out, d_in); vec flattens it row by row.
+F is the block of the mean loss: A is a mean over its terms, and B a mean over the batch's loss
+terms. A gradient G has the shape of its parameter, here (d_out, d_in); vec flattens it row by row.
 
 - Damping on the product: (B ⊗ A + λI)⁻¹ vec(G) = vec(Q_B [(Q_Bᵀ G Q_A) / (β_i α_j + λ)] Q_Aᵀ).
-- Damping on the factors: (B + λ_B I)⁻¹ G (A + λ_A I)⁻¹ with λ_A = π√λ, λ_B = √λ/π. It differs from
-  the first by a cross term, λ_B I ⊗ A + λ_A B ⊗ I, that damps the large eigenvalues, too.
+- Damping on the factors: (B + λ_B I)⁻¹ G (A + λ_A I)⁻¹ with λ_A = π√λ, λ_B = √λ/π. Compared with
+  the first, it also adds λ_B I ⊗ A + λ_A B ⊗ I to the block, which damps large eigenvalues, too.
 
 Source: Martens & Grosse 2015 (arXiv:1503.05671), sections 6.2 and 6.3; Eschenhagen et al. 2023
 (arXiv:2311.00636), appendix on the practical choices.
@@ -29,6 +29,7 @@ __all__ = [
     "FactorSolve",
     "clip_factor",
     "damped_inverse",
+    "diverging",
     "empty_inverse",
     "kl_clip_factor",
 ]
@@ -42,12 +43,12 @@ class DampedInverse(Protocol):
         ...
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that it is made of, by name."""
+        """The tensors that define the map, by name."""
         ...
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Self:
-        """The one that `tensors` were of."""
+        """The map that `tensors` defines."""
         ...
 
 
@@ -63,7 +64,7 @@ class FactorInverse:
     def __call__(self, G: Tensor) -> Tensor:
         """The preconditioned gradient."""
         V = _as_matrices(G, self.B, self.A)
-        # 1x1 inverses are a diagonal: its batched product would take a kernel for each entry.
+        # 1×1 inverses form a diagonal; a batched product would take a kernel for each entry.
         V = self.B * V if self.B.shape[-1] == 1 else self.B @ V
         V = V if self.A is None else V @ self.A
         return V.reshape(G.shape).to(G.dtype)
@@ -80,11 +81,11 @@ class FactorInverse:
 
 @dataclass(frozen=True)
 class FactorSolve:
-    """The same map by triangular solves, for a block whose inverse would be used but once.
+    """The map of `FactorInverse` by triangular solves, for an inverse that is used only once.
 
-    To solve for the d_out rows of a gradient takes d_out d_in² multiplications, as the product with
-    the inverse does, but with less speed; the inverse takes d_in³/3 more. At 256×2304 the solve
-    takes 22 ms, the product 19 ms, and the inverse 78 ms (a core of x86-64).
+    Solving for the d_out rows of a gradient takes d_out d_in² multiplications, as many as the
+    product with the inverse, at a lower speed. But computing the inverse takes d_in³/3 more. At
+    256×2304 the solve takes 22 ms, the product 19 ms, and the inverse 78 ms (a core of x86-64).
     """
 
     L_B: Tensor
@@ -123,7 +124,7 @@ class EigenInverse:
         return V.view(G.shape).to(G.dtype)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Eigenvectors and the damped eigenvalues; the factors' own are of no more use."""
+        """The eigenvectors and the damped eigenvalues; those of the factors are not needed."""
         own = {"Q_B": self.eigen.Q_B, "Q_A": self.eigen.Q_A, "spectrum": self.spectrum}
         return {name: tensor for name, tensor in own.items() if isinstance(tensor, Tensor)}
 
@@ -149,22 +150,17 @@ def damped_inverse(
         damping: λ > 0.
         damping_on: see `PreconditionerOptions`.
         balanced: see there.
-        once: whether the map will be used for one gradient only, so that with damping on the
-            factors no inverse is made.
+        once: whether the map will be used for one gradient only. With damping on the factors no
+            inverse is computed then.
 
     Raises:
         FloatingPointError: a factor that is not finite.
     """
     B, A = block.whole_factors("K-FAC as an optimiser")
     for F, name in ((B, f"{block.name}, B"), (A, f"{block.name}, A")):
-        if F is not None and not torch.isfinite(
-            F.sum()
-        ):  # a tenth of the time that each entry's own test takes
-            raise FloatingPointError(
-                f"The curvature factor of '{name}' is not finite: the training diverges. Lower the "
-                "learning rate, raise the damping, warm the learning rate up, or set norm_control "
-                "(kl_clip, gradient_clip)."
-            )
+        # Testing the sum takes a tenth of the time of testing each entry.
+        if F is not None and not torch.isfinite(F.sum()):
+            raise diverging(f"The curvature factor of '{name}'")
     if damping_on == "product":
         eigen = block.decompose()
         spectrum = eigen.spectrum(damping)
@@ -186,7 +182,7 @@ def damped_inverse(
 def empty_inverse(
     block: KroneckerBlock, damping_on: DampingOn, once: bool = False
 ) -> DampedInverse:
-    """What `damped_inverse` makes of a block, with numbers still to be filled in."""
+    """An uninitialised result of `damped_inverse`, to receive another rank's tensors."""
     B, A = (
         None if F is None else torch.empty_like(F)
         for F in block.whole_factors("K-FAC as an optimiser")
@@ -198,8 +194,21 @@ def empty_inverse(
     return FactorSolve(B, A) if once else FactorInverse(B, A)
 
 
+def diverging(what: str, way_out: str = "") -> FloatingPointError:
+    """The error for something that is not finite in a step of training.
+
+    Args:
+        what: its name, at the beginning of a sentence.
+        way_out: a sentence to append, after a space.
+    """
+    return FloatingPointError(
+        f"{what} is not finite: the training diverges. Lower the learning rate, raise the damping, "
+        f"warm the learning rate up, or set norm_control (kl_clip, gradient_clip).{way_out}"
+    )
+
+
 def kl_clip_factor(inner_products: Tensor, learning_rate: float, kl_limit: float) -> Tensor:
-    """min(1, √(κ / (η² Σ⟨p̂, g⟩))), so that a step moves the predictions by at most κ nats or so.
+    """min(1, √(κ / (η² Σ⟨p̂, g⟩))), so that a step changes the predictions by about κ nats at most.
 
     Source: Ba, Grosse & Martens 2017, section 5.
 
@@ -213,7 +222,7 @@ def kl_clip_factor(inner_products: Tensor, learning_rate: float, kl_limit: float
 
 
 def clip_factor(gradients: Iterable[Tensor], largest: float) -> Tensor:
-    """What gradients are multiplied by, so that their norm is at most ``largest``."""
+    """min(1, largest / ‖g‖), the factor that limits the norm of all gradients together."""
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients))))
     return (largest / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp(max=1.0)
 
@@ -221,7 +230,7 @@ def clip_factor(gradients: Iterable[Tensor], largest: float) -> Tensor:
 def _balance(B: Tensor, A: Tensor) -> Tensor:
     """π = √((tr A/d_in) / (tr B/d_out)), (G, 1, 1) for groups; 1 where a factor is zero.
 
-    Groups that share an A share their damping, too: π is then of their mean.
+    Groups that share one A also share its damping, so that π uses the mean of tr B over groups.
     """
     of_A, of_B = (F.diagonal(dim1=-2, dim2=-1).mean(-1) for F in (A, B))
     if of_B.dim() > of_A.dim():
@@ -254,8 +263,9 @@ def _root(F: Tensor, damping: Tensor | float, name: str) -> Tensor:
     L, failed = torch.linalg.cholesky_ex(damped)
     if not failed.any():
         return L
-    # Rounding made an eigenvalue of F more negative than the damping is large: clip it.
-    # With QR of √Λ Qᵀ = Q' R, Rᵀ R = Q Λ Qᵀ, and no rounding can make it fail.
+    # Rounding made an eigenvalue of F more negative than the damping is large. Clip the eigenvalues
+    # Λ of F, and take R of the QR decomposition of √(Λ + damping) Qᵀ: Rᵀ R = Q (Λ + damping) Qᵀ,
+    # and a QR decomposition cannot fail by rounding.
     values, Q, _ = eigh(F, name)
     root = (values + of_diagonal).sqrt()[..., None] * Q.mT
     return torch.linalg.qr(root, mode="r").R.mT.contiguous()

@@ -1,4 +1,4 @@
-"""`KFAC`: the preconditioner and the step behind it as one optimiser."""
+"""`KFAC`: the preconditioner and the optimiser that takes the step, as one optimiser."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Unpack
@@ -104,7 +104,7 @@ class KFAC(Optimizer):
             process_group=process_group,
             **keywords,
         )
-        """What goes before it."""
+        """The preconditioner, which replaces the gradients before the step."""
         super().__init__(self.base.param_groups, self.base.defaults)
         self._share()
 
@@ -123,14 +123,14 @@ class KFAC(Optimizer):
         return loss
 
     def _rate(self) -> float:
-        """The learning rate of which the KL clip is: of the present, or the schedule's highest."""
+        """The learning rate for the KL clip: the present one, or the schedule's highest."""
         names = ["lr"]
         if self.preconditioner.options.norm_control == "peak_kl_clip":
             names += ["initial_lr", "max_lr"]  # as torch's schedulers write them
         known = [
             float(group[name]) for group in self.param_groups for name in names if name in group
         ]
-        # Who sets the rate by hand has given its highest value to the constructor.
+        # If the rate is set by hand and not by a scheduler, the constructor's is the highest known.
         return max(known + [float(self.base.defaults["lr"])] * (len(names) > 1))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -145,7 +145,7 @@ class KFAC(Optimizer):
         return {**self.base.state_dict(), "preconditioner": self.preconditioner.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Restore the state that `state_dict` returned."""
         state = dict(state_dict)
         self.preconditioner.load_state_dict(state.pop("preconditioner"))
         self.base.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""The options of preconditioning, and the one place that checks them."""
+"""The options of preconditioning, and their checks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,39 +26,43 @@ Interval = int | Callable[[int], int]
 class PreconditionerOptions:
     """How factors become a preconditioner; `CurvatureOptions` says how factors are made.
 
-    Learning rate and damping have to be tuned together. What the defaults are worth, beside tuned
-    SGD and AdamW, is in `experiments/optimizer_defaults.py`; without the moving average the loss
-    jumps late in training (`experiments/optimizer_comparison.py`).
+    Learning rate and damping must be tuned together. `experiments/optimizer_defaults.py` compares
+    the defaults with tuned SGD and AdamW. Without the moving average the loss jumps late in
+    training (`experiments/optimizer_comparison.py`).
 
     Args:
         damping: λ > 0, added to the curvature of the mean loss. Tune it first.
-        damping_on: "factors" adds √λ to B and to A and inverts both (Cholesky, about twenty times
-            cheaper than eigenvectors). "product" adds λ to B ⊗ A itself, which is exact: as a
-            prior of precision N·λ would.
+        damping_on: "factors" adds √λ to B and to A and inverts both (by Cholesky, about twenty
+            times cheaper than eigenvectors). "product" adds λ to B ⊗ A itself, exactly as a prior
+            of precision N·λ would.
         balanced: for "factors", whether B and A get √λ/π and π√λ with π² = (tr A/d_in)/(tr B/d_out)
             (Martens & Grosse 2015, section 6.3), so that both are damped alike; π = 1 otherwise.
-        factor_every: steps from one new pair of factors to the next. A function of the step makes
-            it a schedule.
-        update_every: steps from one new preconditioner to the next, out of the latest factors.
+        factor_every: number of steps between new factors. A function of the step makes a schedule.
+        update_every: number of steps between new preconditioners, from the latest factors.
         ema_decay: ρ of the factors' moving average F ← ρF + (1 − ρ)F_batch, corrected for its
-            start; 0 takes the latest factors alone, as the paper's experiments do.
-        norm_control: "none", as in the paper; "kl_clip" scales all preconditioned gradients p̂ by
-            min(1, √(κ / (η² Σ⟨p̂, g⟩))), κ = ``norm_limit`` and η the present learning rate (Ba et
-            al. 2017); "peak_kl_clip" does so with the highest learning rate of the schedule. While
-            the first one clips, steps are as long at each learning rate, so that a schedule does
-            nothing; and as momentum keeps what small rates let pass, a warm-up makes steps longer
-            than the limit. The second one limits the gradients alike at all times: it ends at lower
-            losses of training, and is worse with noisy batches at a constant rate.
-            "gradient_clip" scales all gradients to a norm of ``norm_limit`` at most; "graft" gives
-            each preconditioned gradient the norm that its gradient had, so that the base
-            optimiser's learning rate can stay.
-        norm_limit: see there; None is 0.01 nats for "peak_kl_clip", and 0.001 for the others.
-            Regression is taken to have noise 1, so that κ is in squared units of the targets.
-        inverse_owners: which of several ranks keep the inverse of a block. Each is made by one of
-            them. "all": it is sent to the others when it is new, and steps in between need no
+            start; 0 takes only the latest factors, as the paper's experiments do.
+        norm_control: how the length of steps is limited.
+
+            - "none": not at all, as in the paper.
+            - "kl_clip": scale all preconditioned gradients p̂ by min(1, √(κ / (η² Σ⟨p̂, g⟩))), with
+              κ = ``norm_limit`` and η the present learning rate (Ba et al. 2017). While this clips,
+              steps have the same length at every learning rate, so that a schedule has no effect.
+              Momentum keeps gradients that were clipped less at a small rate, so that steps after a
+              warm-up can exceed the limit.
+            - "peak_kl_clip": the same with the highest learning rate of the schedule, which limits
+              gradients alike at all times. It reaches lower training losses, but is worse with
+              noisy batches at a constant rate.
+            - "gradient_clip": scale all gradients together to a norm of at most ``norm_limit``.
+            - "graft": give each preconditioned gradient the norm of its gradient, so that the base
+              optimiser's learning rate can stay.
+        norm_limit: see ``norm_control``; None is 0.01 nats for "peak_kl_clip", and 0.001 for the
+            others. Regression is taken to have noise 1, so that κ is in squared units of the
+            targets.
+        inverse_owners: which of several ranks keep the inverse of a block, which one of them
+            computes. "all": it is sent to the others when it is new, and steps in between need no
             communication; the ranks' steps are equal up to the rounding of one product. "one": it
-            stays where it was made, and preconditioned gradients are sent in every step, equal to
-            the bit; a rank then holds an n-th of the inverses (Pauloski et al. 2021,
+            stays where it was computed, and preconditioned gradients are sent in every step, equal
+            to the bit; each of n ranks then holds an n-th of the inverses (Pauloski et al. 2021,
             arXiv:2107.01739).
 
     Raises:
@@ -88,17 +92,17 @@ class PreconditionerOptions:
 
     @property
     def limit(self) -> float:
-        """``norm_limit``, or what it is if not given."""
+        """``norm_limit``, or its default for this ``norm_control``."""
         if self.norm_limit is not None:
             return self.norm_limit
         return 1e-2 if self.norm_control == "peak_kl_clip" else 1e-3
 
 
 def interval_at(interval: Interval, step: int, name: str) -> int:
-    """The number of steps that an interval is at a step.
+    """The interval in steps, at a step.
 
     Raises:
-        ValueError: it is not an integer of at least 1.
+        ValueError: an interval that is not an integer of at least 1.
     """
     value = interval(step) if callable(interval) else interval
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -24,6 +24,7 @@ from kfac_backend.optimizer.damped_inverse import (
     FactorSolve,
     clip_factor,
     damped_inverse,
+    diverging,
     empty_inverse,
     kl_clip_factor,
 )
@@ -57,26 +58,25 @@ class KfacPreconditioner:
         optimizer.zero_grad()
     ```
 
-    The loss is taken to be a mean of −log p(y|f) (``mean_over``), with any further terms. Another
-    constant in front of it changes what λ means, and nothing else.
-    With gradient accumulation call `step` after the last backward pass: the curvature is of all
-    batches since the last step.
+    The loss is taken to be a mean of −log p(y|f) (``mean_over``), plus any further terms. Another
+    constant factor of the loss changes only the meaning of λ. With gradient accumulation call
+    `step` after the last backward pass: the curvature is that of all batches since the last step.
 
-    In a step with new factors (``factor_every``) the first batch of all is proved on as in
-    `kronecker_factors`, the training's own forward pass shows the layers' inputs, and before the
-    training's backward pass the vectors of the curvature go back through the same graph: one for
-    fisher="mc" with one sample, which is the default here. fisher="empirical" takes the training's
-    own gradients and costs no backward pass; it is no approximation of the Hessian, and it takes an
-    example's loss terms together.
+    In a step with new factors (``factor_every``) the training's own forward pass shows the layers'
+    inputs. Before the training's backward pass the vectors of the curvature go back through the
+    same graph: a single one for fisher="mc" with one sample, the default here. The first batch is
+    proved on as in `kronecker_factors`. fisher="empirical" takes the training's own gradients and
+    costs no backward pass; it does not approximate the Hessian, and it mixes an example's loss
+    terms.
 
-    Checkpoints (`torch.utils.checkpoint`, not reentrant, in train mode alone) change no number, and
-    neither does `torch.compile` of the model that is given here, or of its parts: where factors are
-    new it runs as Python.
+    Checkpoints (`torch.utils.checkpoint`, not reentrant, in train mode only) change no number, and
+    neither does `torch.compile` of the model that is given here, or of its parts: steps with new
+    factors run as Python.
 
     With a `torch.amp.GradScaler` the gradients may stay scaled, unless ``norm_control`` clips: then
-    call ``scaler.unscale_(optimizer)`` before. Factors of fisher="empirical" would be of the scaled
-    loss; take "mc" with a scaler. In all cases pass error_if_nonfinite=False, as the scaler skips
-    such steps itself.
+    call ``scaler.unscale_(optimizer)`` before. Use fisher="mc" with a scaler, since factors of
+    "empirical" would be those of the scaled loss. In all cases pass error_if_nonfinite=False, as
+    the scaler itself skips steps with such gradients.
 
     Source: Eschenhagen et al. 2023 (arXiv:2311.00636), section 4 and the appendix on optimisation;
     Martens & Grosse 2015 (arXiv:1503.05671).
@@ -86,19 +86,19 @@ class KfacPreconditioner:
             Parameters without a rule keep their plain gradients, and one warning names them.
         likelihood: "classification", "regression" or "bernoulli", as of `kronecker_factors`.
         options: how factors become a preconditioner; damping first.
-        curvature: how factors are made; fisher="mc" by default. Labels that do not count are seen
-            by their gradients, which are zero, where an example has several loss terms or
-            the options name such a label.
+        curvature: how factors are made; fisher="mc" by default. If examples have several loss terms
+            or the options name a label that does not count, terms with gradient zero are taken
+            for such.
         exclude: names of parameters, or patterns of them, that keep their plain gradients.
         mean_over: "terms", as torch's losses are, or "examples", whose several terms are summed.
-        seed: of the labels that fisher="mc" draws; the same on all ranks, each of which makes
-            labels of its own from it.
+        seed: the seed of the labels that fisher="mc" draws. It must be the same on all ranks, each
+            of which draws its own labels from it.
         error_if_nonfinite: whether gradients with NaN or infinity are an error.
-        process_group: the ranks of `torch.distributed` that each have a part of a step's data, and
-            average their gradients, as `DistributedDataParallel` does. All call `step`, and get the
-            same. Labels drawn aside, that is what one process gets with the data of all; fisher=
-            "empirical" needs the average of the ranks' losses to be the mean over all terms. Pass
-            the model itself here, not its wrapper.
+        process_group: the ranks of `torch.distributed` that each have a part of a step's data and
+            average their gradients, as `DistributedDataParallel` does. All must call `step`, and
+            get the same result. Except for the labels that are drawn, it equals that of one process
+            with all the data; for fisher="empirical" the average of the ranks' losses must then be
+            the mean over all terms. Pass the model itself, not its wrapper.
         keywords: single options of the curvature, in place of those of ``curvature``.
 
     Raises:
@@ -150,23 +150,25 @@ class KfacPreconditioner:
         self._step = 0
         self._damping: float | dict[str, float] = options.damping
         self._blocks: dict[str, KroneckerBlock] = {}
-        self._weight = 0.0  # of all batches in the moving average: 1 − ρᵏ after k of them
+        # The sum of the weights in the moving average, 1 − ρᵏ after k batches. Dividing by it
+        # corrects for the start at zero.
+        self._weight = 0.0
         self._inverses: dict[str, DampedInverse] = {}
-        self._owners: dict[str, int] = {}  # which rank makes each inverse
-        self._once = False  # whether the inverses serve one step alone
+        self._owners: dict[str, int] = {}  # the rank that computes each inverse
+        self._once = False  # whether the inverses are used in one step only
 
     @property
     def ranks(self) -> Ranks:
-        """Those that have a part of each step's data."""
+        """The ranks that have a part of each step's data."""
         return self._pass.ranks
 
     @property
     def damping(self) -> float | Mapping[str, float]:
-        """λ, one for all or one for each of `names`; a new one holds from the next update on.
+        """λ, one for all or one for each of `names`; a new value holds from the next update on.
 
         With ``damping_on="product"`` a prior of precision δ adds λ = T δ/N to the curvature of the
-        mean loss. With the loss's gradient complete, prior and all, a step is then one of natural
-        gradient on the posterior, and there is nothing to tune.
+        mean loss. If the loss includes the prior, a step is then a natural gradient step on the
+        posterior, and λ need not be tuned.
         """
         return self._damping
 
@@ -199,8 +201,8 @@ class KfacPreconditioner:
     def factors(self, num_data: int, loss: float) -> KroneckerFactors:
         """The moving averages as the curvature of a data set: A, and N times the mean B.
 
-        They are those of `kronecker_factors` where the parameters have stood still, and batches
-        were alike; else of parameters that the training has passed through, in train mode.
+        They equal those of `kronecker_factors` only if the parameters did not change. During
+        training they average over the parameters of past steps, with the model in train mode.
 
         Args:
             num_data: N, the examples of the data set.
@@ -231,6 +233,7 @@ class KfacPreconditioner:
             if options.norm_control == "peak_kl_clip":
                 which = "the highest learning rate of the schedule: step(lr=...)"
             raise ValueError(f"norm_control={options.norm_control!r} needs {which}.")
+        # Factors first, since inverses that are due in the same step are made from them.
         if self._pass.is_due:
             self._average(self._pass.mean_blocks())
         if self._every(options.update_every, "update_every"):
@@ -240,11 +243,11 @@ class KfacPreconditioner:
         self._step += 1
         self._pass.is_due = self._every(options.factor_every, "factor_every")
         if self._pass.is_due and not options.ema_decay:
-            self._blocks = {}  # not to hold them beside the new ones
+            self._blocks = {}  # without a moving average the next factors replace them
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A context whose forward passes are no part of the training."""
+        """A context whose forward passes do not belong to the training."""
         was, self._pass.is_due = self._pass.is_due, False
         try:
             yield
@@ -252,14 +255,14 @@ class KfacPreconditioner:
             self._pass.is_due = was
 
     def detach(self) -> None:
-        """Take all hooks off the model; `step` is of no use from then on."""
+        """Take all hooks off the model; `step` cannot be used from then on."""
         self._pass.detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a run needs to go on to the bit: tensors, numbers and strings, nothing else.
+        """All that a run needs to go on to the bit: tensors, numbers and strings only.
 
-        Between steps, not between the backward passes of one. The same on all ranks, and for any
-        number of them; with ``inverse_owners="one"`` all must call it.
+        Call it between steps, not between the backward passes of one. It is the same on all ranks,
+        and for any number of ranks. With ``inverse_owners="one"`` all ranks must call it.
         """
         return {
             "version": FORMAT_VERSION,
@@ -287,7 +290,8 @@ class KfacPreconditioner:
             )
         inverses: Mapping[str, Mapping[str, Tensor]] = state["inverses"]
         for kind in ("blocks", "inverses"):
-            # Not the other way round: the first batch may show that some have no block.
+            # A parameter may be missing from the state: the first batch may show that it has no
+            # block.
             others = set(state[kind]) - set(self.names)
             if others:
                 raise _another_model(others)
@@ -324,7 +328,7 @@ class KfacPreconditioner:
         return self._step % interval_at(interval, self._step, name) == 0
 
     def _share_out(self) -> None:
-        """Say which rank makes which inverse."""
+        """Decide which rank computes which inverse."""
         blocks = self._blocks.values()
         owners = self.ranks.owners([block.cost for block in blocks])
         self._owners = dict(zip(self._blocks, owners, strict=True))
@@ -334,7 +338,7 @@ class KfacPreconditioner:
         return self.options.inverse_owners == "all" or self._owners[name] == self.ranks.rank
 
     def _new_inverses(self) -> dict[str, DampedInverse]:
-        """Parameter name -> the damped inverse of its block, of those that this rank keeps."""
+        """Parameter name -> the damped inverse of its block, for blocks that this rank keeps."""
         self._share_out()
         self._once = interval_at(self.options.update_every, self._step, "update_every") == 1
         own = {n: b for n, b in self._blocks.items() if self._owners[n] == self.ranks.rank}
@@ -345,7 +349,7 @@ class KfacPreconditioner:
         return self._sent(inverses) if self.options.inverse_owners == "all" else inverses
 
     def _inverses_of(self, blocks: Mapping[str, KroneckerBlock]) -> dict[str, DampedInverse]:
-        """The damped inverses of these blocks; on a CPU several at once."""
+        """The damped inverses of these blocks, computed on several CPU cores at once."""
         options, damping = self.options, self._damping
 
         def invert(block: KroneckerBlock) -> DampedInverse:
@@ -355,7 +359,7 @@ class KfacPreconditioner:
         with torch.no_grad():
             if self._generator.device.type != "cpu":
                 return {name: invert(block) for name, block in blocks.items()}
-            # The largest first, so that no core is left with it at the end.
+            # The largest first: as the last one it would leave the other cores idle.
             largest = sorted(blocks.values(), key=lambda block: -_size(block))
             inverses = map_on_cores(invert, largest)
         by_name = {block.name: inverse for block, inverse in zip(largest, inverses, strict=True)}
@@ -368,7 +372,7 @@ class KfacPreconditioner:
         return self._sent(self._inverses)
 
     def _sent(self, own: Mapping[str, DampedInverse]) -> dict[str, DampedInverse]:
-        """The inverses of all blocks, from the ranks that have made them to all."""
+        """The inverses of all blocks, each sent to all ranks by the one that computed it."""
         on, once = self.options.damping_on, self._once
         inverses = {
             name: own[name] if name in own else empty_inverse(block, on, once)
@@ -384,7 +388,7 @@ class KfacPreconditioner:
         return inverses
 
     def _average(self, new: dict[str, KroneckerBlock]) -> None:
-        """F ← ρF + (1 − ρ)F_batch, divided by the weights so far, of B and of A; in place."""
+        """F ← ρF + (1 − ρ)F_batch for B and A, divided by the sum of the weights; in place."""
         rho = self.options.ema_decay
         self._weight = rho * self._weight + 1 - rho
         if not rho or not self._blocks:
@@ -392,6 +396,8 @@ class KfacPreconditioner:
             return
         if set(new) != set(self._blocks):
             raise _another_model(set(new) ^ set(self._blocks))
+        # The stored average is divided by the sum of weights already. With this share of the new
+        # factors it stays so.
         share = (1 - rho) / self._weight
         for name, block in self._blocks.items():
             what = "A moving average"
@@ -399,7 +405,7 @@ class KfacPreconditioner:
             for F, of_batch in pairs:
                 if F is not None and of_batch is not None:
                     F.lerp_(of_batch, share)
-            del new[name]  # the memory of one parameter's factors at a time
+            del new[name]  # frees the batch's factors one by one
 
     def _precondition(self, lr: float | None) -> None:
         with_gradient = {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
@@ -476,10 +482,8 @@ def _check_finite(gradients: Mapping[str, Tensor]) -> None:
     if torch.stack([torch.isfinite(entry) for entry in largest]).all():
         return
     wrong = next(name for name, g in gradients.items() if not torch.isfinite(g).all())
-    raise FloatingPointError(
-        f"The gradient of '{wrong}' is not finite: the training diverges. Lower the learning rate, "
-        "raise the damping, warm the learning rate up, or set norm_control (kl_clip, "
-        "gradient_clip). With a GradScaler pass error_if_nonfinite=False."
+    raise diverging(
+        f"The gradient of '{wrong}'", " With a GradScaler pass error_if_nonfinite=False."
     )
 
 

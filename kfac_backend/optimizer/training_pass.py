@@ -1,13 +1,20 @@
-"""Factors of a step of training, out of the very forward pass that the step makes.
+"""Factors of a step of training, from the forward pass that the step itself makes.
 
-Hooks at the model see when a forward pass begins and ends. In a step that is due, the layers show
-their inputs meanwhile. When the training's backward pass reaches the model's output, the vectors of
-the curvature are propagated back first, through the same graph, to outputs of layers only: weights'
-gradients are left out. With fisher="empirical" the training's own backward pass shows what is
-needed, and there is no other.
+Life cycle of a `TrainingPass`. It registers two hooks at the model, which stay until
+`TrainingPass.detach`. In a step that needs new factors (``is_due``):
 
-This order, the vectors first, is the only one possible: the training's backward pass frees the
-graph as it goes.
+1. Before the model's forward pass, `_begin` makes the proof if it is missing, and enters a
+   `Capture`, which registers hooks at the layers. Their inputs are added during the forward pass.
+2. After it, `_end` removes the layers' hooks and registers a hook at the model's output.
+3. When the training's backward pass reaches that output, `_reached` propagates the vectors of the
+   curvature back through the same graph, to outputs of layers only. Then the training's own
+   backward pass goes on.
+4. `mean_blocks` sums over ranks, scales the sums, and resets the pass.
+
+The vectors must come first, since the training's backward pass frees the graph as it goes. With
+fisher="empirical" there are no vectors: the training's own backward pass shows the gradients.
+Between steps 1 and 3, `_Forward` holds what belongs to one forward pass. With gradient accumulation
+steps 1 to 3 repeat before step 4.
 """
 
 import inspect
@@ -29,7 +36,7 @@ from kfac_backend.distributed import ProcessGroupOption
 from kfac_backend.factors import CurvaturePass
 from kfac_backend.layers import Use
 from kfac_backend.loss.hessian import IGNORED, check_targets, num_counted_terms
-from kfac_backend.model.batches import detached, examples
+from kfac_backend.model.batches import detached
 from kfac_backend.model.calls import (
     check_output,
     explicit_forwards,
@@ -47,6 +54,7 @@ from kfac_backend.model.rule_assignment import (
     assign_rules,
 )
 from kfac_backend.model.targets import counting, mask_of
+from kfac_backend.optimizer.damped_inverse import diverging
 from kfac_backend.options import CurvatureOptions, Likelihood, automatic_mode
 from kfac_backend.precision import backward_arithmetic, full_float32
 from kfac_backend.threads import turn_of
@@ -54,14 +62,14 @@ from kfac_backend.threads import turn_of
 __all__ = ["MeanOver", "TrainingPass"]
 
 MeanOver = Literal["terms", "examples"]
-"""What a loss is a mean over: its terms, or examples, each with the sum of its terms."""
+"""What a loss is a mean over: its terms, or examples, whose terms are summed."""
 
 
 class TrainingPass(CurvaturePass):
     """Sums over the forward passes of a step, one or, with gradient accumulation, several.
 
-    Parameters without a rule, and those whose uses no hook sees, are left out: they train all the
-    same. Layers whose rows cannot be told apart are an error.
+    Parameters without a rule, and those whose uses no hook sees, are left out; they train with
+    their plain gradients. A layer whose rows belong to unknown examples is an error.
 
     Args:
         model: the model that is trained. BatchNorm may be in train mode; its batch statistics then
@@ -106,11 +114,11 @@ class TrainingPass(CurvaturePass):
         super().__init__(
             model, likelihood, options, generator=generator, process_group=process_group
         )
-        # torch.compile would swallow an error of the hook itself, which it runs for a trial.
+        # torch.compile traces the hook, and would swallow an error that it raises itself.
         self._refuse_compiled: Any = torch.compiler.disable(_refuse_compiled)
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(_ModelHook(self._begin), with_kwargs=True),
-            # Also called after an error in the forward pass, lest hooks remain.
+            # Called after an error in the forward pass, too, so that no layer keeps its hooks.
             model.register_forward_hook(_ModelHook(self._end), always_call=True),
         ]
 
@@ -134,9 +142,9 @@ class TrainingPass(CurvaturePass):
         return self._assignment.names
 
     def mean_blocks(self) -> dict[str, KroneckerBlock]:
-        """Parameter name -> block of the mean loss: B is divided by what that is a mean over.
+        """Parameter name -> block of the mean loss: B divided by the number of terms or examples.
 
-        The pass starts anew.
+        The pass is reset.
 
         Raises:
             RuntimeError: no forward pass with a backward pass was seen.
@@ -154,33 +162,36 @@ class TrainingPass(CurvaturePass):
             raise RuntimeError("No rank has seen a backward pass since the last step.")
         number = max(sums.num_loss_terms if self._mean_over == "terms" else sums.num_data, 1)
         self.seen = sums.num_data, sums.num_loss_terms, sums.num_outputs
-        # The training's own gradients are those of a mean already: T · Σ (b/T)(b/T)ᵀ. Ranks' losses
-        # are averaged: theirs are gradients of that mean times the number of ranks.
+        # The training's own gradients are those of a mean over T terms, b/T, so that the mean of
+        # b bᵀ is T Σ (b/T)(b/T)ᵀ. With several ranks each one's loss is a mean over its own terms,
+        # and its gradients are too large by the number of ranks, for the mean over all.
         scale = 1.0 / number
         if self._options.fisher == "empirical":
             scale = number / self.ranks.size**2
         blocks = assemble_blocks(sums.blocks)
-        # Without data of its own, this rank may not know yet that some have none.
+        # A rank without data has made no proof, and may not know which parameters have no block.
         names = self.names if self._num_data else [name for name in self.names if name in blocks]
         self.reset()
-        # Not in place, since a weight and its bias may have one B.
+        # Not in place, since a weight and its bias may share one B.
         return {name: replace(blocks[name], B=blocks[name].B * scale) for name in names}
 
     def of_data(
         self, blocks: Mapping[str, KroneckerBlock], num_data: int, loss: float
     ) -> KroneckerFactors:
-        """Blocks of the mean loss as factors of N examples, each with as many terms as the last.
+        """Blocks of the mean loss, scaled to the factors of N examples.
+
+        Each example counts as many loss terms as the examples of the last step had on average.
 
         Args:
-            blocks: as of `mean_blocks`.
+            blocks: blocks as `mean_blocks` returns them.
             num_data: N.
-            loss: Σ ℓ (nats) over them.
+            loss: Σ ℓ (nats) over the N examples.
         """
         examples, terms, outputs = self.seen
         num_loss_terms = num_data * terms / examples
         number = num_loss_terms if self._mean_over == "terms" else num_data
         return KroneckerFactors(
-            # Without a number of terms, so that nobody adds up what are no sums.
+            # Without a number of terms, so that they cannot be added to others: they are no sums.
             {n: KroneckerBlock(n, number * block.B, block.A) for n, block in blocks.items()},
             num_data=num_data,
             num_outputs=outputs,
@@ -206,9 +217,9 @@ class TrainingPass(CurvaturePass):
         return _only_with_hooks(assignment, assignment.unknown)
 
     def _begin(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Before a forward pass of the model: let its layers show what they see."""
+        """Called before each forward pass of the model: prepare to see it, if factors are due."""
         if self._now is not None and not self._now.is_over:
-            self.reset()  # Ctrl-C came in it, for which torch calls no hook
+            self.reset()  # Ctrl-C ended the last one, after which torch calls no hook
         if not self.is_due or not torch.is_grad_enabled() or not self._is_itself():
             return
         self._finish()
@@ -221,7 +232,13 @@ class TrainingPass(CurvaturePass):
             self._show(_input(self._model, args, kwargs), stack)
 
     def _show(self, x: Any, stack: ExitStack) -> None:
-        """Let the layers show what they see of x, until the stack, of which this one is, ends."""
+        """Prove the model on x, and enter the contexts that the forward pass runs in.
+
+        Args:
+            x: the model's input.
+            stack: it closes what was entered if anything fails here; otherwise the contexts move to
+                the `_Forward`, which closes them after the forward pass.
+        """
         self._prove(x)
         forward = _Forward(
             Capture(
@@ -245,15 +262,14 @@ class TrainingPass(CurvaturePass):
             (name,) = tracked.parameters.values()
             stack.enter_context(_lent(tracked.layer, copies[name]))
         forward.context = stack.pop_all()
-        # Last of all: where the model is a layer itself, its own hook comes before.
-        hooks: Any = (
-            self._model._forward_hooks
-        )  # an OrderedDict; another handle would be another id
+        # `_end` must run after the layers' hooks. Where the model is itself a layer, that hook was
+        # registered later. Moving `_end` keeps its handle, where registering it anew would not.
+        hooks: Any = self._model._forward_hooks  # an OrderedDict
         hooks.move_to_end(self._handles[-1].id)
         self._now = forward
 
     def _end(self, args: tuple, output: Any) -> None:
-        """After it: wait for the training's backward pass at the model's output."""
+        """Called after each forward pass: wait for the training's backward pass at its output."""
         forward = self._now
         if forward is None or forward.is_over:
             return
@@ -271,16 +287,18 @@ class TrainingPass(CurvaturePass):
         self._check_rows(len(f), hides=forward.mask is not None)
         with self._no_autocast(), full_float32():
             self._end_forward()
-        # The output holds itself by this, and with it the graph, until its gradient has come, or
-        # until the pass is not interested any more.
+        # The hook holds ``forward``, and this the output: a cycle that keeps the graph until the
+        # gradient has come, or until `_Forward.forget` breaks it.
         forward.f = f
         f.register_hook(lambda g: self._reached(forward, g))
 
     def _reached(self, forward: "_Forward", g: Tensor) -> None:
-        """The training's backward pass has come to the model's output, with its gradient g."""
+        """The training's backward pass has reached the model's output, with the gradient g."""
         empirical = self._options.fisher == "empirical"
+        # The curvature's own vectors begin at this output and call this hook, too, as does the
+        # backward pass of a second loss.
         if forward.is_seen and not empirical:
-            return  # a vector of the curvature begins here, too; or a second loss
+            return
         f, forward.f = forward.f, None
         if f is None or self._now is not forward:
             raise RuntimeError(
@@ -288,13 +306,9 @@ class TrainingPass(CurvaturePass):
                 "latest. The curvature needs one backward pass after each forward pass: put the "
                 "examples into one batch, add the losses up, or run the others with paused()."
             )
-        # No label can be drawn from it, and on a GPU the attempt would end the process.
+        # Labels cannot be drawn from NaN, and on a GPU the attempt would end the process.
         if not torch.isfinite(f).all():
-            raise FloatingPointError(
-                "The model's output is not finite: the training diverges. Lower the learning rate, "
-                "raise the damping, warm the learning rate up, or set norm_control (kl_clip, "
-                "gradient_clip)."
-            )
+            raise diverging("The model's output")
         y = self._pseudo_targets(f, g, forward.mask)
         check_targets(f.detach(), y, self._likelihood, may_ignore=True)
         forward.is_seen = True
@@ -313,14 +327,18 @@ class TrainingPass(CurvaturePass):
             if not names:
                 raise  # a fault of the model's own
             raise NotImplementedError(
-                "A checkpoint (torch.utils.checkpoint) ran another way the second time. K-FAC "
-                f"changes how {', '.join(names)} run while it sees them: leave these out of "
+                "A checkpoint (torch.utils.checkpoint) ran differently the second time. K-FAC "
+                f"changes how {', '.join(names)} run during the forward pass: leave these out of "
                 "checkpoints, freeze them (requires_grad_(False)), or exclude their parameters."
             ) from error
         self._finish()
 
     def _finish(self) -> None:
-        """All gradients of the latest forward pass have been seen, if any have."""
+        """Close the latest forward pass, if the backward pass has come to its output.
+
+        With fisher="empirical" the training's backward pass shows its gradients later than
+        `_reached`, so this is called only at the next forward pass or the next step.
+        """
         forward = self._now
         if forward is None or not forward.is_seen:
             return
@@ -332,10 +350,12 @@ class TrainingPass(CurvaturePass):
         self._end_part()
 
     def _drop(self) -> None:
-        """Forget a forward pass that no backward pass has followed, such as one of evaluation.
+        """Forget a forward pass without a backward pass, such as one of evaluation.
+
+        Its inputs are in the sums already, so all sums must be dropped.
 
         Raises:
-            RuntimeError: its inputs are in the sums of others that have had theirs.
+            RuntimeError: the sums also hold other forward passes of this step.
         """
         others = self._num_data
         self.reset()
@@ -354,7 +374,7 @@ class TrainingPass(CurvaturePass):
             super()._add_gradient(tracked, use, b.detach())
 
     def _is_itself(self) -> bool:
-        """Whether the model runs with its own parameters: a Laplace pass, say, lends it others."""
+        """Whether the model runs with its own parameters, and not with those of another pass."""
         return next(self._model.parameters()) is self._probe
 
     def _prove(self, x: Any) -> None:
@@ -374,7 +394,7 @@ class TrainingPass(CurvaturePass):
                     self._prove_mask(x, mask)
         except NotImplementedError as error:
             raise NotImplementedError(
-                f"{error} Or leave its parameters out of the preconditioning (exclude); they then "
+                f"{error} Or leave its parameters out of the preconditioning (exclude): they then "
                 "train with their plain gradients."
             ) from error
         finally:
@@ -384,9 +404,6 @@ class TrainingPass(CurvaturePass):
     def _prove_some(self, x: Any, N: int | None) -> None:
         if self._proof.is_made(N):
             return
-        which = self._proof.some(x, N)
-        if which is not None:
-            x, N = examples(x, which), len(which)
         self._proof.make(x, N)
         assignment = self._assignment
         followed = dict.fromkeys(assignment.operations.names)
@@ -404,17 +421,18 @@ class TrainingPass(CurvaturePass):
             self._kfac_approx = automatic_mode(self._proof.output_dim)
 
     def _prove_mask(self, x: Any, mask: Tensor) -> None:
-        """As `_verify_mask`: what the mask hides has no loss term."""
+        """As `_verify_mask`; positions that the mask hides have no loss term."""
         ignored = ~mask if self._proof.output_dim > 2 else None
         with counting(mask):
             verify_independence(self._model, self._assignment, x, ignored=ignored)
         self._mask_verified = True
 
     def _pseudo_targets(self, f: Tensor, g: Tensor, mask: Tensor | None) -> Tensor:
-        """Targets that say which terms count; their values are of no use without a label.
+        """Targets that only say which terms count, since the training's labels are not known here.
 
-        A term without a gradient has a label that does not count. Where an example has one term,
-        that needs to be said: a network may be so sure of it that nothing is left of its gradient.
+        A term with gradient zero is taken for one whose label does not count. Where each example
+        has one term, that is done only if a mask or ``ignore_index`` says that there are such: the
+        gradient is also zero where the network is so confident that it rounds to that.
         """
         if self._likelihood != "classification":
             return torch.zeros_like(f)
@@ -426,24 +444,21 @@ class TrainingPass(CurvaturePass):
 
 def _refuse_compiled(name: str) -> None:
     raise NotImplementedError(
-        f"The model ({name}) runs in code that torch.compile makes, where no hook sees its layers. "
-        "Hand K-FAC the compiled model itself (torch.compile(model), not model.compile()), or "
+        f"The model ({name}) runs in code that torch.compile made, where no hook sees its layers. "
+        "Give K-FAC the compiled model itself (torch.compile(model), not model.compile()), or "
         "compile the model's parts: steps with new factors then run as Python, all others compiled."
     )
 
 
 def _only_with_hooks(assignment: RuleAssignment, others: Mapping[str, object]) -> RuleAssignment:
-    """The assignment without parameters whose uses only operations would show.
+    """The assignment without parameters that would have to be followed operation by operation.
 
-    A step of training runs as it is; to follow operations it would have to run on other leaves.
+    That needs other leaves in place of the parameters, which a step of training cannot run on.
 
     Raises:
         ValueError: no parameter is left.
     """
-    left = [name for name in assignment.names if name not in others]
-    if not left:
-        raise ValueError("No trainable parameter of the model has a K-FAC rule.")
-    return replace(assignment.without(others), names=left, unknown={}, operations=Operations())
+    return replace(assignment.with_constants(others), unknown={}, operations=Operations())
 
 
 @dataclass(eq=False)
@@ -453,27 +468,29 @@ class _Forward:
     capture: Capture
     mask: Tensor | None
     context: ExitStack = field(default_factory=ExitStack)
+    """The contexts that the forward pass runs in."""
     f: Tensor | None = None
-    """The output, while its gradient is waited for."""
+    """The output, while its gradient has not come."""
     is_over: bool = False
+    """Whether the forward pass has ended."""
     is_seen: bool = False
-    """Whether the backward pass has come to the output."""
+    """Whether the backward pass has reached the output."""
 
     def forget(self) -> None:
-        """Let go of the graph, and of the layers."""
+        """Drop the graph, and take the hooks off the layers."""
         self.context.close()
         self.capture.forget()
         self.f = None
 
 
 class _ModelHook:
-    """A hook at the model, which a copy of the model (deepcopy, pickle) is rid of."""
+    """A hook at the model that does nothing in a copy of the model (deepcopy, pickle)."""
 
     def __init__(self, call: Callable[..., None] | None = None) -> None:
         self._call = call
 
     def __call__(self, model: nn.Module, *seen: Any) -> None:
-        """What forward hooks are called with, but for the model."""
+        """Call the function with the arguments of a forward hook, without the model."""
         if self._call is not None:
             self._call(*seen)
 
@@ -483,7 +500,7 @@ class _ModelHook:
 
 @contextmanager
 def _lent(layer: Any, copies: Tensor) -> Iterator[None]:
-    """A module's own parameter is its copies for a while."""
+    """A context in which the copies take the place of a module's own parameter."""
     parameters, own = layer.holder._parameters, layer.value
     parameters[layer.name] = copies
     try:
@@ -493,7 +510,7 @@ def _lent(layer: Any, copies: Tensor) -> Iterator[None]:
 
 
 def _input(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What a call of the model hands it: one argument, or a mapping of several by their names."""
+    """The input of a call of the model: its one argument, or a mapping of tensors by name."""
     if len(args) == 1 and not kwargs:
         return args[0]
     given = inspect.signature(model.forward).bind(*args, **kwargs).arguments

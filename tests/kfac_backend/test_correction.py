@@ -251,7 +251,7 @@ def test_what_does_not_fit_is_said():
         corrected_factors(factors, model, iter([]))
     with pytest.raises(ValueError, match="saw 7 examples, the factors are of 14"):
         corrected_factors(2 * factors, model, [(x, y)])
-    with pytest.raises(ValueError, match="fisher='exact', the correction.*fisher='empirical'"):
+    with pytest.raises(ValueError, match="fisher='exact', but the correction.*fisher='empirical'"):
         corrected_factors(factors, model, [(x, y)], fisher="empirical")
     with pytest.raises(ValueError, match="it belongs to another model"):
         corrected_factors(factors, nn.Linear(2, 3), [(x, y)])

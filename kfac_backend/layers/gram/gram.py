@@ -1,7 +1,7 @@
-"""What rows are added to: Gram matrices Σ x xᵀ that grow batch by batch, in place.
+"""Gram matrices Σ x xᵀ of rows that are added batch by batch, in place.
 
-A block's factor is dense, a diagonal, one number, or counts of tokens; each has its own `Gram`,
-with the same two methods. Those of convolutions' patches are in `patch_gram`.
+A block's factor is dense, a sketch, a diagonal, one number, or counts of tokens. Each kind has its
+own `Gram` with the same two methods. Those of convolutions' patches are in `patch_gram`.
 """
 
 from abc import ABC, abstractmethod
@@ -27,23 +27,23 @@ __all__ = [
 ]
 
 FEWEST_PRODUCTS = 4
-"""A Gram matrix of d×d waits for d / 4 rows; they take a quarter of its memory."""
+"""A d×d Gram matrix is updated once d / 4 rows have come, which take a quarter of its memory."""
 
 LARGEST_DENSE = 1024
-"""Entries of an elementwise parameter up to which its block is dense; its diagonal beyond."""
+"""Entries of an elementwise parameter up to which its block is dense; above, it is a diagonal."""
 
 FEWEST_COLUMNS = 64
-"""Columns, at least, of the strips in which a CPU makes the upper half of a Gram matrix."""
+"""Smallest number of rows in a strip, see `_strips`."""
 
 LARGEST_SQUARE = 2**19
 """Entries that `DiagonalGram` squares at once."""
 
 MOST_WAITING = 32
-"""Backward vectors whose derivatives wait to be squared together: fewer, larger operations."""
+"""Calls of `ScalarGram.add` whose rows are squared together: fewer, larger operations."""
 
 
 class Gram(ABC):
-    """A Gram matrix in the making, one for each of G groups."""
+    """A Gram matrix that is being summed up, for each of G groups."""
 
     @abstractmethod
     def add(self, rows: Tensor) -> None:
@@ -65,7 +65,8 @@ class DenseGram(Gram):
     def add(self, rows: Float[Tensor, "G M d"]) -> None:
         """Add the rows' Gram matrices, in float32 at least.
 
-        Few rows wait for others: a product of M rows reads and writes d² entries, whatever M is.
+        Few rows wait until there are more: a product reads and writes d² entries for one row as
+        well as for many.
         """
         rows = at_least_float32(rows)
         M, d = rows.shape[1:]
@@ -100,7 +101,7 @@ class DenseGram(Gram):
         if len(rows) > 1:
             self._total.baddbmm_(rows.mT, rows, beta=keep)
             return
-        # What lies below the strips' diagonal blocks is left for `total` to copy.
+        # Each strip begins at its diagonal block; `total` copies what lies below.
         for start, end in _strips(self._total):
             left, right = rows[0, :, start:end], rows[0, :, start:]
             self._total[0, start:end, start:].addmm_(left.mT, right, beta=keep)
@@ -129,7 +130,8 @@ class DiagonalGram(Gram):
 
     def add(self, rows: Float[Tensor, "1 M P"]) -> None:
         """Add the rows' squares."""
-        # Some rows at a time, whose squares stay in a cache: all take another gradient's memory.
+        # Some rows at a time, so that their squares stay in the cache; the squares of all rows
+        # would take as much memory as the gradient.
         for some in at_least_float32(rows[0]).split(max(1, LARGEST_SQUARE // rows.shape[-1])):
             squares = some.square().sum(0)
             self._total = squares if self._total is None else self._total.add_(squares)
@@ -140,14 +142,14 @@ class DiagonalGram(Gram):
 
 
 class ScalarGram(Gram):
-    """Σ_m (Σ_k x_mk)²: the Gram matrix (1, 1, 1) of one number per row, given in k parts."""
+    """Σ_m (Σ_k x_mk)²: the Gram matrix (1, 1, 1) of one number per row, given as k summands."""
 
     def __init__(self) -> None:
         self._total: Tensor | None = None
         self._waiting: list[Tensor] = []
 
     def add(self, rows: Float[Tensor, "1 M k"]) -> None:
-        """Add the squares of the rows' sums, later."""
+        """Add the squares of the rows' sums; the rows wait, since there are many small calls."""
         self._waiting.append(rows[0])
         if len(self._waiting) == MOST_WAITING:
             self._add_waiting()
@@ -183,14 +185,14 @@ class CountGram(Gram):
 
 
 def gram_of_gradients(size: int) -> Gram:
-    """What the gradients of an elementwise parameter with so many entries are added to."""
+    """An empty Gram matrix for the gradients of an elementwise parameter with ``size`` entries."""
     if size == 1:
         return ScalarGram()
     return DenseGram() if size <= LARGEST_DENSE else DiagonalGram()
 
 
 def is_tall(x: Float[Tensor, "M d"]) -> bool:
-    """Whether `tall_product` splits a product of this factor."""
+    """Whether a matrix is so tall and narrow that `tall_product` splits its rows."""
     M, d = x.shape
     return x.device.type == "cpu" and d <= 128 and M >= 32 * d and torch.get_num_threads() > 1
 
@@ -198,8 +200,8 @@ def is_tall(x: Float[Tensor, "M d"]) -> bool:
 def tall_product(left: Float[Tensor, "M c"], right: Float[Tensor, "M d"]) -> Float[Tensor, "c d"]:
     """leftᵀ right, split by rows among a CPU's threads if the factors are tall and narrow.
 
-    A product of few entries is what a BLAS cannot share out well: with two threads 32768×64 rows
-    take 0.80 instead of 1.08 ms, 8192×128 rows 0.69 instead of 0.78 ms.
+    A BLAS divides a product by the entries of its result, of which there are few here. With two
+    threads 32768×64 rows take 0.80 instead of 1.08 ms, 8192×128 rows 0.69 instead of 0.78 ms.
     """
     if not is_tall(left):
         return left.mT @ right
@@ -212,12 +214,12 @@ def tall_product(left: Float[Tensor, "M c"], right: Float[Tensor, "M d"]) -> Flo
 
 
 def mirror_upper_half_(gram: Float[Tensor, "*G d d"]) -> None:
-    """Make matrices symmetric to the bit, in place: the lower half becomes the upper one's mirror.
+    """Make matrices symmetric to the bit, in place: copy the upper half into the lower one.
 
-    A BLAS may round x_iᵀ x_j and x_jᵀ x_i differently (MKL does, on processors of AMD).
+    A BLAS may round x_iᵀ x_j and x_jᵀ x_i differently (MKL does on AMD processors).
     """
     d = gram.shape[-1]
-    # A strip at a time, as a mirrored copy of the whole would take the memory of another factor.
+    # One strip at a time: a mirrored copy of the whole would take the memory of another factor.
     for start in range(0, d, FEWEST_COLUMNS):
         end = min(start + FEWEST_COLUMNS, d)
         corner = gram[..., start:end, start:end]
@@ -226,11 +228,11 @@ def mirror_upper_half_(gram: Float[Tensor, "*G d d"]) -> None:
 
 
 def _strips(gram: Float[Tensor, "G d d"]) -> list[tuple[int, int]]:
-    """(first, last + 1) of the rows of each strip in which a Gram matrix is made.
+    """(first, last + 1) of the rows of each strip of a Gram matrix that is computed by one product.
 
-    A strip begins at the diagonal, so that with n strips (n + 1) / 2n of the products are made:
-    1152 columns of 4096 rows take 45 instead of 69 ms, 384 columns 5.7 instead of 8.1 ms (a core of
-    x86-64). A GPU gains nothing from several smaller products.
+    A strip begins at the diagonal, so that n strips need (n + 1) / 2n of the multiplications. On a
+    core of x86-64, 1152 columns of 4096 rows take 45 instead of 69 ms, 384 columns 5.7 instead of
+    8.1 ms. A GPU gains nothing from several smaller products.
     """
     G, d, _ = gram.shape
     if G > 1 or gram.device.type != "cpu":
@@ -240,6 +242,6 @@ def _strips(gram: Float[Tensor, "G d d"]) -> list[tuple[int, int]]:
 
 
 def _by_length(rows: list[Tensor]) -> list[Tensor]:
-    """Matrices of the same number of columns, stacked."""
+    """The matrices with the same number of columns, concatenated."""
     lengths = dict.fromkeys(matrix.shape[1] for matrix in rows)
     return [torch.cat([m for m in rows if m.shape[1] == length]) for length in lengths]

@@ -1,11 +1,11 @@
-"""Products of lines of images, for every pair of offsets of a kernel along the width.
+"""Gram matrices of an image's lines, for every pair of offsets of a kernel along the width.
 
 For lines p and q the block of the offsets (b, b') is Σ_j p[b + j] q[b' + j]ᵀ over the positions j.
-At stride 1 it is the product of the whole lines, one shifted by the lag b' − b, minus what the
-window leaves out at the border. The whole products at all lags are the lines' correlation. It is
-made lag by lag, or in fewer multiplications from the lines' Fourier transforms, frequency by
-frequency. Both, and the border's, are sums that grow batch by batch: blocks are put together once,
-at the end.
+At stride 1 this depends on the lag b' − b alone, except at the border: it is the product of the
+whole lines, one of them shifted by the lag, minus the pixels that the window leaves out. The
+products at all lags are the lines' correlation. It is computed lag by lag, or, in fewer
+multiplications, frequency by frequency from the lines' Fourier transforms. The correlation and the
+border's part are summed up separately, batch by batch. The blocks are assembled once, at the end.
 """
 
 import math
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 Lines = Float[Tensor, "*rows W C"]
-"""Rows of images, each of what `Window.content` names along the width."""
+"""Lines of images; their pixels are those of `Window.content` along the width."""
 
 
 def unfolded_gram(upper: Tensor, lower: Tensor, x: Window, same: bool) -> Tensor:
@@ -46,9 +46,9 @@ def unfolded_gram(upper: Tensor, lower: Tensor, x: Window, same: bool) -> Tensor
 
     Args:
         upper: lines (L, padded W, C), with their padding.
-        lower: as many lines.
+        lower: the same number of lines.
         x: the axis of the width.
-        same: whether both are the same lines.
+        same: whether ``upper`` and ``lower`` are the same lines.
 
     Returns:
         (k2, C, k2, C).
@@ -63,7 +63,7 @@ class LineCorrelation(ABC):
     """The sum over lines of what `unfolded_gram` returns, at stride 1, without unfolding."""
 
     def __init__(self, x: Window, same: bool) -> None:
-        """Sums without a line.
+        """Empty sums.
 
         Args:
             x: the axis of the width.
@@ -102,14 +102,17 @@ class LineCorrelation(ABC):
 
 
 class CorrelationByLag(LineCorrelation):
-    """One product for each lag, and no copy of a line. Best for few channels or short lines."""
+    """One product for each lag, without copying a line. Best for few channels or short lines."""
 
     def __init__(self, x: Window, same: bool) -> None:
         super().__init__(x, same)
         self._sums: dict[int, Tensor] = {}
 
     def add(self, upper: Lines, lower: Lines) -> None:
-        """Add lines, each with `zeros_behind`: shifted over its end, a pixel meets them."""
+        """Add lines, each with `zeros_behind`, which a pixel meets that is shifted over its end.
+
+        So all lines form a single long one, and each lag takes a single product.
+        """
         left, right = upper.flatten(0, -2), lower.flatten(0, -2)  # (pixels, C)
         for lag in lags(self._x, self._same):
             shift = lag * self._x.dilation
@@ -124,11 +127,11 @@ class CorrelationByLag(LineCorrelation):
 
 
 class Spectra:
-    """Discrete Fourier transforms of lines along the width; n pixels, of which W are not zero.
+    """Discrete Fourier transforms of lines of W pixels, padded with zeros to length n.
 
-    n is at least W and the largest shift together, so that no line meets its own other end. The
-    terms of the frequencies f and n − f are each other's conjugates: n/2 + 1 are enough, the first
-    and the last of them real.
+    n is at least W plus the largest shift, so that the cyclic correlation does not wrap a line
+    around to its own beginning. The terms of the frequencies f and n − f are complex conjugates, so
+    n/2 + 1 frequencies are enough. The first and the last are real.
     """
 
     def __init__(self, lines: Float[Tensor, "H N W C"], x: Window) -> None:
@@ -143,18 +146,18 @@ class Spectra:
         return self._real[:, heights].flatten(1, 2)
 
     def imaginary(self, heights: slice) -> Float[Tensor, "F−2 L C"]:
-        """The imaginary parts, but for the first and the last, which are zero."""
+        """The imaginary parts, without the first and the last, which are zero."""
         return self._imaginary[1:-1, heights].flatten(1, 2)
 
 
 class CorrelationByFrequency(LineCorrelation):
     """One complex product for each frequency. Best for many channels.
 
-    Σ_j p[j] q[j + s]ᵀ = 1/n Σ_f conj(p̂_f) q̂_fᵀ exp(2πi f s / n). A complex product is four real
-    ones, three between the same lines: with a kernel of k offsets, lines of W pixels take 2 (W + k)
-    products of single pixels where each lag takes W + k, and there are 2k − 1 lags. For three
-    offsets, with the lags along the height, it is 2.4 times less arithmetic. Rounding is relative
-    to the largest product, not to each.
+    Σ_j p[j] q[j + s]ᵀ = 1/n Σ_f conj(p̂_f) q̂_fᵀ exp(2πi f s / n). A complex product takes four
+    real ones, or three between the same lines. So with a kernel of k offsets a line of W pixels
+    takes 2 (W + k) products of pixels for all lags, where `CorrelationByLag` takes W + k for each
+    of the 2k − 1 lags. For three offsets, counting the lags along the height, that is 2.4 times
+    less arithmetic. Rounding errors are relative to the largest lag's product, not to each one's.
     """
 
     def __init__(self, x: Window, same: bool) -> None:
@@ -169,14 +172,14 @@ class CorrelationByFrequency(LineCorrelation):
             spectra: of all lines.
             rows: all lines (H, N, W, C) themselves, for what the border leaves out.
             upper: the heights of the upper lines.
-            lower: the heights of as many lower lines.
+            lower: the heights of the lower lines, which are as many.
         """
         p, u = spectra.real(upper), spectra.imaginary(upper)
         q, v = spectra.real(lower), spectra.imaginary(lower)
         self._real = _added(self._real, p, q)  # (F, C, C), of conj(p̂) q̂ᵀ
         self._real[1:-1].baddbmm_(u.mT, v)
         self._imaginary = _added(self._imaginary, p[1:-1], v)
-        if not self._same:  # else it is the transposed of the other product
+        if not self._same:  # between the same lines it is the other product's transpose
             self._imaginary.baddbmm_(u.mT, q[1:-1], alpha=-1)
         self._add_border(rows[upper], rows[lower])
 
@@ -193,7 +196,7 @@ class CorrelationByFrequency(LineCorrelation):
 
 @dataclass(frozen=True)
 class _Waves:
-    """The matrices of the transforms: to F frequencies, and back to 2k − 1 lags."""
+    """The matrices of the Fourier transform: to F frequencies, and back to 2k − 1 lags."""
 
     transform: Float[Tensor, "2F W"]
     cosines: Float[Tensor, "lags F"]
@@ -222,7 +225,7 @@ def num_frequencies(x: Window) -> int:
 
 
 def zeros_behind(x: Window) -> int:
-    """The largest shift between two offsets: as many zeros part one line from the next."""
+    """The number of zeros between lines: the largest shift between two offsets."""
     return x.reach - 1
 
 
@@ -232,12 +235,12 @@ def with_zeros(lines: Lines, x: Window) -> Lines:
 
 
 def lags(x: Window, same: bool) -> range:
-    """The lags b' − b that need a product; between the same lines negative ones follow."""
+    """The lags b' − b that need a product; between the same lines symmetry gives the negative."""
     return range(0 if same else 1 - x.kernel, x.kernel)
 
 
 def border_pixels(x: Window, same: bool) -> Iterator[int]:
-    """Pixels of a line in each product of what the border leaves out."""
+    """For each product at the border, the number of pixels of a line that take part."""
     for lag in lags(x, same):
         for b in _offsets(x, lag):
             missing = left_out(x, b, lag, torch.device("cpu"))
@@ -252,9 +255,10 @@ def _offsets(x: Window, lag: int) -> range:
 
 @lru_cache(maxsize=1024)
 def left_out(window: Window, offset: int, lag: int, device: torch.device) -> Tensor | None:
-    """The entries that the offset does not meet, though they and their partners may not be zero.
+    """The entries that an offset does not meet although their products with a shift are not zero.
 
-    They are numbered from the first one of ``window.content``.
+    The product of the whole lines contains them, so that they must be subtracted. They are numbered
+    from the first entry of ``window.content``; None if there are none.
     """
     seen, content = window.seen(offset), window.content
     shift = lag * window.dilation
@@ -274,7 +278,7 @@ def unfold_width(lines: Float[Tensor, "L padded C"], x: Window) -> Float[Tensor,
 
 
 def _added(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """Total + leftᵀ right, in place; of one matrix each or of a batch of them."""
+    """Total + leftᵀ right, in place, for matrices or batches of matrices."""
     if total is None:
         return left.mT @ right if left.dim() > 2 else tall_product(left, right)
     if left.dim() > 2:

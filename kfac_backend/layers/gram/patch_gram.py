@@ -1,16 +1,17 @@
 """The Gram matrix of an image's patches: expand's A up to its scale.
 
 With P the padded image and (i, j) over the positions of the kernel, the block of the kernel's
-offsets (a, b) and (a', b') is Σ_ij P[a + i, b + j] P[a' + i, b' + j]ᵀ. Five ways lead to all of
-them; the one with the least arithmetic is taken:
+offsets (a, b) and (a', b') is Σ_ij P[a + i, b + j] P[a' + i, b' + j]ᵀ. There are five ways to
+compute all of these blocks. `cheapest_way` takes the one with the least arithmetic:
 
-- unfold: every patch in a row of its own, one product. Best for few channels and small images.
-- pairs: patch rows a and a' of all patches, one product for each a ≤ a', as the rest is symmetric.
-- rows, at stride 1 along the height: block rows depend on the lag a' − a alone, but for what the
-  window leaves out at the border (`line_gram`). Patches are unfolded along the width.
+- unfold: each patch is a row of one matrix, and one product gives all blocks. Best for few channels
+  and small images.
+- pairs: one product of the patches' rows a and a' for each a ≤ a'. The other blocks are symmetric.
+- rows, at stride 1 along the height: the products depend on the lag a' − a alone, except at the
+  border (`line_gram`). Patches are unfolded along the width only.
 - shifts, at stride 1 along both axes: the same along the width. Nothing is unfolded.
-- frequencies, at stride 1 along both axes: the products of all lags along the width from the lines'
-  Fourier transforms, in less than half the multiplications. Best for many channels.
+- frequencies, at stride 1 along both axes: all lags along the width from the lines' Fourier
+  transforms, in less than half the multiplications. Best for many channels.
 """
 
 from abc import abstractmethod
@@ -42,20 +43,21 @@ from kfac_backend.precision import at_least_float32
 __all__ = ["ImageGram", "PatchGram", "UnfoldedGram", "cheapest_way"]
 
 OVERHEAD = {"cpu": 2e6, "cuda": 5e8}
-"""Multiplications that take as long as starting a matrix product does.
+"""The cost of starting a matrix product, in multiplications.
 
-On a CPU fitted to timings of the five ways (one x86-64 core, 16 images of 4² to 32² pixels with 1
-to 256 channels, kernels of 3² to 7², padded or not, 190 cases): together the choices take 0.6 %
-longer than the best way of each case, in the geometric mean 1.4 % where that takes over 2 ms, 7 %
-elsewhere. On a GPU, where all but "frequencies" are tried, fitted to an H200's (16, 128 and 500
-images of 8² to 56² pixels with 3 to 512 channels, 29 cases): 8 % longer together.
+The CPU's value was fitted to timings of all five ways on one x86-64 core (190 cases: 16 images of
+4² to 32² pixels with 1 to 256 channels, kernels of 3² to 7², with and without padding). All choices
+together take 0.6 % longer than the best way of each case; the geometric mean of the ratios is
+1.4 % where the best way takes over 2 ms, and 7 % elsewhere. The GPU's value was fitted on an H200
+to all ways but "frequencies" (29 cases: 16, 128 and 500 images of 8² to 56² pixels with 3 to 512
+channels). There all choices together take 8 % longer than the best.
 """
 
 PATCH_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
-"""How much is unfolded at once; one image at least.
+"""Bytes that are unfolded at once, but at least one image.
 
-On a CPU more leaves its cache: 32 volumes of 16×8×16×16 with kernels of 3³ take 0.61 s (one x86-64
-core) where all is unfolded at once, 0.34 s with 16 MiB at a time.
+On a CPU they should fit into the cache: on one x86-64 core 32 volumes of 16×8×16×16 with kernels of
+3³ take 0.61 s if all are unfolded at once, and 0.34 s with 16 MiB at a time.
 """
 
 Grams = Iterator[tuple[int, int, Float[Tensor, "k2 C k2 C"]]]
@@ -73,8 +75,8 @@ class ImageGram(DenseGram):
 class PatchGram(ImageGram):
     """Σ of patch patchᵀ over images that were added.
 
-    Summed up as (k1, k2, C, k1, k2, C), blocks a ≤ a' only; `total` puts it into the order of
-    ``weight.flatten(1)``, (1, C·k1·k2, C·k1·k2).
+    The sum is kept as (k1, k2, C, k1, k2, C), which the products give, and only the blocks a ≤ a'
+    are filled. `total` puts it into the order of ``weight.flatten(1)``, (1, C·k1·k2, C·k1·k2).
     """
 
     def __init__(self, channels: int, kernel_size: tuple[int, ...]) -> None:
@@ -89,6 +91,8 @@ class PatchGram(ImageGram):
         if way in UNFOLDING:
             self._add_blocks(UNFOLDING[way](image, y, x))
             return
+        # A correlation holds sums of its own, from which blocks are assembled only once. Images of
+        # another size need another one.
         if self._correlation is None or not self._correlation.takes(y, x, way):
             self._end_correlation()
             self._correlation = ImageCorrelation(y, x, way)
@@ -120,12 +124,13 @@ class PatchGram(ImageGram):
 class ImageCorrelation:
     """The sum over images of their patches' Gram matrix at stride 1, from products of image rows.
 
-    Patch rows a and a' depend on the lag a' − a alone, but for the image rows that the window
-    leaves out at the border; the same holds along the width, see `line_gram`.
+    The product of the patches' rows a and a' depends on the lag a' − a alone, except for the image
+    rows that the window leaves out at the border, which are summed up separately and subtracted.
+    The same holds along the width, see `line_gram`.
     """
 
     def __init__(self, y: Window, x: Window, way: str) -> None:
-        """Sums without an image.
+        """Empty sums.
 
         Args:
             y: the axis of the height.
@@ -138,7 +143,7 @@ class ImageCorrelation:
         self._at_border: dict[tuple[int, int], CorrelationByLag] = {}
 
     def takes(self, y: Window, x: Window, way: str) -> bool:
-        """Whether images of these axes can be added, and are to be in this way."""
+        """Whether these sums are for images of these axes, and computed in this way."""
         return (self._y, self._x, self._way) == (y, x, way)
 
     def add(self, image: Float[Tensor, "N C H W"]) -> None:
@@ -226,7 +231,7 @@ def _rows(image: Float[Tensor, "N C H W"], y: Window, x: Window) -> Grams:
 
 
 UNFOLDING = {"unfold": _unfold, "pairs": _pairs, "rows": _rows}
-"""The ways that make the blocks of each batch; `ImageCorrelation` goes the other two."""
+"""The ways that compute the blocks of each batch; `ImageCorrelation` has the other two."""
 
 WAYS = (*UNFOLDING, "shifts", "frequencies")
 
@@ -258,7 +263,7 @@ def cheapest_way(examples: int, channels: int, y: Window, x: Window, device: str
                 for L, same in lines
                 for _ in lags(x, same)
             ]
-            if device == "cpu":  # on an H200 it is faster for 256 channels and more alone
+            if device == "cpu":  # on an H200 it is faster only from 256 channels on
                 transform = 2 * frequencies * pixels * examples * len(y.content) // channels
                 products["frequencies"] = [
                     *border,
@@ -274,9 +279,10 @@ def cheapest_way(examples: int, channels: int, y: Window, x: Window, device: str
 
 
 def _rows_first(image: Float[Tensor, "N C H W"], y: Window, x: Window) -> Float[Tensor, "H N W C"]:
-    """The image's content, y.content × x.content, a view where the padding is of zeros.
+    """The image with its rows first and no padding of zeros, (y.content × x.content).
 
-    The pairs of rows at one lag are two slices of it, and no product meets rows of zeros.
+    It is a view if zeros are padded. The pairs of rows at one lag are two slices of it, and no
+    product wastes time on rows of zeros.
     """
     image = image if y.padding_mode == "constant" else pad(image, y, x)
     return image.permute(2, 0, 3, 1)

@@ -1,11 +1,15 @@
-"""What was proved of a model before, as long as the model computes what it computed then.
+"""What earlier proofs found out about a model, kept while the model's structure stays the same.
 
-A proof takes as long as a part of a batch, and an online loop makes a pass, and so a proof, at each
-update. What holds for all values of the parameters need not be found out anew: how batches split,
-which rule a derived layer obeys, which runs are on inputs that all examples share. It is kept here
-under the model's structure: everything that the model's modules hold (classes, modes, hooks,
-settings, shapes), but for the numbers in its tensors. What a change of numbers can bring to light,
-such as a gate that was zero, is proved in each pass, see `verification.Proof`.
+A proof costs a fraction of a batch, and an online loop makes a pass, and so a proof, at each
+update. What holds for all values of the parameters need not be found again: how batches split,
+which rule a derived layer matches, which runs work on inputs that all examples share. It is kept
+here under a description of the model's structure: everything that its modules hold (classes, modes,
+hooks, settings, shapes) except the numbers in its tensors. What other numbers can change, such as a
+gate that was zero, is proved in each pass, see `verification.Proof`.
+
+A proof calls `recall` with its `proof_key` before it runs anything. It calls `remember` after it
+passed, or to forget findings that did not hold again. Findings are dropped with the model, to which
+they hold no reference.
 """
 
 import hashlib
@@ -27,10 +31,11 @@ from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
 __all__ = ["Findings", "Key", "findings_of", "proof_key", "recall", "remember"]
 
 MOST_BYTES = 2**20
-"""Of a structure's description. A model that holds more, such as a data set, is proved anew."""
+"""Size up to which a structure is described. A model that holds more, such as a data set, gets a
+whole proof in each pass."""
 
 MOST_PROOFS = 16
-"""Of one model, each for other shapes or layers; then the oldest is forgotten."""
+"""Findings that are kept of one model, for different inputs or layers; the oldest go first."""
 
 Key = tuple[Any, ...]
 """What a proof depends on, see `proof_key`."""
@@ -39,7 +44,7 @@ _Name = tuple[str, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Findings:
-    """What a whole proof found out, by names: it holds on to no module, and so to no model."""
+    """What a whole proof found out, by names: a reference to a module would keep the model."""
 
     plan: Plan
     output_dim: int
@@ -47,7 +52,7 @@ class Findings:
     runs: Mapping[_Name, tuple[Run, ...]]
 
     def applied(self, assignment: RuleAssignment) -> RuleAssignment:
-        """A new assignment of the same model's layers, completed by what was found out."""
+        """A new assignment of the same model's layers, completed by the findings."""
         layers = [
             t if self.rules[_name(t)] is t.rule else replace(t, rule=self.rules[_name(t)])
             for t in assignment.layers
@@ -60,10 +65,11 @@ class Findings:
 def findings_of(
     before: RuleAssignment, after: RuleAssignment, plan: Plan, output_dim: int
 ) -> Findings | None:
-    """What a proof made of an assignment; None if it is not to be kept.
+    """What a proof found out, from the assignment before and after it; None if it cannot be kept.
 
-    So it is if rows are folded, which examples of other values may disprove, and if parameters are
-    followed operation by operation or have a diagonal alone: these proofs hold on to the model.
+    Folded rows are not kept, since other examples may disprove them. Parameters that are followed
+    operation by operation, or have only a diagonal, are not kept either: their findings refer to
+    the model's modules.
     """
     same = (
         [_name(t) for t in before.layers] == [_name(t) for t in after.layers]
@@ -84,14 +90,14 @@ def findings_of(
 
 
 def proof_key(model: nn.Module, assignment: RuleAssignment, x: Any) -> Key | None:
-    """What a proof depends on besides numbers: equal keys, equal findings.
+    """What a proof depends on besides numbers: with equal keys, a proof has the same findings.
 
-    That is the model's structure, the layers and parameters that it is about, the shape of an
-    example and the dtypes that are computed in.
+    These are the model's structure, the layers and parameters that the proof is about, the shape of
+    an example, and the dtypes that autocast computes in.
 
     Returns:
-        None if the model's structure cannot be told: it holds what cannot be described (a file, a
-        lock, a generator), or too much.
+        None if the model's structure cannot be described: it holds something that cannot be pickled
+        (a file, a lock, a generator), or too much.
     """
     structure = _structure(model)
     if structure is None:
@@ -104,12 +110,12 @@ def proof_key(model: nn.Module, assignment: RuleAssignment, x: Any) -> Key | Non
 
 
 def recall(model: nn.Module, key: Key | None) -> Findings | None:
-    """What was found out of this model under the same key, if anything."""
+    """The findings of an earlier proof of this model with the same key; None without one."""
     return None if key is None else _proofs.get(model, {}).get(key)
 
 
 def remember(model: nn.Module, key: Key | None, findings: Findings | None) -> None:
-    """Keep what was found out of a model, as long as the model lives; None: forget it."""
+    """Keep the findings for as long as the model lives; forget them if they are None."""
     if key is None:
         return
     proofs = _proofs.setdefault(model, {})
@@ -135,7 +141,7 @@ def _shapes(x: Any) -> Any:
 
 
 def _structure(model: nn.Module) -> bytes | None:
-    """A hash of all that a model's modules hold, but for the numbers in tensors."""
+    """A hash of everything that a model's modules hold, except the numbers in tensors."""
     digest = _Digest()
     try:
         _Description(digest, protocol=5).dump(model)
@@ -145,7 +151,7 @@ def _structure(model: nn.Module) -> bytes | None:
 
 
 class _Digest:
-    """A file that keeps the hash of what is written into it."""
+    """A file object that keeps only the hash of what is written to it."""
 
     def __init__(self) -> None:
         self.hash, self.size = hashlib.blake2b(digest_size=16), 0
@@ -158,17 +164,17 @@ class _Digest:
 
 
 class _Description(pickle.Pickler):
-    """Describes objects by what they hold; nothing of it is ever unpickled.
+    """Describes objects by what they hold; the result is never unpickled.
 
-    The pickler finds its way through lists, mappings, settings and whatever else objects hold, and
-    says where the same object comes twice, so that tied tensors differ from equal ones.
+    The pickler walks through lists, mappings, settings and whatever else objects hold. It also
+    marks where the same object comes twice, so that tied tensors differ from equal ones.
     """
 
     def reducer_override(self, value: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if isinstance(value, Tensor):
             layout = value.shape, value.requires_grad, value.is_leaf
             return str, (f"{type(value)} {value.dtype} {value.device}",), layout
-        if isinstance(value, nn.Module):  # all of it, whatever its own __getstate__ would leave out
+        if isinstance(value, nn.Module):  # its own __getstate__ might leave something out
             return str, ("module",), (type(value), vars(value))
         if isinstance(value, types.FunctionType):
             cells = tuple(cell.cell_contents for cell in value.__closure__ or ())
@@ -180,7 +186,7 @@ class _Description(pickle.Pickler):
 
 
 def _of_class(kind: type) -> tuple[Any, ...]:
-    """The code and the settings of a module's class, which may be exchanged after it was made."""
+    """The code and the settings of a module's class, which may be patched after a proof."""
     if not issubclass(kind, nn.Module):
         return ()
     held = [value for c in kind.__mro__ for value in vars(c).values()]

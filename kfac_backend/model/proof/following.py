@@ -1,7 +1,6 @@
-"""Finding out, and proving, what parameters do that pass no hook.
+"""What parameters do that no hook sees: `follow` finds it out, `verify_followed` proves it.
 
-`follow` finds it, in two runs with one example and with two: see `operations`. `verify_followed`
-proves it, by the model's output and its gradients.
+`operations` explains how. The proof compares the model's output and its gradients.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,23 +35,24 @@ def follow(
     assignment: RuleAssignment,
     x: Any,
     candidates: Mapping[str, NotImplementedError],
-    once: Mapping[str, NotImplementedError],
+    shared: Mapping[str, NotImplementedError],
 ) -> RuleAssignment:
     """The assignment with parameters that are followed operation by operation.
 
-    It takes a run with one example and one with two: see `operations`. Nothing is proved by them.
+    It runs the model with one example and with two, see `operations`. The result is not proved yet.
 
     Args:
         model: the model.
         assignment: its tracked layers, with their runs.
         x: some examples.
-        candidates: the parameters to follow, with an error for each if it cannot be.
-        once: the same for those of layers whose output is followed, see `find_runs`.
+        candidates: the parameters to follow -> the error to raise if that fails.
+        shared: the same for parameters of layers that run once for all examples and whose output is
+            followed, see `find_runs`.
 
     Raises:
         Refusal: parameters that cannot be followed.
     """
-    errors = {**candidates, **once}
+    errors = {**candidates, **shared}
     places: dict[str, tuple[nn.Module, str]] = {}
     names = {id(p): name for name, p in model.named_parameters()}
     for module in model.modules():
@@ -92,6 +92,7 @@ def follow(
     assert isinstance(tried, Trial)
     layers = list(dict.fromkeys(w for w in operations.ways.values() if isinstance(w, TrackedLayer)))
     of_layers = {name for t in assignment.layers + layers for name in t.parameters.values()}
+    # A parameter has one block, of one kind: a rule's for a weight, the exact one for copies.
     why = dict.fromkeys(copied & of_layers, "is a weight, and also meets other operations")
     why |= tried.refused
     if why:
@@ -118,10 +119,10 @@ def verify_followed(
     x: Any,
     candidates: Mapping[str, NotImplementedError],
 ) -> None:
-    """Prove that what is seen of the followed parameters is all that they do.
+    """Prove that the uses that were found are all uses of the followed parameters.
 
-    The output must not change, and the gradients that the uses give a parameter, by their rules and
-    over all examples, must add up to autograd's.
+    The output must not change, and the gradients from all uses, by their rules and summed over the
+    examples, must equal autograd's.
 
     Raises:
         Refusal: parameters for which that does not hold.

@@ -1,25 +1,34 @@
-"""Parameters that pass no hook, followed operation by operation.
+"""Parameters that no hook sees, followed operation by operation.
 
-Models use parameters of their own: class tokens, scales, norms of their own making. And they hand
-a layer's weight to a function (``F.linear(x, self.qkv.weight)``) instead of calling the layer.
-Hooks see neither. A mode of torch does: it is shown each operation of the forward pass.
+Models have parameters outside of layers: class tokens, scales, norms that they implement
+themselves. They also hand a layer's weight to a function (``F.linear(x, self.qkv.weight)``) instead
+of calling the layer. Hooks see neither. `TorchFunctionMode` does: torch shows it each operation of
+the forward pass.
 
-An *expression* is a tensor that is made of followed parameters alone: w itself, 1 + w, rows of a
-table, several biases in one. Sooner or later it *meets* the examples, in one of two ways:
+An *expression* is a tensor that depends on followed parameters, and on no example: w itself, 1 + w,
+rows of a table, several biases in one. Where an operation combines it with a tensor that does
+depend on the examples, it *meets* them, in one of two ways:
 
-- as the weight of a linear map (``F.linear``, a convolution, an embedding, ``@``). Then the
-  operation is what a layer with that weight would be, and gets that layer's rule. The expression
-  must be the parameter as it is stored, or its transpose.
-- otherwise by broadcasting. Then each example is given its own copy. What comes back to a copy is
-  the gradient of one example, and an expression's own graph takes it on to its parameters: exact.
+- As the weight of a linear map (``F.linear``, a convolution, an embedding, ``@``). The operation is
+  then treated as a run of a layer with that weight, and gets that layer's rule. The expression must
+  be the parameter as it is stored, or its transpose.
+- Otherwise by broadcasting. Each example is then given its own copy of the expression. The gradient
+  of a copy is that of one example, and the expression's own graph takes it on to the parameters. No
+  approximation is made.
 
-`follow` finds out which is which, with one example and with two: what grows has met the examples.
-A layer that runs once for all examples (a table of relative positions) and whose output cannot be
-copied for each right there is a beginning as well: its output is followed as a parameter is, and
-gets each example's gradient.
+A layer that runs once for all examples (a table of relative positions), and whose output cannot be
+copied for each example at once, starts an expression as well. Its output is followed as a parameter
+is, and receives each example's gradient.
 
-An operation is known by what it is made of, and not by its number, so that a loop may be longer in
-another batch. Nothing here is taken on trust: `following` compares outputs and gradients.
+Life cycle. `following.follow` runs the model twice: with one example (`Shapes`), and with the same
+example twice (`Trial`). An output that has twice the size in the second run has met the examples.
+The `Trial` writes what each operation is into `Operations.ways`. From then on `Capture` makes a new
+`Follower` for each forward pass, which looks every operation up there. Its expressions live as long
+as the forward pass and its backward passes. An operation that is not found is an error.
+
+An operation is identified by what it is made of and not by its place in the forward pass, so that a
+loop may run longer in another batch. What is found here is a hypothesis: `verify_followed` compares
+the model's output and the gradients before a pass uses it.
 """
 
 import math
@@ -46,7 +55,7 @@ __all__ = ["Expression", "Follower", "LayerRun", "Shapes", "Trial"]
 
 @dataclass(frozen=True, eq=False)
 class LayerRun:
-    """A layer's run on what all examples share: its output is a beginning, as a parameter is."""
+    """A layer's run on an input that all examples share: its output starts an expression."""
 
     tracked: TrackedLayer
     number: int
@@ -54,19 +63,22 @@ class LayerRun:
 
 @dataclass(frozen=True, eq=False)
 class Expression:
-    """A tensor that is made of followed parameters, and of layers' outputs for all examples."""
+    """A tensor computed from followed parameters, and from layers' outputs for all examples."""
 
     value: Tensor
-    """What the model is handed: a constant. It is held here so that its id stays its own."""
+    """The tensor that the model sees, without a graph. Expressions are looked up by its id, so it
+    must stay alive: Python gives the id of a dead object to the next one."""
     twin: Tensor
-    """The same with a graph, down to the leaves."""
+    """The same values with a graph down to the leaves, for `gradients`. The model must not see it,
+    since a graph is how a tensor is recognised that has met the examples."""
     key: int
     """How it was made: see `Operations.key`."""
     leaves: "Leaves"
+    """What it was computed from."""
 
     @property
     def names(self) -> list[str]:
-        """The parameters, those of layers included."""
+        """The parameters it depends on, those of layers included."""
         names = [
             [leaf] if isinstance(leaf, str) else leaf.tracked.parameters.values()
             for leaf in self.leaves
@@ -74,8 +86,8 @@ class Expression:
         return list(dict.fromkeys(chain.from_iterable(names)))
 
     def gradients(self, b: Tensor) -> dict["str | LayerRun", Tensor]:
-        """Gradients (K, P) in each leaf, of gradients (K, ...) in the expression."""
-        if len(self.leaves) == 1:
+        """Gradients (K, P) with respect to each leaf, from K gradients in the expression."""
+        if len(self.leaves) == 1:  # the parameter itself, mostly: no graph is needed
             ((name, leaf),) = self.leaves.items()
             if _is_stored(self.value, leaf, in_shape=False):
                 return {name: b.flatten(1)}
@@ -105,17 +117,18 @@ class _Call(NamedTuple):
     key: int
 
     def run(self, replaced: Callable[[Tensor], Tensor] = lambda value: value) -> Any:
-        """The result, with each tensor replaced."""
+        """The result, with each tensor argument replaced."""
         return self.func(*_mapped(self.args, replaced), **_mapped(self.kwargs, replaced))
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """All tensors that it is given."""
+        """All tensor arguments."""
         return _tensors((self.args, self.kwargs))
 
     @property
     def changes(self) -> Tensor | None:
-        """The tensor that it changes in place, if it does."""
+        """The tensor that it changes in place, if any."""
+        # By torch's naming: add_ and __iadd__ are in place, __add__ is not.
         name = getattr(self.func, "__name__", "")
         in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
         first = self.args[0] if self.args else None
@@ -126,14 +139,14 @@ class _Call(NamedTuple):
 
 
 class Follower(TorchFunctionMode):
-    """A context in which operations on followed parameters do what `Operations` says.
+    """A context in which each operation on followed parameters is treated as `Operations` says.
 
     Args:
-        operations: what is known of them.
+        operations: what each operation is.
         leaves: name -> a leaf that requires a gradient.
         copies: called with an expression and a number M, returns a copy (M, ...) for each row.
         layer: called with a layer, its input and its output; returns the output.
-        once: layers that run on what all examples share.
+        once: layers whose output starts an expression, since they run once for all examples.
     """
 
     def __init__(
@@ -147,13 +160,13 @@ class Follower(TorchFunctionMode):
         super().__init__()
         self._operations = operations
         self._copies, self._layer, self._once = copies, layer, once
-        self._known: dict[int, Expression] = {}
-        self._roots: dict[int, str] = {}
+        self._known: dict[int, Expression] = {}  # by the id of the value
+        self._roots: dict[int, str] = {}  # id of a parameter's value -> its name
         self.inside: list[TrackedLayer] = []
-        """The layers with a rule that run at the moment; what they do with their own parameters
-        is their rules' business."""
+        """The layers with a rule that are running. Their rules cover what they do with their own
+        parameters, so that such operations are not followed."""
         self.values = {name: leaf.detach() for name, leaf in leaves.items()}
-        """What the model is to be called with."""
+        """What the model must be called with in place of the parameters."""
         for name, value in self.values.items():
             self._know(value, leaves[name], operations.key(name), {name: leaves[name]})
             self._roots[id(value)] = name
@@ -177,8 +190,10 @@ class Follower(TorchFunctionMode):
         return self._run(_Call(func, args, kwargs, expressions, key))
 
     def begin(self, run: LayerRun, output: Tensor) -> Tensor:
-        """The output of a layer that ran for all examples, as the beginning of expressions."""
-        known = self._known.get(id(output))  # if its input is an expression
+        """The output of a layer that ran once for all examples, as the start of an expression."""
+        known = self._known.get(id(output))  # if the layer's input was an expression
+        # The layer's rule needs the gradient in its output, which the graph of the twin yields as
+        # that of zeros added to it. Earlier parts of an expression keep their own leaves.
         zeros = torch.zeros_like(output).requires_grad_()
         twin = (output.detach() if known is None else known.twin) + zeros
         key = self._operations.key(run.tracked.name, run.number)
@@ -205,7 +220,7 @@ class Follower(TorchFunctionMode):
         return output
 
     def _computed(self, call: _Call) -> Any:
-        """An expression of expressions: computed as it is, and once more with a graph."""
+        """An expression made of expressions: computed without a graph, and with one."""
         output = call.run()
         outputs = list(_tensors(output))
         if any(value.requires_grad for value in outputs):
@@ -218,11 +233,11 @@ class Follower(TorchFunctionMode):
         return output
 
     def _follow_on(self, call: _Call, outputs: list[Tensor]) -> None:
-        """Know the operation's results as expressions."""
+        """Remember the operation's results as expressions."""
         twins = _tensors(call.run(self._twin))
         leaves = {key: leaf for e in call.expressions for key, leaf in e.leaves.items()}
         for number, (value, twin) in enumerate(zip(outputs, twins, strict=True)):
-            if twin.requires_grad:  # else under no_grad, or a comparison: a constant
+            if twin.requires_grad:  # otherwise a constant: under no_grad, or of a comparison
                 self._know(value, twin, self._operations.key(call.key, number), leaves)
 
     def _met(self, call: _Call, axis: int) -> Any:
@@ -230,10 +245,11 @@ class Follower(TorchFunctionMode):
 
         Args:
             call: the operation.
-            axis: the output's axis of rows, from the end, where broadcasting begins.
+            axis: the output's axis of rows, counted from the end, since broadcasting aligns the
+                last axes.
         """
         M = max((t.shape[axis] for t in call.tensors if t.dim() >= -axis), default=1)
-        if M == 1:  # as if there were nothing but expressions: expand, for example
+        if M == 1:  # the size comes from another argument, as in expand
             M = call.run().shape[axis]
         copies: dict[int, Tensor] = {}
         for e in call.expressions:
@@ -273,7 +289,10 @@ class Follower(TorchFunctionMode):
         return self._known.get(id(value))
 
     def _stored(self, value: Any) -> tuple[str, bool] | None:
-        """The parameter that a tensor is as it is stored, and whether it is its transpose."""
+        """The name of the parameter that a tensor is, and whether it is its transpose.
+
+        None if it was computed from the parameter, or has another shape.
+        """
         expression = self._expression(value)
         if expression is None or len(expression.leaves) > 1:
             return None
@@ -287,7 +306,11 @@ class Follower(TorchFunctionMode):
     def _rewritten(
         self, func: Callable, args: tuple, kwargs: dict[str, Any]
     ) -> Callable[..., Any] | None:
-        """The function in parts, if an expression is its scale or its bias."""
+        """The function as a sequence of simpler ones, if an expression is its scale or its bias.
+
+        ``F.layer_norm`` takes a weight (d,) but no copies (N, 1, d), and ``F.linear`` uses a weight
+        and a bias in two different ways. As separate products and sums each has its own way.
+        """
         if func is Tensor.repeat:
             return _repeat if _repeated(*args) else None
         if func not in REWRITTEN:
@@ -296,7 +319,7 @@ class Follower(TorchFunctionMode):
         values = [kwargs.get(key, args[i] if i < len(args) else None) for key, i in positions]
         if not any(self._expression(value) for value in values):
             return None
-        if func in WEIGHTS:  # a layer's bias, if the weight is one's, too
+        if func in WEIGHTS:  # with a parameter as its weight it is a layer's run, bias included
             _, weight, bias, *_ = _weight_use(func, args, kwargs) or (None, None, None)
             if self._stored(weight) and self._stored(bias):
                 return None
@@ -304,10 +327,12 @@ class Follower(TorchFunctionMode):
 
 
 class Shapes(Follower):
-    """The first of two runs: the shapes of all that parameters reach, for one example.
+    """The first of two runs, with one example: the shapes of all tensors that parameters reach.
 
-    What has met the examples cannot be told from an expression yet, and is followed on. So an
-    operation is noted under the keys of all sets of its expressions: one is that of the true ones.
+    With a single example, an expression and a tensor that has met the examples look alike, so both
+    are followed on. In the second run an operation has fewer expressions, and thus another key. So
+    each result is recorded under the keys of all subsets of the operation's expressions: one of
+    these is the subset of the true ones, under which `Trial` looks it up.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -321,6 +346,7 @@ class Shapes(Follower):
             return output
         shapes = [value.shape for value in outputs]
         keys = [e.key for e in call.expressions]
+        # All subsets of many would be too many, as for a list of tensors that is concatenated.
         sizes = range(1, len(keys) + 1) if len(keys) <= 4 else (1, len(keys))
         for some in dict.fromkeys(chain.from_iterable(combinations(keys, k) for k in sizes)):
             self.seen.setdefault(self._operations.key(call.func, *some), []).append(shapes)
@@ -330,7 +356,10 @@ class Shapes(Follower):
 
 
 class Trial(Follower):
-    """The second, for two examples: what each operation is, which is tried out at once.
+    """The second run, with two examples: decides what each operation is, and tries it at once.
+
+    Where an operation is refused, the run goes on with its plain result: all parameters that cannot
+    be followed are found in one run.
 
     Args:
         args: as of `Follower`.
@@ -346,13 +375,14 @@ class Trial(Follower):
     ) -> None:
         super().__init__(*args)
         self._seen, self._places = seen, places
-        self._times: dict[int, int] = {}
+        self._times: dict[int, int] = {}  # how often an operation of each key has run so far
         self.refused: dict[str, str] = {}
         """Name -> why it cannot be followed."""
         self.folded: set[TrackedLayer] = set()
         """Layers that got several rows of each example."""
 
     def _run(self, call: _Call) -> Any:
+        # The operation runs twice here. One that works in place changes a clone the first time.
         changed = call.changes
         before = None if changed is None else changed.detach().clone()
         expected = call.run(lambda value: value.clone() if value is changed else value)
@@ -381,7 +411,16 @@ class Trial(Follower):
             return call.run() if changed is None else expected
 
     def _way(self, call: _Call, outputs: list[Tensor], time: int) -> Any:
-        """What the operation is: "computed", an axis, or a layer."""
+        """What the operation is, see `Way`: "computed", an axis, or a layer.
+
+        Args:
+            call: the operation.
+            outputs: its results for two examples.
+            time: how often the same operation ran before in this forward pass.
+
+        Raises:
+            _Refused: it cannot be followed.
+        """
         use = _weight_use(call.func, call.args, call.kwargs)
         if self.inside and use is not None and self._expression(use.weight):
             raise _Refused(f"is computed with before it is the weight of layer {self.inside[-1]}")
@@ -391,6 +430,8 @@ class Trial(Follower):
         if time >= len(one) or len(one[time]) != len(outputs):
             raise _Refused(f"meets {call} with two examples, and not with one")
         shapes = [value.shape for value in outputs]
+        # The same size for two examples as for one, and no graph from a tracked layer: no example
+        # has reached it.
         if shapes == one[time] and not any(value.requires_grad for value in outputs):
             if call.changes is not None and not self._expression(call.changes):
                 raise _Refused(f"is written into a tensor by {call}")
@@ -402,6 +443,7 @@ class Trial(Follower):
             return self._layer_of(call, use, shapes[0], axis)
         if call.func in PRODUCTS:
             raise _Refused(f"meets {call} as a matrix")
+        # Only an axis of size one can become the axis of the copies.
         for e in call.expressions:
             if e.value.dim() >= -axis and e.value.shape[axis] != 1:
                 raise _Refused(f"meets {call} with entries of its own for each example")
@@ -441,22 +483,22 @@ class Trial(Follower):
 
 
 class _Refused(NotImplementedError):
-    """An operation that cannot be followed; its message goes on "'name' ..."."""
+    """An operation that cannot be followed; its message continues "'name' ..."."""
 
 
 class _WeightUse(NamedTuple):
-    """A linear operation: input, weight, bias."""
+    """The arguments of a linear operation."""
 
     a: Tensor
     weight: Tensor
     bias: Tensor | None
     rule: type[Rule]
     settings: dict[str, Any]
-    """What its rule asks of a layer."""
+    """The attributes that its rule reads from a layer: stride, padding and so on."""
 
 
 def _weight_use(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> _WeightUse | None:
-    """The operation as a linear map of its input; None if it is none."""
+    """The arguments of an operation that is linear in its input; None for any other."""
     if func not in WEIGHTS:
         return None
     rule, names = WEIGHTS[func]
@@ -515,7 +557,13 @@ def _aligned(rows: Tensor, axis: int) -> Tensor:
 
 
 def _is_stored(value: Tensor, parameter: Tensor, in_shape: bool = True) -> bool:
-    """Whether a tensor is the parameter, the same entries of memory in the same order."""
+    """Whether a tensor is the parameter: the same memory, with its entries in the same order.
+
+    Args:
+        value: a tensor.
+        parameter: the parameter.
+        in_shape: whether the shape must agree, too; otherwise a contiguous view is enough.
+    """
     if value.data_ptr() != parameter.data_ptr() or value.dtype != parameter.dtype:
         return False
     if in_shape:
@@ -551,7 +599,7 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _repeated(value: Tensor, *repeats: Any) -> int | None:
-    """How often a tensor is repeated along its first axis, or a new one; None if along others."""
+    """How often a tensor is repeated along its first axis or a new one; None for other axes."""
     times = tuple(repeats[0]) if len(repeats) == 1 and not isinstance(repeats[0], int) else repeats
     behind = times[1:] if len(times) == value.dim() else times[-value.dim() :]
     first = times[: len(times) - len(behind)]
@@ -559,7 +607,7 @@ def _repeated(value: Tensor, *repeats: Any) -> int | None:
 
 
 def _repeat(value: Tensor, *repeats: Any) -> Tensor:
-    """A repeated tensor, one copy behind the other."""
+    """`Tensor.repeat` along the first axis, by expand and flatten, which can be followed."""
     times = _repeated(value, *repeats)
     assert times is not None
     sizes = repeats[0] if len(repeats) == 1 and not isinstance(repeats[0], int) else repeats
@@ -568,7 +616,7 @@ def _repeat(value: Tensor, *repeats: Any) -> Tensor:
 
 
 def _scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None, behind: int = 0) -> Tensor:
-    """Weight and bias of features with so many axes behind them, one after the other."""
+    """Y times the weight plus the bias, for features with ``behind`` axes after them."""
     for operation, value in ((torch.mul, weight), (torch.add, bias)):
         if value is not None:
             y = operation(y, value.reshape(-1, *[1] * behind) if behind else value)
@@ -652,7 +700,8 @@ PRODUCTS: set[Callable[..., Any]] = {
     Tensor.mm,
     Tensor.bmm,
 }
-"""Operations that sum over entries of an expression, which is not to be copied for them."""
+"""Operations that sum over the entries of an expression. They would read copies (N, ...) as another
+matrix, so an expression may meet the examples here only as a layer's weight."""
 WEIGHTS: dict[Callable[..., Any], tuple[type[Rule], tuple[str, ...]]] = {
     F.linear: (LinearRule, ("input", "weight", "bias")),
     F.conv1d: (Conv1dRule, _CONVOLUTION),
@@ -668,7 +717,7 @@ WEIGHTS: dict[Callable[..., Any], tuple[type[Rule], tuple[str, ...]]] = {
     Tensor.__matmul__: (TransposedLinearRule, _MATRICES),
     Tensor.mm: (TransposedLinearRule, _MATRICES),
 }
-"""Linear operations: the rule of a layer that does the same, and what the arguments are."""
+"""Linear operations -> the rule of a layer that computes the same, and the arguments' names."""
 _BIAS = [("bias", 2)]
 REWRITTEN: dict[Callable[..., Any], tuple[Callable[..., Any], list[tuple[str, int]]]] = {
     F.layer_norm: (_layer_norm, [("weight", 2), ("bias", 3)]),
@@ -681,4 +730,5 @@ REWRITTEN: dict[Callable[..., Any], tuple[Callable[..., Any], list[tuple[str, in
     F.conv3d: (_convolution(F.conv3d), _BIAS),
     torch.addmm: (_addmm, [("input", 0), ("mat2", 2)]),
 }
-"""Functions in parts whose expressions stand in operations of their own, and where those are."""
+"""Functions -> the same as a sequence of simpler ones, and the name and position of each argument
+that may be an expression; see `Follower._rewritten`."""

@@ -1,20 +1,26 @@
 """The proof, on a pass's first batches, that the hooks of `capture` see all that rules rely on.
 
-A wrong number is worse than an error. Three kinds of layer would give wrong numbers, and each is
-found here:
+A wrong number is worse than an error. Three kinds of layer would give wrong numbers, and each kind
+has its check:
 
-- `verify_uses`: a layer whose parameters are used outside of its forward, where no hook sees it, or
-  that computes something else than its rule assumes. Its parameters, and those without a rule, are
-  then followed operation by operation, and what that finds is proved, too (`following`).
-- `verify_divided`, `verify_own_parameters`: a layer whose stand-in (its parts, or a copy of a
-  parameter for each example) computes something else than the layer itself.
-- `verify_independence`: a layer that mixes the rows of different examples.
+- `verify_uses` finds a layer whose parameters are used outside of its forward, where no hook sees
+  them, or that computes something other than its rule assumes. These parameters, and those without
+  a rule, are then followed operation by operation, and the result is proved, too (`following`).
+- `verify_divided` and `verify_own_parameters` find a layer whose replacement (its parts, or a copy
+  of a parameter for each example) computes something other than the layer itself.
+- `verify_independence` finds a layer that mixes the rows of different examples.
 
-What cannot be proved raises an error that names it, or has the diagonal of its block if that is
-asked for. The proof also finds out what the pass needs to know: how batches split, which runs of
-layers work on an input that all examples share, or on several rows of each (`find_runs`), and the
-rules of derived layers. What it finds out is remembered as long as the model's structure stays
-(`earlier_proofs`); a later pass then proves the rest on two examples: `Proof`.
+A parameter that fails raises an error that names it, or, if the user asked for that, becomes a
+constant or gets the diagonal of its block (``unsupported``).
+
+Life cycle. A pass makes one `Proof` when it is constructed. With each batch it asks
+`Proof.is_made`, and calls `Proof.make` if something is left to prove; a first batch of several
+examples usually proves all. From then on `Proof.assignment`, `plan` and `output_dim` stay as they
+are, and the pass reads them for all batches: which rule each layer has, how batches split, and
+which runs of a layer work on an input that all examples share or on several rows of each
+(`find_runs`). They live as long as the pass. The findings outlive it, for as long as the model
+keeps its structure (`earlier_proofs`): the next pass then proves only what other values of the
+parameters could change, on two examples.
 """
 
 import warnings
@@ -58,21 +64,23 @@ __all__ = [
 ]
 
 MOST_EXAMPLES = 8
-"""Examples of a batch that a proof runs on: enough to differ, few against a batch of 32. (With 30
-the proof took as long as one to two batches, with 8 a quarter of one: WRN-16-4 Fixup.)"""
+"""The most examples that a proof runs on, unless a batch cannot be split. Measured with WRN-16-4
+Fixup and batches of 32: a proof on 30 examples took as long as one to two batches, on 8 a quarter
+of one."""
 
 
 class Proof:
     """What is known of a model and its layers, proved on the first batches of a pass.
 
-    There are two states, since a first batch of one example cannot show that examples mix: the
-    second part of the proof then waits for the first batch of several examples.
+    The proof has two parts, which are made separately: that the hooks see every use of the
+    parameters, and that no layer mixes examples. One example is enough for the first part. The
+    second part waits for the first batch of several examples.
 
-    A model of which a whole proof was made before, and whose structure is the same, is proved
-    again on two examples: that no parameter is used where no hook sees it, that derived layers
-    still obey their rules, and that the second example's output does not reach the first's rows,
-    which stand before and behind it. That sees what other values of the parameters can bring to
-    light. If any of it fails, a whole proof is made.
+    A model that was proved before and has kept its structure is proved again on two examples: no
+    parameter is used where no hook sees it, derived layers still match their rules, and the second
+    example's output does not reach the rows of the first example, one of which stands before it and
+    one behind. These checks find what other values of the parameters can change. If one of them
+    fails, the whole proof is made again.
 
     Args:
         model: the model.
@@ -86,7 +94,7 @@ class Proof:
         self._key: Key | None = None
         self._is_known = False
         self.assignment = assignment
-        """The tracked layers; once the proof is made, with their runs and the rules they obey."""
+        """The tracked layers; once the proof is made, with their runs and matching rules."""
         self.plan = Plan()
         """How batches run fastest."""
         self.output_dim = 0
@@ -96,7 +104,38 @@ class Proof:
         """Whether everything is proved that a batch of N examples (None: unknown) can prove."""
         return self._uses_verified and (self._independence_verified or N is None or N < 2)
 
-    def some(self, x: Any, N: int | None) -> Tensor | None:
+    def make(self, x: Any, N: int | None, ignored: Tensor | None = None) -> None:
+        """Prove, on a few of the examples, what is not proved yet.
+
+        Dropout that is on uses up no random numbers of the caller.
+
+        Args:
+            x: a batch.
+            N: its number of examples; None if that is not known.
+            ignored: loss terms (N, ...) that do not count.
+
+        Raises:
+            ValueError: inputs with NaN or infinity, if they prevent the proof.
+            NotImplementedError: what the hooks cannot follow, by name.
+        """
+        which = self._few(x, N)
+        if which is not None:
+            x, N = examples(x, which), len(which)
+            ignored = None if ignored is None else ignored[which]
+        try:
+            with forked_random_numbers(self._model):
+                if self._is_known and self._holds_again(x, ignored):
+                    return
+                self._make(x, N, ignored)
+        except NotImplementedError:
+            check_inputs(x)  # NaN spreads to all rows, which looks as if examples mixed
+            raise
+        # Findings are kept only once both parts are proved: a later pass relies on both.
+        if self._independence_verified:
+            found = findings_of(self._initial, self.assignment, self.plan, self.output_dim)
+            remember(self._model, self._key, found)
+
+    def _few(self, x: Any, N: int | None) -> Tensor | None:
         """Indices of the examples to prove on: a few, spread evenly over a batch of N.
 
         None means the whole batch, because it is small or cannot be split by example.
@@ -108,37 +147,14 @@ class Proof:
             self._recall(x)
         if not self._is_known:
             self.plan = make_plan(self._model, x, device)
+        # `with_first_again` appends two copies: no more examples in all than a part, or the batch.
         most = max(2, min(MOST_EXAMPLES, (self.plan.part_size or N) - 2))
         if not self.plan.splits or N <= most:
             return None
         return torch.linspace(0, N - 1, most, dtype=torch.float64).long().to(device)
 
-    def make(self, x: Any, N: int | None, ignored: Tensor | None = None) -> None:
-        """Prove what is not proved yet. Dropout that is on uses up no random numbers.
-
-        Args:
-            x: the examples that `some` chose.
-            N: how many there are; None if that is not known.
-            ignored: loss terms (N, ...) that do not count.
-
-        Raises:
-            ValueError: inputs with NaN or infinity, if nothing can be proved with them.
-            NotImplementedError: what hooks cannot follow, by name.
-        """
-        try:
-            with forked_random_numbers(self._model):
-                if self._is_known and self._holds_again(x, ignored):
-                    return
-                self._make(x, N, ignored)
-        except NotImplementedError:
-            check_inputs(x)  # NaN reaches every row, and so looks like examples that mix
-            raise
-        if self._independence_verified:
-            found = findings_of(self._initial, self.assignment, self.plan, self.output_dim)
-            remember(self._model, self._key, found)
-
     def _recall(self, x: Any) -> None:
-        """Take over what was found out of this model before, on inputs like these."""
+        """Take over what an earlier proof of this model found on inputs of these shapes."""
         self._key = proof_key(self._model, self._initial, x)
         findings = recall(self._model, self._key)
         if findings is None:
@@ -148,7 +164,11 @@ class Proof:
         self._is_known = True
 
     def _holds_again(self, x: Any, ignored: Tensor | None) -> bool:
-        """Prove a model again of which a whole proof was made before; False if that fails."""
+        """Prove the remembered findings on two examples; False if one of them fails.
+
+        Failing is no error here. Everything remembered is forgotten, so that the whole proof, which
+        names the cause, starts from the assignment that the pass was given.
+        """
         few = examples(x, slice(2)) if self.plan.splits else x
         N, rules = num_examples(few) or 0, [t.rule for t in self.assignment.layers]
         try:
@@ -157,7 +177,7 @@ class Proof:
                 verify_divided(self._model, self.assignment, one)
                 _, assignment, candidates = verify_uses(self._model, self.assignment, one)
                 if candidates or [t.rule for t in assignment.layers] != rules:
-                    raise NotImplementedError  # says nothing to anybody: the whole proof will
+                    raise NotImplementedError  # caught below, so that it needs no message
                 self._uses_verified = True
             if N > 1 and not self._independence_verified:
                 again = with_first_again(few, self.plan.splits, copies=1)
@@ -173,7 +193,8 @@ class Proof:
         return True
 
     def _make(self, x: Any, N: int | None, ignored: Tensor | None) -> None:
-        while True:  # each time with fewer parameters to prove something of
+        """The whole proof, repeated without the parameters that failed until the rest passes."""
+        while True:  # ends, as each refusal takes parameters away or raises
             try:
                 self._prove(x, N, ignored)
                 return
@@ -181,24 +202,24 @@ class Proof:
                 self._give_up(refusal)
 
     def _prove(self, x: Any, N: int | None, ignored: Tensor | None) -> None:
-        # The order matters. Parts come first, since from then on they run in place of the layers'
-        # own forwards. Runs on shared inputs must be known before independence is proved: their
-        # rows belong to no example, and would look as if examples mixed. And before parameters are
-        # followed: what such runs return is copied for each example.
+        # The order matters. Parts come first, since every later check runs them in place of the
+        # layers' own forwards. Runs on shared inputs must be known before parameters are followed,
+        # because the outputs of such runs are copied for each example; and before independence is
+        # proved, because rows that all examples share look as if examples mixed.
         by_example = N is not None and num_examples(x) == N
         assignment = self.assignment
         if not self._uses_verified:
             verify_divided(self._model, assignment, x)
             f, assignment, candidates = verify_uses(self._model, assignment, x)
             self.output_dim = f.dim() if isinstance(f, Tensor) else 0
-            once: dict[str, NotImplementedError] = {}
+            shared: dict[str, NotImplementedError] = {}
             if by_example:
-                assignment, once = find_runs(self._model, assignment, x)
-            if candidates or once:
-                if not by_example:
+                assignment, shared = find_runs(self._model, assignment, x)
+            if candidates or shared:
+                if not by_example:  # following needs one example and two
                     raise Refusal(candidates)
-                assignment = follow(self._model, assignment, x, candidates, once)
-                verify_followed(self._model, assignment, x, candidates | once)
+                assignment = follow(self._model, assignment, x, candidates, shared)
+                verify_followed(self._model, assignment, x, candidates | shared)
         if not self._independence_verified and (N is None or N > 1):
             again = with_first_again(x, self.plan.splits) if by_example else (x, None)
             while True:
@@ -207,37 +228,40 @@ class Proof:
                         self._model, assignment, *again, self.plan.channels_last, ignored
                     )
                     break
-                except _Mixed as mixed:  # perhaps just rows in another order
+                # "folded" was a guess from the number of rows. Without it the rows may still be
+                # independent, in another order; then only their examples are unknown.
+                except _Mixed as mixed:
                     assignment = _without_folds(assignment, mixed)
-            if not by_example:
+            if not by_example:  # `find_runs` could not tell them
                 assignment = _with_runs(assignment, runs)
+        # Only now, so that a check that raises leaves the assignment as it was.
         self.assignment = assignment
         self._uses_verified = True
 
     def _give_up(self, refusal: "Refusal") -> None:
-        """Treat parameters that nothing can be proved of as was asked for.
+        """Treat the refused parameters as the option ``unsupported`` says.
 
         Raises:
-            NotImplementedError: nothing was asked for; the refusal.
+            NotImplementedError: the refusal itself, for unsupported="error", or of a parameter that
+                has a rule for "freeze".
             ValueError: no parameter is left.
         """
         assignment, names = self.assignment, refusal.errors
         if assignment.unsupported == "error" or not names:
             raise refusal.first from refusal.__cause__
         if assignment.unsupported == "freeze":
+            # "freeze" is for layers without a rule. A layer with one whose uses cannot be proved is
+            # more likely a mistake than a choice.
             with_rule = [name for name in names if name not in assignment.unknown]
             if with_rule:
                 raise names[with_rule[0]] from refusal.__cause__
             warnings.warn(
                 f"Treated as constants, having no K-FAC rule: {', '.join(names)}.", stacklevel=2
             )
-            left = [name for name in assignment.names if name not in names]
-            if not left:
-                raise ValueError("No trainable parameter of the model has a K-FAC rule.")
-            self.assignment = replace(assignment.without(names), names=left)
+            self.assignment = assignment.with_constants(names)
             return
-        unused = [name for name in names if name in assignment.diagonal]
-        assert not unused, unused
+        repeated = [name for name in names if name in assignment.diagonal]
+        assert not repeated, repeated  # else `_make` would never end
         self.assignment = replace(
             assignment.without(names),
             diagonal=[n for n in assignment.names if n in names or n in assignment.diagonal],
@@ -246,7 +270,7 @@ class Proof:
 
 
 class _Mixed(NotImplementedError):
-    """A layer with rows that belong to several examples."""
+    """The error for a layer in which the rows of different examples mix."""
 
     def __init__(self, message: str, tracked: TrackedLayer) -> None:
         super().__init__(message)
@@ -254,10 +278,10 @@ class _Mixed(NotImplementedError):
 
 
 def _without_folds(assignment: RuleAssignment, mixed: _Mixed) -> RuleAssignment:
-    """The assignment, in which it is not known whose the rows of that layer are.
+    """The assignment without the guess that the mixed layer has several rows for each example.
 
     Raises:
-        NotImplementedError: that did not help.
+        NotImplementedError: the layer was not guessed to; its rows do mix.
     """
     runs = dict(assignment.runs)
     if "folded" not in runs.get(mixed.tracked.layer, ()):
@@ -278,10 +302,10 @@ def verify_uses(
     still depends on a parameter, that parameter was used where no hook could see it.
 
     Returns:
-        The model's output, the assignment with the rules that derived layers obey, and the
-        parameters that must be followed otherwise, with an error for each: used outside of their
-        layer's forward, of a layer that computes something else than the class, the parts or the
-        rule that are supposed, or without a rule.
+        The model's output, the assignment with the rules that derived layers match, and the
+        parameters that must be followed operation by operation, each with the error to raise if
+        that fails. A parameter is among them if it is used outside of its layer's forward, if its
+        layer computes something other than its rule assumes, or if it has no rule.
     """
     tracked_names = {name for t in assignment.layers for name in t.parameters.values()}
     parameters = {
@@ -289,8 +313,8 @@ def verify_uses(
         for name, p in model.named_parameters()
         if name in tracked_names
     }
-    rules: dict[TrackedLayer, list[type[Rule]]] = {}
-    disobedient: set[TrackedLayer] = set()
+    rules: dict[TrackedLayer, list[type[Rule]]] = {}  # those that match all runs so far
+    unmatched: set[TrackedLayer] = set()
     outside: dict[str, NotImplementedError] = {}
 
     def before(tracked: TrackedLayer) -> Callable[..., None]:
@@ -300,26 +324,28 @@ def verify_uses(
             except TypeError:
                 if type(layer) is tracked.layer_type:
                     raise
-                disobedient.add(tracked)  # a derived class that takes other arguments
+                unmatched.add(tracked)  # a derived class that takes other arguments
 
         return hook
 
     def check(tracked: TrackedLayer) -> Callable[..., Any]:
         def hook(layer: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
             a = first_input(args, kwargs)
-            if a.requires_grad:  # though the outputs of all tracked layers before are detached
+            # All earlier tracked outputs are detached, so that a graph leads to a use of a
+            # parameter between layers.
+            if a.requires_grad:
                 outside.update(_used_outside(parameters, a, f"the input of layer {tracked}"))
-            if tracked in disobedient:
+            if tracked in unmatched:
                 return output.detach()
             own = {local: parameters[name] for local, name in tracked.parameters.items()}
-            known = rules.get(tracked)  # of an earlier run, all of which one rule must fit
+            known = rules.get(tracked)  # one rule must match all runs of the layer
             rules[tracked] = [
                 rule
-                for rule in _rules_obeyed(tracked, own, args, kwargs, output)
+                for rule in _matching_rules(tracked, own, args, kwargs, output)
                 if known is None or rule in known
             ]
             if not rules[tracked]:
-                disobedient.add(tracked)
+                unmatched.add(tracked)
             return output.detach()
 
         return hook
@@ -341,13 +367,16 @@ def verify_uses(
     layers = []
     unused = []
     for t in assignment.layers:
-        if t in disobedient and not t.built_in:
-            raise _something_else(t)  # a user's rule: it is wrong, and not just for other layers
-        if t in disobedient:
+        # A user registered this rule for this very layer: the rule is wrong, which must be said. A
+        # rule of ours may just not be for a derived class; following can still find its block.
+        if t in unmatched and not t.built_in:
+            raise _something_else(t)
+        if t in unmatched:
             candidates |= dict.fromkeys(t.parameters.values(), _something_else(t))
         elif t in rules:
             layers.append(t if rules[t][0] is t.rule else replace(t, rule=rules[t][0]))
-        elif not outside.keys() >= set(t.parameters.values()):  # else functions use them
+        # A layer that did not run: its parameters are unused, unless functions use all of them.
+        elif not outside.keys() >= set(t.parameters.values()):
             layers.append(t)
             unused.append(t)
     run = {name for t in rules for name in t.parameters.values()}
@@ -363,7 +392,7 @@ def verify_uses(
 
 def _something_else(tracked: TrackedLayer) -> NotImplementedError:
     return NotImplementedError(
-        f"Layer {tracked} computes something else than its class "
+        f"Layer {tracked} computes something other than its class "
         f"{tracked.layer_type.__name__} and the rule for it (an overridden forward, a "
         "hook, or computed weights), so that its rule would give wrong numbers. "
         "Register a rule for its class (register_rule), derive it from nn.Module, or "
@@ -371,12 +400,12 @@ def _something_else(tracked: TrackedLayer) -> NotImplementedError:
     )
 
 
-def _rules_obeyed(
+def _matching_rules(
     tracked: TrackedLayer, own: dict[str, Tensor], args: tuple, kwargs: dict, output: Any
 ) -> list[type[Rule]]:
-    """The rules under which a layer's gradients in its own parameters are autograd's.
+    """The rules whose gradients in the layer's own parameters equal autograd's.
 
-    A layer that computes what one of our classes computes obeys the rule of that class: comparing
+    A layer that computes what one of our classes computes matches the rule of that class: comparing
     the outputs and their derivatives is enough. For an overridden forward, or a user's rule, the
     rule itself is tried: it computes the parameters' gradients from the layer's input and a random
     gradient of its output, and autograd computes them from the graph.
@@ -397,7 +426,8 @@ def _rules_obeyed(
         a, u = rows.flatten(a), rows.flatten(u)
     if not (a.dim() and u.dim() and len(a) == len(u)):
         return []
-    # For a rule of ours two rows are enough to tell, and take less memory than all.
+    # For a rule of ours two rows are enough to tell, and take less memory than all. With u zero
+    # elsewhere, autograd's gradient is that of these two rows, too.
     some = slice(2 if tracked.built_in else len(a))
     u[some.stop :] = 0.0
     should = torch.autograd.grad(
@@ -422,7 +452,8 @@ def _rules_obeyed(
         if all(close(*pair) for pair in pairs):
             obeyed.append(kind)
             continue
-        # Only now, as it takes a forward of its own: the layer may compute in a coarser dtype.
+        # The layer may compute in a coarser dtype inside. That is asked only after a mismatch,
+        # since it takes another forward of the layer.
         tolerance = _tolerance_of(tracked, args, kwargs)
         if all(close(*pair, tolerance) for pair in pairs):
             obeyed.append(kind)
@@ -433,7 +464,7 @@ def _runs_its_class(tracked: TrackedLayer) -> bool:
     """Whether nothing but the code of the rule's class can have made a layer's output."""
     layer, of_all = tracked.layer, nn.modules.module
     hooks = (
-        # The last of each are the proof's own.
+        # One hook of each kind is the proof's own.
         len(layer._forward_hooks) > 1 or len(layer._forward_pre_hooks) > 1,
         of_all._global_forward_hooks or of_all._global_forward_pre_hooks,
     )
@@ -477,8 +508,8 @@ def verify_independence(
     """Prove with one forward pass that no row of a layer belongs to two examples.
 
     The gradient of the first example's output must reach only that example's rows, and the gradient
-    of the other outputs only the other rows. A forward that sorts the examples by their values is
-    not noticed if they happen to be sorted: see `with_first_again`. If modules have parameters of
+    of the other outputs only the other rows. Examples that happen to be sorted would hide a forward
+    that sorts them by their values; `with_first_again` prevents that. If modules have parameters of
     their own, further passes compare these with copies for each example.
 
     Args:
@@ -489,8 +520,8 @@ def verify_independence(
             rows are these examples themselves, in order.
         channels_last: see `Capture`.
         ignored: loss terms (N, ...) that do not count.
-        one_way: prove the half of it alone, by one backward pass: that no other example's output
-            reaches a row of the first.
+        one_way: prove only, with a single backward pass, that no other example's output reaches a
+            row of the first.
 
     Returns:
         Whether these examples could prove it: a single one cannot, nor can numbers that are not
@@ -524,7 +555,9 @@ def verify_independence(
             return False, {}  # reported by name, after the forward pass
         if numbers is None or len(numbers) != len(f):
             numbers = torch.arange(len(f))
-        numbers = numbers.to(f.device)  # those of an object of the user's were made on the CPU
+        numbers = numbers.to(f.device)  # for objects of the user's they were made on the CPU
+        # Random gradients, since ones would cancel in a layer such as softmax, whose outputs have a
+        # constant sum. Terms that do not count propagate nothing back in the pass either.
         u = noise_like(f)
         if ignored is not None and ignored[numbers].shape == f.shape[:-1]:
             u = u * ~ignored[numbers][..., None]
@@ -533,9 +566,11 @@ def verify_independence(
         one_way = one_way and not capture.folds
         capture.backward(f, [u * ~of_first] if one_way else [u * of_first, u * ~of_first])
         if capture.folds and finite:
+            # That rows are folded was guessed from their number. The first example against the rest
+            # would not notice rows that are swapped among the rest, as if they were chosen by their
+            # values. So each bit of the examples' indices splits them into two halves, and any two
+            # examples lie in different halves for at least one bit.
             by_pair, reached = reached, {}
-            # Each bit of the examples' numbers tells two halves of them apart, and all bits each
-            # from each: rows that were chosen by their values are not so many of every example.
             for bit in range((len(f) - 1).bit_length()):
                 half = (torch.arange(len(f), device=f.device) >> bit & 1).bool()
                 of_half = half.view_as(of_first)
@@ -544,8 +579,10 @@ def verify_independence(
                     _check_folded(tracked, use, seen, half)
                 reached.clear()
             reached = by_pair
+    # 0 · NaN is NaN, which would look as if every gradient reached every row. Factors that are not
+    # finite raise an error with the layer's name later.
     if not finite:
-        return False, {}  # 0 · NaN is NaN in every row; the eigenvalues will name the layer
+        return False, {}
     for (tracked, use), seen in reached.items():
         if len(seen) < 2 and not one_way:  # one of the two gradients did not reach this run at all
             continue
@@ -562,7 +599,7 @@ def verify_independence(
             own = is_first[index.clamp(max=len(f) - 1)] & counts
         else:
             # Where rows and examples differ in number, it is unknown which rows are the first
-            # example's; but none may be reached by both.
+            # example's. It can still be checked that no row is reached from both.
             own = is_first if len(by_rest) == len(f) else ~by_rest
         if (by_first & ~own).any() or (by_rest & own).any():
             if isinstance(tracked.layer, OwnParameter):
@@ -586,12 +623,15 @@ def _check_folded(tracked: TrackedLayer, use: Use, seen: list[Tensor], half: Ten
     Args:
         tracked: a layer.
         use: one run of it.
-        seen: which rows are reached by the one half, and by the other, if they reach any.
-        half: (N,) which examples the one half are.
+        seen: the rows that gradients of the first half reach, and those that gradients of the
+            second half reach; fewer entries if a half reaches none.
+        half: (N,) the examples of the first half.
     """
     if len(seen) < 2:
         return
     if use.rows is not None:
+        # Rows that do not count have index N. Here any half will do for them: that no gradient
+        # reaches them is checked by `verify_independence`.
         own = torch.cat([half, half[:1]])[use.rows.index]
     elif len(seen[0]) == len(half):
         own = half
@@ -605,11 +645,11 @@ def _check_folded(tracked: TrackedLayer, use: Use, seen: list[Tensor], half: Ten
 
 
 def with_first_again(x: Any, splits: bool = True, copies: int = 2) -> tuple[Any, Tensor | None]:
-    """The examples with the first appended twice, and the example index of each row.
+    """The examples with the first one appended twice, and the example index of each row.
 
-    It exposes a forward that changes the order of the examples. Sorting puts equal examples side by
-    side, but here the same example stands first and last, so that it must move some. With a single
-    copy, reversing the batch would exchange equal examples at both ends and look like no change.
+    This exposes a forward that changes the order of the examples. Sorting puts equal examples side
+    by side; here equal examples stand at both ends, so that sorting must move some. With a single
+    copy, reversing the batch would exchange the equal examples at its ends and look like no change.
 
     Args:
         x: the examples.
@@ -636,29 +676,33 @@ def with_first_again(x: Any, splits: bool = True, copies: int = 2) -> tuple[Any,
 def find_runs(
     model: nn.Module, assignment: RuleAssignment, x: Any
 ) -> tuple[RuleAssignment, dict[str, NotImplementedError]]:
-    """The assignment, completed by the runs of layers that do not work on rows of examples.
+    """The assignment, completed by the runs of layers that have another input than one row each.
 
-    A run on an input that all examples share, such as an embedding of positions, has an input of
-    the same shape for one example as for two. If the model broadcasts its output, a copy of it for
-    each example changes no number, and gets that example's gradient; else the output is followed to
-    where it meets the examples (`follow`). A run on several rows of each example has a multiple of
-    the rows for two. And a run whose output passes no derivative on, of a parameter with other runs
-    that do, is a constant: it does not count as a use of the parameter.
+    The model runs on one example and on the same example twice:
+
+    - A run on an input that all examples share, such as an embedding of positions, has the same
+      input shape both times. If the model broadcasts its output, a copy for each example changes no
+      number and receives that example's gradient. Otherwise the output is followed to where it
+      meets the examples (`follow`).
+    - A run on several rows of each example has k > 1 rows for one example and 2k for two.
+    - A run whose output passes no derivative on is a constant if other runs of its parameters do.
+      It does not count as a use of the parameters.
 
     Args:
         model: the model.
         assignment: its tracked layers.
-        x: some examples; if they cannot be taken apart, the assignment is returned as it is.
+        x: some examples; if they cannot be separated, the assignment is returned as it is.
 
     Returns:
-        The assignment, and the parameters of layers whose output must be followed, with an error
-        for each if it cannot be.
+        The assignment, and the parameters of layers whose output must be followed, each with the
+        error to raise if that fails.
     """
     try:
         one, twins = (examples(x, torch.tensor(numbers)) for numbers in ([0], [0, 0]))
         runs, shapes = _runs_and_shapes(model, assignment, one)
         shapes_of_two = _runs_and_shapes(model, assignment, twins, backward=False)[1]
-    except Exception as error:  # if the whole batch fails, too, the pass reports it with its cause
+    # A model may need a whole batch. If that fails as well, the pass reports it with its cause.
+    except Exception as error:
         if is_out_of_memory(error):
             raise
         return assignment, {}
@@ -671,14 +715,14 @@ def find_runs(
     }
     if not shared:
         return _with_runs(assignment, _with_folds(runs, shapes, shapes_of_two)), {}
-    # A first axis with one entry may be a batch axis, or an axis of positions of which there is
-    # one. Both are tried; only with the right one the output stays the same.
+    # A first axis of size one may be a batch axis or an axis with a single position. Its size does
+    # not tell, so both are tried: with the wrong one the model's output changes.
     for first in (True, False):
         for (tracked, number), shape in shared.items():
             with_first = first and len(shape) > 0 and shape[0] == 1
             runs[tracked][number] = SharedAxes(with_first, len(shape))
         known = _with_runs(assignment, runs)
-        error = _wrong(model, known, twins)
+        error = _error_with_copies(model, known, twins)
         if error is None:
             return _with_runs(assignment, _with_folds(runs, shapes, shapes_of_two)), {}
     for tracked, number in shared:
@@ -686,8 +730,8 @@ def find_runs(
     layers = dict.fromkeys(tracked for tracked, _ in shared)
     message = (
         f"{' and '.join(map(str, layers))} has the same input for all examples, and its output "
-        "cannot be given to each, (N, ...): the model's output would be another, or rows of "
-        "different examples mix (dropout on what all share does that, too). Give it a batch axis "
+        "cannot be copied for each, (N, ...): that would change the model's output, or rows of "
+        "different examples mix (dropout on a shared output mixes them, too). Give it a batch axis "
         "(N, ...), or freeze it (requires_grad_(False))."
     )
     names = [name for tracked in layers for name in tracked.parameters.values()]
@@ -700,11 +744,12 @@ def _with_folds(
     shapes: dict[TrackedLayer, list[torch.Size | None]],
     shapes_of_two: dict[TrackedLayer, list[torch.Size | None]],
 ) -> dict[TrackedLayer, list[Run]]:
-    """The runs; those with k > 1 rows for one example and 2 k for two are folded."""
+    """The runs, in which those with k > 1 rows for one example and 2k for two are "folded"."""
     for tracked, kinds in runs.items():
         of_both = zip(shapes.get(tracked, []), shapes_of_two.get(tracked, []), strict=False)
         for number, (one, two) in enumerate(of_both):
-            if not one or not two or kinds[number] != "examples":  # told, or no axis
+            # None where `examples_of_rows` gives the examples, empty for an input without axes.
+            if not one or not two or kinds[number] != "examples":
                 continue
             if one[0] > 1 and two[0] == 2 * one[0]:
                 kinds[number] = "folded"
@@ -721,10 +766,11 @@ def _runs_and_shapes(
     shapes: dict[TrackedLayer, list[torch.Size | None]] = {}
 
     def record(tracked: TrackedLayer, use: Use) -> None:
-        # There may be as many such rows for one example as for two, by chance; or no rows at all.
-        told = use.rows is not None and not use.rows.of_positions
+        # Numbers of rows tell nothing where `examples_of_rows` gives the examples: one graph may
+        # have as many edges as two others together. The same holds where there is no row.
+        given = use.rows is not None and not use.rows.of_positions
         shape = use.a.shape if use.rows is None else use.rows.axes + use.a.shape[1:]
-        known = None if told or not use.a.numel() else torch.Size(shape)
+        known = None if given or not use.a.numel() else torch.Size(shape)
         shapes.setdefault(tracked, []).append(known)
 
     capture = Capture(model, assignment, record, lambda *_: None)
@@ -736,7 +782,7 @@ def _runs_and_shapes(
 
 
 def _with_runs(assignment: RuleAssignment, runs: dict[TrackedLayer, list[Run]]) -> RuleAssignment:
-    """The assignment with the runs of the layers that do not work on examples' rows alone."""
+    """The assignment with the runs of those layers that have any other kind than "examples"."""
     others = {
         tracked.layer: tuple(kinds)
         for tracked, kinds in runs.items()
@@ -745,8 +791,10 @@ def _with_runs(assignment: RuleAssignment, runs: dict[TrackedLayer, list[Run]]) 
     return replace(assignment, runs=others)
 
 
-def _wrong(model: nn.Module, assignment: RuleAssignment, twins: Any) -> Exception | None:
-    """What goes wrong if shared outputs are copied for each example; None if nothing does."""
+def _error_with_copies(
+    model: nn.Module, assignment: RuleAssignment, twins: Any
+) -> Exception | None:
+    """The error when shared outputs are copied for each of two examples; None if there is none."""
     try:
         with explicit_forwards(assignment), forked_random_numbers(model), DtypesInUse() as used:
             f = call_with(model, {}, twins)
@@ -756,7 +804,7 @@ def _wrong(model: nn.Module, assignment: RuleAssignment, twins: Any) -> Exceptio
         ):
             g = capture.forward(twins)
         if isinstance(f, Tensor) and not close(f.detach(), g.detach(), used.tolerance):
-            return ValueError("The model's output is another one.")
+            return ValueError("The model's output changes.")
         with forked_random_numbers(model):
             verify_independence(model, assignment, twins)
     except Exception as error:
@@ -769,7 +817,7 @@ def _wrong(model: nn.Module, assignment: RuleAssignment, twins: Any) -> Exceptio
 def _used_outside(
     parameters: dict[str, Tensor], value: Tensor, where: str
 ) -> dict[str, NotImplementedError]:
-    """The parameters on which a value depends, though it should on none, and an error for each."""
+    """The parameters that a value depends on although it should on none, and an error for each."""
     leaves = list(parameters.values())
     grads = torch.autograd.grad(value.sum(), leaves, retain_graph=True, allow_unused=True)
     return {
@@ -809,14 +857,14 @@ def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None
                 with used:
                     should = _tensor_of(type(layer).forward(layer, *args, **kwargs))
                 does = _tensor_of(d.by_parts.forward(layer, d.parts, *args, **kwargs))
-            except TypeError:  # a derived class with other arguments
-                should, does = torch.empty(0), torch.empty(1)  # which differ
+            except TypeError:  # a derived class with other arguments: two tensors that differ
+                should, does = torch.empty(0), torch.empty(1)
             finally:
                 for module, mode in modes:
                     module.training = mode
             if not same_with_derivatives(should, does, own, used.tolerance):
                 error = NotImplementedError(
-                    f"Layer '{d.name}' ({type(layer).__name__}) computes something else than "
+                    f"Layer '{d.name}' ({type(layer).__name__}) computes something other than "
                     f"{type(d.by_parts).__name__} (an overridden forward, other options, or wrong "
                     "parts). Register parts for its class (register_rule), or freeze it "
                     "(requires_grad_(False))."
@@ -841,7 +889,7 @@ def verify_own_parameters(model: nn.Module, assignment: RuleAssignment, x: Any) 
     The output must not change, and the copies' gradients must add up to the parameter's gradient.
 
     Raises:
-        NotImplementedError: they may not, with the parameters' names.
+        NotImplementedError: one of these does not hold, with the parameters' names.
     """
     gradients: dict[str, Tensor] = {}
 
@@ -894,7 +942,7 @@ def _tensor_of(output: Any) -> Tensor:
 
 
 def _without_graph(arguments: Any) -> Any:
-    """Arguments as constants; the same tensor stays the same."""
+    """Arguments as constants. A tensor that is passed twice stays one: attention tests for that."""
     known: dict[int, Tensor] = {}
 
     def constant(value: Any) -> Any:

@@ -185,7 +185,7 @@ def test_some_outputs():
     chosen = [2, 0, 5, 3]
     assert_close(some, f[..., [2, 0]])
     assert_close(of_some, covariance[:, chosen][:, :, chosen])
-    with pytest.raises(ValueError, match="classes has the number 3; the outputs are 0 to 2"):
+    with pytest.raises(ValueError, match="classes has the index 3; the outputs are 0 to 2"):
         joint(x, [3])
 
 
@@ -230,5 +230,5 @@ def test_what_it_cannot_do_is_named():
     joint = JointCovariance(model, blocks)
     with pytest.raises(ValueError, match=r"x has shape \(4, 6\); sets of inputs"):
         joint(x.flatten(0, 1))
-    with pytest.raises(NotImplementedError, match="joint covariance is there for outputs"):
+    with pytest.raises(NotImplementedError, match="joint covariances support outputs"):
         joint(x[:, :, None].expand(-1, -1, 3, -1))

@@ -255,7 +255,7 @@ def test_a_last_layer_that_is_tied_and_not_the_output():
     model = randomised(Scaled(VOCABULARY, 4, 4, 2, 2))
     blocks = case("gpt")[2]
     name = "token_embedding.weight"
-    with pytest.raises(NotImplementedError, match="last layer 'head'.* Take all layers"):
+    with pytest.raises(NotImplementedError, match="last layer 'head'.* Use all layers"):
         LastLayerCovariance(model, "head", {name: blocks[name]})(tokens())
 
 
@@ -350,9 +350,13 @@ def test_memory_of_linearised_outputs(name):
         ({"positions": torch.ones(3, 5)}, TypeError, "dtype torch.float32; a boolean mask"),
         ({"positions": torch.ones(3, 4).bool()}, ValueError, r"mask of shape \(3, 5\)"),
         ({"positions": torch.zeros(3, 5).bool()}, ValueError, "No position is chosen"),
-        ({"classes": torch.tensor([0.0])}, TypeError, "dtype torch.float32; these are numbers"),
-        ({"classes": torch.tensor([0, 4])}, ValueError, "number 4; the outputs are 0 to 3"),
-        ({"classes": torch.tensor([-1])}, ValueError, "number -1; the outputs are 0 to 3"),
+        (
+            {"classes": torch.tensor([0.0])},
+            TypeError,
+            "dtype torch.float32; indices must be integers",
+        ),
+        ({"classes": torch.tensor([0, 4])}, ValueError, "index 4; the outputs are 0 to 3"),
+        ({"classes": torch.tensor([-1])}, ValueError, "index -1; the outputs are 0 to 3"),
         ({"classes": torch.zeros(3, 2).long()}, ValueError, r"\(K,\) is needed, or \(3, 5, 'K'\)"),
     ],
 )

@@ -351,7 +351,9 @@ class Masked(nn.Module):
 def test_parameters_of_an_axis_of_rows_are_a_named_error(layer):
     # As many rows as features, so that all shapes would fit.
     model, x, y = randomize(Masked(layer)), normal(4, 4, 4), torch.tensor([0, 1, 2, 0])
-    message = rf"{type(layer).__name__}\(.* of its own .*counted_positions.* the first 2"
+    message = (
+        rf"{type(layer).__name__}\(.* has separate parameters .*counted_positions.* the first 2"
+    )
     with pytest.raises(NotImplementedError, match=message):
         kronecker_factors(model, [(x, y)], "classification")
 

@@ -104,7 +104,7 @@ def test_parts_that_compute_something_else():
         def forward(self, layer, parts, x):
             return layer.base(x) + parts["up"](parts["down"](x))
 
-    with pytest.raises(NotImplementedError, match="'layer' .*something else than Wrong"):
+    with pytest.raises(NotImplementedError, match="'layer' .*something other than Wrong"):
         kronecker_factors(lora_model(), [data()], "classification")
 
 
@@ -114,7 +114,7 @@ def test_parts_with_another_derivative_only():
         def forward(self, layer, parts, x):
             return layer.base(x) + layer.scale * (x @ layer.A.T @ layer.B.T).detach()
 
-    with pytest.raises(NotImplementedError, match="'layer' .*something else than Wrong"):
+    with pytest.raises(NotImplementedError, match="'layer' .*something other than Wrong"):
         kronecker_factors(lora_model(), [data()], "classification")
 
 

@@ -194,5 +194,5 @@ def test_an_output_size_that_says_nothing_of_the_inputs_is_named():
     a = torch.zeros(1, 1, 4, dtype=torch.float64)
     rule = ConvTransposeRule(layer, "expand", {"weight"})
     rule.add_input(Use(a))
-    with pytest.raises(NotImplementedError, match="the stride or more, call it without output_s"):
+    with pytest.raises(NotImplementedError, match="at least the stride, call it without output_s"):
         rule.add_gradient(Use(a), layer(a, [7]).detach(), PositionSums())

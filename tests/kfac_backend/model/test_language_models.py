@@ -285,7 +285,9 @@ def test_a_loss_that_does_not_tell_is_a_named_error():
     with torch.no_grad():
         model.head.weight.zero_()
         model.head.bias.zero_()
-    with pytest.raises(ValueError, match="does not tell whether it shifts them.*=True if"):
+    with pytest.raises(
+        ValueError, match="does not show whether it shifts them.*=False if.*, True if"
+    ):
         factors(model, [batch_of("causal")])
     assert factors(model, [batch_of("causal")], shift_labels=True).num_loss_terms == 10
 

@@ -87,15 +87,15 @@ NOT_IMPLEMENTED = {
     ),
     "subclass that computes something else": (
         nn.Sequential(ScaledLinear(3, 2)),
-        "computes something else than its class Linear",
+        "computes something other than its class Linear",
     ),
     "subclass with another derivative only": (
         nn.Sequential(with_unit_norm(ScaledLinear(3, 2))),
-        "computes something else than its class Linear",
+        "computes something other than its class Linear",
     ),
     "forward patched on the instance": (
         with_patched_forward(nn.Linear(3, 2)),
-        "computes something else",
+        "computes something other",
     ),
     "positions first, as many as examples": (
         Lambda(lambda m, x: m.fc(x[:, None] * torch.ones(4, 4, 1)).mean(0), fc=nn.Linear(3, 2)),

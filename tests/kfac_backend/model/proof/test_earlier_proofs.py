@@ -142,7 +142,7 @@ def test_a_layer_that_leaves_its_class_is_found():
     model = nn.Sequential(Scaled(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     assert isinstance(outcome(model), dict)
     model[0].scale.fill_(1.0)
-    assert "computes something else" in outcome(model)
+    assert "computes something other" in outcome(model)
 
 
 def test_a_parameter_that_is_used_elsewhere_is_found():
