@@ -7,10 +7,14 @@ import time
 from contextlib import redirect_stderr, redirect_stdout
 from pkgutil import resolve_name
 from threading import Thread
+from typing import Any
 from unittest.mock import patch
 
 from kfac_backend.distributed import Ranks
 from marglik.cli import main
+from marglik.prediction import evaluation_record
+from marglik.storage.checkpoint import Checkpoints
+from marglik.storage.run_log import RunLog
 from marglik.training.network import NetworkTraining
 
 
@@ -25,6 +29,50 @@ def command(*arguments: str) -> tuple[int, str, str]:
 def different(arguments: list[str], more: list[str]) -> tuple[int, str, str]:
     """A command that has more arguments on rank 1."""
     return command(*arguments, *(more if Ranks().rank == 1 else ()))
+
+
+def interrupted(where: str, stop: int, arguments: list[str]) -> dict[str, Any]:
+    """Status and work of a command that is interrupted; where it is not, it comes to its end.
+
+    Args:
+        where: "log", or a folder of states: "learned", "baseline_evaluation" and so on.
+        stop: the number of records, written or in a state, or of an evaluation's states.
+        arguments: of the command.
+    """
+    epochs, kept, seen = [], [], []
+    train, write, save = NetworkTraining.epoch, RunLog.write, Checkpoints.save
+    predict = evaluation_record.predict_all
+
+    def counted_epoch(self, number, *given):
+        epochs.append(number)
+        return train(self, number, *given)
+
+    def counted_predictions(*given, earlier, **keywords):
+        kept.append(len(earlier))
+        return predict(*given, earlier=earlier, **keywords)
+
+    def interrupting_write(self, record):
+        write(self, record)
+        if where == "log":
+            seen.append(record)
+            if len(seen) == stop:
+                raise KeyboardInterrupt
+
+    def interrupting_save(self, state):
+        save(self, state)
+        if self.folder.name == where:
+            seen.append(state)
+            if len(state.get("records", seen)) == stop:
+                raise KeyboardInterrupt
+
+    with (
+        patch.object(NetworkTraining, "epoch", counted_epoch),
+        patch.object(evaluation_record, "predict_all", counted_predictions),
+        patch.object(RunLog, "write", interrupting_write),
+        patch.object(Checkpoints, "save", interrupting_save),
+    ):
+        status, _, said = command(*arguments)
+    return {"status": status, "said": said, "epochs": epochs, "kept": kept}
 
 
 def killed_after(seconds: float, rank: int, arguments: list[str]) -> tuple[int, str, str]:
