@@ -3,12 +3,16 @@
 import io
 import os
 import signal
+import sys
 import time
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partialmethod
 from pkgutil import resolve_name
 from threading import Thread
 from typing import Any
 from unittest.mock import patch
+
+from tqdm import tqdm
 
 from kfac_backend.distributed import Ranks
 from marglik.cli import main
@@ -29,6 +33,34 @@ def command(*arguments: str) -> tuple[int, str, str]:
 def different(arguments: list[str], more: list[str]) -> tuple[int, str, str]:
     """A command that has more arguments on rank 1."""
     return command(*arguments, *(more if Ranks().rank == 1 else ()))
+
+
+def in_a_terminal(columns: int, arguments: list[str]) -> tuple[int, str]:
+    """Exit status of a command in a terminal of so many columns, and all that it wrote there."""
+    import fcntl
+    import pty
+    import struct
+    import termios
+
+    child, terminal = pty.fork()
+    if child == 0:
+        fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        os.environ["NO_COLOR"] = "1"
+        os.environ.pop("COLUMNS", None)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        every_step = partialmethod(tqdm.__init__, mininterval=0)
+        with patch.object(tqdm, "__init__", every_step):
+            status = main(arguments)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    printed = b""
+    try:
+        while part := os.read(terminal, 65536):
+            printed += part
+    except OSError:  # Linux says so when the other end is closed
+        pass
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), printed.decode()
 
 
 def interrupted(where: str, stop: int, arguments: list[str]) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def test_it_finds_the_scale_and_the_noise_that_made_the_data():
 
 def test_it_finds_the_scale_and_the_temperature_that_made_the_labels():
     """Labels of networks drawn from N(f, s V), made sharper by τ."""
-    f, covariance = gaussians(4, 10_000, scale=3.0)
+    f, covariance = gaussians(4, 4000, scale=3.0)
     generator = torch.Generator().manual_seed(3)
     root = torch.linalg.cholesky(0.5 * covariance)
     noise = torch.randn(len(f), 4, 1, generator=generator, dtype=torch.float64)
@@ -250,7 +250,7 @@ def test_linearised_networks_are_scaled_as_their_outputs_covariance_is():
     la, _ = fitted()
     x, y = data()
     fits = [
-        calibrate(la, [(x, y)], PredictiveConfig(method, samples=4000, networks=4000)).fit
+        calibrate(la, [(x, y)], PredictiveConfig(method, samples=2000, networks=2000)).fit
         for method in ("mc", "linearised")
     ]
     assert fits[0].nll_uncalibrated == pytest.approx(fits[1].nll_uncalibrated, rel=0.02)
