@@ -40,7 +40,6 @@ def same_posterior(folder, expected):
 
 FIT_POINTS = {
     "the pass": ("marglik.posterior.posterior.Posterior.fit", 1),
-    "the state's factors": ("os.fsync", 5),
     "the search of the prior": ("marglik.runs.fit._find_prior", 1),
     "the posterior's record": ("marglik.posterior.posterior_file.write_record", 1),
     "the very end": ("shutil.rmtree", 1),
@@ -121,11 +120,10 @@ def fill(disk, free):
     (disk / "filler").write_bytes(bytes(room - free))
 
 
-@pytest.mark.parametrize("free", [80, 160])
-def test_training_goes_on_when_there_is_room(free, trained, tmp_path):
+def test_training_goes_on_when_there_is_room(trained, tmp_path):
     with mounted(tmp_path / "disk", 2**23) as disk:
         folder = disk / "run"
-        fill(disk, free * 2**10)
+        fill(disk, 160 * 2**10)
         line = refuse([*TRAINING, "--output", str(folder)])
         assert f"{folder / 'checkpoint' / 'learned'}" in line
         assert "bytes are wanted" in line

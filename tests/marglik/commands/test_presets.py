@@ -16,8 +16,8 @@ from tests.marglik.data.text_and_graphs import (
 )
 
 SHORT = [
-    "--epochs", "2", "--prior.every", "1", "--prior.steps", "5", "--no_progress",
-    "--held_out", "0.34",
+    "--epochs", "1", "--prior.every", "1", "--prior.steps", "5", "--held_out", "0.34",
+    "--predictive.networks", "2", "--no_progress",
 ]  # fmt: skip
 
 
@@ -41,7 +41,7 @@ PRESETS = {
     ),
     "gpt_dart": (
         lambda folder: write_dart(folder / "dart.json.gz", dart_entries(20)),
-        ["--data.num_train", "20", "--data.num_test", "10"],
+        ["--data.num_train", "20", "--data.num_test", "4"],
         ["token_embedding.weight", "head.weight"],  # one tensor
     ),
     "graph_network_nci1": (

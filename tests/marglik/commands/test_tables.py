@@ -152,5 +152,6 @@ def test_every_bar_says_how_long_it_still_takes(worlds, tmp_path):
     for bar in BARS:
         mine = [part for part in parts if part.startswith(f"{bar}:")]
         assert any(re.search(r"\[\d\d:\d\d<\d\d:\d\d", part) for part in mine), bar
+    assert not any(part.startswith("epoch ") for part in parts)  # as where there is no terminal
     assert max(len(part) for part in parts if "Written to" not in part) <= 80
     assert not re.search(r"\x1b\[[0-9;]*m", printed)  # no colours

@@ -100,9 +100,9 @@ def test_networks_without_a_curvature(network, message, tmp_path, capsys):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu_is_named(tmp_path, capsys):
     options = ["--output", str(tmp_path), "--accelerator", "cuda"]
-    assert "--accelerator cuda is not available on this machine" in refusal(
-        capsys, *SMALL, *options
-    )
+    message = refusal(capsys, *SMALL, *options)
+    assert "--accelerator cuda is not available on this machine" in message
+    assert "Pass auto or cpu" in message
 
 
 def test_broken_archive(tmp_path, capsys):
