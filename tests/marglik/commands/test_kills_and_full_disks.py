@@ -15,12 +15,13 @@ from tests.small_disk import mounted
 fit_module = import_module("marglik.runs.fit")
 HERE = "tests.marglik.commands.commands_on_ranks"
 TENSORS = ("model.safetensors", "posterior.safetensors")
-TRAINING = [*TRAIN, *DATA, *MODEL, "--checkpoint_minutes", "0"]
+UNCALIBRATED = ["--predictive.calibration", "none"]
+TRAINING = [*TRAIN, *DATA, *MODEL, *UNCALIBRATED, "--checkpoint_minutes", "0"]
 
 
 def fitting(checkpoint, folder, *more):
-    arguments = ["fit", *DATA, *MODEL, "--checkpoint", str(checkpoint), "--no_progress"]
-    return [*arguments, "--curvature.fisher", "mc", "--output", str(folder), *more]
+    arguments = ["fit", *DATA, *MODEL, *UNCALIBRATED, "--checkpoint", str(checkpoint)]
+    return [*arguments, "--no_progress", "--curvature.fisher", "mc", "--output", str(folder), *more]
 
 
 def names_in(folder):

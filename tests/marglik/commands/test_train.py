@@ -126,7 +126,10 @@ def test_leaves_the_evaluation_and_a_page(run):
     }
     assert evaluation["ood"]["num_examples"] == 50
     assert len(evaluation["uncertain"]["examples"]) == 12
-    assert "MLP on digits" in (run / "report.html").read_text()
+    page = (run / "report.html").read_text()
+    assert "MLP on digits" in page
+    for charts in ("curves", "weight-decay", "effective", "time", "reliability"):
+        assert f'id="{charts}-chart-' in page
 
 
 def test_same_seed_same_run(run, tmp_path):

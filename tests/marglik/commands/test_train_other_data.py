@@ -37,6 +37,7 @@ KINDS = {
     ),
     "graphs": ("NCI1", "NodeCounts", ["--data.validation", "0.2"]),
 }  # fmt: skip
+UNCALIBRATED = ["--predictive.calibration", "none"]
 SIZES = {"sequences": (54, 6, 20), "graphs": (38, 10, 12)}
 
 
@@ -173,6 +174,7 @@ def test_fit_takes_them_too(kind, run, commands, tmp_path, method):
     first, last = command.index("--data"), command.index("--predictive.networks")
     of_data = command[first:]
     options = ["--checkpoint", str(checkpoint), "--no_progress", "--prior.method", method]
+    options += UNCALIBRATED
     out = ["--output", str(tmp_path / "fit")]
     assert last < first
     assert main(["fit", *of_data, *options, *out, "--predictive.networks", "2"]) == 0
@@ -181,13 +183,14 @@ def test_fit_takes_them_too(kind, run, commands, tmp_path, method):
 
 def test_mixed_precision(kind, commands, tmp_path):
     command = [*commands[kind], "--epochs", "1", "--prior.every", "1", "--precision", "bf16-mixed"]
+    command += UNCALIBRATED
     assert main([*command, "--output", str(tmp_path)]) == 0
     assert results_of(tmp_path)["num_data"] == SIZES[kind][0]
 
 
 @pytest.mark.parametrize("approx", ["auto", "{outer: expand, '*': reduce}"])
 def test_modes_of_layers(approx, commands, tmp_path):
-    command = [*commands["sequences"], "--curvature.kfac_approx", approx]
+    command = [*commands["sequences"], "--curvature.kfac_approx", approx, *UNCALIBRATED]
     assert main([*command, "--epochs", "1", "--output", str(tmp_path)]) == 0
     asked = results_of(tmp_path)["config"]["curvature"]["kfac_approx"]
     assert asked in ("auto", {"outer": "expand", "*": "reduce"})
@@ -279,6 +282,7 @@ def test_targets_that_are_no_classes(make_problem, tmp_path, capsys):
     arguments = [
         "train", *problem.options, "--epochs", "30", "--prior.every", "10", "--batch_size", "25",
         "--optimizer.name", "adamw", "--optimizer.lr", "0.04", "--monitor", "10", "--no_progress",
+        *UNCALIBRATED,
     ]  # fmt: skip
     assert main([*arguments, "--output", str(folder)]) == 0
     results, evaluation = results_of(folder), evaluated(folder)
@@ -312,8 +316,7 @@ def test_kfac_has_the_likelihood_of_the_run(curvature_from, tmp_path, monkeypatc
     monkeypatch.setattr(training_setup, "build_optimizer", recorded)
     options = [
         "--optimizer.name", "kfac", "--prior.curvature_from", curvature_from, "--epochs", "2",
-        "--prior.every", "1", "--prior.steps", "5", "--no_progress", "--predictive.calibration",
-        "none",
+        "--prior.every", "1", "--prior.steps", "5", "--no_progress", *UNCALIBRATED,
     ]  # fmt: skip
     output = tmp_path / "run"
     problem = regression(tmp_path)

@@ -395,9 +395,7 @@ def without_seconds(record):
 
 
 # Of 3 batches for the test, 3 for the validation and 2 for OOD images, 20 times 3 shifted.
-@pytest.mark.parametrize(
-    ("label", "stop"), [("MAP", 1), ("Laplace, mc", 4), ("Laplace, mc", 31)]
-)
+@pytest.mark.parametrize(("label", "stop"), [("MAP", 1), ("Laplace, mc", 4), ("Laplace, mc", 31)])
 def test_an_evaluation_goes_on_between_batches(label, stop, record, digits, predictives, tmp_path):
     def run(stop):
         counted = predictives | {label: Stopping(predictives[label], stop)}

@@ -11,7 +11,6 @@ from html.parser import HTMLParser
 
 import pytest
 
-from marglik.cli import main
 from marglik.report import write_report
 from tests.marglik.report.fabricate import changed, classification, write, write_fit, write_run
 
@@ -250,16 +249,3 @@ def test_names_are_text_everywhere(page, tmp_path):
     for kind, text in injected.scripts:
         if kind == "application/json":
             json.loads(text)  # whole, not ended by a name
-
-
-def test_a_run_of_this_version_has_a_page(tmp_path):
-    """What marglik train writes now is what the report reads."""
-    options = ["--model", "marglik.models.MLP", "--model.in_features", "64", "--no_progress"]
-    short = ["--model.hidden", "[8]", "--epochs", "2", "--prior.every", "1", "--prior.burn_in", "0"]
-    folder = tmp_path / "run"
-    assert main(["train", "--config", "digits", *options, *short, "--output", str(folder)]) == 0
-    page = page_of(folder)
-    assert "MLP on digits" in page.text
-    plots = [attrs for attrs in page.having("div") if attrs.get("class") == "chart-plot"]
-    names = {plot["id"].split("-chart-")[0] for plot in plots}
-    assert {"curves", "weight-decay", "effective", "time"} <= names
