@@ -12,9 +12,8 @@ from html.parser import HTMLParser
 import pytest
 
 from marglik.report import write_report
-from tests.marglik.report.fabricate import changed, classification, write, write_fit, write_run
+from tests.marglik.report.fabricate import EVIL, changed, inject, write_fit, write_run
 
-EVIL = "</script><img src=x onerror=alert(1)>"
 WITH_ADDRESS = {"src", "href", "action", "data", "poster", "srcset", "formaction"}
 
 
@@ -210,32 +209,6 @@ def test_what_differs_stands_out(folder, tmp_path):
     assert len(rows) == 2  # once among those that differ, once among all
     assert "2 runs: seed 0 , seed 1" in page.text
     assert [a for a in page_of(folder).having("tr") if a.get("class") == "differs"] == []
-
-
-def inject(folder):
-    """A run in which every name is markup."""
-    made = classification(classes=[EVIL] * 10)
-    made |= {"data": EVIL, "device": EVIL, "versions": {EVIL: EVIL}}
-    made["ood"] |= {"name": EVIL, "note": EVIL, "score": EVIL}
-    made["uncertain"]["predictive"] = EVIL
-    made["predictives"] = {EVIL: made["predictives"]["MAP"]}
-    made["predictives"][EVIL]["metrics"][f"test/{EVIL}"] = 1.0
-    made["predictives"][EVIL]["metrics"][f"shift/{EVIL.replace('/', '')}/1/cls/NLL"] = 1.0
-    write(folder / "evaluation.json", made)
-
-    def rename(results):
-        results |= {"data": EVIL, "model": EVIL, "device": EVIL}
-        results["weight_decay"] = {EVIL: next(iter(results["weight_decay"].values()))}
-
-    changed(folder / "results.json", rename)
-    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    for record in log:
-        if record["kind"] == "update":
-            record["weight_decay"] = {EVIL: 0.1, "%{y} <b>bold</b>": 0.2}
-            record["seconds"] = {EVIL: 1.0}
-    write(folder / "log.jsonl", "\n".join(map(json.dumps, log)))
-    write(folder / "config.yaml", {EVIL: EVIL})
-    return folder
 
 
 def test_names_are_text_everywhere(page, tmp_path):
