@@ -36,7 +36,16 @@ def images(folder):
 PRESETS = {
     "vit_cifar10": (
         images,
-        ["--data.max_train", "null", "--data.max_test", "null", "--data.cache", "false"],
+        [
+            "--data.max_train",
+            "null",
+            "--data.max_test",
+            "null",
+            "--data.cache",
+            "false",
+            "--predictive.layers",
+            "last",
+        ],
         ["position_embedding", "class_token"],  # its classes are read off the mean
     ),
     "gpt_dart": (
