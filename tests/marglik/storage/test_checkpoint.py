@@ -349,6 +349,7 @@ def test_truncated_files(kind, size, folder):
         ('{"version": ' + "9" * 5000 + "}", "is not JSON .*digits"),
         ("[" * 100_000, "is not JSON .*nested"),
         ('{"format": "marglik.checkpoint", "version": 1}', "altered"),
+        ('{"format": "marglik.checkpoint", "version": "1", "sha256": [1]}', "altered"),
     ],
 )
 def test_other_json(content, message, folder):
