@@ -3,6 +3,9 @@
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from functools import cache
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -42,10 +45,12 @@ def test_alone_it_says_how_to_begin(capsys):
     assert FIRST_STEP.split()[-1] in preset_names()
 
 
+@cache
 def completion(shell):
     pytest.importorskip("shtab", reason="the extra [completion] is not installed")
-    command = [sys.executable, "-m", "marglik", "--completion", shell]
-    return subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout
+    with redirect_stdout(StringIO()) as printed, pytest.raises(SystemExit, match="^0$"):
+        main(["--completion", shell])
+    return printed.getvalue()
 
 
 @pytest.mark.parametrize("shell", SHELLS)

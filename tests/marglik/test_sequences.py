@@ -15,7 +15,7 @@ from marglik.data import TensorSplits
 from marglik.posterior.posterior import Posterior
 from marglik.prediction import predictive as predictive_module
 from marglik.prediction.evaluation import compute_metrics, predict_all
-from marglik.prediction.evaluation_record import EvaluationConfig, evaluate
+from marglik.prediction.evaluation_record import evaluate
 from marglik.prediction.links import predict_from_gaussian
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive, map_predictive
 from marglik.runs.config import CurvatureConfig
@@ -211,7 +211,7 @@ def test_linearised_networks_predict_positions_as_mc_does(laplace):
     assert prediction.mean.shape == (N, R, C) and prediction.epistemic.shape == (N, R)
     assert_close(prediction.mean.sum(-1), torch.ones(N, R, dtype=torch.float64))
     assert_close(torch.cat([few(part).mean for part in x.split(2)]), prediction.mean)
-    many = predictive(laplace, "linearised", networks=4000)(x)
+    many = predictive(laplace, "linearised", networks=3000)(x)
     gaussian = predictive(laplace, "mc", samples=20_000)(x)
     assert (many.mean - gaussian.mean).abs().max() < 0.02
     assert (many.epistemic - gaussian.epistemic).abs().max() < 0.02
@@ -274,8 +274,3 @@ def test_networks_that_do_not_fit(model, message):
         return
     with pytest.raises(ValueError, match=message):
         check_model(model, splits(), None)
-
-
-def test_shifted_sequences_are_refused():
-    with pytest.raises(ValueError, match="words holds no images; shift and ood are for images"):
-        evaluate({}, splits(), "classification", EvaluationConfig(shift=True))

@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from kfac_backend import CurvatureOptions
@@ -46,3 +47,12 @@ def online_training(model, optimizer, epochs=EPOCHS, scheduler=None):
     )  # fmt: skip
     result = training.run()
     return training.weight_decays(), result.evidence
+
+
+def assert_fitted_where_the_network_is(prior, net, updates):
+    """The last of so many updates was made at the network's parameters, and with its decays."""
+    weights = torch.cat([p.detach().flatten() for p in net.parameters()])
+    assert torch.equal(prior.posterior.mean, weights)
+    assert len(prior.learner.evidences) == updates
+    learned = prior.learner.hyperparameters.prior_precision
+    assert_close(prior.posterior.prior_precision.double(), learned, rtol=1e-6, atol=0)

@@ -19,6 +19,7 @@ from tests.marglik.callbacks.online import (
     EPOCHS,
     LR,
     OPTIONS,
+    assert_fitted_where_the_network_is,
     dataset,
     loader,
     network,
@@ -96,15 +97,6 @@ def test_ends_with_a_fitted_posterior_at_what_was_learned():
     )
     weights = torch.cat([p.detach().flatten() for p in module.net.parameters()])
     assert_close(posterior.mean.flatten(), weights)
-
-
-def assert_fitted_where_the_network_is(prior, net, updates):
-    """The last of so many updates was made at the network's parameters, and with its decays."""
-    weights = torch.cat([p.detach().flatten() for p in net.parameters()])
-    assert torch.equal(prior.posterior.mean, weights)
-    assert len(prior.learner.evidences) == updates
-    learned = prior.learner.hyperparameters.prior_precision
-    assert_close(prior.posterior.prior_precision.double(), learned, rtol=1e-6, atol=0)
 
 
 class Stop(L.Callback):

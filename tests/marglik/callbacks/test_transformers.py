@@ -11,6 +11,7 @@ from tests.marglik.callbacks.online import (
     EPOCHS,
     LR,
     OPTIONS,
+    assert_fitted_where_the_network_is,
     dataset,
     network,
     online_training,
@@ -110,10 +111,8 @@ def test_resumes_from_the_trainers_checkpoints(tmp_path):
     ("options", "updates"),
     [
         ({"max_steps": 10}, 2),  # of 4 an epoch: one after epoch 2, one within the third
-        ({"max_steps": 9}, 2),
         ({"max_steps": 8}, 1),  # at the end of epoch 2: not twice
         ({"epochs": 2.5}, 2),
-        ({"epochs": 2.3}, 2),
         (
             {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "epoch",
              "evaluated": [{"x": x, "labels": (y + 1) % 3} for x, y in dataset()]},
@@ -126,12 +125,8 @@ def test_ends_with_an_update_wherever_it_ends(options, updates, tmp_path):
     run = trainer(tmp_path, model, **options)
     prior = MarginalLikelihood.attached(run, "classification", **OPTIONS)
     run.train()
-    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-    assert torch.equal(prior.posterior.mean, weights)
-    assert len(prior.learner.evidences) == updates
+    assert_fitted_where_the_network_is(prior, model, updates)
     assert len(set(prior.learner.weight_decays().tolist())) == 4  # learned
-    learned = prior.learner.hyperparameters.prior_precision
-    torch.testing.assert_close(prior.posterior.prior_precision.double(), learned, rtol=1e-6, atol=0)
 
 
 def test_a_weight_decay_of_the_trainer_is_named(tmp_path):

@@ -1,6 +1,8 @@
 """`marglik fit`: posteriors for networks that were trained elsewhere."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,25 +15,36 @@ from marglik.posterior.posterior import Posterior
 from marglik.posterior.posterior_file import load_posterior
 from marglik.storage.record_file import read_posterior
 from marglik.storage.run_folder import RunFolder
+from tests.marglik import threads
 from tests.marglik.commands.command_line import DATA, HELD_OUT, MODEL, TRAIN, is_empty, refusal
 from tests.marglik.commands.tensor_problems import SIGMA
 
 TENSORS = ["layers.1.weight", "layers.1.bias", "layers.3.weight", "layers.3.bias"]
 NUM_DATA = 1039
+UNCALIBRATED, LAPLACE = ["--predictive.calibration", "none"], "Laplace, probit, uncalibrated"
 
 
 def fit(checkpoint, folder, *options):
-    """Run the command; returns what it saved."""
+    """Run the command, without a calibration unless asked for; returns what it saved."""
     arguments = ["fit", *DATA, *MODEL, "--checkpoint", str(checkpoint), "--no_progress"]
-    assert main([*arguments, "--output", str(folder), *options]) == 0
+    assert main([*arguments, *UNCALIBRATED, "--output", str(folder), *options]) == 0
     return read_posterior(folder)
 
 
 def metrics(folder, *options):
     """Evaluate; returns the metrics of each predictive."""
     assert main(["evaluate", str(folder), "--progress", "false", *options]) == 0
-    found = json.loads((folder / "evaluation.json").read_text())["predictives"]
+    place = Path(options[-1]) if "--output" in options else folder
+    found = json.loads((place / "evaluation.json").read_text())["predictives"]
     return {name: entry["metrics"] for name, entry in found.items()}
+
+
+@pytest.fixture(scope="module")
+def plain(trained, tmp_path_factory):
+    """A fit by default, and what is found; not to be written to."""
+    folder = tmp_path_factory.mktemp("plain") / "fit"
+    with threads.one_thread():
+        return folder, fit(trained / "model.safetensors", folder)
 
 
 def test_evidence_layer_by_layer(checkpoint, tmp_path, capsys):
@@ -52,13 +65,13 @@ def test_evidence_layer_by_layer(checkpoint, tmp_path, capsys):
     for name, tensor in load_file(folder / "model.safetensors").items():
         assert torch.equal(tensor, state[name])
     # It can be evaluated, on other data too.
-    assert metrics(folder, *HELD_OUT)["Laplace, probit"]["test/cls/accuracy"] > 0.7
+    assert metrics(folder, *HELD_OUT, *UNCALIBRATED)[LAPLACE]["test/cls/accuracy"] > 0.7
 
 
-def test_evidence_with_one_precision(checkpoint, tmp_path):
+def test_evidence_with_one_precision(checkpoint, plain, tmp_path):
     one = fit(checkpoint, tmp_path / "one", "--prior.structure", "scalar")
     fixed = fit(checkpoint, tmp_path / "fixed", "--prior.method", "fixed")
-    every = fit(checkpoint, tmp_path / "every")
+    _, every = plain
     assert len(set(one["prior_precision"].values())) == 1
     assert fixed["evidence"] < one["evidence"] < every["evidence"]
     wanted = pytest.approx(dict.fromkeys(TENSORS, 5e-4 * NUM_DATA))  # of the default weight decay
@@ -71,31 +84,28 @@ def test_rules(checkpoint, tmp_path):
     assert delta[0] == delta[1] != delta[2] == delta[3]
 
 
-def test_corrected_eigenvalues(checkpoint, tmp_path, capsys):
-    plain = fit(checkpoint, tmp_path / "plain")
-    corrected = fit(checkpoint, tmp_path / "corrected", "--curvature.corrected", "true")
-    assert (plain["corrected"], corrected["corrected"]) == (False, True)
-    assert corrected["evidence"] != plain["evidence"]
-    assert corrected["curvature"] == plain["curvature"]
-    options = ["--predictive.calibration", "none"]
+def test_corrected_eigenvalues(checkpoint, plain, tmp_path):
+    corrected = fit(checkpoint, tmp_path / "fit", "--curvature.corrected", "true")
+    assert (plain[1]["corrected"], corrected["corrected"]) == (False, True)
+    assert corrected["evidence"] != plain[1]["evidence"]
+    assert corrected["curvature"] == plain[1]["curvature"]
     found, other = (
-        metrics(tmp_path / name, *options)["Laplace, probit, uncalibrated"]
-        for name in ("corrected", "plain")
+        metrics(folder, *UNCALIBRATED, "--output", str(tmp_path / name))[LAPLACE]
+        for name, folder in (("found", tmp_path / "fit"), ("other", plain[0]))
     )
     assert found["test/cls/accuracy"] > 0.7
     assert found != other
 
 
-@pytest.mark.parametrize("method", ["probit", "mc"])
-def test_validation(method, checkpoint, tmp_path):
-    """No other single precision predicts the validation data better."""
-    predictive = ["--predictive.method", method]
+def test_validation(checkpoint, tmp_path):
+    """No other single precision predicts the validation data better, by the method asked for."""
+    predictive = ["--predictive.method", "mc", *UNCALIBRATED]
     found = fit(checkpoint, tmp_path / "fit", "--prior.method", "validation", *predictive)
     assert len(set(found["prior_precision"].values())) == 1
-    key, name = "validation/cls/NLL", f"Laplace, {method}"
+    key, name = "validation/cls/NLL", "Laplace, mc, uncalibrated"
     best = metrics(tmp_path / "fit", *predictive)[name][key]
     delta = found["prior_precision"][TENSORS[0]]
-    for factor in (0.01, 0.3, 3.0, 100.0):
+    for factor in (0.3, 3.0):
         decay = ["--prior.method", "fixed", "--prior.weight_decay", f"{factor * delta / NUM_DATA}"]
         fit(checkpoint, tmp_path / "other", *decay, "--overwrite")
         assert best <= metrics(tmp_path / "other", *predictive)[name][key] + 1e-5
@@ -104,9 +114,12 @@ def test_validation(method, checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ([], "Calibrated by "),
-        (["--data.data.validation", "0"], "has no validation set. Examples that the network was"),
-        (["--predictive.calibration", "none"], "not asked for (--predictive.calibration)"),
+        (["--predictive.calibration", "held_out"], "Calibrated by "),
+        (
+            ["--predictive.calibration", "held_out", "--data.data.validation", "0"],
+            "has no validation set. Examples that the network was",
+        ),
+        ([], "not asked for (--predictive.calibration)"),
     ],
 )
 def test_what_would_calibrate(options, said, checkpoint, tmp_path, capsys):
@@ -116,24 +129,20 @@ def test_what_would_calibrate(options, said, checkpoint, tmp_path, capsys):
     assert ("x_validation and y_validation in a TensorFile" in printed) == ("no validation" in said)
 
 
-def test_the_last_layer_alone(checkpoint, tmp_path):
+def test_the_last_layer_alone(checkpoint, plain, tmp_path):
     found = fit(checkpoint, tmp_path / "fit", "--prior.layers", "last")
     assert list(found["prior_precision"]) == TENSORS[2:]
-    plain, name = ["--predictive.calibration", "none"], "Laplace, probit, uncalibrated"
-    last = metrics(tmp_path / "fit", *plain)
-    fit(checkpoint, tmp_path / "all")
-    every = metrics(tmp_path / "all", *plain)
+    last = metrics(tmp_path / "fit", *UNCALIBRATED)
+    every = metrics(plain[0], *UNCALIBRATED, "--output", str(tmp_path / "every"))
     assert last["MAP"] == every["MAP"]
-    assert last[name] != every[name]
+    assert last[LAPLACE] != every[LAPLACE]
 
 
-@pytest.mark.parametrize(
-    ("option", "value"), [("fisher", "empirical"), ("fisher", "mc"), ("kfac_approx", "reduce")]
-)
+@pytest.mark.parametrize(("option", "value"), [("fisher", "empirical"), ("kfac_approx", "reduce")])
 def test_the_curvature_is_saved(option, value, checkpoint, tmp_path):
     found = fit(checkpoint, tmp_path / "fit", f"--curvature.{option}", value)
     assert found["curvature"][option] == value
-    metrics(tmp_path / "fit")
+    metrics(tmp_path / "fit", *UNCALIBRATED)
 
 
 def test_temperature(checkpoint, tmp_path, capsys):
@@ -144,8 +153,8 @@ def test_temperature(checkpoint, tmp_path, capsys):
     assert " 5.00e-04\n" in capsys.readouterr().out
 
 
-def test_batches_change_nothing(checkpoint, tmp_path):
-    found = fit(checkpoint, tmp_path / "fit", "--batch_size", "1000")
+def test_batches_change_nothing(checkpoint, plain, tmp_path):
+    _, found = plain
     other = fit(checkpoint, tmp_path / "other", "--curvature.batch_size", "57")
     assert found["evidence"] == pytest.approx(other["evidence"])
     assert found["prior_precision"] == pytest.approx(other["prior_precision"], rel=1e-3)
@@ -226,15 +235,9 @@ def test_tensors_are_no_images(options, problem, tmp_path, capsys):
 
 REFUSED = {
     "no such checkpoint": (["--checkpoint", "/no/such.pt"], "No checkpoint at /no/such.pt"),
-    "another suffix": (["--checkpoint", __file__], "has suffix '.py'; supported are .safetensors"),
     "another network": (["--model.hidden", "[9]"], "'layers.1.weight' has shape (12, 64), MLP has"),
-    "a deeper network": (["--model.hidden", "[12, 12]"], "is of another network"),
     "other classes": (["--data", "marglik.data.Digits"], "has 10 classes; set --model.num_classes"),
     "another likelihood": (["--likelihood", "regression"], "'regression' needs the same shape"),
-    "unknown likelihood": (
-        ["--likelihood", "poisson"],
-        "--likelihood poisson: must be classification,",
-    ),
     "no validation data": (
         ["--data.data.validation", "0", "--prior.method", "validation"],
         "needs validation data, and digits (0, 1, 2, 3, 4, 5, 6, 7) has none",
@@ -243,17 +246,9 @@ REFUSED = {
         ["--prior.method", "validation", "--prior.structure", "kind"],
         "prior.method validation tunes one precision for all parameters",
     ),
-    "rules that match nothing": (
-        ["--prior.structure", "{conv: 'conv*', rest: '*'}"],
-        "Prior group 'conv' ('conv*') matches no parameter",
-    ),
     "a rule for a layer that is known": (
         ["--prior.layers", "last", "--prior.structure", "{inner: 'layers.1.*', rest: '*'}"],
         "Prior group 'inner' ('layers.1.*') matches no parameter",
-    ),
-    "diagonal": (
-        ["--prior.structure", "diagonal"],
-        "--prior.structure diagonal: must be layerwise",
     ),
     "no weight decay": (["--prior.weight_decay", "0"], "prior.weight_decay must be positive"),
     "empty batches": (["--batch_size", "0"], "batch_size must be at least 1, not 0"),
@@ -261,11 +256,6 @@ REFUSED = {
         ["--prior.sigma_noise", "0.5"],
         "sigma_noise is 0.5; only regression has",
     ),
-    "linearised networks of a layer": (
-        ["--predictive.method", "linearised", "--predictive.layers", "last"],
-        "predictive.layers 'last' is not for method 'linearised'",
-    ),
-    "unknown option": (["--epochs", "3"], "No option --epochs."),
 }
 
 
@@ -287,21 +277,19 @@ def test_a_layer_without_a_rule(tmp_path, capsys):
     assert "'rnn' (LSTM) has no K-FAC rule" in message
 
 
-def test_a_folder_that_holds_a_run(run, checkpoint, tmp_path, capsys):
+def test_a_folder_that_holds_a_run(run, checkpoint, plain, capsys):
     before = {path.name: path.read_bytes() for path in run.iterdir()}
     arguments = ["fit", *DATA, *MODEL, "--checkpoint", str(checkpoint), "--output", str(run)]
     for overwrite in ([], ["--overwrite"]):
         message = refusal(capsys, *arguments, *overwrite)
         assert "holds a run of marglik train, which marglik fit does not overwrite" in message
     assert {path.name: path.read_bytes() for path in run.iterdir()} == before
-    fit(checkpoint, tmp_path / "fit")
-    arguments[-1] = str(tmp_path / "fit")
+    arguments[-1] = str(plain[0])
     assert "already holds a run (posterior.json); pass --overwr" in refusal(capsys, *arguments)
 
 
-def test_an_interrupt_leaves_the_old_run(checkpoint, tmp_path, capsys, monkeypatch):
-    run = tmp_path / "fit"
-    fit(checkpoint, run)
+def test_an_interrupt_leaves_the_old_run(checkpoint, plain, tmp_path, capsys, monkeypatch):
+    run = shutil.copytree(plain[0], tmp_path / "fit")
     before = {path.name: path.read_bytes() for path in run.iterdir()}
 
     def interrupted(*arguments, **keywords):

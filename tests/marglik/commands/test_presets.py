@@ -16,8 +16,8 @@ from tests.marglik.data.text_and_graphs import (
 )
 
 SHORT = [
-    "--epochs", "2", "--prior.every", "1", "--prior.steps", "5", "--no_progress",
-    "--held_out", "0.34",
+    "--epochs", "1", "--prior.every", "1", "--prior.steps", "5", "--held_out", "0.34",
+    "--predictive.networks", "2", "--no_progress",
 ]  # fmt: skip
 
 
@@ -36,12 +36,13 @@ def images(folder):
 PRESETS = {
     "vit_cifar10": (
         images,
-        ["--data.max_train", "null", "--data.max_test", "null", "--data.cache", "false"],
+        ["--data.max_train", "null", "--data.max_test", "null", "--data.cache", "false",
+         "--predictive.layers", "last", "--model.depth", "1"],
         ["position_embedding", "class_token"],  # its classes are read off the mean
     ),
     "gpt_dart": (
         lambda folder: write_dart(folder / "dart.json.gz", dart_entries(20)),
-        ["--data.num_train", "20", "--data.num_test", "10"],
+        ["--data.num_train", "20", "--data.num_test", "4", "--model.depth", "1"],
         ["token_embedding.weight", "head.weight"],  # one tensor
     ),
     "graph_network_nci1": (
@@ -49,7 +50,7 @@ PRESETS = {
         ["--model.node_features", "3"],
         ["node_encoder.0.weight", "token_embedding.weight"],
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("preset", PRESETS)

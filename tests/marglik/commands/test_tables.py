@@ -1,9 +1,6 @@
 """Tables fit the terminal, say all that they were given, and are plain where nobody looks."""
 
-import os
 import re
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +11,6 @@ from marglik.commands.summary import print_evaluation, print_fit, print_summary
 from marglik.commands.tables import print_paragraph, print_table
 from tests.marglik.report.fabricate import CONFIG, classification, regression
 
-ROOT = Path(__file__).parents[3]
 TERMINAL = SimpleNamespace(stdout=SimpleNamespace(isatty=lambda: True))
 LONG = "encoder.layers.11.attention.output.projection.parametrizations.weight"
 CALIBRATION = {
@@ -138,43 +134,24 @@ def test_a_paragraph_is_one_line_for_programs(capsys, monkeypatch):
     assert " ".join(lines) == text and max(map(len, lines)) <= 80
 
 
-def read_all(descriptor):
-    content = b""
-    while True:
-        try:
-            part = os.read(descriptor, 65536)
-        except OSError:  # Linux says so when the other end is closed
-            return content
-        if not part:
-            return content
-        content += part
-
-
 BARS = ("Training", "Epoch 1", "Curvature", "Calibrating", "Predicting", "Shifted test sets")
 
 
-def test_every_bar_says_how_long_it_still_takes(tmp_path):
-    pty = pytest.importorskip("pty", reason="there are no pseudo-terminals on this system")
-    import fcntl
-    import struct
-    import termios
-
-    options = ["--epochs", "2", "--prior.every", "1", "--prior.burn_in", "0", "--prior.steps", "2"]
-    shift = ["--evaluation.shift", "true", "--output", str(tmp_path / "run")]
-    shift += ["--predictive.layers", "last"]  # seconds less
-    child, terminal = pty.fork()
-    if child == 0:
-        os.environ |= {"TQDM_MININTERVAL": "0", "NO_COLOR": "1", "PYTHONPATH": str(ROOT)}
-        os.environ["OMP_NUM_THREADS"] = "1"
-        os.environ.pop("COLUMNS", None)
-        command = ["-m", "marglik", "train", "--config", "digits", *options, *shift]
-        os.execv(sys.executable, [sys.executable, *command])
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    printed = read_all(terminal).decode()
-    assert os.waitpid(child, 0)[1] == 0, printed
+def test_every_bar_says_how_long_it_still_takes(worlds, tmp_path):
+    pytest.importorskip("pty", reason="there are no pseudo-terminals on this system")
+    arguments = [
+        "train", "--config", "digits", "--epochs", "2", "--prior.every", "1",
+        "--prior.burn_in", "0", "--prior.steps", "2", "--batch_size", "256",
+        "--evaluation.shift", "true", "--ood.num_images", "20", "--predictive.layers", "last",
+        "--output", str(tmp_path / "run"),
+    ]  # fmt: skip
+    in_a_terminal = "tests.marglik.commands.commands_on_ranks:in_a_terminal"
+    ((status, printed),) = worlds.all(1, in_a_terminal, 80, arguments)
+    assert status == 0, printed
     parts = [re.sub(r"\x1b\[[A-Z]", "", part) for part in re.split(r"[\r\n]+", printed)]
     for bar in BARS:
         mine = [part for part in parts if part.startswith(f"{bar}:")]
         assert any(re.search(r"\[\d\d:\d\d<\d\d:\d\d", part) for part in mine), bar
+    assert not any(part.startswith("epoch ") for part in parts)  # as where there is no terminal
     assert max(len(part) for part in parts if "Written to" not in part) <= 80
     assert not re.search(r"\x1b\[[0-9;]*m", printed)  # no colours

@@ -98,12 +98,6 @@ def test_the_baseline_is_compared_on_the_same_examples(run):
     assert "Learned less initial weight decay, on the same test examples" in page
 
 
-def test_without_a_baseline_there_is_nothing_to_compare(tmp_path):
-    assert main([*SMALL, "--epochs", "1", "--output", str(tmp_path / "run")]) == 0
-    assert "differences" not in results_of(tmp_path / "run")
-    assert "Learned less" not in (tmp_path / "run" / "report.html").read_text()
-
-
 def test_leaves_the_network_and_its_posterior(run):
     state = load_file(run / "model.safetensors")
     model = MLP(64, hidden=(16,))
@@ -132,7 +126,10 @@ def test_leaves_the_evaluation_and_a_page(run):
     }
     assert evaluation["ood"]["num_examples"] == 50
     assert len(evaluation["uncertain"]["examples"]) == 12
-    assert "MLP on digits" in (run / "report.html").read_text()
+    page = (run / "report.html").read_text()
+    assert "MLP on digits" in page
+    for charts in ("curves", "weight-decay", "effective", "time", "reliability"):
+        assert f'id="{charts}-chart-' in page
 
 
 def test_same_seed_same_run(run, tmp_path):
@@ -142,9 +139,6 @@ def test_same_seed_same_run(run, tmp_path):
     assert second["evidence"] == first["evidence"]
     for name, metrics in second["metrics"].items():
         assert metrics == first["metrics"][name]
-    other = [*SMALL, "--output", str(tmp_path / "other"), "--seed", "1"]
-    assert main(other) == 0
-    assert results_of(tmp_path / "other")["evidence"] != first["evidence"]
 
 
 def test_digits_preset_keeps_its_promise(tmp_path, capsys):
@@ -175,7 +169,7 @@ def test_a_failing_baseline_does_not_take_the_results_along(tmp_path, monkeypatc
         return evaluate(self, model, *of, **more)
 
     monkeypatch.setattr(training_setup.TrainingSetup, "evaluate", failing)
-    options = ["--baseline", "--output", str(tmp_path / "run")]
+    options = ["--epochs", "1", "--baseline", "--output", str(tmp_path / "run")]
     assert main([*SMALL, *options]) == 130
     assert len(calls) == 2
     found = list(results_of(tmp_path / "run")["metrics"])
@@ -237,6 +231,9 @@ def test_the_preset_overwrites_its_own_runs_alone(run, tmp_path, capsys):
     assert (other / "results.json").read_bytes() == (run / "results.json").read_bytes()
     assert main([*SMALL, "--epochs", "1", "--output", str(other)]) == 0
     assert results_of(other)["config"]["run"]["epochs"] == 1
+    # Without a baseline there is nothing to compare.
+    assert "differences" not in results_of(other)
+    assert "Learned less" not in (other / "report.html").read_text()
 
 
 def test_all_files_follow_the_umask(run):
@@ -275,24 +272,18 @@ def test_train_is_a_function_too(tmp_path):
     assert read_posterior(tmp_path)["model"] is None  # nobody said how it was made
 
 
-@pytest.mark.parametrize("terminal", [False, True])
-def test_a_line_for_each_step_where_there_is_no_terminal(terminal, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
+def test_a_line_for_each_step_where_there_is_no_terminal(tmp_path, capsys):
     options = [option for option in SMALL if option != "--no_progress"]
-    more = ["--epochs", "1"] if terminal else ["--monitor", "2", "--baseline"]
+    more = ["--epochs", "2", "--monitor", "2", "--baseline"]
     assert main([*options, *more, "--output", str(tmp_path / "run")]) == 0
     lines = capsys.readouterr().err.splitlines()
-    if terminal:  # has bars
-        assert not any(line.startswith("epoch ") for line in lines)
-        return
     steps = [line.split(":")[0] for line in lines]
-    epochs = [f"epoch {i} of 4" for i in (1, 2, 3, 4)]
+    epochs = [f"epoch {i} of 2" for i in (1, 2)]
     evaluating = [f"evaluating {name} on digits" for name in PREDICTIVES]
     held_out, *steps = steps
     assert held_out == "144 training examples are held out for calibration"
     assert steps == [
-        *epochs[:2], "update after epoch 2", *epochs[2:], "update after epoch 4",
-        *evaluating,
+        *epochs, "update after epoch 2", *evaluating,
         "second training, with the initial weight decay", *epochs, *evaluating,
     ]  # fmt: skip
     seen = "validation/cls/NLL"  # of what was held out

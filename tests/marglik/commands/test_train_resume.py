@@ -12,20 +12,18 @@ import torch
 from safetensors.torch import load_file
 
 from marglik.cli import main
-from marglik.data import Digits
+from marglik.data import ClassSubset, Digits
 from marglik.models import MLP
-from marglik.prediction import evaluation_record
 from marglik.runs import train as experiment
 from marglik.runs.config import RunConfig
-from marglik.storage.checkpoint import Checkpoints
 from marglik.storage.run_folder import RunFolder
-from marglik.storage.run_log import RunLog, read_log
+from marglik.storage.run_log import read_log
 from marglik.training.network import NetworkTraining
 from tests.marglik import threads
 from tests.marglik.commands.command_line import DATA, MODEL, TRAIN, refusal
 
-ELSEWHERE = "tests.marglik.commands.commands_on_ranks:command"
-"""A command in a process of its own, which is a copy of one that has never trained."""
+HERE = "tests.marglik.commands.commands_on_ranks"
+"""Commands in processes of their own, which are copies of one that has never trained."""
 OPTIONS = [
     *TRAIN, *DATA, *MODEL, "--monitor", "2", "--curvature.fisher", "mc", "--baseline",
     "--predictive.method", "mc", "--checkpoint_minutes", "0",
@@ -41,61 +39,44 @@ def command(folder, *more):
     return [*OPTIONS, "--output", str(folder), *more]
 
 
-def interrupted(folder, where, stop):
-    """Start a run that ends with its stop-th record, or with the baseline's stop-th state."""
-    write, save = RunLog.write, Checkpoints.save
-    count = 0
-
-    def crash_if_due():
-        nonlocal count
-        count += 1
-        if count == stop:
-            raise KeyboardInterrupt
-
-    def interrupted_write(self, record):
-        write(self, record)
-        crash_if_due()
-
-    def interrupted_save(self, state):
-        save(self, state)
-        if self.folder.name == where:
-            crash_if_due()
-
-    with pytest.MonkeyPatch.context() as patched:
-        if where == "log":
-            patched.setattr(RunLog, "write", interrupted_write)
-        else:
-            patched.setattr(Checkpoints, "save", interrupted_save)
-        assert main(command(folder)) == 130
-    return folder
-
-
 INTERRUPTS = {
     "an update": ("log", 4),
-    "the last update": ("learned", RECORDS + 1),  # the first is of the start
+    "the last update": ("learned", RECORDS),
     "the final evaluation": ("learned_evaluation", 2),
-    "the baseline's second epoch": ("baseline", 3),
+    "the baseline's second epoch": ("baseline", 2),
     "the baseline's evaluation": ("baseline_evaluation", 3),
+    "nothing": ("nowhere", 0),
 }
+"""Of one run, each in a process of its own that goes on where the one before it was."""
 
 
 @pytest.fixture(scope="module")
-def runs(worlds, tmp_path_factory):
-    """A run that was not interrupted; those that were, by where; the last are copied first."""
+def runs(tmp_path_factory):
+    """A run that was not interrupted; a folder for those that are."""
     folder = tmp_path_factory.mktemp("runs")
     with threads.one_thread():
-        assert main(command(folder / "whole")) == 0
-        for i, (name, (where, stop)) in enumerate(INTERRUPTS.items()):
-            interrupted(folder / str(i), where, stop)
-            shutil.copytree(folder / str(i), folder / f"cut off after {name}")
-    for i in range(len(INTERRUPTS)):
-        ((status, *said),) = worlds.all(1, ELSEWHERE, *command(folder / str(i), "--resume"))
-        assert status == 0, said
+        assert main(command(folder / "whole", "--resume")) == 0  # there is nothing to go on with
     return folder
 
 
+@pytest.fixture(scope="module")
+def worked(runs, worlds):
+    """What each of the processes did; the folder as each has left it."""
+    found = {}
+    for name, (where, stop) in INTERRUPTS.items():
+        # Presets may say overwrite, as that of the digits does; how it is run may differ, too.
+        more = ["--resume", "--overwrite"] if found else []
+        more += ["--accelerator", "cpu", "--tensorboard"] if name == "the last update" else []
+        arguments = command(runs / "run", *more)
+        (found[name],) = worlds.all(1, f"{HERE}:interrupted", where, stop, arguments)
+        status = 0 if name == "nothing" else 130
+        assert found[name]["status"] == status, (name, found[name])
+        shutil.copytree(runs / "run", runs / f"cut off after {name}")
+    return found
+
+
 @pytest.fixture
-def cut_off(runs, tmp_path):
+def cut_off(runs, worked, tmp_path):
     """A run that was cut off in its third epoch."""
     return Path(shutil.copytree(runs / "cut off after an update", tmp_path / "cut off"))
 
@@ -130,11 +111,11 @@ def log_of(folder):
     return without_seconds(read_log(folder))
 
 
-@pytest.mark.parametrize("where", INTERRUPTS)
-def test_another_process_comes_to_the_same(where, runs):
+def test_other_processes_come_to_the_same(runs, worked):
     """What a run leaves, to the bit; only options, times, and what shows them differ."""
-    whole, folder = runs / "whole", runs / str(list(INTERRUPTS).index(where))
-    assert names_in(folder) == LEFT
+    whole, folder = runs / "whole", runs / "run"
+    assert names_in(whole) == names_in(folder) == LEFT
+    assert "tensorboard" in names_in(runs / "cut off after the last update")
     for name in ("model.safetensors", "posterior.safetensors"):
         assert (folder / name).read_bytes() == (whole / name).read_bytes(), name
     assert log_of(folder) == log_of(whole)
@@ -147,8 +128,18 @@ def test_another_process_comes_to_the_same(where, runs):
     assert list(results["metrics"]) == [f"{w}, {n}" for w in ("learned", "initial") for n in names]
 
 
-@pytest.mark.parametrize("where", INTERRUPTS)
-def test_what_was_cut_off_was_not_the_end(where, runs):
+def test_only_what_is_missing_is_done(worked):
+    """What was done after the last state, the third epoch, is done again."""
+    epochs = [work["epochs"] for work in worked.values()]
+    assert epochs == [[1, 2, 3], [3, 4], [], [1, 2], [3, 4], []]
+    # Two batches of the MAP's test set; those, and one of the validation set.
+    kept = [work["kept"] for work in worked.values()]
+    assert [kept[i][:2] for i in (2, 3, 5)] == [[0], [2, 0], [2, 1]]
+    assert not any(kept[3][2:] + kept[5][2:])
+
+
+@pytest.mark.parametrize("where", list(INTERRUPTS)[:-1])
+def test_what_was_cut_off_was_not_the_end(where, runs, worked):
     """Negative control: the resumed runs had something to do."""
     folder = runs / f"cut off after {where}"
     assert (folder / "checkpoint" / "learned" / "state.json").exists()
@@ -160,17 +151,10 @@ def test_what_was_cut_off_was_not_the_end(where, runs):
         assert (folder / "checkpoint" / "baseline" / "state.json").exists()
 
 
-def test_another_seed_is_another_run(runs, tmp_path):
-    """Negative control of the comparison to the bit."""
-    assert main(command(tmp_path / "other", "--seed", "1", "--no_baseline")) == 0
-    assert log_of(tmp_path / "other") != log_of(runs / "whole")
-    state = load_file(tmp_path / "other" / "model.safetensors")
-    expected = load_file(runs / "whole" / "model.safetensors")
-    assert not any(torch.equal(state[name], expected[name]) for name in expected)
-
-
 def test_the_monitor_is_in_the_log(runs):
-    seen = [set(r) & {"validation/cls/NLL", "validation/cls/accuracy"} for r in log_of(runs / "2")]
+    seen = [
+        set(r) & {"validation/cls/NLL", "validation/cls/accuracy"} for r in log_of(runs / "whole")
+    ]
     assert [len(names) for names in seen] == [0, 2, 0, 0, 2, 0]
 
 
@@ -187,16 +171,10 @@ def test_a_finished_run_is_returned(whole, monkeypatch, capsys):
 
 OTHER = {
     "epochs": (["--epochs", "5"], "config.run.epochs is 4 there, 5 here"),
-    "seed": (["--seed", "3"], "config.run.seed is 0 there, 3 here"),
-    "baseline": (["--no_baseline"], "config.run.baseline is True there, False here"),
     "optimizer": (["--optimizer.lr", "0.06"], "config.optimizer.lr is 0.05 there, 0.06 here"),
     "prior": (["--prior.method", "mackay"], "config.prior.method is adam there, mackay here"),
     "curvature": (["--curvature.fisher", "exact"], "config.curvature.fisher is mc there, exact"),
     "network": (["--model.hidden", "[13]"], "model_options.hidden is [12] there, [13]"),
-    "activation": (
-        ["--model.activation", "tanh"],
-        "model_options.activation is relu there, tanh here",
-    ),
     "data": (["--data.data.validation", "0.2"], "images.train is 1039 there, 924 here"),
     "evaluation": (
         ["--evaluation.uncertain", "3"],
@@ -217,43 +195,6 @@ def test_another_option_is_named_and_nothing_touched(other, state, request, caps
     assert message in printed
     assert "Resume with the options that it was started with" in printed
     assert content(folder) == before
-
-
-def test_only_what_is_missing_is_trained(cut_off, runs, monkeypatch):
-    """And the options of how often states are kept and where it runs may differ."""
-    epoch, numbers = NetworkTraining.epoch, []
-
-    def counted(self, number, *arguments):
-        numbers.append(number)
-        return epoch(self, number, *arguments)
-
-    monkeypatch.setattr(NetworkTraining, "epoch", counted)
-    options = ["--checkpoint_minutes", "5", "--accelerator", "cpu", "--tensorboard"]
-    assert main(command(cut_off, "--resume", *options)) == 0
-    assert numbers == [3, 4, 1, 2, 3, 4]  # the second time for the baseline
-    assert names_in(cut_off) == LEFT | {"tensorboard"}
-    assert log_of(cut_off) == log_of(runs / "whole")
-
-
-def test_an_evaluation_is_not_begun_anew(runs, tmp_path, monkeypatch):
-    folder = shutil.copytree(runs / "cut off after the final evaluation", tmp_path / "run")
-    kept, predict_all = [], evaluation_record.predict_all
-
-    def counted(*arguments, earlier, **keywords):
-        kept.append(len(earlier))
-        return predict_all(*arguments, earlier=earlier, **keywords)
-
-    monkeypatch.setattr(evaluation_record, "predict_all", counted)
-    assert main(command(folder, "--resume")) == 0
-    # The test set of the MAP, and what follows; then the baseline's.
-    assert kept[0] == 2 and not any(kept[2:])
-
-
-def test_resume_goes_before_overwrite(cut_off, runs):
-    """Presets may say overwrite, as that of the digits does."""
-    assert main(command(cut_off, "--resume", "--overwrite")) == 0
-    assert log_of(cut_off) == log_of(runs / "whole")
-    assert results_of(cut_off)["metrics"] == results_of(runs / "whole")["metrics"]
 
 
 def test_two_processes_do_not_share_a_folder(cut_off, capsys):
@@ -292,18 +233,18 @@ def test_without_resume_a_finished_run_is_refused(whole, capsys):
 
 
 def test_overwrite_starts_anew(cut_off, runs):
-    assert main(command(cut_off, "--overwrite", "--epochs", "1", "--no_baseline")) == 0
+    """With another seed, which is the negative control of the comparison to the bit."""
+    assert main(command(cut_off, "--overwrite", "--seed", "1", "--no_baseline")) == 0
     assert names_in(cut_off) == LEFT
-    assert len(read_log(cut_off)) == 2
-
-
-def test_resume_without_a_run_is_a_new_one(runs, tmp_path):
-    assert main(command(tmp_path / "run", "--resume")) == 0
-    assert log_of(tmp_path / "run") == log_of(runs / "whole")
+    assert len(read_log(cut_off)) == RECORDS
+    assert log_of(cut_off) != log_of(runs / "whole")
+    state = load_file(cut_off / "model.safetensors")
+    expected = load_file(runs / "whole" / "model.safetensors")
+    assert not any(torch.equal(state[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("name", ["learned", "baseline"])
-def test_a_damaged_state_is_one_line(name, runs, tmp_path, capsys):
+def test_a_damaged_state_is_one_line(name, runs, worked, tmp_path, capsys):
     """The results of the learned run, which are there already, are not lost by it."""
     folder = shutil.copytree(runs / "cut off after the baseline's second epoch", tmp_path / "run")
     (tensors,) = (folder / "checkpoint" / name).glob("tensors-*")
@@ -323,9 +264,12 @@ def test_a_finished_run_of_which_a_byte_is_altered_is_refused(name, whole, capsy
     assert re.search(f"{name} is missing|no {name}", refusal(capsys, *command(whole, "--resume")))
 
 
-@pytest.mark.parametrize("overwrite", ["--overwrite", "--no_overwrite"])
-@pytest.mark.parametrize("name", ["learned", "baseline"])
-def test_a_state_that_is_missing_is_no_silent_restart(name, overwrite, runs, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("name", "overwrite"), [("learned", "--no_overwrite"), ("baseline", "--overwrite")]
+)
+def test_a_state_that_is_missing_is_no_silent_restart(
+    name, overwrite, runs, worked, tmp_path, capsys
+):
     folder = shutil.copytree(runs / "cut off after the baseline's second epoch", tmp_path / "run")
     (folder / "checkpoint" / name / "state.json").unlink()
     before = content(folder)
@@ -358,7 +302,8 @@ def test_the_function_resumes_too(tmp_path, monkeypatch):
         config = RunConfig(
             epochs=2, output=str(folder), progress=False, checkpoint_minutes=0, **options
         )
-        return experiment.train(MLP(64, hidden=(8,)), Digits(), run=config)
+        data = ClassSubset(Digits(), [0, 1])
+        return experiment.train(MLP(64, hidden=(8,), num_classes=2), data, run=config)
 
     with monkeypatch.context() as patched:
         epoch = NetworkTraining.epoch

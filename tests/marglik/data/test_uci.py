@@ -82,7 +82,7 @@ def test_unknown_sets_and_splits(path):
 
 def test_damaged_archive(path):
     path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(ValueError, match="damaged"):
+    with pytest.raises(ValueError, match="uci.tar.gz.* is damaged"):
         UCI("tiny", path=path).load()
 
 

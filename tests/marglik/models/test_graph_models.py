@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call, jacrev
-from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 
 from kfac_backend.layers.rows import current_rows
 from marglik.models import GCN, GraphNetwork
 from marglik.models.gcn import propagate
-from tests.marglik.networks import randomised
+from tests.marglik.networks import randomised, trained_loss
 from tests.marglik.some_graphs import SHAPES, assembled, features, some_graphs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -213,19 +212,6 @@ def test_jacobians_by_functional_transforms(build):
         grads = torch.autograd.grad(output, list(model.parameters()), retain_graph=True)
         for (name, _), grad in zip(model.named_parameters(), grads, strict=True):
             assert_close(jacobians[name][c], grad)
-
-
-def trained_loss(model, graphs, y):
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    losses = []
-    for _ in range(60):
-        optimizer.zero_grad()
-        loss = cross_entropy(model(graphs).flatten(0, -2), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert all(p.grad is not None and p.grad.any() for p in model.parameters())
-    return losses[-1]
 
 
 def test_graph_network_learns_what_only_the_edges_tell():

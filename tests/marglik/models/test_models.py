@@ -8,14 +8,7 @@ from torch.nn.functional import avg_pool2d, conv2d, relu
 from marglik.models import MLP, LeNet, WideResNetFixup
 from marglik.models.wide_resnet_fixup import FixupBlock
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Networks as small as these lose more by threads, on a busy machine seconds, than they win."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

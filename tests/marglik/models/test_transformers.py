@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call, jacrev
-from torch.nn.functional import cross_entropy, gelu, layer_norm
+from torch.nn.functional import gelu, layer_norm
 from torch.testing import assert_close
 
 from kfac_backend.layers.registry import declared_parameters
 from marglik.models import GPT, VisionTransformer
 from marglik.models.transformer import SelfAttention, TransformerBlock
-from tests.marglik.networks import randomised
+from tests.marglik.networks import randomised, trained_loss
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -241,18 +241,6 @@ def test_gpt_learns():
     model = GPT(vocab_size=5, context=8, dim=16, depth=2, heads=2)
     tokens = torch.arange(9).repeat(5, 1).add(torch.arange(5)[:, None]) % 5
     assert trained_loss(model, tokens[:, :-1], tokens[:, 1:]) < 0.2
-
-
-def trained_loss(model, x, y):
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    loss = torch.tensor(math.inf)
-    for _ in range(60):
-        optimizer.zero_grad()
-        loss = cross_entropy(model(x).flatten(0, -2), y.flatten())
-        loss.backward()
-        optimizer.step()
-    assert all(p.grad is not None and p.grad.any() for p in model.parameters())
-    return loss.item()
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,9 @@
-"""A process of its own that loads posteriors and saves what they predict: run by a test.
-
-``python -m tests.marglik.posterior.predict_elsewhere THREADS FOLDER...``; each folder has
-``x.safetensors``, and gets ``predictions.safetensors``. The last line printed is the number of
-objects that were unpickled meanwhile, and after a control.
-"""
+"""What another process predicts from posteriors' folders: called in one, see `tests.worlds`."""
 
 import pickle
 import sys
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -29,11 +23,13 @@ def as_tensors(found: dict[str, Prediction]) -> dict[str, Tensor]:
     }
 
 
-def main(threads: str, *folders: str) -> None:
-    """Load, predict, save."""
+def save_predictions(*folders: str) -> tuple[int, int]:
+    """Save what each folder's posterior predicts for its inputs, ``x.safetensors``, beside them.
+
+    Returns: the number of objects that were unpickled meanwhile, and after a control.
+    """
     unpickled = []
     sys.addaudithook(lambda event, _: event == "pickle.find_class" and unpickled.append(event))
-    torch.set_num_threads(int(threads))
     for folder in map(Path, folders):
         model = build_from_spec(nn.Module, read_posterior(folder)["model"])
         laplace = load_posterior(folder, model)
@@ -42,8 +38,4 @@ def main(threads: str, *folders: str) -> None:
         save_file(as_tensors(predictions(laplace, x)), folder / "predictions.safetensors")
     before = len(unpickled)
     pickle.loads(pickle.dumps(Path("control")))
-    print(before, len(unpickled))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return before, len(unpickled)

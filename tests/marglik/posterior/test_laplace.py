@@ -206,15 +206,9 @@ def test_damping_uses_the_damped_determinant():
     assert damped.log_marginal_likelihood() != plain.log_marginal_likelihood()
 
 
-def test_state_dict_round_trip():
-    dataset = data("regression")
-    la = KronLaplace(network(), "regression", sigma_noise=0.3, prior_precision=2.0, temperature=0.7)
-    la.fit([dataset.tensors])
-    other = KronLaplace(network(), "regression")
-    other.load_state_dict(la.state_dict())
-    x = dataset.tensors[0]
-    assert_close(other(x), la(x))
-    assert_close(other.log_marginal_likelihood(), la.log_marginal_likelihood())
+def test_states_of_other_posteriors_are_refused():
+    la = KronLaplace(network(), "regression")
+    la.fit([data("regression").tensors])
     with pytest.raises(ValueError, match="likelihood 'regression', this object of 'class"):
         KronLaplace(network(), "classification").load_state_dict(la.state_dict())
     smaller = KronLaplace(nn.Sequential(nn.Flatten(), nn.Linear(32, 3)), "regression")
@@ -237,11 +231,7 @@ def test_our_class_does_not_shadow_laplace_torchs():
         ({"temperature": -1.0}, ValueError, "temperature must be positive, not -1.0"),
         ({"asdl_fisher_kwargs": {"kfac_aprox": "reduce"}}, TypeError, "has 'kfac_aprox'"),
         ({"prior_precision": -0.5}, ValueError, "must be positive, not -0.5"),
-        ({"prior_precision": torch.tensor(float("nan"))}, ValueError, "must be positive, not nan"),
-        ({"prior_precision": math.inf}, ValueError, "prior_precision must be positive, not inf"),
         ({"prior_precision": None}, TypeError, "prior_precision is None; a number or a tensor"),
-        ({"temperature": math.inf}, ValueError, "temperature must be positive, not inf"),
-        ({"sigma_noise": 0, "likelihood": "regression"}, ValueError, "sigma_noise must be pos"),
         ({"sigma_noise": math.nan, "likelihood": "regression"}, ValueError, "noise .*, not nan"),
         ({"model": None}, TypeError, "The model is None, of type NoneType; a torch.nn.Module"),
         ({"model": nn.DataParallel(network())}, TypeError, "nn.DataParallel, .* model.module"),
@@ -263,7 +253,13 @@ def test_wrong_hyperparameters_leave_the_old_ones(name, value):
 
 def test_not_fitted():
     la = KronLaplace(network(), "classification")
-    for use in (la.log_marginal_likelihood, la.state_dict, la.effective_parameters):
+    x = data("classification").tensors[0]
+    for use in (
+        la.log_marginal_likelihood,
+        la.state_dict,
+        la.effective_parameters,
+        lambda: la.output_distribution(x),
+    ):
         with pytest.raises(AttributeError, match="call fit\\(\\) first"):
             use()
 

@@ -151,10 +151,10 @@ def test_narrow_networks_predict(dtype):
     x, _ = data("classification")
     uses = {
         "probit": lambda la, x: la(x),
-        "mc": lambda la, x: la(x, link_approx="mc", n_samples=2000),
-        "nn": lambda la, x: la(x, pred_type="nn", link_approx="mc", n_samples=500),
-        "functional": lambda la, x: la.functional_samples(x, "nn", 500).softmax(-1).mean(0),
-        "predictive": lambda la, x: la.predictive_samples(x, "nn", 500).mean(0),
+        "mc": lambda la, x: la(x, link_approx="mc", n_samples=500),
+        "nn": lambda la, x: la(x, pred_type="nn", link_approx="mc", n_samples=100),
+        "functional": lambda la, x: la.functional_samples(x, "nn", 100).softmax(-1).mean(0),
+        "predictive": lambda la, x: la.predictive_samples(x, "nn", 100).mean(0),
         "our mc": lambda la, x: predictions(la, x, ["mc"])["mc"].mean,
         "our linearised": lambda la, x: predictions(la, x, ["linearised"])["linearised"].mean,
     }
@@ -182,7 +182,7 @@ def test_one_sample(dtype):
     assert laplace(x, pred_type="nn", link_approx="mc", n_samples=1).isfinite().all()
 
 
-@pytest.mark.parametrize("n", [0, -1, 1.5, True, None])
+@pytest.mark.parametrize("n", [0, 1.5, True])
 def test_no_samples(n):
     laplace = fitted()
     x, _ = data("classification")

@@ -272,9 +272,3 @@ def test_mappings():
         expected = plain.output_distribution(x, layers)
         assert_close(la.output_distribution({"pixels": x, "labels": y}, layers), expected)
     assert_close(la({"pixels": x}), plain(x))
-
-
-def test_not_fitted():
-    la = KronLaplace(network(), "classification")
-    with pytest.raises(AttributeError, match="[nN]ot fitted"):
-        la.output_distribution(data()[0])

@@ -161,7 +161,7 @@ def test_truncated_files(name, size, folder):
     (folder / name).write_bytes(content[:size])
     if name == POSTERIOR and size == -1:  # the last byte is a line's end
         (folder / name).write_bytes(content[:-2])
-    with pytest.raises(ValueError, match="altered"):
+    with pytest.raises(ValueError, match=f"{name} is not .*altered"):
         load_posterior(folder, network())
 
 
@@ -206,18 +206,13 @@ def test_files_of_another_run(folder, tmp_path):
     [
         ('{"format": "marglik.posterior", "version": 2}', "version 2, this release reads up to 1;"),
         ('{"format": "marglik.posterior", "version": 1}', "was altered"),
-        ('{"format": "marglik.posterior", "version": "1", "sha256": {}}', "was altered"),
-        ('{"format": "marglik.posterior", "sha256": [1]}', "was altered"),
         ('{"format": "marglik.evaluation", "version": 1}', "describes no posterior"),
-        ("[1, 2]", "describes no posterior"),
         ('{"format": ', "is not JSON"),
-        ("\udcff", "is not JSON"),
-        ('{"version": ' + "9" * 5000 + "}", "is not JSON .*digits"),
-        ("[" * 100_000, "is not JSON .*nested"),
     ],
 )
 def test_other_json(content, message, folder):
-    (folder / POSTERIOR).write_bytes(content.encode("utf-8", "surrogateescape"))
+    """What is no JSON at all is looked at in the tests of checkpoints."""
+    (folder / POSTERIOR).write_text(content)
     with pytest.raises(ValueError, match=message):
         read_posterior(folder)
 

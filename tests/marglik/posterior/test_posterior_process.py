@@ -1,9 +1,5 @@
 """A process that knows nothing but a posterior's folder predicts the same, to the bit."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,12 +10,10 @@ from marglik.posterior.posterior_file import save_posterior
 from tests.marglik.posterior.predict_elsewhere import as_tensors
 from tests.marglik.posteriors import predictions
 
-ROOT = Path(__file__).parents[3]
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_a_new_process_predicts_the_same(tmp_path):
+def test_a_new_process_predicts_the_same(worlds, tmp_path):
     torch.manual_seed(0)
     images = torch.randn(6, 3, 8, 8)
     networks = {
@@ -42,16 +36,12 @@ def test_a_new_process_predicts_the_same(tmp_path):
         save_file({"x": images}, tmp_path / name / "x.safetensors")
         expected[name] = as_tensors(predictions(laplace, images))
 
-    command = [sys.executable, "-m", "tests.marglik.posterior.predict_elsewhere"]
     folders = [str(tmp_path / name) for name in networks]
-    printed = subprocess.run(
-        [*command, str(torch.get_num_threads()), *folders],
-        check=True, cwd=ROOT, capture_output=True, text=True,
-    ).stdout  # fmt: skip
+    predict = "tests.marglik.posterior.predict_elsewhere:save_predictions"
+    ((unpickled, after_control),) = worlds.all(1, predict, *folders)
+    assert unpickled == 0 < after_control
     for name in networks:
         found = load_file(tmp_path / name / "predictions.safetensors")
         assert found.keys() == expected[name].keys()
         for key, value in found.items():
             assert torch.equal(value, expected[name][key]), (name, key)
-    unpickled, after_control = map(int, printed.split())
-    assert unpickled == 0 < after_control

@@ -86,5 +86,5 @@ def test_one_layer_is_left(layer):
 
 
 def test_unknown_layer():
-    with pytest.raises(AttributeError, match="tail"):
+    with pytest.raises(AttributeError, match="Reversed has no attribute `tail`"):
         freeze_all_but(Reversed(), "tail")

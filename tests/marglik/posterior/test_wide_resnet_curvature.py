@@ -25,7 +25,7 @@ def trained(**options):
 def test_laplace_torch_runs_on_the_backend(kfac_approx):
     model = trained(depth=16, widen_factor=2)
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(3, 3, 32, 32, generator=generator)
+    x = torch.randn(3, 3, 16, 16, generator=generator)
     y = torch.tensor([0, 5, 9])
     la = Laplace(
         model, "classification", "all", "kron", backend=KfacGGN, prior_precision=10.0,

@@ -65,6 +65,8 @@ def test_no_grid_point_is_better(likelihood, link):
     data = held_out(likelihood)
     fit = fit_calibration(data, link, SAMPLES)
     assert_close(fit.nll, float(nll(data, link, fit.calibration)), rtol=1e-6, atol=1e-6)
+    assert fit.nll <= fit.nll_scaled_map
+    assert (fit.map_calibration.covariance_scale, fit.num_terms) == (0, 60)
     sharp = fit.calibration.sigma_noise or fit.calibration.output_temperature
     cost = 0.5 * math.log(sharp) ** 2 / len(data.f)
     for scale in (0.0, *torch.logspace(-3, 2, 12).tolist()):
@@ -76,15 +78,6 @@ def test_no_grid_point_is_better(likelihood, link):
             )
             at_point = nll(data, link, tried) + 0.5 * math.log(value) ** 2 / len(data.f)
             assert at_point >= fit.nll + cost - 1e-5  # nats
-
-
-@pytest.mark.parametrize(("likelihood", "link"), EVERY)
-def test_it_loses_to_nothing_that_it_contains(likelihood, link):
-    for seed in range(5):
-        fit = fit_calibration(held_out(likelihood, seed=seed), link, SAMPLES)
-        assert fit.nll <= fit.nll_scaled_map
-        assert fit.map_calibration.covariance_scale == 0
-        assert fit.num_terms == 60
 
 
 def test_it_finds_the_scale_and_the_noise_that_made_the_data():
@@ -102,7 +95,7 @@ def test_it_finds_the_scale_and_the_noise_that_made_the_data():
 
 def test_it_finds_the_scale_and_the_temperature_that_made_the_labels():
     """Labels of networks drawn from N(f, s V), made sharper by τ."""
-    f, covariance = gaussians(4, 10_000, scale=3.0)
+    f, covariance = gaussians(4, 4000, scale=3.0)
     generator = torch.Generator().manual_seed(3)
     root = torch.linalg.cholesky(0.5 * covariance)
     noise = torch.randn(len(f), 4, 1, generator=generator, dtype=torch.float64)
@@ -250,7 +243,7 @@ def test_linearised_networks_are_scaled_as_their_outputs_covariance_is():
     la, _ = fitted()
     x, y = data()
     fits = [
-        calibrate(la, [(x, y)], PredictiveConfig(method, samples=4000, networks=4000)).fit
+        calibrate(la, [(x, y)], PredictiveConfig(method, samples=2000, networks=2000)).fit
         for method in ("mc", "linearised")
     ]
     assert fits[0].nll_uncalibrated == pytest.approx(fits[1].nll_uncalibrated, rel=0.02)
@@ -261,13 +254,13 @@ def test_linearised_networks_are_scaled_as_their_outputs_covariance_is():
 def test_targets_are_checked_before_they_broadcast():
     la, _ = fitted("regression")
     x, y = data("regression")
-    with pytest.raises(ValueError, match="shape"):
+    with pytest.raises(ValueError, match=r"Targets have shape \(8,\), the model's output \(8, 3\)"):
         calibrate(la, [(x, y[:, 0])])
     la, _ = fitted()
     x, y = data()
     few = calibrate(la, [(x, y.int())]).fit  # any integers
     assert few == calibrate(la, [(x, y)]).fit
-    with pytest.raises(ValueError, match=r"0 to 2|0\.\.2|labels"):
+    with pytest.raises(ValueError, match="Label 4 is out of range: the model has 3 outputs"):
         calibrate(la, [(x, y + 3)])
 
 

@@ -25,7 +25,6 @@ from marglik.prediction.metrics import (
     out_of_distribution_metrics,
     risk_by_coverage,
 )
-from marglik.prediction.reliability import reliability
 
 Z = stats.norm.ppf(0.975)
 
@@ -87,16 +86,6 @@ def test_means_are_those_of_scipy():
     assert set(found) == {"cls/NLL", "cls/Brier", "cls/accuracy"}
     metrics = compute_metrics(prediction, labels, "classification")
     assert all(low < metrics[name] < high for name, (low, high) in found.items())
-
-
-def test_means_agree_with_the_bootstrap():
-    prediction, labels = classified(400)
-    scores = example_scores(prediction, labels, "classification")
-    ends = stats.bootstrap(
-        (scores["cls/NLL"].numpy(),), np.mean, n_resamples=4000, random_state=0
-    ).confidence_interval
-    low, high = intervals(scores)["cls/NLL"]
-    assert (high - low) == pytest.approx(ends.high - ends.low, rel=0.08)
 
 
 def test_positions_of_a_sequence_are_not_independent():
@@ -391,14 +380,3 @@ def test_many_predictions_are_said_to_take_time(few_resamples, monkeypatch, capl
         assert caplog.text == ""
         risk_interval(p[:, 0], y == 0)
     assert "resampling 100 predictions 200 times" in caplog.text
-
-
-def test_resamples_of_the_calibration_error_miss_the_truth():
-    """Why it has no interval: of a calibrated predictive it is 0, and none of them holds that."""
-    p, y = ranked(1000, 9)
-    confidence, correct = torch.from_numpy(p[:, 0]), torch.from_numpy(y == 0)
-    drawn = torch.from_numpy(np.random.default_rng(11).integers(1000, size=(200, 1000)))
-    values = [reliability(confidence[i], correct[i]).ece for i in drawn]
-    found = reliability(confidence, correct).ece
-    assert np.percentile(values, 2.5) > 0.01
-    assert np.mean(values) > 1.2 * found  # biased once more

@@ -52,15 +52,6 @@ def test_many_samples_approach_the_integral(C):
     assert (predict(f, apart, samples=200_000).mean - p.mean).abs().max() > 0.02
 
 
-def test_two_classes_are_a_logistic_integral():
-    f, covariance = gaussians(2)
-    p = predict(f, covariance, samples=200_000)
-    for n, ((a, b), S) in enumerate(zip(f.tolist(), covariance.numpy(), strict=True)):
-        std = math.sqrt(S[0, 0] + S[1, 1] - 2 * S[0, 1])
-        assert abs(float(p.mean[n, 0]) - expectation(special.expit, a - b, std)) < 4e-3
-        assert abs(float(p.aleatoric[n]) - expectation(binary_entropy, a - b, std)) < 4e-3
-
-
 def test_mc_averages_samples_along_the_symmetric_root():
     f, covariance = gaussians(4)
     noise = torch.randn(7, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -284,18 +275,6 @@ def test_bridge_gives_back_a_dirichlet(alpha):
         p = predict(*same, link="bridge")
         assert p.mean[0].tolist() == pytest.approx(share)
         assert float(p.aleatoric) == pytest.approx(aleatoric)
-
-
-def test_bridge_of_two_classes_by_hand():
-    f = torch.tensor([[0.7, -0.7]], dtype=torch.float64)
-    p = predict(f, torch.tensor([[[0.5, -0.1], [-0.1, 0.5]]]).double(), link="bridge")
-    # Variance .5 − .4²/.8 = .3; α = (1 + e^{±1.4}) / 4 / .3, whose ratio is e^{1.4}.
-    assert float(p.mean[0, 0]) == pytest.approx(1 / (1 + math.exp(-1.4)))
-    alpha = np.array([(1 + math.exp(x)) / 1.2 for x in (1.4, -1.4)])
-    share = alpha / alpha.sum()
-    aleatoric = special.digamma(alpha.sum() + 1) - share @ special.digamma(alpha + 1)
-    assert float(p.aleatoric) == pytest.approx(aleatoric)
-    assert float(p.epistemic) == pytest.approx(entropy(share) - aleatoric)
 
 
 @pytest.mark.parametrize("C", [2, 3])

@@ -19,6 +19,8 @@ from marglik.storage.run_folder import RunFolder
 
 CLASSES = [str(digit) for digit in range(10)]
 NUM_DATA, NUM_TEST = 1438, 359
+EVIL = "</script><img src=x onerror=alert(1)>"
+"""A name that is markup."""
 ENVIRONMENT = {
     "device": "cpu (x86_64)",
     "threads": 2,
@@ -319,3 +321,29 @@ def changed(path: Path, change):
     content = json.loads(path.read_text())
     change(content)
     write(path, content)
+
+
+def inject(folder):
+    """A run in which every name is markup."""
+    made = classification(classes=[EVIL] * 10)
+    made |= {"data": EVIL, "device": EVIL, "versions": {EVIL: EVIL}}
+    made["ood"] |= {"name": EVIL, "note": EVIL, "score": EVIL}
+    made["uncertain"]["predictive"] = EVIL
+    made["predictives"] = {EVIL: made["predictives"]["MAP"]}
+    made["predictives"][EVIL]["metrics"][f"test/{EVIL}"] = 1.0
+    made["predictives"][EVIL]["metrics"][f"shift/{EVIL.replace('/', '')}/1/cls/NLL"] = 1.0
+    write(folder / "evaluation.json", made)
+
+    def rename(results):
+        results |= {"data": EVIL, "model": EVIL, "device": EVIL}
+        results["weight_decay"] = {EVIL: next(iter(results["weight_decay"].values()))}
+
+    changed(folder / "results.json", rename)
+    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    for record in log:
+        if record["kind"] == "update":
+            record["weight_decay"] = {EVIL: 0.1, "%{y} <b>bold</b>": 0.2}
+            record["seconds"] = {EVIL: 1.0}
+    write(folder / "log.jsonl", "\n".join(map(json.dumps, log)))
+    write(folder / "config.yaml", {EVIL: EVIL})
+    return folder

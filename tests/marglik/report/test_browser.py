@@ -6,8 +6,7 @@ import shutil
 import pytest
 
 from marglik.report import write_report
-from tests.marglik.report.fabricate import CONFIG, NUM_DATA, write_run
-from tests.marglik.report.test_page import EVIL, inject
+from tests.marglik.report.fabricate import CONFIG, EVIL, NUM_DATA, inject, write_run
 from tests.marglik.report.visits import Visit, curve_point, swipe_up, visiting
 
 sync_api = pytest.importorskip(

@@ -11,11 +11,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from marglik.cli import main
 from marglik.report import write_report
-from tests.marglik.report.fabricate import changed, classification, write, write_fit, write_run
+from tests.marglik.report.fabricate import EVIL, changed, inject, write_fit, write_run
 
-EVIL = "</script><img src=x onerror=alert(1)>"
 WITH_ADDRESS = {"src", "href", "action", "data", "poster", "srcset", "formaction"}
 
 
@@ -213,32 +211,6 @@ def test_what_differs_stands_out(folder, tmp_path):
     assert [a for a in page_of(folder).having("tr") if a.get("class") == "differs"] == []
 
 
-def inject(folder):
-    """A run in which every name is markup."""
-    made = classification(classes=[EVIL] * 10)
-    made |= {"data": EVIL, "device": EVIL, "versions": {EVIL: EVIL}}
-    made["ood"] |= {"name": EVIL, "note": EVIL, "score": EVIL}
-    made["uncertain"]["predictive"] = EVIL
-    made["predictives"] = {EVIL: made["predictives"]["MAP"]}
-    made["predictives"][EVIL]["metrics"][f"test/{EVIL}"] = 1.0
-    made["predictives"][EVIL]["metrics"][f"shift/{EVIL.replace('/', '')}/1/cls/NLL"] = 1.0
-    write(folder / "evaluation.json", made)
-
-    def rename(results):
-        results |= {"data": EVIL, "model": EVIL, "device": EVIL}
-        results["weight_decay"] = {EVIL: next(iter(results["weight_decay"].values()))}
-
-    changed(folder / "results.json", rename)
-    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    for record in log:
-        if record["kind"] == "update":
-            record["weight_decay"] = {EVIL: 0.1, "%{y} <b>bold</b>": 0.2}
-            record["seconds"] = {EVIL: 1.0}
-    write(folder / "log.jsonl", "\n".join(map(json.dumps, log)))
-    write(folder / "config.yaml", {EVIL: EVIL})
-    return folder
-
-
 def test_names_are_text_everywhere(page, tmp_path):
     injected = page_of(inject(write_run(tmp_path / "run")))
     assert [a for a in injected.having("img") if not a["src"].startswith("data:")] == []
@@ -250,16 +222,3 @@ def test_names_are_text_everywhere(page, tmp_path):
     for kind, text in injected.scripts:
         if kind == "application/json":
             json.loads(text)  # whole, not ended by a name
-
-
-def test_a_run_of_this_version_has_a_page(tmp_path):
-    """What marglik train writes now is what the report reads."""
-    options = ["--model", "marglik.models.MLP", "--model.in_features", "64", "--no_progress"]
-    short = ["--model.hidden", "[8]", "--epochs", "2", "--prior.every", "1", "--prior.burn_in", "0"]
-    folder = tmp_path / "run"
-    assert main(["train", "--config", "digits", *options, *short, "--output", str(folder)]) == 0
-    page = page_of(folder)
-    assert "MLP on digits" in page.text
-    plots = [attrs for attrs in page.having("div") if attrs.get("class") == "chart-plot"]
-    names = {plot["id"].split("-chart-")[0] for plot in plots}
-    assert {"curves", "weight-decay", "effective", "time"} <= names

@@ -209,7 +209,7 @@ def fails(rank: int, how: str) -> None:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "hung":
-                time.sleep(4)
+                time.sleep(3)
                 os._exit(3)
             raise FloatingPointError("one rank alone")
         return real(*arguments, **keywords)

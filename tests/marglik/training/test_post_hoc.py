@@ -158,7 +158,7 @@ def test_the_top_is_mackays_fixed_point(likelihood, temperature):
         assert sigma**2 == pytest.approx(float(squares / temperature / free), rel=1e-4)
 
 
-@pytest.mark.parametrize("start", [1e-5, 1e-2, 30.0, 1e4, 1e9])
+@pytest.mark.parametrize("start", [1e-5, 30.0, 1e9])
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 def test_any_start_leads_to_the_same_top(likelihood, start):
     problem = Problem(likelihood, start=start, sigma=3.0 if likelihood == "regression" else 1.0)

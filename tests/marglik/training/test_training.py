@@ -213,7 +213,7 @@ def test_a_decay_that_sgd_cannot_follow_is_limited_and_named():
 
 @pytest.mark.parametrize("method", ["adam", "mackay"])
 def test_updates_after_every_epoch_stay_finite(method):
-    run = training(schedule=Schedule(epochs=15, every=1, steps=20))
+    run = training(schedule=Schedule(epochs=8, every=1, steps=20))
     run.hyperparameters = Hyperparameters(PriorGroups.from_model(run.model), 1.0, method=method)
     result = run.run()
     assert all(torch.isfinite(p).all() for p in run.model.parameters())
