@@ -17,13 +17,9 @@ from kfac_backend.distributed import ProcessGroupOption
 from kfac_backend.factors import CurvaturePass
 from kfac_backend.layers import ExactRule, Use
 from kfac_backend.model.batches import each_batch
-from kfac_backend.model.capture import Capture, unknown_examples
-from kfac_backend.model.rule_assignment import (
-    RuleAssignment,
-    TrackedLayer,
-    assignment_of_blocks,
-    check_module,
-)
+from kfac_backend.model.capture import unknown_examples
+from kfac_backend.model.checks import check_module
+from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer, assignment_of_blocks
 from kfac_backend.model.targets import split_batch
 from kfac_backend.options import CurvatureKeywords, CurvatureOptions
 from kfac_backend.precision import exact_arithmetic
@@ -105,6 +101,8 @@ class CorrectionPass(CurvaturePass):
         process_group: the ranks that have a shard of the data each.
         keywords: single options.
     """
+
+    _keeps_inputs = True
 
     def __init__(
         self,
@@ -207,17 +205,6 @@ class CorrectionPass(CurvaturePass):
         if self._most is None or not plan.splits:
             return plan.part_size
         return min(self._most, plan.part_size or self._most)
-
-    def _capture(self) -> Capture:
-        return Capture(
-            self._model,
-            self._assignment,
-            self._add_input,
-            self._add_gradient,
-            channels_last=self._proof.plan.channels_last,
-            batched=self._options.batched,
-            keep_inputs=True,
-        )
 
     def _begin_part(self) -> None:
         self._uses: dict[TrackedLayer, int] = {}

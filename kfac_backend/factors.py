@@ -36,16 +36,11 @@ from kfac_backend.model.batches import (
 )
 from kfac_backend.model.calls import call_with, forked_random_numbers, restoration
 from kfac_backend.model.capture import Capture, unknown_examples
+from kfac_backend.model.checks import check_finite, check_module
 from kfac_backend.model.diagonals import squared_gradients
-from kfac_backend.model.finite import check_finite
 from kfac_backend.model.memory import give_back_free_memory, is_out_of_memory, out_of_memory
 from kfac_backend.model.proof.verification import Proof, verify_independence
-from kfac_backend.model.rule_assignment import (
-    RuleAssignment,
-    TrackedLayer,
-    assign_rules,
-    check_module,
-)
+from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer, assign_rules
 from kfac_backend.model.targets import Targets, counting, mask_of, split_batch
 from kfac_backend.options import (
     Approximation,
@@ -162,6 +157,9 @@ class CurvaturePass:
         NotImplementedError: a layer without a rule.
         torch.OutOfMemoryError: factors that the device cannot hold.
     """
+
+    _keeps_inputs = False
+    """Whether gradients come with their layer's inputs, also where its rule does not need them."""
 
     def __init__(
         self,
@@ -408,6 +406,7 @@ class CurvaturePass:
             self._add_gradient,
             channels_last=self._proof.plan.channels_last,
             batched=self._options.batched,
+            keep_inputs=self._keeps_inputs,
         )
 
     def _no_autocast(self) -> torch.autocast:

@@ -28,8 +28,9 @@ from kfac_backend.covariance.output_covariance import check_classes, check_rows,
 from kfac_backend.covariance.parameter_gradients import ParameterGradients, group_of
 from kfac_backend.covariance.uncovered import UncoveredGradients
 from kfac_backend.layers import ExampleGradients, Use
-from kfac_backend.model.calls import check_output, plain_attention, restoration
+from kfac_backend.model.calls import plain_attention, restoration
 from kfac_backend.model.capture import Capture
+from kfac_backend.model.checks import check_output
 from kfac_backend.model.rule_assignment import TrackedLayer
 from kfac_backend.precision import at_least_float32, full_float32
 from kfac_backend.threads import turn_of

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from kfac_backend.covariance.output_covariance import default_memory
 from kfac_backend.model.batches import detached, examples, make_plan
-from kfac_backend.model.calls import call_with, check_output, num_examples, plain_attention
+from kfac_backend.model.calls import call_with, num_examples, plain_attention
+from kfac_backend.model.checks import check_output
 from kfac_backend.precision import at_least_float32, full_float32
 from kfac_backend.threads import turn_of
 

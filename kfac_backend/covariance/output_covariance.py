@@ -31,11 +31,12 @@ from kfac_backend.covariance.layer_gradients import LayerGradients, PosteriorPre
 from kfac_backend.covariance.uncovered import UncoveredGradients
 from kfac_backend.layers import Use
 from kfac_backend.model.batches import Plan, detached, example_shapes, examples, make_plan
-from kfac_backend.model.calls import call_with, check_output, num_examples, restoration
+from kfac_backend.model.calls import call_with, num_examples, restoration
 from kfac_backend.model.capture import Capture, unknown_examples
+from kfac_backend.model.checks import check_module, check_output
 from kfac_backend.model.memory import give_back_free_memory, total_memory
 from kfac_backend.model.proof.verification import Proof
-from kfac_backend.model.rule_assignment import TrackedLayer, assignment_of_blocks, check_module
+from kfac_backend.model.rule_assignment import TrackedLayer, assignment_of_blocks
 from kfac_backend.precision import at_least_float32, full_float32
 from kfac_backend.threads import turn_of
 

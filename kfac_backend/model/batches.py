@@ -9,11 +9,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from kfac_backend.model.calls import (
-    call_with,
-    forked_random_numbers,
-    num_examples,
-)
+from kfac_backend.model.calls import call_with, forked_random_numbers, num_examples
 from kfac_backend.model.comparison import close
 
 __all__ = [

@@ -23,7 +23,6 @@ from kfac_backend.threads import SharedSetting, turn_of
 __all__ = [
     "arguments",
     "call_with",
-    "check_output",
     "explicit_forwards",
     "forked_random_numbers",
     "logits_of",
@@ -153,15 +152,6 @@ def logits_of(output: Any) -> Any:
     """A model's output, or the ``logits`` of an output that is an object with them."""
     logits = getattr(output, "logits", None)
     return logits if isinstance(logits, Tensor) and not isinstance(output, Tensor) else output
-
-
-def check_output(output: object) -> None:
-    """Raise a TypeError unless a model's output is a tensor."""
-    if not isinstance(output, Tensor):
-        raise TypeError(
-            f"The model returned {type(output).__name__}; a tensor of outputs (N, ..., C) is "
-            "needed. Wrap it in a module that returns its logits alone."
-        )
 
 
 @contextmanager

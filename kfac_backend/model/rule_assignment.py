@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.rnn import RNNBase, RNNCellBase
 from torch.nn.parameter import is_lazy
 
@@ -26,6 +25,7 @@ from kfac_backend.layers import (
 )
 from kfac_backend.layers.elementwise import OwnParameter, OwnParameterRule, default_view
 from kfac_backend.layers.rows import Run
+from kfac_backend.model.checks import check_batch_norm, check_module
 from kfac_backend.options import Unsupported
 
 __all__ = [
@@ -34,7 +34,6 @@ __all__ = [
     "Refusal",
     "RuleAssignment",
     "TrackedLayer",
-    "check_module",
     "assignment_of_blocks",
     "assign_rules",
     "followed",
@@ -224,7 +223,7 @@ def assign_rules(
                 f"Parameter '{name}' is 0-dimensional, which laplace-torch cannot hold. "
                 "Give it shape (1,), for example nn.Parameter(torch.zeros(1))."
             )
-    _check_batch_norm(model)
+    check_batch_norm(model)
     names = {id(p): name for name, p in trainable.items()}  # a shared tensor has its first name
 
     layers: list[TrackedLayer] = []
@@ -376,22 +375,6 @@ def _with_parameters(
     ]
 
 
-def _check_batch_norm(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if not isinstance(module, _BatchNorm):
-            continue
-        if module.training:
-            raise ValueError(
-                f"Layer '{name}' ({type(module).__name__}) is in train mode, where it mixes the "
-                "examples of a batch and the GGN is not defined. Call model.eval() first."
-            )
-        if module.running_mean is None:
-            raise ValueError(
-                f"Layer '{name}' ({type(module).__name__}) keeps no running statistics, so that it "
-                "mixes the examples of a batch in eval mode, too. Use track_running_stats=True."
-            )
-
-
 def _no_rule(module_name: str, module: nn.Module, parameter: str) -> NotImplementedError:
     hint = ""
     if isinstance(module, RNNBase | RNNCellBase):
@@ -406,40 +389,3 @@ def _no_rule(module_name: str, module: nn.Module, parameter: str) -> NotImplemen
         f"rule. Supported: {', '.join(supported_layers())}. Freeze it (requires_grad_(False)), or "
         f'pass unsupported="freeze" or unsupported="diagonal".{hint}'
     )
-
-
-def check_module(model: object) -> None:
-    """Raise an error unless this is a module that lies whole in this process.
-
-    Raises:
-        TypeError: not a module, or one that contains a wrapper for several devices.
-        NotImplementedError: parameters that are spread over ranks (FSDP, tensor parallelism).
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"The model is {model!r:.80}, of type {type(model).__name__}; a torch.nn.Module is "
-            "needed."
-        )
-    for name, module in model.named_modules():
-        which = f"Layer '{name}'" if name else "The model"
-        inner = f"{f'model.{name}' if name else 'model'}.module"
-        if isinstance(module, nn.DataParallel):
-            raise TypeError(
-                f"{which} is in nn.DataParallel, whose copies of the layers hooks cannot follow. "
-                f"Pass what it holds: {inner}."
-            )
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            raise TypeError(
-                f"{which} is in DistributedDataParallel, which waits for gradients of a training "
-                f"step. Pass what it holds, {inner}: the curvature's sums are reduced over the "
-                "ranks all the same."
-            )
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "full_tensor") or type(parameter).__name__ == "FlatParameter":
-            raise NotImplementedError(
-                f"Parameter '{name}' is spread over ranks (FSDP or tensor parallelism), and hooks "
-                "would see a part of it. The whole model must lie on each rank: use "
-                "DistributedDataParallel for the training, or gather the parameters into a model "
-                "of its own (torch.distributed.checkpoint.state_dict.get_model_state_dict with "
-                "full_state_dict=True) before the curvature pass."
-            )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.distributed import ProcessGroupOption, Ranks
-from kfac_backend.model.rule_assignment import check_module
+from kfac_backend.model.checks import check_module
 from kfac_backend.optimizer.damped_inverse import (
     DampedInverse,
     EigenInverse,

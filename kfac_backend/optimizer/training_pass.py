@@ -38,7 +38,6 @@ from kfac_backend.layers import Use
 from kfac_backend.loss.hessian import IGNORED, check_targets, num_counted_terms
 from kfac_backend.model.batches import detached
 from kfac_backend.model.calls import (
-    check_output,
     explicit_forwards,
     logits_of,
     num_examples,
@@ -46,6 +45,7 @@ from kfac_backend.model.calls import (
     uncompiled,
 )
 from kfac_backend.model.capture import Capture
+from kfac_backend.model.checks import check_output
 from kfac_backend.model.proof.verification import verify_independence
 from kfac_backend.model.rule_assignment import (
     Operations,

@@ -13,8 +13,8 @@ from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.laplace.interface import KfacGGN, KfacInterface
 from kfac_backend.laplace.kron import EigenKron, FactorKron, laplace
 from kfac_backend.model.batches import to_device
-from kfac_backend.model.calls import call_with, check_output
-from kfac_backend.model.rule_assignment import check_module
+from kfac_backend.model.calls import call_with
+from kfac_backend.model.checks import check_module, check_output
 from kfac_backend.options import KfacApprox, Likelihood, check_option, check_positive
 from kfac_backend.precision import at_least_float32
 from marglik.eval_mode import in_eval_mode

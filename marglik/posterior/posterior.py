@@ -27,7 +27,7 @@ from kfac_backend.covariance.linearised import linearised_outputs
 from kfac_backend.covariance.output_covariance import OutputCovariance, check_tolerance
 from kfac_backend.distributed import ProcessGroupOption, Ranks
 from kfac_backend.factors import kronecker_factors
-from kfac_backend.model.rule_assignment import check_module
+from kfac_backend.model.checks import check_module
 from kfac_backend.options import CurvatureOptions, Likelihood, check_option, check_positive
 from kfac_backend.precision import at_least_float32
 from kfac_backend.threads import turn_of

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.files import sha256_of_tensors, write_tensors
-from kfac_backend.model.rule_assignment import check_module
+from kfac_backend.model.checks import check_module
 from kfac_backend.options import CurvatureOptions
 from marglik.posterior.posterior import Posterior, parameter_vector
 from marglik.storage.model_state import (

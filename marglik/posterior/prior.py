@@ -13,7 +13,7 @@ from typing import Literal, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.model.rule_assignment import check_module
+from kfac_backend.model.checks import check_module
 
 __all__ = [
     "PriorGroups",

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from kfac_backend.laplace.interface import KfacGGN
 from kfac_backend.laplace.kron import laplace as laplace_torch
-from kfac_backend.model.rule_assignment import check_module
+from kfac_backend.model.checks import check_module
 from kfac_backend.options import CurvatureOptions, Likelihood
 from marglik.posterior.hyperparameters import Hyperparameters
 from marglik.posterior.laplace_torch import KronLaplace

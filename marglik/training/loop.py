@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
-from kfac_backend.model.rule_assignment import check_module
+from kfac_backend.model.checks import check_module
 from kfac_backend.optimizer import KFAC, KfacPreconditioner
 from kfac_backend.options import Likelihood, TargetOptions, check_option, check_positive
 from marglik.eval_mode import eval_mode, kept_mode
