@@ -27,10 +27,10 @@ from marglik.commands.several_ranks import (
 __all__ = ["main"]
 
 COMMANDS = {
-    "train": "train on images, sequences, graphs, tensors; learn the weight decays",
-    "fit": "a posterior for a network that was trained elsewhere",
-    "evaluate": "a posterior's metrics: on test, shifted and out-of-distribution data",
-    "report": "one page about one run, or several side by side",
+    "train": "train on images, sequences, graphs or tensors, and learn the weight decays",
+    "fit": "fit a posterior to a network that was trained elsewhere",
+    "evaluate": "compute metrics on test, shifted and out-of-distribution data",
+    "report": "write a page about one run, or several side by side",
 }
 
 DESCRIPTION = (
@@ -218,7 +218,7 @@ def _parsers(*asked: str) -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
         "--completion",
         action=completion_action(lambda: _parsers(*COMMANDS)[0]),
         choices=SHELLS,
-        help="Print what completes commands and options in this shell, and exit.",
+        help="Print the script that completes commands and options in this shell, and exit.",
     )
     commands = parser.add_subcommands()
     own = {}

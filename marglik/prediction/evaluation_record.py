@@ -88,11 +88,11 @@ class EvaluationConfig:
     """What is evaluated besides the test set.
 
     Args:
-        shift: whether to evaluate on the test images with noise, blur, less contrast and JPEG
-            artefacts, at five severities each: twenty times the work.
-        ood_score: what tells out-of-distribution images from others: the predictive entropy, or
-            its epistemic part.
-        uncertain: how many of the most uncertain test images to keep for the report.
+        shift: whether to evaluate on corrupted test images as well: noise, blur, lower contrast and
+            JPEG artefacts, at five severities each. This is twenty times the work.
+        ood_score: score by which out-of-distribution images are detected: the predictive entropy,
+            or its epistemic part.
+        uncertain: number of the most uncertain test images that the report shows.
     """
 
     shift: bool = False

@@ -67,27 +67,29 @@ class PredictiveConfig:
     """How the Laplace posterior predicts.
 
     Args:
-        method: probit, bridge, mc: the linearised network's outputs are Gaussian, with exact
-            covariances; probit and bridge (for few classes) are closed forms of the class
-            probabilities, mc averages samples of the outputs. linearised: linearised networks with
-            sampled parameters, whose outputs are distributed as mc's, at about a backward pass
-            each, however many outputs there are.
-        samples: samples of the outputs, for mc and for the parts of probit's uncertainty.
-        networks: linearised networks, for linearised.
-        layers: all layers' uncertainty, or that of the last one alone (not for linearised), which
-            costs no more than a forward pass.
-        batch_size: test examples at a time.
-        memory: MiB that the covariances' gradients, or a linearised network, may take, besides the
-            activations of a few examples; batches are split inside to keep it. 144 on a CPU, an
-            eighth of a GPU's if null.
-        variance_tolerance: the share by which the outputs' variances may be too large, never too
-            small, to save time: directions in which the posterior differs less from the prior are
-            taken for the prior's. Exact if null. Not for linearised or the last layer.
-        calibration: held_out scales the covariance and the outputs by what held-out data say; none
-            is the plain Laplace predictive.
+        method: how outputs become probabilities. probit, bridge and mc compute the exact covariance
+            of the linearised network's outputs; probit and bridge (for few classes) then have
+            closed forms, and mc averages over samples of the outputs. linearised samples parameters
+            of the linearised network instead, at about a backward pass per sample however many
+            outputs there are.
+        samples: number of samples of the outputs, for mc, and for probit's split of the uncertainty
+            into aleatoric and epistemic parts.
+        networks: number of samples of the parameters, for linearised.
+        layers: whose uncertainty counts. all takes every layer; last takes the last layer alone,
+            which costs no more than a forward pass (not for linearised).
+        batch_size: number of test examples in a batch.
+        memory: MiB that gradients and their products may take at once, besides the activations of
+            a few examples; batches are split to stay within it. null takes 144 on a CPU, and an
+            eighth of the memory on a GPU.
+        variance_tolerance: largest relative error of the outputs' variances, such as 0.01. A
+            positive tolerance saves time: where the posterior is that close to the prior, the
+            prior's variance is taken. Variances may become too large, never too small. null is
+            exact. Not for linearised or the last layer.
+        calibration: held_out scales the covariance and the outputs by factors fitted to held-out
+            data; none is the plain Laplace predictive.
 
-    Sequences have a covariance at each of R positions, which takes R·C backward passes an example:
-    take linearised for them, or the last layer.
+    Sequences have a covariance at each of their R positions, which takes R·C backward passes per
+    example: use method linearised for them, or the last layer.
     """
 
     method: PredictiveMethod = "probit"

@@ -60,33 +60,36 @@ def evaluate_run(
 ) -> dict[str, Any]:
     """Evaluate a network at its parameters (MAP) and under its posterior.
 
-    Predictives that the posterior remembers no calibration of are calibrated by the data's
+    A predictive whose calibration is not saved with the posterior is calibrated on the data's
     validation set, if the network was not trained on it.
 
-    What is found adds to an earlier evaluation of the same posterior and test set in the folder;
-    where it cannot, it takes its place. Returns the content of ``evaluation.json``, and under
-    "output" where it lies, under "replaced" what it replaces, in words, under "calibrated" what
-    the validation set said.
+    The results are merged with an earlier evaluation of the same posterior and test set in the
+    folder; where they contradict each other, the new ones replace the old ones. Returns the content
+    of ``evaluation.json``, its folder under "output", what it replaces (in words) under "replaced",
+    and the new calibrations under "calibrated".
 
     Args:
-        path: a folder of marglik train or marglik fit; or a checkpoint, which needs model and data
-            and has no posterior.
-        model: the network, where the folder does not say how it is built.
-        data: whose test split to take; the training data's own if left out.
-        likelihood: of a checkpoint, classification if left out; folders know theirs.
-        sigma_noise: σ of a regression checkpoint, 1 if left out; folders know theirs.
-        methods: several posterior predictives in turn, [] for none; predictive.method alone if left
-            out.
+        path: folder that marglik train or marglik fit has written, or a checkpoint file. A
+            checkpoint has no posterior, and needs --model and --data.
+        model: class of the network, if the folder does not say how it is built.
+        data: class of the data whose test split is evaluated; null takes the training data's own.
+        likelihood: likelihood of a checkpoint, classification if null; a folder knows its own.
+        sigma_noise: standard deviation of the noise of a regression checkpoint, 1 if null; a folder
+            knows its own.
+        methods: list of predictive methods to evaluate one after the other; [] evaluates the MAP
+            alone, null predictive.method alone.
         predictive: how the posterior predicts.
         evaluation: what is evaluated besides the test set.
-        ood: images from elsewhere, which the predictives should find uncertain.
-        output: folder of evaluation.json; the folder itself if null, or runs/CHECKPOINT_map. Other
-            data than the folder's own need another one.
-        accelerator: cpu or cuda; auto takes cuda where there is one.
-        devices: processes that share the work, as of `marglik train`.
-        rank_timeout: seconds that a process waits for the others, after which all end.
-        seed: of sampling.
-        progress: whether to show progress bars.
+        ood: class of out-of-distribution images, on which the predictives should be uncertain.
+        output: folder to write evaluation.json and the report to; null takes the folder itself, or
+            runs/CHECKPOINT_map for a checkpoint. Must be given for other data than the folder's
+            own.
+        accelerator: cpu or cuda; auto takes cuda if it is available.
+        devices: number of processes that share the work, one per GPU, or all on the CPU.
+        rank_timeout: number of seconds that a process waits for one that makes no progress, before
+            all processes end.
+        seed: seed of the random numbers of sampling.
+        progress: whether to show progress bars on a terminal, and lines of text elsewhere.
 
     Raises:
         FileNotFoundError: no such folder or file.

@@ -65,20 +65,24 @@ def fit(
 ) -> dict[str, Any]:
     """Fit a Laplace posterior to a trained network, and save it.
 
-    If the process is killed after the curvature pass, the same call goes on from there; only
-    options of the prior and of its search may differ.
+    If the process is killed after the curvature pass, the same call continues from there; options
+    of the prior (except ``layers``) and of the predictive may then differ.
 
     Args:
-        model: the network, as it was built for training; any importable class.
-        data: what it was trained on; its training split is fitted to.
-        checkpoint: its parameters, in safetensors, or a state dict that torch.save has written.
-        likelihood: classification; regression; or bernoulli, for independent yes-or-no outputs.
+        model: class of the network, built as it was for training; any importable class.
+        data: class of the data that the network was trained on. The posterior is fitted to its
+            training split.
+        checkpoint: file with the network's parameters: safetensors, or a state dict that torch.save
+            has written.
+        likelihood: distribution of the targets: classification; regression with Gaussian noise; or
+            bernoulli for independent yes-or-no outputs.
         prior: the prior, and how it is found.
         curvature: the curvature pass.
-        predictive: the predictive whose NLL prior.method=validation minimises, and which the
-            validation split calibrates.
+        predictive: the predictive that the validation split calibrates, and whose NLL
+            prior.method=validation minimises.
         run: everything else.
-        provenance: the options, and how model and data are made, for whoever loads the posterior.
+        provenance: the options, and how model and data are built; saved with the posterior, which
+            can then be loaded without them.
 
     Raises:
         ValueError: options, data, checkpoint or model that do not fit together, or not with the

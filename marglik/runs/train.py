@@ -63,29 +63,31 @@ def train(
 ) -> dict[str, Any]:
     """Train a network and its weight decays together: on images, tokens, graphs or tensors.
 
-    Sequences have a label, and so a loss term, for each position; one sequence is one example. The
-    objective is the sum over its positions, averaged over examples, and metrics are means over
-    positions: "cls/NLL" in nats per token.
+    A sequence is one example with a label, and so a loss term, at each position. The objective sums
+    the loss over positions and averages it over examples; metrics are means over positions, so that
+    "cls/NLL" is in nats per token.
 
-    Several processes (``run.devices``, or started by torchrun) share the work, and the first one
-    writes. Returns what `results.json` holds, and the folder under "output".
+    Where several processes share the work (``run.devices``, or torchrun), the first one writes the
+    files. Returns the content of ``results.json``, and the folder under "output".
 
     Args:
-        model: the network, whose outputs are logits, or means in regression; any importable class,
-            such as marglik.models.WideResNetFixup, marglik.models.LeNet, marglik.models.MLP, or
-            my_file.MyNet.
-        data: images (such as marglik.data.Digits), sequences (marglik.data.DART), graphs
-            (marglik.data.NCI1) or tensors of any kind (marglik.data.TensorFile).
+        model: class of the network, whose outputs are logits, or means for regression. Any
+            importable class will do, such as marglik.models.WideResNetFixup, marglik.models.LeNet,
+            marglik.models.MLP, or my_file.MyNet.
+        data: class of the data: images (such as marglik.data.Digits), sequences
+            (marglik.data.DART), graphs (marglik.data.NCI1) or any tensors
+            (marglik.data.TensorFile).
         optimizer: the network's optimiser.
         prior: the prior and its updates.
         curvature: the curvature pass.
         predictive: the Laplace predictive of the final evaluation.
         evaluation: what is evaluated besides the test set.
-        ood: images from elsewhere, which the predictives should find uncertain.
-        likelihood: classification; regression, whose noise is learned, too; or bernoulli, for
-            independent yes-or-no outputs.
+        ood: class of out-of-distribution images, on which the predictives should be uncertain.
+        likelihood: distribution of the targets: classification; regression with Gaussian noise,
+            which is learned; or bernoulli for independent yes-or-no outputs.
         run: everything else.
-        provenance: the options, and how model and data are made, for whoever loads the posterior.
+        provenance: the options, and how model and data are built; saved with the posterior, which
+            can then be loaded without them.
 
     Raises:
         ValueError: options, data or model that do not fit together, a resume with other options
@@ -251,8 +253,8 @@ def _what_is_there(
             checkpoints.check()  # complains before anything is touched
     if resume and results is None and not goes_on and folder.read(LOG):
         raise FileNotFoundError(
-            f"{folder.path} holds a run that was cut off, but not the state that it would go "
-            "on from. Start anew: --overwrite instead of --resume."
+            f"{folder.path} holds a run that was cut off, but no checkpoint to continue from. "
+            "Start again: --overwrite instead of --resume."
         )
     return results, goes_on
 

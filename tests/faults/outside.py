@@ -453,7 +453,7 @@ def _of_one_number() -> Any:
     return _state(**{"layers.1.weight": torch.zeros(1).expand(2**20, 2**20)})
 
 
-ALONE = "could not be read as tensors alone"
+ALONE = "could not be read as a file of tensors"
 CHECKPOINTS = {
     "pickle, os.system in a zip file": Input(
         _checkpoint("net.pt", lambda: _state(x=Malicious())), "objects can run code"
@@ -466,7 +466,8 @@ CHECKPOINTS = {
         _checkpoint("net.ckpt", lambda: b"cos\nsystem\n(S'touch ran'\ntR."), ALONE
     ),
     "pickle, under a name of tensors": Input(
-        _checkpoint("net.safetensors", lambda: pickle.dumps(Malicious())), "not a whole safetensors"
+        _checkpoint("net.safetensors", lambda: pickle.dumps(Malicious())),
+        "not a complete safetensors",
     ),
     "pickle, a network": Input(_checkpoint("net.pt", lambda: MLP(64)), "objects can run code"),
     "pickle, a hundred thousand lists": Input(

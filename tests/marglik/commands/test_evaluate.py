@@ -148,7 +148,7 @@ def test_an_evaluation_that_was_altered_is_not_added_to(run, capsys):
 def test_files_of_others_are_not_overwritten(run, tmp_path, capsys):
     (tmp_path / "evaluation.json").write_text("mine")
     message = refusal(capsys, "evaluate", str(run), *QUIET, "--output", str(tmp_path))
-    assert "holds evaluation.json and no manifest.json" in message
+    assert "holds evaluation.json but no manifest.json" in message
     assert (tmp_path / "evaluation.json").read_text() == "mine"
 
 
@@ -298,7 +298,7 @@ def test_no_such_path(tmp_path, capsys):
 
 def test_a_folder_without_a_posterior(run, capsys):
     (run / "posterior.json").unlink()
-    assert "posterior.json is missing, which manifest.json speaks of. Put it back" in refusal(
+    assert "posterior.json is missing, which manifest.json lists. Put it back" in refusal(
         capsys, "evaluate", str(run)
     )
     (run / "manifest.json").unlink()

@@ -172,7 +172,7 @@ def test_other_likelihoods(problem, tmp_path, capsys):
     checkpoint = ["--checkpoint", str(problem.checkpoint), "--no_progress"]
     command = ["fit", *problem.options, *checkpoint, "--output", str(tmp_path / "fit")]
     assert main(command) == 0
-    assert "Checkpoint: the prefix 'module.' was taken off all names." in capsys.readouterr().out
+    assert "Checkpoint: the prefix 'module.' was removed from all names." in capsys.readouterr().out
     found = read_posterior(tmp_path / "fit")
     assert found["likelihood"] == problem.likelihood
     methods = ["--methods", "[probit, mc, linearised]"]

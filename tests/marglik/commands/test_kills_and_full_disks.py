@@ -108,7 +108,7 @@ def test_another_pass_is_another_fit(cut_off, fits):
     before = names_in(folder)
     message = refuse([*command, "--curvature.fisher", "exact"])
     assert "config.curvature.fisher is mc there, exact here" in message
-    assert "pass --overwrite to start anew" in message
+    assert "pass --overwrite to start again" in message
     assert names_in(folder) == before - {".lock"}  # which the killed process had
     assert main([*command, "--curvature.fisher", "exact", "--overwrite"]) == 0
     assert names_in(folder) == names_in(fits / "whole")

@@ -228,7 +228,7 @@ def test_the_preset_overwrites_its_own_runs_alone(run, tmp_path, capsys):
     (mine / "model.safetensors").write_text("weeks of work")
     for overwrite in ("--overwrite", "--no_overwrite"):
         message = refusal(capsys, *SMALL, overwrite, "--output", str(mine))
-        assert "holds model.safetensors and no manifest.json" in message
+        assert "holds model.safetensors but no manifest.json" in message
     assert [p.read_text() for p in mine.iterdir()] == ["weeks of work"]
     other = shutil.copytree(run, tmp_path / "run")
     options = [*SMALL[:1], "--config", str(run / "config.yaml"), "--overwrite"]

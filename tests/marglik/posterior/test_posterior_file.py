@@ -197,7 +197,7 @@ def test_files_of_another_run(folder, tmp_path):
     load_posterior(folder, network())  # the same network: nothing is wrong
     save_posterior(fitted("regression"), tmp_path / "other")
     (tmp_path / "other" / "posterior.safetensors").replace(folder / "posterior.safetensors")
-    with pytest.raises(ValueError, match="posterior.safetensors is not the one .*of another run"):
+    with pytest.raises(ValueError, match="posterior.safetensors is not the one .*from another run"):
         load_posterior(folder, network())
 
 

@@ -150,10 +150,10 @@ def test_files_without_a_manifest_or_beside_it_are_named(tmp_path):
     folder = write_run(tmp_path / "run", evaluation=None)
     stray = write_run(tmp_path / "other") / "evaluation.json"
     (folder / "evaluation.json").write_bytes(stray.read_bytes())
-    with pytest.raises(ValueError, match="evaluation.json is not of the run in .*Take it away"):
+    with pytest.raises(ValueError, match="evaluation.json is not from the run in .*Remove it"):
         read_run(folder)
     (folder / "manifest.json").unlink()
-    with pytest.raises(ValueError, match="has no manifest.json, so that nothing vouches"):
+    with pytest.raises(ValueError, match="has no manifest.json, which would have the checksum"):
         read_run(folder)
 
 
