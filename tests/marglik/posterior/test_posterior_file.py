@@ -306,7 +306,7 @@ def extra_state():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (extra_state, ValueError, "'1._extra_state' in the state dict of Sequential is no tensor"),
+        (extra_state, ValueError, "'1._extra_state' in the state dict of Sequential is a dict"),
         (not_fitted, AttributeError, "call fit\\(\\) first"),
         (vector_mean, ValueError, "has 69 entries; a saved posterior has one number"),
         (trained_on, ValueError, "no longer those that the posterior was fitted at"),
