@@ -244,7 +244,7 @@ def test_data_that_may_have_been_trained_on_calibrates_nothing(run, tmp_path, ca
     last, out = ["--predictive.layers", "last"], ["--output", str(tmp_path / "out")]
     assert main(["evaluate", str(run), *QUIET, *last, *other, *out]) == 0
     assert list(metrics(tmp_path / "out")) == ["MAP", "Laplace, probit, last layer, uncalibrated"]
-    assert "that was not trained on" in capsys.readouterr().out
+    assert "that the network was not trained on" in capsys.readouterr().out
 
 
 def test_a_posterior_that_does_not_say_how_its_network_is_built(trained, tmp_path, capsys):

@@ -44,7 +44,7 @@ def test_evidence_layer_by_layer(checkpoint, tmp_path, capsys):
     for name, delta in found["prior_precision"].items():
         assert f"\n{name:<15}       {delta / NUM_DATA:.2e}\n" in printed
     assert f"{found['evidence'] / NUM_DATA:.4f} at the one found" in printed
-    assert f"go on with: marglik evaluate {folder}" in printed
+    assert f"next: marglik evaluate {folder}" in printed
     files = {"config.yaml", "manifest.json", "model.safetensors"}
     files |= {"posterior.json", "posterior.safetensors"}
     assert {path.name for path in folder.iterdir()} == files
@@ -105,7 +105,10 @@ def test_validation(method, checkpoint, tmp_path):
     ("options", "said"),
     [
         ([], "Calibrated by "),
-        (["--data.data.validation", "0"], "has no validation set. Examples that the network was"),
+        (
+            ["--data.data.validation", "0"],
+            "has no validation set. To calibrate it, provide examples that the network was",
+        ),
         (["--predictive.calibration", "none"], "not asked for (--predictive.calibration)"),
     ],
 )

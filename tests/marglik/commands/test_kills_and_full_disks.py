@@ -129,7 +129,7 @@ def test_training_goes_on_when_there_is_room(free, trained, tmp_path):
         line = refuse([*TRAINING, "--output", str(folder)])
         assert f"{folder / 'checkpoint' / 'learned'}" in line
         assert "bytes are wanted" in line
-        assert "the same command with --resume goes on from its last checkpoint" in line
+        assert "the same command with --resume continues from its last checkpoint" in line
         assert not [name for name in names_in(folder) if "partial" in name]
         (disk / "filler").unlink()
         assert main([*TRAINING, "--output", str(folder), "--resume"]) == 0
@@ -151,7 +151,7 @@ def test_a_fit_goes_on_when_there_is_room(fits, tmp_path, monkeypatch):
             patched.setattr(fit_module, "_find_prior", find_and_fill)
             line = refuse(command)
         assert f"{disk / 'run' / 'posterior.safetensors'} cannot be written (No space left" in line
-        assert "8,192 are free" in line and "the same command goes on" in line
+        assert "8,192 are free" in line and "the same command continues" in line
         (disk / "filler").unlink()
         monkeypatch.setattr("marglik.posterior.posterior.kronecker_factors", None)  # no second pass
         assert main(command) == 0

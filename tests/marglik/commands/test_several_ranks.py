@@ -202,5 +202,5 @@ def test_the_command_starts_ranks_and_torchrun_does(alone, tmp_path):
         assert run.returncode == 2
         errors = [line for line in said.splitlines() if line.startswith("marglik: ")]
         assert len(errors) == 1 and f"Rank 1 of 2 was {words}" in errors[0], said
-        assert "--resume goes on" in errors[0] and "Traceback" not in said
+        assert "--resume continues" in errors[0] and "Traceback" not in said
         assert not any(Path(f"/proc/{child}").exists() for child in children)

@@ -195,7 +195,7 @@ def test_table_is_printed(tmp_path, capsys, monkeypatch):
     assert "learned, Laplace, mc" in printed and "validation/cls/NLL" in printed
     ends = results_of(tmp_path)["intervals"]["learned, MAP"]["test/cls/accuracy"]
     assert "-".join(f"{end:.4f}" for end in ends) in printed
-    assert f"Written to {tmp_path}; to look at: {tmp_path / 'report.html'}" in printed
+    assert f"Written to {tmp_path}; the report is {tmp_path / 'report.html'}" in printed
     assert any((tmp_path / "tensorboard").iterdir())
 
 

@@ -38,7 +38,10 @@ WRONG = {
         ["--prior.structure", "{conv: 'conv*', rest: '*'}"],
         "Prior group 'conv' ('conv*') matches no parameter",
     ),
-    "unknown preset": (["--config", "imagenet"], "nor a preset (cifar10_paper"),
+    "unknown preset": (
+        ["--config", "imagenet"],
+        "no such file or preset; the presets are cifar10_paper",
+    ),
     "model of another size": (
         ["--model.in_features", "100"],
         "MLP cannot take inputs of shape (1, 8, 8)",
