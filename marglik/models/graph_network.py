@@ -1,4 +1,4 @@
-"""Graph network: messages along edges, to nodes, and to the graph as a whole."""
+"""A graph network: messages pass along edges, to nodes, and to the graph as a whole."""
 
 import torch
 from torch import Tensor, nn
@@ -68,13 +68,13 @@ class GraphNetwork(nn.Module):
     """Logits of a graph network with features of edges, nodes and whole graphs.
 
     Nodes and edges are embedded linearly and normalised, blocks pass messages, and the graph's
-    features are classified. Graphs have no features of their own at the beginning. All layers on
-    edges and nodes say which graph each row belongs to (`kfac_backend.examples_of_rows`).
+    features are classified. Graphs start without features of their own. All layers on edges and
+    nodes run in `kfac_backend.examples_of_rows`, which says which graph each row belongs to.
 
     Sources: Battaglia et al. 2018, "Relational inductive biases, deep learning, and graph
     networks"; Eschenhagen et al. 2023 (arXiv:2311.00636), appendix on graph neural networks, whose
-    benchmark has these updates (a linear layer, LayerNorm, ReLU), too. Weights start as of He et
-    al. 2015, biases at zero.
+    benchmark uses the same updates (a linear layer, LayerNorm, ReLU). Weights are initialised as in
+    He et al. 2015, biases to zero.
 
     Args:
         node_features: d_v, features of a node.

@@ -67,6 +67,5 @@ def check_sizes(dim: int, heads: int, **others: int) -> None:
     if dim % heads:
         divisors = ", ".join(str(h) for h in range(1, dim + 1) if dim % h == 0)
         raise ValueError(
-            f"heads={heads} does not divide dim={dim}, so that the heads would differ in size; "
-            f"choose one of {divisors}, or another dim."
+            f"heads={heads} does not divide dim={dim}; choose one of {divisors}, or another dim."
         )

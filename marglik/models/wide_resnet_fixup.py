@@ -62,9 +62,10 @@ class FixupBlock(nn.Module):
 class WideResNetFixup(nn.Module):
     """Logits of a wide residual network with Fixup instead of batch normalisation.
 
-    Batch normalisation ties the examples of a batch together, so that there is no curvature per
-    example; Fixup trains as deep a network without it. WRN-16-4 for ten classes has 2,745,306
-    parameters in 50 tensors. At initialisation all logits are zero.
+    Batch normalisation makes the loss of an example depend on the other examples of its batch, so
+    that the curvature is not a sum over examples. Fixup makes networks of this depth trainable
+    without it. WRN-16-4 for ten classes has 2,745,306 parameters in 50 tensors. At initialisation
+    all logits are zero.
 
     Sources: Zagoruyko & Komodakis 2016, "Wide Residual Networks"; Zhang, Dauphin & Ma 2019, "Fixup
     Initialization: Residual Learning Without Normalization". With k×k kernels and L blocks:

@@ -41,18 +41,18 @@ CalibrationMethod = Literal["held_out", "none"]
 Predictive = Callable[[Any], Prediction]
 
 COPIES = {"classification": 4, "bernoulli": 6, "regression": 2}
-"""How many arrays as large as all networks' outputs there are at once, at the most; measured."""
+"""Most arrays of the size of all sampled networks' outputs that exist at once, as measured."""
 
 COPIES_OF_SAMPLES, COPIES_OF_COVARIANCE = 3, 6
-"""How many arrays as large as the samples of the outputs, and as their covariances."""
+"""Most arrays of the size of the outputs' samples, and of their covariances, that exist at once."""
 
 MOST_BACKWARD_PASSES = 2048
-"""For one example, above which the command line does not begin with covariances."""
+"""Backward passes for one example above which the command line refuses to compute covariances."""
 
 
 @dataclass(frozen=True)
 class _OfModel:
-    """A predictive that knows its network, whose own loss tells how labels stand for outputs."""
+    """A predictive with its network and likelihood, which `predict_all` needs to match labels."""
 
     predict: Predictive = field(repr=False)
     model: nn.Module = field(repr=False)
@@ -116,8 +116,8 @@ class PredictiveConfig:
         if self.tolerance and (self.method == "linearised" or self.layers == "last"):
             raise ValueError(
                 f"predictive.variance_tolerance {self.tolerance} is for the variances of all "
-                f"layers; method {self.method!r} with layers {self.layers!r} is exact without. "
-                "Leave it out."
+                f"layers; method {self.method!r} with layers {self.layers!r} computes none of "
+                "them. Leave it out."
             )
         if self.method == "linearised" and self.layers != "all":
             raise ValueError(
@@ -132,7 +132,7 @@ class PredictiveConfig:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether held-out data are to scale the covariance and the outputs."""
+        """Whether the covariance and the outputs are scaled by factors fitted to held-out data."""
         return self.calibration == "held_out"
 
     def check_outputs(self, positions: int, classes: int) -> None:
@@ -147,8 +147,8 @@ class PredictiveConfig:
         if positions > 1 and by_covariance and passes > MOST_BACKWARD_PASSES:
             raise ValueError(
                 f"predictive.method {self.method!r} needs the covariances of {classes} outputs at "
-                f"{positions} positions, {passes} backward passes for each example; more than "
-                f"{MOST_BACKWARD_PASSES} take very long. Take --predictive.method linearised, "
+                f"{positions} positions, which take {passes} backward passes per example; more "
+                f"than {MOST_BACKWARD_PASSES} take very long. Use --predictive.method linearised, "
                 "which samples the same outputs, or --predictive.layers last."
             )
 
@@ -162,15 +162,15 @@ class PredictiveConfig:
         itemsize: int = 4,
         positions: int = 1,
     ) -> None:
-        """Raise a ValueError if the samples cannot fit into the memory.
+        """Raise a ValueError if the samples do not fit into memory.
 
         Args:
-            outputs: of one example, C or, of a sequence, R·C.
-            examples: the most that can be in a batch; those of the data.
-            parameters: of the network.
-            likelihood: of the predictive.
-            memory: bytes that there are.
-            itemsize: bytes of a number.
+            outputs: number of outputs of an example, C, or R·C for a sequence.
+            examples: number of examples in the data, which limits the size of a batch.
+            parameters: number of trainable parameters.
+            likelihood: likelihood of the predictive.
+            memory: bytes of memory in the machine or GPU.
+            itemsize: bytes per number.
             positions: R.
         """
         batch, fixed, option, count = min(self.batch_size, examples), 0, "samples", self.samples
@@ -181,7 +181,7 @@ class PredictiveConfig:
             of_one = 3 * parameters + COPIES[likelihood] * batch * outputs
         else:
             terms = batch
-            if positions > 1:  # which are worked on one at a time, if need be
+            if positions > 1:  # they can be processed one at a time
                 outputs, terms = outputs // positions, 1
                 columns = outputs if likelihood == "classification" else 1  # variances alone
                 fixed = COPIES_OF_COVARIANCE * outputs * columns
@@ -193,7 +193,7 @@ class PredictiveConfig:
         needed = (count * of_one + fixed) * itemsize
         if needed <= memory:
             return
-        # Other things need some, too.
+        # A third of the memory, since other things need some, too.
         fitting = max(0, memory // 3 - fixed * itemsize) // (of_one * itemsize)
         way_out = f"Take {smaller}"
         if fitting:
@@ -207,7 +207,7 @@ class PredictiveConfig:
 
     @property
     def label(self) -> str:
-        """What tables call it."""
+        """Its name in tables and files."""
         last = ", last layer" if self.layers == "last" else ""
         within = f", tolerance {self.tolerance:g}" if self.tolerance else ""
         return f"Laplace, {self.method}{last}{within}"
@@ -219,13 +219,13 @@ def map_predictive(
     sigma_noise: float | Tensor = 1.0,
     output_temperature: float = 1.0,
 ) -> Predictive:
-    """The network's own prediction at its parameters, in eval mode; no epistemic uncertainty.
+    """The prediction of the network at its parameters, in eval mode; no epistemic uncertainty.
 
     Args:
         model: the network.
         likelihood: how outputs become a distribution of targets.
         sigma_noise: σ of regression.
-        output_temperature: τ > 0, by which outputs are divided: temperature scaling.
+        output_temperature: τ > 0, by which outputs are divided (temperature scaling).
     """
     check_module(model)
     check_option("likelihood", likelihood, Likelihood)
@@ -247,17 +247,18 @@ def laplace_predictive(
     calibration: Calibration | None = None,
     ranks: Ranks = Ranks(None),  # noqa: B008
 ) -> Predictive:
-    """The posterior's prediction.
+    """The predictive of a posterior.
 
-    Its random numbers are drawn once, so that it is the same however inputs are put into batches.
+    Its random numbers are drawn once, so that predictions do not depend on how inputs are batched.
 
     Args:
         laplace: the fitted posterior.
         config: how it predicts.
-        generator: of the samples, on the model's device.
-        calibration: s and τ. If left out, those that `calibrate` found for such a predictive of
-            this posterior; where there are none, or ``config.calibration`` is "none", s = τ = 1.
-        ranks: who predicts together, and shares out the work on eigenvectors: all call this then.
+        generator: generator of the samples, on the model's device.
+        calibration: s and τ. None takes those that `calibrate` found for this predictive of the
+            posterior; if there are none, or ``config.calibration`` is "none", s = τ = 1.
+        ranks: the ranks that predict together. They share the computation of eigenvectors, so that
+            all of them must call this.
 
     Raises:
         AttributeError: a posterior that is not fitted.
@@ -270,10 +271,10 @@ def laplace_predictive(
         calibration = Calibration(**remembered["calibration"]) if remembered else Calibration()
     if config.method != "linearised":
         check_link(config.method, likelihood)
-    if calibration.covariance_scale == 0:  # at the cost of a forward pass
+    if calibration.covariance_scale == 0:  # the MAP's, which needs no covariances
         sigma = calibration.sigma_noise or laplace.sigma_noise
         return map_predictive(laplace.model, likelihood, sigma, calibration.output_temperature)
-    if config.layers == "all":  # one layer's are few
+    if config.layers == "all":  # those of a single layer are not worth sharing
         laplace.share_eigenvectors(ranks)
     if config.method == "linearised":
         return _linearised_networks(laplace, config, likelihood, generator, calibration)
@@ -282,7 +283,7 @@ def laplace_predictive(
     shape = (config.samples, laplace.n_outputs)
     noise = torch.randn(shape, generator=generator, device=mean.device, dtype=mean.dtype)
 
-    # Outputs of regression and Bernoulli are apart: their variances are all that counts.
+    # Regression and Bernoulli outputs have a target each: covariances between them do not matter.
     variance_only = likelihood != "classification"
 
     def of_some(x: Any, positions: Tensor | None = None) -> Prediction:
@@ -334,21 +335,21 @@ def _linearised_networks(
 
 
 def outputs_of(model: nn.Module, x: Any) -> Tensor:
-    """The network's outputs at inputs on any device, in float32 at least."""
+    """The network's outputs at inputs on any device, at least in float32."""
     f = call_with(model, {}, to_device(x, next(model.parameters()).device))
     check_output(f)
     return at_least_float32(f)
 
 
 def _output_shape(model: nn.Module, x: Any) -> torch.Size:
-    """Of one example's output, (C,) or (..., C)."""
+    """The shape of one example's output, (C,) or (..., C)."""
     return outputs_of(model, x if num_examples(x) is None else examples(x, slice(1))).shape[1:]
 
 
 def _some_positions(
     x: Any, N: int | None, axes: list[int], most: int
 ) -> Iterator[tuple[Any, Tensor | None]]:
-    """Some examples, and a mask of some of their positions: at most so many, in their order.
+    """Examples with a mask of some of their positions, at most ``most`` at a time, in order.
 
     So that their covariances are not held all at once. What cannot be taken apart stays whole.
     """
@@ -374,6 +375,6 @@ def _with_axes(prediction: Prediction, axes: list[int]) -> Prediction:
 
 
 def _rounded_down(number: int) -> int:
-    """The number with its first digit alone."""
+    """The number rounded down to one significant digit."""
     power = 10 ** (len(str(number)) - 1)
     return number // power * power

@@ -1,4 +1,4 @@
-"""What `marglik evaluate` does: predictions of a saved posterior, or of a bare checkpoint."""
+"""What `marglik evaluate` does: the metrics of a saved posterior, or of a bare checkpoint."""
 
 import logging
 from contextlib import ExitStack
@@ -105,7 +105,8 @@ def evaluate_run(
     progress = progress and ranks.rank == 0
     with failing_as_one(ranks, "the start"):
         if Path(path).is_dir():
-            record = RunFolder(path).posterior() or read_posterior(path)  # which says what to do
+            # Without a posterior, `read_posterior` raises an error that says how to make one.
+            record = RunFolder(path).posterior() or read_posterior(path)
             of = sha256((Path(path) / POSTERIOR).read_bytes())
             if sigma_noise is not None:
                 raise ValueError(f"{path} knows its noise; leave --sigma_noise out.")
@@ -150,8 +151,9 @@ def evaluate_run(
             if ranks.rank == 0:
                 lock.enter_context(folder.locked())
                 folder.check_beside()
-                folder.check(but=EVALUATION)  # the report, which comes last, would complain
-                # Whoever has removed it wants a new one.
+                # Now, since the report at the end would find the same errors only after the work.
+                folder.check(but=EVALUATION)
+                # A user who has removed evaluation.json wants a new one: that is no error.
                 is_there = (folder.path / EVALUATION).exists()
                 earlier = parse_json(folder.read(EVALUATION) or b"null") if is_there else None
         calibrated = {}
@@ -189,18 +191,18 @@ def _calibrate(
     progress: bool,
     ranks: Ranks,
 ) -> dict[str, Any]:
-    """Calibrate what the posterior remembers no calibration of; label -> what was found.
+    """Calibrate predictives that the posterior has no calibration of; returns label -> calibration.
 
-    By the validation set, unless the network may have been trained on it. The posterior's file
-    stays as it is.
+    On the validation set, unless the network may have been trained on it. The saved posterior is
+    not changed.
     """
     remembered = laplace.calibrations
     unknown = [c for c in configs if c.is_calibrated and c.label not in remembered]
     if not unknown or not is_held_out(splits, trained_on):
         return {}
     for config in unknown:
-        if config.label not in laplace.calibrations:  # those of all links are made at once
-            _logger.info("calibrating %s by the validation set", config.label)
+        if config.label not in laplace.calibrations:  # one call calibrates all links
+            _logger.info("calibrating %s on the validation set", config.label)
             shard = Shard(ranks.rank, ranks.size)
             batches = split_batches(
                 splits, "validation", config.batch_size, device=device, shard=shard
@@ -211,10 +213,10 @@ def _calibrate(
 
 
 def _saved(path: str, given: Any, record: dict[str, Any], key: str, kinds: Any) -> Any:
-    """What was given, or else what the folder says."""
+    """The object that was given, or else the one that the folder's record describes."""
     if given is not None:
         return given
     if record.get(key) is None:
         option = "--model" if key == "model" else "--data"
-        raise ValueError(f"{path} does not say how its {option[2:]} is made; pass {option}.")
+        raise ValueError(f"{path} does not say how its {option[2:]} is built; pass {option}.")
     return build_from_spec(kinds, record[key])

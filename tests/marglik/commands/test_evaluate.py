@@ -113,14 +113,14 @@ def test_an_evaluation_says_what_it_replaces(run, capsys):
     assert main(["evaluate", str(run), *QUIET, *other]) == 0
     printed = capsys.readouterr().out
     assert (
-        "Replaced: the results on out-of-distribution data (40 of noise, told apart by entropy)."
+        "Replaced: the results on out-of-distribution data (40 of noise, detected by entropy)."
         in printed
     )
     assert [name for name, found in metrics(run).items() if "ood/AUROC" in found] == ["MAP"]
     assert "ood" not in evaluated(run)["predictives"]["Laplace, probit"]["entropy"]
     data = [*DATA, "--data.data.seed", "3"]
     assert main(["evaluate", str(run), *QUIET, *data]) == 0
-    assert "Replaced: all of the former evaluation, which was of another test set.\n" in (
+    assert "Replaced: all of the earlier evaluation, which was of another test set.\n" in (
         capsys.readouterr().out
     )
     assert list(metrics(run)) == PREDICTIVES and evaluated(run)["ood"] is None
@@ -135,7 +135,7 @@ def test_another_posterior_is_another_evaluation(run, tmp_path, capsys):
     arguments = ["evaluate", str(tmp_path / "other"), *MODEL, *DATA, *QUIET, *out]
     assert main(arguments) == 0
     printed = capsys.readouterr().out
-    assert "all of the former evaluation, which was of another network or posterior" in printed
+    assert "all of the earlier evaluation, which was of another network or posterior" in printed
     assert "ood/AUROC" not in metrics(tmp_path / "out")["MAP"]
 
 
@@ -219,7 +219,7 @@ def test_what_is_not_calibrated_yet_is_by_the_validation_set(run, tmp_path, caps
     assert (run / "posterior.json").read_bytes() == before
     printed = capsys.readouterr().out
     names = ["Laplace, mc, last layer", "Laplace, probit, last layer"]
-    assert all(f"{name}: calibrated by 116 held-out loss terms" in printed for name in names)
+    assert all(f"{name}: calibrated on 116 held-out loss terms" in printed for name in names)
     assert IN_SAMPLE in printed and IN_SAMPLE in (tmp_path / "out" / "report.html").read_text()
     predictives = evaluated(tmp_path / "out")["predictives"]
     assert list(predictives) == ["MAP", "MAP, temperature-scaled", *names]

@@ -104,12 +104,12 @@ def test_validation(method, checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ([], "Calibrated by "),
+        ([], "Calibrated on "),
         (
             ["--data.data.validation", "0"],
             "has no validation set. To calibrate it, provide examples that the network was",
         ),
-        (["--predictive.calibration", "none"], "not asked for (--predictive.calibration)"),
+        (["--predictive.calibration", "none"], "--predictive.calibration is none"),
     ],
 )
 def test_what_would_calibrate(options, said, checkpoint, tmp_path, capsys):
@@ -313,7 +313,7 @@ def test_an_interrupt_leaves_the_old_run(checkpoint, tmp_path, capsys, monkeypat
     monkeypatch.setattr(Posterior, "log_marginal_likelihood", interrupted)
     arguments = ["fit", *DATA, *MODEL, "--checkpoint", str(checkpoint), "--output", str(run)]
     assert main([*arguments, "--overwrite", "--no_progress"]) == 130
-    assert "interrupted; the same command goes on" in capsys.readouterr().err
+    assert "interrupted; the same command continues" in capsys.readouterr().err
     left = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
     assert left == before
 

@@ -95,13 +95,13 @@ def test_the_baseline_is_compared_on_the_same_examples(run):
             ends = results["intervals"][f"learned, {name}"][key]
             assert high - low < 0.8 * (ends[1] - ends[0])
     page = (run / "report.html").read_text()
-    assert "Learned less initial weight decay, on the same test examples" in page
+    assert "Learned minus initial weight decay, on the same test examples" in page
 
 
 def test_without_a_baseline_there_is_nothing_to_compare(tmp_path):
     assert main([*SMALL, "--epochs", "1", "--output", str(tmp_path / "run")]) == 0
     assert "differences" not in results_of(tmp_path / "run")
-    assert "Learned less" not in (tmp_path / "run" / "report.html").read_text()
+    assert "Learned minus" not in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_leaves_the_network_and_its_posterior(run):
@@ -190,7 +190,7 @@ def test_table_is_printed(tmp_path, capsys, monkeypatch):
     assert main([*SMALL, *validation, *options, "--output", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "log marginal likelihood per example" in printed
-    assert "Calibrated by 144 held-out loss terms: covariances times " in printed
+    assert "Calibrated on 144 held-out loss terms: covariances times " in printed
     assert "5.0e-04 -> " in printed
     assert "learned, Laplace, mc" in printed and "validation/cls/NLL" in printed
     ends = results_of(tmp_path)["intervals"]["learned, MAP"]["test/cls/accuracy"]
@@ -209,7 +209,7 @@ def test_interrupt_keeps_the_log(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(NetworkTraining, "epoch", interrupted)
     assert main([*SMALL, "--output", str(tmp_path / "run")]) == 130
-    assert "interrupted; the same command with --resume goes on" in capsys.readouterr().err
+    assert "interrupted; the same command with --resume continues" in capsys.readouterr().err
     assert [r["epoch"] for r in read_log(tmp_path / "run")] == [1, 2, 2]
     assert "No posterior in" in refusal(capsys, "evaluate", str(tmp_path / "run"))
 
