@@ -201,8 +201,8 @@ def entropy_section(runs: Sequence[Run]) -> Section:
 def shift_section(runs: Sequence[Run]) -> Section:
     """Metrics over the severity of shifts."""
     lead = (
-        "How predictives degrade as their inputs are corrupted more and more. All get worse; a good "
-        "posterior gets worse more slowly, and its calibration error grows less."
+        "How predictives degrade as their inputs are corrupted more and more. All get worse; a "
+        "good posterior gets worse more slowly, and its calibration error grows less."
     )
     having, series = [], []
     for run, one in _series(runs):
@@ -217,8 +217,8 @@ def uncertain_section(runs: Sequence[Run]) -> Section:
     """The images on which a predictive is most uncertain."""
     lead = (
         "The test images with the highest predictive entropy. More training data would reduce its "
-        "epistemic part, but not its aleatoric part (of an ambiguous image). Look for wrong labels, "
-        "and for kinds of images that the network has not learned."
+        "epistemic part, but not its aleatoric part (of an ambiguous image). Look for wrong "
+        "labels, and for kinds of images that the network has not learned."
     )
     having, galleries = [], []
     for run in runs:

@@ -287,7 +287,7 @@ def test_a_flat_posterior_is_the_map():
         ),
         (
             {"layers": "last", "variance_tolerance": 0.1},
-            "with layers 'last' is exact without",
+            "with layers 'last' computes none of them",
         ),
         ({"variance_tolerance": -0.1}, "predictive.variance_tolerance must be 0 .exact. or"),
         *(

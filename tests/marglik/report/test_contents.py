@@ -99,7 +99,7 @@ BROKEN = {
     "cut off": (
         "results.json",
         '{"data": "dig',
-        "results.json is not valid JSON: .* Write it anew",
+        "results.json is not valid JSON: .* Write it again",
     ),
     "not an object": ("evaluation.json", "[]", "has the format None, not 'marglik.evaluation'"),
     "a line": ("log.jsonl", '{"kind": "epoch", "epoch": 1, "loss"', r"log.jsonl, line 1 is not"),
@@ -213,7 +213,7 @@ WRONG = {
     ),
     "confusion": (
         lambda e: _of_map(e)["classes"]["confusion"].pop(),
-        "the confusion matrix does not have its counts",
+        "the rows of the confusion matrix do not sum to the counts",
     ),
     "an end": (lambda e: _of_map(e)["intervals"].update({"test/x": [1.0]}), "is too short"),
     "remote image": (

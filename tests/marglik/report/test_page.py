@@ -201,7 +201,7 @@ def test_evaluations_of_before_have_a_page(tmp_path):
     changed(folder / "results.json", lambda r: [r.pop(name) for name in newer])
     page = page_of(folder)
     assert "has no errors by class." in page.text
-    assert "intervals for the chance" not in page.text and "Confusion" not in page.text
+    assert "intervals over the choice" not in page.text and "Confusion" not in page.text
 
 
 def test_what_differs_stands_out(folder, tmp_path):
