@@ -57,8 +57,7 @@ class LaplaceModel(Model):
                 f"The posterior's likelihood is {posterior.likelihood!r}, but BoTorch's models are "
                 "Gaussian; use a network with likelihood 'regression'."
             )
-        if posterior.factors is None:
-            raise AttributeError("The Laplace approximation is not fitted; call fit() first.")
+        posterior.fitted_factors()
         self.laplace = posterior
         """The posterior that predicts."""
         self._outputs = list(range(posterior.n_outputs))

@@ -59,8 +59,7 @@ class CalibratedLaplace(PostProcessing):
                 f"The posterior's likelihood is {posterior.likelihood!r}; torch-uncertainty "
                 "post-processes classifiers only: use likelihood 'classification'."
             )
-        if posterior.factors is None:
-            raise AttributeError("The Laplace approximation is not fitted; call fit() first.")
+        posterior.fitted_factors()
         super().__init__(posterior.model)
         self.posterior = posterior
         self._config = config

@@ -32,9 +32,9 @@ from marglik.posterior.prior import (
     precision_to_weight_decay,
     weight_decay_to_precision,
 )
-from marglik.training.loaders import Loader, count_examples
+from marglik.training.loaders import Loader
 from marglik.training.penalty import add_penalty, check_no_weight_decay, stable_decays
-from marglik.training.ranks import check_shards
+from marglik.training.ranks import check_shards, count_on_ranks
 from marglik.training.schedule import Schedule
 from marglik.training.update import update_prior
 
@@ -157,9 +157,7 @@ class PriorLearner:
         # Of unknown length: no epoch is then the last, and `end_of_training` makes the last update.
         self._schedule = replace(self._schedule, epochs=epochs or sys.maxsize)
         self._is_trained = False
-        self._num_data = sum(self._ranks.gather(count_examples(loader), "counting the data"))
-        if not self._num_data:
-            raise ValueError("The data is empty: the loader yields no batch.")
+        self._num_data = count_on_ranks(loader, self._ranks)
         self.hyperparameters = Hyperparameters(
             PriorGroups.from_model(model, self._structure),
             weight_decay_to_precision(self._initial, self._num_data, self.temperature),

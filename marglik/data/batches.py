@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from marglik.data.images.sets import ImageSet, ImageSplits, check_normalisation
 from marglik.data.shard import WHOLE, Shard
 from marglik.data.tensors import SplitName, TensorBatches, TensorSplits
+from marglik.sizes import check_sizes
 
 __all__ = [
     "Batches",
@@ -73,8 +74,7 @@ class ImageBatches:
         channels_last: bool = False,
         shard: Shard = WHOLE,
     ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size}: must be at least 1.")
+        check_sizes(batch_size=batch_size)
         if not len(images):
             raise ValueError("The image set is empty, so there are no batches; load some images.")
         if drop_last and len(images) < batch_size:

@@ -14,6 +14,7 @@ from marglik.data.archives import read_gzip
 from marglik.data.source import DataSource, local_file
 from marglik.data.splits import check_fraction, check_seed
 from marglik.data.tensors import TensorSplits
+from marglik.sizes import check_sizes
 
 __all__ = ["DART"]
 
@@ -66,10 +67,7 @@ class DART(DataSource):
         seed: int = 0,
         validation: float = 0.0,
     ) -> None:
-        sizes = {"context": context, "num_train": num_train, "num_test": num_test}
-        for argument, value in sizes.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{argument}={value}: must be at least 1.")
+        check_sizes(context=context, num_train=num_train, num_test=num_test)
         check_fraction("validation", validation)
         check_seed(seed)
         self.path = path

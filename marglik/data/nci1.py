@@ -13,6 +13,7 @@ from marglik.data.source import DataSource, local_file
 from marglik.data.splits import check_fraction, check_seed, stratified
 from marglik.data.tensors import TensorSplits
 from marglik.graphs import Graphs
+from marglik.sizes import check_sizes
 
 __all__ = ["NCI1"]
 
@@ -52,8 +53,7 @@ class NCI1(DataSource):
         check_fraction("test", test, zero=False)
         check_fraction("validation", validation)
         check_seed(seed)
-        if num_train is not None and num_train < 1:
-            raise ValueError(f"num_train={num_train}: must be at least 1.")
+        check_sizes(num_train=num_train)
         self.path = path
         self.test = test
         self.validation = validation

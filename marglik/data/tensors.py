@@ -14,6 +14,7 @@ from kfac_backend.options import TargetOptions
 from marglik.data.shard import WHOLE, Shard
 from marglik.data.source import DataSource
 from marglik.graphs import Graphs
+from marglik.sizes import check_sizes
 
 __all__ = [
     "Inputs",
@@ -75,8 +76,7 @@ class TensorBatches:
         device: torch.device | str = "cpu",
         shard: Shard = WHOLE,
     ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size}: must be at least 1.")
+        check_sizes(batch_size=batch_size)
         self.dataset = Examples(x.to(device), y.to(device))
         self.batch_size = batch_size
         self.shuffle = shuffle

@@ -7,6 +7,7 @@ from torch.nn.functional import relu
 
 from kfac_backend import examples_of_rows
 from marglik.graphs import Graphs, sum_by
+from marglik.sizes import check_sizes
 
 __all__ = ["GCN", "propagate"]
 
@@ -35,15 +36,7 @@ class GCN(nn.Module):
 
     def __init__(self, in_features: int, num_classes: int, dim: int = 16, depth: int = 2) -> None:
         super().__init__()
-        sizes = {
-            "in_features": in_features,
-            "num_classes": num_classes,
-            "dim": dim,
-            "depth": depth,
-        }
-        for argument, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"{argument}={value}: must be at least 1.")
+        check_sizes(in_features=in_features, num_classes=num_classes, dim=dim, depth=depth)
         self.in_features = in_features
         widths = [in_features, *[dim] * (depth - 1), num_classes]
         layers = [nn.Linear(d_in, d_out) for d_in, d_out in pairwise(widths)]

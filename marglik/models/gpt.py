@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from marglik.models.transformer import TransformerBlock, check_sizes
+from marglik.models.transformer import TransformerBlock, check_heads
+from marglik.sizes import check_sizes
 
 __all__ = ["GPT"]
 
@@ -42,7 +43,8 @@ class GPT(nn.Module):
         tied: bool = True,
     ) -> None:
         super().__init__()
-        check_sizes(dim, heads, vocab_size=vocab_size, context=context, depth=depth)
+        check_heads(dim, heads)
+        check_sizes(vocab_size=vocab_size, context=context, depth=depth)
         self.context = context
         self.token_embedding = nn.Embedding(vocab_size, dim)
         self.position_embedding = nn.Embedding(context, dim)

@@ -6,6 +6,7 @@ from torch.nn.functional import relu
 
 from kfac_backend import examples_of_rows
 from marglik.graphs import Graphs, sum_by
+from marglik.sizes import check_sizes
 
 __all__ = ["GraphNetwork", "GraphNetworkBlock", "Update"]
 
@@ -96,19 +97,12 @@ class GraphNetwork(nn.Module):
         depth: int = 2,
     ) -> None:
         super().__init__()
-        sizes = {
-            "node_features": node_features,
-            "num_classes": num_classes,
-            "edge_features": edge_features,
-            "dim": dim,
-            "depth": depth,
-        }
-        for argument, value in sizes.items():
-            if value < 1:
-                hint = " Where there are no features, give each a single one."
-                raise ValueError(
-                    f"{argument}={value}: must be at least 1.{hint * argument.endswith('features')}"
-                )
+        check_sizes(num_classes=num_classes, dim=dim, depth=depth)
+        check_sizes(
+            "Where there are no features, give each a single one.",
+            node_features=node_features,
+            edge_features=edge_features,
+        )
         self.node_features = node_features
         self.edge_features = edge_features
         self.node_encoder = nn.Sequential(nn.Linear(node_features, dim), nn.LayerNorm(dim))

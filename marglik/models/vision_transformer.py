@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend import register_parameters
-from marglik.models.transformer import SelfAttention, TransformerBlock, check_sizes
+from marglik.models.transformer import SelfAttention, TransformerBlock, check_heads
+from marglik.sizes import check_sizes
 
 __all__ = ["VisionTransformer"]
 
@@ -55,9 +56,8 @@ class VisionTransformer(nn.Module):
         pool: Pool = "mean",
     ) -> None:
         super().__init__()
+        check_heads(dim, heads)
         check_sizes(
-            dim,
-            heads,
             num_classes=num_classes,
             in_channels=in_channels,
             image_size=image_size,

@@ -147,7 +147,7 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
     @property
     def H(self) -> EigenKron:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The curvature with eigenvectors, computed when first asked for."""
-        factors = self._fitted()
+        factors = self.fitted_factors()
         if self._decomposed is None:
             self._decomposed = EigenKron.from_factors(factors, self._dtype, self.damping)
         return self._decomposed
@@ -219,7 +219,7 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
         parts = sample.split([p.numel() for p in self.params])
         values = {
             name: part.view_as(p).to(p.dtype)
-            for name, p, part in zip(self._fitted().blocks, self.params, parts, strict=True)
+            for name, p, part in zip(self.fitted_factors().blocks, self.params, parts, strict=True)
         }
         f = call_with(self.model, values, x, keywords=model_kwargs)
         check_output(f)
@@ -250,7 +250,7 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
         It does not include the network's frozen parameters and buffers; `marglik.save_posterior`
         does.
         """
-        factors = self._fitted()
+        factors = self.fitted_factors()
         return super().state_dict() | {"H": factors.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -322,7 +322,12 @@ class Posterior:
         self._terms: EvidenceTerms | None = None
         self._means: tuple[Tensor, ...] = ()
 
-    def _fitted(self) -> KroneckerFactors:
+    def fitted_factors(self) -> KroneckerFactors:
+        """The factors of the fit.
+
+        Raises:
+            AttributeError: the posterior is not fitted.
+        """
         if self.factors is None:
             raise AttributeError("The Laplace approximation is not fitted; call fit() first.")
         return self.factors
@@ -332,7 +337,7 @@ class Posterior:
     @property
     def evidence_terms(self) -> EvidenceTerms:
         """What the evidence needs of the fit, independent of δ, σ and T; computed once."""
-        factors, means = self._fitted(), (self.mean, self.prior_mean)
+        factors, means = self.fitted_factors(), (self.mean, self.prior_mean)
         # The norms ‖θ − μ‖² depend on both means; they are computed again if either was replaced.
         if self._terms is None or any(a is not b for a, b in zip(means, self._means, strict=True)):
             mean, prior_mean = (m.detach() for m in means)
@@ -374,7 +379,7 @@ class Posterior:
 
     def _damped_evidence(self, delta: Tensor, sigma: Tensor) -> Tensor:
         """The evidence with (β + √δ)(α + √δ) in place of βα + δ."""
-        terms, factors = self.evidence_terms, self._fitted()
+        terms, factors = self.evidence_terms, self.fitted_factors()
         per_block = delta.double().expand(len(factors))
         scale = 1 / (torch.as_tensor(sigma).double().square() * self.temperature)
         log_det, scatter = delta.new_zeros((), dtype=torch.float64), terms.squared_norms @ per_block
@@ -407,7 +412,7 @@ class Posterior:
 
         Only of the parameters in ``names``, if given, which saves decomposing the others.
         """
-        factors = self._fitted()
+        factors = self.fitted_factors()
         dtype = torch.promote_types(self._dtype, torch.float32)
         scale = 1 / (self.sigma_noise.to(dtype).square() * self.temperature)
         delta = self.prior_precision.to(dtype).expand(len(factors))
@@ -435,7 +440,7 @@ class Posterior:
             ValueError: a factor that is not finite.
             RankError: another rank has found one, or is gone.
         """
-        blocks = self._fitted().blocks
+        blocks = self.fitted_factors().blocks
         if ranks.size == 1:
             return
         # What only some ranks have is computed again by all, so that all hold the same bits.
@@ -457,7 +462,7 @@ class Posterior:
             ValueError: ``n_samples`` is not a positive integer.
         """
         check_num_samples(n_samples)
-        self._fitted()
+        self.fitted_factors()
         mean = at_least_float32(self.mean.detach())
         noise = torch.randn(
             n_samples, self.n_params, device=mean.device, dtype=mean.dtype, generator=generator
@@ -489,7 +494,7 @@ class Posterior:
         parts = (samples - mean).split([p.numel() for p in self.params], dim=1)
         changes = {
             name: part.unflatten(1, p.shape)
-            for name, p, part in zip(self._fitted().blocks, self.params, parts, strict=True)
+            for name, p, part in zip(self.fitted_factors().blocks, self.params, parts, strict=True)
         }
         return in_eval_mode(self.model, linearised_outputs)(self.model, changes, x, memory)
 

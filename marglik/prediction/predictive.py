@@ -263,8 +263,7 @@ def laplace_predictive(
     Raises:
         AttributeError: a posterior that is not fitted.
     """
-    if laplace.factors is None:
-        raise AttributeError("The Laplace approximation is not fitted; call fit() first.")
+    laplace.fitted_factors()
     likelihood: Likelihood = laplace.likelihood  # pyright: ignore[reportAssignmentType]
     remembered = laplace.calibrations.get(config.label) if config.is_calibrated else None
     if calibration is None:

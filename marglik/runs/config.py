@@ -11,6 +11,7 @@ from kfac_backend.options import (
     TargetOptions,
     Unsupported,
     check_option,
+    check_positive,
 )
 from marglik.posterior.hyperparameters import UpdateMethod
 from marglik.posterior.subset import Layers
@@ -162,8 +163,7 @@ class PriorConfig:
 
     def __post_init__(self) -> None:
         for name in ("weight_decay", "lr", "temperature", "sigma_noise"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"prior.{name} must be positive, not {getattr(self, name)}.")
+            check_positive(f"prior.{name}", getattr(self, name))
         try:
             self.schedule(epochs=1)
         except ValueError as error:
@@ -286,8 +286,7 @@ class PostHocConfig:
         check_option("prior.method", self.method, PostHocMethod)
         check_option("prior.layers", self.layers, Layers)
         for name in ("weight_decay", "temperature", "sigma_noise"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"prior.{name} must be positive, not {getattr(self, name)}.")
+            check_positive(f"prior.{name}", getattr(self, name))
         if self.method == "validation" and self.structure not in ("layerwise", "scalar"):
             raise ValueError(
                 "prior.method validation tunes one precision for all parameters; leave "
@@ -330,5 +329,4 @@ def check_devices(devices: int | None, rank_timeout: float) -> None:
     """Raise a ValueError for a number of processes, or of seconds, that is not positive."""
     if devices is not None and devices < 1:
         raise ValueError(f"devices must be at least 1, not {devices}.")
-    if not rank_timeout > 0:
-        raise ValueError(f"rank_timeout must be positive, not {rank_timeout}.")
+    check_positive("rank_timeout", rank_timeout)

@@ -11,7 +11,7 @@ from torch import nn
 
 from kfac_backend.distributed import Ranks
 from kfac_backend.files import parse_json, sha256
-from kfac_backend.options import Likelihood
+from kfac_backend.options import Likelihood, check_positive
 from marglik.data import DataSource, ImageData, Splits
 from marglik.data.batches import split_batches
 from marglik.data.record import as_trained, is_held_out
@@ -99,8 +99,8 @@ def evaluate_run(
     check_devices(devices, rank_timeout)
     if not Path(path).exists():
         raise FileNotFoundError(f"{path} does not exist; pass a run's folder or a checkpoint.")
-    if sigma_noise is not None and not sigma_noise > 0:
-        raise ValueError(f"sigma_noise must be positive, not {sigma_noise}.")
+    if sigma_noise is not None:
+        check_positive("sigma_noise", sigma_noise)
     device, ranks = join_ranks(accelerator, devices, rank_timeout)
     progress = progress and ranks.rank == 0
     with failing_as_one(ranks, "the start"):

@@ -27,7 +27,7 @@ from marglik.posterior.hyperparameters import Hyperparameters
 from marglik.posterior.prior import precision_to_weight_decay
 from marglik.storage.checkpoint import Checkpoints, CheckpointsOfRanks
 from marglik.storage.provenance import versions
-from marglik.training.loaders import Loader, count_examples
+from marglik.training.loaders import Loader
 from marglik.training.network import CompileMode, NetworkTraining, Record
 from marglik.training.random_state import (
     check_workers,
@@ -36,7 +36,7 @@ from marglik.training.random_state import (
     random_state,
     set_random_state,
 )
-from marglik.training.ranks import check_shards, own_random_numbers, ranks_of
+from marglik.training.ranks import check_shards, count_on_ranks, own_random_numbers, ranks_of
 from marglik.training.schedule import CurvatureFrom, Schedule
 from marglik.training.update import fit, update_prior
 
@@ -187,11 +187,8 @@ class OnlineTraining:
             progress=self.progress,
             ranks=self.ranks,
         )
-        own = count_examples(self.curvature_loader)
-        self.num_data = sum(self.ranks.gather(own, "counting the data"))
-        """N, of all ranks."""
-        if self.num_data == 0:
-            raise ValueError("The data is empty: the loader yields no batch.")
+        self.num_data = count_on_ranks(self.curvature_loader, self.ranks)
+        """N, the number of examples of all ranks."""
         self._epoch = 0
         # Kept as state, and not decided when the update starts, because a checkpoint is written
         # between an epoch and its update: a resumed run then starts with the update.

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from kfac_backend.optimizer.kfac import BaseOptimizer
 from kfac_backend.optimizer.options import DampingOn, NormControl
-from kfac_backend.options import CurvatureOptions, Fisher, Likelihood
+from kfac_backend.options import CurvatureOptions, Fisher, Likelihood, check_positive
 from marglik.posterior.prior import parameter_kind
 
 __all__ = ["KfacConfig", "OptimizerConfig", "build_optimizer"]
@@ -80,7 +80,8 @@ class OptimizerConfig:
     approximation needs.
 
     Args:
-        name: sgd, adamw, or kfac (SGD or NAdamW on gradients that K-FAC preconditions).
+        name: sgd, adamw, or kfac: SGD or NAdamW on gradients that K-FAC preconditions, in the mode
+            curvature.kfac_approx.
         lr: initial learning rate, which falls along a cosine to min_lr.
         min_lr: final learning rate.
         scalar_lr_factor: factor on the learning rate of parameters with a single entry.
@@ -103,14 +104,10 @@ class OptimizerConfig:
                 f"optimizer.kfac has options, but optimizer.name is {self.name}; pass "
                 "--optimizer.name kfac."
             )
-        if not self.lr > 0:
-            raise ValueError(f"optimizer.lr must be positive, not {self.lr}.")
+        check_positive("optimizer.lr", self.lr)
         if not 0 <= self.min_lr <= self.lr:
             raise ValueError(f"optimizer.min_lr must be in [0, lr={self.lr}], not {self.min_lr}.")
-        if not self.scalar_lr_factor > 0:
-            raise ValueError(
-                f"optimizer.scalar_lr_factor must be positive, not {self.scalar_lr_factor}."
-            )
+        check_positive("optimizer.scalar_lr_factor", self.scalar_lr_factor)
         if not 0 <= self.momentum < 1:
             raise ValueError(f"optimizer.momentum must be in [0, 1), not {self.momentum}.")
         if self.nesterov and self.name == "sgd" and self.momentum == 0:

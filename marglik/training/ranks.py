@@ -18,7 +18,7 @@ from torch.utils.data import DistributedSampler
 
 from kfac_backend.distributed import RankError, Ranks
 from kfac_backend.model.targets import split_batch
-from marglik.training.loaders import Loader
+from marglik.training.loaders import Loader, count_examples
 from marglik.training.random_state import random_state, samplers_of, set_random_state
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ __all__ = [
     "check_alone",
     "check_shards",
     "copy_from_rank_0",
+    "count_on_ranks",
     "failing_as_one",
     "known_to_rank_0",
     "own_random_numbers",
@@ -111,6 +112,18 @@ def check_shards(ranks: Ranks, **loaders: Loader) -> None:
                 f"{', '.join(map(str, numbers))}. They take their steps together. Give each rank "
                 "a shard of the same number of batches, for example with drop_last=True."
             )
+
+
+def count_on_ranks(loader: Loader, ranks: Ranks) -> int:
+    """N, the number of examples in the shards of all ranks; collective.
+
+    Raises:
+        ValueError: there are none.
+    """
+    num_data = sum(ranks.gather(count_examples(loader), "counting the data"))
+    if not num_data:
+        raise ValueError("The data is empty: the loader yields no batch.")
+    return num_data
 
 
 def _check_sampler(sampler: DistributedSampler, name: str, ranks: Ranks) -> None:

@@ -227,7 +227,9 @@ ARCHIVES = {
     "archive, of another kind": Input(
         _bytes("pets.tar", lambda: _zip({"train/cat/../../../x.jpg": b"x"})), "readable tar"
     ),
-    "folder, links in circles": Input(_folder(_links_in_circles), "links to a folder that contains it"),
+    "folder, links in circles": Input(
+        _folder(_links_in_circles), "links to a folder that contains it"
+    ),
     "folder, a link to a device": Input(
         _folder(lambda path: (path / "train/cat/x.jpg").symlink_to("/dev/zero")), ""
     ),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from marglik.data.images.sets import ImageData, ImageSet, ImageSplits, map_in_chunks
 from marglik.data.splits import check_seed
+from marglik.sizes import check_sizes
 
 __all__ = [
     "ClassSubset",
@@ -43,13 +44,7 @@ class Noise(ImageData):
     def __init__(
         self, num_images: int = 1000, channels: int = 3, image_size: int = 32, seed: int = 0
     ) -> None:
-        for argument, value in (
-            ("num_images", num_images),
-            ("channels", channels),
-            ("image_size", image_size),
-        ):
-            if value < 1:
-                raise ValueError(f"{argument}={value}: must be at least 1.")
+        check_sizes(num_images=num_images, channels=channels, image_size=image_size)
         check_seed(seed)
         self.num_images = num_images
         self.channels = channels

@@ -250,7 +250,7 @@ def test_data_that_may_have_been_trained_on_calibrates_nothing(run, tmp_path, ca
 def test_a_posterior_that_does_not_say_how_its_network_is_built(trained, tmp_path, capsys):
     folder = tmp_path / "run"
     save_posterior(load_posterior(trained, MLP(64, (12,), 8)), folder)
-    assert "does not say how its model is made; pass --model" in refusal(
+    assert "does not say how its model is built; pass --model" in refusal(
         capsys, "evaluate", str(folder)
     )
     assert "does not say how its data is made; pass --data" in refusal(
@@ -376,7 +376,7 @@ class NoImages(ImageData):
 
 def test_an_empty_ood_set(trained, capsys):
     options = ["--ood", f"{__name__}.NoImages"]
-    assert "digits has no test images: an empty OOD set" in refusal(
+    assert "digits has no test images, so the OOD set is empty" in refusal(
         capsys, "evaluate", str(trained), *options
     )
 

@@ -240,7 +240,7 @@ REFUSED = {
     ),
     "no validation data": (
         ["--data.data.validation", "0", "--prior.method", "validation"],
-        "needs validation data, and digits (0, 1, 2, 3, 4, 5, 6, 7) has none",
+        "needs validation data, but digits (0, 1, 2, 3, 4, 5, 6, 7) has none",
     ),
     "validation by groups": (
         ["--prior.method", "validation", "--prior.structure", "kind"],
@@ -322,7 +322,7 @@ def test_a_checkpoint_in_the_folder_that_would_be_cleared(run, capsys):
     before = {path.name: path.read_bytes() for path in run.iterdir()}
     arguments = ["--checkpoint", str(run / "model.safetensors"), "--output", str(run)]
     message = refusal(capsys, "fit", *DATA, *MODEL, *arguments, "--overwrite")
-    assert "model.safetensors lies in the output folder, which is cleared" in message
+    assert "model.safetensors is in the output folder, whose old files are removed" in message
     assert {path.name: path.read_bytes() for path in run.iterdir()} == before
 
 

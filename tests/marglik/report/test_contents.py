@@ -201,11 +201,11 @@ WRONG = {
     "no counts": (lambda e: _of_map(e)["reliability"].pop("counts"), "'counts' is a required"),
     "a curve": (
         lambda e: _of_map(e)["roc"]["tpr"].pop(),
-        "roc of 'MAP' should have as many values of each, at least one, but has {'fpr': 50, 'tpr'",
+        "roc of 'MAP' should have lists of the same length, at least 1, but has {'fpr': 50, 'tpr'",
     ),
     "more right": (
         lambda e: _of_map(e)["classes"]["right"].__setitem__(0, 99),
-        "classes of 'MAP': more are right than there are",
+        "classes of 'MAP': more predictions are right than there are",
     ),
     "classes": (
         lambda e: e["classes"].pop(),
