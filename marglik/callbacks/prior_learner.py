@@ -114,7 +114,7 @@ class PriorLearner:
         self._schedule = Schedule(every=every, burn_in=burn_in, steps=steps, keep="last")
         self._initial = weight_decay
         self._structure: PriorStructure | Mapping[str, str] = structure
-        self._of_hyperparameters: dict[str, Any] = {
+        self._hyperparameter_options: dict[str, Any] = {
             "method": method,
             "lr": lr,
             "learn_sigma_noise": learn_sigma_noise,
@@ -161,7 +161,7 @@ class PriorLearner:
         self.hyperparameters = Hyperparameters(
             PriorGroups.from_model(model, self._structure),
             weight_decay_to_precision(self._initial, self._num_data, self.temperature),
-            **self._of_hyperparameters,
+            **self._hyperparameter_options,
         )
         if self.mean_over == "terms" and self._state is None:
             self._terms_per_example = self._count_terms()

@@ -219,7 +219,7 @@ class HeldOut:
             with ranks.failing_together("calibration"):
                 if len(y) or ranks.size == 1:
                     part = of_batch(x, y)
-            f, spread, y = _of_all(part, ranks, posterior.mean.device)
+            f, spread, y = _gathered(part, ranks, posterior.mean.device)
             kept = (torch.arange(seen, seen + len(f), device=f.device) % stride) == 0
             seen += len(f)
             found.append((f[kept], spread[kept], y[kept]))
@@ -393,7 +393,7 @@ def calibrations_of(
     return fits
 
 
-def _of_all(part: Terms | None, ranks: Ranks, device: torch.device) -> Terms:
+def _gathered(part: Terms | None, ranks: Ranks, device: torch.device) -> Terms:
     """The terms of all ranks' parts of a batch, in their order."""
     if ranks.size == 1:
         assert part is not None

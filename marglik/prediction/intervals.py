@@ -102,7 +102,7 @@ def intervals(scores: Mapping[str, Tensor], positions: int = 1) -> dict[str, Int
         Name -> interval, of the metrics that have one. That of "reg/RMSE" is the root of the
         interval of the mean square.
     """
-    found = {name: _of_mean(name, of_examples(s, positions)) for name, s in scores.items()}
+    found = {name: _interval_of_mean(name, of_examples(s, positions)) for name, s in scores.items()}
     if ends := found.get("reg/RMSE"):
         found["reg/RMSE"] = max(ends[0], 0.0) ** 0.5, ends[1] ** 0.5
     return {name: ends for name, ends in found.items() if ends is not None}
@@ -113,7 +113,7 @@ def of_examples(scores: Tensor, positions: int) -> Tensor:
     return scores.reshape(len(scores) // positions, -1).mean(dim=1)  # (N,)
 
 
-def _of_mean(name: str, values: Tensor) -> Interval | None:
+def _interval_of_mean(name: str, values: Tensor) -> Interval | None:
     if name in SHARES and bool(((values == 0) | (values == 1)).all()):
         return share_interval(int(values.sum().item()), len(values))
     return mean_interval(values)
@@ -141,13 +141,13 @@ def differences(
     for name in scores.keys() & reference.keys() - {"reg/RMSE"}:
         d = of_examples(scores[name], positions) - of_examples(reference[name], positions)
         is_share = name in SHARES and bool(torch.isin(d, d.new_tensor([-1, 0, 1])).all())
-        ends = _of_paired_shares(d) if is_share else mean_interval(d)
+        ends = _interval_of_paired_shares(d) if is_share else mean_interval(d)
         if ends is not None:
             found[name] = d.mean().item(), *ends
     return dict(sorted(found.items()))
 
 
-def _of_paired_shares(differences: Tensor) -> Interval:
+def _interval_of_paired_shares(differences: Tensor) -> Interval:
     from scipy.stats import norm
 
     n = len(differences) + 2

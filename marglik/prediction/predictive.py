@@ -51,7 +51,7 @@ MOST_BACKWARD_PASSES = 2048
 
 
 @dataclass(frozen=True)
-class _OfModel:
+class _ModelPredictive:
     """A predictive with its network and likelihood, which `predict_all` needs to match labels."""
 
     predict: Predictive = field(repr=False)
@@ -237,7 +237,7 @@ def map_predictive(
         f = outputs_of(model, x) / output_temperature
         return predict_from_outputs(f[None], likelihood, sigma_noise)
 
-    return _OfModel(in_eval_mode(model, predict), model, likelihood)
+    return _ModelPredictive(in_eval_mode(model, predict), model, likelihood)
 
 
 def laplace_predictive(
@@ -311,7 +311,7 @@ def laplace_predictive(
         some = _some_positions(x, N, axes, max(1, most))
         return _with_axes(Prediction.cat([of_some(*part) for part in some]), axes)
 
-    return _OfModel(in_eval_mode(laplace.model, predict), laplace.model, likelihood)
+    return _ModelPredictive(in_eval_mode(laplace.model, predict), laplace.model, likelihood)
 
 
 def _linearised_networks(
@@ -330,7 +330,7 @@ def _linearised_networks(
         f = outputs_of(laplace.model, x)
         return predict_from_deviations(f, outputs - f, likelihood, laplace.sigma_noise, calibration)
 
-    return _OfModel(in_eval_mode(laplace.model, predict), laplace.model, likelihood)
+    return _ModelPredictive(in_eval_mode(laplace.model, predict), laplace.model, likelihood)
 
 
 def outputs_of(model: nn.Module, x: Any) -> Tensor:

@@ -11,7 +11,7 @@ __all__ = ["MISSING", "differing", "flatten", "run_labels"]
 MISSING = "(not set)"
 """Text for an option that a run does not have, but another has."""
 
-OF_NO_CONSEQUENCE = {"output", "overwrite", "progress", "tensorboard", "config"}
+WITHOUT_EFFECT = {"output", "overwrite", "progress", "tensorboard", "config"}
 """Options that do not affect the numbers of a run."""
 MOST_IN_LABEL = 3
 LONGEST_LABEL = 48
@@ -35,7 +35,7 @@ def differing(options: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
         name
         for name in names
-        if name not in OF_NO_CONSEQUENCE and len({repr(one.get(name)) for one in options}) > 1
+        if name not in WITHOUT_EFFECT and len({repr(one.get(name)) for one in options}) > 1
     ]
 
 

@@ -37,7 +37,7 @@ __all__ = [
     "step_errors",
 ]
 
-OF_RANKS = re.compile(r"gloo|nccl|process ?group|connection|timed out|timeout", re.IGNORECASE)
+LOST_RANKS = re.compile(r"gloo|nccl|process ?group|connection|timed out|timeout", re.IGNORECASE)
 """Words in the messages of torch's errors about lost ranks: with gloo these are plain RuntimeErrors
 and have no type of their own."""
 
@@ -233,7 +233,7 @@ def step_errors(ranks: Ranks) -> Iterator[None]:
                 "ranks wait for their gradients. Freeze them (requires_grad_(False)), or pass "
                 'Fabric(strategy="ddp_find_unused_parameters_true").'
             ) from error
-        if isinstance(error, dist.DistError) or OF_RANKS.search(said):
+        if isinstance(error, dist.DistError) or LOST_RANKS.search(said):
             raise RankError(
                 f"Rank {ranks.rank} of {ranks.size} lost the others in a step of training: {said}\n"
                 "One of them has failed, died or hung; its own output says why. End all ranks, and "

@@ -253,7 +253,7 @@ def test_a_posterior_that_does_not_say_how_its_network_is_built(trained, tmp_pat
     assert "does not say how its model is built; pass --model" in refusal(
         capsys, "evaluate", str(folder)
     )
-    assert "does not say how its data is made; pass --data" in refusal(
+    assert "does not say how its data is built; pass --data" in refusal(
         capsys, "evaluate", str(folder), *MODEL
     )
     assert main(["evaluate", str(folder), *MODEL, *DATA, *QUIET]) == 0
