@@ -215,7 +215,7 @@ def test_state_dict_round_trip():
     x = dataset.tensors[0]
     assert_close(other(x), la(x))
     assert_close(other.log_marginal_likelihood(), la.log_marginal_likelihood())
-    with pytest.raises(ValueError, match="likelihood 'regression', this object of 'class"):
+    with pytest.raises(ValueError, match="likelihood 'regression', this object for 'class"):
         KronLaplace(network(), "classification").load_state_dict(la.state_dict())
     smaller = KronLaplace(nn.Sequential(nn.Flatten(), nn.Linear(32, 3)), "regression")
     with pytest.raises(ValueError, match="needs a block for every trainable parameter"):
