@@ -1,6 +1,6 @@
 """Laplace marginal likelihoods that learn a weight decay per layer while the network trains.
 
-Names are imported when first used, since laplace-torch takes seconds to import.
+Names are imported when they are first used, since laplace-torch takes seconds to import.
 """
 
 from importlib import import_module

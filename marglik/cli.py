@@ -27,10 +27,10 @@ from marglik.commands.several_ranks import (
 __all__ = ["main"]
 
 COMMANDS = {
-    "train": "train on images, sequences, graphs, tensors; learn the weight decays",
-    "fit": "a posterior for a network that was trained elsewhere",
-    "evaluate": "a posterior's metrics: on test, shifted and out-of-distribution data",
-    "report": "one page about one run, or several side by side",
+    "train": "train a network, on data of any kind, and learn the weight decays",
+    "fit": "fit a posterior to a network that was trained elsewhere",
+    "evaluate": "compute metrics on test, shifted and out-of-distribution data",
+    "report": "write a page about one run, or several side by side",
 }
 
 DESCRIPTION = (
@@ -40,26 +40,27 @@ DESCRIPTION = (
 FIRST_STEP = "marglik train --config digits"
 
 GOES_ON = {
-    "train": "the same command with --resume goes on from its last checkpoint",
-    "fit": "the same command goes on, with the curvature pass if that was done",
+    "train": "the same command with --resume continues from its last checkpoint",
+    "fit": "the same command continues after the curvature pass, if that was finished",
 }
-"""What a user does whose command was cut off."""
+"""How to continue a command that was interrupted; follows "interrupted; " and "After that, "."""
 
 REQUESTS_TO_END = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-"""What schedulers, containers and closed terminals send before they kill; Windows has fewer."""
+"""Signals that schedulers, containers and closed terminals send before they kill a process; Windows
+does not have all of them."""
 
 ERRORS = ValueError, TypeError, RuntimeError, OSError, FloatingPointError
-"""Those that end in one line; of RuntimeErrors some, see `_is_named`."""
+"""Errors that give a one-line message; of RuntimeErrors only some do, see `_is_named`."""
 
 TRACEBACK_VARIABLE = "MARGLIK_TRACEBACK"
-"""Set to 1 to see the traceback of an error that otherwise ends in one line."""
+"""Environment variable: 1 shows the traceback of errors that otherwise give a one-line message."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status.
 
-    0; 2 for bad input; 130 when interrupted, and 128 + the signal's number when asked to end
-    (143 for SIGTERM), with the same clean-up.
+    The status is 0 for success, 2 for bad input, 130 after Ctrl-C, and 128 plus the number of a
+    signal that asks the process to end (143 for SIGTERM). All of them clean up first.
     """
     with _requests_to_end() as received, _modules_of_this_folder():
         return _run(arguments, received)
@@ -67,11 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _modules_of_this_folder() -> Iterator[None]:
-    """Let classes of models and data be found where the command is called, as by ``python -m``.
+    """Let classes of models and data be imported from the working directory.
 
-    Last of all, so that no file here takes an installed module's place.
+    ``python -m marglik`` puts it first in the search path, the installed command does not. Here it
+    comes last, so that no file in it can shadow an installed module.
     """
-    here = ""  # Python's word for it, which is no error where the folder was removed
+    here = ""  # stands for the working directory, and is no error if that was removed
     sys.path.append(here)
     try:
         yield
@@ -81,10 +83,10 @@ def _modules_of_this_folder() -> Iterator[None]:
 
 @contextmanager
 def _requests_to_end() -> Iterator[list[int]]:
-    """Let requests to end be what Ctrl-C is; yields the signals that have come.
+    """Treat requests to end like Ctrl-C; yields the list of signals received so far.
 
-    One that is ignored (nohup) or handled otherwise (by a scheduler's wrapper) is left alone. Only
-    the main thread may set handlers.
+    A signal that is ignored (nohup) or has another handler (of a scheduler's wrapper) is left
+    alone. Only the main thread may set handlers.
     """
     received: list[int] = []
 
@@ -105,15 +107,16 @@ def _requests_to_end() -> Iterator[list[int]]:
 
 
 def _run(arguments: Sequence[str] | None, received: Sequence[int]) -> int:
-    """Run the command; ``received`` are the requests to end."""
+    """Run the command; ``received`` is filled with the requests to end."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    # The others' options are not needed, whose modules take seconds to import.
+    # Before parsing, since only this command's options are added to the parser: those of the others
+    # would take seconds to import.
     asked = next((a for a in arguments if a in COMMANDS), None)
     own = {}
     try:
         if not arguments:
             print(_short_help(), file=sys.stderr)
-            return 2  # as for any other command line that says too little
+            return 2  # as for any other incomplete command line
         parser, own = _parsers(*filter(None, [asked]))
         options: Any = parser.parse_args(arguments if asked is None else whole_names(arguments))
         if asked is None:  # parse_args leaves only for --help, --version and --completion
@@ -122,7 +125,7 @@ def _run(arguments: Sequence[str] | None, received: Sequence[int]) -> int:
         check_values(own[asked], options)
         if number := number_to_launch(options):
             return launch(["-m", "marglik", *arguments], number)
-        # Where stderr is a file or a pipe, bars are hidden.
+        # tqdm hides its bars where stderr is a file or a pipe, so lines take their place.
         lines = options.get("progress", False) and not sys.stderr.isatty() and not is_another_rank()
         with progress_lines() if lines else nullcontext():
             module.run(own[asked], options)
@@ -151,15 +154,15 @@ def _run(arguments: Sequence[str] | None, received: Sequence[int]) -> int:
         return 2
     except MemoryError as error:
         _print_error(
-            f"There is not enough memory ({error or 'none is left'}). Take smaller batches, fewer "
+            f"There is not enough memory ({error or 'none is left'}). Use smaller batches, less "
             "data or a smaller network."
         )
         return 2
 
 
 def _is_named(error: RuntimeError) -> bool:
-    """Whether an error is one that users are told of in a line."""
-    from kfac_backend.distributed import RankError  # imports torch, which marglik --help is spared
+    """Whether a RuntimeError is one of ours, whose message a user can act on."""
+    from kfac_backend.distributed import RankError  # late: imports torch, slow for marglik --help
 
     return isinstance(error, (NotImplementedError, RankError))
 
@@ -167,20 +170,20 @@ def _is_named(error: RuntimeError) -> bool:
 def _is_said_by_the_first_rank(error: Exception) -> bool:
     if not is_another_rank():
         return False
-    from marglik.training.ranks import known_to_rank_0  # imports torch, too
+    from marglik.training.ranks import known_to_rank_0  # late: imports torch
 
     return known_to_rank_0(error)
 
 
 def _way_out(asked: str | None, error: Exception) -> str:
-    """How a command goes on that found the disk full, or lost a rank."""
-    from kfac_backend.distributed import RankError  # imports torch, which marglik --help is spared
+    """What to add to an error that the user can recover from: a full disk, or a lost rank."""
+    from kfac_backend.distributed import RankError  # late: imports torch, slow for marglik --help
     from kfac_backend.files import DiskFullError
 
     if asked not in GOES_ON:
         return ""
     if isinstance(error, (RankError, ChildProcessError)):
-        waits = " Where a rank was only slow, pass a longer --rank_timeout."
+        waits = " If a rank was only slow, pass a longer --rank_timeout."
         return f" {GOES_ON[asked][0].upper()}{GOES_ON[asked][1:]}." + (
             waits if "the timeout of torch.distributed" in str(error) else ""
         )
@@ -205,20 +208,20 @@ def _short_help() -> str:
 
 
 def _parsers(*asked: str) -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
-    """The command's parser, and those of its commands; only those asked for have their options."""
+    """The parser of marglik, and those of its commands; only those in ``asked`` have options."""
     parser = ArgumentParser(
         prog="marglik",
         version=version("marglik"),
         description=DESCRIPTION,
         epilog=f"To begin, in seconds: {FIRST_STEP}",
         exit_on_error=False,
-        formatter_class=HelpFormatter,  # of the commands as well
+        formatter_class=HelpFormatter,  # the commands' parsers inherit it
     )
     parser.add_argument(
         "--completion",
         action=completion_action(lambda: _parsers(*COMMANDS)[0]),
         choices=SHELLS,
-        help="Print what completes commands and options in this shell, and exit.",
+        help="Print the script that completes commands and options in this shell, and exit.",
     )
     commands = parser.add_subcommands()
     own = {}

@@ -1,4 +1,4 @@
-"""Eval mode for a while, and then every module back in the mode it was in."""
+"""Contexts that put a model in eval mode and restore the mode of every submodule afterwards."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 @contextmanager
 def kept_mode(model: nn.Module) -> Iterator[None]:
-    """Restore each submodule's mode (train or eval) afterwards, whatever happens to it.
+    """A context after which each submodule is in its former mode (train or eval) again.
 
-    After an error, also its hooks and parameters (the objects): Ctrl-C in a forward pass leaves
-    those of K-FAC, as torch then calls no hook.
+    After an error, hooks and parameters (the objects) are restored, too: Ctrl-C during a forward
+    pass would otherwise leave K-FAC's hooks behind, since torch then skips those that remove them.
     """
     training = [(module, module.training) for module in model.modules()]
     restore = restoration(model)
@@ -37,16 +37,17 @@ def kept_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model in eval mode, and restore each submodule's own mode afterwards."""
+    """A context in which a model is in eval mode; each submodule's own mode is restored."""
     with kept_mode(model):
         model.eval()
         yield
 
 
 def in_eval_mode(model: nn.Module, function: Callable[P, T]) -> Callable[P, T]:
-    """The function, with the model in eval mode, in one thread; then, come what may, as it was.
+    """The function, wrapped to run with the model in eval mode, in one thread at a time.
 
-    Not only its mode: laplace-torch's functions, too, leave no hook and no other parameter in it.
+    Afterwards, also after an error, the model is what it was before: its modes, its hooks and its
+    parameter objects. The last two matter for functions of laplace-torch, which may leave some.
     """
 
     @wraps(function)

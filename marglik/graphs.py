@@ -1,4 +1,4 @@
-"""Batches of graphs, one behind the other in one set of tensors."""
+"""Batches of graphs, concatenated in one set of tensors."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import Tensor
 __all__ = ["Graphs", "sum_by"]
 
 
-@dataclass(eq=False)  # not frozen, since Lightning turns inputs to a precision by setting fields
+@dataclass(eq=False)  # not frozen, since Lightning sets fields to convert inputs to a precision
 class Graphs:
     """G directed graphs with V nodes and E edges in all, concatenated.
 
@@ -19,7 +19,7 @@ class Graphs:
     undirected edge is two edges. Graphs without edges or without nodes are graphs, too.
 
     Models and loaders treat it as a tensor of G examples: ``len``, ``graphs[which]`` and
-    ``graphs.to(device)``. Nothing is checked on the way; `check` does so once, where data comes in.
+    ``graphs.to(device)``. None of these checks anything; `check` does so once, when data is loaded.
     """
 
     nodes: Tensor
@@ -50,14 +50,14 @@ class Graphs:
         return len(self.node_counts)
 
     def __getitem__(self, which: int | slice | Tensor) -> "Graphs":
-        """Return some graphs, in this order; their nodes are renumbered.
+        """Return some of the graphs, in the order given; their nodes are renumbered.
 
         Args:
-            which: a slice, or (K,) the numbers of graphs or a truth value per graph, on the device
-                of the graphs; a number n stands for the slice that has graph n alone.
+            which: a slice, a tensor (K,) of indices, or a boolean mask (G,), on the device of the
+                graphs. An integer n selects graph n as a batch of one.
 
         Raises:
-            IndexError: a graph that is not there, or indices that are not one-dimensional.
+            IndexError: an index out of range, or indices that are not one-dimensional.
         """
         numbers = torch.arange(len(self), device=self.node_counts.device)[which]
         if numbers.dim() > 1:
@@ -81,7 +81,7 @@ class Graphs:
         )
 
     def to(self, *args: Any, **kwargs: Any) -> "Graphs":
-        """Return the graphs on a device; a dtype, if any, is that of the features."""
+        """Return the graphs on a device; a dtype applies to the features only."""
         nodes, edges = self.nodes.to(*args, **kwargs), self.edges.to(*args, **kwargs)
         numbers = (self.senders, self.receivers, self.node_counts, self.edge_counts)
         return Graphs(nodes, edges, *(tensor.to(nodes.device) for tensor in numbers))
@@ -91,7 +91,7 @@ class Graphs:
         return self._map(Tensor.clone)
 
     def detach(self) -> "Graphs":
-        """Return the same tensors, cut off from what they were computed from."""
+        """Return the graphs with tensors that are detached from the autograd graph."""
         return self._map(Tensor.detach)
 
     def check(self) -> Self:
@@ -99,7 +99,7 @@ class Graphs:
 
         Raises:
             ValueError: if there is no graph, a tensor has the wrong shape, dtype or device, counts
-                are negative or do not add up, or an edge leads to a node that is not there or
+                are negative or do not add up, or an edge leads to a node that does not exist or
                 belongs to another graph.
         """
         self._check_tensors()
@@ -128,7 +128,7 @@ class Graphs:
             if wrong := _first(node_graph[numbers] != edge_graph):
                 edge = wrong[0]
                 raise ValueError(
-                    f"Edge {edge} is counted to graph {int(edge_graph[edge])}, but {name} has node "
+                    f"Edge {edge} belongs to graph {int(edge_graph[edge])}, but {name} has node "
                     f"{int(numbers[edge])} of graph {int(node_graph[numbers[edge]])} for it; edges "
                     "stay within a graph, lie in the order of the graphs, and number the nodes "
                     "through all graphs."
@@ -136,7 +136,7 @@ class Graphs:
         return self
 
     def _check_tensors(self) -> None:
-        """Raise a ValueError unless every tensor has the shape, dtype and device of its place."""
+        """Raise a ValueError unless every tensor has the shape, dtype and device of its field."""
         for name in ("nodes", "edges"):
             tensor = getattr(self, name)
             if tensor.dim() != 2 or not tensor.is_floating_point():
@@ -179,12 +179,12 @@ def _owners(counts: Tensor, total: int) -> Tensor:
 
 
 def _starts(counts: Tensor) -> Tensor:
-    """Where each graph's share begins."""
+    """The index of each graph's first node or edge."""
     return counts.cumsum(0) - counts
 
 
 def _members(starts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """The old numbers of starts[k], ..., starts[k] + counts[k] - 1 for each k, and k itself."""
+    """starts[k], ..., starts[k] + counts[k] - 1 for each k, concatenated, and the k of each."""
     owners = _owners(counts, int(counts.sum()))
     return torch.arange(len(owners), device=counts.device) + (starts - _starts(counts))[
         owners
@@ -192,5 +192,5 @@ def _members(starts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _first(wrong: Tensor) -> list[int]:
-    """The number of the first true entry, if there is any."""
+    """[index of the first true entry], or [] if there is none."""
     return wrong.nonzero()[:1].flatten().tolist()

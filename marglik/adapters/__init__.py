@@ -1,5 +1,5 @@
-"""A fitted posterior behind other libraries' interfaces: BoTorch, posteriors, torch-uncertainty.
+"""A fitted posterior with the interface of BoTorch, posteriors, or torch-uncertainty.
 
-Each has one module, which says what to install; none of these libraries is needed otherwise.
-laplace-torch's interface is `marglik.KronLaplace`.
+Each library has a module of its own, which says what to install; nothing else needs them.
+`marglik.KronLaplace` has the interface of laplace-torch.
 """

@@ -6,7 +6,8 @@ acquisition = qLogExpectedImprovement(model, best_f=y.max())
 candidate, value = optimize_acqf(acquisition, bounds, q=1, num_restarts=8, raw_samples=64)
 ```
 
-Needs `pip install botorch`. BoTorch maximises, and works best in float64, as the network should be.
+Needs `pip install botorch`. BoTorch maximises. It works best in float64, so the network should be
+in float64.
 """
 
 from typing import Any
@@ -35,15 +36,14 @@ __all__ = ["LaplaceModel"]
 class LaplaceModel(Model):
     """The linearised network N(f(X), J(X) Σ J(X')ᵀ), jointly over q points, with gradients in X.
 
-    The joint covariance is what acquisition functions over several points need, such as
-    qLogNoisyExpectedImprovement; its gradients are what `optimize_acqf` climbs. Posterior and
-    network are constants: after new observations train and fit again. Source: Kristiadi et al.
-    2023, "Promises and pitfalls of the linearized Laplace in Bayesian optimization"
-    (arXiv:2304.08309).
+    Acquisition functions over several points, such as qLogNoisyExpectedImprovement, need the joint
+    covariance, and `optimize_acqf` its gradients. Posterior and network are constants: train and
+    fit again after new observations. Source: Kristiadi et al. 2023, "Promises and pitfalls of the
+    linearized Laplace in Bayesian optimization" (arXiv:2304.08309).
 
     Args:
-        posterior: fitted, of a regression with outputs (N, C).
-        output_indices: numbers of the outputs that the model has; all if None.
+        posterior: a fitted posterior of a regression with outputs (N, C).
+        output_indices: indices of the outputs that the model has; all if None.
 
     Raises:
         ValueError: another likelihood.
@@ -54,20 +54,19 @@ class LaplaceModel(Model):
         super().__init__()
         if posterior.likelihood != "regression":
             raise ValueError(
-                f"The posterior's likelihood is {posterior.likelihood!r}; BoTorch's models are "
-                "Gaussian, so that a network of likelihood 'regression' is needed."
+                f"The posterior's likelihood is {posterior.likelihood!r}, but BoTorch's models are "
+                "Gaussian; use a network with likelihood 'regression'."
             )
-        if posterior.factors is None:
-            raise AttributeError("The Laplace approximation is not fitted; call fit() first.")
+        posterior.fitted_factors()
         self.laplace = posterior
-        """What the model predicts with."""
+        """The posterior that predicts."""
         self._outputs = list(range(posterior.n_outputs))
         if output_indices is not None:
             self._outputs = [self._outputs[i] for i in output_indices]
 
     @property
     def num_outputs(self) -> int:
-        """M, how many outputs the model has."""
+        """M, the number of outputs of the model."""
         return len(self._outputs)
 
     @property
@@ -91,11 +90,11 @@ class LaplaceModel(Model):
 
         Args:
             X: the points.
-            output_indices: numbers of the m outputs that are wanted; all if None.
+            output_indices: indices of the m outputs that are wanted; all if None.
             observation_noise: True adds σ² to the variances; a tensor adds its own variances, in a
                 shape that broadcasts to (..., q, m).
-            posterior_transform: of BoTorch, such as a scalarisation of the outputs.
-            kwargs: none is known; BoTorch's interface has them.
+            posterior_transform: BoTorch's, such as a scalarisation of the outputs.
+            kwargs: ignored; BoTorch's interface has them.
         """
         outputs = self._outputs
         if output_indices is not None:
@@ -107,8 +106,8 @@ class LaplaceModel(Model):
         elif observation_noise:
             variance = self.laplace.sigma_noise.to(mean).square()
             covariance = covariance + variance * torch.eye(covariance.shape[-1]).to(mean)
-        # Points that are almost the same make it singular to rounding: of an operator, unlike of a
-        # tensor, GPyTorch takes a root with as little jitter as it needs.
+        # Points that are almost the same make the covariance singular up to rounding. GPyTorch then
+        # adds as little jitter as it needs to the root of an operator, but not to that of a tensor.
         operator = to_linear_operator(covariance)
         if len(outputs) == 1:
             normal = MultivariateNormal(mean[..., 0], operator)

@@ -8,8 +8,8 @@ for batch in loader:
 parameters = kfac_laplace.sample(state)
 ```
 
-with ``import marglik.adapters.posteriors as kfac_laplace``, where posteriors' own methods have
-``import posteriors.laplace.diag_ggn``. Needs `pip install posteriors`.
+with ``import marglik.adapters.posteriors as kfac_laplace``, in place of one of posteriors' own
+methods, such as ``posteriors.laplace.diag_ggn``. Needs `pip install posteriors`.
 """
 
 import copy
@@ -36,9 +36,9 @@ __all__ = ["KfacLaplaceState", "build", "init", "sample", "update"]
 class KfacLaplaceState(TensorClass["frozen"]):
     """A Gaussian over the parameters, whose precision is Kronecker-factored, block by block.
 
-    ``params`` is its mean, name -> tensor; ``posterior`` the `marglik.Posterior`, not fitted before
-    the first update, of a network that belongs to the state: predictives, evidence and files of
-    marglik take it; ``step`` counts the batches.
+    ``params`` is its mean, name -> tensor. ``posterior`` is the `marglik.Posterior` of a network
+    that belongs to the state; it is not fitted before the first update, and marglik's predictives,
+    evidence and files accept it. ``step`` counts the batches.
     """
 
     params: Any
@@ -54,11 +54,11 @@ def build(
 ) -> Transform:
     """The transform (init, update) of a Laplace approximation; `update` adds a batch's curvature.
 
-    Where posteriors' methods are given a function, this one is given a module, whose layers show
-    what the factors are made of.
+    Other methods of posteriors take a function; this one takes a module, since the factors are made
+    from the inputs and gradients of its layers.
 
     Args:
-        model: the network; it is copied, and its own parameters do not matter later.
+        model: the network; it is copied, so that its own parameters may change later.
         likelihood: "classification", "regression" or "bernoulli".
         options: all options of the curvature pass.
         hyperparameters: those of `marglik.Posterior`, such as ``prior_precision``.
@@ -87,7 +87,7 @@ def init(
         hyperparameters: see `build`.
 
     Raises:
-        ValueError: other names than those of the model's parameters.
+        ValueError: names that are not those of the model's parameters.
     """
     model = copy.deepcopy(model)
     own = dict(model.named_parameters())
@@ -107,12 +107,12 @@ def init(
 def update(
     state: KfacLaplaceState, batch: Any, inplace: bool = False
 ) -> tuple[KfacLaplaceState, Tensor]:
-    """The state with this batch's curvature added, a sum over the data; and nothing, ().
+    """The state with this batch's curvature added (a sum over the data), and an empty tensor.
 
     Args:
         state: the state so far.
         batch: (x, y), or a mapping.
-        inplace: whether the state itself is changed.
+        inplace: whether to change the state itself.
     """
     posterior = state.posterior if inplace else copy.copy(state.posterior)
     posterior.fit([batch], override=False)
@@ -127,10 +127,10 @@ def sample(
     sample_shape: torch.Size = torch.Size(),  # noqa: B008
     generator: torch.Generator | None = None,
 ) -> dict[str, Tensor]:
-    """Samples of the parameters, name -> (*sample_shape, *shape); frozen ones are their values.
+    """Samples of the parameters, name -> (*sample_shape, *shape); frozen ones keep their values.
 
-    The GGN's posterior belongs to the linearised network: for what such samples predict see
-    `marglik.Posterior.linearised_outputs`.
+    Predict with them by `marglik.Posterior.linearised_outputs`: the GGN is the curvature of the
+    linearised network.
     """
     posterior: Posterior = state.posterior
     samples = posterior.sample(sample_shape.numel(), generator)

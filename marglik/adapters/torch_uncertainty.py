@@ -1,4 +1,4 @@
-"""A network's calibrated Laplace predictive as a post-processing of torch-uncertainty.
+"""A network's calibrated Laplace predictive as a post-processing method of torch-uncertainty.
 
 ```python
 routine = ClassificationRoutine(
@@ -7,12 +7,13 @@ routine = ClassificationRoutine(
 TUTrainer().test(routine, datamodule)  # metrics of the network, and of the Laplace predictive
 ```
 
-torch-uncertainty fits post-processings to held-out data, which is where s and τ are found; the
-curvature is of the training data, and so fitted before. Needs `pip install torch-uncertainty`.
+torch-uncertainty fits post-processing methods to held-out data; this one finds s and τ there. The
+curvature belongs to the training data, so the posterior must be fitted before. Needs
+`pip install torch-uncertainty`.
 
-There is none for lightning-uq-box: its `LaplaceBase` makes a new object from the arguments of
-laplace-torch's constructors, and writes its own test steps, prior search and files, all of which an
-adapter would have to replace.
+There is no adapter for lightning-uq-box: its `LaplaceBase` creates its own object from the
+arguments of laplace-torch's constructors, and has its own test steps, prior search and files, all
+of which an adapter would have to replace.
 """
 
 from collections.abc import Iterable
@@ -37,11 +38,11 @@ __all__ = ["CalibratedLaplace"]
 
 
 class CalibratedLaplace(PostProcessing):
-    """`marglik.calibrate` as torch-uncertainty's `fit`, and log p(y|x) as what it returns.
+    """A post-processing method whose `fit` is `marglik.calibrate`; its outputs are log p(y|x).
 
     Args:
-        posterior: fitted to the training data, of a classifier.
-        config: how it predicts.
+        posterior: a classifier's posterior, fitted to the training data.
+        config: how the posterior predicts.
 
     Raises:
         ValueError: another likelihood.
@@ -56,10 +57,9 @@ class CalibratedLaplace(PostProcessing):
         if posterior.likelihood != "classification":
             raise ValueError(
                 f"The posterior's likelihood is {posterior.likelihood!r}; torch-uncertainty "
-                "post-processes classifiers: take 'classification'."
+                "post-processes classifiers only: use likelihood 'classification'."
             )
-        if posterior.factors is None:
-            raise AttributeError("The Laplace approximation is not fitted; call fit() first.")
+        posterior.fitted_factors()
         super().__init__(posterior.model)
         self.posterior = posterior
         self._config = config
@@ -69,7 +69,7 @@ class CalibratedLaplace(PostProcessing):
         """Check that a routine's model is the posterior's.
 
         Raises:
-            ValueError: it is another object.
+            ValueError: the routine's model is another object.
         """
         if model is not self.posterior.model:
             raise ValueError(
@@ -79,19 +79,19 @@ class CalibratedLaplace(PostProcessing):
         super().set_model(model)
 
     def fit(self, dataloader: Iterable[Any]) -> None:
-        """Find s and τ by held-out data, batches (x, y), see `marglik.calibrate`."""
+        """Find s and τ from held-out batches (x, y), see `marglik.calibrate`."""
         assert self.model is not None
         self.posterior.to(next(self.model.parameters()).device)
         self._predict = calibrate(self.posterior, dataloader, self._config)
         self.trained = True
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Log probabilities (N, C), which are logits, too: their softmax are the probabilities.
+        """Log probabilities (N, C); these are logits, since their softmax gives the probabilities.
 
         Raises:
-            RuntimeError: before `fit`.
+            RuntimeError: `fit` was not called.
         """
         if not self.trained:
-            raise RuntimeError("CalibratedLaplace has found no s and τ yet; call fit() first.")
-        tiny = 1e-30  # of a class that is ruled out; ahead of float32's smallest number
+            raise RuntimeError("CalibratedLaplace has no s and τ yet; call fit() first.")
+        tiny = 1e-30  # keeps the logarithm finite; above float32's smallest normal number
         return self._predict(inputs).mean.clamp(min=tiny).log()

@@ -1,5 +1,5 @@
-"""Learned weight decays in the training loops of others: Lightning's and Hugging Face's trainers.
+"""Learned weight decays in the training loops of Lightning and Hugging Face.
 
-Each has a module of its own, since nobody needs both: `marglik.callbacks.lightning` and
-`marglik.callbacks.transformers`. What they share is in `prior_learner`.
+Each trainer has a module of its own, so that only its library is imported:
+`marglik.callbacks.lightning` and `marglik.callbacks.transformers`. Both use `prior_learner`.
 """

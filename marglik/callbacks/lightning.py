@@ -24,20 +24,20 @@ __all__ = ["MarginalLikelihood"]
 class MarginalLikelihood(Callback):
     """Learns a weight decay per parameter tensor while Lightning's Trainer trains.
 
-    Every few epochs, and at the end, it climbs the evidence on the training dataloader, logs it,
-    and the weight decays, to the trainer's loggers, and goes on with the new ones; its state is
-    saved in the trainer's checkpoints. The module's optimiser must have no weight decay of its own.
+    Every few epochs, and at the end, it updates the prior by the evidence on the training
+    dataloader, and logs the evidence and the new weight decays to the trainer's loggers. Its state
+    is saved in the trainer's checkpoints. The module's optimiser must have no weight decay.
 
     Args:
-        likelihood: of the module's loss: "classification", "regression" or "bernoulli".
+        likelihood: likelihood of the module's loss: "classification", "regression" or "bernoulli".
         curvature: all options of the curvature pass.
         network: the module's attribute that holds the network, "net" for ``self.net``; None if the
             module itself returns logits. The dataloader's batches must be (x, y), or mappings.
-        options: those of `PriorLearner`.
+        options: further arguments of `PriorLearner`.
 
     Raises:
-        ValueError: an option that is not supported; when training starts, several optimisers, one
-            with a weight decay, several training dataloaders.
+        ValueError: an option that is not supported; when training starts, several optimisers, an
+            optimiser with a weight decay, or several training dataloaders.
     """
 
     def __init__(
@@ -49,20 +49,20 @@ class MarginalLikelihood(Callback):
         **options: Any,
     ) -> None:
         self.learner = PriorLearner(likelihood, curvature, **options)
-        """Hyperparameters and evidences."""
+        """Holds the hyperparameters and the evidences."""
         self._network = network
 
     @property
     def posterior(self) -> Posterior | None:
-        """Fitted after the last step, with what was learned; None before the first update."""
+        """The posterior of the latest update, finally that of the end; None before the first."""
         return self.learner.posterior
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count the data, and make the hyperparameters."""
         if len(trainer.optimizers) != 1:
             raise ValueError(
-                f"The module has {len(trainer.optimizers)} optimisers; MarginalLikelihood knows "
-                "which gradients belong together only where there is one."
+                f"The module has {len(trainer.optimizers)} optimisers; MarginalLikelihood supports "
+                "one, whose step needs the gradients of all parameters."
             )
         loader: Any = trainer.train_dataloader
         if isinstance(loader, dict | list | tuple):
@@ -72,7 +72,7 @@ class MarginalLikelihood(Callback):
         network = pl_module if self._network is None else getattr(pl_module, self._network, None)
         if not isinstance(network, nn.Module):
             raise ValueError(
-                f"network={self._network!r} is no module of {type(pl_module).__name__}; there are "
+                f"network={self._network!r} is not a module of {type(pl_module).__name__}; it has "
                 f"{', '.join(name for name, _ in pl_module.named_children())}."
             )
         epochs = trainer.max_epochs  # None or -1 where a number of steps, or of hours, is given
@@ -83,15 +83,15 @@ class MarginalLikelihood(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        """Add the prior's gradient, before any clipping."""
+        """Add the prior's gradient; Lightning clips gradients after this."""
         self.learner.add_to_gradients()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Update the prior, if an update is due, and log."""
+        """Update the prior if an update is due, and log."""
         self._log(trainer, self.learner.end_of_epoch(trainer.current_epoch + 1))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Update the prior where the last epoch did not, as it was not complete, and log."""
+        """Update the prior if the latest update was not at the final parameters, and log."""
         self._log(trainer, self.learner.end_of_training())
 
     def _log(self, trainer: Trainer, found: dict[str, float]) -> None:
@@ -102,10 +102,10 @@ class MarginalLikelihood(Callback):
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """For the trainer's checkpoints."""
+        """The state for the trainer's checkpoints; empty before training has started."""
         return self.learner.state_dict() if hasattr(self.learner, "hyperparameters") else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """From one of them."""
+        """Restore the state from one of the trainer's checkpoints."""
         if state_dict:
             self.learner.load_state_dict(state_dict)

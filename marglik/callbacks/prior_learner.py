@@ -1,12 +1,13 @@
-"""What a training loop of somebody else's calls, so that the prior is learned in it.
+"""Learning the prior within a training loop that is not ours, such as a trainer's.
 
 The steps are those of `OnlineTraining`: the prior's gradient is added before each step of the
-optimiser, and every few epochs the evidence of a Laplace approximation is climbed. On the same
-batches the weight decays are the same to the bit.
+optimiser, and every few epochs an update of the prior raises the evidence of a Laplace
+approximation. On the same batches the weight decays are the same to the bit.
 
-On several ranks of `torch.distributed` every method is collective. The loop averages gradients over
-ranks, as `DistributedDataParallel` does, and each has a shard of the data, of as many examples in
-each batch as the others: then the average is the gradient of the mean over all of them.
+On several ranks of `torch.distributed` every method is collective. The loop must average gradients
+over ranks, as `DistributedDataParallel` does, and each rank must have a shard of the data with the
+same number of examples in each batch: only then is that average the gradient of the mean over all
+examples.
 """
 
 import sys
@@ -31,9 +32,9 @@ from marglik.posterior.prior import (
     precision_to_weight_decay,
     weight_decay_to_precision,
 )
-from marglik.training.loaders import Loader, count_examples
+from marglik.training.loaders import Loader
 from marglik.training.penalty import add_penalty, check_no_weight_decay, stable_decays
-from marglik.training.ranks import check_shards
+from marglik.training.ranks import check_shards, count_on_ranks
 from marglik.training.schedule import Schedule
 from marglik.training.update import update_prior
 
@@ -41,24 +42,31 @@ __all__ = ["PriorLearner"]
 
 
 class PriorLearner:
-    """Learns weight decays, one per parameter tensor, in a training loop of somebody else's.
+    """Learns weight decays, one per parameter tensor, in another library's training loop.
+
+    The loop calls `start` once, before its first step; `add_to_gradients` after each backward pass
+    and before the optimiser's step; `end_of_epoch` after each epoch; and `end_of_training` after
+    the last step. `start` makes the hyperparameters, since only then model and data are known. In
+    between the learner holds them, the latest posterior and the evidences; network and optimiser
+    remain the loop's. `state_dict` can be taken at any time after `start`. A state that is loaded
+    waits for the next `start`, because before that there are no hyperparameters to put it into.
 
     Args:
-        likelihood: of the loss: "classification", "regression" or "bernoulli".
+        likelihood: likelihood of the loss: "classification", "regression" or "bernoulli".
         curvature: all options of the curvature pass.
-        weight_decay: the initial value for all groups.
-        structure: the groups of parameters that share one: see `PriorGroups.from_model`.
-        every: epochs between updates; the training ends with one, wherever it ends.
+        weight_decay: initial weight decay of all groups.
+        structure: the groups of parameters that share a weight decay, see `PriorGroups.from_model`.
+        every: epochs between updates; the training ends with an update, wherever it ends.
         burn_in: no update before the end of this epoch.
         steps: hyperparameter steps in each update.
         method: "adam" or "mackay".
-        lr: Adam's step size, for the logarithm of the precision.
+        lr: Adam's step size on the logarithm of the precision.
         temperature: T; the likelihood is raised to the power 1/T.
         learn_sigma_noise: whether σ of regression is learned.
-        mean_over: "examples" where the loss is a mean over examples, as for a classifier; "terms"
-            where it is one over all loss terms, as for a language model.
-        loss_scale: how many times −log p(y|f), with unit noise, the loss is; 2/C for
-            ``F.mse_loss`` of C outputs, whose −log p is ½‖y − f‖².
+        mean_over: "examples" if the loss is a mean over examples, as for a classifier; "terms" if
+            it is a mean over all loss terms, as for a language model.
+        loss_scale: factor by which the loss of an example, or of a term, exceeds −log p(y|f) at
+            σ = 1. For ``F.mse_loss`` of C outputs it is 2/C, as −log p is ½‖y − f‖².
 
     Raises:
         ValueError: an option that is not supported.
@@ -99,19 +107,22 @@ class PriorLearner:
         self.mean_over: MeanOver = mean_over
         self.loss_scale = loss_scale
         self.posterior: Posterior | None = None
-        """Fitted by the latest update, with the hyperparameters that it learned; once the training
-        has ended, at the parameters that the network has then."""
+        """The posterior of the latest update, with the hyperparameters that it learned; after
+        `end_of_training` it is fitted at the network's final parameters."""
         self.evidences: list[float] = []
         """The evidence (nats) after each update."""
         self._schedule = Schedule(every=every, burn_in=burn_in, steps=steps, keep="last")
         self._initial = weight_decay
         self._structure: PriorStructure | Mapping[str, str] = structure
-        self._of_hyperparameters: dict[str, Any] = {
+        self._hyperparameter_options: dict[str, Any] = {
             "method": method,
             "lr": lr,
             "learn_sigma_noise": learn_sigma_noise,
         }
+        # Loaded before `start`, and applied by it.
         self._state: Mapping[str, Any] | None = None
+        # R of sequences, on average. Known exactly after a curvature pass, and counted before the
+        # first one, since with mean_over="terms" already the first step needs it.
         self._terms_per_example = 1.0
         self._epoch = 0
         self._is_trained = False
@@ -123,19 +134,19 @@ class PriorLearner:
         loader: Loader,
         epochs: int | None = None,
     ) -> None:
-        """Before the first step.
+        """Count the data and make the hyperparameters; call it before the first step.
 
         Args:
-            model: the network, whose outputs are what the likelihood takes; of
-                `DistributedDataParallel` the one inside.
-            optimizer: its optimiser, without weight decay.
+            model: the network, whose outputs are logits, or means for regression. Of a
+                `DistributedDataParallel`, pass its ``module``.
+            optimizer: the network's optimiser, without weight decay.
             loader: batches (x, y), or mappings, of training and of the curvature pass; with several
-                ranks this one's shard.
-            epochs: how many there will be, if that is known.
+                ranks this rank's shard.
+            epochs: number of epochs, if it is known.
 
         Raises:
-            ValueError: an optimiser with weight decay, no data, a state of another model, loaders
-                that are no shards of one data set.
+            ValueError: an optimiser with weight decay, no data, the state of another model, or
+                loaders that are not shards of one data set.
             RankError: another rank has failed, or is gone.
         """
         check_module(model)
@@ -143,15 +154,14 @@ class PriorLearner:
         self._ranks = Ranks()
         check_shards(self._ranks, loader=loader)
         self._model, self._optimizer, self._loader = model, optimizer, loader
+        # Of unknown length: no epoch is then the last, and `end_of_training` makes the last update.
         self._schedule = replace(self._schedule, epochs=epochs or sys.maxsize)
         self._is_trained = False
-        self._num_data = sum(self._ranks.gather(count_examples(loader), "counting the data"))
-        if not self._num_data:
-            raise ValueError("The data is empty: the loader yields no batch.")
+        self._num_data = count_on_ranks(loader, self._ranks)
         self.hyperparameters = Hyperparameters(
             PriorGroups.from_model(model, self._structure),
             weight_decay_to_precision(self._initial, self._num_data, self.temperature),
-            **self._of_hyperparameters,
+            **self._hyperparameter_options,
         )
         if self.mean_over == "terms" and self._state is None:
             self._terms_per_example = self._count_terms()
@@ -162,7 +172,7 @@ class PriorLearner:
             self._state = None
 
     def _count_terms(self) -> float:
-        """How many loss terms count, per example; one look at all targets."""
+        """Loss terms per example, on average over all ranks; reads the targets of all batches."""
         targets = Targets(self.likelihood, self.curvature)
         terms = examples = 0
         for batch in self._loader:
@@ -176,10 +186,12 @@ class PriorLearner:
         return max(terms, 1) / examples
 
     def add_to_gradients(self) -> Tensor:
-        """Add the prior's gradient, after the backward pass; returns ½ Σ wd ‖θ‖², a scalar.
+        """Add the prior's gradient to the parameters' gradients; returns ½ Σ wd ‖θ‖², a scalar.
+
+        Call it after the backward pass.
 
         Raises:
-            RuntimeError: before `start`.
+            RuntimeError: `start` was not called.
         """
         if not hasattr(self, "hyperparameters"):
             raise RuntimeError(
@@ -194,7 +206,9 @@ class PriorLearner:
             if groups.diagonal
             else groups.for_laplace(decays).tolist()
         )
-        # The user's loss is so many times the objective's: see `marglik.training.network`.
+        # The objective of `marglik.training.network` is a mean over examples of −log p/σ², plus the
+        # penalty. The user's loss is this many times its first part, and so must the prior's
+        # gradient be: σ² since his loss has no noise, 1/R where he averages over R terms, too.
         scale = hyper.sigma_noise.square().item() * self.loss_scale
         if self.mean_over == "terms":
             scale /= self._terms_per_example
@@ -203,25 +217,31 @@ class PriorLearner:
         return add_penalty(parameters, stable, torch.tensor(scale, device=parameters[0].device))
 
     def end_of_epoch(self, epoch: int) -> dict[str, float]:
-        """After an epoch (from 1): an update of the prior, if one is due; returns what to log.
+        """Update the prior if an update is due; returns the numbers to log, by name.
+
+        Args:
+            epoch: number of the epoch that has ended, from 1.
 
         Raises:
-            ValueError: examples with several loss terms, where a mean over examples was announced.
+            ValueError: mean_over="examples", but examples have several loss terms.
             FloatingPointError: the evidence is not finite.
         """
         self._epoch = epoch
         return self._update(self._schedule.steps) if self._schedule.is_due(epoch) else {}
 
     def end_of_training(self) -> dict[str, float]:
-        """After the last step: an update, unless the latest was at these parameters; what to log.
+        """Update the prior unless the latest update was at these parameters; returns what to log.
 
-        A run may end within an epoch (a number of steps, early stopping), or with other parameters
-        than its last ones (those of the best epoch). Within the burn-in, or if nothing was trained,
-        the posterior is fitted with the weight decays as they are.
+        Call it after the last step. A run may end within an epoch (after a number of steps, or by
+        early stopping), or with other parameters than its last ones (those of the best epoch).
+        Before the end of the burn-in, and if nothing was trained, the posterior is fitted without
+        changing the weight decays.
 
         Raises:
-            ValueError, FloatingPointError: as `end_of_epoch`.
+            ValueError, FloatingPointError: see `end_of_epoch`.
         """
+        # By the parameters themselves and not by the epoch's number, as the loop may have loaded
+        # others since.
         known = self.posterior
         if known is not None and known.model is self._model:
             if torch.equal(parameter_vector(known.params), known.mean):
@@ -254,9 +274,10 @@ class PriorLearner:
         terms = factors.num_loss_terms / factors.num_data
         if self.mean_over == "examples" and terms != 1:
             raise ValueError(
-                f"The examples have {terms:.4g} loss terms each, over which a loss is usually a "
-                "mean, too; then the prior must be as much smaller. Pass mean_over='terms', or "
-                "loss_scale where the loss is really a mean over examples of their sums."
+                f"The examples have {terms:.4g} loss terms each. If the loss is a mean over all "
+                "terms, the prior's gradient must be smaller by this factor: pass "
+                "mean_over='terms'. If the loss is a mean over examples of sums over terms, pass "
+                f"mean_over='terms' and loss_scale={terms:.4g}."
             )
         self._terms_per_example = terms
         laplace.prior_precision = hyper.groups.for_laplace(hyper.prior_precision)
@@ -271,12 +292,12 @@ class PriorLearner:
         return found
 
     def weight_decays(self) -> Tensor:
-        """T·δ/N of each group at present, (groups,)."""
+        """The current weight decay T·δ/N of each group, (groups,)."""
         delta = self.hyperparameters.prior_precision
         return precision_to_weight_decay(delta, self._num_data, self.temperature)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on: tensors, numbers and strings."""
+        """All that is needed to continue: tensors, numbers and strings."""
         return {
             "hyperparameters": self.hyperparameters.state_dict(),
             "terms_per_example": self._terms_per_example,
@@ -284,5 +305,5 @@ class PriorLearner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on, from the next `start`, where `state_dict` was taken."""
+        """Continue from what `state_dict` returned; takes effect at the next `start`."""
         self._state = dict(state)

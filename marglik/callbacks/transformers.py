@@ -24,26 +24,26 @@ from marglik.training.ranks import check_alone
 __all__ = ["MarginalLikelihood"]
 
 FOLDER = "marglik_prior"
-"""Of the prior's state, in each checkpoint of the trainer."""
+"""Folder of the prior's state, in each checkpoint of the trainer."""
 ROUNDING = 1e-6
-"""Of the trainer's epoch, which is a fraction."""
+"""Tolerance of the trainer's epoch, a float that rounding may put above a whole number."""
 
 
 class MarginalLikelihood(TrainerCallback):
     """Learns a weight decay per parameter tensor while Hugging Face's Trainer trains.
 
-    Every few epochs, and at the end, it climbs the evidence on the training data, logs it, and the
-    weight decays, through ``trainer.log``, and goes on with the new ones; each checkpoint of the
+    Every few epochs, and at the end, it updates the prior by the evidence on the training data, and
+    logs the evidence and the new weight decays through ``trainer.log``. Each checkpoint of the
     trainer gets a folder with its state. ``TrainingArguments(weight_decay=0)``, the default, is
-    needed.
+    required.
 
     Args:
-        trainer: which logs.
-        likelihood: of the model's loss: "classification" also for language models, "regression" or
-            "bernoulli".
-        curvature: all options of the curvature pass; for language models fisher="mc", and the
-            label of positions that do not count, -100 as Hugging Face marks them.
-        options: those of `PriorLearner`; mean_over="terms" for language models.
+        trainer: the trainer, through which it logs.
+        likelihood: likelihood of the model's loss: "classification" (also for language models),
+            "regression" or "bernoulli".
+        curvature: all options of the curvature pass; for language models use fisher="mc", and
+            -100 as the label of positions that do not count, as Hugging Face marks them.
+        options: further arguments of `PriorLearner`; for language models use mean_over="terms".
 
     Raises:
         ValueError: an option that is not supported; when training starts, an optimiser with a
@@ -58,7 +58,7 @@ class MarginalLikelihood(TrainerCallback):
         **options: Any,
     ) -> None:
         self.learner = PriorLearner(likelihood, curvature, **options)
-        """Hyperparameters and evidences."""
+        """Holds the hyperparameters and the evidences."""
         self._trainer = trainer
 
     @classmethod
@@ -69,14 +69,14 @@ class MarginalLikelihood(TrainerCallback):
         curvature: CurvatureOptions = CurvatureOptions(),  # noqa: B008
         **options: Any,
     ) -> Self:
-        """The callback, added to the trainer."""
+        """Make the callback and add it to the trainer; returns the callback."""
         callback = cls(trainer, likelihood, curvature, **options)
         trainer.add_callback(callback)
         return callback
 
     @property
     def posterior(self) -> Posterior | None:
-        """Fitted after the last step, with what was learned; None before the first update."""
+        """The posterior of the latest update, finally that of the end; None before the first."""
         return self.learner.posterior
 
     def on_train_begin(
@@ -86,11 +86,11 @@ class MarginalLikelihood(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Count the data, and make the hyperparameters; or read them, where the run goes on.
+        """Count the data and make the hyperparameters; a resumed run restores them.
 
         Raises:
-            NotImplementedError: this is one of several processes, whose dataloaders repeat examples
-                so that all have as many.
+            NotImplementedError: this is one of several processes: their dataloaders repeat examples
+                to give each process the same number.
         """
         check_alone("the callback for Hugging Face's Trainer")
         model: nn.Module = kwargs["model"]
@@ -108,7 +108,7 @@ class MarginalLikelihood(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Add the prior's gradient, after the trainer's clipping."""
+        """Add the prior's gradient; the trainer has clipped the gradients before this."""
         self.learner.add_to_gradients()
 
     def on_epoch_end(
@@ -118,8 +118,9 @@ class MarginalLikelihood(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Update the prior, if an update is due, and log."""
-        # Called within an epoch, too, where the number of steps is reached.
+        """Update the prior if an update is due, and log."""
+        # The trainer also calls this within an epoch, when the number of steps is reached: the
+        # epoch is then a fraction.
         epoch = math.ceil((state.epoch or 0) - ROUNDING)
         self._log(self.learner.end_of_epoch(epoch))
 
@@ -130,9 +131,9 @@ class MarginalLikelihood(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Update the prior where the network has got other parameters since, and log.
+        """Update the prior if the parameters have changed since the latest update, and log.
 
-        Those of the best epoch, for example, with ``load_best_model_at_end``.
+        With ``load_best_model_at_end``, for example, they are those of the best epoch.
         """
         self._log(self.learner.end_of_training())
 

@@ -1,6 +1,6 @@
-"""`marglik --completion SHELL`: what completes the commands and their options in a shell.
+"""`marglik --completion SHELL`: a script that completes commands and options in a shell.
 
-The script is made by shtab, through jsonargparse, which knows what each option takes.
+shtab makes the script, through jsonargparse, which knows what each option takes.
 """
 
 from argparse import Action
@@ -17,14 +17,15 @@ __all__ = ["SHELLS", "completion_action"]
 SHELLS = ("bash", "zsh", "fish")
 FILES = ("path", "checkpoint", "output")
 FOLDERS = ("folders",)
-"""Arguments of the commands that are files (or folders), and those that are folders."""
+"""Arguments of the commands that take files or folders, and those that take folders."""
 
 
 def completion_action(make_parser: Callable[[], ArgumentParser]) -> type[Action]:
     """The action of --completion, which prints the script and ends.
 
     Args:
-        make_parser: the parser with the options of all commands, which takes seconds.
+        make_parser: returns the parser with the options of all commands; called when the script is
+            needed, since it takes seconds.
     """
 
     class PrintCompletion(Action):
@@ -36,7 +37,7 @@ def completion_action(make_parser: Callable[[], ArgumentParser]) -> type[Action]
 
 
 def completion_script(parser: ArgumentParser, shell: str) -> str:
-    """The script for a shell.
+    """The completion script for a shell.
 
     Raises:
         ValueError: shtab is not installed.
@@ -56,6 +57,7 @@ def completion_script(parser: ArgumentParser, shell: str) -> str:
             elif action.dest in FOLDERS:
                 action.complete = shtab.DIRECTORY
             elif names := class_names(hint_of(action)):
-                # Else all subclasses of torch.nn.Module would be looked for, in whatever is there.
+                # Otherwise jsonargparse would search all installed packages for subclasses of
+                # torch.nn.Module.
                 action.choices = names
     return parser.get_completion_script(f"shtab-{shell}")

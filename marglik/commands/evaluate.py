@@ -1,4 +1,4 @@
-"""`marglik evaluate`: what a saved posterior's predictions are worth."""
+"""`marglik evaluate`: the metrics of a saved posterior's predictions."""
 
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,12 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("--config", action=PresetOrFile, help="A YAML file of options.")
+    parser.add_argument("--config", action=PresetOrFile, help="YAML file of options.")
     parser.add_function_arguments(evaluate_run, as_positional=True)
 
 
 def run(parser: ArgumentParser, options: Any) -> None:
-    """Evaluate, print the metrics, and write the report anew."""
+    """Evaluate, print the metrics, and write the report again."""
     from marglik.report import write_report  # here, since plots take long to import
 
     options.pop("config", None)

@@ -15,7 +15,7 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("--config", action=PresetOrFile, help="A YAML file of options.")
+    parser.add_argument("--config", action=PresetOrFile, help="YAML file of options.")
     parser.add_function_arguments(fit, skip={"run", "provenance"})
     add_fields(parser, PostHocRunConfig, "the run")
 

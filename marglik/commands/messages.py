@@ -1,7 +1,9 @@
-"""What the command line says of a wrong option: the value, what is supported, the way out.
+"""Messages for wrong options: the value, what is supported, and the way out.
 
-The one place that knows how jsonargparse words its errors. Which option is meant is read from its
-text; what the option takes is read from the type hint, so that no choice is written down twice.
+jsonargparse's own messages name internal types and run over many lines. This is the one module that
+knows their wording: it reads from the text which option is meant, and from that option's type hint
+what it takes, so that choices need not be written down twice. Text that matches no pattern is
+passed on, in one line.
 """
 
 import difflib
@@ -17,10 +19,11 @@ from jsonargparse import ArgumentParser, Namespace
 __all__ = ["check_values", "class_names", "explained", "hint_of"]
 
 LARGEST = 2**63 - 1
-"""Of whole numbers: what torch, and a file of results, can hold."""
+"""Largest whole number that torch and the files of results can hold."""
 LONGEST = 200
-"""Letters of what others say."""
+"""Most characters of a text that is quoted."""
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+# In jsonargparse's errors about a class_path that cannot be imported or is of the wrong type.
 NO_CLASS = (
     "Expected a dot import path", "Unexpected import path", "does not correspond to a subclass",
     "Not a valid subclass", "No module named", "has no attribute",
@@ -28,16 +31,18 @@ NO_CLASS = (
 
 
 def explained(error: Exception, parser: ArgumentParser | None, arguments: Sequence[str]) -> str:
-    """The error in one line: of jsonargparse in our words, of ours as it is.
+    """An error in one line: one of jsonargparse in our words, one of ours unchanged.
 
     Args:
-        error: of jsonargparse, or of ours inside a text of jsonargparse's.
-        parser: of the command, None if none was asked for.
-        arguments: of the command line.
+        error: an error of jsonargparse, or one of ours, which jsonargparse may have wrapped.
+        parser: the parser of the command, None if no command was given.
+        arguments: the arguments of the command line.
     """
     text = str(error)
     if parser is None:
         return _of_no_command(text)
+    # Errors that are known by their beginning come first: "Parser key" is searched for anywhere,
+    # and may be part of what one of them quotes.
     if found := re.match(r"the following arguments are required: (.*)", text):
         names = [name.split(".", 1)[1] for name in found[1].split(", ")]
         return f"{_joined([_option(parser, name) for name in names], 'and')} must be given."
@@ -59,12 +64,13 @@ def explained(error: Exception, parser: ArgumentParser | None, arguments: Sequen
 
 
 def check_values(parser: ArgumentParser, options: Namespace) -> None:
-    """Raise a ValueError for numbers that are not finite or too large, and for a null too many.
+    """Raise a ValueError for numbers that are not finite or too large, and for a null not allowed.
 
-    jsonargparse takes 1e999, whole numbers of any length, and null for all arguments of classes.
+    jsonargparse itself accepts 1e999, whole numbers of any length, and null for any argument of a
+    class.
     """
     for key, value in options.items():
-        option = _option(parser, key.replace(".init_args.", "."))
+        option = _option(parser, key.replace(".init_args.", "."))  # as users write it
         for item in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(item, float) and not math.isfinite(item):
                 raise ValueError(f"{option} {value}: must be finite.")
@@ -78,7 +84,7 @@ def check_values(parser: ArgumentParser, options: Namespace) -> None:
 
 
 def _of_no_command(text: str) -> str:
-    """Of an error before any command's options are read."""
+    """Message for an error that occurs before the options of a command are read."""
     if found := re.match(r"argument subcommand: invalid choice: '(.*)' \(choose from (.*)\)", text):
         commands = re.findall(r"\w+", found[2])
         near = difflib.get_close_matches(found[1], commands, 1)
@@ -88,11 +94,19 @@ def _of_no_command(text: str) -> str:
 
 
 def _of_key(parser: ArgumentParser, keys: list[str], text: str) -> str:
-    """Of an error in the value of an option, or of an argument of the class that it names."""
+    """Message for a wrong value of an option, or of an argument of the class that it names.
+
+    Args:
+        parser: the parser of the command.
+        keys: the keys in jsonargparse's text, from the option to the argument inside its class.
+        text: jsonargparse's text.
+    """
     option = _option(parser, ".".join(keys))
+    # Errors are nested from the outside to the inside: the last class and reason are the cause.
     class_path = (re.findall(r"given class_path '([^']*)'", text) or [""])[-1]
     reason = _cause(re.split(r"""Parser key "[^"]+":|given class_path '[^']*':""", text)[-1])
-    reason = re.split(r"\n *- Expected|\n *Given value", reason)[0]  # of a union around it
+    # What follows is the report of a union around the cause.
+    reason = re.split(r"\n *- Expected|\n *Given value", reason)[0]
     if found := re.match(r"the following arguments are required: (.*)", reason):
         needed = [f"{option}.{name}" for name in found[1].split(", ")]
         return f"{option} {class_path} needs {_joined(needed, 'and')}."
@@ -104,7 +118,7 @@ def _of_key(parser: ArgumentParser, keys: list[str], text: str) -> str:
         return f"{option}: {_one_line(reason)}"
     values = re.findall(r"Given value: (.*)", text) or re.findall(r"Got value: (.*)", text)
     value = values[-1].replace("None", "null") if values else ""
-    if value.startswith("NestedArg"):
+    if value.startswith("NestedArg"):  # jsonargparse's object; the user's text comes later
         value = (re.findall(r"Got value: (.*)", text) or [""])[-1]
     if found := re.search(r"Unable to load config '(.*?)'", text):
         fields = [a.option_strings[0] for a in parser._actions if a.dest.startswith(f"{keys[0]}.")]
@@ -121,7 +135,7 @@ def _of_key(parser: ArgumentParser, keys: list[str], text: str) -> str:
 
 
 def _cause(text: str) -> str:
-    """Of the errors of a union's members, the one that says most."""
+    """Of the errors of a union's members, the one that says most: ours, if there is one."""
     if "Union subtypes" not in text:
         return text.strip()
     errors = re.findall(r"^ *- (.*)$", text.split("Errors:", 1)[1], re.M)
@@ -146,7 +160,7 @@ def _flag(name: str, value: str) -> str:
 
 
 def _option(parser: ArgumentParser, key: str) -> str:
-    """As it is given on the command line: with dashes, but for positional arguments."""
+    """An option as it is given on the command line: with dashes, or a positional in capitals."""
     positional = any(a.dest == key and not a.option_strings for a in parser._actions)
     return key.upper() if positional else f"--{key}"
 
@@ -184,7 +198,7 @@ def _class(class_path: str) -> Any:
 
 
 def _expected(hint: Any) -> str:
-    """What a type takes, in words."""
+    """The values that a type accepts, in words."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint in WORDS:
         return WORDS[hint]
@@ -206,7 +220,7 @@ def _expected(hint: Any) -> str:
 
 
 def _classes(base: type) -> str:
-    """Our own classes of a kind, and how to name another."""
+    """Our own subclasses of a class, and how to name another one."""
     names = _joined(class_names(base))
     return (
         f"{names}, or the path of a class that can be imported from here, such as "
@@ -215,7 +229,7 @@ def _classes(base: type) -> str:
 
 
 def class_names(hint: Any) -> list[str]:
-    """Our own networks or data of a type, by their short names; none if it is of neither kind."""
+    """The short names of our networks and data sources of a type; empty for other types."""
     from marglik import data, models
 
     bases = tuple(one for one in get_args(hint) or (hint,) if inspect.isclass(one))
@@ -230,7 +244,7 @@ def class_names(hint: Any) -> list[str]:
 
 
 def _bounded(text: str) -> str:
-    """The beginning of a text, which may hold a whole file."""
+    """The beginning of a text, which may quote a whole file."""
     line = _one_line(text)
     return line if len(line) <= LONGEST else f"{line[:LONGEST].rstrip('.')}..."
 

@@ -1,4 +1,4 @@
-"""Options that several commands read: presets, and the fields of a dataclass."""
+"""Options that several commands share: presets, and the fields of a dataclass as options."""
 
 import json
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ Config = TypeVar("Config")
 
 
 def preset_names() -> list[str]:
-    """The names that --config takes besides paths."""
+    """The presets, which --config accepts by name."""
     return sorted(
         Path(p.name).stem for p in files("marglik.presets").iterdir() if ".yaml" in p.name
     )
@@ -44,8 +44,8 @@ class PresetOrFile(ActionConfigFile):
             values = str(files("marglik.presets") / f"{values}.yaml")
         elif not Path(values).is_file():
             raise FileNotFoundError(
-                f"--config {values or repr('')}: no such file, nor a preset "
-                f"({', '.join(preset_names())})."
+                f"--config {values or repr('')}: no such file or preset; the presets are "
+                f"{', '.join(preset_names())}."
             )
         try:
             text = Path(values).read_text(encoding="utf-8")
@@ -57,30 +57,31 @@ class PresetOrFile(ActionConfigFile):
             check_yaml(text)
         except ValueError as error:
             raise ValueError(
-                f"--config takes a YAML file with a mapping of options; as for {values}, {error}."
+                f"--config takes a YAML file with a mapping of options; {values} is refused: "
+                f"{error}."
             ) from error
         super().__call__(parser, cfg, values, option_string)
 
 
 class HelpFormatter(DefaultHelpFormatter):
-    """Leaves out the hundreds of subclasses that torch.nn.Module has.
+    """Help without the list of the hundreds of subclasses of torch.nn.Module.
 
-    They are not even looked for: that would import packages that happen to be installed, such as
-    transformers, and take tens of seconds.
+    They are not searched for either: that would import packages that happen to be installed, such
+    as transformers, and take tens of seconds.
     """
 
     def _get_help_string(self, action: Any) -> str:
-        # By its text, since torch itself takes seconds to import.
+        # Compared as text, since importing torch takes seconds.
         if "torch.nn.modules.module.Module" in str(getattr(action, "_typehint", "")):
-            action.extra_help = str  # the empty text
+            action.extra_help = str  # a function that returns an empty text
         return super()._get_help_string(action)
 
 
 def whole_names(arguments: Sequence[str]) -> list[str]:
-    """The arguments with --model NAME as the class of `marglik.models`, where it has that name.
+    """The arguments with --model NAME replaced by the path of our class of that name, if any.
 
-    jsonargparse knows classes by their short names, once they are imported; but torchvision has
-    an MLP, too.
+    jsonargparse finds imported classes by their short names itself, but torchvision has an MLP,
+    too, which makes the name ambiguous.
     """
     from marglik import models
 
@@ -95,7 +96,7 @@ def whole_names(arguments: Sequence[str]) -> list[str]:
 
 
 def add_fields(parser: ArgumentParser, config: type, title: str) -> None:
-    """A dataclass's fields as options of their own; truth values as --name and --no_name."""
+    """Add the fields of a dataclass as options; booleans as --name and --no_name."""
     group = parser.add_argument_group(title)
     help_of = {p.arg_name: p.description for p in parse_docstring(config.__doc__ or "").params}
     for field in fields(config):
@@ -108,15 +109,15 @@ def add_fields(parser: ArgumentParser, config: type, title: str) -> None:
 
 
 def take_fields(arguments: dict[str, Any], config: type[Config]) -> Config:
-    """A dataclass from the options of `add_fields`, which are taken out of the arguments."""
+    """Make a dataclass from the options of `add_fields`, which are removed from ``arguments``."""
     names = [field.name for field in fields(config)]  # pyright: ignore[reportArgumentType]
     return config(**{name: arguments.pop(name) for name in names})
 
 
 def provenance_of(parser: ArgumentParser, options: Any) -> Provenance:
-    """The options as they are written down, the preset, and how network and data are made.
+    """The options as YAML, the preset, and how to build network and data.
 
-    --config is taken out of the options, which have what it says.
+    Removes --config from the options: its content is among them already.
     """
     shipped = {str(files("marglik.presets") / f"{name}.yaml"): name for name in preset_names()}
     given = [shipped.get(str(path)) for path in options.pop("config", None) or ()]

@@ -1,4 +1,4 @@
-"""What a command prints while it runs, a line for each step; it imports nothing slow."""
+"""Lines that a command prints while it runs, one for each step; imports nothing slow."""
 
 import logging
 import sys
@@ -10,12 +10,12 @@ __all__ = ["progress_lines"]
 
 @contextmanager
 def progress_lines(prefix: str = "") -> Iterator[None]:
-    """Show what the package logs (epochs, updates, evaluations) on stderr, a line at a time.
+    """A context that prints what the package logs (epochs, updates, evaluations) to stderr.
 
-    For where progress bars are hidden, as they are in files and pipes.
+    For files and pipes, where progress bars are hidden.
 
     Args:
-        prefix: of each line, such as the run's name where several share stderr.
+        prefix: start of each line, such as the name of the run if several share stderr.
     """
     logger = logging.getLogger("marglik")
     handler = logging.StreamHandler(sys.stderr)  # flushes after each line

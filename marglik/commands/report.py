@@ -10,13 +10,16 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument(
-        "folders", nargs="+", type=str, help="Folders of marglik train, fit or evaluate."
+        "folders",
+        nargs="+",
+        type=str,
+        help="Folders that marglik train, fit or evaluate has written; several are compared.",
     )
     parser.add_argument(
         "--output",
         type=str | None,
         default=None,
-        help="The page's file; report.html in the first folder if null.",
+        help="File to write the page to; null writes report.html into the first folder.",
     )
 
 

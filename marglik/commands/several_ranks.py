@@ -1,13 +1,13 @@
-"""A command on several ranks of one machine: it starts them, watches them, and ends them together.
+"""A command on several ranks of one machine: start the ranks, watch them, and end them together.
 
 ``--devices 2`` does what ``torchrun --nproc-per-node 2 -m marglik`` does. It has a launcher of its
-own since torch's waits half a minute for the others once a rank has failed, sees no rank that is
-stopped, and lets each rank say on its own how it ended. Here the ranks leave their last words, and
-one message is printed: of a rank that was killed or stopped, else the first that one has left.
+own, because torchrun waits half a minute for the others once a rank has failed, does not notice a
+rank that is stopped, and lets each rank print its own error. Here each rank writes its final
+message to a file, and the launcher prints one: about a rank that was killed or stopped if there is
+one, else the message that was written first, which names the cause; later ones are consequences.
 
-What tells a rank that hangs from one that is slow: a rank that was killed or stopped is seen by
-this process at once; one that does nothing while others wait is seen by them
-(`kfac_backend.distributed`).
+A rank can hang in two ways. If it was killed or stopped, this process sees it. If it runs but does
+nothing while others wait for it, they notice (`kfac_backend.distributed`) and fail.
 """
 
 import os
@@ -27,58 +27,66 @@ __all__ = ["is_another_rank", "launch", "leave_last_words", "number_to_launch"]
 POLL = 0.1
 """Seconds between two looks at the ranks."""
 STOPPED = 10.0
-"""Seconds for which a rank may be stopped, as by SIGSTOP or a debugger, while this process runs."""
+"""Seconds after which a rank that is stopped (by SIGSTOP or a debugger) counts as lost."""
 GRACE = 5.0
 """Seconds that ranks have to end when they are told to, before they are killed."""
 LAST_WORDS = "MARGLIK_LAST_WORDS"
-"""Names this process, and the folder where a rank writes what it would print at its end."""
+"""Environment variable "PID:FOLDER": the launcher, and where ranks write their final messages."""
 BAD_INPUT = 2
-"""The exit status of a rank after which it, or another one, has said why."""
+"""Exit status of a rank that has left a message itself, or relies on that of another rank."""
 
 
 def is_another_rank() -> bool:
-    """Whether this is a rank other than the first, as torchrun says; it imports nothing slow."""
+    """Whether this process is a rank other than the first.
+
+    From the environment that the launcher or torchrun sets, as importing torch would be slow.
+    """
     return os.environ.get("RANK", "0") != "0"
 
 
 def leave_last_words(message: str) -> bool:
-    """Leave what this process ends with to the one that has started it; False if none has."""
+    """Hand the final message to the launcher; False if no launcher started this process."""
     launcher, _, folder = os.environ.get(LAST_WORDS, "").partition(":")
-    if launcher != str(os.getppid()):  # it is another's child where that one was killed
+    # If the launcher was killed, this process has another parent, and nobody reads the folder. It
+    # prints its message itself then.
+    if launcher != str(os.getppid()):
         return False
     (Path(folder) / os.environ["RANK"]).write_text(message)
     return True
 
 
 def number_to_launch(options: Any) -> int:
-    """How many ranks this process has to start; 0: it does the work itself.
+    """The number of ranks that this process has to start; 0 if it does the work itself.
 
     Raises:
-        ValueError: a number that cannot be.
+        ValueError: a number of devices that is not possible on this machine.
     """
     devices = options.get("devices")
     if devices is None or devices == 1:
         return 0
-    from marglik.runs.build import number_of_ranks  # imports torch, which other commands may not
+    from marglik.runs.build import number_of_ranks  # late: imports torch, slow for other commands
     from marglik.runs.config import check_devices
 
     check_devices(devices, options.rank_timeout)
     number = number_of_ranks(devices, options.accelerator)
+    # A process that torchrun, or `launch`, has started is a rank already.
     return 0 if "TORCHELASTIC_RUN_ID" in os.environ else number
 
 
 def launch(command: Sequence[str], number: int) -> int:
-    """Run a Python command, such as ``-m marglik ARGUMENTS``, on so many ranks.
+    """Run a Python command, such as ``-m marglik ARGUMENTS``, on ``number`` ranks.
 
-    Returns the exit status, once all have ended; what a rank has left to say is printed.
+    Prints the first message that a rank has left, and returns the exit status, once all ranks have
+    ended.
 
     Raises:
         KeyboardInterrupt: this process was interrupted.
-        ChildProcessError: a rank was killed or stopped, or has ended without a word.
+        ChildProcessError: a rank was killed or stopped, or has ended without a message.
     """
     from torch.distributed import TCPStore
 
-    # It lives here, so that no rank's end takes it away from the others.
+    # The store of torch.distributed lives in this process and not, as usual, in rank 0: when rank 0
+    # ends, the others can still tell each other what happened.
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     common = {
         # What torchrun tells ranks, and Fabric and torch.distributed read.
@@ -87,7 +95,7 @@ def launch(command: Sequence[str], number: int) -> int:
         "TORCHELASTIC_RUN_ID": uuid.uuid4().hex, "TORCHELASTIC_RESTART_COUNT": 0,
         "TORCHELASTIC_USE_AGENT_STORE": True,
     }  # fmt: skip
-    # Ranks that each use all cores wait for each other.
+    # Ranks that each used all cores would slow each other down. A user's own setting has priority.
     threads = {"OMP_NUM_THREADS": max(1, (os.cpu_count() or 1) // number)}
     ranks: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="marglik-") as folder:
@@ -99,7 +107,8 @@ def launch(command: Sequence[str], number: int) -> int:
                     subprocess.Popen(
                         [sys.executable, *command],
                         env={k: str(v) for k, v in threads.items()} | os.environ | environment,
-                        start_new_session=True,  # Ctrl-C is for this process, which ends them
+                        # Ctrl-C then reaches this process alone, which ends the ranks.
+                        start_new_session=True,
                     )
                 )
             stopped = _watch(ranks)
@@ -107,23 +116,24 @@ def launch(command: Sequence[str], number: int) -> int:
             ended_here = _end(ranks)
         words = sorted(Path(folder).iterdir(), key=lambda path: path.stat().st_mtime_ns)
         first_words = words[0].read_text() if words else ""
+    # The most certain cause first: what the other ranks say is about a rank that they lost.
     if stopped:
         raise ChildProcessError(
             f"Rank {stopped[0]} of {number} was stopped for {STOPPED:g} s (by SIGSTOP, a debugger "
-            "or the system), and the others waited for it: all were ended."
+            "or the system) while the others waited for it, so all ranks were ended."
         )
     statuses = {i: rank.returncode for i, rank in enumerate(ranks) if i not in ended_here}
     for rank, status in statuses.items():
         if status < 0:
             raise ChildProcessError(
                 f"Rank {rank} of {number} was ended by {signal.Signals(-status).name}: by the "
-                "system, as where memory runs out, or by somebody."
+                "system, for example because memory ran out, or by a user."
             )
     for rank, status in statuses.items():
-        if 0 < status < 128 and status != BAD_INPUT:  # above are requests to end
+        if 0 < status < 128 and status != BAD_INPUT:  # from 128 on: it was asked to end
             raise ChildProcessError(
-                f"Rank {rank} of {number} ended with exit status {status}; what it has printed "
-                "says why."
+                f"Rank {rank} of {number} ended with exit status {status}; its output above says "
+                "why."
             )
     if first_words:
         print(first_words, file=sys.stderr)
@@ -131,8 +141,10 @@ def launch(command: Sequence[str], number: int) -> int:
 
 
 def _watch(ranks: Sequence["subprocess.Popen[bytes]"]) -> list[int]:
-    """Wait until all have ended well, or one has not; returns those that are stopped."""
-    looks = [0] * len(ranks)  # and no seconds: this process may be stopped, too, as by Ctrl-Z
+    """Wait until all ranks have succeeded or one has failed; returns the ranks that are stopped."""
+    # Numbers of looks and not seconds: while this process is itself stopped (Ctrl-Z stops all of
+    # them), no rank must count as lost.
+    looks = [0] * len(ranks)
     while True:
         statuses = [rank.poll() for rank in ranks]
         if any(statuses) or None not in statuses:
@@ -145,7 +157,7 @@ def _watch(ranks: Sequence["subprocess.Popen[bytes]"]) -> list[int]:
 
 
 def _is_stopped(child: int) -> bool:
-    """Whether a child process is stopped; it may be asked again, as this takes no notice away."""
+    """Whether a child process is stopped; can be asked again, as this does not reap it."""
     if not hasattr(os, "waitid"):  # Windows, and macOS before Python 3.13
         return False
     with suppress(ChildProcessError):
@@ -154,11 +166,11 @@ def _is_stopped(child: int) -> bool:
 
 
 def _end(ranks: Sequence["subprocess.Popen[bytes]"]) -> set[int]:
-    """End those that still run; returns which."""
+    """End the ranks that still run; returns which, since their exit status is of our making."""
     running = {i for i, rank in enumerate(ranks) if rank.poll() is None}
     try:
         for i in running:
-            # Who is stopped would not hear of a request before it goes on.
+            # A stopped process would react to SIGTERM only once it continues.
             (_kill if _is_stopped(ranks[i].pid) else subprocess.Popen.terminate)(ranks[i])
         end = time.monotonic() + GRACE
         while time.monotonic() < end and any(ranks[i].poll() is None for i in running):
@@ -172,7 +184,7 @@ def _end(ranks: Sequence["subprocess.Popen[bytes]"]) -> set[int]:
 
 
 def _kill(rank: "subprocess.Popen[bytes]") -> None:
-    """Kill a rank, and the processes that load its data."""
+    """Kill a rank with the workers of its data loaders, which are in its process group."""
     if rank.poll() is None:
         with suppress(ProcessLookupError):
             if hasattr(os, "killpg"):

@@ -1,4 +1,4 @@
-"""What a command prints at its end: its tables."""
+"""The tables that a command prints at its end."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ LAYERS_SHOWN = 20
 
 
 def print_summary(results: dict[str, Any], report: Path) -> None:
-    """Print evidence, learned weight decays, metrics, and where the files are."""
+    """Print the results of `marglik train`: evidence, weight decays, metrics, and the folder."""
     num_data, evidence = results["num_data"], results["evidence"]
     held_out = f", {results['held_out']} held out" if results.get("held_out") else ""
     seconds = f"{results['seconds']:.0f} s"
@@ -34,11 +34,11 @@ def print_summary(results: dict[str, Any], report: Path) -> None:
     if fit and any(key.startswith("validation/") for m in results["metrics"].values() for key in m):
         print_paragraph(IN_SAMPLE)
     _print_calibration(fit)
-    print(f"\nWritten to {results['output']}; to look at: {report}")
+    print(f"\nWritten to {results['output']}; the report is {report}")
 
 
 def print_fit(results: dict[str, Any]) -> None:
-    """Print the evidence, the weight decays that were found, and where the posterior is."""
+    """Print the results of `marglik fit`: evidence, weight decays, calibration, and the folder."""
     if results["note"]:
         print_paragraph(f"Checkpoint: {results['note']}.")
     num_data, evidence = results["num_data"], results["evidence"]
@@ -56,23 +56,23 @@ def print_fit(results: dict[str, Any]) -> None:
     if results["at_bound"]:
         print()
         print_paragraph(
-            "The validation loss falls up to the bound of the search: the data does not "
+            "The validation loss still falls at the bound of the search: the data does not "
             "determine this weight decay."
         )
     if results["no_validation"]:
         print()
         print_paragraph(
-            f"The predictive is not calibrated: {results['data']} has no validation set. Examples "
-            "that the network was not trained on would calibrate it: x_validation and y_validation "
-            "in a TensorFile, or --data.validation as it was trained with."
+            f"The predictive is not calibrated: {results['data']} has no validation set. To "
+            "calibrate it, provide examples that the network was not trained on: x_validation and "
+            "y_validation in a TensorFile, or the --data.validation of its training."
         )
     else:
         _print_calibration(results["calibration"])
-    print(f"\nWritten to {results['output']}; go on with: marglik evaluate {results['output']}")
+    print(f"\nWritten to {results['output']}; next: marglik evaluate {results['output']}")
 
 
 def print_evaluation(results: dict[str, Any]) -> None:
-    """Print the metrics of each predictive; shifted data as means over kinds and severities."""
+    """Print the metrics of each predictive; for shifts, means over kinds and severities."""
     print(f"{results['data']}: {results['num_test']} test examples")
     _print_positions(results.get("num_positions"))
     if results["ood"]:
@@ -88,25 +88,26 @@ def print_evaluation(results: dict[str, Any]) -> None:
         _print_calibration(fit, f"{label}: c")
     if any(name.endswith("uncalibrated") for name in results["predictives"]):
         print_paragraph(
-            "Uncalibrated: the posterior keeps no calibration of such a predictive, or none was "
-            "asked for. marglik train makes it for the layers of --predictive.layers; marglik fit "
-            "and marglik evaluate do if the data have a validation set that was not trained on."
+            "Uncalibrated: the posterior has no calibration of this predictive, or "
+            "--predictive.calibration is none. marglik train calibrates for the layers of "
+            "--predictive.layers; marglik fit and marglik evaluate calibrate if the data has a "
+            "validation set that the network was not trained on."
         )
     for what in results["replaced"]:
         print_paragraph(f"Replaced: {what}.")
 
 
 def _print_calibration(fit: dict[str, Any] | None, begin: str = "C") -> None:
-    """What held-out data said of the predictive."""
+    """Print what calibration found, or that there was none."""
     print()
     if fit is None:
         print_paragraph(
-            "The predictive is not calibrated: there was no held-out data, or it was not asked "
-            "for (--predictive.calibration)."
+            "The predictive is not calibrated: there was no held-out data, or "
+            "--predictive.calibration is none."
         )
         return
     print_paragraph(
-        f"{begin}alibrated by {fit['num_terms']} held-out loss terms: "
+        f"{begin}alibrated on {fit['num_terms']} held-out loss terms: "
         f"{Calibration(**fit['calibration']).in_words}. Their NLL: {fit['nll']:.4f}; MAP "
         f"{fit['nll_map']:.4f}, temperature-scaled {fit['nll_scaled_map']:.4f}; uncalibrated "
         f"Laplace {fit['nll_uncalibrated']:.4f}."
@@ -149,7 +150,7 @@ def _print_weight_decays(layers: dict[str, dict[str, float]]) -> None:
 def _print_metrics(
     metrics: dict[str, dict[str, float]], intervals: dict[str, dict[str, list[float]]]
 ) -> None:
-    """A column per predictive; under a metric its interval, where any of them has one."""
+    """Print a column per predictive; below each metric a row of its intervals, if there are any."""
     rows = []
     for key in dict.fromkeys(key for column in metrics.values() for key in column):
         rows.append([key, *(_number(column.get(key)) for column in metrics.values())])
@@ -161,25 +162,25 @@ def _print_metrics(
     if any(intervals.values()):
         print()
         print_paragraph(
-            "95 %: intervals for the chance by which these test examples were drawn; the report "
-            "says which."
+            "95 %: confidence intervals over the choice of test examples; the report says how they "
+            "are computed."
         )
 
 
 def _print_differences(
     differences: dict[str, dict[str, list[float]]], metrics: dict[str, dict[str, float]]
 ) -> None:
-    """A column per predictive: the learned network's metrics less the baseline's."""
+    """Print a column per predictive: metrics of the learned network minus the baseline's."""
     rows = []
     for key in dict.fromkeys(key for column in metrics.values() for key in column):
         found = [column.get(key) for column in differences.values()]
-        if not any(found) or "/cal/" in key:  # coverages, of which more is not better
+        if not any(found) or "/cal/" in key:  # for coverages, more is not better
             continue
         rows.append([key, *("" if d is None else f"{d[0]:+.4f}" for d in found)])
         rows.append(["  95 %", *("" if d is None else f"{d[1]:+.4f}..{d[2]:+.4f}" for d in found)])
     if rows:
         print()
-        print_paragraph("Learned less initial weight decay, on the same test examples:")
+        print_paragraph("Learned minus initial weight decay, on the same test examples:")
         print_table(["", *differences], rows)
 
 

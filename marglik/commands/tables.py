@@ -1,4 +1,4 @@
-"""Tables and paragraphs on a terminal: no wider than it is, or than 80 columns in a file."""
+"""Tables and paragraphs, as wide as the terminal, or 80 columns in a file."""
 
 import shutil
 import sys
@@ -10,19 +10,19 @@ __all__ = ["print_paragraph", "print_table"]
 GAP = 3
 """Spaces between columns."""
 NARROWEST_NAME = 16
-"""Of what stands first in a row."""
+"""Least width of the first column, whose names are shortened to fit."""
 HEADER = 12
-"""Letters of a header that may stand in a line, if its column is not wider anyway."""
+"""Width to which headers are wrapped, unless the cells of their column are wider."""
 
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows by their names; what does not fit the width follows below, under the same names.
+    """Print a table; columns that do not fit follow below in another block, with the row names.
 
     Args:
-        headers: of all columns, those of the names first; long ones take several lines where
-            the table is too wide otherwise.
-        rows: the name, on the left, and cells, on the right; names that are too long for any cell
-            to stand beside them lose their middle.
+        headers: headers of all columns, that of the row names first; wrapped if the table would
+            otherwise be too wide.
+        rows: a name, aligned left, then cells, aligned right. Names that leave no room for a cell
+            lose their middle.
     """
     width = shutil.get_terminal_size((80, 24)).columns
     cells = [max(map(len, column), default=0) for _, *column in zip(headers, *rows, strict=True)]
@@ -72,6 +72,6 @@ def _shortened(name: str, longest: int) -> str:
 
 
 def print_paragraph(text: str) -> None:
-    """Print a paragraph: in lines on a terminal, in one where a program may read it."""
+    """Print a paragraph: wrapped on a terminal, as a single line in files and pipes."""
     width = shutil.get_terminal_size((80, 24)).columns
     print(textwrap.fill(text, width) if sys.stdout.isatty() else text)

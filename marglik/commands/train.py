@@ -25,18 +25,18 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--config",
         action=PresetOrFile,
-        help=f"A YAML file of options, or a preset: {', '.join(preset_names())}.",
+        help=f"YAML file of options, or the name of a preset: {', '.join(preset_names())}.",
     )
     parser.add_function_arguments(train, skip={"run", "provenance"})
     add_fields(parser, RunConfig, "the run")
 
 
 def run(parser: ArgumentParser, options: Any) -> None:
-    """Train, and print what came out."""
+    """Train, print the results, and write the report."""
     from marglik.report import write_report  # here, since plots take long to import
 
     provenance = provenance_of(parser, options)
-    # Before the model is made, whose initial parameters are random.
+    # Before `instantiate`, which draws the model's initial parameters.
     torch.manual_seed(options.seed)
     arguments: Any = parser.instantiate(options).as_dict()
     config = take_fields(arguments, RunConfig)

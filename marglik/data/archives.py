@@ -1,7 +1,7 @@
-"""Compressed files and tar archives of any origin: read whole, in bounded memory, or refused.
+"""Compressed files and tar archives from untrusted sources: read in bounded memory, or refused.
 
-A few kilobytes can unpack to terabytes. So what is unpacked is counted while it is, and no header
-is believed about a size.
+A few kilobytes can unpack to terabytes. So bytes are counted while they are unpacked, and the sizes
+in headers are not trusted.
 """
 
 import bz2
@@ -27,11 +27,12 @@ __all__ = [
 BROKEN_ARCHIVE = (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError, KeyError)
 
 LARGEST_FILE = 2**29
-"""Bytes of one member; the largest image that is decoded has half as many in the largest format."""
+"""Most bytes in one member: twice those of the largest image that is decoded, in the largest
+format."""
 FREE = 2**26
-"""Bytes that may come out of however few."""
+"""Bytes that may be unpacked whatever the ratio."""
 LARGEST_RATIO = 200
-"""Of what was unpacked to what it was unpacked from. Text has about 10, gzip reaches 1,030."""
+"""Largest ratio of unpacked to packed bytes. Text has about 10, gzip reaches 1,030."""
 STEP = 2**20
 KINDS: dict[bytes, Any] = {
     b"\x1f\x8b": gzip.open,
@@ -43,9 +44,9 @@ KINDS: dict[bytes, Any] = {
 
 
 class _Unpacked:
-    """What is in a compressed file, as tarfile reads it; a ValueError once it is a bomb.
+    """The content of a compressed file, as a file for tarfile; raises a ValueError for a bomb.
 
-    A seek reads all that it skips, which is why it goes in steps, too.
+    Seeking forward unpacks all that it skips, so it is done in steps, too, with a check after each.
     """
 
     def __init__(self, path: Path, stored: Any) -> None:
@@ -75,7 +76,7 @@ class _Unpacked:
             return self._content.seek(position)
         while (left := position - self._content.tell()) > 0:
             if not self._content.read(min(left, STEP)):
-                break  # beyond the end, where nothing is read
+                break  # beyond the end, where reads return nothing
             self._check()
         return self._content.tell()
 
@@ -93,11 +94,11 @@ class _Unpacked:
 
 @contextmanager
 def open_archive(path: Path) -> Iterator[tarfile.TarFile]:
-    """A tar archive, compressed or not, to be read from its start to its end.
+    """A context with a tar archive, compressed or not, to be read from start to end.
 
     Raises:
-        `BROKEN_ARCHIVE`: it is none, or damaged.
-        ValueError: it unpacks to far more than there is.
+        `BROKEN_ARCHIVE`: the file is not an archive, or is damaged.
+        ValueError: it unpacks to more than `LARGEST_RATIO` times its size.
     """
     with path.open("rb") as stored:
         unpacked: Any = _Unpacked(path, stored)
@@ -106,14 +107,15 @@ def open_archive(path: Path) -> Iterator[tarfile.TarFile]:
 
 
 def whole_members(archive: tarfile.TarFile) -> list[tarfile.TarInfo]:
-    """All members of an archive, in its order, once it is found whole.
+    """All members of an archive, in order, once it is verified to be complete.
 
-    To tarfile an archive looks complete if it was cut between two members, or if a later header is
-    damaged; a whole one has a block of zeros after the last member. And it stops reading there,
-    before the end of the file, where gzip, bzip2 and xz compare their sums of the content.
+    tarfile does not notice when an archive was cut between two members, or a later header is
+    damaged; here the block of zeros that ends an archive must follow the last member. tarfile also
+    stops before the end of the file, where gzip, bzip2 and xz verify their checksums; here the file
+    is read to its end.
 
     Raises:
-        `BROKEN_ARCHIVE`: it is damaged, or ends too early.
+        `BROKEN_ARCHIVE`: the archive is damaged, or ends too early.
     """
     members, content = archive.getmembers(), archive.fileobj
     assert content is not None
@@ -132,13 +134,14 @@ def whole_members(archive: tarfile.TarFile) -> list[tarfile.TarInfo]:
 
 
 def read_member(path: Path, archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    """The content of an archive's member; links are followed inside the archive alone.
+    """The content of an archive's member; links are followed only inside the archive.
 
     Raises:
-        ValueError: it is damaged, or too large; ``path`` is named.
+        ValueError: the member is damaged or too large; the error names ``path``.
     """
     try:
-        if member.size > LARGEST_FILE:  # of which a sparse file need not have any
+        # Also here, since a sparse file has this size without a byte of it in the archive.
+        if member.size > LARGEST_FILE:
             raise _too_large(path, f"'{member.name}'", member.size)
         stream = archive.extractfile(member)
         return b"" if stream is None else stream.read()
@@ -154,11 +157,11 @@ def read_member(path: Path, archive: tarfile.TarFile, member: tarfile.TarInfo) -
 
 
 def read_gzip(path: Path) -> bytes:
-    """The content of a file that gzip compressed.
+    """The content of a gzip file.
 
     Raises:
-        OSError, EOFError, zlib.error: it is damaged, or no such file.
-        ValueError: it unpacks to far more than there is.
+        OSError, EOFError, zlib.error: the file is damaged, or not a gzip file.
+        ValueError: it unpacks to more than `LARGEST_RATIO` times its size.
     """
     with path.open("rb") as stored:
         if stored.read(2) != b"\x1f\x8b":
@@ -171,12 +174,12 @@ def read_gzip(path: Path) -> bytes:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in a line."""
+    """The first line of an error's message, or its type if it has none."""
     return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _too_large(path: Path, what: str, size: int) -> ValueError:
     return ValueError(
-        f"'{path}': {what} says that it has {size:,} bytes; at most {LARGEST_FILE:,} are read. "
-        "Take it away, or fetch the archive again if it should be smaller."
+        f"'{path}': {what} has {size:,} bytes by its header; at most {LARGEST_FILE:,} are read. "
+        "Remove it, or fetch the archive again if it should be smaller."
     )

@@ -1,4 +1,4 @@
-"""Batches of images, and of any data's splits."""
+"""Batches of images, and of the splits of any data."""
 
 from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from marglik.data.images.sets import ImageSet, ImageSplits, check_normalisation
 from marglik.data.shard import WHOLE, Shard
 from marglik.data.tensors import SplitName, TensorBatches, TensorSplits
+from marglik.sizes import check_sizes
 
 __all__ = [
     "Batches",
@@ -23,19 +24,20 @@ __all__ = [
 Augmentation = Literal["none", "crop_flip"]
 
 PADDING = 4
-"""Pixels that the random crop adds at each side: the customary number for 32×32 images."""
+"""Pixels that the random crop adds at each side, as is usual for 32×32 images."""
 
 
 class ImageBatches:
     """Loader of batches: x float32 (B, C, H, W), normalised, and y int64 (B,).
 
-    The uint8 images live on the device, and each batch is cut out, augmented and normalised there
-    without a loop over images; no worker processes are needed.
+    The uint8 images are stored on the device, where each batch is selected, augmented and
+    normalised without a loop over images. No worker processes are needed.
 
-    All random numbers come from ``generator``, a generator of its own on the CPU, so that a seed
-    gives the same batches on every device. Each iteration draws its permutation and distortions
-    at the start, however far it is followed; two iterations differ, and the same seed gives the
-    same sequence of iterations. ``generator.get_state()`` and ``set_state()`` save and resume it.
+    All random numbers come from ``generator``, a CPU generator of the loader's own, so that a seed
+    gives the same batches on every device. Each iteration draws its permutation and augmentation
+    at its start, so that the next one does not depend on how far it was read. Two iterations
+    differ, and the same seed gives the same sequence of iterations. ``generator.get_state()`` and
+    ``set_state()`` save and restore it.
 
     Args:
         images: the images.
@@ -46,11 +48,11 @@ class ImageBatches:
         augment: "crop_flip" for random crops of the image padded by 4 zero pixels, and random
             horizontal flips, new in each iteration; "none" for the images as they are.
         device: where the batches are made.
-        seed: of shuffling and augmentation.
+        seed: seed of shuffling and augmentation.
         drop_last: whether to leave out a last batch smaller than ``batch_size``.
         channels_last: whether x is laid out in memory as (B, H, W, C), which is faster for
             convolutions on most devices.
-        shard: the part of each batch that is yielded, of no image where it is empty.
+        shard: the part of each batch that is yielded; if it is empty, a batch without images.
 
     Raises:
         ValueError: if there are no images or no full batch where only full ones count, if
@@ -72,8 +74,7 @@ class ImageBatches:
         channels_last: bool = False,
         shard: Shard = WHOLE,
     ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size}: must be at least 1.")
+        check_sizes(batch_size=batch_size)
         if not len(images):
             raise ValueError("The image set is empty, so there are no batches; load some images.")
         if drop_last and len(images) < batch_size:
@@ -99,12 +100,12 @@ class ImageBatches:
 
     @property
     def num_examples(self) -> int:
-        """Number of images that one iteration yields; without those that drop_last leaves out."""
+        """Number of images that one iteration yields, without those that drop_last leaves out."""
         return self.shard.num_examples(self._num_all, self.batch_size)
 
     @property
     def _num_all(self) -> int:
-        """Of all shards."""
+        """The number of images that one iteration yields on all shards together."""
         return min(len(self) * self.batch_size, len(self.dataset))
 
     def __len__(self) -> int:
@@ -113,7 +114,7 @@ class ImageBatches:
         return full + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        # Drawn here and not in the generator function, which would wait for the first batch.
+        # Drawn here, since the body of a generator function would run only at the first batch.
         n, device = len(self.dataset), self.dataset.images.device
         order = torch.randperm(n, generator=self.generator) if self.shuffle else torch.arange(n)
         distortions = self._draw_distortions(n) if self.augment == "crop_flip" else ()
@@ -144,18 +145,18 @@ def crop_and_flip(
     flip: Bool[Tensor, " B"],
     padding: int = 4,
 ) -> UInt8[Tensor, "B C H W"]:
-    """Return windows of the zero-padded images, mirrored left to right where ``flip`` says so.
+    """Return windows of the zero-padded images, mirrored left to right where ``flip`` is True.
 
     Image b is row ``top[b]`` to ``top[b] + H``, column ``left[b]`` to ``left[b] + W`` of the image
     with ``padding`` zeros at each side: torchvision's RandomCrop, then RandomHorizontalFlip, with
     given random numbers. Offsets equal to ``padding`` give the image itself.
 
     Args:
-        images: the images, not normalised: the padding is black.
+        images: the images, not normalised, so that the padding is black.
         top: first rows, in 0..2 padding.
         left: first columns, in 0..2 padding.
         flip: whether to mirror.
-        padding: zeros at each side.
+        padding: number of zeros at each side.
     """
     _, channels, height, width = images.shape
     rows = top[:, None] + torch.arange(height, device=images.device)  # (B, H)
@@ -204,7 +205,7 @@ def split_batches(
     images = getattr(splits, split)
     if images is None:
         raise ValueError(
-            f"{splits.name} has no {split} images; keep some back, for example "
+            f"{splits.name} has no {split} images; split some off, for example with "
             "--data.validation 0.1."
         )
     return ImageBatches(

@@ -1,4 +1,4 @@
-"""DART: text about triples of data, byte by byte, for language models."""
+"""DART: sentences about triples of data, as sequences of bytes for language models."""
 
 import zlib
 from collections.abc import Iterable, Iterator
@@ -14,6 +14,7 @@ from marglik.data.archives import read_gzip
 from marglik.data.source import DataSource, local_file
 from marglik.data.splits import check_fraction, check_seed
 from marglik.data.tensors import TensorSplits
+from marglik.sizes import check_sizes
 
 __all__ = ["DART"]
 
@@ -22,9 +23,9 @@ ORIGIN = "DART v1.1.1 by Nan et al. 2021, github.com/Yale-LILY/dart, compressed 
 IGNORED = -100
 """The label of targets that do not count."""
 PADDING = 0
-"""The byte behind the end of a short text; no text has it."""
+"""The byte that fills up short texts; no text contains it."""
 BYTES = tuple(repr(bytes([byte]))[2:-1] for byte in range(256))
-"""Names of all bytes: printable ones stand for themselves."""
+"""The names of all bytes; printable ones are their own names."""
 
 
 class DART(DataSource):
@@ -35,22 +36,22 @@ class DART(DataSource):
         \nMars Hill College | JOINED | 1973 && Mars Hill College | LOCATION | ... => A school ...\n
 
     so that the first line break predicts the first byte, and the last one is predicted. Texts are
-    in UTF-8, white space inside them is a single space. Each is cut into windows: inputs x
-    (N, context) are bytes, targets y (N, context) the bytes that follow them. The last window of a
-    text begins early enough to be full; targets that the one before it has, too, are -100, which do
-    not count. A text that is shorter than a window is filled up with zeros in x and -100 in y.
-    Every byte but the first of a text is a target once.
+    in UTF-8, with white space reduced to single spaces. Each is cut into windows: inputs x
+    (N, context) are bytes, and targets y (N, context) are the bytes that follow them. The last
+    window of a text starts early enough to be full; targets that it shares with the window before
+    it are -100, and so do not count. A text that is shorter than a window is filled up with zeros
+    in x and -100 in y. Every byte of a text except the first is a target exactly once.
 
-    Entries about the same triples lie in the same split, so that no test text is about triples that
+    Entries about the same triples are in the same split, so that no test text is about triples that
     were trained on. Source: Nan et al. 2021 (arXiv:2007.02871).
 
     Args:
         path: the JSON file, compressed by gzip; if not given, dart-v1.1.1-full-dev.json.gz in the
             folder that the environment variable MARGLIK_DATA names (the development split).
-        context: R, positions of a window.
-        num_train: number of training windows, validation included; all if not given.
+        context: R, number of positions in a window.
+        num_train: number of training windows, including validation; all if not given.
         num_test: number of test windows.
-        seed: of the choice of entries.
+        seed: seed of the choice of entries.
         validation: share of the training windows that become the validation set, in [0, 1).
 
     Raises:
@@ -66,10 +67,7 @@ class DART(DataSource):
         seed: int = 0,
         validation: float = 0.0,
     ) -> None:
-        sizes = {"context": context, "num_train": num_train, "num_test": num_test}
-        for argument, value in sizes.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{argument}={value}: must be at least 1.")
+        check_sizes(context=context, num_train=num_train, num_test=num_test)
         check_fraction("validation", validation)
         check_seed(seed)
         self.path = path
@@ -112,19 +110,19 @@ class DART(DataSource):
     def _take(
         self, groups: Iterator[list[bytes]], number: int | None, argument: str
     ) -> tuple[Tensor, Tensor]:
-        """So many windows, or all; groups that were begun are used up."""
+        """``number`` windows, or all; removes the groups that they come from."""
         windows = list(islice(self._windows(groups), number))
         if not windows or (number is not None and len(windows) < number):
             wanted = "at least 1" if number is None else number
             raise ValueError(
                 f"{argument}: there are {len(windows)} windows of {self.context} bytes left for "
-                f"it, not {wanted}; take fewer, or shorter ones (context)."
+                f"it, not {wanted}; use fewer, or shorter ones (context)."
             )
         x, y = zip(*windows, strict=True)
         return torch.tensor(x), torch.tensor(y)
 
     def _windows(self, groups: Iterable[list[bytes]]) -> Iterator[tuple[list[int], list[int]]]:
-        """Inputs and targets of each window, texts in their order."""
+        """Inputs and targets of each window, in the order of the texts."""
         R = self.context
         for group in groups:
             for text in group:
@@ -137,7 +135,7 @@ class DART(DataSource):
 
 
 def _texts_by_triples(path: Path) -> Iterator[list[bytes]]:
-    """The texts of all entries that have the same triples, in the file's order."""
+    """Groups of texts whose entries have the same triples, in the file's order."""
     groups: dict[frozenset, list[bytes]] = {}
     for number, entry in enumerate(_read(path)):
         try:
@@ -167,5 +165,5 @@ def _read(path: Path) -> list[Any]:
 
 
 def _line(text: str) -> str:
-    """The text with single spaces, without the byte of padding."""
+    """The text with single spaces, and without the byte used for padding."""
     return " ".join(text.replace("\0", " ").split())

@@ -1,4 +1,4 @@
-"""NCI1: molecules that do or do not act against lung cancer cells, as graphs."""
+"""NCI1: molecules that are active or inactive against lung cancer cells, as graphs."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from marglik.data.source import DataSource, local_file
 from marglik.data.splits import check_fraction, check_seed, stratified
 from marglik.data.tensors import TensorSplits
 from marglik.graphs import Graphs
+from marglik.sizes import check_sizes
 
 __all__ = ["NCI1"]
 
@@ -24,10 +25,9 @@ PARTS = ("A", "graph_indicator", "graph_labels", "node_labels")
 class NCI1(DataSource):
     """4,110 molecules of the NCI1 screen, in the text files of the TUDataset collection.
 
-    Nodes are atoms, their features one-hot codes of the 37 kinds; edges are bonds, each in both
-    directions, with a single feature that is one. Source: Wale, Watson & Karypis 2008; Morris et
-    al. 2020 (arXiv:2007.08663). The data has no test set of its own, so a stratified part is taken
-    for it.
+    Nodes are atoms, with one-hot features of 37 kinds; edges are bonds, each in both directions,
+    with a single feature of value 1. Source: Wale, Watson & Karypis 2008; Morris et al. 2020
+    (arXiv:2007.08663). The data has no test set, so a stratified part becomes the test set.
 
     Args:
         path: the tar archive with NCI1_A.txt, NCI1_graph_indicator.txt, NCI1_graph_labels.txt and
@@ -35,8 +35,8 @@ class NCI1(DataSource):
             variable MARGLIK_DATA names.
         test: share of all graphs that become the test set, in (0, 1).
         validation: share of the training graphs that become the validation set, in [0, 1).
-        num_train: number of training graphs to take, validation included; all if not given.
-        seed: of the choice of graphs.
+        num_train: number of training graphs to use, including validation; all if not given.
+        seed: seed of the choice of graphs.
 
     Raises:
         ValueError: if a fraction, the number or the seed is out of range.
@@ -53,8 +53,7 @@ class NCI1(DataSource):
         check_fraction("test", test, zero=False)
         check_fraction("validation", validation)
         check_seed(seed)
-        if num_train is not None and num_train < 1:
-            raise ValueError(f"num_train={num_train}: must be at least 1.")
+        check_sizes(num_train=num_train)
         self.path = path
         self.test = test
         self.validation = validation
@@ -122,21 +121,21 @@ def _assembled(files: _Files) -> tuple[Graphs, Tensor, tuple[str, ...]]:
     if len(owner) and int(owner[0]) < 0:
         raise ValueError("graph_indicator has graph 0; graphs count from 1.")
     last = int(owner[-1]) + 1 if len(owner) else 0
-    if last > len(files.graph_labels):  # whose numbers of nodes and edges would fill the memory
+    if last > len(files.graph_labels):  # checked before arrays of that size fill the memory
         raise ValueError(
             f"graph_indicator has {last} graphs, graph_labels {len(files.graph_labels)}."
         )
     if len(files.A) % 2 or len(owner) != len(files.node_labels):
         raise ValueError(
             f"A has {len(files.A)} numbers, which should be even; graph_indicator has {len(owner)} "
-            f"and node_labels {len(files.node_labels)}, which should be as many."
+            f"and node_labels {len(files.node_labels)}, which should be equal."
         )
     kinds, codes = np.unique(files.node_labels, return_inverse=True)
     names, labels = np.unique(files.graph_labels, return_inverse=True)
     senders, receivers = (torch.from_numpy(files.A) - 1).view(-1, 2).unbind(1)
     if len(senders) and int(senders.min()) < 0:
         raise ValueError("A has node 0; nodes count from 1.")
-    order = owner[senders].argsort(stable=True)  # edges lie in the order of their graphs
+    order = owner[senders].argsort(stable=True)  # `Graphs` needs edges in the order of graphs
     graphs = Graphs(
         one_hot(torch.from_numpy(codes), len(kinds)).float(),
         torch.ones(len(senders), 1),

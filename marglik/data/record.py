@@ -1,4 +1,4 @@
-"""What is remembered of data: to know it again, and to meet other data in the same form."""
+"""Records of data: to recognise it later, and to bring other data into the same form."""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -14,11 +14,13 @@ __all__ = ["as_trained", "data_record", "is_held_out", "tensors_in"]
 
 
 def data_record(splits: Splits, source: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Name, training examples, classes, and normalisation or what graphs are like, for JSON.
+    """The record of data for JSON: name, sum of the training examples, classes, and form.
+
+    The form is the shape and normalisation of images, or the number of features of graphs.
 
     Args:
         splits: the data.
-        source: how it is loaded, ``{"class_path": ..., "init_args": {...}}``.
+        source: how to load it, ``{"class_path": ..., "init_args": {...}}``.
     """
     record: dict[str, Any] = {
         "name": splits.name,
@@ -44,7 +46,7 @@ def as_trained(splits: Splits, record: dict[str, Any] | None) -> Splits:
 
     Args:
         splits: the data.
-        record: what `data_record` returned for the training data; None leaves all as it is.
+        record: what `data_record` returned for the training data; None changes nothing.
 
     Raises:
         ValueError: classes, images or graphs of another kind than those of the training data.
@@ -82,9 +84,9 @@ def as_trained(splits: Splits, record: dict[str, Any] | None) -> Splits:
 
 
 def is_held_out(splits: Splits, record: dict[str, Any] | None) -> bool:
-    """Whether there is a validation set that is known not to have been trained on.
+    """Whether there is a validation set on which the network was certainly not trained.
 
-    That is so if the training set is the one that the record is of.
+    That is so if the training set is the recorded one, as the validation set is disjoint from it.
     """
     if splits.validation is None or record is None:
         return False
@@ -92,7 +94,7 @@ def is_held_out(splits: Splits, record: dict[str, Any] | None) -> bool:
 
 
 def tensors_in(part: ImageSet | tuple[Tensor | Graphs, Tensor]) -> list[Tensor]:
-    """What a split is made of: inputs, the targets last."""
+    """The tensors of a split: inputs first, the targets last."""
     x, y = (part.images, part.labels) if isinstance(part, ImageSet) else part
     if isinstance(x, Tensor):
         return [x, y]
@@ -100,17 +102,17 @@ def tensors_in(part: ImageSet | tuple[Tensor | Graphs, Tensor]) -> list[Tensor]:
 
 
 def _sum_of_training(splits: Splits) -> str:
-    """Of the training set's inputs and targets; images as they are before normalisation."""
+    """SHA-256 sum of the training inputs and targets; of images, before normalisation."""
     return sha256_of_tensors(tensors_in(splits.train))
 
 
 def _images(splits: Splits) -> list[int] | None:
-    """(C, H, W) of images."""
+    """(C, H, W) of images; None for other data."""
     return list(splits.image_shape) if isinstance(splits, ImageSplits) else None
 
 
 def _graphs(splits: Splits) -> str | None:
-    """What graphs are like."""
+    """A description of graphs; None for other data."""
     if isinstance(splits, ImageSplits) or not isinstance(splits.train[0], Graphs):
         return None
     return described(splits.train[0])

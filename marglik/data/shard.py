@@ -7,17 +7,17 @@ __all__ = ["WHOLE", "Shard"]
 
 @dataclass(frozen=True)
 class Shard:
-    """Which contiguous part of each batch a rank has; parts differ by one example at most.
+    """The contiguous part of each batch that a rank has; sizes of parts differ by one at most.
 
     All ranks draw the same order of all examples, so that their parts together are the batch that
-    one process would have. A part is empty where a batch has fewer examples than there are ranks.
+    one process would have. Parts are empty if a batch has fewer examples than there are ranks.
 
     Args:
-        rank: from 0.
-        ranks: how many there are.
+        rank: number of the rank, from 0.
+        ranks: number of ranks.
 
     Raises:
-        ValueError: a rank that is not one of them.
+        ValueError: a rank that is not in 0..ranks - 1.
     """
 
     rank: int = 0
@@ -34,14 +34,14 @@ class Shard:
         return slice(start + first, start + last)
 
     def batches(self, num_examples: int, batch_size: int) -> list[slice]:
-        """This rank's part of each batch, in their order."""
+        """This rank's part of each batch, in order."""
         starts = range(0, num_examples, batch_size)
         return [self.of(start, min(start + batch_size, num_examples)) for start in starts]
 
     def num_examples(self, num_examples: int, batch_size: int) -> int:
-        """How many of so many examples are in this rank's parts."""
+        """The number of examples in this rank's parts of all batches."""
         return sum(part.stop - part.start for part in self.batches(num_examples, batch_size))
 
 
 WHOLE = Shard()
-"""All of each batch: one process alone."""
+"""The whole of each batch, for a single process."""

@@ -1,4 +1,4 @@
-"""What every source of data provides, and where the files of named data sets are looked for."""
+"""The interface of data sources, and the search for the files of named data sets."""
 
 import os
 from abc import ABC, abstractmethod
@@ -8,7 +8,7 @@ from typing import Any
 __all__ = ["DataSource", "local_file"]
 
 VARIABLE = "MARGLIK_DATA"
-"""Environment variable: the folder of files that no path is given for."""
+"""Environment variable with the folder of data files for which no path is given."""
 
 
 class DataSource(ABC):
@@ -22,16 +22,16 @@ class DataSource(ABC):
 def local_file(path: str | Path | None, name: str, origin: str) -> Path:
     """The file at ``path``, or without a path the file ``name`` in the folder of MARGLIK_DATA.
 
-    The environment variable is read now, and not when the package is imported.
+    The environment variable is read at each call, and not when the package is imported.
 
     Args:
-        path: as the user gave it.
-        name: of the file, as it is published.
+        path: the path that the user gave, or None.
+        name: name of the file, as it is published.
         origin: where it is published.
 
     Raises:
-        FileNotFoundError: neither is given, or there is no such file; the message says where to
-            get it.
+        FileNotFoundError: neither path nor variable is given, or there is no such file; the message
+            says where to get it.
     """
     folder = os.environ.get(VARIABLE)
     if path is None and not folder:

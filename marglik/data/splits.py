@@ -29,7 +29,7 @@ def check_fraction(argument: str, value: float, *, zero: bool = True) -> None:
 
 
 def check_seed(seed: int) -> None:
-    """Raise a ValueError unless scikit-learn takes the seed."""
+    """Raise a ValueError unless scikit-learn accepts the seed."""
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed={seed}: must lie in 0..{2**32 - 1}.")
 
@@ -37,14 +37,14 @@ def check_seed(seed: int) -> None:
 def subset(
     images: ImageSet, size: int | None, classes: tuple[str, ...], seed: int, argument: str
 ) -> ImageSet:
-    """Return ``size`` images with the class shares of all; all images if ``size`` is None.
+    """Return a stratified random subset of ``size`` images, or all images if ``size`` is None.
 
     Args:
         images: the images to choose from; the chosen ones keep their order.
         size: number of images.
         classes: class names.
-        seed: same seed, same images.
-        argument: what the user calls ``size``, for messages.
+        seed: seed of the choice.
+        argument: the user's name of ``size``, for errors.
 
     Raises:
         ValueError: if ``size`` is below the number of classes or above the number of images, or so
@@ -68,8 +68,8 @@ def subset(
     for label, name in enumerate(classes):
         if not (chosen.labels == label).any():
             raise ValueError(
-                f"{argument}={size}: class {name!r} is so rare that its share is no image at all; "
-                f"raise {argument}."
+                f"{argument}={size}: class {name!r} is so rare that it would get no image; raise "
+                f"{argument}."
             )
     return chosen
 
@@ -81,10 +81,9 @@ def split_off_validation(
     seed: int,
     argument: str = "validation",
 ) -> tuple[ImageSet, ImageSet | None]:
-    """Return the remaining training images, and the validation images or None if fraction is 0.
+    """Split off a stratified validation set; returns the rest and it, or None if the fraction is 0.
 
-    Both have the class shares of ``train``, and no image in common. ``argument`` is what the user
-    calls the fraction.
+    ``argument`` is the user's name of the fraction, for errors.
 
     Raises:
         ValueError: if either part would be smaller than the number of classes, or a class would be
@@ -113,14 +112,15 @@ AnySplits = TypeVar("AnySplits", ImageSplits, TensorSplits)
 
 
 def hold_out(splits: AnySplits, share: float, seed: int) -> AnySplits:
-    """The same data with a random share of the training examples as its validation set.
+    """The same data with a random part of the training examples as its validation set.
 
-    With the class shares of all where each example has a class. Images stay normalised as before.
+    The part is stratified if each example has a class. Mean and standard deviation of images are
+    not computed again.
 
     Args:
         splits: the data, without a validation set.
-        share: of the training examples, in (0, 1).
-        seed: same seed, same examples.
+        share: share of the training examples, in (0, 1).
+        seed: seed of the choice.
 
     Raises:
         ValueError: a share so small or so large that a part would be empty or lack a class.
@@ -141,7 +141,7 @@ def _divided(splits: AnySplits, share: float, seed: int) -> AnySplits:
         return replace(splits, train=train, validation=validation)
     x, y = splits.train
     size = round(share * len(y))
-    # Labels that do not count are of no class.
+    # Sequences and labels that do not count belong to no class.
     C = len(splits.classes or ())
     stratifies = C > 0 and y.dim() == 1 and bool(((y >= 0) & (y < C)).all())
     least = C if stratifies else 1
@@ -162,7 +162,7 @@ def _divided(splits: AnySplits, share: float, seed: int) -> AnySplits:
 def split_off(
     images: ImageSet, size: int, classes: tuple[str, ...], seed: int, cause: str
 ) -> tuple[ImageSet, ImageSet]:
-    """Return ``size`` stratified random images, and the others; both keep their order."""
+    """Return a stratified random choice of ``size`` images, and the rest, both in order."""
     chosen, rest = stratified(images.labels, size, classes, seed, cause, "image")
     return images.select(chosen), images.select(rest)
 
@@ -170,23 +170,22 @@ def split_off(
 def stratified(
     labels: Tensor, size: int, classes: tuple[str, ...], seed: int, cause: str, example: str
 ) -> tuple[Tensor, Tensor]:
-    """Return the numbers of ``size`` random examples with the class shares of all, and of the rest.
+    """Return the indices of a stratified random choice of ``size`` examples, and of the rest.
+
+    Both are in ascending order, and have the class shares of all examples.
 
     Args:
         labels: (N,) class indices.
-        size: how many examples.
+        size: number of examples to choose.
         classes: class names.
-        seed: same seed, same examples.
-        cause: the option that asks for it, for messages.
-        example: what an example is, for messages.
-
-    Returns:
-        Both ascending.
+        seed: seed of the choice.
+        cause: the option that asks for the split, for errors.
+        example: what an example is called, for errors.
 
     Raises:
         ValueError: if a class has fewer than two examples.
     """
-    # Here, because importing scikit-learn takes a second that not everyone needs.
+    # Here, since importing scikit-learn takes a second.
     from sklearn.model_selection import train_test_split
 
     counts = labels.bincount(minlength=len(classes))
@@ -209,8 +208,8 @@ def stratified(
 def pixel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and standard deviation of uint8 images (N, C, H, W) per channel, in 0..255.
 
-    Computed from the 256-bin histogram in float64, so that nothing of the images' size is
-    allocated in floating point. The standard deviation is the population's (divided by N H W).
+    Computed in float64 from a histogram with 256 bins, so that the images are never copied to
+    floating point. The standard deviation is the population's (divided by N H W).
     """
     values = torch.arange(256, dtype=torch.float64)
     mean, std = [], []

@@ -1,4 +1,4 @@
-"""Data that are tensors or graphs: their splits, batches, and files of them."""
+"""Data in tensors or graphs: splits, batches, and files."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from kfac_backend.options import TargetOptions
 from marglik.data.shard import WHOLE, Shard
 from marglik.data.source import DataSource
 from marglik.graphs import Graphs
+from marglik.sizes import check_sizes
 
 __all__ = [
     "Inputs",
@@ -33,7 +34,7 @@ Pair = tuple[Inputs, Tensor]
 
 
 class Examples(Dataset[Pair]):
-    """Inputs and targets, as many examples as there are targets."""
+    """Inputs and targets as a data set with one example per target."""
 
     def __init__(self, x: Inputs, y: Tensor) -> None:
         self.x, self.y = x, y
@@ -46,9 +47,9 @@ class Examples(Dataset[Pair]):
 
 
 class TensorBatches:
-    """Loader of batches (x, y), cut out of inputs and targets on the device, in their own dtypes.
+    """Loader of batches (x, y), selected from inputs and targets on the device, in their dtypes.
 
-    All random numbers come from ``generator``, a generator of its own on the CPU: two iterations
+    All random numbers come from ``generator``, a CPU generator of the loader's own: two iterations
     differ, and the same seed gives the same sequence of iterations on every device.
 
     Args:
@@ -56,9 +57,9 @@ class TensorBatches:
         y: targets, (N, ...).
         batch_size: B; the last batch may be smaller.
         shuffle: whether each iteration takes the examples in a new order.
-        seed: of shuffling.
+        seed: seed of shuffling.
         device: where the batches are made.
-        shard: the part of each batch that is yielded, of no example where it is empty.
+        shard: the part of each batch that is yielded; if it is empty, a batch without examples.
 
     Raises:
         ValueError: if ``batch_size`` is below 1.
@@ -75,8 +76,7 @@ class TensorBatches:
         device: torch.device | str = "cpu",
         shard: Shard = WHOLE,
     ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size}: must be at least 1.")
+        check_sizes(batch_size=batch_size)
         self.dataset = Examples(x.to(device), y.to(device))
         self.batch_size = batch_size
         self.shuffle = shuffle
@@ -93,7 +93,7 @@ class TensorBatches:
         return -(-len(self.dataset) // self.batch_size)
 
     def __iter__(self) -> Iterator[Pair]:
-        # Not a DataLoader, which would stack a batch from single examples.
+        # Not a DataLoader, which would collate each batch from single examples.
         n = len(self.dataset)
         order = torch.randperm(n, generator=self.generator) if self.shuffle else torch.arange(n)
         x, y = self.dataset.x, self.dataset.y
@@ -106,19 +106,19 @@ class TensorSplits:
     """A data set of any kind, divided: sequences, graphs, regression, several labels at once.
 
     Args:
-        train: inputs x (N, ...), or N graphs, and targets y (N, ...) to learn from.
-        validation: the same, kept out of the training examples, or None.
-        test: the same, by which nothing is chosen.
-        name: what tables and figures call the data.
-        classes: class names; label k stands for ``classes[k]``. None: targets are no class labels,
-            or nobody knows how many classes there are.
-        ignore_index: the label of targets that do not count, such as those of padding; None: all
+        train: inputs x (N, ...), or N graphs, and targets y (N, ...) to train on.
+        validation: the same for validation, disjoint from the training examples, or None.
+        test: the same for testing; nothing is chosen by it.
+        name: name of the data in tables and figures.
+        classes: class names; label k stands for ``classes[k]``. None if targets are not class
+            labels, or the number of classes is unknown.
+        ignore_index: label of targets that do not count, such as those of padding; None if all
             count.
 
     Raises:
-        ValueError: if a split has no examples, inputs and targets of different numbers, or values
-            that are not finite, if the splits differ in an example's shape or dtype, or a label has
-            no class.
+        ValueError: if a split has no examples, different numbers of inputs and targets, or values
+            that are not finite; if the splits differ in the shape or dtype of an example; or if a
+            label has no class.
     """
 
     train: Pair
@@ -152,7 +152,7 @@ class TensorSplits:
 
     @property
     def num_terms(self) -> int:
-        """Number of test targets that count: of sequences one for each position."""
+        """Number of test targets that count: for sequences, one per position."""
         y = self.test[1]
         return y.numel() if self.ignore_index is None else int((y != self.ignore_index).sum())
 
@@ -184,7 +184,7 @@ class TensorSplits:
         )
 
     def _pairs(self) -> dict[str, Pair]:
-        """The splits that there are."""
+        """The splits that are not None, by name."""
         pairs = {"train": self.train, "validation": self.validation, "test": self.test}
         return {split: pair for split, pair in pairs.items() if pair is not None}
 
@@ -229,7 +229,7 @@ class TensorSplits:
 
 
 def described(values: Inputs) -> str:
-    """What an example is like: the same for all that a network takes alike."""
+    """A description of an example that is the same for all data that a network could take."""
     if isinstance(values, Graphs):
         return (
             f"graphs with {values.nodes.shape[1]} features per node and {values.edges.shape[1]} "
@@ -245,15 +245,15 @@ OPTIONAL = ("x_validation", "y_validation")
 class TensorFile(DataSource):
     """Inputs and targets from a safetensors file, for regression or several labels at once.
 
-    The file holds ``x_train``, ``y_train``, ``x_test`` and ``y_test``, and ``x_validation`` with
-    ``y_validation`` if there is a validation set; examples come first, and shapes and dtypes are
-    otherwise free. Values are used as they are: standardise them before they are saved. Write
-    it by ``safetensors.torch.save_file({"x_train": x, ...}, path)``. Nothing is unpickled, so that
-    a file of unknown origin runs no code.
+    The file contains ``x_train``, ``y_train``, ``x_test`` and ``y_test``, and ``x_validation`` with
+    ``y_validation`` if there is a validation set. The first axis of each is the examples; other
+    axes and dtypes are free. Values are used as they are, so standardise them before saving. Write
+    the file with ``safetensors.torch.save_file({"x_train": x, ...}, path)``. Nothing is unpickled,
+    so that a file of unknown origin runs no code.
 
     Args:
         path: the file.
-        name: what tables and figures call the data; the file's name if not given.
+        name: name of the data in tables and figures; the file's name if not given.
     """
 
     def __init__(self, path: str | Path, name: str | None = None) -> None:
@@ -290,7 +290,7 @@ class TensorFile(DataSource):
         except (SafetensorError, OSError) as error:
             reason = str(error).partition("\n")[0]
             raise ValueError(
-                f"'{self.path}' is not a safetensors file, or damaged ({reason}). Write it by "
+                f"'{self.path}' is not a safetensors file, or damaged ({reason}). Write it with "
                 "safetensors.torch.save_file; if it was transferred, fetch it again."
             ) from error
 
@@ -306,6 +306,6 @@ class TensorFile(DataSource):
         unknown = sorted(names.difference(wanted))
         if unknown:
             raise ValueError(
-                f"'{self.path}' holds {', '.join(unknown)}, which nothing would read; supported "
-                f"are {', '.join(REQUIRED + OPTIONAL)}. Rename or remove what is unknown."
+                f"'{self.path}' holds {', '.join(unknown)}, which would be ignored; supported are "
+                f"{', '.join(REQUIRED + OPTIONAL)}. Rename or remove the others."
             )

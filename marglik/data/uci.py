@@ -1,4 +1,4 @@
-"""UCI regression sets with the published splits on which Bayesian networks are compared."""
+"""UCI regression data sets, with the published splits used to compare Bayesian networks."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +24,8 @@ ORIGIN = (
 class StandardisedSplits(TensorSplits):
     """Splits whose inputs and targets have mean 0 and standard deviation 1 over the training part.
 
-    A predicted mean m and variance v stand for m·target_std + target_mean and v·target_std² in the
-    target's units.
+    In the units of the targets, a predicted mean m is m·target_std + target_mean, and a variance v
+    is v·target_std².
     """
 
     train: tuple[Tensor, Tensor]
@@ -44,9 +44,9 @@ class UCI(DataSource):
     constant there become 0.
 
     Args:
-        name: of the set, as its folder is called: concrete, energy, kin8nm, naval-propulsion-plant,
+        name: name of the set's folder: concrete, energy, kin8nm, naval-propulsion-plant,
             power-plant, protein-tertiary-structure, wine-quality-red or yacht.
-        split: number of the split, from 0; there are 20, of protein 5.
+        split: number of the split, from 0; there are 20, and 5 for protein-tertiary-structure.
         path: the tar archive; if not given, uci.tar.gz in the folder that the environment variable
             MARGLIK_DATA names.
 
@@ -87,7 +87,7 @@ class UCI(DataSource):
             }
             if len(split) < 2:
                 number = sum(part.startswith("index_train_") for part in texts)
-                raise ValueError(f"there is no split {self.split}; splits 0 to {number - 1} are")
+                raise ValueError(f"there is no split {self.split}, only splits 0 to {number - 1}")
             train, test = split["train"], split["test"]
             if not (len(train) and len(test)):
                 raise ValueError(f"a part of split {self.split} is empty")
@@ -122,13 +122,13 @@ def _indices(text: str, size: int) -> np.ndarray:
     """The numbers of rows or columns that a text lists; the files have some as 3.0e+00."""
     numbers = np.array(text.split()).astype(float)
     wrong = numbers[~((numbers % 1 == 0) & (numbers >= 0) & (numbers < size))]
-    if len(wrong):  # numpy would count those below 0 from the end, and round the others
-        raise ValueError(f"index {wrong[0]:g} is out of bounds: none of 0 to {size - 1}")
+    if len(wrong):  # numpy would count negative ones from the end, and truncate fractions
+        raise ValueError(f"index {wrong[0]:g} is out of bounds: not one of 0 to {size - 1}")
     return numbers.astype(int)
 
 
 def _read(path: Path, name: str) -> dict[str, str]:
-    """The texts of a set's files, by their names without .txt."""
+    """The texts of the files of a set, by their names without .txt."""
     try:
         with open_archive(path) as archive:
             files = [m for m in whole_members(archive) if m.isfile() and m.name.endswith(".txt")]

@@ -1,4 +1,4 @@
-"""Networks for classification that K-FAC covers in every layer."""
+"""Networks for classification in which every layer has a K-FAC rule."""
 
 from marglik.models.gcn import GCN
 from marglik.models.gpt import GPT

@@ -7,6 +7,7 @@ from torch.nn.functional import relu
 
 from kfac_backend import examples_of_rows
 from marglik.graphs import Graphs, sum_by
+from marglik.sizes import check_sizes
 
 __all__ = ["GCN", "propagate"]
 
@@ -20,14 +21,14 @@ class GCN(nn.Module):
 
     Source: Kipf & Welling 2017, "Semi-Supervised Classification with Graph Convolutional Networks",
     eq. 2; without dropout, which would make the loss random. Neighbours are summed before the
-    linear layer, which gives the same numbers, so that the last layer's input is all that its
-    output depends on. Weights start as of Glorot & Bengio 2010, biases at zero.
+    linear layer, which gives the same numbers, so that the output depends only on the last layer's
+    input. Weights are initialised as in Glorot & Bengio 2010, biases to zero.
 
     Args:
         in_features: features of a node.
         num_classes: C, the number of classes.
         dim: features of a node in the hidden layers.
-        depth: number of layers: from how many steps away a node hears.
+        depth: number of layers, and so the distance from which a node receives information.
 
     Raises:
         ValueError: if an argument is below 1.
@@ -35,15 +36,7 @@ class GCN(nn.Module):
 
     def __init__(self, in_features: int, num_classes: int, dim: int = 16, depth: int = 2) -> None:
         super().__init__()
-        sizes = {
-            "in_features": in_features,
-            "num_classes": num_classes,
-            "dim": dim,
-            "depth": depth,
-        }
-        for argument, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"{argument}={value}: must be at least 1.")
+        check_sizes(in_features=in_features, num_classes=num_classes, dim=dim, depth=depth)
         self.in_features = in_features
         widths = [in_features, *[dim] * (depth - 1), num_classes]
         layers = [nn.Linear(d_in, d_out) for d_in, d_out in pairwise(widths)]
@@ -56,8 +49,8 @@ class GCN(nn.Module):
         """Return the logits (1, R, C) of the R nodes of one graph; edge features are ignored."""
         if len(graph) != 1:
             raise ValueError(
-                f"GCN got {len(graph)} graphs; it takes one, whose nodes it classifies. Take one "
-                "by graphs[0], or classify whole graphs by a GraphNetwork."
+                f"GCN got {len(graph)} graphs; it takes one, whose nodes it classifies. Select one "
+                "with graphs[0], or classify whole graphs with a GraphNetwork."
             )
         x = graph.nodes  # (R, d)
         if x.shape[1] != self.in_features:
@@ -78,7 +71,7 @@ def propagate(graph: Graphs, x: Tensor) -> Tensor:
     """Â x: for each node r, the sum of x_s / √(D_r D_s) over r itself and the s with an edge to r.
 
     A node's degree is 1 plus the number of edges to it. Undirected graphs have each edge in both
-    directions; an edge from a node to itself comes on top of the self-loop that all nodes have.
+    directions. An edge from a node to itself adds to the self-loop that all nodes have.
     """
     ones = x.new_ones(len(graph.receivers), 1)
     scale = (1 + sum_by(graph.receivers, ones, len(x))).rsqrt()  # (R, 1), D^(-1/2)

@@ -1,9 +1,10 @@
-"""Small language model: a causal transformer that predicts the next token."""
+"""A small language model: a causal transformer that predicts the next token."""
 
 import torch
 from torch import Tensor, nn
 
-from marglik.models.transformer import TransformerBlock, check_sizes
+from marglik.models.transformer import TransformerBlock, check_heads
+from marglik.sizes import check_sizes
 
 __all__ = ["GPT"]
 
@@ -15,13 +16,14 @@ class GPT(nn.Module):
     before it, and a linear layer, by default with the token embedding's weight, gives the logits.
     K-FAC sees the paper's expand setting: each of the N·R positions has a loss term.
 
-    Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". Weights
-    start at N(0, 0.02²), those that end a residual branch at N(0, 0.02² / (2 depth)), biases at
-    zero. There is no dropout, which would make the loss random.
+    Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". Weights are
+    initialised from N(0, 0.02²), those at the end of a residual branch from
+    N(0, 0.02² / (2 depth)), and biases to zero. There is no dropout, which would make the loss
+    random.
 
     Args:
         vocab_size: number of tokens; 256 for bytes.
-        context: longest sequence.
+        context: length of the longest sequence.
         dim: d, the features of a position.
         depth: number of transformer blocks, whose MLPs have 4 d hidden features.
         heads: attention heads in a block, a divisor of ``dim``.
@@ -41,7 +43,8 @@ class GPT(nn.Module):
         tied: bool = True,
     ) -> None:
         super().__init__()
-        check_sizes(dim, heads, vocab_size=vocab_size, context=context, depth=depth)
+        check_heads(dim, heads)
+        check_sizes(vocab_size=vocab_size, context=context, depth=depth)
         self.context = context
         self.token_embedding = nn.Embedding(vocab_size, dim)
         self.position_embedding = nn.Embedding(context, dim)

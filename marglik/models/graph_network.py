@@ -1,4 +1,4 @@
-"""Graph network: messages along edges, to nodes, and to the graph as a whole."""
+"""A graph network: messages pass along edges, to nodes, and to the graph as a whole."""
 
 import torch
 from torch import Tensor, nn
@@ -6,6 +6,7 @@ from torch.nn.functional import relu
 
 from kfac_backend import examples_of_rows
 from marglik.graphs import Graphs, sum_by
+from marglik.sizes import check_sizes
 
 __all__ = ["GraphNetwork", "GraphNetworkBlock", "Update"]
 
@@ -68,13 +69,13 @@ class GraphNetwork(nn.Module):
     """Logits of a graph network with features of edges, nodes and whole graphs.
 
     Nodes and edges are embedded linearly and normalised, blocks pass messages, and the graph's
-    features are classified. Graphs have no features of their own at the beginning. All layers on
-    edges and nodes say which graph each row belongs to (`kfac_backend.examples_of_rows`).
+    features are classified. Graphs start without features of their own. All layers on edges and
+    nodes run in `kfac_backend.examples_of_rows`, which says which graph each row belongs to.
 
     Sources: Battaglia et al. 2018, "Relational inductive biases, deep learning, and graph
     networks"; Eschenhagen et al. 2023 (arXiv:2311.00636), appendix on graph neural networks, whose
-    benchmark has these updates (a linear layer, LayerNorm, ReLU), too. Weights start as of He et
-    al. 2015, biases at zero.
+    benchmark uses the same updates (a linear layer, LayerNorm, ReLU). Weights are initialised as in
+    He et al. 2015, biases to zero.
 
     Args:
         node_features: d_v, features of a node.
@@ -96,19 +97,12 @@ class GraphNetwork(nn.Module):
         depth: int = 2,
     ) -> None:
         super().__init__()
-        sizes = {
-            "node_features": node_features,
-            "num_classes": num_classes,
-            "edge_features": edge_features,
-            "dim": dim,
-            "depth": depth,
-        }
-        for argument, value in sizes.items():
-            if value < 1:
-                hint = " Where there are no features, give each a single one."
-                raise ValueError(
-                    f"{argument}={value}: must be at least 1.{hint * argument.endswith('features')}"
-                )
+        check_sizes(num_classes=num_classes, dim=dim, depth=depth)
+        check_sizes(
+            "Where there are no features, give each a single one.",
+            node_features=node_features,
+            edge_features=edge_features,
+        )
         self.node_features = node_features
         self.edge_features = edge_features
         self.node_encoder = nn.Sequential(nn.Linear(node_features, dim), nn.LayerNorm(dim))

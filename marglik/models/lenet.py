@@ -3,6 +3,8 @@
 from torch import Tensor, nn
 from torch.nn.functional import max_pool2d, relu
 
+from marglik.sizes import check_sizes
+
 __all__ = ["LeNet"]
 
 
@@ -32,9 +34,7 @@ class LeNet(nn.Module):
                 f"image_size={image_size}: LeNet halves the resolution twice and needs at least 4 "
                 "pixels a side; enlarge the images or use an MLP."
             )
-        for argument, value in {"num_classes": num_classes, "in_channels": in_channels}.items():
-            if value < 1:
-                raise ValueError(f"{argument}={value}: must be at least 1.")
+        check_sizes(num_classes=num_classes, in_channels=in_channels)
         self.in_channels = in_channels
         self.image_size = image_size
         pooled = image_size // 2 // 2  # each pooling drops an odd last row and column

@@ -3,7 +3,9 @@
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
-__all__ = ["SelfAttention", "TransformerBlock", "check_sizes"]
+from marglik.sizes import check_sizes
+
+__all__ = ["SelfAttention", "TransformerBlock", "check_heads"]
 
 
 class SelfAttention(nn.Module):
@@ -59,14 +61,11 @@ class TransformerBlock(nn.Module):
         return x + self.fc2(gelu(self.fc1(self.norm2(x))))
 
 
-def check_sizes(dim: int, heads: int, **others: int) -> None:
-    """Raise a ValueError unless all sizes are at least 1 and ``heads`` divides ``dim``."""
-    for argument, value in {"dim": dim, "heads": heads, **others}.items():
-        if value < 1:
-            raise ValueError(f"{argument}={value}: must be at least 1.")
+def check_heads(dim: int, heads: int) -> None:
+    """Raise a ValueError unless both are at least 1 and ``heads`` divides ``dim``."""
+    check_sizes(dim=dim, heads=heads)
     if dim % heads:
         divisors = ", ".join(str(h) for h in range(1, dim + 1) if dim % h == 0)
         raise ValueError(
-            f"heads={heads} does not divide dim={dim}, so that the heads would differ in size; "
-            f"choose one of {divisors}, or another dim."
+            f"heads={heads} does not divide dim={dim}; choose one of {divisors}, or another dim."
         )

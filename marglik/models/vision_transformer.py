@@ -1,4 +1,4 @@
-"""Vision transformer: self-attention among the patches of an image."""
+"""A vision transformer: self-attention among the patches of an image."""
 
 from typing import Literal, get_args
 
@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend import register_parameters
-from marglik.models.transformer import SelfAttention, TransformerBlock, check_sizes
+from marglik.models.transformer import SelfAttention, TransformerBlock, check_heads
+from marglik.sizes import check_sizes
 
 __all__ = ["VisionTransformer"]
 
@@ -17,13 +18,14 @@ Pool = Literal["mean", "class_token"]
 class VisionTransformer(nn.Module):
     """Logits of a vision transformer for small images.
 
-    Each patch becomes a position with d features, to which a learned position embedding is added;
-    transformer blocks mix the positions, and the normalised class token, or the mean of all
-    normalised positions, is classified. K-FAC sees the paper's reduce setting: R positions share
-    the weights, and one loss term is left of them.
+    Each patch becomes a position with d features, to which a learned position embedding is added.
+    Transformer blocks mix the positions, and the normalised class token, or the mean of all
+    normalised positions, is classified. K-FAC sees the paper's reduce setting: the R positions of
+    an example share the weights, and have one loss term together.
 
-    Source: Dosovitskiy et al. 2021, "An Image Is Worth 16x16 Words". Weights start uniform as of
-    Glorot & Bengio 2010, biases and the class token at zero, the position embedding at N(0, 0.02²).
+    Source: Dosovitskiy et al. 2021, "An Image Is Worth 16x16 Words". Weights are initialised
+    uniformly as in Glorot & Bengio 2010, biases and the class token to zero, the position embedding
+    from N(0, 0.02²).
 
     Args:
         num_classes: C, the number of classes.
@@ -34,7 +36,7 @@ class VisionTransformer(nn.Module):
         depth: number of transformer blocks.
         heads: attention heads in a block, a divisor of ``dim``.
         mlp_ratio: width of the blocks' hidden layer, in units of ``dim``.
-        pool: what is classified: "mean" of the positions, or "class_token", a position of its own.
+        pool: what is classified: the "mean" of the positions, or an additional "class_token".
 
     Raises:
         ValueError: if a size is below 1, ``patch_size`` does not divide ``image_size``, ``heads``
@@ -54,9 +56,8 @@ class VisionTransformer(nn.Module):
         pool: Pool = "mean",
     ) -> None:
         super().__init__()
+        check_heads(dim, heads)
         check_sizes(
-            dim,
-            heads,
             num_classes=num_classes,
             in_channels=in_channels,
             image_size=image_size,

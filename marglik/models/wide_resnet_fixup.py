@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn.functional import relu
 
 from kfac_backend.layers import Bias, Scale
+from marglik.sizes import check_sizes
 
 __all__ = ["FixupBlock", "WideResNetFixup"]
 
@@ -62,9 +63,10 @@ class FixupBlock(nn.Module):
 class WideResNetFixup(nn.Module):
     """Logits of a wide residual network with Fixup instead of batch normalisation.
 
-    Batch normalisation ties the examples of a batch together, so that there is no curvature per
-    example; Fixup trains as deep a network without it. WRN-16-4 for ten classes has 2,745,306
-    parameters in 50 tensors. At initialisation all logits are zero.
+    Batch normalisation makes the loss of an example depend on the other examples of its batch, so
+    that the curvature is not a sum over examples. Fixup makes networks of this depth trainable
+    without it. WRN-16-4 for ten classes has 2,745,306 parameters in 50 tensors. At initialisation
+    all logits are zero.
 
     Sources: Zagoruyko & Komodakis 2016, "Wide Residual Networks"; Zhang, Dauphin & Ma 2019, "Fixup
     Initialization: Residual Learning Without Normalization". With k×k kernels and L blocks:
@@ -95,14 +97,7 @@ class WideResNetFixup(nn.Module):
                 f"depth={depth}: a wide residual network has 6 n + 4 layers with n >= 1 blocks in "
                 "each of its three stages; choose 10, 16, 22, 28, 34, 40, ..."
             )
-        sizes = {
-            "widen_factor": widen_factor,
-            "num_classes": num_classes,
-            "in_channels": in_channels,
-        }
-        for argument, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"{argument}={value}: must be at least 1.")
+        check_sizes(widen_factor=widen_factor, num_classes=num_classes, in_channels=in_channels)
         n = (depth - 4) // 6
         widths = [16, 16 * widen_factor, 32 * widen_factor, 64 * widen_factor]
         self.conv = nn.Conv2d(in_channels, widths[0], 3, padding=1, bias=False)

@@ -25,7 +25,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class EvidenceTerms:
-    """What the evidence needs of a fitted network, all independent of the hyperparameters."""
+    """What the evidence needs of a fitted network; independent of the hyperparameters."""
 
     spectra: Spectra
     """The eigenvalues of each block of the curvature at σ = 1."""
@@ -36,14 +36,15 @@ class EvidenceTerms:
     loss: float
     """Σ ℓ over the data (nats) at σ = 1."""
     num_targets: float
-    """Scalars in all targets, N·C for one loss term per example; regression's normaliser."""
+    """Number of scalars in all targets, N·C with one loss term per example; the Gaussian's
+    normaliser of regression needs it."""
     likelihood: Likelihood
 
     @classmethod
     def from_factors(
         cls, factors: KroneckerFactors, mean: Tensor, prior_mean: Tensor | float = 0.0
     ) -> "EvidenceTerms":
-        """From the factors at the parameters ``mean`` (P,), in the order of the blocks."""
+        """The terms of factors at the parameters ``mean`` (P,), both in ``parameters()`` order."""
         sizes = [block.numel for block in factors.blocks.values()]
         parts = (mean - prior_mean).double().split(sizes)
         return cls(
@@ -59,7 +60,7 @@ class EvidenceTerms:
 def log_likelihood(
     terms: EvidenceTerms, sigma_noise: Tensor | float = 1.0, temperature: Tensor | float = 1.0
 ) -> Tensor:
-    """Log p(D|θ*) / T (nats), with the Gaussian's normaliser for regression, tempered too."""
+    """Log p(D|θ*) / T (nats, a sum over the data); for regression with its normaliser, also / T."""
     sigma = _float64(sigma_noise, terms)
     value = -terms.loss / sigma.square()
     if terms.likelihood == "regression":
@@ -73,18 +74,20 @@ def log_marginal_likelihood(
     sigma_noise: Tensor | float = 1.0,
     temperature: Tensor | float = 1.0,
 ) -> Tensor:
-    """The Laplace evidence (nats), a float64 scalar, differentiable in all three hyperparameters.
+    """The Laplace evidence (nats, a sum over the data), a float64 scalar.
+
+    Differentiable in all three hyperparameters.
 
     Args:
         terms: the fitted network.
         prior_precision: δ > 0, a scalar or one per block (B,); includes N, see `prior`.
-        sigma_noise: σ > 0, regression only.
+        sigma_noise: σ > 0; 1 unless the likelihood is regression.
         temperature: T > 0.
 
     Raises:
-        ValueError: a precision of wrong length, a hyperparameter that is not positive, noise other
+        ValueError: a precision of wrong length, a hyperparameter that is not positive, or a σ other
             than 1 for another likelihood than regression.
-        FloatingPointError: an evidence that is not finite, naming the block.
+        FloatingPointError: the evidence is not finite; the error names the block.
     """
     sigma = _float64(sigma_noise, terms)
     T = _float64(temperature, terms)
@@ -123,7 +126,7 @@ def log_det_posterior_precision(
     sigma_noise: Tensor | float = 1.0,
     temperature: Tensor | float = 1.0,
 ) -> Tensor:
-    """Log det(H/(σ²T) + P₀), a float64 scalar, differentiable as the evidence is."""
+    """Log det(H/(σ²T) + P₀), a float64 scalar, differentiable in all three hyperparameters."""
     delta, ratio = _precision_and_ratio(terms, prior_precision, sigma_noise, temperature)
     return (terms.spectra.log_det_ratio(ratio) + terms.sizes * delta.log()).sum()
 
@@ -163,6 +166,6 @@ def _why_not_finite(terms: EvidenceTerms, delta: Tensor) -> str:
             return (
                 f"The evidence is not finite: block {b} has eigenvalues up to {largest:.3g}, "
                 f"‖θ‖² = {terms.squared_norms[b]:.3g}, prior precision {delta[b]:.3g}. Likely "
-                "causes: diverged training, or too large a step on the hyperparameters."
+                "causes: training has diverged, or the step on the hyperparameters is too large."
             )
     return f"The evidence is not finite: the loss is {terms.loss}. Training has diverged."

@@ -1,4 +1,4 @@
-"""The hyperparameters, log δ per group and log σ, and the two ways to climb the evidence."""
+"""The hyperparameters, log δ per group and log σ, and two methods that raise the evidence."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
@@ -13,8 +13,8 @@ __all__ = ["Hyperparameters", "Laplace", "UpdateMethod"]
 
 UpdateMethod = Literal["adam", "mackay"]
 
-# MacKay's fixed point has no finite value for a group that is zero, or that the data ignores. These
-# bounds are far outside of any precision that a trained network has.
+# MacKay's fixed point δ = γ/‖θ‖² is infinite for a group whose parameters are all zero, and 0 for
+# one that the data ignores. These bounds are far outside the precisions of trained networks.
 SMALLEST_PRECISION, LARGEST_PRECISION = 1e-6, 1e10
 
 
@@ -29,18 +29,21 @@ class Laplace(Protocol):
 
 
 class Hyperparameters:
-    """log δ and log σ, in float64, with Adam's state kept from update to update.
+    """log δ and log σ, in float64, and how they are learned.
+
+    They outlive the Laplace approximations: each update fits a new one, and goes on from the values
+    of the last update with the same state of Adam.
 
     Args:
         groups: which tensor belongs to which group.
-        prior_precision: first δ, one number or one per group; includes N.
-        sigma_noise: first σ.
+        prior_precision: initial δ, one number or one per group; includes N.
+        sigma_noise: initial σ.
         learn_sigma_noise: whether σ is learned (regression).
         method: "adam", gradient steps on the logarithms; "mackay", the fixed point
             δ = γ / ‖θ‖², σ² = 2·loss / (number of targets − Σγ), of MacKay 1992, "Bayesian
             interpolation".
-        lr: Adam's step size.
-        device: where the values live.
+        lr: Adam's step size on the logarithms.
+        device: device of the values.
     """
 
     def __init__(
@@ -80,13 +83,13 @@ class Hyperparameters:
         return self._log_sigma.detach().exp()
 
     def set(self, prior_precision: Tensor, sigma_noise: Tensor) -> None:
-        """Go back to these values."""
+        """Replace the values; Adam's state stays."""
         with torch.no_grad():
             self._log_delta.copy_(prior_precision.log())
             self._log_sigma.copy_(sigma_noise.log())
 
     def state_dict(self) -> dict[str, Any]:
-        """Values and Adam's state, as torch's modules and optimisers have it."""
+        """The values and Adam's state."""
         return {
             "log_delta": self._log_delta.detach().clone(),
             "log_sigma": self._log_sigma.detach().clone(),
@@ -94,21 +97,30 @@ class Hyperparameters:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         with torch.no_grad():
             self._log_delta.copy_(state["log_delta"])
             self._log_sigma.copy_(state["log_sigma"])
         self._adam.load_state_dict(state["adam"])
 
     def tensors(self) -> list[Tensor]:
-        """Values and Adam's moments themselves: all that an update changes but for its count."""
+        """The values and Adam's moments, not copied; an update changes these and a step count."""
         moments = [
             state[name] for state in self._adam.state.values() for name in ("exp_avg", "exp_avg_sq")
         ]
         return [self._log_delta, self._log_sigma, *moments]
 
     def update(self, laplace: Laplace, steps: int) -> list[float]:
-        """Climb a fitted network's evidence; returns it (nats) before each step, and at last."""
+        """Take steps that raise the evidence; returns it (nats) before each step and at the end.
+
+        Args:
+            laplace: a fitted Laplace approximation; its hyperparameters become the new ones.
+            steps: number of steps.
+
+        Raises:
+            TypeError: method "mackay" with another Laplace approximation than marglik's.
+            FloatingPointError: the evidence is not finite.
+        """
         if self.method == "mackay" and not hasattr(laplace, "evidence_terms"):
             raise TypeError(
                 f"method 'mackay' needs marglik.KronLaplace, not {type(laplace).__name__}; use "
@@ -135,8 +147,8 @@ class Hyperparameters:
         evidence = laplace.log_marginal_likelihood(delta, sigma)
         if not torch.isfinite(evidence):
             raise FloatingPointError(
-                f"The evidence is {evidence.item()}. Likely causes: diverged training, or too "
-                "large a step on the hyperparameters."
+                f"The evidence is {evidence.item()}. Likely causes: training has diverged, or the "
+                "step on the hyperparameters is too large."
             )
         return evidence
 
@@ -145,7 +157,7 @@ class Hyperparameters:
         terms = laplace.evidence_terms  # pyright: ignore[reportAttributeAccessIssue]
         gamma = laplace.effective_parameters()  # pyright: ignore[reportAttributeAccessIssue]
         norms = self.groups.sum_over_tensors(terms.squared_norms)
-        tiny = torch.finfo(norms.dtype).tiny
+        tiny = torch.finfo(norms.dtype).tiny  # of zero parameters: no 0/0
         delta = self.groups.sum_over_tensors(gamma) / norms.clamp(min=tiny)
         self._log_delta.copy_(delta.clamp(SMALLEST_PRECISION, LARGEST_PRECISION).log())
         if self.learn_sigma_noise:

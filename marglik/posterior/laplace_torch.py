@@ -1,6 +1,6 @@
 """`KronLaplace`: the posterior with the interface of laplace-torch's class of that name.
 
-What trains, fits and predicts does without it, and so without laplace-torch.
+Training, fitting and predicting use `Posterior` instead, and so do not import laplace-torch.
 """
 
 from typing import Any, cast
@@ -31,12 +31,12 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
 
     - `fit` counts the examples it sees instead of asking ``len(loader.dataset)``, and leaves the
       model in the mode it was in; predictions run in eval mode and restore the mode, too.
-    - The evidence uses eigenvalues in float64, computed once; eigenvectors wait until a predictive
-      asks for them.
+    - The evidence uses eigenvalues in float64, computed once; eigenvectors are computed when a
+      predictive first needs them.
     - The linearised predictives need no Jacobian, see `Posterior.output_distribution`. Sampled
-      parameters are passed to the network; its own stay the MAP's, also where a prediction fails.
-    - With a temperature T the whole log-likelihood is divided by T, regression's normaliser
-      included (laplace-torch leaves the normaliser as it is).
+      parameters are passed to the network; its own remain the MAP's, even if a prediction fails.
+    - A temperature T divides the whole log-likelihood, including regression's normaliser
+      (laplace-torch does not divide the normaliser).
 
     Args:
         model: the network at its MAP parameters; frozen parameters have no posterior.
@@ -52,8 +52,8 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
         damping: add √δ to both factors' eigenvalues instead of δ to their products.
         backend_kwargs: keywords of the backend: ``stochastic``, ``num_samples``, ``generator``,
             ``process_group``, and the options of `CurvatureOptions`.
-        asdl_fisher_kwargs: what laplace-torch forwards to ``backend.kron``.
-        kfac_approx: a mode, "auto" or modes by layers' names; the backend's own if None.
+        asdl_fisher_kwargs: keywords that laplace-torch forwards to ``backend.kron``.
+        kfac_approx: a mode, "auto", or modes by layer name; None keeps the backend's.
     """
 
     # laplace-torch finds classes by this key among all subclasses: ours must not shadow its own.
@@ -98,7 +98,7 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
         laplace.KronLaplace.__init__(
             self,
             model,
-            # laplace-torch does not know Bernoulli's, whose every use is overridden.
+            # laplace-torch does not know "bernoulli"; every use of its likelihood is overridden.
             "classification" if likelihood == "bernoulli" else likelihood,
             sigma_noise,
             prior_precision,
@@ -112,7 +112,8 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
             kwargs,
             settings,
         )
-        # Made now, while laplace-torch knows the likelihood.
+        # Now, since laplace-torch creates the backend from its own likelihood, which
+        # Posterior.__init__ replaces.
         of_backend = cast(KfacInterface, self.backend)
         Posterior.__init__(
             self,
@@ -129,7 +130,7 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
         )
 
     def restore(self, factors: KroneckerFactors) -> None:
-        """Be fitted, with these factors; with ``enable_backprop`` the mean keeps its graph."""
+        """Take these factors as the fit; with ``enable_backprop`` the mean stays in the graph."""
         super().restore(factors)
         if self.enable_backprop:
             self.mean = parameter_vector(self.params)
@@ -146,7 +147,7 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
     @property
     def H(self) -> EigenKron:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The curvature with eigenvectors, computed when first asked for."""
-        factors = self._fitted()
+        factors = self.fitted_factors()
         if self._decomposed is None:
             self._decomposed = EigenKron.from_factors(factors, self._dtype, self.damping)
         return self._decomposed
@@ -181,7 +182,7 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
     def _glm_predictive_distribution(
         self, X: Any, joint: bool = False, diagonal_output: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """The name laplace-torch has for `output_distribution`; by Jacobians where it must be."""
+        """`output_distribution` under laplace-torch's name; Jacobians if joint or for autograd."""
         if joint or self.enable_backprop:
             return super()._glm_predictive_distribution(X, joint, diagonal_output)
         f, covariance = self.output_distribution(X, variance_only=diagonal_output)
@@ -194,7 +195,7 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
         generator: torch.Generator | None = None,
         **model_kwargs: Any,
     ) -> Tensor:
-        """Outputs (S, N, C) of sampled networks; laplace-torch's writes samples into the model."""
+        """Outputs (S, N, C) of sampled networks, without writing samples into the model."""
         x = to_device(X, self._device)
         outputs = (
             self._sampled_outputs(sample, x, **model_kwargs)
@@ -205,7 +206,7 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
     def _nn_predictive_classification(
         self, X: Any, n_samples: int = 100, **model_kwargs: Any
     ) -> Tensor:
-        """Mean class probabilities (N, C) of sampled networks, which are held one at a time."""
+        """Mean class probabilities (N, C) of sampled networks, with one in memory at a time."""
         x = to_device(X, self._device)
         total: Any = 0.0
         for sample in self.sample(n_samples):
@@ -214,11 +215,11 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
         return total / n_samples
 
     def _sampled_outputs(self, sample: Float[Tensor, "P"], x: Any, **model_kwargs: Any) -> Tensor:
-        """The network's output at x, in float32 at least, with a sample as its parameters."""
+        """The network's output at x with a sample as its parameters, at least in float32."""
         parts = sample.split([p.numel() for p in self.params])
         values = {
             name: part.view_as(p).to(p.dtype)
-            for name, p, part in zip(self._fitted().blocks, self.params, parts, strict=True)
+            for name, p, part in zip(self.fitted_factors().blocks, self.params, parts, strict=True)
         }
         f = call_with(self.model, values, x, keywords=model_kwargs)
         check_output(f)
@@ -239,16 +240,17 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
     def _refuse_bernoulli(self) -> None:
         if self.likelihood == "bernoulli":
             raise NotImplementedError(
-                "laplace-torch's predictives do not know likelihood 'bernoulli'; use "
+                "laplace-torch's predictives do not support likelihood 'bernoulli'; use "
                 "marglik.laplace_predictive(laplace)(x)."
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """laplace-torch's state, with our factors' under "H": `torch.load` reads it at its default.
+        """laplace-torch's state, with the factors under "H"; `torch.load` reads it by default.
 
-        Without the network's frozen parameters and buffers; see `marglik.save_posterior`.
+        It does not include the network's frozen parameters and buffers; `marglik.save_posterior`
+        does.
         """
-        factors = self._fitted()
+        factors = self.fitted_factors()
         return super().state_dict() | {"H": factors.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -261,7 +263,7 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
         factors.check_alignment(self.model)
         if state_dict["likelihood"] != self.likelihood:
             raise ValueError(
-                f"The state is of likelihood {state_dict['likelihood']!r}, this object of "
+                f"The state is for likelihood {state_dict['likelihood']!r}, this object for "
                 f"{self.likelihood!r}."
             )
         for name in ("mean", "prior_mean", "prior_precision", "sigma_noise", "temperature"):

@@ -1,8 +1,9 @@
-"""The Laplace posterior: a Gaussian around a trained network, with the curvature's inverse.
+"""The Laplace posterior: a Gaussian at the network's parameters, with Kronecker-factored precision.
 
-p(θ | D) ≈ N(θ*, (H/(σ²T) + P₀)⁻¹), block by block, H the Kronecker-factored GGN and P₀ the prior's
-precision δ for each tensor. Its evidence needs eigenvalues alone; eigenvectors are computed when a
-prediction first asks for them. `KronLaplace` is this posterior with laplace-torch's interface.
+p(θ | D) ≈ N(θ*, (H/(σ²T) + P₀)⁻¹), block by block: H is the Kronecker-factored GGN, a sum over the
+data, and P₀ the prior precision δ of each tensor. The evidence needs only eigenvalues; eigenvectors
+are computed when a prediction first needs them. `KronLaplace` is this posterior with the interface
+of laplace-torch.
 """
 
 from collections.abc import Collection, Iterable
@@ -40,15 +41,22 @@ __all__ = ["Posterior", "check_num_samples", "parameter_vector"]
 
 
 def parameter_vector(parameters: Iterable[Tensor]) -> Tensor:
-    """All entries one after the other, (P,), whatever the parameters' memory format.
+    """All parameters concatenated, (P,), each in row-major order whatever its memory format.
 
-    `torch.nn.utils.parameters_to_vector` of torch 2.11 refuses weights in channels_last.
+    `torch.nn.utils.parameters_to_vector` of torch 2.11 raises on weights in channels_last.
     """
     return torch.cat([p.reshape(-1) for p in parameters])
 
 
 class Posterior:
     """The Gaussian posterior N(θ*, (H/(σ²T) + P₀)⁻¹) of a network's trainable parameters.
+
+    `fit`, or `restore` with factors that are known already, sets the curvature H and takes θ* from
+    the model. From these everything else is computed when it is first asked for, and kept: what
+    the evidence needs, eigenvectors, functions that compute output covariances. A new fit drops all
+    of it. A new δ, σ or T keeps eigenvalues and eigenvectors, which belong to H alone, but not the
+    covariance functions, and hides the calibrations, which were found for the old values. So
+    hyperparameters can be set at any time, and trying out many of them is cheap.
 
     `fit` and predictions run the model in eval mode and restore the mode that it was in. N is the
     number of examples that `fit` saw. A temperature T divides the whole log-likelihood, including
@@ -58,16 +66,16 @@ class Posterior:
         model: the network at its MAP parameters; frozen parameters have no posterior.
         likelihood: "classification", "regression" or "bernoulli".
         options: all options of the curvature pass.
-        prior_precision: δ, a scalar or one per trainable tensor; it refers to the sum over the data
-            (weight decay · N / T), see `marglik.posterior.prior`.
+        prior_precision: δ, a scalar or one per trainable tensor. It is the precision beside the
+            likelihood of the whole data set (weight decay · N / T), see `marglik.posterior.prior`.
         prior_mean: μ of the prior, one number or one per parameter (P,).
         sigma_noise: σ of regression.
         temperature: T; the likelihood is raised to the power 1/T.
         damping: whether √δ is added to the eigenvalues of each factor, instead of δ to their
             products.
-        generator: source of fisher="mc"'s labels, on the model's device.
-        process_group: the ranks of `torch.distributed` that `fit` has a shard of the data on each;
-            None for this process alone.
+        generator: source of the labels that fisher="mc" draws, on the model's device.
+        process_group: the ranks of `torch.distributed` that fit together, each with a shard of the
+            data; None for this process alone.
 
     Raises:
         ValueError: an option that is not supported, or a hyperparameter that is not positive.
@@ -93,7 +101,7 @@ class Posterior:
         check_module(model)
         options.check(likelihood)
         self.ranks = Ranks(process_group)
-        """Those that fit together."""
+        """The ranks that fit together."""
         self.model = model
         self.likelihood: Likelihood = likelihood
         self.options = options
@@ -125,7 +133,7 @@ class Posterior:
 
     @property
     def _dtype(self) -> torch.dtype:
-        """That of the parameters with a posterior: adapters may be more exact than their base."""
+        """The widest dtype of trainable parameters: adapters may be wider than a frozen base."""
         dtypes = {p.dtype for p in self.params}
         return reduce(torch.promote_types, dtypes or {next(self.model.parameters()).dtype})
 
@@ -181,16 +189,17 @@ class Posterior:
 
     @property
     def _hyperparameters(self) -> tuple:
-        """All that the covariance depends on besides the factors."""
+        """What the covariance depends on besides the factors, as values that can be compared."""
         delta = tuple(self.prior_precision.tolist())
         return delta, self.sigma_noise.item(), self.temperature, self.damping
 
     @property
     def calibrations(self) -> dict[str, dict[str, Any]]:
-        """A predictive's label -> what `marglik.calibrate` found for it, as plain data.
+        """Label of a predictive -> what `marglik.calibrate` found for it, as plain data.
 
-        Saved with the posterior. It applies to this fit and these hyperparameters; others have
-        none. Set it as a whole.
+        Saved with the posterior. Calibrations hold for the hyperparameters at which they were set:
+        the mapping is empty while these are others. Assign a whole mapping; the one returned is a
+        copy.
         """
         found, at = self._calibrations
         return dict(found) if at == self._hyperparameters else {}
@@ -209,20 +218,20 @@ class Posterior:
         *,
         corrected: bool = False,
     ) -> None:
-        """Compute the curvature at the model's present parameters.
+        """Compute the curvature at the model's current parameters.
 
-        With several ranks of `torch.distributed` all call it, each with its shard of the data, and
-        all end with the posterior of all the data; see `kronecker_factors`.
+        With several ranks of `torch.distributed` all of them call this, each with its shard of the
+        data, and all end with the posterior of all the data; see `kronecker_factors`.
 
         Args:
             train_loader: any iterable of batches (x, y), or of mappings.
-            override: whether earlier data is forgotten; False adds the new data to it.
+            override: whether to forget earlier data; False adds the new data to it.
             progress_bar: whether to show a progress bar.
-            corrected: make a second pass over the data, for the exact blocks' eigenvalues in the
-                factors' eigenbasis, see `kfac_backend.corrected_factors`.
+            corrected: whether to make a second pass over the data, which computes the diagonal of
+                the exact blocks in the factors' eigenbasis; see `kfac_backend.corrected_factors`.
 
         Raises:
-            ValueError: corrected eigenvalues with damping, or added to what was fitted before.
+            ValueError: corrected eigenvalues with damping, or with override=False after a fit.
             TypeError: corrected eigenvalues of data that can be read only once.
         """
         if corrected:
@@ -249,16 +258,18 @@ class Posterior:
                 )
         if not override and self.factors is not None:
             factors = self.factors + factors
-        if self.ranks.size > 1:  # now, while all are here: the evidence may be asked for by one
+        if self.ranks.size > 1:
+            # Sharing the work needs all ranks, and all are here now. Later one rank alone may ask
+            # for the evidence.
             compute_eigenvalues(factors.blocks.values(), self.ranks)
         self.restore(factors)
 
     def restore(self, factors: KroneckerFactors) -> None:
-        """Take these factors as the curvature at the model's present parameters.
+        """Take these factors as the curvature at the model's current parameters.
 
         Raises:
-            ValueError: the factors are not of this model's trainable parameters, or corrected ones
-                with damping.
+            ValueError: factors of other parameters than the model's trainable ones, or corrected
+                factors with damping.
         """
         factors.check_alignment(self.model)
         if factors.is_corrected:
@@ -270,22 +281,22 @@ class Posterior:
     def _check_corrected(self, adds: bool = False) -> None:
         if self.damping:
             raise ValueError(
-                "damping adds √δ to the eigenvalues of both factors, and corrected eigenvalues are "
-                "no products of such. Make the posterior with damping=False, or take factors that "
-                "are not corrected."
+                "damping adds √δ to the eigenvalues of both factors, but corrected eigenvalues are "
+                "not products of eigenvalues of factors. Make the posterior with damping=False, or "
+                "use factors that are not corrected."
             )
         if adds:
             raise ValueError(
-                "override=False adds data, which changes the eigenvectors that eigenvalues are "
-                "corrected for. Fit with all the data at once, or with corrected=False."
+                "override=False adds data, which changes the eigenvectors; corrected eigenvalues "
+                "hold for the old ones. Fit with all the data at once, or with corrected=False."
             )
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Self:
-        """This posterior, moved in place together with its network, as torch's modules are.
+        """Move the posterior and its network in place, as torch's modules do; returns itself.
 
-        The factors keep at least float32.
+        The factors stay at least in float32, in which eigenvalues are computed.
         """
         self.model.to(device, dtype)
         for name in ("_prior_precision", "_prior_mean", "_sigma_noise", "mean"):
@@ -304,14 +315,19 @@ class Posterior:
         self._forget()
 
     def _forget(self) -> None:
-        """Drop everything that was computed from factors that are no longer valid."""
+        """Drop everything that was computed from factors; they are new, or on another device."""
         self._eigen: dict[str, EigenBlock] = {}
         self._covariances: dict[Any, tuple[tuple, OutputCovariance | LastLayerCovariance]] = {}
         self._joint: tuple[tuple, JointCovariance] | None = None
         self._terms: EvidenceTerms | None = None
         self._means: tuple[Tensor, ...] = ()
 
-    def _fitted(self) -> KroneckerFactors:
+    def fitted_factors(self) -> KroneckerFactors:
+        """The factors of the fit.
+
+        Raises:
+            AttributeError: the posterior is not fitted.
+        """
         if self.factors is None:
             raise AttributeError("The Laplace approximation is not fitted; call fit() first.")
         return self.factors
@@ -320,9 +336,9 @@ class Posterior:
 
     @property
     def evidence_terms(self) -> EvidenceTerms:
-        """What the evidence needs, computed when it is first asked for."""
-        factors, means = self._fitted(), (self.mean, self.prior_mean)
-        # The norms ‖θ − μ‖² depend on both means; if one was replaced, they are computed again.
+        """What the evidence needs of the fit, independent of δ, σ and T; computed once."""
+        factors, means = self.fitted_factors(), (self.mean, self.prior_mean)
+        # The norms ‖θ − μ‖² depend on both means; they are computed again if either was replaced.
         if self._terms is None or any(a is not b for a, b in zip(means, self._means, strict=True)):
             mean, prior_mean = (m.detach() for m in means)
             self._terms = EvidenceTerms.from_factors(factors, mean, prior_mean)
@@ -334,11 +350,12 @@ class Posterior:
     ) -> Tensor:
         """The log marginal likelihood (nats, a sum over the data), a float64 scalar.
 
-        It is differentiable in the arguments that are passed.
+        It is differentiable in the arguments that are passed. They become the posterior's own
+        hyperparameters, as in laplace-torch.
 
         Args:
-            prior_precision: replaces δ, a scalar or one per trainable tensor.
-            sigma_noise: replaces σ.
+            prior_precision: the new δ, a scalar or one per trainable tensor.
+            sigma_noise: the new σ.
 
         Raises:
             AttributeError: the posterior is not fitted.
@@ -352,6 +369,8 @@ class Posterior:
             self.prior_precision = prior_precision
         if sigma_noise is not None:
             self.sigma_noise = sigma_noise
+        # The arguments themselves: the properties round them to the model's dtype, and here the
+        # evidence is computed in float64.
         delta = self.prior_precision if prior_precision is None else prior_precision
         sigma = self.sigma_noise if sigma_noise is None else sigma_noise
         if self.damping:
@@ -360,7 +379,7 @@ class Posterior:
 
     def _damped_evidence(self, delta: Tensor, sigma: Tensor) -> Tensor:
         """The evidence with (β + √δ)(α + √δ) in place of βα + δ."""
-        terms, factors = self.evidence_terms, self._fitted()
+        terms, factors = self.evidence_terms, self.fitted_factors()
         per_block = delta.double().expand(len(factors))
         scale = 1 / (torch.as_tensor(sigma).double().square() * self.temperature)
         log_det, scatter = delta.new_zeros((), dtype=torch.float64), terms.squared_norms @ per_block
@@ -376,9 +395,9 @@ class Posterior:
         return evidence.log_likelihood(self.evidence_terms, self.sigma_noise, self.temperature)
 
     def effective_parameters(self) -> Tensor:
-        """γ = Σ_i λ_i / (λ_i + δ): how many directions of each tensor the data determines.
+        """γ_b = Σ_i λ_i / (λ_i + δ_b), (B,): directions of each tensor that the data determines.
 
-        Shape (B,), each between 0 and the tensor's number of parameters; see `evidence`.
+        Each lies between 0 and the number of the tensor's parameters; see `evidence`.
         """
         return evidence.effective_parameters(
             self.evidence_terms, self.prior_precision, self.sigma_noise, self.temperature
@@ -389,11 +408,11 @@ class Posterior:
     def precision_blocks(
         self, names: Collection[str] | None = None
     ) -> dict[str, tuple[EigenBlock, Tensor]]:
-        """Parameter name -> eigenvectors and eigenvalues of its block of the posterior precision.
+        """Parameter name -> eigenvectors and eigenvalues of its block of H/(σ²T) + P₀.
 
-        With ``names``, the blocks of others are left out, which saves decomposing them.
+        Only of the parameters in ``names``, if given, which saves decomposing the others.
         """
-        factors = self._fitted()
+        factors = self.fitted_factors()
         dtype = torch.promote_types(self._dtype, torch.float32)
         scale = 1 / (self.sigma_noise.to(dtype).square() * self.temperature)
         delta = self.prior_precision.to(dtype).expand(len(factors))
@@ -408,42 +427,42 @@ class Posterior:
         return blocks
 
     def share_eigenvectors(self, ranks: Ranks) -> None:
-        """Compute what samples and covariances need, each factor's eigenvectors by one rank.
+        """Compute the eigenvectors that samples and covariances need, each factor's on one rank.
 
-        They are kept, the same to the bit on all ranks. Without this each rank computes all of them
-        itself when it first needs them. Collective; nothing with one rank.
+        They are kept, the same to the bit on all ranks. Without this, each rank computes all of
+        them when it first needs them. Collective; does nothing with a single rank.
 
         Args:
-            ranks: which predict together.
+            ranks: the ranks that predict together.
 
         Raises:
             AttributeError: the posterior is not fitted.
             ValueError: a factor that is not finite.
             RankError: another rank has found one, or is gone.
         """
-        blocks = self._fitted().blocks
+        blocks = self.fitted_factors().blocks
         if ranks.size == 1:
             return
-        # One that a single rank has made before is made anew.
+        # What only some ranks have is computed again by all, so that all hold the same bits.
         known = ranks.gather(set(self._eigen), "eigenvectors")
         missing = [b for name, b in blocks.items() if not all(name in of for of in known)]
         self._eigen |= decompose_on_ranks(map(self._at_precision, missing), ranks)
 
     def _at_precision(self, block: KroneckerBlock) -> KroneckerBlock:
-        """In float32 at least, in which eigenvectors are computed."""
+        """The block at least in float32, the dtype in which its eigenvectors are computed."""
         return block.to(dtype=torch.promote_types(self._dtype, torch.float32))
 
     def sample(
         self, n_samples: int = 100, generator: torch.Generator | None = None
     ) -> Float[Tensor, "S P"]:
-        """Samples of the posterior, parameter vectors (S, P), at least in float32.
+        """Samples θ of the posterior, parameter vectors (S, P), at least in float32.
 
         Raises:
             AttributeError: the posterior is not fitted.
             ValueError: ``n_samples`` is not a positive integer.
         """
         check_num_samples(n_samples)
-        self._fitted()
+        self.fitted_factors()
         mean = at_least_float32(self.mean.detach())
         noise = torch.randn(
             n_samples, self.n_params, device=mean.device, dtype=mean.dtype, generator=generator
@@ -458,23 +477,24 @@ class Posterior:
     def linearised_outputs(
         self, samples: Float[Tensor, "S P"], x: Any, memory: int | None = None
     ) -> Float[Tensor, "S N *R C"]:
-        """Outputs f(x) + J(x) (θ − θ*) of the linearised network, in float32 at least.
+        """Outputs f(x) + J(x) (θ − θ*) of the linearised network, at least in float32.
 
-        They are exact samples of the outputs' distribution, jointly over all inputs and positions,
-        if the parameters are those of `sample`: the GGN's posterior belongs to this network, and
-        predicts badly through the network itself. Source: Immer, Korzepa & Bauer 2021
-        (arXiv:2008.08400). Each sample costs about a backward pass, whatever the number of outputs.
+        With θ from `sample` they are exact samples of the distribution of the outputs, jointly over
+        all inputs and positions. The GGN is the Hessian of this network's loss; the same parameters
+        predict badly in the network itself. Source: Immer, Korzepa & Bauer 2021 (arXiv:2008.08400).
+        Each sample costs about a backward pass, whatever the number of outputs.
 
         Args:
             samples: parameter vectors θ, as `sample` returns them.
             x: inputs, a tensor or a mapping of tensors; moved to the model's device.
-            memory: bytes that a graph may hold at once, see `linearised_outputs`.
+            memory: bytes that a graph may hold at once, see
+                `kfac_backend.covariance.linearised.linearised_outputs`.
         """
         mean = at_least_float32(self.mean.detach())
         parts = (samples - mean).split([p.numel() for p in self.params], dim=1)
         changes = {
             name: part.unflatten(1, p.shape)
-            for name, p, part in zip(self._fitted().blocks, self.params, parts, strict=True)
+            for name, p, part in zip(self.fitted_factors().blocks, self.params, parts, strict=True)
         }
         return in_eval_mode(self.model, linearised_outputs)(self.model, changes, x, memory)
 
@@ -489,25 +509,26 @@ class Posterior:
         variance_only: bool = False,
         tolerance: float = 0.0,
     ) -> tuple[Float[Tensor, "*chosen C"], Float[Tensor, "..."]]:
-        """Outputs f and their covariances J Σ Jᵀ in the linearised network: (N, C) and (N, C, C).
+        """Outputs f and covariances J Σ Jᵀ of the linearised network's outputs: (N, C), (N, C, C).
 
-        Of sequences (N, R, C) those of each position, (N, R, C, C), which take R·C backward passes
-        an example: `linearised_outputs` are far cheaper there. The Jacobian J is never stored.
-        Source: Immer, Korzepa & Bauer 2021 (arXiv:2008.08400).
+        Outputs (N, R, C) of sequences have a covariance at each position, (N, R, C, C). These take
+        R·C backward passes per example; `linearised_outputs` is far cheaper there. The Jacobian J
+        is never stored. Source: Immer, Korzepa & Bauer 2021 (arXiv:2008.08400).
 
         Args:
             x: inputs, a tensor or a mapping of tensors; moved to the model's device.
-            layers: "last" treats all layers but the last as constants, the last-layer Laplace
-                approximation, which costs one forward pass, see `LastLayerCovariance`.
+            layers: "last" treats all layers but the last as constants (last-layer Laplace), which
+                costs one forward pass, see `LastLayerCovariance`.
             memory: bytes that the gradients may take at once besides the result, see
                 `OutputCovariance`.
-            positions: a mask of the M wanted ones of sequences; the result then is (M, C) and
-                (M, C, C).
-            classes: numbers of the K outputs that are wanted instead of all C, (K,) or, of each
-                position, (..., K).
-            variance_only: return the variances (..., C), the covariances' diagonals, and make no
-                C×C array; from the last layer alone, at no more than a forward pass for any C.
-            tolerance: the share by which variances may be too large, never too small, to save
+            positions: mask of the M positions of sequences that are wanted; the results then are
+                (M, C) and (M, C, C).
+            classes: indices of the K outputs that are wanted, (K,), or (..., K) for each position;
+                all C if None.
+            variance_only: whether to return the variances (..., C), the diagonals of the
+                covariances, and to allocate no C×C array. For the last layer, variances cost no
+                more than a forward pass for any C.
+            tolerance: t ≥ 0; results lie between the exact variances V and (1 + t) V, which saves
                 time; see `OutputCovariance`.
 
         Raises:
@@ -518,8 +539,8 @@ class Posterior:
         check_tolerance(tolerance)
         if tolerance and layers == "last":
             raise ValueError(
-                f"tolerance {tolerance} is not for layers='last', whose variances are exact at the "
-                "cost of a forward pass; leave it out."
+                f"tolerance {tolerance} is not supported with layers='last', whose variances are "
+                "exact at the cost of a forward pass; leave it out."
             )
 
         def distribution() -> tuple[Tensor, Tensor]:
@@ -531,20 +552,20 @@ class Posterior:
     def joint_output_distribution(
         self, x: Float[Tensor, "*T q d"], classes: list[int] | None = None
     ) -> tuple[Float[Tensor, "*T q K"], Float[Tensor, "*T q_K q_K"]]:
-        """Outputs (..., q, K) of sets of q inputs and J(X) Σ J(X)ᵀ, the covariance of all of a set.
+        """Outputs (..., q, K) at sets X of q inputs, and their joint covariances J(X) Σ J(X)ᵀ.
 
-        Output c of input p is number p·K + c. Both are differentiable in inputs that require a
-        gradient, as acquisition functions of Bayesian optimisation need it; the Jacobian J is never
-        stored, see `kfac_backend.covariance.joint`.
+        Row p·K + c of a covariance (..., q·K, q·K) is output c at input p. Both results are
+        differentiable in inputs that require a gradient, as acquisition functions of Bayesian
+        optimisation need; the Jacobian J is never stored, see `kfac_backend.covariance.joint`.
 
         Args:
-            x: sets of inputs, each a vector, on the model's device; in the model's dtype or another
-                one, which the results then have, too.
-            classes: numbers of the K outputs that are wanted; all if None.
+            x: sets of inputs, each input a vector, on the model's device. The results have the
+                dtype of x.
+            classes: indices of the K outputs that are wanted; all if None.
 
         Raises:
             AttributeError: the posterior is not fitted.
-            ValueError: fewer than two axes, no input.
+            ValueError: x with fewer than two axes, or without inputs.
             NotImplementedError: outputs of several positions.
         """
         if x.dim() < 2 or not x.shape[:-1].numel():
@@ -554,6 +575,8 @@ class Posterior:
             )
         state = self._hyperparameters
         if self._joint is None or self._joint[0] != state:
+            # What is kept must be usable with autograd later, also if this call is under
+            # inference_mode.
             with torch.inference_mode(False), torch.no_grad():
                 blocks = self.precision_blocks()
             self._joint = state, JointCovariance(self.model, blocks)
@@ -566,7 +589,11 @@ class Posterior:
     def _output_covariance(
         self, x: Any, layers: Layers, memory: int | None, tolerance: float
     ) -> OutputCovariance | LastLayerCovariance:
-        """The covariance at the present hyperparameters; kept until one of them changes."""
+        """The function for output covariances at the current hyperparameters.
+
+        Kept for each set of arguments until a hyperparameter changes: it holds the inverse
+        precision in the eigenbasis, and a proof that its hooks see all uses of the parameters.
+        """
         state = self._hyperparameters
         key = layers, memory, tolerance
         known = self._covariances.get(key)
@@ -585,17 +612,20 @@ class Posterior:
         return known[1]
 
     def _names_in(self, layer: str) -> set[str]:
-        """The names of a layer's parameters, shared ones by the name that their block has."""
+        """The names of a layer's parameters; a tied one has the name under which its block is."""
         own = {id(p) for p in self.model.get_submodule(layer).parameters()}
         return {name for name, p in self.model.named_parameters() if id(p) in own}
 
 
 def check_num_samples(n_samples: int) -> None:
-    """Raise a ValueError unless this is a positive integer."""
+    """Raise a ValueError unless ``n_samples`` is a positive integer."""
     if isinstance(n_samples, bool) or not isinstance(n_samples, int) or n_samples < 1:
         raise ValueError(f"n_samples must be a positive integer, not {n_samples!r}.")
 
 
 def _as_tensor(value: float | Tensor) -> Tensor:
-    """A number in float64: torch's default dtype would round it before the model's does."""
+    """A tensor as it is, a number in float64.
+
+    In torch's default dtype, float32, a number would be rounded even for a float64 model.
+    """
     return value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)

@@ -1,10 +1,10 @@
-"""A fitted posterior in a folder, to the bit: safetensors and JSON, nothing pickled.
+"""A fitted posterior saved in a folder, to the bit: safetensors and JSON, nothing pickled.
 
 - ``posterior.safetensors``: the Kronecker factors; corrected eigenvalues with their eigenbasis.
-- ``model.safetensors``: the network's parameters and buffers; of a network that stands on a frozen
-  base, as with LoRA, without the base.
-- ``posterior.json``: hyperparameters, how to build the network, what data it is for, and SHA-256
-  sums of all three. Written last: where it is, the others are whole.
+- ``model.safetensors``: the network's parameters and buffers; for a network on a frozen base, as
+  with LoRA, without the base.
+- ``posterior.json``: hyperparameters, how to build the network, what data it was fitted to, and
+  SHA-256 sums of all three files. It is written last: if it exists, the others are complete.
 """
 
 import json
@@ -47,23 +47,23 @@ def save_posterior(
 ) -> str:
     """Write a fitted posterior and its network; returns the SHA-256 sum of ``posterior.json``.
 
-    All sums are of what is written. Two processes that write into one folder may leave a mixture of
-    their files, but none that loads.
+    Two processes that write into one folder may leave a mixture of their files, but it does not
+    load: the sums in ``posterior.json`` are those of its own process's files.
 
     Args:
         laplace: the posterior.
-        folder: where to; made if it is not there.
+        folder: where to write; created if it does not exist.
         model: how to build the network, ``{"class_path": ..., "init_args": {...}}``; without it,
-            loading needs a network.
-        data: what it was fitted to, see `marglik.data.record`.
-        frozen: whether frozen parameters are written, too. Without them loading needs a network
-            that has them already, and compares their sum. By default they are written only where
-            ``model`` says how to build the network, which then has no others.
+            loading needs the network as an argument.
+        data: what the posterior was fitted to, see `marglik.data.record`.
+        frozen: whether frozen parameters are written, too. Without them, loading needs a network
+            that has them already, and compares their sum. By default they are written only if
+            ``model`` is given: a network that is built from it has random ones.
 
     Raises:
         AttributeError: a posterior that is not fitted.
         ValueError: a prior mean that is not one number; a network that changed since the fit.
-        TypeError: a model or data that is no plain data.
+        TypeError: a ``model`` or ``data`` that is not plain data.
     """
     folder, terms, factors = Path(folder), laplace.evidence_terms, laplace.factors
     assert factors is not None
@@ -106,10 +106,11 @@ def save_posterior(
     writes_all = model is not None if frozen is None else frozen
     base = {} if writes_all else tensors_of_others(laplace.model, names)
     record["frozen_sha256"] = _sum_of_base(laplace.model, base) if base else None
-    json.dumps(record)  # raises before anything is overwritten
+    json.dumps(record)  # raises a TypeError now, before anything is overwritten
     state = tensors_of(laplace.model, without=base)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / POSTERIOR).unlink(missing_ok=True)  # it must not name files that are gone
+    # First, since from here on it would vouch for files that are being replaced.
+    (folder / POSTERIOR).unlink(missing_ok=True)
     sums = {FACTORS: factors.save(folder / FACTORS)}
     sums[MODEL] = write_tensors(folder / MODEL, state)
     return write_record(folder / POSTERIOR, record, sums)
@@ -118,13 +119,13 @@ def save_posterior(
 def load_posterior(
     folder: str | Path, model: nn.Module, device: torch.device | str | None = None
 ) -> Posterior:
-    """The posterior that `save_posterior` wrote, on a network of the same architecture.
+    """The posterior that `save_posterior` wrote, of a network of the same architecture.
 
     Args:
-        folder: where it is.
-        model: the network, which gets the saved parameters; those without a posterior are frozen,
-            and must be in place already where `save_posterior` left them out.
-        device: where to; the model's own if None.
+        folder: the folder that `save_posterior` wrote to.
+        model: the network, into which the saved parameters are loaded. Parameters without a
+            posterior are frozen; if `save_posterior` left them out, the network must have them.
+        device: device for the network and the posterior; None keeps the model's.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -141,10 +142,10 @@ def load_posterior(
     state = read_state(model, Path(folder) / MODEL, without=base)
     if frozen_sum and _sum_of_base(model, base) != frozen_sum:
         raise ValueError(
-            f"The posterior in {folder} was saved without the frozen parameters, and those of "
-            f"{type(model).__name__} are not the ones that it was fitted with (their SHA-256 sum "
-            "is another). Load the same pretrained parameters first, in the same dtype, or save "
-            "with save_posterior(..., frozen=True)."
+            f"The posterior in {folder} was saved without the frozen parameters, and "
+            f"{type(model).__name__} has others than it was fitted with (their SHA-256 sums "
+            "differ). Load the same pretrained parameters first, in the same dtype, or save with "
+            "save_posterior(..., frozen=True)."
         )
     model.load_state_dict(state, strict=False)  # the names are checked
     for name, p in model.named_parameters():
@@ -152,7 +153,7 @@ def load_posterior(
     factors = KroneckerFactors.load(Path(folder) / FACTORS, device)
     if list(factors.blocks) != list(delta):
         raise ValueError(
-            f"{POSTERIOR} and {FACTORS} in {folder} are about different parameters; fit again."
+            f"{POSTERIOR} and {FACTORS} in {folder} have different parameters; fit again."
         )
     laplace = Posterior(
         model,
@@ -176,7 +177,7 @@ def _sum_of_base(model: nn.Module, base: dict[str, Tensor]) -> str:
 
 
 def _options(record: dict[str, Any], factors: KroneckerFactors) -> CurvatureOptions:
-    """Those that were asked for. Older records lack them; the factors have "auto" as decided."""
+    """The options of the fit. Older records lack them: then the factors', with "auto" resolved."""
     if "curvature" in record:
         return CurvatureOptions(**record["curvature"])
     return factors.options

@@ -1,4 +1,4 @@
-"""Networks that were trained elsewhere: their parameters, from the files that people keep."""
+"""Parameters of networks that were trained elsewhere, from the usual checkpoint files."""
 
 import re
 import zipfile
@@ -19,19 +19,19 @@ PREFIXES = ("module.", "_orig_mod.", "model.", "net.")
 
 
 def load_pretrained(model: nn.Module, path: str | Path) -> str | None:
-    """Put a checkpoint's parameters into a network.
+    """Load a checkpoint's parameters into a network.
 
-    Reads safetensors, and files of torch.save with the restricted loader (``weights_only``), which
-    runs no code from them. A state dict may lie under "state_dict", "model_state_dict" or "model",
-    and its names may have a prefix in common that wrappers add ("module.", "_orig_mod.", "model.",
-    "net.").
+    Reads safetensors files, and files of torch.save with the restricted loader (``weights_only``),
+    which runs no code from them. The state dict may be at the top or under "state_dict",
+    "model_state_dict" or "model". If no name fits, prefixes that wrappers add to all names are
+    removed ("module.", "_orig_mod.", "model.", "net.").
 
     Returns:
-        What was done to names and dtypes, or None.
+        A note on names and dtypes that were changed, or None.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a file that is broken, holds more than tensors, or fits another network.
+        ValueError: a file that is damaged, holds more than tensors, or fits another network.
     """
     path = Path(path)
     if not path.is_file():
@@ -63,13 +63,13 @@ def _read(path: Path) -> dict[str, Tensor]:
     except Exception as error:  # torch.load raises whatever the broken file leads to
         unknown = re.search(r"GLOBAL (\S+)", str(error))
         reason = (
-            f"it holds {unknown[1]}, and objects can run code as they are loaded"
+            f"it holds {unknown[1]}, and loading objects can run code"
             if unknown
-            else f"it is damaged, or of another program ({type(error).__name__})"
+            else f"it is damaged, or another program wrote it ({type(error).__name__})"
         )
         raise ValueError(
-            f"{path} could not be read as tensors alone: {reason}. Save the network's "
-            "state_dict(), best as safetensors."
+            f"{path} could not be read as a file of tensors: {reason}. Save the network's "
+            "state_dict(), preferably as safetensors."
         ) from error
     for key in NESTED:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
@@ -89,8 +89,8 @@ def _check_stored(path: Path) -> None:
         return  # torch.load says what is wrong
     if packed:
         raise ValueError(
-            f"{path} is not of torch.save, as '{packed[0].filename}' in it is compressed. Save the "
-            "network's state_dict(), best as safetensors."
+            f"{path} was not written by torch.save, as '{packed[0].filename}' in it is compressed. "
+            "Save the network's state_dict(), preferably as safetensors."
         )
 
 
@@ -109,7 +109,7 @@ def _checked(content: Any, path: Path) -> dict[str, Tensor]:
 def _without_prefix(
     state: dict[str, Tensor], names: set[str]
 ) -> tuple[dict[str, Tensor], str | None]:
-    """The state with the network's own names, if a wrapper's prefix alone makes the difference."""
+    """The state without the prefixes of wrappers, and a note on them; unchanged if a name fits."""
     taken = ""
     while not names & set(state):
         prefix = next((p for p in PREFIXES if all(name.startswith(p) for name in state)), None)
@@ -117,4 +117,4 @@ def _without_prefix(
             break
         state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
         taken += prefix
-    return state, f"the prefix {taken!r} was taken off all names" if taken else None
+    return state, f"the prefix {taken!r} was removed from all names" if taken else None

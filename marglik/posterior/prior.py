@@ -30,19 +30,19 @@ Number = TypeVar("Number", float, Tensor)
 def weight_decay_to_precision(
     weight_decay: Number, num_data: float, temperature: float = 1.0
 ) -> Number:
-    """δ = weight decay · N / T: the precision of the whole data set's prior (includes N)."""
+    """δ = weight decay · N / T, the prior precision beside a likelihood of N examples."""
     return weight_decay * num_data / temperature
 
 
 def precision_to_weight_decay(
     prior_precision: Number, num_data: float, temperature: float = 1.0
 ) -> Number:
-    """Weight decay T·δ/N in a loss that is the mean over examples; coupled, as SGD adds it."""
+    """Weight decay T·δ/N of a loss that is the mean over examples; coupled, as SGD adds it."""
     return prior_precision * temperature / num_data
 
 
 def parameter_kind(parameter: Tensor) -> str:
-    """'weights' for two or more axes, 'scalars' for a single entry, 'biases' for vectors."""
+    """The kind of a parameter: 'scalars' with one entry, else 'weights' (2+ axes) or 'biases'."""
     if parameter.numel() == 1:
         return "scalars"
     return "weights" if parameter.dim() > 1 else "biases"
@@ -50,9 +50,10 @@ def parameter_kind(parameter: Tensor) -> str:
 
 @dataclass(frozen=True)
 class PriorGroups:
-    """Which parameter tensor belongs to which group.
+    """The groups of parameter tensors that share a prior precision.
 
-    Values of groups are (G,) tensors; for the structure "diagonal" each of the P entries is one.
+    Values of groups are tensors (G,). With the structure "diagonal", each of the P parameters is a
+    group of its own.
     """
 
     names: tuple[str, ...]
@@ -117,7 +118,7 @@ class PriorGroups:
         return sum(s.numel() for s in self.shapes) if self.diagonal else len(self.names)
 
     def initial(self, prior_precision: float | Sequence[float] | Tensor) -> Tensor:
-        """The groups' first precisions (G,), float64, from one number or from one per group.
+        """The groups' initial precisions (G,), float64, from one number or from one per group.
 
         Raises:
             ValueError: a wrong length, or a precision that is not positive and finite.
@@ -134,11 +135,11 @@ class PriorGroups:
         return value.expand(self.num_values).clone()
 
     def for_laplace(self, values: Tensor) -> Tensor:
-        """Values of groups (G,) as laplace-torch wants them: one per tensor, or one per entry."""
+        """Values of groups (G,) as a posterior takes them: one per tensor, or one per parameter."""
         return values if self.diagonal else values[list(self.index)]
 
     def for_parameters(self, values: Tensor) -> list[Tensor]:
-        """Values of groups (G,) as one tensor per parameter, that broadcasts to its shape."""
+        """Values of groups (G,) as one tensor per parameter tensor, broadcastable to its shape."""
         if not self.diagonal:
             return list(self.for_laplace(values))
         parts = values.split([shape.numel() for shape in self.shapes])

@@ -1,4 +1,4 @@
-"""The last layer of a network: what a last-layer Laplace approximation is about."""
+"""The last layer of a network, whose parameters alone have a posterior in last-layer Laplace."""
 
 from typing import Any, Literal
 
@@ -12,13 +12,14 @@ from marglik.eval_mode import in_eval_mode
 __all__ = ["Layers", "freeze_all_but", "last_layer"]
 
 Layers = Literal["all", "last"]
-"""Whose uncertainty counts: "last" takes all other layers as known."""
+"""Whose uncertainty counts: "last" treats all other layers as constants."""
 
 
 def last_layer(model: nn.Module, x: Any) -> str:
-    """The name of the layer with trainable parameters that runs last at input x.
+    """The name of the layer with trainable parameters that starts last at input x.
 
-    A module that holds parameters beside other layers starts, and so counts, before them.
+    A module with parameters of its own and other layers inside starts before these layers, and so
+    is not the last one.
 
     Raises:
         ValueError: no layer with a trainable parameter of its own runs.
@@ -32,7 +33,7 @@ def last_layer(model: nn.Module, x: Any) -> str:
         with torch.no_grad():
             call_with(model, {}, to_device(x, next(model.parameters()).device))
 
-    in_eval_mode(model, run)()  # which takes the hooks away
+    in_eval_mode(model, run)()  # removes the hooks as well
     if not ran:
         raise ValueError(
             f"{type(model).__name__} runs no layer with trainable parameters; it has no last layer."
@@ -41,7 +42,7 @@ def last_layer(model: nn.Module, x: Any) -> str:
 
 
 def freeze_all_but(model: nn.Module, layer: str) -> None:
-    """Let the parameters of one layer alone require gradients."""
+    """Freeze all parameters but those of one layer."""
     kept = set(model.get_submodule(layer).parameters())
     for p in model.parameters():
         p.requires_grad_(p in kept)

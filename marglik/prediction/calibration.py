@@ -1,22 +1,22 @@
-"""Calibration: how wide the posterior and how sharp the outputs should be, by held-out data.
+"""Calibration: scale the outputs and their covariance so that held-out data becomes most likely.
 
 At temperature 1 the Laplace posterior is too wide for clean labels, and the network itself is often
-too sharp or not sharp enough. Two numbers mend both: the covariance of the outputs is multiplied
-by s ≥ 0, and outputs are divided by τ > 0,
+over- or underconfident. Two numbers correct both: the covariance of the outputs is multiplied by
+s ≥ 0, and outputs are divided by τ > 0,
 
     p(y|x) = ∫ p(y | (f + √s V^½ ε) / τ) N(ε; 0, I) dε,    V = J Σ Jᵀ.
 
 s = 0 is temperature scaling of the MAP (Guo et al. 2017, arXiv:1706.04599), s = τ = 1 the plain
 Laplace predictive. In regression σ takes the place of τ: p(y|x) = N(f, s V + σ²). Outputs and
-covariances of the held-out data are computed once, and two numbers are found in less than a second.
-s = 0 is one of the candidates, so that the calibrated predictive cannot have a higher NLL than the
-temperature-scaled MAP on the held-out data, up to the sampling error of mc and of linearised
-networks.
+covariances of the held-out data are computed once; finding the two numbers then takes less than a
+second. s = 0 is always tried as well, so that on the held-out data the NLL of the calibrated
+predictive is at most that of the temperature-scaled MAP, up to the sampling error of mc and of
+linearised networks.
 
-With a hundred held-out examples the NLL alone would choose absurd numbers now and then: for τ → 0
+With a hundred held-out examples, minimising the NLL alone sometimes gives absurd numbers: for τ → 0
 a predictive counts the samples that vote for a class, which fits a few examples well and assigns
-others probability zero. log τ therefore has a standard normal prior, which is worth one example's
-loss and is nothing beside a thousand examples.
+others probability zero. log τ therefore has a standard normal prior. It weighs as much as the loss
+of one example, and is negligible beside a thousand examples.
 """
 
 import math
@@ -70,10 +70,10 @@ LOG_SHARPNESS = math.log(1e-3), math.log(1e3)
 STARTS = (1.0, 0.1, 0.01)
 """Scales from which the search starts, as the NLL may have several valleys in s."""
 ROUGH_TERMS = 1000
-"""Loss terms that these searches look at; only the best goes on with all."""
+"""Number of loss terms in these searches; only the best one is continued with all terms."""
 MOST_NUMBERS = 2**24
-"""Of all samples' outputs, and of all covariances, that are looked at: of a language model's
-thousands of positions some thousand, which are plenty for s and τ."""
+"""Most numbers in the outputs of all samples, and in all covariances. Of a language model's many
+positions this leaves some thousand, which are plenty for s and τ."""
 
 Terms = tuple[Tensor, Tensor, Tensor]
 """Outputs (M, C), their covariances or deviations, and targets of M loss terms."""
@@ -83,25 +83,25 @@ Loss = Callable[[Tensor | None, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class CalibrationFit:
-    """What was found, and what it brings on the held-out data, in nats per loss term."""
+    """A calibration, and NLLs of the held-out data for comparison (nats, mean over loss terms)."""
 
     calibration: Calibration
     nll: float
-    """With the calibration."""
+    """NLL with the calibration."""
     nll_uncalibrated: float
-    """At s = τ = 1, or with the posterior's own σ."""
+    """NLL at s = τ = 1, or with the posterior's own σ."""
     map_calibration: Calibration
-    """The best at s = 0: the temperature-scaled MAP."""
+    """The best calibration with s = 0: the temperature-scaled MAP."""
     nll_scaled_map: float
-    """With that."""
+    """NLL of the temperature-scaled MAP."""
     nll_map: float
-    """Of the MAP as it is."""
+    """NLL of the MAP."""
     num_terms: int
-    """Of held-out data: examples, or positions of sequences; of many, those that were looked at."""
+    """Number of held-out loss terms (examples, or positions of sequences) that were used."""
 
     @staticmethod
     def remembered(posterior: Posterior, config: PredictiveConfig) -> "CalibrationFit | None":
-        """What a posterior knows of this predictive; None if nothing, or if it is not asked for."""
+        """A posterior's saved fit for this predictive; None if there is none, or none is wanted."""
         content = posterior.calibrations.get(config.label)
         if content is None or not config.is_calibrated:
             return None
@@ -112,7 +112,7 @@ class CalibrationFit:
 
 @dataclass(frozen=True)
 class CalibratedPredictive:
-    """A predictive, and how it was calibrated."""
+    """A predictive with the calibration that it uses."""
 
     predict: Predictive = field(repr=False)
     fit: CalibrationFit
@@ -131,7 +131,7 @@ class CalibratedPredictive:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What calibration needs of held-out data, for M loss terms."""
+    """What calibration needs to know about held-out data, for M loss terms."""
 
     likelihood: Likelihood
     f: Float[Tensor, "M C"]
@@ -144,7 +144,7 @@ class HeldOut:
     sigma_noise: float = 1.0
     """The posterior's σ of regression."""
     deviations: Float[Tensor, "S M C"] | None = None
-    """Of linearised networks' outputs from ``f``, in the place of a covariance."""
+    """Deviations of sampled linearised networks' outputs from ``f``, instead of a covariance."""
 
     @staticmethod
     @torch.no_grad()
@@ -157,16 +157,17 @@ class HeldOut:
         ranks: Ranks = Ranks(None),  # noqa: B008
         links: Collection[str] = get_args(Link),
     ) -> "HeldOut":
-        """Outputs, their covariances, and targets of all batches; of very many, a part of them.
+        """Outputs, their covariances, and targets of all batches, or evenly spaced ones of many.
 
         Args:
-            posterior: fitted, to other data.
+            posterior: the posterior, fitted to other data.
             batches: (x, y), or mappings, with targets as in the fit.
-            config: whose uncertainty counts (``layers``), in what memory, and whether linearised
+            config: which layers' uncertainty counts, in how much memory, and whether linearised
                 networks are sampled.
             progress: whether to show a bar.
-            ranks: who has a part of each batch, see `predict_all`; all get what all have.
-            links: those that it is for; "probit" alone needs no covariance but the variances.
+            ranks: the ranks that each have a part of every batch, see `predict_all`; all get the
+                whole.
+            links: the links to calibrate; "probit" alone needs only variances.
 
         Raises:
             ValueError: no batch, no target that counts, or targets that do not fit the outputs.
@@ -218,12 +219,13 @@ class HeldOut:
             with ranks.failing_together("calibration"):
                 if len(y) or ranks.size == 1:
                     part = of_batch(x, y)
-            f, spread, y = _of_all(part, ranks, posterior.mean.device)
+            f, spread, y = _gathered(part, ranks, posterior.mean.device)
             kept = (torch.arange(seen, seen + len(f), device=f.device) % stride) == 0
             seen += len(f)
             found.append((f[kept], spread[kept], y[kept]))
-            # Not more than two numbers need: later every second term, of those that are there, too.
-            # As many of variances as of covariances, so that a link finds the same in all company.
+            # Two numbers need no more terms than this: when there are more, keep every second one,
+            # of the later batches as well. Variances count as much as covariances, so that a link
+            # is calibrated on the same terms whatever other links are asked for.
             numbers = f.shape[1] ** 2 if samples is None else spread[:1].numel()
             while sum(len(y) for *_, y in found) > max(ROUGH_TERMS, most // numbers):
                 stride *= 2
@@ -241,7 +243,7 @@ class HeldOut:
         return HeldOut(likelihood, f, None, y, sigma, spread.movedim(1, 0))
 
     def some(self, number: int) -> "HeldOut":
-        """At most so many of the terms, from everywhere."""
+        """At most ``number`` of the terms, evenly spaced."""
         some = slice(None, None, max(1, -(-len(self.f) // number)))
         return replace(
             self,
@@ -333,17 +335,18 @@ def calibrate(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> CalibratedPredictive:
-    """The posterior's predictive with the s and τ (regression: s and σ) that suit held-out data.
+    """The posterior's predictive with the s and τ (regression: s and σ) of least held-out NLL.
 
-    Take it for predictions that are to be used as probabilities. A few hundred examples are enough
-    for two numbers; they must not have been trained on. The posterior remembers what was found, so
-    that `laplace_predictive` and `save_posterior` know it.
+    Use it when predictions serve as probabilities. A few hundred examples are enough for two
+    numbers; the network must not have been trained on them. The posterior stores the calibration,
+    which `laplace_predictive` then uses and `save_posterior` saves.
 
     Args:
         posterior: the fitted posterior.
         batches: held-out (x, y), or mappings.
         config: how the posterior predicts.
-        generator: of the samples, on the model's device; those of the search if left out.
+        generator: generator of the samples, on the model's device; None draws the same samples as
+            the search.
         progress: whether to show a bar over the batches.
 
     Raises:
@@ -353,7 +356,7 @@ def calibrate(
     links = [config.method]
     held_out = HeldOut.of(posterior, batches, config, progress=progress, links=links)
     fit = _fits(posterior, held_out, [config])[config.label]
-    # The samples of the search, for which s and τ are best; others differ by their sampling error.
+    # The seed of the search: s and τ are best for its samples, others add their sampling error.
     generator = generator or torch.Generator(posterior.mean.device).manual_seed(0)
     predict = laplace_predictive(posterior, config, generator, fit.calibration)
     return CalibratedPredictive(predict, fit, posterior.model, posterior.likelihood)
@@ -367,16 +370,18 @@ def calibrations_of(
     progress: bool = False,
     ranks: Ranks = Ranks(None),  # noqa: B008
 ) -> dict[str, CalibrationFit]:
-    """Label -> calibration, for all links, which need the same outputs and covariances.
+    """Calibrate the predictives of all links; returns label -> calibration.
 
-    For method "linearised" its own alone. The posterior remembers them.
+    All links need the same outputs and covariances, so that one pass over the data serves them all.
+    With method "linearised", only that one is calibrated. The posterior stores the calibrations.
 
     Args:
         posterior: the fitted posterior.
         batches: held-out (x, y), or mappings.
-        config: whose uncertainty counts, and how many samples link "mc" has.
+        config: which layers' uncertainty counts, and the number of samples of link "mc".
         progress: whether to show a bar over the batches.
-        ranks: who has a part of each batch, see `predict_all`; all find the same.
+        ranks: the ranks that each have a part of every batch, see `predict_all`; all get the same
+            calibrations, to the bit.
     """
     held_out = HeldOut.of(posterior, batches, config, progress=progress, ranks=ranks)
     links = [link for link in get_args(Link) if is_link_of(link, held_out.likelihood)]
@@ -388,12 +393,12 @@ def calibrations_of(
     return fits
 
 
-def _of_all(part: Terms | None, ranks: Ranks, device: torch.device) -> Terms:
+def _gathered(part: Terms | None, ranks: Ranks, device: torch.device) -> Terms:
     """The terms of all ranks' parts of a batch, in their order."""
     if ranks.size == 1:
         assert part is not None
         return part
-    # On the CPU: another rank would find a tensor of a GPU on that GPU, which is not its own.
+    # On the CPU: a pickled CUDA tensor would be restored on the sender's GPU by every rank.
     own = None if part is None else tuple(tensor.cpu() for tensor in part)
     parts = [one for one in ranks.gather(own, "calibration") if one is not None]
     f, spread, y = (torch.cat(column).to(device) for column in zip(*parts, strict=True))
@@ -403,7 +408,7 @@ def _of_all(part: Terms | None, ranks: Ranks, device: torch.device) -> Terms:
 def _fits(
     posterior: Posterior, held_out: HeldOut, configs: Sequence[PredictiveConfig]
 ) -> dict[str, CalibrationFit]:
-    """Label -> calibration; remembered by the posterior."""
+    """Label -> calibration, for each way of predicting; stored in the posterior."""
     fits = {
         config.label: fit_calibration(
             held_out, "mc" if config.method == "linearised" else config.method, config.samples
@@ -415,18 +420,19 @@ def _fits(
 
 
 def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100) -> CalibrationFit:
-    """The s and τ, or s and σ, of lowest held-out NLL; about a second for 10,000 examples.
+    """The s and τ, or s and σ, of lowest held-out NLL; takes about a second for 10,000 examples.
 
-    The bridge's mean does not depend on s, which stays 1 there, or becomes 0.
+    For link "bridge" s is 1 or 0, since the bridge's mean does not depend on s > 0.
 
     Args:
-        held_out: the data.
-        link: from Gaussian outputs to probabilities.
-        samples: of link "mc", the same for all s and τ; those of linearised networks are there.
+        held_out: the held-out data.
+        link: how Gaussian outputs become probabilities.
+        samples: number of samples of link "mc", the same ones for all s and τ; without effect if
+            ``held_out`` has sampled deviations.
     """
     check_link(link, held_out.likelihood)
     S = samples if held_out.deviations is None else len(held_out.deviations)
-    # The same terms for all links.
+    # One subset of the terms for all links, so that their NLLs can be compared.
     held_out = held_out.some(max(ROUGH_TERMS, MOST_NUMBERS // (held_out.f.shape[1] * S)))
     f = held_out.f
     generator = torch.Generator(f.device).manual_seed(0)
@@ -452,7 +458,8 @@ def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100
 
     of_map, (log_map,) = minimize(held_out, own)
     few = held_out.some(ROUGH_TERMS)
-    inside = {min(max(math.log(s), scale[0]), scale[1]) for s in STARTS}  # the bridge's are one
+    # Within the bounds of s; for the bridge, whose s is fixed, that leaves a single start.
+    inside = {min(max(math.log(s), scale[0]), scale[1]) for s in STARTS}
     starts = [minimize(few, log_scale, log_map) for log_scale in sorted(inside)]
     of_both, (log_scale, log_sharpness) = minimize(held_out, *min(starts)[1])
     scaled_map = found = calibration(0.0, log_map)
@@ -463,7 +470,8 @@ def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100
         return loss(f.new_tensor(s) if s else None, f.new_tensor(sharp)).item()
 
     both = calibration(math.exp(log_scale), log_sharpness)
-    # Where the covariance brings nothing, the simpler predictive.
+    # If the covariance does not help, the MAP is the simpler predictive. By the NLL, too, since the
+    # objective includes the prior of τ.
     if of_both < of_map and nll(both) < nll(scaled_map):
         found = both
     return CalibrationFit(
@@ -480,7 +488,7 @@ def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100
 def _minimize(
     loss: Callable[[Tensor], Tensor], start: Sequence[float], bounds: Sequence[tuple[float, float]]
 ) -> tuple[float, list[float]]:
-    """Least value and where, by L-BFGS-B with the exact gradient; at worst the start.
+    """The least value of a loss and where it is, by L-BFGS-B with the exact gradient.
 
     Raises:
         FloatingPointError: a loss that is not finite at the start.

@@ -1,6 +1,6 @@
-"""Curves of what a predictive is worth, and its errors by class, as plain lists, ready to plot.
+"""Risk-coverage and ROC curves of a predictive, and its errors by class, as lists to plot.
 
-The metrics beside them are of all examples; of a curve at most `POINTS` points are kept.
+Each curve is computed from all examples; at most `POINTS` of its points are kept.
 """
 
 from typing import Any
@@ -15,11 +15,11 @@ __all__ = ["MOST_CLASSES", "POINTS", "errors_by_class", "risk_coverage_curve", "
 
 POINTS = 101
 MOST_CLASSES = 20
-"""Of a confusion matrix."""
+"""Largest number of classes for which there is a confusion matrix."""
 
 
 def risk_coverage_curve(probabilities: Tensor, labels: Tensor) -> dict[str, list[float]]:
-    """The error rate ("risk") among the most confident, over their share ("coverage").
+    """The error rate ("risk") among the most confident predictions, over their share ("coverage").
 
     Source: Geifman, Uziel & El-Yaniv 2019 (arXiv:1805.08206). "cls/AURC" is its mean over all
     k = 1..N; see `risk_by_coverage` for ties.
@@ -35,7 +35,7 @@ def risk_coverage_curve(probabilities: Tensor, labels: Tensor) -> dict[str, list
 
 
 def roc_curve(inside: Tensor, outside: Tensor) -> dict[str, list[float]]:
-    """Share of the out-of-distribution examples that are flagged ("tpr") over that of ours ("fpr").
+    """Share of out-of-distribution examples flagged ("tpr") over that of in-distribution ("fpr").
 
     Arguments and errors are those of `out_of_distribution_metrics`; "ood/AUROC" is its area.
     """
@@ -50,9 +50,10 @@ def roc_curve(inside: Tensor, outside: Tensor) -> dict[str, list[float]]:
 
 
 def errors_by_class(probabilities: Tensor, labels: Tensor) -> dict[str, list[Any]]:
-    """Of each class how many examples there are ("counts") and how many are "right".
+    """The number of examples ("counts") and of correct predictions ("right") of each class.
 
-    Of few classes also the "confusion" matrix: labels in rows, predictions in columns.
+    With at most `MOST_CLASSES` classes also the "confusion" matrix, with labels in rows and
+    predictions in columns.
 
     Args:
         probabilities: (N, C).
@@ -78,7 +79,7 @@ def _of_classes(probabilities: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def _some(number: int) -> Tensor:
-    """Indices of at most `POINTS` of so many points, the first and the last among them."""
+    """Indices of at most `POINTS` of ``number`` points, evenly spaced, with the first and last."""
     return torch.linspace(0, number - 1, min(number, POINTS), dtype=torch.float64).round().long()
 
 

@@ -1,4 +1,4 @@
-"""Predictions for whole data sets, and what they are worth."""
+"""Predictions for whole data sets, and their metrics."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Unpack
@@ -39,22 +39,23 @@ def predict_all(
 ) -> tuple[Prediction, Tensor]:
     """Predictions and targets of all batches, on the CPU.
 
-    The positions of sequences come one after the other, without those that do not count, so that
-    what is computed from them is about positions (tokens), not about sequences.
+    Sequences are flattened to their positions, without those that do not count: metrics of the
+    result are about positions (tokens), not about sequences.
 
     Args:
         predict: the predictive.
         batches: (x, y), or mappings.
         targets: how batches give their targets. ``shift_labels="auto"`` asks the network of
-            `map_predictive` and `laplace_predictive`; the targets of other predictives are taken as
-            they are.
+            `map_predictive` and `laplace_predictive`; with other predictives, targets are not
+            shifted.
         progress: whether to show a bar.
-        earlier: predictions and targets of the first batches, if they were made before.
-        on_batch: called with those of each further batch.
-        ranks: who predicts a contiguous part of each batch, which may be empty; the loader yields
-            this one's (see `marglik.data.shard`). All get the predictions of all, in the data's
-            order.
-        keywords: single options of ``targets``, in place of its own: ``dict_key_y="target"``.
+        earlier: predictions and targets of the first batches, if they are known; these batches are
+            skipped.
+        on_batch: called with the prediction and the targets of each further batch.
+        ranks: the ranks that each predict a contiguous part of every batch, which may be empty; the
+            loader yields this rank's (see `marglik.data.shard`). All ranks get all predictions, in
+            the order of the data.
+        keywords: single options that replace those of ``targets``, such as ``dict_key_y="target"``.
 
     Raises:
         ValueError: no batch, or no target that counts.
@@ -91,8 +92,9 @@ def predict_all(
 def _of_counted_terms(
     prediction: Prediction, y: Tensor, likelihood: Likelihood
 ) -> tuple[Prediction, Tensor]:
-    """The positions that count, one after the other."""
-    # Targets of a predictive that is none of ours may be of any likelihood.
+    """Prediction and targets of the positions that count, (M, ...)."""
+    # Only for sequences: a predictive that is not ours does not say its likelihood, and
+    # classification, which is then assumed, would look for ignored labels in any targets.
     counted = counted_terms(y, likelihood) if y.dim() < prediction.mean.dim() else None
     if counted is not None:
         return prediction.terms(counted), y[counted]
@@ -109,7 +111,13 @@ def _joined(parts: Sequence[tuple[Prediction, Tensor]]) -> tuple[Prediction, Ten
 def compute_metrics(
     prediction: Prediction, targets: Tensor, likelihood: Likelihood
 ) -> dict[str, float]:
-    """The metrics of `marglik.prediction.metrics` that are for this likelihood."""
+    """The metrics of a prediction, by name; see `marglik.prediction.metrics` for their definitions.
+
+    Args:
+        prediction: predictions for N examples.
+        targets: class indices (N,), or targets (N, C) of regression and Bernoulli outputs.
+        likelihood: decides which metrics these are.
+    """
     if likelihood == "classification":
         return classification_metrics(prediction.mean, targets)
     if likelihood == "bernoulli":
@@ -120,7 +128,7 @@ def compute_metrics(
 def example_scores(
     prediction: Prediction, targets: Tensor, likelihood: Likelihood
 ) -> dict[str, Tensor]:
-    """What the metrics that are means are means of: name -> (N,), or (N, C) if of each output."""
+    """Each example's contribution to the metrics that are means: name -> (N,), or (N, C)."""
     if likelihood == "classification":
         return classification_scores(prediction.mean, targets)
     if likelihood == "bernoulli":
@@ -131,10 +139,10 @@ def example_scores(
 def reliability_curve(
     prediction: Prediction, targets: Tensor, likelihood: Likelihood
 ) -> dict[str, Any]:
-    """What a reliability diagram shows, as plain lists; see `figures.reliability_diagram`.
+    """The data of a reliability diagram as plain lists; `figures.reliability_diagram` draws it.
 
-    Bins of confidence for classification and Bernoulli (all outputs, of the predicted side), the
-    coverage of central intervals for regression.
+    For classification, bins of confidence. For Bernoulli outputs, too, over all outputs, with the
+    confidence max(p, 1 − p). For regression, the coverage of central intervals.
     """
     if likelihood == "regression":
         return coverage_curve(prediction.mean, prediction.total, targets)

@@ -1,4 +1,4 @@
-"""All that an evaluation finds, as plain data: the content of ``evaluation.json``."""
+"""The results of an evaluation as plain data: the content of ``evaluation.json``."""
 
 import base64
 import io
@@ -75,10 +75,10 @@ _logger = logging.getLogger(__name__)
 ENTROPY_BINS = 30
 
 IN_SAMPLE = (
-    "Where the validation set has calibrated a predictive, its metrics there are in-sample, and "
-    "no test of it."
+    "Where a predictive was calibrated on the validation set, its metrics on that set are "
+    "in-sample: they do not test it."
 )
-"""What to say beside such metrics."""
+"""Note to print beside such metrics."""
 
 Score = Literal["entropy", "epistemic"]
 
@@ -88,11 +88,11 @@ class EvaluationConfig:
     """What is evaluated besides the test set.
 
     Args:
-        shift: whether to evaluate on the test images with noise, blur, less contrast and JPEG
-            artefacts, at five severities each: twenty times the work.
-        ood_score: what tells out-of-distribution images from others: the predictive entropy, or
-            its epistemic part.
-        uncertain: how many of the most uncertain test images to keep for the report.
+        shift: whether to evaluate on corrupted test images as well: noise, blur, lower contrast and
+            JPEG artefacts, at five severities each. This is twenty times the work.
+        ood_score: score by which out-of-distribution images are detected: the predictive entropy,
+            or its epistemic part.
+        uncertain: number of the most uncertain test images that the report shows.
     """
 
     shift: bool = False
@@ -105,11 +105,11 @@ class EvaluationConfig:
             raise ValueError(f"evaluation.uncertain must be 0 or more, not {self.uncertain}.")
 
     def check(self, splits: Splits) -> None:
-        """Raise a ValueError unless this can be evaluated on such data."""
+        """Raise a ValueError unless the data supports this evaluation."""
         if self.shift and isinstance(splits, ImageSplits) and splits.image_shape[0] not in (1, 3):
             raise ValueError(
                 f"{splits.name} has images of {splits.image_shape[0]} channels; evaluation.shift "
-                "is for one or three. Leave it out."
+                "supports one or three. Leave it out."
             )
 
 
@@ -130,27 +130,29 @@ def evaluate(
     """Evaluate predictives on test, validation, shifted and out-of-distribution data.
 
     Args:
-        predictives: name -> predictive; the uncertain images are those of the last.
+        predictives: name -> predictive; the most uncertain images are those of the last one.
         splits: the data; images are normalised by its mean and std.
-        likelihood: of the predictives.
-        config: what is evaluated.
-        ood: out-of-distribution data.
-        batch_size: test examples at a time.
-        device: where batches are made.
+        likelihood: likelihood of the predictives.
+        config: what is evaluated besides the test set.
+        ood: out-of-distribution images.
+        batch_size: number of test examples in a batch.
+        device: device on which batches are made.
         progress: whether to show progress bars.
-        checkpoints: where the state is kept between batches; from one that is there the evaluation
-            goes on, to the same predictions.
-        ranks: who predicts a part of each batch; all get the same record, but for seconds.
-        scores: where to put, for each predictive, what its metrics are means of, (N,) of the test
-            examples; `differences` compares it with another network's on the same examples.
+        checkpoints: where to keep the state between batches. If there is a state, the evaluation
+            continues from it, and makes the same predictions.
+        ranks: the ranks that each predict a part of every batch; all get the same record, except
+            for seconds.
+        scores: a mapping to add to: predictive -> name of a metric -> its value for each test
+            example, (N,). `compared` takes them, to compare two networks on the same examples.
 
     Returns:
-        For each predictive the metrics under keys such as ``test/cls/NLL``, ``test/cal/ECE``,
-        ``shift/noise/3/cls/NLL`` and ``ood/AUROC``, intervals of those of the test set and the
-        differences from the first predictive's (see `marglik.prediction.intervals`), its
-        reliability, risk-coverage and ROC curves, errors by class, histograms of its entropy, and
-        seconds for the test set. Of sequences all are about positions (tokens) that count, whose
-        number is then there, too; intervals are there where all sequences have as many.
+        For each predictive the metrics, under keys such as ``test/cls/NLL``, ``test/cal/ECE``,
+        ``shift/noise/3/cls/NLL`` and ``ood/AUROC``; intervals of the test metrics, and their
+        differences from those of the first predictive (see `marglik.prediction.intervals`);
+        reliability, risk-coverage and ROC curves; errors by class; histograms of the predictive
+        entropy; and the seconds for the test set. For sequences, all of these are about positions
+        (tokens) that count, and the record has their number; intervals are given only if all
+        sequences have the same number of them.
 
     Raises:
         ValueError: shifts or out-of-distribution data without images, or with regression.
@@ -181,10 +183,11 @@ def evaluate(
         "uncertain": None,
     }
     for label, predict in predictives.items():
-        if label in work.finished:
+        if label in work.finished:  # by the process that was interrupted
             continue
         _logger.info("evaluating %s on %s", label, splits.name)
-        predict(work.two_inputs())  # what is done once is not a prediction's cost
+        # The first call computes eigenvectors; the time of the test set must not include that.
+        predict(work.two_inputs())
         prediction, targets = work.predict("test", predict)
         found = _prefixed("test", compute_metrics(prediction, targets, likelihood))
         if splits.validation is not None:
@@ -239,21 +242,23 @@ def evaluate_network(
     seed: int = 0,
     **options: Any,
 ) -> dict[str, Any]:
-    """`evaluate` a network at its parameters and under its posterior, and say what and how.
+    """`evaluate` a network at its parameters and under its posterior; returns the whole record.
 
-    Where the posterior remembers a calibration, the temperature-scaled MAP is evaluated, too; a
-    posterior predictive without one is called uncalibrated.
+    The record also says what was evaluated (a sum of the posterior and of the test set) and with
+    which options, so that `combined` can tell which results belong together. If the posterior has a
+    calibration of a predictive, the temperature-scaled MAP is evaluated, too; a posterior
+    predictive without one is labelled "uncalibrated".
 
     Args:
-        map_: the network at its parameters.
+        map_: the predictive of the network at its parameters.
         laplace: the posterior, if there is one.
-        configs: how it predicts, in turn.
+        configs: the ways in which the posterior predicts, evaluated one after the other.
         splits: see `evaluate`.
-        likelihood: of the predictives.
-        config: what is evaluated.
-        of: SHA-256 sum of what is evaluated.
-        seed: of sampling, for each way of predicting.
-        options: see `evaluate`.
+        likelihood: likelihood of the predictives.
+        config: what is evaluated besides the test set.
+        of: SHA-256 sum that identifies the posterior or checkpoint.
+        seed: seed of sampling, the same for each way of predicting.
+        options: further arguments of `evaluate`.
     """
     predictives: dict[str, Predictive] = {"MAP": map_}
     how: dict[str, dict[str, Any]] = {"MAP": {}}
@@ -271,9 +276,10 @@ def evaluate_network(
         generator = torch.Generator(options["device"]).manual_seed(seed)
         ranks = options.get("ranks", Ranks(None))
         predictives[label] = laplace_predictive(laplace, one, generator, ranks=ranks)
-        of_no_consequence = ("batch_size", "memory")
-        plain = {name: v for name, v in asdict(one).items() if name not in of_no_consequence}
-        if not one.tolerance:  # older evaluations lack it
+        # Only what changes predictions: `combined` replaces a result whose options differ.
+        without_effect = ("batch_size", "memory")
+        plain = {name: v for name, v in asdict(one).items() if name not in without_effect}
+        if not one.tolerance:  # evaluations of older versions lack the key
             del plain["variance_tolerance"]
         plain["calibration"] = None if found is None else asdict(found.calibration)
         how[label] = plain | {"seed": seed}
@@ -286,7 +292,7 @@ def evaluate_network(
 
 
 def has_in_sample_metrics(evaluation: Mapping[str, Any]) -> bool:
-    """Whether an evaluation has a calibrated predictive's metrics of a validation set."""
+    """Whether an evaluation has metrics of a calibrated predictive on a validation set."""
     return any(
         (entry.get("options") or {}).get("calibration")
         and any(key.startswith("validation/") for key in entry["metrics"])
@@ -295,20 +301,22 @@ def has_in_sample_metrics(evaluation: Mapping[str, Any]) -> bool:
 
 
 def combined(found: dict[str, Any], earlier: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """An evaluation together with an earlier one, and what of that one it replaces, in words.
+    """A new evaluation merged with an earlier one, and what it replaces of that one, in words.
 
-    Results add to each other where they are of the same network or posterior, test set and way of
-    predicting. An evaluation has one out-of-distribution data set.
+    Results of the earlier evaluation are kept if they are of the same network or posterior and the
+    same test set, and of another way of predicting, or of parts that the new one does not have (a
+    shift, say). An evaluation has one out-of-distribution data set: a new one drops the earlier
+    results on the old one.
     """
     for key, what in SUBJECT.items():
         if found[key] != earlier.get(key):
-            return found, [f"all of the former evaluation, which was of {what}"]
+            return found, [f"all of the earlier evaluation, which was of {what}"]
     replaced, entries = [], {}
     stays = found["ood"] is None or found["ood"] == earlier["ood"]
     for label, former in earlier["predictives"].items():
         options = former.get("options", {})
         if label.startswith("Laplace") and options and "calibration" not in options:
-            label += ", uncalibrated"  # there was no other before
+            label += ", uncalibrated"  # older versions had no calibration, and no such label
         entry = found["predictives"].get(label)
         if entry is not None and entry["options"] != former["options"]:
             before, now = former["options"], entry["options"]
@@ -331,7 +339,7 @@ SUBJECT = {
     "test": "another test set",
     "likelihood": "another likelihood",
 }
-"""Keys of what is evaluated, and what it is called if it is not the same."""
+"""Keys that say what was evaluated -> what to call it if they differ."""
 
 
 def _without_ood(entry: dict[str, Any]) -> dict[str, Any]:
@@ -353,11 +361,18 @@ def _both(former: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ood_name(ood: dict[str, Any]) -> str:
-    return f"{ood['num_examples']} of {ood['name']}, told apart by {ood['score']}"
+    return f"{ood['num_examples']} of {ood['name']}, detected by {ood['score']}"
 
 
 class _Evaluation:
-    """The data, how to go through it, and what was found so far: all that another goes on from."""
+    """The data, how to go through it, and the results so far, which are the state to resume from.
+
+    Predictives are evaluated one after the other, and `finish` ends each. What belongs to the
+    current one alone (seconds, predictions of each part of the data, metrics of shifts) is dropped
+    then; what belongs to all (entries, images, scores) is kept. A state may be saved after any
+    batch: it has the predictions so far, so that a process that resumes repeats none of them, and
+    draws no random numbers twice.
+    """
 
     def __init__(
         self,
@@ -379,12 +394,13 @@ class _Evaluation:
         self._shard = Shard(ranks.rank, ranks.size)
         state = checkpoints.load() if checkpoints is not None and checkpoints.exists() else {}
         self.finished: dict[str, Any] = state.get("finished", {})
-        """Predictive -> its entry of the record."""
+        """Name of a predictive -> its entry in the record."""
         self.uncertain: dict[str, Any] | None = state.get("uncertain")
-        """The images that the last one of them found uncertain."""
+        """The images on which the latest of them is most uncertain."""
         self.scores: dict[str, dict[str, Tensor]] = state.get("scores", {})
-        """Predictive -> what its metrics are means of, (N,); the first is the others' reference."""
-        # Of the predictive in work, by part of the data:
+        """Name of a predictive -> metric -> its value for each test example, (N,). The others are
+        compared with the first."""
+        # Of the current predictive, by part of the data:
         self.seconds: dict[str, float] = state.get("seconds", {})
         self._batches: dict[str, list[tuple[Prediction, Tensor]]] = {
             part: [(Prediction(*values), y) for *values, y in batches]
@@ -393,7 +409,7 @@ class _Evaluation:
         self._shifted: dict[str, float] = state.get("shifted", {})
 
     def finish(self, label: str, entry: dict[str, Any]) -> None:
-        """Keep a predictive's entry, and begin with the next one."""
+        """Store the entry of a predictive, and forget what belongs to it alone."""
         self.finished[label] = entry
         self.seconds, self._batches, self._shifted = {}, {}, {}
 
@@ -417,8 +433,9 @@ class _Evaluation:
     def _predict_all(
         self, part: str, predict: Predictive, batches: Any, **options: Any
     ) -> tuple[Prediction, Tensor]:
-        """Predictions and targets of a part of the data, from the batches that were kept on."""
+        """Predictions and targets of a part of the data; batches that a state holds are skipped."""
         kept = self._batches.setdefault(part, [])
+        # Seconds add up over the processes that have worked on this part.
         before, start = self.seconds.get(part, 0.0), time.perf_counter()
 
         def keep(prediction: Prediction, y: Tensor) -> None:
@@ -430,7 +447,7 @@ class _Evaluation:
         return predict_all(
             predict,
             batches,
-            earlier=[*kept],
+            earlier=[*kept],  # a copy, since `keep` appends to the list
             on_batch=keep,
             progress=self.progress,
             ranks=self._ranks,
@@ -446,7 +463,7 @@ class _Evaluation:
         return self._predict_all(split, predict, batches, targets=self.splits.targets)
 
     def sizes(self) -> dict[str, int | None]:
-        """The numbers of test examples and, of sequences, of their positions that count."""
+        """The numbers of test examples and, for sequences, of positions that count."""
         if isinstance(self.splits, ImageSplits):
             return {"num_test": len(self.splits.test), "num_positions": None}
         y = self.splits.test[1]
@@ -454,9 +471,10 @@ class _Evaluation:
         return {"num_test": len(y), "num_positions": self.splits.num_terms if several else None}
 
     def intervals(self, label: str, prediction: Prediction, targets: Tensor) -> dict[str, Any]:
-        """Intervals of a predictive's metrics, and how these differ from the first predictive's.
+        """Intervals of a predictive's metrics, and of the differences from the first predictive's.
 
-        Nothing for sequences of several lengths, whose positions are not told apart here.
+        Empty for sequences with different numbers of positions that count: the rows of a prediction
+        do not say which sequence they belong to.
         """
         positions = self._positions(len(targets))
         if positions is None:
@@ -476,7 +494,7 @@ class _Evaluation:
         return found
 
     def _positions(self, rows: int) -> int | None:
-        """Rows of predictions for each test example, None if not all have as many."""
+        """Rows of predictions per test example; None if the number differs between examples."""
         if isinstance(self.splits, ImageSplits):
             return 1
         y = self.splits.test[1]
@@ -514,7 +532,7 @@ class _Evaluation:
             prediction = self.predict_images(part, images, predict)
             found = compute_metrics(prediction, test.labels, self.likelihood)
             self._shifted |= _prefixed(part, found)
-            del self._batches[part]  # twenty times the test set's
+            del self._batches[part]  # else the state would grow to twenty times the test set's
         return self._shifted
 
 
@@ -538,7 +556,7 @@ def _score(prediction: Prediction, kind: Score) -> Tensor:
 def _entropies(prediction: Prediction, likelihood: Likelihood) -> dict[str, list]:
     outputs = prediction.mean.shape[1] if likelihood == "classification" else 2
     largest = math.log(outputs)
-    # Rounding may put an entropy above its bound.
+    # Rounding may put an entropy above its bound, where the histogram would not count it.
     entropy = prediction.entropy.flatten().double().clamp(0, largest)
     counts, edges = torch.histogram(entropy, ENTROPY_BINS, range=(0.0, largest))
     return {"edges": edges.tolist(), "test": [int(count) for count in counts]}

@@ -1,14 +1,14 @@
-"""Confidence intervals of metrics: which expected values the test set is consistent with.
+"""Confidence intervals of metrics: the expected values that the test set is consistent with.
 
-All are two-sided of level `LEVEL`, and about the test set alone: the network, its training data and
-the seed stay as they are, between which metrics often differ by more.
+All are two-sided intervals of level `LEVEL`. They cover the random choice of the test set alone:
+the network, its training data and the seed are fixed. Metrics often differ by more between seeds.
 
 Means have Wilson's or Student's interval, the AUROC has DeLong's. AURC, AUPR and FPR95 depend on
 the order of all examples and have the bootstrap's. The ECE has none. Its estimate is biased
-upwards, as |accuracy − confidence| of a bin is positive even where the predictive is calibrated,
-and resamples have this bias once more: where the ECE is 0, no interval of resamples holds it.
-Intervals of the bins' accuracies, in the reliability diagram, say what it cannot: which bins are
-off by more than chance.
+upwards, since |accuracy − confidence| of a bin is positive even for a calibrated predictive, and
+resampling adds the same bias again: if the ECE is 0, no bootstrap interval contains it. The
+intervals of the bins' accuracies in the reliability diagram show instead which bins are off by more
+than chance.
 """
 
 import logging
@@ -40,14 +40,14 @@ _logger = logging.getLogger(__name__)
 LEVEL = 0.95
 
 RESAMPLES = 1000
-"""Of the bootstrap, all from the same seed: the same predictions have the same intervals."""
+"""Number of bootstrap resamples. The seed is fixed: the same predictions get the same intervals."""
 
 NUMBERS_AT_A_TIME = 200_000
-"""Drawn at once: working arrays of about 20 MB. With two million, which leave the processor's
-cache, the same resamples took 1.5 to 1.8 times as long."""
+"""Numbers that are drawn at once, in working arrays of about 20 MB. With two million, which do not
+fit in the processor's cache, the same resamples took 1.5 to 1.8 times as long."""
 
 MANY = 20_000
-"""Predictions from which on the resamples take about a second, which is worth a line in the log."""
+"""Number of predictions above which resampling takes about a second and a log line announces it."""
 
 Interval = tuple[float, float]
 """Lower and upper end."""
@@ -57,11 +57,11 @@ Floats = NDArray[np.float64]
 
 
 def share_interval(successes: int, trials: int) -> Interval:
-    """The interval of a share (Wilson 1927, score method), which holds its level near 0 and 1, too.
+    """The interval of a share (Wilson 1927, score method); accurate also near 0 and 1.
 
     Args:
         successes: k.
-        trials: n independent ones.
+        trials: n, the number of independent trials.
 
     Raises:
         ValueError: n is not positive, or k is not in 0..n.
@@ -73,10 +73,10 @@ def share_interval(successes: int, trials: int) -> Interval:
 
 
 def mean_interval(values: Tensor) -> Interval | None:
-    """The interval mean ± t·s/√n of Student; None where it says nothing, as all are the same.
+    """Student's interval mean ± t·s/√n; None if all values are the same.
 
     Args:
-        values: (n,), independent.
+        values: (n,) independent values.
     """
     from scipy.stats import t
 
@@ -91,28 +91,29 @@ def mean_interval(values: Tensor) -> Interval | None:
 def intervals(scores: Mapping[str, Tensor], positions: int = 1) -> dict[str, Interval]:
     """Intervals of the metrics that are means: Wilson's for shares of examples, else Student's.
 
-    What belongs to one example (its outputs, a sequence's positions) depends on each other and is
-    averaged first, so that examples alone count as independent.
+    Values of one example (its outputs, the positions of a sequence) are not independent. They are
+    averaged first, so that only examples count as independent.
 
     Args:
         scores: as `marglik.prediction.evaluation.example_scores` returns them.
-        positions: rows of an example, which lie one after the other.
+        positions: number of consecutive rows that belong to one example.
 
     Returns:
-        Of those that have one; of "reg/RMSE" that of the mean square, its roots.
+        Name -> interval, of the metrics that have one. That of "reg/RMSE" is the root of the
+        interval of the mean square.
     """
-    found = {name: _of_mean(name, of_examples(s, positions)) for name, s in scores.items()}
+    found = {name: _interval_of_mean(name, of_examples(s, positions)) for name, s in scores.items()}
     if ends := found.get("reg/RMSE"):
         found["reg/RMSE"] = max(ends[0], 0.0) ** 0.5, ends[1] ** 0.5
     return {name: ends for name, ends in found.items() if ends is not None}
 
 
 def of_examples(scores: Tensor, positions: int) -> Tensor:
-    """Means over what belongs to one example, its positions and outputs: (N,)."""
+    """Means over the positions and outputs of each example, (N,)."""
     return scores.reshape(len(scores) // positions, -1).mean(dim=1)  # (N,)
 
 
-def _of_mean(name: str, values: Tensor) -> Interval | None:
+def _interval_of_mean(name: str, values: Tensor) -> Interval | None:
     if name in SHARES and bool(((values == 0) | (values == 1)).all()):
         return share_interval(int(values.sum().item()), len(values))
     return mean_interval(values)
@@ -121,31 +122,32 @@ def _of_mean(name: str, values: Tensor) -> Interval | None:
 def differences(
     scores: Mapping[str, Tensor], reference: Mapping[str, Tensor], positions: int = 1
 ) -> dict[str, tuple[float, float, float]]:
-    """Metrics less a reference's on the same examples, each with its interval: (d, low, high).
+    """Differences d of metrics from a reference's on the same examples, with intervals.
 
-    Paired, and so much narrower than what two intervals side by side suggest. Student's of the
-    examples' differences; of shares of examples that of Bonett & Price 2012 (J. Educ. Behav. Stat.
-    37), which adds one example to each kind of disagreement and so does not shrink to nothing.
+    They are paired differences, whose intervals are much narrower than two separate intervals
+    suggest. For means Student's interval of the differences per example; for shares that of Bonett
+    & Price 2012 (J. Educ. Behav. Stat. 37), which adds one example to each kind of disagreement and
+    so has a positive width even without disagreements.
 
     Args:
         scores: see `intervals`.
-        reference: the same of another predictive.
+        reference: the scores of another predictive.
         positions: see `intervals`.
 
     Returns:
-        Of the metrics that are means; not of "reg/RMSE", which is a root of one.
+        Name -> (d, low, high), of the metrics that are means; without "reg/RMSE", a root of one.
     """
     found = {}
     for name in scores.keys() & reference.keys() - {"reg/RMSE"}:
         d = of_examples(scores[name], positions) - of_examples(reference[name], positions)
         is_share = name in SHARES and bool(torch.isin(d, d.new_tensor([-1, 0, 1])).all())
-        ends = _of_paired_shares(d) if is_share else mean_interval(d)
+        ends = _interval_of_paired_shares(d) if is_share else mean_interval(d)
         if ends is not None:
             found[name] = d.mean().item(), *ends
     return dict(sorted(found.items()))
 
 
-def _of_paired_shares(differences: Tensor) -> Interval:
+def _interval_of_paired_shares(differences: Tensor) -> Interval:
     from scipy.stats import norm
 
     n = len(differences) + 2
@@ -156,12 +158,12 @@ def _of_paired_shares(differences: Tensor) -> Interval:
 
 
 def area_interval(inside: Tensor, outside: Tensor) -> Interval | None:
-    """The interval of "ood/AUROC": DeLong's variance on the scale of the logit.
+    """The interval of "ood/AUROC": DeLong's variance, on the logit scale.
 
-    None where it says nothing: the sides do not overlap, or have less than two examples.
+    None if the scores of the two sides do not overlap, or a side has fewer than two examples.
 
     Source: DeLong, DeLong & Clarke-Pearson 1988 (Biometrics 44); by ranks, Sun & Xu 2014 (IEEE
-    Signal Process. Lett. 21). On the logit's scale its ends stay within 0..1.
+    Signal Process. Lett. 21). On the logit scale both ends stay within 0..1.
 
     Args:
         inside: (N,) scores of examples from the training distribution.
@@ -177,7 +179,7 @@ def area_interval(inside: Tensor, outside: Tensor) -> Interval | None:
     x, y = as_finite("inside", inside).numpy(), as_finite("outside", outside).numpy()
     n, m = len(x), len(y)
     ranks = rankdata([*x, *y])
-    # For each example the share of the other side that it is rightly above, or below.
+    # For each example the share of the other side that it is ranked correctly against.
     of_x = 1 - (ranks[:n] - rankdata(x)) / m  # (N,)
     of_y = (ranks[n:] - rankdata(y)) / n  # (M,)
     area = of_y.mean()
@@ -193,16 +195,16 @@ def area_interval(inside: Tensor, outside: Tensor) -> Interval | None:
 def risk_interval(confidence: Tensor, correct: Tensor, positions: int = 1) -> Interval | None:
     """The interval of "cls/AURC": percentiles of its bootstrap distribution.
 
-    None where it says nothing: all are right, all are wrong, or there is one example. With few
-    errors it is too narrow: it held the expected value of 94 % of 300 simulated data sets with 50
-    errors each on average, of 91 % with 20 or 10, and of 86 % with 5.
+    None if all predictions are right, all are wrong, or there is one example. With few errors it is
+    too narrow: it contained the expected value in 94 % of 300 simulated data sets with 50 errors on
+    average, in 91 % with 20 or 10 errors, and in 86 % with 5.
 
     Source: Efron & Tibshirani 1993 (An Introduction to the Bootstrap), ch. 13.
 
     Args:
         confidence: (N,) probabilities of the predicted classes, any float dtype.
         correct: (N,) bool.
-        positions: rows of an example, which lie one after the other and are resampled together.
+        positions: number of consecutive rows that belong to one example and are resampled together.
 
     Raises:
         TypeError: confidences that are no floats.
@@ -222,15 +224,15 @@ def risk_interval(confidence: Tensor, correct: Tensor, positions: int = 1) -> In
 
 
 def aurc(sizes: Integers, errors: Integers, harmonic: Floats) -> Floats:
-    """The AURC of data sets that hold the same examples in other numbers, (B,).
+    """The AURC of B resamples of a data set, given how often each example occurs, (B,).
 
     A group of w equal confidences with e errors, after W examples with E errors, adds
     Σ_{m=1..w} (E + m e/w) / (W + m) = e + (E − W e/w) (H_{W+w} − H_W), H_k = 1 + 1/2 + ... + 1/k.
 
     Args:
-        sizes: (B, G) examples w of each group, the most confident first; 0 where there is none.
-        errors: (B, G) how many of them are wrong, e.
-        harmonic: (N + 1,) H_0 to H_N, where each data set has N examples.
+        sizes: (B, G) numbers w of examples in each group, the most confident first; may be 0.
+        errors: (B, G) numbers e of wrong ones among them.
+        harmonic: (N + 1,) H_0 to H_N, where each resample has N examples.
     """
     ends, errors_before = sizes.cumsum(axis=1), errors.cumsum(axis=1) - errors
     starts = ends - sizes
@@ -242,15 +244,16 @@ def aurc(sizes: Integers, errors: Integers, harmonic: Floats) -> Floats:
 def out_of_distribution_intervals(inside: Tensor, outside: Tensor) -> dict[str, Interval]:
     """Intervals of `marglik.prediction.metrics.out_of_distribution_metrics`.
 
-    That of "ood/AUROC" is `area_interval`'s; those of "ood/AUPR" and "ood/FPR95" are percentiles of
-    their bootstrap distributions (source: see `risk_interval`), each side resampled on its own.
+    For "ood/AUROC" it is that of `area_interval`; for "ood/AUPR" and "ood/FPR95", percentiles of
+    the bootstrap distribution (source: see `risk_interval`), with each side resampled on its own.
 
     Args:
         inside: (N,) scores of examples from the training distribution.
         outside: (M,) scores of examples from elsewhere.
 
     Returns:
-        Of those that have one: where all of outside score higher than all of inside, none has.
+        Name -> interval, of the metrics that have one. None has, if all of ``outside`` score higher
+        than all of ``inside``.
 
     Raises:
         ValueError: see `area_interval`.
@@ -268,11 +271,11 @@ def out_of_distribution_intervals(inside: Tensor, outside: Tensor) -> dict[str, 
 
 
 def detection(inside: Integers, outside: Integers) -> tuple[Floats, Floats]:
-    """AUPR and FPR95 of data sets that hold the same examples in other numbers, (B,) each.
+    """AUPR and FPR95 of B resamples of a data set, given how often each score occurs, (B,) each.
 
     Args:
-        inside: (B, G) our own examples of each score, the largest score first; 0 where none is.
-        outside: (B, G) out-of-distribution ones.
+        inside: (B, G) numbers of in-distribution examples with each score, the largest first.
+        outside: (B, G) numbers of out-of-distribution examples with each score.
     """
     false, true = inside.cumsum(axis=1), outside.cumsum(axis=1)  # flagged at each threshold
     recall = true / true[:, -1:]
@@ -283,7 +286,7 @@ def detection(inside: Integers, outside: Integers) -> tuple[Floats, Floats]:
 
 
 def _counts(groups: Integers, num_groups: int) -> Integers:
-    """How often each group was drawn, (B, num_groups), from what was, (positions, B, N)."""
+    """How often each group was drawn, (B, num_groups), from the groups drawn, (positions, B, N)."""
     rows = groups.shape[1]
     cells = groups + num_groups * np.arange(rows)[:, None]
     return np.bincount(cells.ravel(), minlength=rows * num_groups).reshape(rows, num_groups)
@@ -292,13 +295,13 @@ def _counts(groups: Integers, num_groups: int) -> Integers:
 def _bootstrap(
     names: Sequence[str], samples: Sequence[Integers], statistic: Callable[..., Floats]
 ) -> dict[str, Interval]:
-    """Percentile intervals of metrics, without those whose ends are the same.
+    """Percentile intervals of metrics, without those whose ends coincide.
 
     Args:
-        names: of the metrics.
-        samples: the groups of examples, (positions, N) each; examples are drawn with replacement,
-            those of each sample on their own.
-        statistic: from resamples, (positions, B, N) each, to the metrics, (names, B).
+        names: names of the metrics.
+        samples: for each sample, the group of each example, (positions, N). Each sample is
+            resampled with replacement on its own.
+        statistic: function from resamples, (positions, B, N) each, to metrics, (names, B).
     """
     from scipy.stats import bootstrap
 

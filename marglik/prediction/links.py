@@ -1,10 +1,10 @@
-"""From outputs that are Gaussian to predictions: class probabilities, means, and their uncertainty.
+"""From Gaussian outputs to predictions: class probabilities or means, and their uncertainty.
 
-Entropies are in nats. Classification: the aleatoric part is the mean entropy of the class
-distributions that the posterior holds possible, the epistemic part the mutual information between
-label and parameters; their sum is the entropy of the mean distribution. Bernoulli: the same for
-each output. Regression: variances; σ² and that of the outputs. Source of the split: Depeweg et al.
-2018 (arXiv:1710.07283).
+Entropies are in nats. Classification: the aleatoric part is the mean, under the posterior, of the
+entropy of the class distribution; the epistemic part is the mutual information between label and
+parameters; their sum is the entropy of the mean distribution. Bernoulli: the same for each output.
+Regression: the aleatoric part is σ², the epistemic part the variance of the outputs. Source of the
+split: Depeweg et al. 2018 (arXiv:1710.07283).
 """
 
 import math
@@ -38,16 +38,18 @@ __all__ = [
 Link = Literal["probit", "bridge", "mc"]
 
 QUADRATURE_NODES = 64
-"""Nodes of Gauss-Hermite quadrature for Bernoulli outputs: E σ(f) is right to 2e-7 for standard
-deviations up to 3, to 6e-5 up to 5, to 4e-3 up to 10; expected entropies to four times that."""
+"""Nodes of Gauss-Hermite quadrature for Bernoulli outputs. The error of E σ(f) is at most 2e-7 for
+standard deviations up to 3, 6e-5 up to 5, 4e-3 up to 10; that of entropies is four times as large.
+"""
 
 LARGEST_LOG_ALPHA = 60.0
-"""A Dirichlet whose largest count is e^60 has no spread left in any dtype."""
+"""Limit of the counts' logarithms: a Dirichlet whose largest count is e^60 has no spread that any
+dtype could represent, and larger ones would overflow."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Two numbers that `calibrate` finds by held-out data; s = τ = 1 changes nothing.
+    """The two numbers that `calibrate` fits to held-out data; s = τ = 1 changes nothing.
 
     Args:
         covariance_scale: s ≥ 0, by which the outputs' covariance is multiplied; 0 is the MAP.
@@ -71,7 +73,7 @@ class Calibration:
 
     @property
     def in_words(self) -> str:
-        """What it does, for people."""
+        """What the calibration does, in words."""
         outputs = (
             f"outputs divided by {self.output_temperature:.3g}"
             if self.sigma_noise is None
@@ -82,17 +84,18 @@ class Calibration:
 
 @dataclass(frozen=True, repr=False)
 class Prediction:
-    """What is predicted for N inputs; of sequences for N·R positions, or (N, R) ahead of C.
+    """Predictions for N inputs; for sequences with N·R rows, or with axes (N, R) instead of (N,).
 
-    Printed, it shows the tensors' shapes.
+    Its ``repr`` shows the shapes of the tensors.
     """
 
     mean: Float[Tensor, "N C"]
     """Class probabilities, each output's probability of a one (Bernoulli), or the mean."""
     aleatoric: Tensor
-    """Of the data: expected entropy (N,), or (N, C) for Bernoulli; σ² (N, C) for regression."""
+    """Uncertainty due to noise in the data: expected entropy (N,), or (N, C) for Bernoulli; σ²
+    (N, C) for regression."""
     epistemic: Tensor
-    """Of the parameters: mutual information or variance, in the shape of ``aleatoric``."""
+    """Uncertainty about the parameters: mutual information or variance, shaped as ``aleatoric``."""
 
     def __repr__(self) -> str:
         shapes = (
@@ -102,19 +105,19 @@ class Prediction:
 
     @property
     def total(self) -> Tensor:
-        """Both parts together: an entropy, or the variance of a new target."""
+        """The sum of both parts: an entropy, or the variance of a new target."""
         return self.aleatoric + self.epistemic
 
     @property
     def entropy(self) -> Tensor:
-        """The entropy of ``mean`` (not for regression): `total`, but for the link "probit"."""
+        """The entropy of ``mean`` (not for regression); equals `total` except for link "probit"."""
         return _entropy(self.mean) if self.aleatoric.dim() == 1 else _binary_entropy(self.mean)
 
     def terms(self, counted: Tensor | None = None) -> "Prediction":
-        """The prediction for each loss term, one after the other: (N, R, C) as (M, C).
+        """The prediction with one row per loss term: (N, R, C) becomes (M, C).
 
         Args:
-            counted: (N, R), which terms to keep; all if None.
+            counted: (N, R) mask of the terms to keep; all if None.
         """
         axes = self.mean.dim() - 1
         parts = (getattr(self, field.name).flatten(0, axes - 1) for field in fields(self))
@@ -126,19 +129,19 @@ class Prediction:
 
     @staticmethod
     def cat(parts: "list[Prediction]") -> "Prediction":
-        """One prediction for the inputs of all."""
+        """The predictions of several batches as one."""
         return Prediction(
             *(torch.cat([getattr(p, f.name) for p in parts]) for f in fields(parts[0]))
         )
 
 
 def is_link_of(link: Link, likelihood: Likelihood) -> bool:
-    """Whether the link is there for the likelihood; regression takes any, and needs none."""
+    """Whether the link supports the likelihood; regression accepts any link and uses none."""
     return link != "bridge" or likelihood != "bernoulli"
 
 
 def check_link(link: str, likelihood: Likelihood) -> None:
-    """Raise a ValueError unless the link is there for the likelihood."""
+    """Raise a ValueError unless the link supports the likelihood."""
     check_option("likelihood", likelihood, Likelihood)
     check_option("link", link, Link)
     if not is_link_of(link, likelihood):  # pyright: ignore[reportArgumentType]
@@ -150,7 +153,7 @@ def check_link(link: str, likelihood: Likelihood) -> None:
 def predict_from_outputs(
     outputs: Float[Tensor, "S N C"], likelihood: Likelihood, sigma_noise: float | Tensor = 1.0
 ) -> Prediction:
-    """The prediction of S networks of equal weight, by their outputs; of one network for S = 1."""
+    """The prediction of an ensemble of S equally weighted networks, from their outputs."""
     check_option("likelihood", likelihood, Likelihood)
     outputs = at_least_float32(outputs)
     if likelihood == "regression":
@@ -199,18 +202,19 @@ def predict_from_gaussian(
 
     Args:
         f: the outputs' means.
-        covariance: their covariances; variances (N, C) are enough but for classification.
+        covariance: the outputs' covariances; variances (N, C) suffice except for classification.
         likelihood: how outputs become a distribution of targets.
-        link: "mc" averages over samples, "probit" scales the outputs (MacKay 1992), "bridge" is
-            the Dirichlet whose Laplace approximation the Gaussian is (Hobbhahn, Kristiadi & Hennig
-            2022, arXiv:2003.01227), classification only. Few Gaussians are one: of more than two
-            classes, bridge is far from the softmax of ``f`` even where the covariance is small.
-            Probit's parts of the uncertainty are those of mc. Regression needs none of them;
-            Bernoulli's mc is by quadrature, see `QUADRATURE_NODES`.
-        noise: S standard normal vectors for "mc" and "probit" in classification, the same for all
-            inputs, so that predictions do not depend on how inputs are put into batches.
+        link: "mc" averages over samples. "probit" scales the outputs (MacKay 1992); its split of
+            the uncertainty is that of "mc". "bridge", for classification only, takes the Dirichlet
+            of which the Gaussian is the Laplace approximation (Hobbhahn, Kristiadi & Hennig 2022,
+            arXiv:2003.01227). Most Gaussians are not a Laplace approximation of any Dirichlet: with
+            more than two classes, "bridge" is far from the softmax of ``f`` even if the covariance
+            is small. Regression uses no link; Bernoulli's "mc" is by quadrature, see
+            `QUADRATURE_NODES`.
+        noise: S standard normal vectors for "mc" and "probit" in classification. They are the same
+            for all inputs, so that predictions do not depend on how inputs are batched.
         sigma_noise: σ of regression.
-        calibration: s and τ. Where s is 0, all links are the softmax or sigmoid of f/τ.
+        calibration: s and τ. With s = 0, all links are the softmax or sigmoid of f/τ.
 
     Raises:
         ValueError: "bridge" for another likelihood than classification, an unknown option;
@@ -249,15 +253,16 @@ def predict_from_gaussian(
 def deviations(
     covariance: Float[Tensor, "N C C"], noise: Float[Tensor, "S C"]
 ) -> Float[Tensor, "S N C"]:
-    """L z for each standard normal vector z; L L is the covariance."""
+    """L z for each standard normal vector z, with the symmetric root L of the covariance."""
     values, vectors = torch.linalg.eigh(covariance)
-    # The symmetric root: eigenvectors alone turn with rounding, and so with the batch's size.
+    # The symmetric root, since eigenvectors are not unique: their signs, and bases of repeated
+    # eigenvalues, depend on rounding and so on the batch size.
     root = vectors * values.clamp(min=0).sqrt()[:, None] @ vectors.mT  # (N, C, C)
     return torch.einsum("nck,sk->snc", root, noise.to(root))
 
 
 def probit_outputs(f: Float[Tensor, "N C"], variance: Float[Tensor, "N C"]) -> Tensor:
-    """f_c / √(1 + π/8 v_c), whose softmax or sigmoid stands for the mean probability.
+    """f_c / √(1 + π/8 v_c), whose softmax or sigmoid approximates the mean probability.
 
     Source: MacKay 1992, "The evidence framework applied to classification networks".
     """
@@ -267,7 +272,7 @@ def probit_outputs(f: Float[Tensor, "N C"], variance: Float[Tensor, "N C"]) -> T
 def bridge_log_counts(
     f: Float[Tensor, "N C"], covariance: Float[Tensor, "N C C"]
 ) -> Float[Tensor, "N C"]:
-    """Logarithms of the Laplace bridge's Dirichlet counts, whose softmax is its mean.
+    """Logarithms of the Laplace bridge's Dirichlet counts; their softmax is the Dirichlet's mean.
 
     N(f, S) is conditioned on Σ_c f_c = 0, and the Dirichlet has its mean and variances:
     α_c = (1 − 2/C + e^{f_c} Σ_k e^{−f_k} / C²) / S_cc. Source: Hobbhahn, Kristiadi & Hennig 2022
@@ -277,7 +282,8 @@ def bridge_log_counts(
     trace = covariance.diagonal(dim1=1, dim2=2).sum(-1, keepdim=True)  # (N, 1)
     rounding = limits.eps * trace + limits.tiny
     rows, total = covariance.sum(-1), covariance.sum((1, 2))[:, None]
-    # A sum that is certain already is taken from all outputs alike, which softmax does not see.
+    # If Σ_c f_c has no variance already, it is subtracted evenly from all outputs, which does not
+    # change their softmax.
     share = torch.where(total > C * rounding, rows / total, 1 / C)
     f = f - share * f.sum(-1, keepdim=True)
     covariance = covariance - share[:, :, None] * rows[:, None]
@@ -288,7 +294,7 @@ def bridge_log_counts(
 
 
 def _bridge(f: Tensor, covariance: Tensor) -> Prediction:
-    """The Laplace bridge's mean and uncertainty."""
+    """The mean and the uncertainty of the Laplace bridge's Dirichlet."""
     log_alpha = bridge_log_counts(f, covariance)
     mean = torch.softmax(log_alpha, -1)
     excess = (log_alpha.amax(-1, keepdim=True) - LARGEST_LOG_ALPHA).clamp(min=0)
@@ -307,7 +313,7 @@ def _quadrature(f: Tensor, variance: Tensor) -> Prediction:
 
 
 def quadrature(like: Tensor) -> tuple[Float[Tensor, "K 1 1"], Float[Tensor, "K 1 1"]]:
-    """Nodes and weights of E g(z), z standard normal, in a tensor's dtype and on its device.
+    """Nodes and weights of E g(z) for standard normal z, in the dtype and device of ``like``.
 
     See `QUADRATURE_NODES` for the error.
     """
@@ -320,7 +326,7 @@ def quadrature(like: Tensor) -> tuple[Float[Tensor, "K 1 1"], Float[Tensor, "K 1
 
 
 def _mixture(mean: Tensor, aleatoric: Tensor, entropy: Callable[[Tensor], Tensor]) -> Prediction:
-    # Not negative but for rounding.
+    # The difference is not negative, except for rounding.
     return Prediction(mean, aleatoric, (entropy(mean) - aleatoric).clamp(min=0))
 
 

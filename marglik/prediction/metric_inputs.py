@@ -1,4 +1,4 @@
-"""What the metrics take: checked by name, then float64 on the CPU."""
+"""Checks of the inputs of metrics, and their conversion to float64 on the CPU."""
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ def check_shapes(**tensors: tuple[Tensor, str]) -> None:
 
 
 def as_probabilities(name: str, values: Tensor) -> Tensor:
-    """Return numbers in [0, 1] as float64 on the CPU; rounding above 1 is taken away.
+    """Return probabilities as float64 on the CPU; those above 1 by rounding become 1.
 
     Raises:
         TypeError: not a floating-point tensor.
@@ -68,7 +68,11 @@ def as_probabilities(name: str, values: Tensor) -> Tensor:
 
 
 def check_rows_sum_to_one(p: Tensor, dtype: torch.dtype) -> None:
-    """Check class probabilities (N, C); ``dtype``, which they came in, decides what is rounding.
+    """Check class probabilities (N, C).
+
+    Args:
+        p: the probabilities, in float64.
+        dtype: the dtype that they were computed in, which sets the tolerance.
 
     Raises:
         ValueError: fewer than two classes, or a row that does not sum to one.
@@ -165,5 +169,5 @@ def as_finite(name: str, values: Tensor) -> Tensor:
 
 
 def _rounding(dtype: torch.dtype) -> float:
-    """How far a probability, or a sum of them over classes, may be from what it should be."""
+    """Tolerance for probabilities above 1, and for their sum over classes."""
     return max(1e-3, 4 * torch.finfo(dtype).eps)

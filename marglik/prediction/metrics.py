@@ -1,7 +1,8 @@
-"""What predictions are worth: accuracy, likelihood, calibration, out-of-distribution detection.
+"""Metrics of predictions: accuracy, likelihood, calibration, out-of-distribution detection.
 
 Each function takes a whole data set, on any device, computes in float64 on the CPU, and returns
-plain numbers. "cls/", "reg/" and "ood/" say how good predictions are, "cal/" how honest.
+plain numbers. Names begin with "cls/" (classification), "reg/" (regression), "cal/" (calibration)
+or "ood/" (out-of-distribution detection).
 """
 
 import torch
@@ -32,7 +33,7 @@ __all__ = [
 
 COVERAGE_LEVELS = {"cal/coverage50": 0.5, "cal/coverage90": 0.9, "cal/coverage95": 0.95}
 SHARES = frozenset({"cls/accuracy", *COVERAGE_LEVELS})
-"""Metrics that are shares of what is right or inside."""
+"""Metrics that are shares: of correct predictions, or of targets inside an interval."""
 
 
 def classification_metrics(probabilities: Tensor, labels: Tensor) -> dict[str, float]:
@@ -197,7 +198,7 @@ def out_of_distribution_metrics(inside: Tensor, outside: Tensor) -> dict[str, fl
 
 
 def _log(probabilities: Tensor, dtype: torch.dtype) -> Tensor:
-    """The logarithm, finite: what has underflowed to 0 in ``dtype`` is its smallest number."""
+    """Logarithms of probabilities, clamped to the smallest normal number of ``dtype``; finite."""
     return probabilities.clamp(min=torch.finfo(dtype).tiny).log()
 
 
@@ -213,10 +214,9 @@ def _calibration_errors(confidence: Tensor, correct: Tensor) -> dict[str, float]
 
 
 def risk_by_coverage(confidence: Tensor, correct: Tensor) -> Tensor:
-    """Error rate among the k most confident, k = 1..N: (N,), whose mean is the AURC.
+    """Error rate among the k most confident predictions, k = 1..N: (N,), whose mean is the AURC.
 
-    Within equal confidences every example has the group's mean error, as in a random order on
-    average.
+    Examples with equal confidence all count with their mean error: the average over their orders.
 
     Args:
         confidence: (N,).

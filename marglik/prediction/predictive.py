@@ -41,18 +41,18 @@ CalibrationMethod = Literal["held_out", "none"]
 Predictive = Callable[[Any], Prediction]
 
 COPIES = {"classification": 4, "bernoulli": 6, "regression": 2}
-"""How many arrays as large as all networks' outputs there are at once, at the most; measured."""
+"""Most arrays of the size of all sampled networks' outputs that exist at once, as measured."""
 
 COPIES_OF_SAMPLES, COPIES_OF_COVARIANCE = 3, 6
-"""How many arrays as large as the samples of the outputs, and as their covariances."""
+"""Most arrays of the size of the outputs' samples, and of their covariances, that exist at once."""
 
 MOST_BACKWARD_PASSES = 2048
-"""For one example, above which the command line does not begin with covariances."""
+"""Backward passes for one example above which the command line refuses to compute covariances."""
 
 
 @dataclass(frozen=True)
-class _OfModel:
-    """A predictive that knows its network, whose own loss tells how labels stand for outputs."""
+class _ModelPredictive:
+    """A predictive with its network and likelihood, which `predict_all` needs to match labels."""
 
     predict: Predictive = field(repr=False)
     model: nn.Module = field(repr=False)
@@ -67,27 +67,29 @@ class PredictiveConfig:
     """How the Laplace posterior predicts.
 
     Args:
-        method: probit, bridge, mc: the linearised network's outputs are Gaussian, with exact
-            covariances; probit and bridge (for few classes) are closed forms of the class
-            probabilities, mc averages samples of the outputs. linearised: linearised networks with
-            sampled parameters, whose outputs are distributed as mc's, at about a backward pass
-            each, however many outputs there are.
-        samples: samples of the outputs, for mc and for the parts of probit's uncertainty.
-        networks: linearised networks, for linearised.
-        layers: all layers' uncertainty, or that of the last one alone (not for linearised), which
-            costs no more than a forward pass.
-        batch_size: test examples at a time.
-        memory: MiB that the covariances' gradients, or a linearised network, may take, besides the
-            activations of a few examples; batches are split inside to keep it. 144 on a CPU, an
-            eighth of a GPU's if null.
-        variance_tolerance: the share by which the outputs' variances may be too large, never too
-            small, to save time: directions in which the posterior differs less from the prior are
-            taken for the prior's. Exact if null. Not for linearised or the last layer.
-        calibration: held_out scales the covariance and the outputs by what held-out data say; none
-            is the plain Laplace predictive.
+        method: how outputs become probabilities. probit, bridge and mc compute the exact covariance
+            of the linearised network's outputs; probit and bridge (for few classes) then have
+            closed forms, and mc averages over samples of the outputs. linearised samples parameters
+            of the linearised network instead, at about a backward pass per sample however many
+            outputs there are.
+        samples: number of samples of the outputs, for mc, and for probit's split of the uncertainty
+            into aleatoric and epistemic parts.
+        networks: number of samples of the parameters, for linearised.
+        layers: whose uncertainty counts. all takes every layer; last takes the last layer alone,
+            which costs no more than a forward pass (not for linearised).
+        batch_size: number of test examples in a batch.
+        memory: MiB that gradients and their products may take at once, besides the activations of
+            a few examples; batches are split to stay within it. null takes 144 on a CPU, and an
+            eighth of the memory on a GPU.
+        variance_tolerance: largest relative error of the outputs' variances, such as 0.01. A
+            positive tolerance saves time: where the posterior is that close to the prior, the
+            prior's variance is taken. Variances may become too large, never too small. null is
+            exact. Not for linearised or the last layer.
+        calibration: held_out scales the covariance and the outputs by factors fitted to held-out
+            data; none is the plain Laplace predictive.
 
-    Sequences have a covariance at each of R positions, which takes R·C backward passes an example:
-    take linearised for them, or the last layer.
+    Sequences have a covariance at each of their R positions, which takes R·C backward passes per
+    example: use method linearised for them, or the last layer.
     """
 
     method: PredictiveMethod = "probit"
@@ -114,8 +116,8 @@ class PredictiveConfig:
         if self.tolerance and (self.method == "linearised" or self.layers == "last"):
             raise ValueError(
                 f"predictive.variance_tolerance {self.tolerance} is for the variances of all "
-                f"layers; method {self.method!r} with layers {self.layers!r} is exact without. "
-                "Leave it out."
+                f"layers; method {self.method!r} with layers {self.layers!r} computes none of "
+                "them. Leave it out."
             )
         if self.method == "linearised" and self.layers != "all":
             raise ValueError(
@@ -130,7 +132,7 @@ class PredictiveConfig:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether held-out data are to scale the covariance and the outputs."""
+        """Whether the covariance and the outputs are scaled by factors fitted to held-out data."""
         return self.calibration == "held_out"
 
     def check_outputs(self, positions: int, classes: int) -> None:
@@ -145,8 +147,8 @@ class PredictiveConfig:
         if positions > 1 and by_covariance and passes > MOST_BACKWARD_PASSES:
             raise ValueError(
                 f"predictive.method {self.method!r} needs the covariances of {classes} outputs at "
-                f"{positions} positions, {passes} backward passes for each example; more than "
-                f"{MOST_BACKWARD_PASSES} take very long. Take --predictive.method linearised, "
+                f"{positions} positions, which take {passes} backward passes per example; more "
+                f"than {MOST_BACKWARD_PASSES} take very long. Use --predictive.method linearised, "
                 "which samples the same outputs, or --predictive.layers last."
             )
 
@@ -160,15 +162,15 @@ class PredictiveConfig:
         itemsize: int = 4,
         positions: int = 1,
     ) -> None:
-        """Raise a ValueError if the samples cannot fit into the memory.
+        """Raise a ValueError if the samples do not fit into memory.
 
         Args:
-            outputs: of one example, C or, of a sequence, R·C.
-            examples: the most that can be in a batch; those of the data.
-            parameters: of the network.
-            likelihood: of the predictive.
-            memory: bytes that there are.
-            itemsize: bytes of a number.
+            outputs: number of outputs of an example, C, or R·C for a sequence.
+            examples: number of examples in the data, which limits the size of a batch.
+            parameters: number of trainable parameters.
+            likelihood: likelihood of the predictive.
+            memory: bytes of memory in the machine or GPU.
+            itemsize: bytes per number.
             positions: R.
         """
         batch, fixed, option, count = min(self.batch_size, examples), 0, "samples", self.samples
@@ -179,7 +181,7 @@ class PredictiveConfig:
             of_one = 3 * parameters + COPIES[likelihood] * batch * outputs
         else:
             terms = batch
-            if positions > 1:  # which are worked on one at a time, if need be
+            if positions > 1:  # they can be processed one at a time
                 outputs, terms = outputs // positions, 1
                 columns = outputs if likelihood == "classification" else 1  # variances alone
                 fixed = COPIES_OF_COVARIANCE * outputs * columns
@@ -191,7 +193,7 @@ class PredictiveConfig:
         needed = (count * of_one + fixed) * itemsize
         if needed <= memory:
             return
-        # Other things need some, too.
+        # A third of the memory, since other things need some, too.
         fitting = max(0, memory // 3 - fixed * itemsize) // (of_one * itemsize)
         way_out = f"Take {smaller}"
         if fitting:
@@ -205,7 +207,7 @@ class PredictiveConfig:
 
     @property
     def label(self) -> str:
-        """What tables call it."""
+        """Its name in tables and files."""
         last = ", last layer" if self.layers == "last" else ""
         within = f", tolerance {self.tolerance:g}" if self.tolerance else ""
         return f"Laplace, {self.method}{last}{within}"
@@ -217,13 +219,13 @@ def map_predictive(
     sigma_noise: float | Tensor = 1.0,
     output_temperature: float = 1.0,
 ) -> Predictive:
-    """The network's own prediction at its parameters, in eval mode; no epistemic uncertainty.
+    """The prediction of the network at its parameters, in eval mode; no epistemic uncertainty.
 
     Args:
         model: the network.
         likelihood: how outputs become a distribution of targets.
         sigma_noise: σ of regression.
-        output_temperature: τ > 0, by which outputs are divided: temperature scaling.
+        output_temperature: τ > 0, by which outputs are divided (temperature scaling).
     """
     check_module(model)
     check_option("likelihood", likelihood, Likelihood)
@@ -235,7 +237,7 @@ def map_predictive(
         f = outputs_of(model, x) / output_temperature
         return predict_from_outputs(f[None], likelihood, sigma_noise)
 
-    return _OfModel(in_eval_mode(model, predict), model, likelihood)
+    return _ModelPredictive(in_eval_mode(model, predict), model, likelihood)
 
 
 def laplace_predictive(
@@ -245,33 +247,33 @@ def laplace_predictive(
     calibration: Calibration | None = None,
     ranks: Ranks = Ranks(None),  # noqa: B008
 ) -> Predictive:
-    """The posterior's prediction.
+    """The predictive of a posterior.
 
-    Its random numbers are drawn once, so that it is the same however inputs are put into batches.
+    Its random numbers are drawn once, so that predictions do not depend on how inputs are batched.
 
     Args:
         laplace: the fitted posterior.
         config: how it predicts.
-        generator: of the samples, on the model's device.
-        calibration: s and τ. If left out, those that `calibrate` found for such a predictive of
-            this posterior; where there are none, or ``config.calibration`` is "none", s = τ = 1.
-        ranks: who predicts together, and shares out the work on eigenvectors: all call this then.
+        generator: generator of the samples, on the model's device.
+        calibration: s and τ. None takes those that `calibrate` found for this predictive of the
+            posterior; if there are none, or ``config.calibration`` is "none", s = τ = 1.
+        ranks: the ranks that predict together. They share the computation of eigenvectors, so that
+            all of them must call this.
 
     Raises:
         AttributeError: a posterior that is not fitted.
     """
-    if laplace.factors is None:
-        raise AttributeError("The Laplace approximation is not fitted; call fit() first.")
+    laplace.fitted_factors()
     likelihood: Likelihood = laplace.likelihood  # pyright: ignore[reportAssignmentType]
     remembered = laplace.calibrations.get(config.label) if config.is_calibrated else None
     if calibration is None:
         calibration = Calibration(**remembered["calibration"]) if remembered else Calibration()
     if config.method != "linearised":
         check_link(config.method, likelihood)
-    if calibration.covariance_scale == 0:  # at the cost of a forward pass
+    if calibration.covariance_scale == 0:  # the MAP's, which needs no covariances
         sigma = calibration.sigma_noise or laplace.sigma_noise
         return map_predictive(laplace.model, likelihood, sigma, calibration.output_temperature)
-    if config.layers == "all":  # one layer's are few
+    if config.layers == "all":  # those of a single layer are not worth sharing
         laplace.share_eigenvectors(ranks)
     if config.method == "linearised":
         return _linearised_networks(laplace, config, likelihood, generator, calibration)
@@ -280,7 +282,7 @@ def laplace_predictive(
     shape = (config.samples, laplace.n_outputs)
     noise = torch.randn(shape, generator=generator, device=mean.device, dtype=mean.dtype)
 
-    # Outputs of regression and Bernoulli are apart: their variances are all that counts.
+    # Regression and Bernoulli outputs have a target each: covariances between them do not matter.
     variance_only = likelihood != "classification"
 
     def of_some(x: Any, positions: Tensor | None = None) -> Prediction:
@@ -309,7 +311,7 @@ def laplace_predictive(
         some = _some_positions(x, N, axes, max(1, most))
         return _with_axes(Prediction.cat([of_some(*part) for part in some]), axes)
 
-    return _OfModel(in_eval_mode(laplace.model, predict), laplace.model, likelihood)
+    return _ModelPredictive(in_eval_mode(laplace.model, predict), laplace.model, likelihood)
 
 
 def _linearised_networks(
@@ -328,25 +330,25 @@ def _linearised_networks(
         f = outputs_of(laplace.model, x)
         return predict_from_deviations(f, outputs - f, likelihood, laplace.sigma_noise, calibration)
 
-    return _OfModel(in_eval_mode(laplace.model, predict), laplace.model, likelihood)
+    return _ModelPredictive(in_eval_mode(laplace.model, predict), laplace.model, likelihood)
 
 
 def outputs_of(model: nn.Module, x: Any) -> Tensor:
-    """The network's outputs at inputs on any device, in float32 at least."""
+    """The network's outputs at inputs on any device, at least in float32."""
     f = call_with(model, {}, to_device(x, next(model.parameters()).device))
     check_output(f)
     return at_least_float32(f)
 
 
 def _output_shape(model: nn.Module, x: Any) -> torch.Size:
-    """Of one example's output, (C,) or (..., C)."""
+    """The shape of one example's output, (C,) or (..., C)."""
     return outputs_of(model, x if num_examples(x) is None else examples(x, slice(1))).shape[1:]
 
 
 def _some_positions(
     x: Any, N: int | None, axes: list[int], most: int
 ) -> Iterator[tuple[Any, Tensor | None]]:
-    """Some examples, and a mask of some of their positions: at most so many, in their order.
+    """Examples with a mask of some of their positions, at most ``most`` at a time, in order.
 
     So that their covariances are not held all at once. What cannot be taken apart stays whole.
     """
@@ -372,6 +374,6 @@ def _with_axes(prediction: Prediction, axes: list[int]) -> Prediction:
 
 
 def _rounded_down(number: int) -> int:
-    """The number with its first digit alone."""
+    """The number rounded down to one significant digit."""
     power = 10 ** (len(str(number)) - 1)
     return number // power * power

@@ -20,19 +20,19 @@ class Reliability:
     """Confidence and accuracy in M bins of the confidence; plain numbers, ready to plot."""
 
     edges: tuple[float, ...]
-    """M + 1 of them, ascending; bin m is (edges[m], edges[m + 1]], the first has both ends."""
+    """M + 1 ascending edges; bin m is (edges[m], edges[m + 1]], the first includes both ends."""
     counts: tuple[int, ...]
     """Predictions per bin."""
     confidence: tuple[float | None, ...]
-    """Mean confidence per bin, None where it is empty."""
+    """Mean confidence per bin, None for an empty bin."""
     accuracy: tuple[float | None, ...]
-    """Share of right predictions per bin, None where it is empty."""
+    """Share of correct predictions per bin, None for an empty bin."""
 
     @property
     def ece(self) -> float:
         """Expected calibration error Σ_m (n_m / N) |accuracy_m − confidence_m|, in 0..1.
 
-        Source: Guo et al. 2017 (arXiv:1706.04599), eq. 3; empty bins count nothing.
+        Source: Guo et al. 2017 (arXiv:1706.04599), eq. 3; empty bins are ignored.
         """
         gaps = (
             n * abs(a - c)
@@ -77,8 +77,8 @@ def reliability(
         raise ValueError(f"num_bins must be at least 1, not {num_bins}; the usual choice is 15.")
     c, right = as_probabilities("confidence", confidence), correct.cpu().double()
     edges = _edges_of_equal_mass(c, num_bins) if adaptive else _edges_of_equal_width(num_bins)
-    # Not torchmetrics: it puts a confidence of 1 in a bin of its own (its issue 3510), and has
-    # neither bins of equal mass nor what a diagram needs.
+    # Not torchmetrics: it puts a confidence of 1 in a bin of its own (its issue 3510), has no bins
+    # of equal mass, and does not return the bins that a diagram needs.
     index = torch.bucketize(c, edges[1:-1])  # (N,)
     counts = index.bincount(minlength=num_bins).tolist()
     sums = [index.bincount(weights=x, minlength=num_bins).tolist() for x in (c, right)]
@@ -103,18 +103,18 @@ def _edges_of_equal_mass(confidence: Tensor, num_bins: int) -> Tensor:
 def coverage_curve(
     mean: Tensor, variance: Tensor, targets: Tensor, levels: Sequence[float] = LEVELS
 ) -> dict[str, Any]:
-    """Share of targets within the central interval of each level; calibrated: equal to the level.
+    """Share of targets within the central interval of each level; equal to it if calibrated.
 
     The interval of level q is mean ± Φ⁻¹((1 + q)/2) √variance, both ends included.
 
     Args:
-        mean: (N, C) of the Gaussian predictive.
-        variance: (N, C) of the same, noise included.
+        mean: (N, C) means of the Gaussian predictive.
+        variance: (N, C) variances of the predictive, including the noise.
         targets: (N, C).
-        levels: between 0 and 1.
+        levels: numbers between 0 and 1.
 
     Returns:
-        "levels" and, in the same order, "coverage", over all N·C targets, whose number is "count".
+        "levels", and in the same order "coverage", the shares of all N·C targets; "count" is N·C.
 
     Raises:
         ValueError: what `as_gaussian` refuses, or levels outside (0, 1).

@@ -1,4 +1,4 @@
-"""Run folders read into plain data."""
+"""Run folders, read into plain data."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +18,8 @@ from marglik.storage.yaml_text import check_yaml
 __all__ = ["Layer", "Run", "read_run", "read_runs"]
 
 MAIN_NAMES = (run_files.RESULTS, run_files.POSTERIOR, run_files.LOG, run_files.EVALUATION)
-"""A folder with one of these is a run; the first that is there gives its date."""
-REMEDY = "Write it anew with the marglik command that made the folder."
+"""A folder with one of these files is a run; the first of them that exists gives its date."""
+REMEDY = "Write it again with the marglik command that wrote the folder."
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder; what is not there is None or empty."""
+    """The content of a run folder; parts that do not exist are None or empty."""
 
     folder: Path
     results: dict[str, Any] | None
     records: list[dict[str, Any]]
-    """The log's epochs and updates, in their order."""
+    """The epochs and updates of the log, in order."""
     evaluation: dict[str, Any] | None
     posterior: dict[str, Any] | None
     options: dict[str, Any]
@@ -48,11 +48,11 @@ class Run:
     date: datetime
     """When the run's main file was last written (UTC)."""
     label: str = ""
-    """What to call it among the runs of a page."""
+    """Its name on a page with several runs."""
     position: int = 0
-    """Its place among them."""
+    """Its index among the runs of the page."""
     alone: bool = True
-    """Whether it is the only one."""
+    """Whether it is the only run of the page."""
 
     @property
     def data(self) -> str | None:
@@ -70,7 +70,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Network and data, as far as they are known; else the folder."""
+        """Network and data as far as they are known, or else the folder."""
         known = " on ".join(part for part in (self.model, self.data) if part)
         return known or self.folder.resolve().name
 
@@ -96,21 +96,21 @@ class Run:
 
     @property
     def evidence_per_example(self) -> float | None:
-        """Log marginal likelihood of what was kept, divided by N (nats)."""
+        """Log marginal likelihood of the update that was kept, divided by N (nats)."""
         kept = (self.results or {}).get("evidence", {}).get("kept")
         total = (self.posterior or {}).get("evidence") if kept is None else kept
         return total / self.num_data if total is not None and self.num_data else None
 
     @property
     def initial_weight_decay(self) -> float | None:
-        """Weight decay that all groups start with."""
+        """The weight decay that all groups start with."""
         rows = (self.results or {}).get("weight_decay", {}).values()
         first = next((row["initial"] for row in rows if "initial" in row), None)
         return self.options.get("prior.weight_decay") if first is None else first
 
     @property
     def temperature(self) -> float:
-        """T of the likelihood, 1 where nothing says otherwise."""
+        """T of the likelihood, 1 if no file has it."""
         return (self.posterior or {}).get("temperature", 1.0)
 
     @property
@@ -137,7 +137,7 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """The runs of a page, each with a label that tells it from the others.
+    """The runs of a page, each with a label that distinguishes it from the others.
 
     Raises:
         ValueError: no folder, a folder twice, or one that `read_run` cannot read.
@@ -158,26 +158,27 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def read_run(folder: Path) -> Run:
-    """What a run folder holds.
+    """The content of a run folder.
 
     Args:
-        folder: as `marglik train` or `marglik fit` leaves it, `marglik evaluate` perhaps after it.
+        folder: a folder that `marglik train`, `fit` or `evaluate` has written.
 
     Raises:
         FileNotFoundError: there is no such folder.
-        ValueError: it is not of a run, or a file in it was altered, or is of an unknown version.
+        ValueError: the folder is not that of a run, or a file in it was altered, or has an unknown
+            version.
     """
     if not folder.exists():
         raise FileNotFoundError(
-            f"{folder} does not exist; pass the folder of a run, which marglik train made."
+            f"{folder} does not exist; pass the folder of a run, which marglik train has written."
         )
     if not folder.is_dir():
-        raise ValueError(f"{folder} is a file; pass the folder of a run that it lies in.")
+        raise ValueError(f"{folder} is a file; pass the folder of the run that it is in.")
     main = next((folder / name for name in MAIN_NAMES if (folder / name).is_file()), None)
     if main is None:
         raise ValueError(
             f"{folder} is not the folder of a run: it has none of {', '.join(MAIN_NAMES)}. Pass "
-            "what marglik train wrote to (--output)."
+            "the folder that marglik train wrote to (--output)."
         )
     run = RunFolder(folder)
     results, posterior, options = (
@@ -234,7 +235,7 @@ def _options(run: RunFolder) -> dict[str, Any] | None:
 
 
 def _options_of(results: dict[str, Any] | None) -> dict[str, Any]:
-    """The options of results.json under the names that config.yaml has."""
+    """The options in results.json, by the names that they have in config.yaml."""
     flat = flatten((results or {}).get("config", {}))
     return {name.removeprefix("run."): value for name, value in flat.items()}
 

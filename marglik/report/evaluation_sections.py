@@ -43,21 +43,21 @@ __all__ = [
 ]
 
 BINS_LEAD = (
-    "How often a predictive is right, against how sure it is. On the dashed diagonal it is "
+    "How often a predictive is right, against its confidence. On the dashed diagonal it is "
     "calibrated, below it overconfident, above it underconfident. Whiskers are Wilson's 95 % "
     "intervals: a point whose whisker meets the diagonal may be off it by chance. Large points and "
     "high bars stand for many predictions."
 )
 INTERVALS_LEAD = (
-    "How many targets lie in the predictive's central intervals, against how many should. On the "
-    "dashed diagonal it is calibrated, below it overconfident, above it underconfident. Whiskers "
-    "are Wilson's 95 % intervals, as if all targets were independent."
+    "The share of targets inside the predictive's central intervals, against the share that should "
+    "be. On the dashed diagonal it is calibrated, below it overconfident, above it underconfident. "
+    "Whiskers are Wilson's 95 % intervals, as if all targets were independent."
 )
 HEADROOM = 1.05
 
 
 def reliability_section(runs: Sequence[Run]) -> Section:
-    """Reliability: a chart of all predictives of one run, or one per predictive of several."""
+    """Calibration: one chart of all predictives of a run, or a chart per predictive of several."""
     groups: dict[Any, list[Series]] = {}
     having = []
     for run, one in _series(runs):
@@ -78,19 +78,19 @@ def reliability_section(runs: Sequence[Run]) -> Section:
 
 
 def _of_positions(runs: Sequence[Run]) -> list[Note]:
-    """What whiskers do not know of sequences."""
+    """A note on the whiskers of sequences, if a run has any."""
     if not any(run.num_positions for run in runs):
         return []
     return [
         Note(
-            "Of sequences, whiskers take positions (tokens) as independent; they are too narrow "
-            "where the positions of a sequence are alike."
+            "For sequences, whiskers treat positions (tokens) as independent; they are too narrow "
+            "if positions of the same sequence are correlated."
         )
     ]
 
 
 def _held_out(run: Run) -> Details | None:
-    """What held-out data said of each predictive, as the posterior remembers it."""
+    """A table of the held-out NLLs that the posterior's calibrations store."""
     fits = (run.posterior or {}).get("calibrations") or {}
     if not fits:
         return None
@@ -106,15 +106,15 @@ def _held_out(run: Run) -> Details | None:
     titles = ["calibrated", "uncalibrated", "MAP, temperature-scaled", "MAP", "held-out terms"]
     of_run = "" if run.alone else f", {run.label}"
     table = Table("NLL of held-out data", ["Predictive", *titles], rows)
-    return Details(f"NLL of the held-out data that calibrated{of_run}", table, open=True)
+    return Details(f"NLL of the held-out data used for calibration{of_run}", table, open=True)
 
 
 def errors_section(runs: Sequence[Run]) -> Section:
     """Risk over coverage, accuracy by class, and confusion matrices."""
     lead = (
-        "Which errors are made, and whether confidence tells them. If only the surest predictions "
-        "are kept (left end of the curve), few should be wrong. Whiskers are Wilson's 95 % "
-        "intervals: of a class with few examples they are wide."
+        "Which errors are made, and whether confidence predicts them. If only the most confident "
+        "predictions are kept (the left end of the curve), few should be wrong. Whiskers are "
+        "Wilson's 95 % intervals; for a class with few examples they are wide."
     )
     risks: dict[str, list[Series]] = {}
     by_class: dict[Any, list[Series]] = {}
@@ -151,7 +151,7 @@ def errors_section(runs: Sequence[Run]) -> Section:
 
 
 def _merged(series: Sequence[Series]) -> list[Series]:
-    """Predictives that predict the same classes as one, under all their names."""
+    """Predictives with the same class predictions merged into one, with all their names."""
     groups: dict[str, list[Series]] = {}
     for one in series:
         groups.setdefault(repr(one.content["classes"]), []).append(one)
@@ -163,9 +163,9 @@ def _merged(series: Sequence[Series]) -> list[Series]:
 def entropy_section(runs: Sequence[Run]) -> Section:
     """Histograms of predictive entropy, one per predictive and run."""
     lead = (
-        "How uncertain a predictive is. On its own data most predictions should be sure (left); on "
-        "data that it was not trained for, uncertain (right). The less the two overlap, the better "
-        "unfamiliar data is told apart."
+        "How uncertain a predictive is. On test data most predictions should be certain (left); on "
+        "out-of-distribution data, uncertain (right). The less the two overlap, the better "
+        "out-of-distribution data is detected."
     )
     found = [
         (run, name, predictive["entropy"])
@@ -193,7 +193,7 @@ def entropy_section(runs: Sequence[Run]) -> Section:
     notes = _without(runs, [run for run, _, _ in found], "predictive entropy")
     closed = {id(run): run for run, _, entropy in found if "ood" not in entropy}
     for run in closed.values():
-        text = f"The evaluation in {run.folder} has no data out of distribution. For images:"
+        text = f"The evaluation in {run.folder} has no out-of-distribution data. For images:"
         notes.append(Note(text, evaluate_command(run, "--ood marglik.data.Noise")))
     return _section("entropy", "Predictive entropy", lead, charts, notes)
 
@@ -201,7 +201,7 @@ def entropy_section(runs: Sequence[Run]) -> Section:
 def shift_section(runs: Sequence[Run]) -> Section:
     """Metrics over the severity of shifts."""
     lead = (
-        "What becomes of a predictive as its inputs are corrupted more and more. All get worse; a "
+        "How predictives degrade as their inputs are corrupted more and more. All get worse; a "
         "good posterior gets worse more slowly, and its calibration error grows less."
     )
     having, series = [], []
@@ -214,11 +214,11 @@ def shift_section(runs: Sequence[Run]) -> Section:
 
 
 def uncertain_section(runs: Sequence[Run]) -> Section:
-    """The images that a predictive is least sure of."""
+    """The images on which a predictive is most uncertain."""
     lead = (
-        "The test images with the highest predictive entropy. Its aleatoric part is doubt that "
-        "more training data would not remove (an ambiguous image), its epistemic part doubt that "
-        "it would. Look for wrong labels, and for kinds of images that the network has not learned."
+        "The test images with the highest predictive entropy. More training data would reduce its "
+        "epistemic part, but not its aleatoric part (of an ambiguous image). Look for wrong "
+        "labels, and for kinds of images that the network has not learned."
     )
     having, galleries = [], []
     for run in runs:
@@ -232,11 +232,11 @@ def uncertain_section(runs: Sequence[Run]) -> Section:
 
 
 def options_section(runs: Sequence[Run]) -> Section:
-    """The configuration; of several runs, what differs stands out."""
+    """The configuration; for several runs, the options that differ come first."""
     names = list(dict.fromkeys(name for run in runs for name in run.options))
     if not names:
         note = Note("No options: there is no config.yaml.")
-        return Section("options", "Options", "What the runs were told to do.", [note])
+        return Section("options", "Options", "The options of the runs.", [note])
     different = differing([run.options for run in runs])
     columns = ["Option", *(["value"] if runs[0].alone else [run.label for run in runs])]
     words = frozenset(range(len(runs)))
@@ -254,11 +254,11 @@ def options_section(runs: Sequence[Run]) -> Section:
 
     everything = Details(f"All options ({len(names)})", table("All options", names))
     if runs[0].alone:
-        lead = "What the run was told to do, as config.yaml has it."
+        lead = "The options of the run, from config.yaml."
         return Section("options", "Options", lead, [everything])
     lead = (
-        "What the runs were told to do. Options that differ explain the differences above; those "
-        "of no consequence for the numbers, such as the output folder, are not among them."
+        "The options of the runs. Options that differ explain the differences above; those that do "
+        "not affect the numbers, such as the output folder, are not listed as different."
     )
     note = Note("All options that affect the numbers are the same.")
     first = Details(
@@ -268,7 +268,7 @@ def options_section(runs: Sequence[Run]) -> Section:
 
 
 def versions_section(runs: Sequence[Run]) -> Section:
-    """Versions and devices of training and, where it was elsewhere, of evaluation."""
+    """Versions and devices of training and, if they differ, of evaluation."""
     columns: dict[str, dict[str, str]] = {}
     for run in runs:
         stages = {
@@ -280,10 +280,10 @@ def versions_section(runs: Sequence[Run]) -> Section:
             environments = {" and ".join(environments): next(iter(environments.values()))}
         for stage, environment in environments.items():
             columns[stage if run.alone else f"{run.label}: {stage}"] = environment
-    lead = "What the numbers were made with; look here first where they do not come out again."
+    lead = "The software and hardware of the runs; look here first if numbers cannot be reproduced."
     names = list(dict.fromkeys(name for column in columns.values() for name in column))
     if not names:
-        return Section("versions", "Versions and device", lead, [Note("No file tells of them.")])
+        return Section("versions", "Versions and device", lead, [Note("No file has them.")])
     rows = [Row(name, [c.get(name, NOTHING) for c in columns.values()]) for name in names]
     table = Table(
         "Versions and device", ["Part", *columns], rows, text_columns=frozenset(range(len(columns)))
@@ -309,12 +309,12 @@ def _predictives(run: Run) -> dict[str, Any]:
 
 
 def _names(runs: Sequence[Run]) -> dict[str, None]:
-    """The predictives of all runs, each once."""
+    """The names of the predictives of all runs, each once, in order."""
     return dict.fromkeys(name for run in runs for name in _predictives(run))
 
 
 def _series(runs: Sequence[Run]) -> list[tuple[Run, Series]]:
-    """Predictives: of one run in colours of their own; of several in their run's colour."""
+    """The predictives as series: in colours of their own for a single run, else in their run's."""
     positions = {name: position for position, name in enumerate(_names(runs))}
     return [
         (
@@ -342,13 +342,13 @@ def _section(
 
 
 def _without(runs: Sequence[Run], having: Sequence[Run], what: str, option: str = "") -> list[Note]:
-    """Notes on the runs that lack a part: those without evaluation, and those whose has none.
+    """Notes on runs that lack a part, because they have no evaluation, or one without the part.
 
     Args:
-        runs: of the page.
-        having: those with the part.
-        what: the part.
-        option: of the command, that makes it for images.
+        runs: the runs of the page.
+        having: the runs with the part.
+        what: name of the part.
+        option: option of `marglik evaluate` that adds the part for images.
     """
     notes = []
     for run in runs:

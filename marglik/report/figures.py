@@ -31,7 +31,7 @@ __all__ = [
 
 LEGEND_ENTRIES = 12
 MEASURES = {"cls/NLL": "NLL (nats per example)", "cal/ECE": "expected calibration error"}
-"""Labels of what `shift_plot` draws; another measure is labelled by its key."""
+"""Labels of the measures of `shift_plot`; other measures are labelled with their key."""
 
 
 def plot_run(
@@ -99,7 +99,7 @@ def _plot_weight_decays(
 
 
 def reliability_diagram(reliability: Mapping[str, Any], title: str = "") -> Figure:
-    """What a predictive promises against what it keeps; on the diagonal it is calibrated.
+    """Accuracy over confidence, or coverage over level; a calibrated predictive is on the diagonal.
 
     Args:
         reliability: of classes: "confidence" and "accuracy" per bin, None where a bin is empty; of

@@ -1,6 +1,6 @@
-"""What the files of a run folder must look like for the report, as JSON schemas.
+"""JSON schemas of the files that the report reads.
 
-Only what the report reads is asked for; further keys are welcome.
+They require only what the report uses, and allow further keys.
 """
 
 from pathlib import Path
@@ -188,20 +188,20 @@ VERSIONED = (
     (EVALUATION, "marglik.evaluation", 1, "evaluate RUN_DIR"),
     (POSTERIOR, "marglik.posterior", 1, "fit"),
 )
-"""Schema, format and version that a file must name, and the command that writes it."""
+"""(schema, format and version that a file must have, command that writes it)."""
 
 
 def check_format(content: Any, schema: Schema, path: Path, line: int | None = None) -> None:
-    """Complain of the first thing in a file that the report cannot read.
+    """Raise a ValueError that names the first thing in a file that the report cannot read.
 
     Args:
         content: the parsed JSON.
-        schema: one of this module.
-        path: of the file, named in the error.
-        line: of the file, where each is a document of its own.
+        schema: one of the schemas of this module.
+        path: path of the file, for the error.
+        line: number of the line, if each line is a document of its own.
 
     Raises:
-        ValueError: naming the file, the place in it and what was expected there.
+        ValueError: names the file, the place in it, and what is expected there.
     """
     where = f"{path}, line {line}" if line else str(path)
     for versioned, name, version, command in VERSIONED:
@@ -212,14 +212,14 @@ def check_format(content: Any, schema: Schema, path: Path, line: int | None = No
         message = error.message if len(error.message) < 200 else f"{error.message[:200]}..."
         raise ValueError(
             f"{where}: {message} (at {error.json_path}). The report cannot read this file; write "
-            "it anew with the marglik command that made the folder."
+            "it again with the marglik command that wrote the folder."
         )
     if schema is EVALUATION:
         _check_lengths(content, where)
 
 
 def _check_lengths(evaluation: dict[str, Any], where: str) -> None:
-    """Complain of bins whose edges, counts or values do not fit together, which no schema sees."""
+    """Raise a ValueError for lists whose lengths do not fit together, which no schema can check."""
     for name, predictive in evaluation["predictives"].items():
         for key in ("reliability", "entropy"):
             columns = {k: v for k, v in (predictive.get(key) or {}).items() if isinstance(v, list)}
@@ -229,18 +229,19 @@ def _check_lengths(evaluation: dict[str, Any], where: str) -> None:
             if wrong:
                 raise ValueError(
                     f"{where}: by its {axis}, {key} of {name!r} should have {wanted} values, but "
-                    f"has {wrong}. Write it anew: marglik evaluate RUN_DIR."
+                    f"has {wrong}. Write it again: marglik evaluate RUN_DIR."
                 )
         for key in ("risk_coverage", "roc"):
             lengths = {k: len(v) for k, v in predictive.get(key, {"": ()}).items()}
             if len(set(lengths.values())) > 1 or not all(lengths.values()) and key in predictive:
                 raise ValueError(
-                    f"{where}: {key} of {name!r} should have as many values of each, at least one, "
-                    f"but has {lengths}. Write it anew: marglik evaluate RUN_DIR."
+                    f"{where}: {key} of {name!r} should have lists of the same length, at least 1, "
+                    f"but has {lengths}. Write it again: marglik evaluate RUN_DIR."
                 )
         if problem := _problem_of_classes(predictive.get("classes"), evaluation.get("classes")):
             raise ValueError(
-                f"{where}: classes of {name!r}: {problem}. Write it anew: marglik evaluate RUN_DIR."
+                f"{where}: classes of {name!r}: {problem}. Write it again: marglik evaluate "
+                "RUN_DIR."
             )
 
 
@@ -251,10 +252,10 @@ def _problem_of_classes(classes: dict[str, Any] | None, names: list[str] | None)
     if len(classes["right"]) != C or (names is not None and len(names) != C):
         return f"{C} counts, {len(classes['right'])} right, {len(names or ())} names"
     if any(r > n for r, n in zip(classes["right"], classes["counts"], strict=True)):
-        return "more are right than there are"
+        return "more predictions are right than there are examples"
     matrix = classes.get("confusion")
     if matrix is not None and [sum(row) for row in matrix if len(row) == C] != classes["counts"]:
-        return "the confusion matrix does not have its counts"
+        return "the rows of the confusion matrix do not sum to the counts"
     return ""
 
 
@@ -262,11 +263,11 @@ def _check_version(content: Any, where: str, name: str, version: int, command: s
     found = content if isinstance(content, dict) else {}
     if found.get("format") != name:
         raise ValueError(
-            f"{where} has the format {found.get('format')!r}, not {name!r}. Write it anew: "
+            f"{where} has the format {found.get('format')!r}, not {name!r}. Write it again: "
             f"marglik {command}."
         )
     if found.get("version") != version:
         raise ValueError(
             f"{where} has version {found.get('version')!r} of {name}; this marglik reads version "
-            f"{version}. Write it anew (marglik {command}), or use the marglik that wrote it."
+            f"{version}. Write it again (marglik {command}), or use the marglik that wrote it."
         )

@@ -1,4 +1,4 @@
-"""What each metric means, and the table that sets all predictives of all runs side by side."""
+"""The meaning of each metric, and the table of all predictives of all runs side by side."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,14 +13,14 @@ __all__ = ["METRICS", "Metric", "Predictive", "predictives", "summary_table"]
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric's title, unit, and which values are better."""
+    """The title and unit of a metric, and which values are better."""
 
     title: str
     unit: str = ""
     better: Literal["lower", "higher"] | float | None = None
-    """A number is the value that is best; None is unknown."""
+    """A number is the best value itself; None means unknown."""
     is_share: bool = False
-    """Shown as a percentage."""
+    """Whether it is shown as a percentage."""
 
     @property
     def direction(self) -> str:
@@ -42,7 +42,7 @@ class Metric:
         return interval([100 * end for end in ends], 2)
 
     def loss(self, value: float) -> float:
-        """What is smallest for the best value."""
+        """A number that is smallest for the best value."""
         if self.better == "higher":
             return -value
         return value if self.better == "lower" else abs(value - float(self.better or 0.0))
@@ -66,7 +66,7 @@ METRICS = {
     "AUPR": Metric("Area under the precision–recall curve", "", "higher"),
     "FPR95": Metric("False positives at 95 % true positives", "%", "lower", is_share=True),
 }
-"""By the part of a key after "test/", "validation/", "ood/" or "shift/KIND/SEVERITY/"."""
+"""Part of a key after "test/", "validation/", "ood/" or "shift/KIND/SEVERITY/" -> metric."""
 
 SPLITS = {
     "test": "Test set",
@@ -77,7 +77,7 @@ SPLITS = {
 
 @dataclass(frozen=True)
 class Predictive:
-    """A way of predicting, of one run, and its metrics."""
+    """A predictive of a run, with its metrics."""
 
     run: Run
     name: str
@@ -85,14 +85,14 @@ class Predictive:
     seconds: float | None = None
     """Time to predict the test set."""
     intervals: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """Of some of the metrics."""
+    """Name of a metric -> its interval, for some of them."""
 
 
 def predictives(runs: Sequence[Run]) -> list[Predictive]:
-    """Those of evaluation.json, and of results.json those that it does not replace.
+    """The predictives in evaluation.json, and those in results.json that it does not have.
 
-    `marglik train` evaluates the network that it learned and, on request, the baseline ("initial,
-    ..."); `marglik evaluate` the learned one only.
+    `marglik train` evaluates the learned network and, on request, the baseline ("initial, ...");
+    `marglik evaluate` only evaluates the learned one.
     """
     found = []
     for run in runs:
@@ -114,7 +114,7 @@ def _of_results(run: Run, key: str) -> dict[str, Any]:
 
 
 def summary_table(runs: Sequence[Run]) -> Table:
-    """Metrics in rows, predictives of all runs in columns; the best of each data set marked."""
+    """Metrics in rows, predictives of all runs in columns; the best for each data set is marked."""
     columns = predictives(runs)
     keys = list(dict.fromkeys(key for one in columns for key in one.metrics))
     rows: list[Row] = []
@@ -156,7 +156,7 @@ def _row(key: str, split: str, columns: Sequence[Predictive]) -> Row:
 def _best(
     metric: Metric, values: Sequence[float | None], data: Sequence[str | None]
 ) -> frozenset[int]:
-    """Positions of the best values among those of one data set, unless all are the same."""
+    """Indices of the best values for each data set, unless all of its values are the same."""
     best: set[int] = set()
     for name in set(data):
         losses = {

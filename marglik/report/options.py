@@ -1,4 +1,4 @@
-"""A run's options, what differs between runs, and what to call a run by it."""
+"""Options of runs: which differ between runs, and labels of runs made from these."""
 
 import re
 from collections import Counter
@@ -9,16 +9,16 @@ from typing import Any
 __all__ = ["MISSING", "differing", "flatten", "run_labels"]
 
 MISSING = "(not set)"
-"""Shown where a run does not have an option that another has."""
+"""Text for an option that a run does not have, but another has."""
 
-OF_NO_CONSEQUENCE = {"output", "overwrite", "progress", "tensorboard", "config"}
-"""Options that change no number of a run."""
+WITHOUT_EFFECT = {"output", "overwrite", "progress", "tensorboard", "config"}
+"""Options that do not affect the numbers of a run."""
 MOST_IN_LABEL = 3
 LONGEST_LABEL = 48
 
 
 def flatten(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested options under dotted names; lists stay values."""
+    """Nested options as a flat mapping with dotted names; lists are values."""
     flat: dict[str, Any] = {}
     for key, value in options.items():
         name = f"{prefix}{key}"
@@ -27,25 +27,24 @@ def flatten(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differing(options: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names of the options that are not the same in all runs, in order of their first appearance.
+    """Names of the options that differ between runs, in order of their first appearance.
 
-    Where a run lacks an option that is None in the others, they agree: null is what an option
-    that was left alone is.
+    An option that a run lacks counts as null: options that are not set are null.
     """
     names = dict.fromkeys(name for one in options for name in one)
     return [
         name
         for name in names
-        if name not in OF_NO_CONSEQUENCE and len({repr(one.get(name)) for one in options}) > 1
+        if name not in WITHOUT_EFFECT and len({repr(one.get(name)) for one in options}) > 1
     ]
 
 
 def run_labels(folders: Sequence[Path], options: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What to call each run: by the options that it differs in, or else by its folder.
+    """A label for each run: the options in which it differs, or else its folder.
 
-    One option of words is called by its value ("expand", "reduce"), others with their name
-    ("seed 1"). Folders take over where more than three options differ, or where options leave two
-    runs with one name.
+    An option with a word as its value is shown by the value ("expand", "reduce"), others with their
+    name ("seed 1"). Folders are used if more than three options differ, or if two runs would get
+    the same label.
     """
     names = _without_arguments_of_other_classes(differing(options), options)
     if 0 < len(names) <= MOST_IN_LABEL:
@@ -65,13 +64,13 @@ def run_labels(folders: Sequence[Path], options: Sequence[Mapping[str, Any]]) ->
 def _without_arguments_of_other_classes(
     names: Sequence[str], options: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """Without model.init_args.* where model.class_path differs, whose value says enough."""
+    """The names without model.init_args.* if model.class_path differs: the class says enough."""
     classes = [name.removesuffix("class_path") for name in names if name.endswith(".class_path")]
     return [name for name in names if not any(name.startswith(f"{c}init_args.") for c in classes)]
 
 
 def _short_names(names: Sequence[str]) -> dict[str, str]:
-    """The last part of each dotted name, or the whole where two would be the same."""
+    """The last part of each dotted name, or the whole name if two would be the same."""
     last = {name: name.rsplit(".", 1)[-1] for name in names}
     counts = Counter(last.values())
     return {name: part if counts[part] == 1 else name for name, part in last.items()}

@@ -1,4 +1,4 @@
-"""The page: sections rendered into one HTML file that asks for nothing else."""
+"""The page: sections rendered into one self-contained HTML file."""
 
 import base64
 import hashlib
@@ -53,25 +53,28 @@ DATE_FORMAT = "%Y-%m-%d %H:%M UTC"
 
 
 def write_report(folders: Sequence[Path | str], output: Path | str | None = None) -> Path:
-    """Write one HTML page about one or several runs; returns where it is.
+    """Write one HTML page about one or several runs; returns its path.
 
-    The page holds all that it shows, its scripts included, and makes no request.
+    The page contains all that it shows, including its scripts, and makes no network request.
 
     Args:
-        folders: of runs, as `marglik train` or `marglik fit` leaves them; several are compared.
-        output: the file to write, over one that is there; report.html in the first folder if None.
+        folders: folders of runs that `marglik train` or `marglik fit` has written; several are
+            compared.
+        output: the file to write, replaced if it exists; None writes report.html into the first
+            folder.
 
     Raises:
-        FileNotFoundError: a folder that is not there.
-        ValueError: no folder, a folder twice, one that is of no run, a broken file in it, or an
-            output that is a folder.
+        FileNotFoundError: a folder that does not exist.
+        ValueError: no folder, a folder given twice, a folder that is not of a run, a damaged file
+            in it, or an output that is a folder.
     """
     runs = read_runs([Path(folder) for folder in folders])
     path = runs[0].folder / REPORT if output is None else Path(output)
     if path.is_dir():
         raise ValueError(f"{path} is a folder; pass a file such as {path / REPORT}.")
     page = render(runs)
-    write_file(path, page.encode("utf-8"))  # bytes, as the hashes of the scripts are of these
+    # As bytes: newlines must not be translated, since the page has the hashes of its scripts.
+    write_file(path, page.encode("utf-8"))
     return path
 
 
@@ -86,12 +89,13 @@ def render(runs: Sequence[Run]) -> str:
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     scripts = {"theme": _inline(_source("theme.js")), "page": _inline(_source("page.js"))}
-    # Scatters and bars are all that the charts need. Measured in Chromium, two x86-64 cores, with a
-    # page of 17 charts: the whole plotly.js 4.9 MB, all drawn after 2.6 s; its basic bundle 1.3 MB,
-    # 1.9 s; deflated, as here, 0.7 MB, 1.7 s, and the text after 0.3 s. 18 charts of lines take
-    # 0.2 MB and 0.2 s with uPlot, which has no horizontal bars or dots, and 0.3 MB and 0.6 s with
-    # Chart.js, which has whiskers and zoom in plugins alone; of plotly 0.9 s.
-    plotly = _source("plotly/plotly-basic.min.js")  # page.js unpacks it, and runs it by its hash
+    # The basic bundle of plotly.js, since the charts need only scatters and bars. Measured in
+    # Chromium on two x86-64 cores, a page with 17 charts: with the whole plotly.js 4.9 MB, drawn
+    # after 2.6 s; with the basic bundle 1.3 MB and 1.9 s; deflated, as here, 0.7 MB and 1.7 s, with
+    # the text visible after 0.3 s. Smaller libraries lack what we need: 18 line charts take 0.2 MB
+    # and 0.2 s with uPlot, which has no horizontal bars or dots; 0.3 MB and 0.6 s with Chart.js,
+    # whose whiskers and zoom are plugins; and 0.9 s with plotly.
+    plotly = _source("plotly/plotly-basic.min.js")  # page.js unpacks it; the CSP allows its hash
     return environment.get_template("page.html.j2").render(
         title=_title(runs),
         runs=runs,
@@ -111,17 +115,17 @@ def _source(name: str) -> str:
 
 
 def _inline(script: str) -> str:
-    """A script that does not end its element early, with the newlines that a parser makes of it."""
+    """A script as an HTML parser reads it: without the end of its element, newlines normalised."""
     return script.replace("</script", "<\\/script").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _packed(script: str) -> str:
-    """A script deflated, in base64: a third of its length."""
+    """A script, deflated and in base64: a third of its length."""
     return base64.b64encode(zlib.compress(script.encode("utf-8"), 9)).decode("ascii")
 
 
 def _hash(script: str) -> str:
-    """A script's source expression for the page's content security policy."""
+    """The source expression that allows a script in the page's content security policy."""
     digest = hashlib.sha256(script.encode("utf-8")).digest()
     return f"sha256-{base64.b64encode(digest).decode('ascii')}"
 
@@ -132,7 +136,7 @@ def _title(runs: Sequence[Run]) -> str:
 
 
 def _facts(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """What a run is, and a value of each run; what no run tells is left out."""
+    """(name, value for each run) of the facts in the page's head, without those that no run has."""
     rows: dict[str, list[str]] = {}
     for run in runs:
         for name, value in _facts_of(run).items():

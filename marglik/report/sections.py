@@ -1,4 +1,4 @@
-"""The page's sections: what stands in each, and what to look for."""
+"""The page's sections: the content of each, and what to look for in it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,20 +43,20 @@ DIFFERENCES = {
     "test/reg/NLL": "NLL (nats)",
 }
 INTERVALS = (
-    "In small print: 95 % intervals for the chance by which these test examples were drawn, by "
-    "Wilson for shares, by Student for means, by DeLong for the area under the ROC curve, by the "
-    "bootstrap for AURC (too narrow where few predictions are wrong), AUPR and FPR95. The ECE has "
-    "none: chance alone makes it larger, and so does resampling. Whiskers in the reliability "
-    "diagram say which bins are off by more than chance. Intervals take the network as it is: "
-    "another seed or training set often changes more. Of sequences each counts once. Predictives "
-    "are best compared by their differences on the same examples, whose intervals (Student's; "
-    "Bonett and Price's for accuracy) are narrower than those side by side suggest."
+    "In small print: 95 % confidence intervals over the choice of test examples. They are Wilson's "
+    "for shares, Student's for means, DeLong's for the area under the ROC curve, and the "
+    "bootstrap's for AURC (too narrow if few predictions are wrong), AUPR and FPR95. The ECE has "
+    "none: chance alone makes it larger, and so does resampling; the whiskers in the reliability "
+    "diagram show which bins are off by more than chance. The intervals do not include the choice "
+    "of seed or training set, which often changes more. Each sequence counts as one example. To "
+    "compare predictives, look at their differences on the same examples: those intervals "
+    "(Student's; Bonett and Price's for accuracy) are narrower than two separate ones suggest."
 )
 
 
 @dataclass(frozen=True)
 class Note:
-    """A paragraph, with the command that it tells of, if any."""
+    """A paragraph, with the command that it recommends, if any."""
 
     text: str
     command: str = ""
@@ -73,7 +73,7 @@ class Charts:
 
 @dataclass(frozen=True)
 class Details:
-    """A table that folds."""
+    """A table that can be folded."""
 
     summary: str
     table: Table
@@ -83,7 +83,7 @@ class Details:
 
 @dataclass(frozen=True)
 class Gallery:
-    """Images with what was predicted of them."""
+    """Images with their predictions."""
 
     title: str
     examples: Sequence[dict[str, Any]]
@@ -112,9 +112,9 @@ class Section:
 def summary_section(runs: Sequence[Run]) -> Section:
     """The table of metrics."""
     lead = (
-        "Every way of predicting, side by side. Look for a Laplace predictive that is better "
-        "calibrated than MAP (ECE, NLL) and no less accurate; uncalibrated, it is often too "
-        "uncertain. The best value of a row is marked."
+        "Every predictive, side by side. Look for a Laplace predictive that is better calibrated "
+        "than the MAP (ECE, NLL) and equally accurate; without calibration it is often too "
+        "uncertain. The best value of each row is marked."
     )
     if not predictives(runs):
         note = "No metrics: neither results.json nor evaluation.json has any."
@@ -129,10 +129,10 @@ def summary_section(runs: Sequence[Run]) -> Section:
     if any(run.evaluation and has_in_sample_metrics(run.evaluation) for run in runs):
         blocks.append(Note(IN_SAMPLE))
     if len({one.run.data for one in predictives(runs)}) > 1:
-        blocks.append(Note("The runs have different data; the best values are those of each data."))
+        blocks.append(Note("The runs have different data; the best values are marked for each."))
     sequences = dict.fromkeys(f"{r.data} ({r.num_positions:,})" for r in runs if r.num_positions)
     if sequences:
-        text = "Of sequences, metrics are means over the positions (tokens) of the test set"
+        text = "For sequences, metrics are means over the positions (tokens) of the test set"
         blocks.append(Note(f"{text}, the NLL in nats per position: {', '.join(sequences)}."))
     other_data = dict.fromkeys(filter(None, map(_ood_text, runs)))
     blocks += [Note(f"Out of distribution: {text}.") for text in other_data]
@@ -142,12 +142,12 @@ def summary_section(runs: Sequence[Run]) -> Section:
 
 
 def _differences(runs: Sequence[Run]) -> list[Details]:
-    """What predictives differ by on the same test examples: from the baseline's, from its MAP."""
+    """Tables of differences on the same test examples: from the baseline, and from the MAP."""
     tables = []
     for run in runs:
         who = "" if run.alone else f" ({run.label})"
         learned = (run.results or {}).get("differences", {})
-        title = f"Learned less initial weight decay, on the same test examples{who}"
+        title = f"Learned minus initial weight decay, on the same test examples{who}"
         tables += _table_of_differences(title, learned)
         entries = (run.evaluation or {}).get("predictives", {})
         against = {name: entry["against"] for name, entry in entries.items() if "against" in entry}
@@ -193,7 +193,7 @@ def _ends(key: str, found: Sequence[float] | None) -> str:
 
 
 def _gains(run: Run) -> list[str]:
-    """What calibration brought: a sentence for each calibrated predictive."""
+    """A sentence for each calibrated predictive that compares its NLL with the MAP's."""
     entries = (run.evaluation or {}).get("predictives", {})
     key = next((k for k in ("test/cls/NLL", "test/reg/NLL") if k in _metrics(entries, "MAP")), "")
     texts = []
@@ -224,16 +224,16 @@ def _ood_text(run: Run) -> str | None:
         return None
     size = f" ({ood['num_examples']:,} examples)" if "num_examples" in ood else ""
     how = f", {ood['note']}" if ood.get("note") else ""
-    score = f", told apart by {ood['score']}" if ood.get("score") else ""
+    score = f", detected by {ood['score']}" if ood.get("score") else ""
     return f"{ood['name']}{size}{how}{score}"
 
 
 def curves_section(runs: Sequence[Run]) -> Section:
     """Evidence and loss over epochs."""
     lead = (
-        "The evidence should rise as the weight decays are learned, and the loss fall. Evidence "
-        "that falls late while the loss still improves is a sign of overfitting; the star is the "
-        "state that was kept."
+        "The evidence should rise while the weight decays are learned, and the loss should fall. "
+        "If the evidence falls late while the loss still improves, the network overfits. The star "
+        "marks the update that was kept."
     )
     charts = []
     for chart, kind in ((evidence_chart, "update"), (loss_chart, "epoch")):
@@ -252,9 +252,9 @@ def curves_section(runs: Sequence[Run]) -> Section:
 def weight_decay_section(runs: Sequence[Run]) -> Section:
     """Weight decay over time and, of several runs or one without a log, at the end."""
     lead = (
-        "Each group starts at the same weight decay and finds its own. Look for curves that have "
-        "settled; one that still climbs belongs to parameters that the data does not need. Dotted "
-        "lines are biases."
+        "All groups start with the same weight decay, then each learns its own. Look for curves "
+        "that have settled; one that keeps rising belongs to parameters that the data does not "
+        "need. Dotted lines are biases."
     )
     updated = _with_records(runs, "update")
     ends = weight_decay_ends(updated)
@@ -266,9 +266,7 @@ def weight_decay_section(runs: Sequence[Run]) -> Section:
     fitted = [run for run in runs if run.is_fit]
     if fitted:
         temperatures = ", ".join(dict.fromkeys(f"{run.temperature:g}" for run in fitted))
-        text = (
-            "Of a fitted posterior, the weight decay is that which its prior precision stands for"
-        )
+        text = "For a fitted posterior, the weight decay is computed from its prior precision δ"
         blocks.append(Note(f"{text}: T·δ/N, with temperature T = {temperatures}."))
     blocks += missing_log(runs, "weight decay over epochs", "update")
     return Section("weight-decay", "Weight decay per layer", lead, blocks)
@@ -277,9 +275,9 @@ def weight_decay_section(runs: Sequence[Run]) -> Section:
 def effective_section(runs: Sequence[Run]) -> Section:
     """Effective parameters."""
     lead = (
-        "How many directions of each tensor's parameters the data determines (the dot), against "
-        "how many it has (the tick). A dot near its tick is a layer that is used to the full; one "
-        "far to the left could do with fewer parameters."
+        "How many directions in the parameters of each tensor the data determines (the dot), and "
+        "how many parameters it has (the tick). A layer whose dot is near its tick uses all its "
+        "parameters; one whose dot is far to the left would need fewer."
     )
     final = [run for run in runs if run.layers]
     note = Note("Neither results.json nor posterior.json has effective parameters.")
@@ -290,8 +288,9 @@ def effective_section(runs: Sequence[Run]) -> Section:
 def time_section(runs: Sequence[Run]) -> Section:
     """Where the time went."""
     lead = (
-        "What learning the weight decays cost beside training itself. A curvature pass that takes "
-        "more than the steps can be made rarer (prior.every) or cheaper (curvature options)."
+        "The cost of learning the weight decays, compared with training itself. If the curvature "
+        "passes take longer than the steps, make them rarer (prior.every) or cheaper (curvature "
+        "options)."
     )
     logged = _with_records(runs, "epoch")
     blocks = [Charts([time_chart(logged)])] if logged else []
@@ -305,12 +304,12 @@ def _with_records(runs: Sequence[Run], kind: str) -> list[Run]:
 
 
 def missing_log(runs: Sequence[Run], what: str, kind: str) -> list[Note]:
-    """A note for each run without such records, which tells why.
+    """A note for each run without records of a kind, which says why.
 
     Args:
-        runs: of the page.
-        what: has to be left out for that.
-        kind: of the records that it needs.
+        runs: the runs of the page.
+        what: what the page cannot show without these records.
+        kind: the kind of record that it needs.
     """
     notes = []
     for run in runs:
@@ -322,12 +321,12 @@ def missing_log(runs: Sequence[Run], what: str, kind: str) -> list[Note]:
             why = "a posterior that was fitted to a trained network has no epochs"
         else:
             why = "the folder has no log.jsonl"
-        notes.append(Note(f"No {what} of {run.folder}: {why}."))
+        notes.append(Note(f"No {what} for {run.folder}: {why}."))
     return notes
 
 
 def evaluate_command(run: Run, option: str = "") -> str:
-    """What to type to have a run evaluated."""
+    """The command that evaluates a run."""
     return f"marglik evaluate {quote(str(run.folder))} {option}".strip()
 
 
@@ -335,8 +334,8 @@ def missing_evaluation(runs: Sequence[Run], what: str) -> list[Note]:
     """A note for each run that has not been evaluated, with the command that does it.
 
     Args:
-        runs: of the page.
-        what: is missing for that.
+        runs: the runs of the page.
+        what: what the page cannot show without an evaluation.
     """
     return [
         Note(

@@ -1,4 +1,4 @@
-"""Tables of the page as plain data, and numbers as text."""
+"""Tables of the page as plain data, and numbers formatted as text."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from itertools import accumulate
 __all__ = ["NOTHING", "Row", "Table", "duration", "interval", "number", "percentage"]
 
 NOTHING = "–"
-"""Stands where there is no value."""
+"""Text for a missing value."""
 MINUS = "\N{MINUS SIGN}"
 
 
@@ -35,12 +35,12 @@ class Table:
     caption: str
     """Its accessible name."""
     columns: Sequence[str]
-    """Titles, that of the header column first."""
+    """Titles of the columns, that of the header column first."""
     rows: Sequence[Row]
     groups: Sequence[tuple[str, int]] = ()
-    """Titles above the columns, with the number of columns that each spans."""
+    """Titles above groups of columns, with the number of columns that each spans."""
     text_columns: frozenset[int] = frozenset()
-    """Positions of the cells that hold words, which stand on the left."""
+    """Positions of the cells with text, which are aligned left."""
     kind: str = "table"
 
     @property
@@ -51,7 +51,7 @@ class Table:
 
 
 def number(value: float | None, decimals: int | None = None) -> str:
-    """A number as text: four significant digits, or so many decimals; whole numbers in full."""
+    """A number as text, with four significant digits or ``decimals``; integers in full."""
     if value is None:
         return NOTHING
     if not math.isfinite(value):
@@ -70,19 +70,19 @@ def number(value: float | None, decimals: int | None = None) -> str:
 
 
 def percentage(share: float | None, decimals: int = 2) -> str:
-    """A share of 1 as a percentage."""
+    """A share in 0..1 as a percentage."""
     if share is None or not math.isfinite(share):
         return number(share)
     return f"{number(100 * share, decimals)} %"
 
 
 def interval(ends: Sequence[float] | None, decimals: int) -> str:
-    """An interval as text; empty if there is none."""
+    """An interval as text; empty for None."""
     return "" if ends is None else "\N{EN DASH}".join(number(end, decimals) for end in ends)
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds as text in the unit that suits them."""
+    """Seconds as text, in milliseconds, seconds, minutes or hours."""
     if seconds is None or not math.isfinite(seconds):
         return number(seconds)
     if seconds < 1:

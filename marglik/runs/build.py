@@ -1,4 +1,4 @@
-"""Objects that several commands make of their options."""
+"""Objects that several commands build from their options."""
 
 import logging
 import os
@@ -18,10 +18,10 @@ __all__ = ["build_fabric", "build_from_spec", "device_of", "join_ranks", "number
 
 
 def device_of(accelerator: Accelerator) -> torch.device:
-    """The device that ``--accelerator`` names; "auto" takes the first GPU where there is one.
+    """The device that ``--accelerator`` names; "auto" takes the first GPU, if there is one.
 
     Raises:
-        ValueError: a device that is not there.
+        ValueError: a device that this machine does not have.
     """
     has_gpu = torch.cuda.is_available()
     if accelerator == "cuda" and not has_gpu:
@@ -33,10 +33,10 @@ def device_of(accelerator: Accelerator) -> torch.device:
 
 
 def number_of_ranks(devices: int | None, accelerator: Accelerator = "auto") -> int:
-    """How many processes share the work: what torchrun has started, else ``devices``, else one.
+    """The number of processes that share the work: torchrun's, else ``devices``, else one.
 
     Raises:
-        ValueError: torchrun has started another number, or there are fewer GPUs.
+        ValueError: torchrun has started another number than ``devices``, or there are fewer GPUs.
     """
     started = _started()
     number = devices or started or 1
@@ -59,7 +59,7 @@ def number_of_ranks(devices: int | None, accelerator: Accelerator = "auto") -> i
 
 
 def _started() -> int:
-    """How many processes torchrun has started, 0 if it has not."""
+    """The number of processes that torchrun has started, 0 without torchrun."""
     by_torchrun = dist.is_available() and dist.is_torchelastic_launched()
     return int(os.environ["WORLD_SIZE"]) if by_torchrun else 0
 
@@ -70,19 +70,19 @@ def build_fabric(
     devices: int | None = None,
     rank_timeout: float = 40.0,
 ) -> "Fabric":
-    """Device and precision of training's steps; whoever only needs the device asks `join_ranks`.
+    """A launched Fabric: device and precision of training steps, and the other processes, if any.
 
-    Where there are several processes, this one has joined them.
+    Commands that do not train use `join_ranks`, which imports Lightning only for several processes.
 
     Args:
         accelerator: "cpu", "cuda" or "auto".
-        precision: of the steps.
+        precision: precision of the training steps.
         devices: see `number_of_ranks`.
         rank_timeout: seconds that a process waits for the others.
 
     Raises:
-        ValueError: a device that is not there, or another number of processes.
-        RankError: the others do not come.
+        ValueError: a device that this machine does not have, or another number of processes.
+        RankError: the other processes do not appear within the timeout.
     """
     number, device = number_of_ranks(devices, accelerator), device_of(accelerator)
     from lightning.fabric import Fabric  # here, since importing Lightning takes seconds
@@ -92,7 +92,7 @@ def build_fabric(
         return Fabric(accelerator=device.type, devices=1, precision=precision)
     if not _started():
         raise ValueError(
-            f"devices={number} is for the command line, which starts the processes. Start this "
+            f"devices={number} works on the command line, which starts the processes. Start this "
             f"program with torchrun --nproc-per-node {number}."
         )
     here = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -105,7 +105,7 @@ def build_fabric(
         strategy=DDPStrategy(process_group_backend=backend, timeout=limit),
         precision=precision,
     )
-    for name in ("lightning.fabric", "lightning.pytorch"):  # one of them greets
+    for name in ("lightning.fabric", "lightning.pytorch"):  # no lines about the launch
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
         fabric.launch()
@@ -120,11 +120,11 @@ def build_fabric(
 def join_ranks(
     accelerator: Accelerator, devices: int | None = None, rank_timeout: float = 40.0
 ) -> tuple[torch.device, Ranks]:
-    """This process's device, and those it shares the work with, which it has joined.
+    """The device of this process, and the ranks that it shares the work with, once it joined them.
 
     Raises:
-        ValueError: a device that is not there, or another number of processes.
-        RankError: the others do not come.
+        ValueError: a device that this machine does not have, or another number of processes.
+        RankError: the other processes do not appear within the timeout.
     """
     if number_of_ranks(devices, accelerator) == 1:
         return device_of(accelerator), Ranks(None)
@@ -132,11 +132,11 @@ def join_ranks(
 
 
 def build_from_spec(kind: type | tuple[type, ...], spec: dict[str, Any]) -> Any:
-    """An object from ``{"class_path": ..., "init_args": {...}}``, as the command line makes it.
+    """The object that ``{"class_path": ..., "init_args": {...}}`` describes.
 
     Args:
-        kind: the class that it must be derived from; several are alternatives.
-        spec: which class, with which arguments.
+        kind: the class, or alternative classes, that it must be an instance of.
+        spec: the path of its class, and the arguments.
 
     Raises:
         ValueError: a class that cannot be imported, or arguments that it does not take.
@@ -149,5 +149,5 @@ def build_from_spec(kind: type | tuple[type, ...], spec: dict[str, Any]) -> Any:
         return parser.instantiate(parser.parse_object({"object": spec})).object
     except ArgumentError as error:
         raise ValueError(
-            f"{spec.get('class_path')} could not be made as it was saved: {error}"
+            f"{spec.get('class_path')} could not be built from its saved arguments: {error}"
         ) from error

@@ -3,7 +3,13 @@
 from dataclasses import asdict, dataclass, fields
 from typing import Literal
 
-from kfac_backend.options import CurvatureOptions, PassOptions, TargetOptions, check_option
+from kfac_backend.options import (
+    CurvatureOptions,
+    PassOptions,
+    TargetOptions,
+    check_option,
+    check_positive,
+)
 from marglik.posterior.hyperparameters import UpdateMethod
 from marglik.posterior.subset import Layers
 from marglik.training.network import CompileMode
@@ -35,9 +41,9 @@ class CurvatureConfig(PassOptions):
     """The curvature pass.
 
     Args:
-        batch_size: examples per batch of the pass; null takes that of training. On a GPU 1000, if
-            they fit, are several times as fast as 128.
-        augment: whether the pass sees augmented images if training does, as in the paper.
+        batch_size: examples per batch of the pass; null takes the batch size of training. On a GPU,
+            batches of 1000 are several times as fast as batches of 128, if they fit in memory.
+        augment: whether the pass sees augmented images when training does, as in the paper.
     """
 
     batch_size: int | None = None
@@ -52,7 +58,7 @@ class CurvatureConfig(PassOptions):
             raise ValueError(f"curvature.{error}") from error
 
     def options(self, targets: TargetOptions = TargetOptions()) -> CurvatureOptions:  # noqa: B008
-        """The pass's options, for data that gives its targets in this way."""
+        """The options of the pass, for data that gives its targets as ``targets`` says."""
         of_pass = {field.name: getattr(self, field.name) for field in fields(PassOptions)}
         return CurvatureOptions(**of_pass | asdict(targets))
 
@@ -62,8 +68,9 @@ class PostHocCurvatureConfig(CurvatureConfig):
     """The curvature pass of a fit to a trained network.
 
     Args:
-        corrected: make a second pass over the data, for exact eigenvalues in the eigenbasis of the
-            factors (EKFAC); on WRN-16-4 it takes about three times as long as the first.
+        corrected: whether to make a second pass over the data, which computes the exact eigenvalues
+            in the eigenbasis of the factors (EKFAC). On WRN-16-4 it takes about three times as long
+            as the first pass.
     """
 
     corrected: bool = False
@@ -74,24 +81,29 @@ class PriorConfig:
     """The prior, in units of weight decay, and how it is learned.
 
     Args:
-        weight_decay: the initial value for all groups; prior precision = weight decay * N /
-            temperature.
-        structure: layerwise (one per parameter tensor), scalar (one for all), kind (weights,
-            biases, scalars), stage (one per top-level child of the model), or rules as a mapping
-            of group names to patterns, such as {convolutions: "stage*.weight", rest: "*"}.
-        every: epochs between updates.
-        burn_in: the first epoch at whose end there may be an update.
-        steps: hyperparameter steps per update.
-        method: adam follows the gradient of the evidence; mackay iterates its fixed point; fixed
-            keeps the initial weight decay, and sigma_noise.
-        lr: Adam's step size, for the logarithm of the precision.
-        temperature: T; the likelihood is raised to the power 1/T.
-        sigma_noise: the first standard deviation of regression's noise, in units of the targets; it
-            is learned. Start from a small one: a large one keeps the network from fitting.
-        keep: last returns the parameters of the last update; best those of the update with the
-            highest evidence, which may be an early one, before the network is at its mode.
-        curvature_from: pass makes a curvature pass for each update; optimizer takes the moving
-            averages of optimizer.name=kfac, and makes one pass at the end.
+        weight_decay: initial weight decay of all groups. It stands for the prior precision
+            weight_decay * N / temperature, with N the number of training examples.
+        structure: which parameters share a weight decay. layerwise has one per parameter tensor,
+            scalar a single one, kind one each for weights, biases and scalars, stage one per
+            top-level child of the model. A mapping of group names to patterns of parameter names
+            makes other groups, such as {convolutions: "stage*.weight", rest: "*"}.
+        every: number of epochs between updates of the prior.
+        burn_in: first epoch that an update may follow.
+        steps: number of hyperparameter steps in each update.
+        method: how an update raises the evidence. adam takes gradient steps; mackay iterates
+            MacKay's fixed point, which needs no step size; fixed makes no updates, and so keeps
+            weight_decay and sigma_noise.
+        lr: Adam's step size on the logarithm of the prior precision.
+        temperature: T, by which the log-likelihood is divided in training, evidence and posterior.
+        sigma_noise: initial standard deviation of the noise of regression, in units of the targets;
+            it is learned. Start with a small value, since a large one keeps the network from
+            fitting.
+        keep: which update to end with. last keeps the last one; best goes back to the parameters
+            of the update with the highest evidence, which may be an early one, before the network
+            has reached a mode.
+        curvature_from: where an update takes the curvature from. pass makes a pass over the data
+            for each update; optimizer takes the moving averages of optimizer.name=kfac, and makes
+            a single pass at the end.
     """
 
     weight_decay: float = 5e-4
@@ -108,15 +120,14 @@ class PriorConfig:
 
     def __post_init__(self) -> None:
         for name in ("weight_decay", "lr", "temperature", "sigma_noise"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"prior.{name} must be positive, not {getattr(self, name)}.")
+            check_positive(f"prior.{name}", getattr(self, name))
         try:
             self.schedule(epochs=1)
         except ValueError as error:
             raise ValueError(f"prior.{error}") from error
 
     def schedule(self, epochs: int) -> Schedule:
-        """When updates happen in a run of so many epochs; never if the prior is fixed."""
+        """When updates happen in a run of ``epochs`` epochs; never if the prior is fixed."""
         burn_in = epochs + 1 if self.method == "fixed" else self.burn_in
         return Schedule(epochs, self.every, burn_in, self.steps, keep=self.keep)
 
@@ -126,39 +137,45 @@ class RunConfig:
     """How long to train, on what device, and where the results go.
 
     Args:
-        epochs: passes over the training examples.
-        batch_size: examples (images, sequences, graphs) per step.
-        augment: whether training crops (after padding by 4) and flips images at random; images
-            alone.
-        held_out: share of the training examples that are not trained on but calibrate the
-            predictive, if the data has no validation set for it; the posterior is fitted to them,
-            too, at the end. 0 for none, as predictive.calibration none.
-        baseline: whether to train a second time with the initial weight decay kept fixed.
-        monitor: number of epochs between evaluations of the MAP's NLL and accuracy on the
-            validation set (the test set if there is none). They are logged, and nothing is chosen
-            by them. 0 for none.
+        epochs: number of passes over the training examples.
+        batch_size: number of examples (images, sequences, graphs) in a training step.
+        augment: whether to crop (after padding by 4 pixels) and flip training images at random; for
+            images only.
+        held_out: share of the training examples that is held out to calibrate the predictive, if
+            the data has no validation set. The network is not trained on them, but the posterior is
+            fitted to them, too, at the end. Nothing is held out with 0, nor with
+            predictive.calibration none.
+        baseline: whether to train a second network with the initial weight decay kept fixed, and to
+            compare the two.
+        monitor: number of epochs between evaluations of the network's NLL and accuracy on the
+            validation set (the test set if there is none); 0 for none. The numbers are only logged;
+            nothing is chosen by them.
         seed: seed of initialisation, shuffling, augmentation and sampling.
-        output: folder of the run's log, results and plot; null for runs/NAME OF THE DATA.
-        overwrite: whether a run that is already in that folder may be replaced.
+        output: folder to write the log, the results, the posterior and the report to; null for
+            runs/NAME OF THE DATA.
+        overwrite: whether to replace a run that is already in that folder.
         resume: whether to continue the run in that folder, which must have been started with the
-            same options; without one, a new run is started. On a CPU with the same number of
-            threads the results are the same to the bit. It takes precedence over overwrite.
-        checkpoint_minutes: least time between two checkpoints, from which resume continues. They
-            are written at the ends of epochs and of updates and between batches of the final
-            evaluation, always before an update, and removed when the run is complete.
+            same options; if there is none, a new run starts. On a CPU with the same number of
+            threads, the results are the same to the bit as without the interruption. It takes
+            precedence over overwrite.
+        checkpoint_minutes: least number of minutes between two checkpoints, from which resume
+            continues. Checkpoints are written after epochs and updates and between batches of the
+            final evaluation, in any case before an update, and are removed when the run is
+            complete.
         tensorboard: whether to write TensorBoard files as well.
-        accelerator: cpu or cuda; auto takes cuda if there is one. (Apple's mps lacks float64, which
-            the evidence needs.)
-        devices: processes that share the work, one for each GPU, or all on the CPU; each has a part
-            of every batch. null takes as many as torchrun has started, one without it.
-        rank_timeout: seconds that a process waits for the others, after which all end.
-        precision: Lightning's name for the precision of the network's steps; parameters, curvature
-            and predictions stay in float32.
-        channels_last: whether images lie in memory as (N, H, W, C), which makes convolutions
-            faster; for images only. It changes nothing but rounding.
-        compile: mode of torch.compile for the network's steps; reduce-overhead records CUDA graphs
-            on a GPU. It changes nothing but rounding.
-        progress: whether to show progress bars.
+        accelerator: cpu or cuda; auto takes cuda if it is available. (Apple's mps is not supported,
+            since it lacks float64, which the evidence needs.)
+        devices: number of processes that share the work, one per GPU, or all on the CPU; each
+            processes a part of every batch. null takes the number that torchrun has started, or 1.
+        rank_timeout: number of seconds that a process waits for one that makes no progress, before
+            all processes end.
+        precision: precision of the training steps, by Lightning's name; parameters, curvature and
+            predictions stay in float32.
+        channels_last: whether to store images as (N, H, W, C), which makes convolutions faster; for
+            images only. It changes the results by rounding only.
+        compile: mode of torch.compile for the training steps; null does not compile.
+            reduce-overhead records CUDA graphs on a GPU. It changes the results by rounding only.
+        progress: whether to show progress bars on a terminal, and lines of text elsewhere.
     """
 
     epochs: int = 30
@@ -200,15 +217,19 @@ class PostHocConfig:
     """The prior of a network that is already trained.
 
     Args:
-        method: evidence maximises the marginal likelihood; validation minimises the NLL on the
-            validation split, with one precision for all parameters; fixed keeps the weight decay.
-        structure: for method=evidence, as for `marglik train`.
-        weight_decay: the initial value, which method=fixed keeps; the one that the network was
-            trained with is a good choice. Prior precision = weight decay * N / temperature.
-        temperature: T; the likelihood is raised to the power 1/T.
-        sigma_noise: standard deviation of regression's noise, learned with method=evidence.
-        layers: all, or last for the last layer alone: the other layers are then constants,
-            which is much faster for large networks.
+        method: how to find the prior precision. evidence maximises the marginal likelihood;
+            validation minimises the NLL on the validation split, with one precision for all
+            parameters; fixed keeps weight_decay.
+        structure: which parameters share a weight decay with method=evidence, as for `marglik
+            train`.
+        weight_decay: initial weight decay, which method=fixed keeps; the one that the network was
+            trained with is a good choice. It stands for the prior precision weight_decay * N /
+            temperature, with N the number of training examples.
+        temperature: T, by which the log-likelihood is divided in evidence and posterior.
+        sigma_noise: standard deviation of the noise of regression, in units of the targets; it is
+            learned with method=evidence.
+        layers: all, or last for a posterior of the last layer alone. The other layers are then
+            constants, which is much faster for large networks.
     """
 
     method: PostHocMethod = "evidence"
@@ -222,8 +243,7 @@ class PostHocConfig:
         check_option("prior.method", self.method, PostHocMethod)
         check_option("prior.layers", self.layers, Layers)
         for name in ("weight_decay", "temperature", "sigma_noise"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"prior.{name} must be positive, not {getattr(self, name)}.")
+            check_positive(f"prior.{name}", getattr(self, name))
         if self.method == "validation" and self.structure not in ("layerwise", "scalar"):
             raise ValueError(
                 "prior.method validation tunes one precision for all parameters; leave "
@@ -236,14 +256,15 @@ class PostHocRunConfig:
     """Where and how a posterior is fitted.
 
     Args:
-        output: folder of the posterior; null for runs/NAME OF THE CHECKPOINT.
-        batch_size: examples per batch of the curvature pass.
-        seed: seed of sampling.
-        overwrite: whether a run that is already in that folder may be replaced.
-        accelerator: cpu or cuda; auto takes cuda if there is one.
-        devices: processes that share the work, as of `marglik train`.
-        rank_timeout: seconds that a process waits for the others, after which all end.
-        progress: whether to show progress bars.
+        output: folder to write the posterior to; null for runs/NAME OF THE CHECKPOINT.
+        batch_size: number of examples in a batch of the curvature pass.
+        seed: seed of the random numbers of sampling.
+        overwrite: whether to replace a run that is already in that folder.
+        accelerator: cpu or cuda; auto takes cuda if it is available.
+        devices: number of processes that share the work, one per GPU, or all on the CPU.
+        rank_timeout: number of seconds that a process waits for one that makes no progress, before
+            all processes end.
+        progress: whether to show progress bars on a terminal, and lines of text elsewhere.
     """
 
     output: str | None = None
@@ -265,5 +286,4 @@ def check_devices(devices: int | None, rank_timeout: float) -> None:
     """Raise a ValueError for a number of processes, or of seconds, that is not positive."""
     if devices is not None and devices < 1:
         raise ValueError(f"devices must be at least 1, not {devices}.")
-    if not rank_timeout > 0:
-        raise ValueError(f"rank_timeout must be positive, not {rank_timeout}.")
+    check_positive("rank_timeout", rank_timeout)

@@ -1,4 +1,4 @@
-"""What `marglik evaluate` does: predictions of a saved posterior, or of a bare checkpoint."""
+"""What `marglik evaluate` does: the metrics of a saved posterior, or of a bare checkpoint."""
 
 import logging
 from contextlib import ExitStack
@@ -11,7 +11,7 @@ from torch import nn
 
 from kfac_backend.distributed import Ranks
 from kfac_backend.files import parse_json, sha256
-from kfac_backend.options import Likelihood
+from kfac_backend.options import Likelihood, check_positive
 from marglik.data import DataSource, ImageData, Splits
 from marglik.data.batches import split_batches
 from marglik.data.record import as_trained, is_held_out
@@ -60,33 +60,36 @@ def evaluate_run(
 ) -> dict[str, Any]:
     """Evaluate a network at its parameters (MAP) and under its posterior.
 
-    Predictives that the posterior remembers no calibration of are calibrated by the data's
+    A predictive whose calibration is not saved with the posterior is calibrated on the data's
     validation set, if the network was not trained on it.
 
-    What is found adds to an earlier evaluation of the same posterior and test set in the folder;
-    where it cannot, it takes its place. Returns the content of ``evaluation.json``, and under
-    "output" where it lies, under "replaced" what it replaces, in words, under "calibrated" what
-    the validation set said.
+    The results are merged with an earlier evaluation of the same posterior and test set in the
+    folder; where they contradict each other, the new ones replace the old ones. Returns the content
+    of ``evaluation.json``, its folder under "output", what it replaces (in words) under "replaced",
+    and the new calibrations under "calibrated".
 
     Args:
-        path: a folder of marglik train or marglik fit; or a checkpoint, which needs model and data
-            and has no posterior.
-        model: the network, where the folder does not say how it is built.
-        data: whose test split to take; the training data's own if left out.
-        likelihood: of a checkpoint, classification if left out; folders know theirs.
-        sigma_noise: σ of a regression checkpoint, 1 if left out; folders know theirs.
-        methods: several posterior predictives in turn, [] for none; predictive.method alone if left
-            out.
+        path: folder that marglik train or marglik fit has written, or a checkpoint file. A
+            checkpoint has no posterior, and needs --model and --data.
+        model: class of the network, if the folder does not say how it is built.
+        data: class of the data whose test split is evaluated; null takes the training data's own.
+        likelihood: likelihood of a checkpoint, classification if null; a folder knows its own.
+        sigma_noise: standard deviation of the noise of a regression checkpoint, 1 if null; a folder
+            knows its own.
+        methods: list of predictive methods to evaluate one after the other; [] evaluates the MAP
+            alone, null predictive.method alone.
         predictive: how the posterior predicts.
         evaluation: what is evaluated besides the test set.
-        ood: images from elsewhere, which the predictives should find uncertain.
-        output: folder of evaluation.json; the folder itself if null, or runs/CHECKPOINT_map. Other
-            data than the folder's own need another one.
-        accelerator: cpu or cuda; auto takes cuda where there is one.
-        devices: processes that share the work, as of `marglik train`.
-        rank_timeout: seconds that a process waits for the others, after which all end.
-        seed: of sampling.
-        progress: whether to show progress bars.
+        ood: class of out-of-distribution images, on which the predictives should be uncertain.
+        output: folder to write evaluation.json and the report to; null takes the folder itself, or
+            runs/CHECKPOINT_map for a checkpoint. Must be given for other data than the folder's
+            own.
+        accelerator: cpu or cuda; auto takes cuda if it is available.
+        devices: number of processes that share the work, one per GPU, or all on the CPU.
+        rank_timeout: number of seconds that a process waits for one that makes no progress, before
+            all processes end.
+        seed: seed of the random numbers of sampling.
+        progress: whether to show progress bars on a terminal, and lines of text elsewhere.
 
     Raises:
         FileNotFoundError: no such folder or file.
@@ -96,13 +99,14 @@ def evaluate_run(
     check_devices(devices, rank_timeout)
     if not Path(path).exists():
         raise FileNotFoundError(f"{path} does not exist; pass a run's folder or a checkpoint.")
-    if sigma_noise is not None and not sigma_noise > 0:
-        raise ValueError(f"sigma_noise must be positive, not {sigma_noise}.")
+    if sigma_noise is not None:
+        check_positive("sigma_noise", sigma_noise)
     device, ranks = join_ranks(accelerator, devices, rank_timeout)
     progress = progress and ranks.rank == 0
     with failing_as_one(ranks, "the start"):
         if Path(path).is_dir():
-            record = RunFolder(path).posterior() or read_posterior(path)  # which says what to do
+            # Without a posterior, `read_posterior` raises an error that says how to make one.
+            record = RunFolder(path).posterior() or read_posterior(path)
             of = sha256((Path(path) / POSTERIOR).read_bytes())
             if sigma_noise is not None:
                 raise ValueError(f"{path} knows its noise; leave --sigma_noise out.")
@@ -147,8 +151,9 @@ def evaluate_run(
             if ranks.rank == 0:
                 lock.enter_context(folder.locked())
                 folder.check_beside()
-                folder.check(but=EVALUATION)  # the report, which comes last, would complain
-                # Whoever has removed it wants a new one.
+                # Now, since the report at the end would find the same errors only after the work.
+                folder.check(but=EVALUATION)
+                # A user who has removed evaluation.json wants a new one: that is no error.
                 is_there = (folder.path / EVALUATION).exists()
                 earlier = parse_json(folder.read(EVALUATION) or b"null") if is_there else None
         calibrated = {}
@@ -186,18 +191,18 @@ def _calibrate(
     progress: bool,
     ranks: Ranks,
 ) -> dict[str, Any]:
-    """Calibrate what the posterior remembers no calibration of; label -> what was found.
+    """Calibrate predictives that the posterior has no calibration of; returns label -> calibration.
 
-    By the validation set, unless the network may have been trained on it. The posterior's file
-    stays as it is.
+    On the validation set, unless the network may have been trained on it. The saved posterior is
+    not changed.
     """
     remembered = laplace.calibrations
     unknown = [c for c in configs if c.is_calibrated and c.label not in remembered]
     if not unknown or not is_held_out(splits, trained_on):
         return {}
     for config in unknown:
-        if config.label not in laplace.calibrations:  # those of all links are made at once
-            _logger.info("calibrating %s by the validation set", config.label)
+        if config.label not in laplace.calibrations:  # one call calibrates all links
+            _logger.info("calibrating %s on the validation set", config.label)
             shard = Shard(ranks.rank, ranks.size)
             batches = split_batches(
                 splits, "validation", config.batch_size, device=device, shard=shard
@@ -208,10 +213,10 @@ def _calibrate(
 
 
 def _saved(path: str, given: Any, record: dict[str, Any], key: str, kinds: Any) -> Any:
-    """What was given, or else what the folder says."""
+    """The object that was given, or else the one that the folder's record describes."""
     if given is not None:
         return given
     if record.get(key) is None:
         option = "--model" if key == "model" else "--data"
-        raise ValueError(f"{path} does not say how its {option[2:]} is made; pass {option}.")
+        raise ValueError(f"{path} does not say how its {option[2:]} is built; pass {option}.")
     return build_from_spec(kinds, record[key])

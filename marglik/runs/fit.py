@@ -47,7 +47,7 @@ from marglik.training.ranks import WithExamples, copy_from_rank_0, failing_as_on
 __all__ = ["fit"]
 
 STATE = "fit"
-"""The folder of the state, in that of all states."""
+"""Name of the checkpoint, a folder in that of all checkpoints."""
 
 _logger = logging.getLogger(__name__)
 
@@ -65,53 +65,57 @@ def fit(
 ) -> dict[str, Any]:
     """Fit a Laplace posterior to a trained network, and save it.
 
-    If the process is killed after the curvature pass, the same call goes on from there; only
-    options of the prior and of its search may differ.
+    If the process is killed after the curvature pass, the same call continues from there; options
+    of the prior (except ``layers``) and of the predictive may then differ.
 
     Args:
-        model: the network, as it was built for training; any importable class.
-        data: what it was trained on; its training split is fitted to.
-        checkpoint: its parameters, in safetensors, or a state dict that torch.save has written.
-        likelihood: classification; regression; or bernoulli, for independent yes-or-no outputs.
+        model: class of the network, built as it was for training; any importable class.
+        data: class of the data that the network was trained on. The posterior is fitted to its
+            training split.
+        checkpoint: file with the network's parameters: safetensors, or a state dict that torch.save
+            has written.
+        likelihood: distribution of the targets: classification; regression with Gaussian noise; or
+            bernoulli for independent yes-or-no outputs.
         prior: the prior, and how it is found.
         curvature: the curvature pass.
-        predictive: the predictive whose NLL prior.method=validation minimises, and which the
-            validation split calibrates.
+        predictive: the predictive that the validation split calibrates, and whose NLL
+            prior.method=validation minimises.
         run: everything else.
-        provenance: the options, and how model and data are made, for whoever loads the posterior.
+        provenance: the options, and how model and data are built; saved with the posterior, which
+            can then be loaded without them.
 
     Raises:
-        ValueError: options, data, checkpoint or model that do not fit together, or not with the
+        ValueError: options, data, checkpoint or model that do not fit together, or do not fit the
             curvature pass that the output folder holds.
         NotImplementedError: a layer without a K-FAC rule.
-        FileExistsError: the output folder holds a run already, or something else.
-        OSError: nothing can be written there.
+        FileExistsError: the output folder holds a run already, or other files.
+        OSError: the output folder cannot be written to.
         RankError: another process has failed or is gone, or was started with other options.
     """
     start = time.perf_counter()
     folder = RunFolder(run.output or f"runs/{Path(checkpoint).stem}")
     if Path(checkpoint).resolve().parent == folder.path.resolve():
         raise ValueError(
-            f"The checkpoint {checkpoint} lies in the output folder, which is cleared; pass "
-            "another --output."
+            f"The checkpoint {checkpoint} is in the output folder, whose old files are removed; "
+            "pass another --output."
         )
     device, ranks = join_ranks(run.accelerator, run.devices, run.rank_timeout)
-    leads = ranks.rank == 0  # and has the files and the bars
+    leads = ranks.rank == 0  # it alone writes files and shows bars
     run = replace(run, progress=run.progress and leads)
     with failing_as_one(ranks, "the start"):
         was_cut_off = Checkpoints(folder.path / CHECKPOINT / STATE).exists()
         try:
             folder.check_free("fit", provenance.preset, run.overwrite or was_cut_off)
         except FileExistsError:
-            if leads:  # it may have been killed in its last moment
+            if leads:  # a fit that was killed at its very end may have left unfinished files
                 folder.tidy()
             raise
         note = load_pretrained(model, checkpoint)
         splits = data.load()
         if prior.method == "validation" and splits.validation is None:
             raise ValueError(
-                f"prior.method validation needs validation data, and {splits.name} has none; keep "
-                "some back (--data.validation 0.1, or x_validation and y_validation in a "
+                f"prior.method validation needs validation data, but {splits.name} has none; split "
+                "some off (--data.validation 0.1, or x_validation and y_validation in a "
                 "TensorFile), or choose method evidence."
             )
         model = model.to(device)
@@ -123,7 +127,7 @@ def fit(
         calibrates = predictive.is_calibrated and splits.validation is not None
         needed = predictive if calibrates or prior.method == "validation" else None
         check_model(model, splits, curvature, likelihood, needed)
-        PriorGroups.from_model(model, prior.structure)  # complains of rules that match nothing
+        PriorGroups.from_model(model, prior.structure)  # raises on rules that match nothing
 
         delta = weight_decay_to_precision(
             prior.weight_decay, len(batches.dataset), prior.temperature
@@ -149,7 +153,7 @@ def fit(
             if leads:
                 lock.enter_context(folder.locked())
                 goes_on = _goes_on(state, run.overwrite)
-                # Nobody has come before.
+                # Again, now under the lock: another process may have written a run since.
                 folder.check_free("fit", provenance.preset, run.overwrite or goes_on)
         goes_on = ranks.gather(goes_on, "opening the output folder")[0]
         if goes_on:
@@ -167,9 +171,11 @@ def fit(
             )
             with failing_as_one(ranks, "keeping the curvature"), ranks.beating():
                 if leads:
+                    # In a folder with an old run (--overwrite), that is kept until this fit is
+                    # complete; `begin` below replaces it.
                     if not (folder.path / MANIFEST).exists():
-                        folder.begin("fit", provenance)  # an old run stays until this one is there
-                    folder.discard(CHECKPOINT)  # of another fit
+                        folder.begin("fit", provenance)
+                    folder.discard(CHECKPOINT)  # the state of another fit
                     state.save({"factors": laplace.factors})
         before = float(laplace.log_marginal_likelihood())
         _logger.info("prior by %s", prior.method)
@@ -204,11 +210,13 @@ def fit(
 
 
 def _goes_on(state: Checkpoints, overwrite: bool) -> bool:
-    """Whether there is a state of this fit; with ``overwrite``, one of another fit is none.
+    """Whether there is a checkpoint to continue from.
+
+    With ``overwrite``, one that is of another fit or damaged is ignored instead of raising.
 
     Raises:
-        FileNotFoundError: a file of it is missing.
-        ValueError: a state of another fit, or a damaged one.
+        FileNotFoundError: a file of the checkpoint is missing.
+        ValueError: a checkpoint of another fit, or a damaged one.
     """
     try:
         if state.exists():
@@ -252,6 +260,6 @@ def _find_prior(
 def _validation_batches(
     splits: Splits, predictive: PredictiveConfig, device: torch.device, ranks: Ranks
 ) -> Batches:
-    """This rank's part of each batch."""
+    """The validation split, with this rank's part of each batch."""
     shard = Shard(ranks.rank, ranks.size)
     return split_batches(splits, "validation", predictive.batch_size, device=device, shard=shard)

@@ -1,4 +1,4 @@
-"""Whether a network and data fit together, found out before any work is lost."""
+"""Checks that network, data and options fit together, before any work is lost."""
 
 from dataclasses import replace
 from typing import Any
@@ -28,11 +28,11 @@ __all__ = ["check_image_options", "check_model"]
 
 
 def check_image_options(splits: Splits, **asked: bool) -> None:
-    """Raise a ValueError if options are asked for that are for images, and the data has none.
+    """Raise a ValueError if options for images are used with data of another kind.
 
     Args:
         splits: the data.
-        asked: option -> whether it is asked for; its dots as double underscores.
+        asked: option -> whether it is used; dots in its name as double underscores.
     """
     names = [name.replace("__", ".") for name, is_asked in asked.items() if is_asked]
     if names and not isinstance(splits, ImageSplits):
@@ -53,18 +53,17 @@ def check_model(
     """Run two training examples through the network, the curvature pass and the predictive.
 
     Raises:
-        ValueError: a network that cannot take the inputs, or returns something else than (N, C)
-            with one output per class, (N, R, C) for class labels (N, R); targets that do not fit
-            the likelihood; a predictive that is not for such outputs, or whose samples cannot fit
-            into the memory.
-        TypeError: class labels that are no integers.
+        ValueError: a network that cannot take the inputs, or does not return (N, C) with one output
+            per class, or (N, R, C) for class labels (N, R); targets that do not fit the likelihood;
+            a predictive that does not support such outputs, or whose samples do not fit in memory.
+        TypeError: class labels that are not integers.
         NotImplementedError: a layer without a K-FAC rule, or one that cannot predict.
     """
     x, y = next(iter(split_batches(splits, "train", 2)))
     parameter = next(model.parameters(), torch.empty(0))
     x, y = x.to(parameter.device), y.to(parameter.device)
     with eval_mode(model):
-        # Made first: what has no rule is said in its words.
+        # Before the forward pass, so that its error about layers without a rule comes first.
         curvature_pass = of_pass = None
         if curvature is not None:
             of_pass = curvature.options(splits.targets)
@@ -100,7 +99,7 @@ def check_model(
             if predictive is not None and by_covariance:
                 check_link(predictive.method, likelihood)
                 covariance = OutputCovariance(model, _unit_precision(unit))
-                # One position and few outputs show what hooks cannot follow.
+                # One position and two outputs suffice to find uses that hooks cannot follow.
                 first = torch.zeros(f.shape[:-1], dtype=torch.bool)
                 first.view(len(f), -1)[:, 0] = True
                 covariance(x, first, torch.arange(min(2, f.shape[-1])))
@@ -129,7 +128,7 @@ def _check_memory(
 
 
 def _unit_factors(factors: KroneckerFactors) -> KroneckerFactors:
-    """The same with identities, which `decompose` sees through without a solver."""
+    """The same factors as identities, which `decompose` recognises and needs no solver for."""
     blocks = {
         name: replace(block, B=_unit(block.B), A=None if block.A is None else _unit(block.A))
         for name, block in factors.blocks.items()
@@ -138,13 +137,13 @@ def _unit_factors(factors: KroneckerFactors) -> KroneckerFactors:
 
 
 def _unit(factor: Factor) -> Factor:
-    if isinstance(factor, SketchedFactor):  # whose eigenvectors are known
+    if isinstance(factor, SketchedFactor):  # its eigenvectors are known already
         return factor
     return torch.diag_embed(torch.ones_like(factor[..., 0]))
 
 
 def _unit_precision(factors: KroneckerFactors) -> PosteriorPrecision:
-    """Blocks of a precision, by their eigenvectors and eigenvalues."""
+    """Name -> eigenvectors and eigenvalues of a precision with these factors and δ = 1."""
     eigen = {name: block.decompose() for name, block in factors.blocks.items()}
     return {name: (block, block.spectrum(1.0)) for name, block in eigen.items()}
 
@@ -163,7 +162,7 @@ def _check_output(
                 f"--model.num_classes {splits.num_classes}."
             )
         return
-    # Several loss terms an example, one for each label of a sequence.
+    # Sequences: one loss term for each position.
     several = likelihood == "classification" and y.dim() > 1
     if f.dim() != (y.dim() + 1 if several else 2) or len(f) != examples:
         needed = "(N, R, C) is needed for labels (N, R)" if several else "(N, C) is needed"
@@ -172,6 +171,6 @@ def _check_output(
         raise ValueError(f"{shape}; {needed}.")
     if splits.classes is not None and f.shape[-1] != len(splits.classes):
         raise ValueError(
-            f"{shape}, but {splits.name} has {len(splits.classes)} classes; give the model as many "
-            f"outputs ({len(splits.classes)})."
+            f"{shape}, but {splits.name} has {len(splits.classes)} classes; give the model "
+            f"{len(splits.classes)} outputs."
         )

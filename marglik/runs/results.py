@@ -1,4 +1,4 @@
-"""What `marglik train` found: the content of ``results.json``."""
+"""The results of `marglik train`, as ``results.json`` has them, and what identifies a run."""
 
 import json
 from typing import Any
@@ -25,7 +25,7 @@ NOT_OF_THE_RESULT = (
     "output", "overwrite", "resume", "checkpoint_minutes", "tensorboard", "accelerator", "devices",
     "rank_timeout", "progress",
 )  # fmt: skip
-"""Options of the run that another process may have differently when it goes on."""
+"""Options of the run that do not affect its results, and may differ when it is resumed."""
 
 
 def run_identity(
@@ -35,9 +35,10 @@ def run_identity(
     options: dict[str, Any],
     provenance: Provenance,
 ) -> dict[str, Any]:
-    """What makes a run the run it is: data, network, options; plain data.
+    """What identifies a run, as plain data: data, network, options.
 
-    The sums stand for all inputs, labels and initial parameters.
+    SHA-256 sums stand for all inputs, labels and initial parameters. A checkpoint is only resumed
+    if its run has the same identity.
     """
     shapes = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     of_run = {k: v for k, v in options["run"].items() if k not in NOT_OF_THE_RESULT}
@@ -66,7 +67,7 @@ def run_identity(
 
 
 def check_same_on_ranks(identity: dict[str, Any], ranks: Ranks) -> None:
-    """Raise a RankError on all ranks unless they are about the same run; names what differs."""
+    """Raise a RankError that names what differs, on all ranks, unless all run the same run."""
     first, *others = ranks.gather(identity, "the start")
     for rank, other in enumerate(others, 1):
         for name, here, there in differences(first, json.loads(json.dumps(other))):
@@ -77,11 +78,11 @@ def check_same_on_ranks(identity: dict[str, Any], ranks: Ranks) -> None:
 
 
 def saved_results(folder: RunFolder, identity: dict[str, Any]) -> dict[str, Any] | None:
-    """What ``results.json`` in a folder says, None if there is none.
+    """The content of ``results.json`` in a folder, verified with all other files; None without it.
 
     Raises:
-        FileNotFoundError: something that the run left is missing.
-        ValueError: it is of another run, or something that it left was altered.
+        FileNotFoundError: a file of the run is missing.
+        ValueError: the results are of another run, or a file of the run was altered.
     """
     content = folder.read(RESULTS)
     if content is None:
@@ -94,7 +95,7 @@ def saved_results(folder: RunFolder, identity: dict[str, Any]) -> dict[str, Any]
 
 
 def results_of(learned: OnlineResult, prior: PriorConfig) -> dict[str, Any]:
-    """Evidence and weight decays that were learned."""
+    """The part of the results that training found: evidence, noise and weight decays."""
     updates = [record for record in learned.records if record["kind"] == "update"]
     return {
         "num_data": learned.laplace.n_data,
@@ -113,7 +114,7 @@ def results_of(learned: OnlineResult, prior: PriorConfig) -> dict[str, Any]:
 
 
 def metrics_of(label: str, evaluation: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Metrics of each predictive and their intervals, under names such as "learned, MAP"."""
+    """Metrics and intervals of each predictive, under names such as "learned, MAP"."""
     predictives = evaluation["predictives"].items()
     return {
         kind: {f"{label}, {name}": predictive[kind] for name, predictive in predictives}
@@ -124,7 +125,7 @@ def metrics_of(label: str, evaluation: dict[str, Any]) -> dict[str, dict[str, An
 def _weight_decay_table(
     laplace: Posterior, initial: float, temperature: float
 ) -> dict[str, dict[str, float]]:
-    """Parameter name -> its learned weight decay, effective and all parameters."""
+    """Parameter name -> initial and learned weight decay, numbers of effective and all entries."""
     gamma = laplace.effective_parameters()
     trainable = {n: p for n, p in laplace.model.named_parameters() if p.requires_grad}
     delta = laplace.prior_precision.expand(len(trainable))

@@ -45,7 +45,7 @@ __all__ = ["train"]
 _logger = logging.getLogger(__name__)
 
 STATES = ("learned", "learned_evaluation", "learned_scores", "baseline", "baseline_evaluation")
-"""What a run keeps to go on from, in the order in which it comes to them."""
+"""The names of a run's checkpoints, in the order in which they are written."""
 
 
 def train(
@@ -63,44 +63,48 @@ def train(
 ) -> dict[str, Any]:
     """Train a network and its weight decays together: on images, tokens, graphs or tensors.
 
-    Sequences have a label, and so a loss term, for each position; one sequence is one example. The
-    objective is the sum over its positions, averaged over examples, and metrics are means over
-    positions: "cls/NLL" in nats per token.
+    A sequence is one example with a label, and so a loss term, at each position. The objective sums
+    the loss over positions and averages it over examples; metrics are means over positions, so that
+    "cls/NLL" is in nats per token.
 
-    Several processes (``run.devices``, or started by torchrun) share the work, and the first one
-    writes. Returns what `results.json` holds, and the folder under "output".
+    Where several processes share the work (``run.devices``, or torchrun), the first one writes the
+    files. Returns the content of ``results.json``, and the folder under "output".
 
     Args:
-        model: the network, whose outputs are logits, or means in regression; any importable class,
-            such as marglik.models.WideResNetFixup, marglik.models.LeNet, marglik.models.MLP, or
-            my_file.MyNet.
-        data: images (such as marglik.data.Digits), sequences (marglik.data.DART), graphs
-            (marglik.data.NCI1) or tensors of any kind (marglik.data.TensorFile).
+        model: class of the network, whose outputs are logits, or means for regression. Any
+            importable class will do, such as marglik.models.WideResNetFixup, marglik.models.LeNet,
+            marglik.models.MLP, or my_file.MyNet.
+        data: class of the data: images (such as marglik.data.Digits), sequences
+            (marglik.data.DART), graphs (marglik.data.NCI1) or any tensors
+            (marglik.data.TensorFile).
         optimizer: the network's optimiser.
         prior: the prior and its updates.
         curvature: the curvature pass.
         predictive: the Laplace predictive of the final evaluation.
         evaluation: what is evaluated besides the test set.
-        ood: images from elsewhere, which the predictives should find uncertain.
-        likelihood: classification; regression, whose noise is learned, too; or bernoulli, for
-            independent yes-or-no outputs.
+        ood: class of out-of-distribution images, on which the predictives should be uncertain.
+        likelihood: distribution of the targets: classification; regression with Gaussian noise,
+            which is learned; or bernoulli for independent yes-or-no outputs.
         run: everything else.
-        provenance: the options, and how model and data are made, for whoever loads the posterior.
+        provenance: the options, and how model and data are built; saved with the posterior, which
+            can then be loaded without them.
 
     Raises:
-        ValueError: options, data or model that do not fit together, a resume with other options
-            than before; before any training.
-        NotImplementedError: a layer without a K-FAC rule; before any training.
-        FileExistsError: the output folder holds a run already, or something else.
-        OSError: nothing can be written there.
+        ValueError: options, data or model that do not fit together, or a resume with other options
+            than before; raised before any training.
+        NotImplementedError: a layer without a K-FAC rule; raised before any training.
+        FileExistsError: the output folder holds a run already, or other files.
+        OSError: the output folder cannot be written to.
         FloatingPointError: training diverged.
         RankError: another process has failed or is gone, or was started with other options.
     """
     start = time.perf_counter()
     fabric = build_fabric(run.accelerator, run.precision, run.devices, run.rank_timeout)
     ranks = ranks_of(fabric)
-    leads = ranks.rank == 0  # and has the files, the log and the bars
+    leads = ranks.rank == 0  # it alone writes files and shows bars
     run = replace(run, progress=run.progress and leads)
+    # All that can be wrong with options, data and network is found here, before the folder is
+    # opened and before any rank waits for another.
     with failing_as_one(ranks, "the start"):
         splits = data.load()
         check_image_options(
@@ -121,10 +125,10 @@ def train(
             held_out = len(tensors_in(splits.validation)[-1])
         if run.baseline and prior.method == "fixed":
             raise ValueError(
-                "baseline keeps the initial weight decay, as prior.method fixed does; drop one of "
-                "them."
+                "baseline trains with the initial weight decay, and so does prior.method fixed; "
+                "drop one of them."
             )
-        initial_model = deepcopy(model) if run.baseline else None
+        initial_model = deepcopy(model) if run.baseline else None  # the baseline's starting point
         setup = TrainingSetup(
             splits,
             held_out,
@@ -157,6 +161,7 @@ def train(
         results, log = None, None
         with failing_as_one(ranks, "opening the output folder"):
             if leads:
+                # Held to the end of the run, hence the ExitStack.
                 lock.enter_context(folder.locked())
                 results, goes_on = _what_is_there(folder, states, identity, run.resume)
                 if results is None:
@@ -196,7 +201,7 @@ def train(
             results["num_positions"] = found["num_positions"]
             results |= metrics_of(label, found)
             results |= environment(fabric.device)
-            # The loop's, of all processes that had a part in it, and the rest of this one.
+            # Training may have been resumed, and counts in full; the rest is this process's.
             results["seconds"] = learned.seconds + time.perf_counter() - trained + ready - start
             results["seconds_beside"] = {
                 "start": ready - start,
@@ -205,12 +210,13 @@ def train(
             }
             results["complete"] = initial_model is None
             if leads:
-                if initial_model is not None:  # which is compared on the same examples
+                if initial_model is not None:
+                    # The baseline is compared on the same examples, perhaps by another process.
                     states["learned_scores"].save({"scores": scores})
                 folder.write(EVALUATION, as_json(found))
                 title = f"{type(model).__name__} on {splits.name}"
                 folder.write(EVIDENCE, _figure(learned, prior, results["num_data"], title))
-                folder.write(RESULTS, as_json(results))  # before the baseline, which may fail
+                folder.write(RESULTS, as_json(results))  # now, since the baseline may fail
         if not results["complete"]:
             assert initial_model is not None
             fixed = replace(prior, method="fixed")
@@ -238,21 +244,21 @@ def train(
 def _what_is_there(
     folder: RunFolder, states: dict[str, Checkpoints], identity: dict[str, Any], resume: bool
 ) -> tuple[dict[str, Any] | None, bool]:
-    """What an earlier run has found, and whether there is a state to go on from.
+    """The results of the run to resume, if it has any, and whether there is a checkpoint.
 
     Raises:
-        FileNotFoundError: the run that it should resume has left no state.
-        ValueError: it is of another run, or was altered.
+        FileNotFoundError: the run to resume has a log but no checkpoint.
+        ValueError: results or checkpoints are of another run, or were altered.
     """
     results = saved_results(folder, identity) if resume else None
     goes_on = resume and states["learned"].exists()
     for checkpoints in states.values():
         if goes_on and checkpoints.exists():
-            checkpoints.check()  # complains before anything is touched
+            checkpoints.check()  # raises before anything is changed
     if resume and results is None and not goes_on and folder.read(LOG):
         raise FileNotFoundError(
-            f"{folder.path} holds a run that was cut off, but not the state that it would go "
-            "on from. Start anew: --overwrite instead of --resume."
+            f"{folder.path} holds a run that was cut off, but no checkpoint to continue from. "
+            "Start again: --overwrite instead of --resume."
         )
     return results, goes_on
 
@@ -260,8 +266,8 @@ def _what_is_there(
 def _differences(
     learned: Checkpoints, initial: dict[str, dict[str, Tensor]]
 ) -> dict[str, dict[str, list[float]]]:
-    """Predictive -> metrics of the learned network less those of the baseline, with intervals."""
-    if not learned.exists():  # begun by a version that did not keep them
+    """Predictive -> metrics of the learned network minus the baseline's, with intervals."""
+    if not learned.exists():  # the run was started by a version that did not write them
         _logger.warning("no differences from the baseline: %s holds no state", learned.folder)
         return {}
     scores = learned.load()["scores"]

@@ -1,4 +1,4 @@
-"""What a learned run and its baseline share: batches, optimiser, loop, monitor, evaluation."""
+"""What a training run and its baseline share: batches, optimiser, loop, monitor, evaluation."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -37,12 +37,17 @@ __all__ = ["TrainingSetup"]
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """A network, trained and evaluated as the options say."""
+    """Data, options and ranks of a run; trains, calibrates and evaluates networks with them.
+
+    `marglik train` calls `train`, `calibrate` and `evaluate` in this order, once for the learned
+    network and, on request, once for the baseline with a fixed prior.
+    """
 
     splits: Splits
     """With a validation set where one was held out for calibration."""
     held_out: int
-    """How many examples were held out of the training data; 0: the validation set is its own."""
+    """Number of examples that were held out of the training data; 0 if the validation set is the
+    data's own, or there is none."""
     optimizer: OptimizerConfig
     prior: PriorConfig
     curvature: CurvatureConfig
@@ -52,17 +57,17 @@ class TrainingSetup:
     run: RunConfig
     fabric: "Fabric"
     ranks: Ranks = Ranks(None)
-    """Those of the Fabric, each of which has a part of every batch."""
+    """The ranks of the Fabric, each of which has a part of every batch."""
     likelihood: Likelihood = "classification"
 
     def check(self) -> None:
-        """Raise a ValueError unless each rank has a part of each full batch.
+        """Raise a ValueError if updates need factors of an optimiser without, or batches are small.
 
-        And if the updates want factors of an optimiser that has none.
+        Each rank needs at least one example of each full batch.
         """
         if self.prior.curvature_from == "optimizer" and self.optimizer.name != "kfac":
             raise ValueError(
-                "prior.curvature_from=optimizer takes K-FAC's factors, and optimizer.name is "
+                "prior.curvature_from=optimizer takes K-FAC's factors, but optimizer.name is "
                 f"{self.optimizer.name}; pass --optimizer.name kfac, or prior.curvature_from pass."
             )
         number, size = self.ranks.size, self.run.batch_size
@@ -70,8 +75,8 @@ class TrainingSetup:
         if min(size, examples) < number:
             what = f"batch_size {size}" if size < number else f"{examples} training examples"
             raise ValueError(
-                f"{what}: {number} processes need a batch of {number} examples at least, one for "
-                "each. Take larger batches, or fewer --devices."
+                f"{what}: {number} processes need batches of at least {number} examples, one for "
+                "each. Use larger batches, or fewer --devices."
             )
 
     def options(self) -> dict[str, Any]:
@@ -86,7 +91,7 @@ class TrainingSetup:
         checkpoints: Checkpoints | None = None,
         log: RunLog | None = None,
     ) -> OnlineResult:
-        """Train a network and its prior, from the latest state if there is one."""
+        """Train a network and its prior, starting from a checkpoint if there is one."""
         run = self.run
         torch.manual_seed(run.seed)
         batches = self._batches("train", run.batch_size, shuffle=True, augment=run.augment)
@@ -146,9 +151,9 @@ class TrainingSetup:
         ).run(checkpoints)
 
     def calibrate(self, laplace: Posterior) -> None:
-        """Calibrate the predictives; then the posterior also learns from what was held out.
+        """Calibrate the predictives, then fit the posterior to the held-out examples as well.
 
-        Not without held-out data, and not if it is not asked for.
+        Does nothing without a validation set, or with predictive.calibration none.
         """
         if not self.predictive.is_calibrated or self.splits.validation is None:
             return
@@ -158,12 +163,13 @@ class TrainingSetup:
         )
         if self.held_out:
             found = laplace.calibrations
-            # A pass over all: factors of tensors that are used in two ways do not add up.
+            # One pass over all data, and not `override=False`: the factors of tensors that are used
+            # in two ways do not add up.
             batch_size = self.curvature.batch_size or self.run.batch_size
             parts = self._curvature_batches(), self._batches("validation", batch_size)
             both = _Together([WithExamples(part) for part in parts])
             laplace.fit(both, progress_bar=self.run.progress)
-            laplace.calibrations = found  # a little more data makes it no other posterior
+            laplace.calibrations = found  # kept: a little more data changes the posterior little
 
     def evaluate(
         self,
@@ -173,11 +179,12 @@ class TrainingSetup:
         of: str = "",
         scores: dict[str, dict[str, Tensor]] | None = None,
     ) -> dict[str, Any]:
-        """The content of ``evaluation.json`` for a network; goes on from a state.
+        """The content of ``evaluation.json`` for a network; continues from a checkpoint.
 
-        ``of`` is the sum of the posterior that was saved; for ``scores`` see `evaluate`.
+        ``of`` is the SHA-256 sum of the saved posterior; for ``scores`` see
+        `marglik.prediction.evaluation_record.evaluate`.
         """
-        # What was held out has told the predictives their numbers; it is no test of them.
+        # Held-out examples have calibrated the predictives, and so cannot test them.
         splits = replace(self.splits, validation=None) if self.held_out else self.splits
         return evaluate_network(
             map_predictive(model, self.likelihood, laplace.sigma_noise),
@@ -198,7 +205,10 @@ class TrainingSetup:
         )
 
     def _monitor(self, model: nn.Module, hyperparameters: Hyperparameters) -> Any:
-        """The MAP's NLL and accuracy (or RMSE) on data not trained on, every so many epochs."""
+        """A function that evaluates the MAP every ``run.monitor`` epochs, for `OnlineTraining`.
+
+        It returns NLL and accuracy (or RMSE) on the validation set, or the test set without one.
+        """
         split = "test" if self.splits.validation is None else "validation"
         batches = self._batches(split, self.predictive.batch_size)
 
@@ -214,7 +224,7 @@ class TrainingSetup:
         return look
 
     def _curvature_batches(self) -> Batches:
-        """The training data as the curvature pass sees it."""
+        """The training data in batches for the curvature pass."""
         return self._batches(
             "train",
             self.curvature.batch_size or self.run.batch_size,
@@ -239,7 +249,7 @@ class TrainingSetup:
 
 
 class _Together:
-    """The batches of several loaders, one loader after the other, and their number."""
+    """The batches of several loaders, one loader after the other."""
 
     def __init__(self, loaders: Sequence[WithExamples]) -> None:
         self.loaders = loaders

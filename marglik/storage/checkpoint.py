@@ -1,8 +1,9 @@
-"""The state of a run, from which another process goes on: safetensors and JSON, nothing pickled.
+"""The state of a run, from which another process can continue: safetensors and JSON, no pickle.
 
-A folder holds ``state.json``, which names the files of the tensors and of the Kronecker factors
-that belong to it, with their SHA-256 sums. It is replaced, atomically, when these are whole; the
-old ones go after that. So whenever a process is killed, one whole state is there.
+A folder holds ``state.json``, which names the files of its tensors and Kronecker factors, with
+their SHA-256 sums. A new state writes its tensors under new names, then replaces ``state.json``
+atomically, then removes the old tensors. So whenever the process is killed, there is one complete
+state.
 """
 
 import json
@@ -26,19 +27,22 @@ __all__ = ["Checkpoints", "CheckpointsOfRanks", "check_same_run", "differences"]
 
 FORMAT, FORMAT_VERSION = "marglik.checkpoint", 1
 STATE = "state.json"
-REMEDY = "Start anew: --overwrite instead of --resume."
+REMEDY = "Start again: --overwrite instead of --resume."
 
 
 class Checkpoints:
-    """The latest state of one run.
+    """The latest state of a run, in a folder.
 
-    A state is nested dicts, lists and tuples of plain data, tensors and `KroneckerFactors`.
+    A state is nested dicts, lists and tuples of plain data, tensors and `KroneckerFactors`. The
+    caller asks `is_due`, calls `save`, and in a later process `exists` and `load`. The object
+    remembers when it saved last, the number in the names of the files, and which factors are
+    written already.
 
     Args:
-        folder: where it is kept; made with the first state.
-        minutes: least time between two states, 0 for all that are offered.
-        run: what makes the run what it is, plain data; a state of another run is refused.
-        made_with: device, threads and versions, plain data; that they were others is a warning.
+        folder: where to keep the state; created with the first one.
+        minutes: least time between two states; with 0 one is always due.
+        run: what identifies the run, plain data; the state of another run is refused.
+        made_with: device, threads and versions, plain data; others give a warning.
     """
 
     def __init__(
@@ -54,27 +58,29 @@ class Checkpoints:
         self._seconds = 60 * minutes
         self._last = time.monotonic()
         self._number = 0
-        # Factors change at updates alone, and are large.
+        # (factors, file, sum) of the latest state. Factors are large and change at updates alone,
+        # so the states in between refer to the same file.
         self._written: list[tuple[KroneckerFactors, str, str]] = []
 
     @property
     def is_due(self) -> bool:
-        """Whether the last state is old enough."""
+        """Whether ``minutes`` have passed since the last state."""
         return time.monotonic() - self._last >= self._seconds
 
     def exists(self) -> bool:
         """Whether there is a state.
 
         Raises:
-            FileNotFoundError: there are tensors of one, but ``state.json`` was removed.
+            FileNotFoundError: there are tensors of a state, but its ``state.json`` was removed.
         """
         if (self.folder / STATE).is_file():
             return True
-        # The first state's may be there because a process was killed before its record.
+        # Except for the tensors of state 1: a process that is killed between them and the first
+        # state.json leaves them alone.
         lost = [p for p in self.folder.glob("tensors-*.safetensors") if p.name != _tensors(1)]
         if lost:
             raise FileNotFoundError(
-                f"{self.folder / STATE} is missing, and {lost[0].name} is of no use without it. "
+                f"{self.folder / STATE} is missing, and {lost[0].name} is useless without it. "
                 f"{REMEDY}"
             )
         return False
@@ -83,12 +89,14 @@ class Checkpoints:
         """Replace the state.
 
         Raises:
-            TypeError: a value of another kind, named by its place.
+            TypeError: a value that is none of the supported kinds; the error says where it is.
         """
         tensors: list[Tensor] = []
         factors: list[KroneckerFactors] = []
         plain = _encode(state, "", tensors, factors)
         json.dumps([plain, self.run])  # raises before anything is written
+        # In a process that continues, the numbers go on, too: a number that is used again would
+        # replace files of the state that is still valid.
         if self.exists() and not self._number:
             self._number = self.check()["number"]
         self._number += 1
@@ -110,10 +118,12 @@ class Checkpoints:
                 "state": plain,
             }
             write_record(self.folder / STATE, record, sums | {of_tensors: sum_of_tensors})
-        except OSError:  # such as a full disk, which the files of half a state would keep full
+        except OSError:
+            # On a full disk, the files of the unfinished state would keep it full. Only those that
+            # the valid state names may stay.
             whole = (self.folder / STATE).is_file()
             old = parse_json((self.folder / STATE).read_bytes()) if whole else {}
-            with suppress(OSError):  # in a folder that is read-only now
+            with suppress(OSError):  # the folder may have become read-only
                 self._remove_tensors_but(old.get("tensors"), *old.get("factors", ()))
             raise
         self._written = written
@@ -124,17 +134,18 @@ class Checkpoints:
         """The state.
 
         Args:
-            device: of the factors; tensors come on the CPU, for ``load_state_dict`` to move.
+            device: device of the factors. Tensors are loaded to the CPU, since ``load_state_dict``
+                moves them.
 
         Raises:
             FileNotFoundError: no state, or a file of it is missing.
-            ValueError: a state of another run, a damaged file, or one of a newer format.
+            ValueError: a state of another run, a damaged file, or a newer format.
         """
         record = self.check()
         for name, here, there in differences(self.made_with, record["made_with"]):
             warnings.warn(
-                f"{self.folder} was begun with {name} {there} and goes on with {here}: the result "
-                "may differ from that of one process by rounding.",
+                f"{self.folder} was started with {name} {there} and continues with {here}: the "
+                "result may differ by rounding from that of an uninterrupted run.",
                 stacklevel=2,
             )
         tensors = read_safetensors(self.folder / record["tensors"])
@@ -142,11 +153,11 @@ class Checkpoints:
         return _decode(record["state"], tensors, factors)
 
     def check(self) -> dict[str, Any]:
-        """What ``state.json`` says, if it is of this run, and its files are whole.
+        """The content of ``state.json``, once it is verified: of this run, with all files intact.
 
         Raises:
             FileNotFoundError: no state, or a file of it is missing.
-            ValueError: a state of another run, a damaged file, or one of a newer format.
+            ValueError: a state of another run, a damaged file, or a newer format.
         """
         if not self.exists():
             raise FileNotFoundError(f"{self.folder} holds no state ({STATE} is missing).")
@@ -164,7 +175,7 @@ class Checkpoints:
     def _write_factors(
         self, factors: list[KroneckerFactors]
     ) -> list[tuple[KroneckerFactors, str, str]]:
-        """Write those that are new; returns each with its file and the sum of that."""
+        """Write the factors that are new; returns all, each with its file and the file's sum."""
         written = []
         for i, one in enumerate(factors):
             same = [entry for entry in self._written if entry[0] is one]
@@ -182,14 +193,15 @@ class Checkpoints:
 
 
 class CheckpointsOfRanks:
-    """The latest state of a run that several ranks work on: rank 0 writes it, all read it.
+    """The latest state of a run on several ranks: rank 0 writes it, all ranks read it.
 
-    Each method is collective, and what rank 0 sees holds for all. Of one rank it is what
-    `Checkpoints` is.
+    Each method is collective, and rank 0 decides: clocks differ, and so may what ranks see of a
+    shared file system. Ranks that disagreed would wait for each other. With one rank it does what
+    `Checkpoints` does.
 
     Args:
         checkpoints: in a folder that all ranks can read.
-        ranks: who works on the run.
+        ranks: the ranks that work on the run.
     """
 
     def __init__(self, checkpoints: Checkpoints, ranks: Ranks) -> None:
@@ -198,7 +210,7 @@ class CheckpointsOfRanks:
 
     @property
     def is_due(self) -> bool:
-        """Whether the last state is old enough."""
+        """Whether a state is due by the clock of rank 0."""
         return self._ranks.gather(self._checkpoints.is_due, "a look at the clock")[0]
 
     def exists(self) -> bool:
@@ -208,13 +220,17 @@ class CheckpointsOfRanks:
         return self._ranks.gather(found, "the search for a checkpoint")[0]
 
     def save(self, state: dict[str, Any]) -> None:
-        """Replace the state by rank 0's; see `Checkpoints.save`."""
+        """Replace the state by that of rank 0; see `Checkpoints.save`."""
         with self._ranks.failing_together("writing a checkpoint"), self._ranks.beating():
             if self._ranks.rank == 0:
                 self._checkpoints.save(state)
 
     def load(self, device: torch.device | str = "cpu") -> dict[str, Any]:
-        """The state, on all ranks; see `Checkpoints.load`."""
+        """The state, on all ranks; see `Checkpoints.load`.
+
+        Raises:
+            RankError: ranks have read different states.
+        """
         with self._ranks.failing_together("reading a checkpoint"), self._ranks.beating():
             state = self._checkpoints.load(device)
             number = self._checkpoints.check()["number"] if self._ranks.size > 1 else 0
@@ -223,22 +239,28 @@ class CheckpointsOfRanks:
 
 
 def _tensors(number: int) -> str:
-    """The file of a state's tensors."""
+    """Name of the file of a state's tensors."""
     return f"tensors-{number}.safetensors"
 
 
 def check_same_run(here: dict[str, Any], there: dict[str, Any], folder: Path) -> None:
-    """Raise a ValueError unless what was asked for is what a folder holds; names what differs."""
+    """Raise a ValueError that names what differs, unless ``folder`` holds the run asked for.
+
+    Args:
+        here: what identifies the run asked for, as plain data.
+        there: the same of the run in the folder.
+        folder: for the error.
+    """
     for name, asked, found in differences(here, there):
         raise ValueError(
             f"{folder} is of another run: {name} is {found} there, {asked} here. Resume with the "
-            "options that it was started with, or pass --overwrite to start anew, or another "
+            "options that it was started with, or pass --overwrite to start again, or another "
             "--output."
         )
 
 
 def differences(here: dict[str, Any], there: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Name, value here and value there of all that differs."""
+    """(dotted name, value here, value there) of each leaf that differs; "nothing" if absent."""
     plain = json.loads(json.dumps(here))  # tuples are lists in a file
     ours, theirs = dict(_leaves(plain)), dict(_leaves(there))
     for name in [*ours, *(name for name in theirs if name not in ours)]:
@@ -256,14 +278,18 @@ def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _encode(value: Any, place: str, tensors: list[Tensor], factors: list[KroneckerFactors]) -> Any:
-    """The value as JSON; tensors and factors go into the lists, and are named by their numbers."""
+    """The value as JSON; tensors and factors are appended to the lists and referred to by index.
+
+    Containers are written as {kind: content}, since JSON knows neither tuples nor keys that are
+    numbers, such as those of the states of optimisers.
+    """
     if isinstance(value, Tensor):
         tensors.append(value.detach().cpu().clone().contiguous())
         return {"tensor": len(tensors) - 1}
     if isinstance(value, KroneckerFactors):
         factors.append(value)
         return {"factors": len(factors) - 1}
-    if isinstance(value, Mapping):  # keys may be numbers, as in the optimisers' states
+    if isinstance(value, Mapping):
         for key in value:
             if not (key is None or isinstance(key, (bool, int, float, str))):
                 raise TypeError(

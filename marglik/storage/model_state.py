@@ -1,4 +1,4 @@
-"""A network's parameters and buffers: read, checked against the network, and put into it."""
+"""A network's parameters and buffers: copied, read from files, and checked against a network."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,9 +18,9 @@ __all__ = [
 
 
 def tensors_of_others(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """A network's parameters but for those of these names, themselves, as its state dict has them.
+    """The parameters in a network's state dict that are not among ``names``; not copied.
 
-    With the names of the trainable ones: the frozen base, of LoRA say.
+    With the names of the trainable parameters, this is the frozen base, for example of LoRA.
     """
     named = dict(model.named_parameters())
     left_out = {id(named[name]) for name in names if name in named}
@@ -31,10 +31,10 @@ def tensors_of_others(model: nn.Module, names: Iterable[str]) -> dict[str, Tenso
 
 
 def names_replaced(model: nn.Module) -> set[str]:
-    """Names in the state dict of what peft keeps beside a trained copy that runs in its place.
+    """Names of parameters in the state dict that never run, since peft runs a trained copy instead.
 
-    Such as the first head of a classifier (``modules_to_save``), which starts from random numbers:
-    two networks with the same adapters on the same base differ in it, and predict the same.
+    An example is the original head of a classifier (``modules_to_save``), which is initialised at
+    random: networks with the same adapters on the same base differ in it, but predict the same.
     """
     replaced: set[str] = set()
     for prefix, module in model.named_modules():
@@ -47,43 +47,43 @@ def names_replaced(model: nn.Module) -> set[str]:
 
 
 def tensors_of(model: nn.Module, without: Iterable[str] = ()) -> dict[str, Tensor]:
-    """Copies of a network's parameters and buffers, as safetensors takes them.
+    """Copies of a network's parameters and buffers that safetensors can store.
 
     Args:
         model: the network.
         without: names in its state dict that are left out.
 
     Raises:
-        ValueError: a state dict that holds something else than tensors.
+        ValueError: a state dict that holds something other than tensors.
     """
     left_out = set(without)
     state = {name: value for name, value in model.state_dict().items() if name not in left_out}
     other = [name for name, value in state.items() if not isinstance(value, Tensor)]
     if other:
         raise ValueError(
-            f"'{other[0]}' in the state dict of {type(model).__name__} is no tensor but "
-            f"{type(state[other[0]]).__name__}, which a posterior cannot be saved with. Take it "
-            "out of the state dict (get_extra_state)."
+            f"'{other[0]}' in the state dict of {type(model).__name__} is a "
+            f"{type(state[other[0]]).__name__}; only tensors can be saved. Take it out of the "
+            "state dict (get_extra_state)."
         )
     return {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
 
 
 def read_safetensors(path: str | Path) -> dict[str, Tensor]:
-    """The tensors of a file.
+    """The tensors of a safetensors file, by name.
 
     Raises:
-        ValueError: a broken file.
+        ValueError: a missing or damaged file.
     """
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+        raise ValueError(f"{path} is not a complete safetensors file: {error}") from error
 
 
 def read_state(
     model: nn.Module, path: str | Path, without: Iterable[str] = ()
 ) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, found to be those that a network needs.
+    """The tensors of a safetensors file, once they are checked to fit a network.
 
     Args:
         model: the network.
@@ -91,14 +91,14 @@ def read_state(
         without: names in the network's state dict that the file need not have.
 
     Raises:
-        ValueError: a file that is broken, or of a network with other names, shapes or dtypes.
+        ValueError: a file that is damaged, or of a network with other names, shapes or dtypes.
     """
     state, own = read_safetensors(path), model.state_dict()
     check_state(model, state | {name: own[name] for name in without}, str(path))
     for name, tensor in state.items():
-        if own[name].dtype != tensor.dtype:  # they would be rounded
+        if own[name].dtype != tensor.dtype:  # load_state_dict would round without a word
             raise ValueError(
-                f"{path} holds '{name}' in {tensor.dtype}, {type(model).__name__} has it in "
+                f"{path} holds '{name}' in {tensor.dtype}, but {type(model).__name__} has it in "
                 f"{own[name].dtype}; pass the network as model.to({tensor.dtype})."
             )
     return state
@@ -111,16 +111,17 @@ def check_state(model: nn.Module, state: dict[str, Tensor], source: str) -> None
         if name not in state:
             raise ValueError(
                 f"{source} is of another network: it lacks '{name}', which {kind} has. Pass the "
-                "network's class and options as they were (--model)."
+                "class and options that the network was trained with (--model)."
             )
         if state[name].shape != own[name].shape:
             raise ValueError(
                 f"{source} is of another network: '{name}' has shape {tuple(state[name].shape)}, "
-                f"{kind} has {tuple(own[name].shape)}. Pass the options as they were (--model)."
+                f"{kind} has {tuple(own[name].shape)}. Pass the options that the network was "
+                "trained with (--model)."
             )
     extra = [name for name in state if name not in own]
     if extra:
         raise ValueError(
-            f"{source} is of another network: {kind} has no '{extra[0]}'. Pass the network's class "
-            "and options as they were (--model)."
+            f"{source} is of another network: {kind} has no '{extra[0]}'. Pass the class and "
+            "options that the network was trained with (--model)."
         )

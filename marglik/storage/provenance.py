@@ -1,4 +1,4 @@
-"""Where a run's objects and numbers come from: what makes it repeatable, its posterior loadable."""
+"""What makes a run repeatable and its posterior loadable: options, classes, versions, device."""
 
 import platform
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ __all__ = ["Provenance", "environment", "versions"]
 
 @dataclass(frozen=True)
 class Provenance:
-    """The options of a run, and how its network and data are made."""
+    """The options of a run, and how its network and data are built."""
 
     options: str | None = None
     """All options as YAML."""
@@ -26,7 +26,7 @@ class Provenance:
 
 
 def environment(device: "torch.device") -> dict[str, Any]:
-    """Versions and device, for results that others compare."""
+    """Device, number of threads and versions, which numbers depend on."""
     import torch  # which marglik --help is spared
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
@@ -39,6 +39,6 @@ def environment(device: "torch.device") -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Package -> version, of those that results depend on."""
+    """Package -> version, of the packages that results depend on."""
     packages = ("marglik", "torch", "torchvision", "laplace-torch", "lightning")
     return {package: version(package) for package in packages}

@@ -1,6 +1,6 @@
-"""A JSON record that vouches for itself and for the files beside it, by SHA-256 sums.
+"""A JSON record with the SHA-256 sums of itself and of files beside it.
 
-Written last and atomically: where it is, the files that it names are whole.
+It is written last and atomically: if it exists, the files that it names are complete.
 """
 
 import hashlib
@@ -26,8 +26,8 @@ POSTERIOR_FORMAT, POSTERIOR_VERSION = "marglik.posterior", 1
 
 
 def write_record(path: Path, record: dict[str, Any], sums: dict[str, str]) -> str:
-    """Write a record with the sums of its files, by name, and of itself; returns the file's sum."""
-    record = json.loads(json.dumps(record))  # as it will be read
+    """Write a record with its own sum and those of its files, by name; returns the file's sum."""
+    record = json.loads(json.dumps(record))  # as it will be read back: tuples become lists
     own = {path.name: _sha256_of_record(record, sums)}
     return write_json(path, record | {"sha256": sums | own})
 
@@ -45,19 +45,19 @@ def as_json(content: Any) -> bytes:
 def read_record(
     path: Path, kind: str, version: int, *, keys: Collection[str] = (), what: str, remedy: str
 ) -> dict[str, Any]:
-    """Read a record, and check it and the files that it vouches for.
+    """Read a record, and verify it and the files that it names.
 
     Args:
-        path: the record's.
+        path: path of the record.
         kind: its "format".
-        version: the newest that can be read.
-        keys: what it must have besides format, version and sums.
-        what: that it describes, for errors.
-        remedy: what a user can do, a sentence.
+        version: the newest version that can be read.
+        keys: keys that it must have besides format, version and sums.
+        what: name of what it describes, for errors.
+        remedy: a sentence that says what a user can do, for errors.
 
     Raises:
-        FileNotFoundError: a file that the record speaks of is missing.
-        ValueError: another kind, a newer version, or a file that was truncated or altered.
+        FileNotFoundError: a file that the record names is missing.
+        ValueError: another format, a newer version, or a file that was truncated or altered.
     """
     try:
         record = parse_json(path.read_bytes())
@@ -77,15 +77,15 @@ def read_record(
     if own is None or lacks or own != _sha256_of_record(record, files):
         raise ValueError(f"{path} is not as it was written: it was altered. {remedy}")
     for name, expected in files.items():
-        if Path(name).name != name:  # it would be read wherever it is
-            raise ValueError(f"{path} speaks of '{name}', which is not beside it. {remedy}")
+        if Path(name).name != name:  # a record from elsewhere must not have any file read
+            raise ValueError(f"{path} names '{name}', which is not beside it. {remedy}")
         file = path.parent / name
         if not file.is_file():
-            raise FileNotFoundError(f"{file} is missing, which {path.name} speaks of. {remedy}")
+            raise FileNotFoundError(f"{file} is missing, which {path.name} lists. {remedy}")
         if _sha256_of_file(file) != expected:
             raise ValueError(
-                f"{file} is not the one that {path.name} was written with: truncated, altered, or "
-                f"of another run. {remedy}"
+                f"{file} is not the one that {path.name} was written with: it was truncated or "
+                f"altered, or is from another run. {remedy}"
             )
     return record
 
@@ -96,17 +96,17 @@ def _sha256_of_file(path: Path) -> str:
 
 
 def _sha256_of_record(record: dict[str, Any], sums: dict[str, str]) -> str:
-    """Of all that a record says, its own sum left out."""
+    """The SHA-256 sum of a record without its own sum."""
     text = json.dumps({k: v for k, v in record.items() if k != "sha256"} | {"sha256": sums})
     return sha256(text.encode())
 
 
 def read_posterior(folder: str | Path) -> dict[str, Any]:
-    """What ``posterior.json`` says, once the files that it speaks of are found unchanged.
+    """The content of ``posterior.json``, once it and the files that it names are verified.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: not such a file, a newer format, or a file that was truncated or altered.
+        ValueError: another format, a newer version, or a file that was truncated or altered.
     """
     path = Path(folder) / POSTERIOR
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""What a run's folder holds, by name."""
+"""The names of the files and folders of a run."""
 
 __all__ = [
     "ALL",
@@ -18,13 +18,13 @@ __all__ = [
 ]
 
 MANIFEST = "manifest.json"
-"""What the run is of, and SHA-256 sums of its files."""
+"""The run's command and preset, and the SHA-256 sums of its files."""
 CONFIG = "config.yaml"
 """The options."""
 LOG = "log.jsonl"
 """A line per epoch and update."""
 RESULTS = "results.json"
-"""What `marglik train` found."""
+"""The results of `marglik train`."""
 EVIDENCE = "evidence.png"
 """Evidence and weight decays over epochs."""
 MODEL = "model.safetensors"
@@ -34,16 +34,16 @@ FACTORS = "posterior.safetensors"
 POSTERIOR = "posterior.json"
 """Hyperparameters, and how the network is built."""
 EVALUATION = "evaluation.json"
-"""What the predictives are worth."""
+"""The metrics of the predictives."""
 REPORT = "report.html"
-"""The page about all of it."""
+"""The page about the run."""
 CHECKPOINT = "checkpoint"
-"""A folder, while training lasts: the state that --resume goes on from."""
+"""A folder that exists while training lasts: the states that --resume continues from."""
 TENSORBOARD = "tensorboard"
-"""A folder of scalars, on request."""
+"""A folder of scalars, with --tensorboard."""
 
 FOUND = (RESULTS, POSTERIOR, EVALUATION)
-"""What a command worked for."""
+"""The files with results, which no command replaces without --overwrite."""
 ALL = (
     CONFIG, LOG, *FOUND, EVIDENCE, MODEL, FACTORS, REPORT, CHECKPOINT, TENSORBOARD, MANIFEST,
 )  # fmt: skip

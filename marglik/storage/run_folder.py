@@ -1,10 +1,10 @@
-"""A run's folder: one command at a time writes into it, and a manifest vouches for what it holds.
+"""The folder of a run: one command at a time writes to it, and a manifest has its files' checksums.
 
-``manifest.json`` names the command and the preset that the run is of, and has a SHA-256 sum of each
-file that is read again; the posterior's record and the states have sums of their tensors
-themselves. A file's new sum joins the old one before the file is replaced, so that whenever a
-process is killed the manifest is right. ``report.html`` and TensorBoard's files are not in it: they
-are made from the others, for people.
+``manifest.json`` names the run's command and preset, and has the SHA-256 sum of each file that is
+read again. The tensors of the posterior and of checkpoints have their sums in records of their own.
+Before a file is replaced, its new sum is added to the old one: whenever the process is killed, the
+manifest has the sum of the file that is there. ``report.html`` and TensorBoard's files are not in
+the manifest: they are made from the other files, and nothing reads them again.
 """
 
 import os
@@ -42,14 +42,23 @@ FORMAT, FORMAT_VERSION = "marglik.run", 1
 REMEDY = "Run the command again (--overwrite, or another --output)."
 
 Sums = dict[str, list[str | None]]
-"""File -> the sums that it may have, the last one that it should have; None: it is not there."""
+"""File name -> the sums that it may have; None stands for a file that does not exist. There are two
+while a write is under way, or after one that was killed: the old sum, then the new one."""
 
 
 class RunFolder:
-    """What `marglik` leaves, and reads again.
+    """A folder that the commands write to and read from.
+
+    A command that writes works inside `locked`. It first calls `begin` (a new run: what an old run
+    left is removed, and the manifest is started) or `adopt` (files are added to what is there).
+    Then each `write` puts a file and its sum there; `vouch` does so for a file that was written by
+    other means. `settle`, at the start of each write and at the end of `locked`, decides which of
+    two sums holds. Reading needs no lock: `read` returns a file only if the manifest has its sum.
+
+    The object holds nothing but the path: all state is on disk, where a killed process leaves it.
 
     Args:
-        path: the folder, which need not be there yet.
+        path: the folder, which need not exist yet.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -57,11 +66,12 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[Self]:
-        """Keep other processes' commands out while this one works; the folder is made if need be.
+        """A context that keeps out the commands of other processes; creates the folder if needed.
 
         Raises:
-            ValueError: another process works in it.
-            OSError: nothing can be written into it; before any work is lost.
+            ValueError: another process works in the folder.
+            OSError: the folder cannot be written to. This is tested at once, before any work that
+                could be lost.
         """
         is_new = not self.path.exists()
         lock = FileLock(self.path / ".lock")
@@ -75,28 +85,29 @@ class RunFolder:
         except OSError as error:
             raise self._not_writable(error) from error
         try:
+            # The leftovers of killed processes are known to be nobody's only under the lock.
             remove_leftovers(self.path)
             self._try_to_write()
             yield self
             self.settle()
         finally:
-            with suppress(OSError):  # some systems keep a file that is open
+            with suppress(OSError):  # Windows does not remove a file that is open
                 Path(lock.lock_file).unlink()
             lock.release()
             if is_new:
-                with suppress(OSError):  # the command has left something
+                with suppress(OSError):  # it is not empty: the command has written something
                     self.path.rmdir()
 
     def begin(
         self, command: str, provenance: Provenance, *, overwrite: bool = False, resume: bool = False
     ) -> None:
-        """Make this the folder of a new run, and take out what an old one left.
+        """Make this the folder of a new run, and remove what an old one left.
 
         Args:
-            command: that makes the run, such as "train".
-            provenance: its preset, and the options that are written down.
+            command: the command of the run, such as "train".
+            provenance: its preset, and the options to write to ``config.yaml``.
             overwrite: whether an old run may be replaced.
-            resume: whether the old run goes on from its state, which is kept.
+            resume: whether the run continues from its checkpoints, which are then kept.
 
         Raises:
             FileExistsError: see `check_free`.
@@ -104,6 +115,8 @@ class RunFolder:
         self.check_free(command, provenance.preset, overwrite or resume)
         manifest = self._manifest() if resume else None
         preset = provenance.preset if manifest is None else manifest["preset"]
+        # An empty manifest first: a process that is killed during the removal leaves a folder that
+        # is known to be a run's, and whose remaining files nothing takes for this run's.
         self._write_manifest(command, preset, {})
         for path in self._known():
             if path.name != MANIFEST and not (resume and path.name == CHECKPOINT):
@@ -112,10 +125,10 @@ class RunFolder:
             self.write(CONFIG, provenance.options.encode())
 
     def check_free(self, command: str, preset: str | None, overwrite: bool = False) -> None:
-        """Raise a FileExistsError if a new run would replace what must not be lost.
+        """Raise a FileExistsError if a new run would replace something that may be needed.
 
-        That is all that is not of a run; a run of another command or preset; and, without
-        ``overwrite``, one with results or a state to go on from.
+        These are files that no run has written, and a run of another command or preset. Without
+        ``overwrite``, they are also results, and checkpoints of a run that can be resumed.
         """
         manifest = self._manifest()
         if manifest is None:
@@ -130,14 +143,14 @@ class RunFolder:
         has_state = any((self.path / CHECKPOINT).glob("*/state.json"))
         left = [name for name in run_files.FOUND if name in manifest["files"]]
         if not overwrite and (left or has_state):
-            resume = "--resume to go on with it, " if has_state else ""
+            resume = "--resume to continue it, " if has_state else ""
             raise FileExistsError(
                 f"{self.path} already holds a run ({(left or [CHECKPOINT])[0]}); pass --overwrite, "
                 f"{resume}or another --output."
             )
 
     def tidy(self) -> None:
-        """Remove what processes that were killed had in work, unless another one works here."""
+        """Remove the unfinished files of killed processes, unless another process works here."""
         if self.path.is_dir():
             with suppress(OSError, ValueError), self.locked():
                 pass
@@ -145,7 +158,8 @@ class RunFolder:
     def check_beside(self) -> None:
         """Raise a FileExistsError unless a command may add its files to what is there.
 
-        That is a run, nothing, or a posterior alone, which has its own sums.
+        It may add to a run, to an empty folder, and to a posterior that `save_posterior` wrote
+        without a run, whose record has its own sums.
         """
         known, alone = self._known(), {POSTERIOR, FACTORS, MODEL, REPORT}
         has_posterior = (self.path / POSTERIOR).exists()
@@ -153,7 +167,7 @@ class RunFolder:
             self._check_unknown([p for p in known if not (has_posterior and p.name in alone)])
 
     def adopt(self, command: str) -> None:
-        """Make a folder without a run the command's own, see `check_beside`."""
+        """Start a manifest if there is none, with a posterior that is there; see `check_beside`."""
         self.check_beside()
         if self._manifest() is None:
             self._write_manifest(command, None, {})
@@ -161,51 +175,55 @@ class RunFolder:
                 self.vouch(POSTERIOR, sha256((self.path / POSTERIOR).read_bytes()))
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file, or replace it, and vouch for it."""
+        """Write a file, or replace it, with its sum in the manifest."""
         self.settle()
         sums = self._sums()
+        # Both sums, then the file: killed in between, the file has one of them. The other order
+        # would leave a file without its sum, and the new sum alone would condemn the old file.
         self._vouch(sums | {name: [*sums.get(name, [None]), sha256(content)]})
         write_file(self.path / name, content)
 
     def settle(self) -> None:
-        """Vouch for the one of a file's two sums that it has: the old if a process was killed."""
+        """Of each file's two sums, keep the one that the file has: the old one after a kill."""
         before = self._sums()
         sums = {name: self._settled(name, found) for name, found in before.items()}
         if sums != before:
             self._vouch(sums)
 
     def vouch(self, name: str, sum_: str) -> None:
-        """Vouch for a new file that was written already, by the sum of what was written."""
+        """Put the sum of a file that is written already into the manifest."""
         found: Sums = {name: [sum_]}
         self._vouch(self._sums() | found)
 
     def read(self, name: str) -> bytes | None:
-        """A file's content, as it was written; None if the run has not left such a file.
+        """The content of a file, verified by its sum; None if the run has not written it.
 
         Raises:
-            FileNotFoundError: it was removed.
-            ValueError: it was altered, or is not of this run.
+            FileNotFoundError: the file was removed.
+            ValueError: the file was altered, or is not from this run.
         """
         manifest, path = self._manifest(), self.path / name
         allowed = [None] if manifest is None else manifest["files"].get(name, [None])
         content = path.read_bytes() if path.is_file() else None
         if (None if content is None else sha256(content)) in allowed:
             return content
-        if self._manifest() != manifest:  # a command is at work
+        # Readers take no lock. If the manifest has changed since, a command has replaced the file
+        # between our two looks, and nothing is wrong.
+        if self._manifest() != manifest:
             return self.read(name)
         if content is None:
             raise FileNotFoundError(
-                f"{path} is missing, which {MANIFEST} speaks of. Put it back. {REMEDY}"
+                f"{path} is missing, which {MANIFEST} lists. Put it back. {REMEDY}"
             )
         if manifest is None:
             raise ValueError(
-                f"{self.path} has no {MANIFEST}, so that nothing vouches for its {name}: it is of "
-                f"an older marglik, or of none. {REMEDY}"
+                f"{self.path} has no {MANIFEST}, which would have the checksum of its {name}: an "
+                f"older marglik wrote it, or another program. {REMEDY}"
             )
         if name not in manifest["files"]:
             raise ValueError(
-                f"{path} is not of the run in {self.path}: {MANIFEST} does not speak of it. Take "
-                "it away."
+                f"{path} is not from the run in {self.path}: {MANIFEST} does not list it. Remove "
+                "it."
             )
         other = ""
         if name == CONFIG:
@@ -216,19 +234,19 @@ class RunFolder:
         )
 
     def posterior(self) -> dict[str, Any] | None:
-        """What ``posterior.json`` says, see `read_posterior`; None if there is none.
+        """The content of ``posterior.json``, see `read_posterior`; None if there is none.
 
-        It may be there alone, without a run: it vouches for itself and its tensors.
+        It may be there alone, without a run: it has the sums of itself and of its tensors.
         """
         if self._manifest() is not None:
             self.read(POSTERIOR)
         return read_posterior(self.path) if (self.path / POSTERIOR).is_file() else None
 
     def check(self, but: str | None = None) -> None:
-        """Raise an error unless all that the run left is as it was written; see `read`.
+        """Raise an error unless all files of the run are as they were written; see `read`.
 
         Args:
-            but: the name of a file that is not looked at.
+            but: name of a file that is not checked.
         """
         for name in self._sums():
             if name != but:
@@ -236,18 +254,18 @@ class RunFolder:
         self.posterior()
 
     def discard(self, name: str) -> None:
-        """Remove a folder in it if it is there; nobody who comes later sees half of it."""
+        """Remove a file or folder, if it exists; a folder disappears in one step."""
         _remove(self.path / name)
 
     def _known(self) -> list[Path]:
-        """What is there under the names that a run's files have."""
+        """The existing files and folders whose names are those of a run's files."""
         return [path for name in run_files.ALL if (path := self.path / name).exists()]
 
     def _check_unknown(self, paths: Sequence[Path]) -> None:
         if paths:
             raise FileExistsError(
-                f"{self.path} holds {', '.join(path.name for path in paths)} and no {MANIFEST}: "
-                "that is not from a run of this marglik, and is never overwritten. Pass another "
+                f"{self.path} holds {', '.join(path.name for path in paths)} but no {MANIFEST}: "
+                "no run of this marglik wrote that, so it is never overwritten. Pass another "
                 "--output, or move it away."
             )
 
@@ -306,7 +324,7 @@ def _name(command: str, preset: str | None) -> str:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file, or a folder under another name."""
+    """Remove a file or folder; a folder is renamed first, so that it disappears in one step."""
     if path.is_dir():
         condemned = temporary_path(path)
         path.rename(condemned)

@@ -1,4 +1,4 @@
-"""The record of a run: a line of JSON per epoch and update, TensorBoard on request."""
+"""The log of a run: a line of JSON per epoch and update, and TensorBoard files on request."""
 
 import json
 from collections.abc import Iterator
@@ -14,14 +14,17 @@ __all__ = ["RunLog", "read_log"]
 
 
 class RunLog:
-    """Writes records as they come; a line is on disk before the next epoch starts.
+    """Writes each record at once, so that its line is on disk before the next epoch starts.
+
+    Used as a context, which starts an empty log: a resumed run writes its earlier records again.
+    Each record rewrites the whole file, as the folder has a sum of it.
 
     Args:
-        folder: the run's folder, of a run that has begun when the first record comes.
-        tensorboard: whether scalars go to TensorBoard files in the folder, too.
+        folder: the run's folder, after its `begin`.
+        tensorboard: whether to write scalars to TensorBoard files in the folder, too.
 
     Raises:
-        ValueError: TensorBoard is asked for and not installed.
+        ValueError: TensorBoard is asked for but not installed.
     """
 
     def __init__(self, folder: RunFolder, *, tensorboard: bool = False) -> None:
@@ -52,7 +55,7 @@ class RunLog:
 
 
 def read_log(folder: str | Path) -> list[dict[str, Any]]:
-    """The records of a run, in their order; none if it has no log.
+    """The records of a run, in the order in which they were written; none if it has no log.
 
     Raises:
         FileNotFoundError: the log was removed.

@@ -1,4 +1,4 @@
-"""YAML of any origin, found to be no larger than it looks before anything is made of it."""
+"""YAML from untrusted sources, checked for its size when expanded, before it is loaded."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ import yaml
 __all__ = ["check_yaml"]
 
 DEEPEST, MOST = 100, 100_000
-"""Nesting, and values with each alias counted as what it stands for. Options need some hundreds."""
+"""Deepest nesting, and most values with aliases expanded. Options need some hundreds of values."""
 
 
 def check_yaml(text: str | bytes) -> None:
-    """Raise a ValueError for YAML whose nesting or aliases would take all memory or the stack.
+    """Raise a ValueError for YAML whose nesting or aliases would exhaust the memory or the stack.
 
-    Eleven lines of aliases stand for nine to the eleventh values; YAML's fast parser crashes at a
-    hundred thousand brackets. What is no YAML at all is left to whoever reads it.
+    Eleven lines of nested aliases can expand to 9^11 values, and the C parser crashes at a hundred
+    thousand open brackets. Text that is not YAML passes: the parser that loads it complains.
     """
     sizes: dict[str, int] = {}
     stack: list[tuple[str | None, int]] = [(None, 0)]
@@ -26,7 +26,13 @@ def check_yaml(text: str | bytes) -> None:
 
 
 def _count(event: Any, stack: list[tuple[str | None, int]], sizes: dict[str, int]) -> None:
-    """Add an event to what was counted: for each open node its anchor and the values in it."""
+    """Count a parser event.
+
+    Args:
+        event: the event.
+        stack: (anchor, number of values so far) of each open node.
+        sizes: anchor -> number of values of each closed node.
+    """
     if isinstance(event, yaml.CollectionStartEvent):
         stack.append((event.anchor, 1))
         if len(stack) > DEEPEST:
@@ -38,7 +44,7 @@ def _count(event: Any, stack: list[tuple[str | None, int]], sizes: dict[str, int
         anchor, more = event.anchor, 1
     elif isinstance(event, yaml.AliasEvent):
         if event.anchor in [open_anchor for open_anchor, _ in stack]:
-            raise ValueError(f"'*{event.anchor}' stands for something that it lies in")
+            raise ValueError(f"'*{event.anchor}' refers to a node that contains it")
         anchor, more = None, sizes.get(event.anchor or "", 1)
     else:
         return
@@ -47,4 +53,4 @@ def _count(event: Any, stack: list[tuple[str | None, int]], sizes: dict[str, int
     outer, before = stack[-1]
     stack[-1] = outer, before + more
     if before + more > MOST:
-        raise ValueError(f"it stands for more than {MOST:,} values")
+        raise ValueError(f"it expands to more than {MOST:,} values")

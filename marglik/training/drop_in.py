@@ -1,4 +1,4 @@
-"""`marglik_training`: laplace-torch's function of that name, on our loop and our curvature."""
+"""`marglik_training`: laplace-torch's function of that name, with our loop and our curvature."""
 
 import warnings
 from typing import TYPE_CHECKING, Any, cast
@@ -55,11 +55,11 @@ def marglik_training(
 ) -> tuple[Any, nn.Module, list[float], list[float]]:
     """Train a network and its hyperparameters together; arguments and returns as in laplace-torch.
 
-    What differs: the data that was seen is counted (``drop_last``, samplers); one temperature T
-    holds in loss, evidence and posterior (laplace-torch divides the prior by T in the loss, and
-    multiplies the initial precision by it); ``losses`` are means of `OnlineTraining`'s objective.
-    With "diag", "full" or another backend the evidence is laplace-torch's own, whose Gaussian
-    normaliser is not tempered.
+    What differs: N is the number of examples that were seen, also with ``drop_last`` or a sampler;
+    loss, evidence and posterior share one temperature T (laplace-torch divides the prior by T in
+    the loss, and multiplies the initial precision by it); ``losses`` are epoch means of
+    `OnlineTraining`'s objective. With "diag", "full" or another backend, the evidence is
+    laplace-torch's own, which does not temper the Gaussian normaliser.
 
     Args:
         model: the network; returns logits, or means in regression.
@@ -67,28 +67,28 @@ def marglik_training(
         likelihood: "classification" or "regression"; with this backend and "kron" "bernoulli", too.
         hessian_structure: "kron", or "diag" and "full" for small networks.
         backend: `KfacGGN`, `KfacEF`, or one of laplace-torch's.
-        optimizer_cls: the network's optimiser.
+        optimizer_cls: class of the network's optimiser.
         optimizer_kwargs: its keywords; a weight decay is set to 0 with a warning.
-        scheduler_cls: a schedule, stepped after every batch.
+        scheduler_cls: class of a learning-rate schedule, stepped after every batch.
         scheduler_kwargs: its keywords.
-        n_epochs: epochs.
+        n_epochs: number of epochs.
         lr_hyp: Adam's step size on the log hyperparameters.
         prior_structure: "layerwise", "scalar", or "diag" (not with "kron").
         n_epochs_burnin: no update before the end of this epoch.
-        n_hypersteps: steps per update.
+        n_hypersteps: hyperparameter steps per update.
         marglik_frequency: epochs between updates.
-        prior_prec_init: first prior precision; includes N.
-        sigma_noise_init: first noise σ of regression.
+        prior_prec_init: initial prior precision; includes N.
+        sigma_noise_init: initial noise σ of regression.
         temperature: T of the likelihood.
-        fix_sigma_noise: keep σ as it is.
+        fix_sigma_noise: whether to keep σ at its initial value.
         progress_bar: whether to show progress.
         enable_backprop: make the returned Laplace's predictive differentiable in the input.
         dict_key_x: the input's key in batches that are mappings.
         dict_key_y: the targets' key in batches that are mappings.
         fabric: devices and precision, launched; ``train_loader`` is then this rank's shard, see
             `OnlineTraining`. None takes the model's device.
-        options: those of `CurvatureOptions` but ``fisher`` and ``mc_samples``, which the backend
-            says: the mode, which targets count; our backends only.
+        options: fields of `CurvatureOptions`, such as ``kfac_approx`` or ``ignore_index``, except
+            ``fisher`` and ``mc_samples``, which the backend sets; for our backends only.
 
     Returns:
         The Laplace approximation with the best evidence, fitted; the model with its parameters; the
@@ -111,7 +111,7 @@ def marglik_training(
         )
     if not ours:
         check_alone(f"hessian_structure {hessian_structure!r} with {backend.__name__}")
-    # laplace-torch takes targets as they are.
+    # laplace-torch neither shifts labels nor masks positions.
     of_targets = {} if ours else {"shift_labels": False, "dict_key_mask": None}
     curvature = CurvatureOptions().but(**{"dict_key_y": dict_key_y, **of_targets, **options})
     optimizer_kwargs = dict(optimizer_kwargs or {})
@@ -126,8 +126,8 @@ def marglik_training(
     if not any(map(schedule.is_due, range(1, n_epochs + 1))):
         warnings.warn(
             f"No update is due: n_epochs={n_epochs}, marglik_frequency={marglik_frequency}, "
-            f"n_epochs_burnin={n_epochs_burnin}. The weight decays stay as they start. Pass a "
-            "smaller marglik_frequency, or more epochs.",
+            f"n_epochs_burnin={n_epochs_burnin}. The weight decays keep their initial values. Pass "
+            "a smaller marglik_frequency, or more epochs.",
             stacklevel=2,
         )
     scheduler = scheduler_cls(optimizer, **(scheduler_kwargs or {})) if scheduler_cls else None

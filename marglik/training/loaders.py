@@ -1,4 +1,4 @@
-"""What counts as a loader, and how many examples one holds."""
+"""What a loader is, and how many examples it yields."""
 
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
@@ -12,9 +12,12 @@ Loader = Iterable[Any]
 
 
 def count_examples(loader: Loader) -> int:
-    """How many examples one pass over a loader yields, without loading them where it tells.
+    """The number of examples in one pass over a loader, read off its sampler if it has one.
 
-    ``len(loader.dataset)`` would be wrong with ``drop_last`` or a sampler of a part.
+    ``len(loader.dataset)`` would be wrong with ``drop_last``, or a sampler of a part of the data.
+
+    Raises:
+        TypeError: an iterator, which could be read only once.
     """
     if hasattr(loader, "num_examples"):
         return loader.num_examples  # pyright: ignore[reportAttributeAccessIssue]
@@ -34,7 +37,7 @@ def count_examples(loader: Loader) -> int:
 
 
 class CountedLoader:
-    """A loader whose ``dataset`` has as many examples as it yields; the batches are the same."""
+    """A loader whose ``dataset`` has the length that its batches add up to; for laplace-torch."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader

@@ -1,7 +1,7 @@
 """The online loop: network steps, and every few epochs an update of the prior by the evidence.
 
-Source: Immer et al. 2021 (arXiv:2104.04975), algorithm 1; the network's steps and their objective
-are in `marglik.training.network`.
+Source: Immer et al. 2021 (arXiv:2104.04975), algorithm 1. The network's steps and their objective
+are in `marglik.training.network`, a single update in `marglik.training.update`.
 """
 
 import logging
@@ -27,7 +27,7 @@ from marglik.posterior.hyperparameters import Hyperparameters
 from marglik.posterior.prior import precision_to_weight_decay
 from marglik.storage.checkpoint import Checkpoints, CheckpointsOfRanks
 from marglik.storage.provenance import versions
-from marglik.training.loaders import Loader, count_examples
+from marglik.training.loaders import Loader
 from marglik.training.network import CompileMode, NetworkTraining, Record
 from marglik.training.random_state import (
     check_workers,
@@ -36,7 +36,7 @@ from marglik.training.random_state import (
     random_state,
     set_random_state,
 )
-from marglik.training.ranks import check_shards, own_random_numbers, ranks_of
+from marglik.training.ranks import check_shards, count_on_ranks, own_random_numbers, ranks_of
 from marglik.training.schedule import CurvatureFrom, Schedule
 from marglik.training.update import fit, update_prior
 
@@ -53,10 +53,10 @@ class OnlineResult:
     """What the loop learned. The model holds the parameters of the update that was kept."""
 
     laplace: Any
-    """Fitted at the model's parameters, with the learned hyperparameters."""
+    """The Laplace approximation at the model's parameters, with the learned hyperparameters."""
     evidence: float
-    """Its log marginal likelihood (nats, a sum over the data): the last update's, or the highest of
-    all if the schedule keeps the best."""
+    """The log marginal likelihood (nats, a sum over the data) of the update that was kept: of the
+    last one, or of the one with the highest evidence if the schedule keeps the best."""
     epoch: int
     """The epoch after which that evidence was computed."""
     records: list[Record] = field(default_factory=list)
@@ -64,55 +64,64 @@ class OnlineResult:
     evidences: list[float] = field(default_factory=list)
     """The evidence (nats) before every hyperparameter step."""
     seconds: float = 0.0
-    """How long the loop ran; after a resume, summed over the processes one after the other."""
+    """Wall-clock time of the loop; of a run that was resumed, the sum over its parts."""
 
 
 class OnlineTraining:
     """Trains a network and its prior together.
 
-    Epochs of network steps alternate with updates of the prior, at the epochs that the schedule
-    names. An update fits a Laplace approximation at the present parameters, and takes steps on the
+    Epochs of network steps alternate with updates of the prior, after the epochs that the schedule
+    names. An update fits a Laplace approximation at the current parameters, and takes steps on the
     hyperparameters that raise its evidence. The next epoch uses the new weight decays T·δ/N.
 
-    With a Fabric of several devices all ranks make and run this alike. Each has the same initial
-    parameters and a shard of the data: of as many batches as the others, and none of the examples
-    in two of them. N is the number of all examples. A step is that of one process with the ranks'
-    batches in one, and so are updates, up to the order of sums; BatchNorm in train mode sees its
-    rank's examples alone. Dropout, labels drawn from the model, and what loaders draw without a
-    generator of their own, are each rank's own, by the seed and the number of ranks: whoever
-    shuffles before sharding must seed that, as ``DistributedSampler(drop_last=True)`` does.
+    An object serves one `run`. The constructor checks the options and counts the data. Then `run`
+    repeats: an epoch (`NetworkTraining.epoch`), then, if the schedule says so, an update
+    (`update_prior`). After each of the two it may write a checkpoint of `state_dict`. What it holds
+    in between is the number of the epoch, whether an update is still to follow it, the records so
+    far, and a copy of the parameters and hyperparameters of the update to be kept. At its end it
+    puts these back into the model.
+
+    With a Fabric of several devices, all ranks create and run this object in the same way. Each
+    starts from the same parameters and has a shard of the data, of the same number of batches, and
+    no example is in two shards. N is the number of all examples. Steps and updates equal those of
+    one process whose batches are the ranks' batches together, up to the order of sums; only
+    BatchNorm in train mode sees the examples of its own rank alone. Dropout, labels drawn from the
+    model, and what loaders draw without a generator of their own, differ between ranks; seed and
+    number of ranks determine them. So code that shuffles before it shards needs a seed of its own,
+    as ``DistributedSampler(drop_last=True)`` has.
 
     Args:
         model: the network; frozen parameters have neither prior nor curvature.
-        optimizer: the network's optimiser, without weight decay of its own, as the loop adds it.
+        optimizer: the network's optimiser, without weight decay: the loop adds the prior's.
         train_loader: batches (x, y), or mappings, for the network's steps.
         likelihood: "classification", "regression" or "bernoulli".
         hyperparameters: prior precisions and noise, and how they are learned.
         make_laplace: returns an unfitted Laplace approximation, given δ (a scalar, or one per
-            trainable tensor or parameter, as its groups say) and σ.
+            trainable tensor or parameter, depending on the groups) and σ.
         schedule: when updates happen, and whether the best or the last is kept.
         temperature: T; the likelihood is raised to the power 1/T.
-        scheduler: the optimiser's schedule, stepped after every batch.
+        scheduler: the optimiser's learning-rate schedule, stepped after every batch.
         curvature_loader: data of the curvature pass; None takes the training loader.
         fabric: devices and precision, launched; None takes the model's device, in full precision.
         compile_mode: mode of `torch.compile` for the network's steps; None does not compile.
-        prior_is_damping: whether `KFAC`, damped on the product, takes each tensor's weight decay
-            T·δ/N as a part of its damping; without effect on other optimisers.
+        prior_is_damping: whether `KFAC`, damped on the product, adds each tensor's weight decay
+            T·δ/N to its damping; no effect on other optimisers.
         curvature_from: "pass" makes a pass over the data for each update; "optimizer" takes the
-            moving averages of `KFAC`'s factors and the loss of the latest epoch instead, both of
-            parameters that the training has passed through, and makes one pass at the end.
+            moving averages of `KFAC`'s factors and the loss of the latest epoch instead, neither of
+            which is computed at the current parameters, and makes one pass at the end.
         targets: how batches give their targets; the options of what ``make_laplace`` returns must
-            say the same.
+            agree.
         monitor: called with the epoch's number after each epoch, with the model in eval mode; the
-            numbers that it returns become part of the epoch's record. On all ranks.
+            numbers that it returns become part of the epoch's record. Called on all ranks.
         on_record: called with the record of each epoch and each update when it is made; after a
-            resume, first with all earlier ones. On rank 0 alone.
-        progress: whether to show progress bars; on rank 0 alone.
+            resume, first with all earlier ones. Called on rank 0 alone.
+        progress: whether to show progress bars, on rank 0 alone.
 
     Raises:
         ValueError: no data; a likelihood or a temperature that is not supported; several processes
             of torch.distributed without a Fabric of them; shards that do not fit together;
-            curvature_from="optimizer" without `KFAC`, or without its factors of a parameter.
+            curvature_from="optimizer" without `KFAC`, or with a parameter that `KFAC` has no
+            factors of.
         NotImplementedError: a Fabric's strategy other than DDP.
         RankError: ranks with different models or options.
     """
@@ -157,11 +166,13 @@ class OnlineTraining:
         self.curvature_loader = train_loader if curvature_loader is None else curvature_loader
         self.fabric = fabric or _fabric_of(model)
         self.ranks = ranks_of(self.fabric)
-        """Those that have a shard of the data each."""
+        """The processes that train together, each on its shard of the data."""
         self.monitor = monitor
         self.on_record = on_record
         self.progress = progress and self.ranks.rank == 0
         self._targets = targets
+        # Before the network is wrapped in DDP, so that ranks which differ end with an error that
+        # names the difference.
         self._agree()
         self.network = NetworkTraining(
             model,
@@ -176,14 +187,15 @@ class OnlineTraining:
             progress=self.progress,
             ranks=self.ranks,
         )
-        own = count_examples(self.curvature_loader)
-        self.num_data = sum(self.ranks.gather(own, "counting the data"))
-        """N, of all ranks."""
-        if self.num_data == 0:
-            raise ValueError("The data is empty: the loader yields no batch.")
+        self.num_data = count_on_ranks(self.curvature_loader, self.ranks)
+        """N, the number of examples of all ranks."""
         self._epoch = 0
+        # Kept as state, and not decided when the update starts, because a checkpoint is written
+        # between an epoch and its update: a resumed run then starts with the update.
         self._update_follows = False
         self._result = OnlineResult(None, float("-inf"), 0)
+        # The parameters and hyperparameters of the update that is kept, as `_result.laplace` was
+        # fitted there: network steps go on changing the model, and `_finish` puts these back.
         self._best: dict[str, Any] | None = None
 
     def run(self, checkpoints: Checkpoints | None = None) -> OnlineResult:
@@ -193,14 +205,15 @@ class OnlineTraining:
 
         Args:
             checkpoints: where checkpoints are written: at the start, before each update of the
-                prior, and whenever one is due. If there is one already, training continues from it;
-                on a CPU with the same number of threads the result is the same to the bit.
+                prior, at the end, and whenever one is due. If there is one already, training
+                continues from it; on a CPU with the same number of threads the result is the same
+                to the bit.
 
         Raises:
             FloatingPointError: the loss or the evidence is not finite.
             TypeError: curvature_from="optimizer" with another Laplace approximation than marglik's.
-            ValueError: a state of another run; checkpoints of a loader with persistent workers; a
-                curvature that would be of other targets than the network's steps.
+            ValueError: a checkpoint of another run; checkpoints with a loader that has persistent
+                workers; ``make_laplace`` with other options for targets than this object.
         """
         started = time.perf_counter()
         self._check_targets()
@@ -212,6 +225,7 @@ class OnlineTraining:
                 self.load_state_dict(states.load(self.fabric.device))
                 _logger.info("going on after epoch %d", self._epoch)
             else:
+                # A run that is killed within its first epoch can then be resumed like any other.
                 states.save(self.state_dict())
         earlier = self._result.seconds
         hidden = None if self.progress else True  # None: shown on a terminal only
@@ -244,8 +258,8 @@ class OnlineTraining:
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to continue: plain data, tensors and `KroneckerFactors`.
 
-        Collective. The same on all ranks but for their seconds, and for any number of them, unless
-        the ranks' random numbers were seeded differently.
+        Collective. The state is the same on all ranks, except for their seconds. It can be loaded
+        with any number of ranks, unless their random numbers were seeded differently.
 
         Raises:
             TypeError: a Laplace approximation without factors, such as laplace-torch's.
@@ -274,17 +288,19 @@ class OnlineTraining:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned, with any number of ranks.
+        """Continue from what `state_dict` returned.
 
         Raises:
-            ValueError: random numbers of another number of ranks, that were seeded differently.
+            ValueError: a state of another number of ranks, whose random numbers were seeded
+                differently.
         """
         others = state.get("random_of_ranks", [])
         if others and len(others) != self.ranks.size:
             raise ValueError(
                 f"The state is of {len(others)} ranks whose random numbers, or loaders' "
-                f"generators, were seeded differently, and here are {self.ranks.size}. Go on with "
-                f"{len(others)}, or seed all alike: each rank's numbers are made from one state."
+                f"generators, were seeded differently; there are {self.ranks.size} ranks now. "
+                f"Continue with {len(others)} ranks, or give all ranks the same seed: each rank "
+                "then makes its own numbers from the common state."
             )
         self._epoch, self._update_follows = state["epoch"], state["update_follows"]
         self.network.optimizer.load_state_dict(state["optimizer"])
@@ -294,7 +310,7 @@ class OnlineTraining:
         self.hyperparameters.load_state_dict(state["hyperparameters"])
         laplace, self._best = None, state["best"]
         if self._best is not None:
-            # `restore` takes the mean from the model, so that it must hold the best parameters.
+            # `restore` takes the mean from the model, which must hold the kept parameters then.
             self.model.load_state_dict(self._best["model"])
             laplace = self._make_laplace()
             laplace.restore(state["factors"])
@@ -302,13 +318,18 @@ class OnlineTraining:
         evidence, epoch = state["evidence"]
         self._result = OnlineResult(laplace, evidence, epoch, [], state["evidences"])
         self._result.seconds = state["seconds"]
-        for record in state["records"]:
+        for record in state["records"]:  # the log is written again from its start
             self._report(record)
+        # Last, so that nothing above draws from the restored generators.
         random = others[self.ranks.rank] if others else state["random"]
         set_random_state(random, generators_of(self.train_loader, self.curvature_loader))
 
     def _random_states(self) -> dict[str, Any]:
-        """The random state that all ranks have, and each one's if they differ."""
+        """The random state that all ranks share, or each rank's if they differ.
+
+        Between epochs they are usually the same, since `own_random_numbers` goes back to the common
+        state. Storing that one alone is what lets another number of ranks continue.
+        """
         generators = generators_of(self.train_loader, self.curvature_loader)
         state = random_state(generators, own_device=self.ranks.size > 1)
         if self.ranks.size == 1:
@@ -318,7 +339,7 @@ class OnlineTraining:
         return {"random": states[0], "random_of_ranks": [] if alike else states}
 
     def _agree(self) -> None:
-        """Raise an error on all ranks, before any work, if they are not about the same."""
+        """Raise an error on all ranks if their models, options or loaders do not fit together."""
         if self.ranks.size == 1:
             return
         parameters = self.model.named_parameters()
@@ -365,8 +386,8 @@ class OnlineTraining:
             ours, theirs = (getattr(o, name) for o in (self._targets, options))
             if ours != theirs:
                 raise ValueError(
-                    f"make_laplace has {name}={theirs!r}, OnlineTraining {ours!r}: the "
-                    "curvature would be of other targets than the loss. Give both the same."
+                    f"make_laplace has {name}={theirs!r}, OnlineTraining {ours!r}: curvature and "
+                    "loss would use different targets. Give both the same."
                 )
 
     def _train_epoch(self) -> Record:
@@ -384,14 +405,14 @@ class OnlineTraining:
             with eval_mode(self.model), torch.no_grad():
                 record |= self.monitor(self._epoch)
         self._report(record)
-        looks = "".join(
+        metrics = "".join(
             f", {key} {record[key]:.4g}"
             for key in record
             if key == "accuracy" or key.startswith(("test/", "validation/"))
         )
         _logger.info(
             "epoch %d of %d: loss %.4g%s (%.1f s)",
-            self._epoch, self.schedule.epochs, record["loss"], looks, record["seconds"],
+            self._epoch, self.schedule.epochs, record["loss"], metrics, record["seconds"],
         )  # fmt: skip
         self._update_follows = self.schedule.is_due(self._epoch)
         return record
@@ -410,7 +431,7 @@ class OnlineTraining:
             dict_key_y=self._targets.dict_key_y,
             factors=self._factors_of_training(),
         )
-        self._result.evidences += evidences[:-1]
+        self._result.evidences += evidences[:-1]  # the last one follows the last step
         better = self._best is None or evidences[-1] > self._result.evidence
         if better or self.schedule.keep == "last":
             self._result.laplace = laplace
@@ -428,13 +449,15 @@ class OnlineTraining:
         )  # fmt: skip
 
     def _factors_of_training(self) -> KroneckerFactors | None:
-        """The preconditioner's, if updates take those, with the loss of the latest epoch."""
+        """The preconditioner's factors, if updates take them, with the loss of the latest epoch."""
         if self._preconditioner is None:
             return None
         epochs = [record for record in self._result.records if record["kind"] == "epoch"]
+        # The evidence needs Σ ℓ over the data, and the record has the mean over the epoch.
         return self._preconditioner.factors(self.num_data, self.num_data * epochs[-1]["loss"])
 
     def _finish(self) -> None:
+        """Make the result that of the update to be kept: model, hyperparameters, posterior."""
         hyper = self.hyperparameters
         if self._best is None:
             # No update was due: the hyperparameters are the initial ones.
@@ -448,10 +471,14 @@ class OnlineTraining:
         self.model.load_state_dict(self._best["model"])
         hyper.set(self._best["prior_precision"], self._best["sigma_noise"])
         laplace = self._result.laplace
+        # A posterior that was restored from a checkpoint was made with the latest hyperparameters,
+        # which need not be those of the kept update.
         laplace.prior_precision = hyper.groups.for_laplace(hyper.prior_precision)
         if self.likelihood == "regression":
             laplace.sigma_noise = hyper.sigma_noise
-        if self._preconditioner is not None:  # the posterior is of the parameters that are kept
+        if self._preconditioner is not None:
+            # The moving averages drove the updates; the posterior needs the curvature at the kept
+            # parameters themselves.
             data, key = self.curvature_loader, self._targets.dict_key_y
             fit(laplace, data, self.ranks, self.progress, key)
             self._result.evidence = float(laplace.log_marginal_likelihood())
@@ -463,7 +490,7 @@ class OnlineTraining:
 
 
 def _preconditioner_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> KfacPreconditioner:
-    """K-FAC's, which has factors of all trainable parameters."""
+    """The optimiser's preconditioner, if it has factors of all trainable parameters."""
     if not isinstance(optimizer, KFAC):
         raise ValueError(
             f"curvature_from='optimizer' takes K-FAC's factors, and {type(optimizer).__name__} has "
@@ -484,9 +511,9 @@ def _warn_of_batch_norm(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
             warnings.warn(
-                f"Layer '{name}' ({type(module).__name__}) normalises each rank's examples by "
-                "themselves, so that steps are not those of one process. On GPUs "
-                "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) takes those of all ranks.",
+                f"Layer '{name}' ({type(module).__name__}) normalises the examples of each rank "
+                "separately, so that steps differ from those of one process. On GPUs, "
+                "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) normalises over all ranks.",
                 stacklevel=4,
             )
             return

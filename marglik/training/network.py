@@ -1,17 +1,19 @@
-"""The network's gradient steps, an epoch at a time, under a prior that stays as it is meanwhile.
+"""The network's gradient steps, an epoch at a time, under a prior that is fixed during the epoch.
 
-The objective on a batch of M examples is 1/M Σ ℓ/σ² + ½ Σ_g (T δ_g/N) ‖θ_g‖², −T/N times the
-tempered log joint up to a constant. Gradient steps are taken on σ² times it, so that learning rates
-do not depend on regression's noise. ℓ is an example's loss, of a sequence the sum over the
-positions that count: where others take the mean over R positions, SGD needs a learning rate R times
-smaller (Adam's steps do not grow with the gradient).
+The objective on a batch of M examples is 1/M Σ ℓ/σ² + ½ Σ_g (T δ_g/N) ‖θ_g‖². Over the data it is
+−T/N times the tempered log joint, up to a constant. Gradient steps are taken on σ² times the
+objective, so that learning rates do not depend on the noise of regression. ℓ is the loss of an
+example, for a sequence the sum over the positions that count. Code that takes the mean over R
+positions instead has gradients R times smaller: here SGD needs a learning rate R times smaller
+than there (Adam's steps do not grow with the gradient).
 
-`KFAC` divides by curvature and damping. With damping of the product the prior's curvature, T δ_g/N
-on the same scale, is a part of both, so that a step is one of natural gradient on the posterior.
+`KFAC` divides the gradient by damped curvature. With damping on the product, the prior's curvature
+σ² T δ_g/N is added to the damping, so that a step is a natural-gradient step on the posterior.
 
-With several ranks the M examples of a batch are spread over them. Each takes its own sum of losses
-times (ranks / M), of which `DistributedDataParallel` averages the gradients, and adds the prior's
-after that: the step is that of one process with the whole batch, up to the order of sums.
+With several ranks, the M examples of a batch are spread over them. Each rank multiplies its own sum
+of losses by (ranks / M); `DistributedDataParallel` averages the gradients over ranks; then the
+prior's gradient is added. The step equals that of one process with the whole batch, up to the order
+of sums.
 """
 
 import time
@@ -47,23 +49,29 @@ CompileMode = Literal["default", "reduce-overhead", "max-autotune"]
 
 
 class NetworkTraining:
-    """Trains a network's parameters.
+    """Trains a network's parameters, under weight decays that the caller gives for each epoch.
+
+    `OnlineTraining` creates it once and calls `epoch` between its updates. The constructor hands
+    model and optimiser to Fabric, which moves them to the device and, with several ranks, wraps the
+    model in `DistributedDataParallel`: so it happens once. Afterwards ``model`` is the caller's
+    module, and only steps go through the wrapped one. What must survive from epoch to epoch is in
+    model, optimiser and schedule, whose states `OnlineTraining` writes into its checkpoints.
 
     Args:
         model: the network.
-        optimizer: without weight decay of its own.
+        optimizer: the network's optimiser, without weight decay.
         loader: batches (x, y), or mappings.
         likelihood: "classification", "regression" or "bernoulli".
         fabric: device and precision.
-        scheduler: stepped after every batch.
-        compile_mode: `torch.compile`'s mode for the steps, not compiled if None.
+        scheduler: the learning-rate schedule, stepped after every batch.
+        compile_mode: mode of `torch.compile` for the steps; None does not compile.
         prior_is_damping: see `OnlineTraining`.
-        targets: how batches give their targets; as for the curvature.
+        targets: how batches give their targets; the same as for the curvature.
         progress: whether to show a bar over the batches.
-        ranks: those of the Fabric; the loader is this one's shard.
+        ranks: the ranks of the Fabric; the loader is this rank's shard.
 
     Raises:
-        ValueError: an optimiser with a weight decay, K-FAC with a compiled model.
+        ValueError: an optimiser with a weight decay, or K-FAC with a compiled model.
     """
 
     def __init__(
@@ -102,13 +110,15 @@ class NetworkTraining:
             if options.damping_on == "product":
                 self._preconditioner = optimizer.preconditioner
                 self._own_damping = options.damping
-        # Two shapes of batches, the usual one and the last, are compiled; none is made symbolic.
+        # dynamic=False: only two batch sizes occur, the usual one and that of the last batch. Each
+        # gets a graph of its own, and none has a symbolic size.
         compiled: Any = (
             model
             if compile_mode is None
             else torch.compile(model, mode=compile_mode, dynamic=False)
         )
         self._forward, self.optimizer = fabric.setup(compiled, optimizer)
+        # Checking a target waits for the device, so only the first epoch does it.
         self._targets_are_checked = False
 
     def epoch(self, epoch: int, weight_decays: Sequence[Decay], variance: float) -> Record:
@@ -121,7 +131,8 @@ class NetworkTraining:
 
         Raises:
             FloatingPointError: the loss is not finite.
-            ValueError: targets that do not fit (looked at in the first epoch), no data.
+            ValueError: targets that do not fit the outputs (checked in the first epoch), or no
+                data.
             RankError: another rank is gone.
         """
         start = time.perf_counter()
@@ -129,22 +140,27 @@ class NetworkTraining:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._set_damping(weight_decays, variance)
         limited: dict[str, None] = {}
+        # On the device, and read once at the end: reading a loss waits for its step.
         totals = torch.zeros(4, dtype=torch.float64, device=parameters[0].device)
         examples = 0
         self._tell_samplers(epoch)
         latest = None
         for batch in each_batch(self.loader, f"Epoch {epoch}", self._progress):
             given = split_batch(self.fabric.to_device(batch), self._targets.options.dict_key_y)
-            # Where others alone have examples, this rank runs on its last ones, for nothing.
+            # The last batch may be too small for this rank to have a part of it. It must take part
+            # all the same, since the others wait for its gradients: it runs on its latest examples,
+            # with weight zero.
             counts = self._ranks.size == 1 or len(given[1]) > 0
             latest = given if counts else latest
             if latest is None:
                 raise ValueError(
                     f"Rank {self._ranks.rank} of {self._ranks.size} has no example of the first "
-                    "batch; each batch but the last must have as many examples as there are ranks."
+                    "batch; each batch but the last must have at least as many examples as there "
+                    "are ranks."
                 )
             x, y = latest
             y = self._targets(self.model, x, y)
+            # In each step, as the limit 1 / lr moves with the schedule.
             stable, names = stable_decays(self.model, self.optimizer, weight_decays, variance)
             limited |= dict.fromkeys(names)
             totals += self._step(x, y, parameters, stable, variance, counts)
@@ -185,22 +201,25 @@ class NetworkTraining:
         variance: float,
         counts: bool = True,
     ) -> Tensor:
-        """One step; the batch's sums (4,) of losses, penalties, right labels and labels.
+        """Take one step; returns the batch's sums (4,) of losses, penalties, hits and labels.
 
-        Where this rank has no example of the batch, it takes part with some that do not count.
+        ``counts`` is False where this rank has no example of the batch and runs on others.
         """
         self.optimizer.zero_grad()
         args, kwargs = arguments(self.model, x)
         unseen: Any = nullcontext()
-        if self._kfac is not None and not counts:
+        if self._kfac is not None and not counts:  # its factors must not count examples twice
             unseen = self._kfac.preconditioner.paused()
         with step_errors(self._ranks), unseen:
             f = logits_of(self._forward(*args, **kwargs))
-            if not self._targets_are_checked:  # it waits for the device
+            if not self._targets_are_checked:
                 check_targets(f, y, self.likelihood, may_ignore=self._targets.may_ignore)
             data_loss = loss_sum(f, y, self.likelihood)
             objective = self._objective(data_loss, len(f), counts)
-            scale: list[Tensor] = []  # by which the gradients are multiplied, in float16
+            # In float16 Fabric multiplies the objective, and so all gradients, by a factor that
+            # changes from step to step. The prior's gradient must get the same one: the hook
+            # records it as the gradient of the objective itself, which is 1 in other precisions.
+            scale: list[Tensor] = []
             objective.register_hook(scale.append)
             self.fabric.backward(objective)
         penalty = add_penalty(parameters, weight_decays, variance * scale[0])
@@ -218,7 +237,7 @@ class NetworkTraining:
         return found if counts else torch.zeros_like(found)
 
     def _objective(self, data_loss: Tensor, examples: int, counts: bool) -> Tensor:
-        """What this rank's gradients are of: their average over ranks is that of the mean loss."""
+        """The loss that this rank differentiates; the ranks' average is the mean over examples."""
         if self._ranks.size == 1:
             return data_loss / examples
         of_all = data_loss.new_tensor([examples if counts else 0], dtype=torch.float64)
@@ -227,20 +246,21 @@ class NetworkTraining:
         return data_loss * weight.to(data_loss.dtype)
 
     def _tell_samplers(self, epoch: int) -> None:
-        """Let each epoch have another order, where ranks draw theirs by the epoch's number."""
+        """Give samplers the epoch's number: `DistributedSampler` would else repeat its order."""
         if self._ranks.size > 1:
             for sampler in samplers_of(self.loader):
                 if isinstance(sampler, DistributedSampler):
                     sampler.set_epoch(epoch)
 
     def _set_damping(self, decays: Sequence[Decay], variance: float) -> None:
-        """The prior's curvature, on the scale of the objective, beside K-FAC's own damping."""
+        """Set K-FAC's damping to its own plus the prior's curvature σ²·T·δ/N of each tensor."""
         if self._preconditioner is None:
             return
         names = (name for name, p in self.model.named_parameters() if p.requires_grad)
         by_name = dict(zip(names, decays, strict=True))
         self._preconditioner.damping = {
-            # Of one precision for each entry, their mean: a Kronecker product has no room for more.
+            # The mean, where each entry has a precision of its own: damping in the eigenbasis of a
+            # Kronecker product is one number per tensor.
             name: self._own_damping + variance * float(torch.as_tensor(by_name[name]).mean())
             for name in self._preconditioner.names
         }

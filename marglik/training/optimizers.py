@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from kfac_backend.optimizer.kfac import BaseOptimizer
 from kfac_backend.optimizer.options import DampingOn, NormControl
-from kfac_backend.options import CurvatureOptions, Fisher, Likelihood
+from kfac_backend.options import CurvatureOptions, Fisher, Likelihood, check_positive
 from marglik.posterior.prior import parameter_kind
 
 __all__ = ["KfacConfig", "OptimizerConfig", "build_optimizer"]
@@ -21,19 +21,26 @@ class KfacConfig:
     """How optimizer.name=kfac preconditions the gradients; see `KfacPreconditioner`.
 
     Args:
-        base: the step behind it: sgd with momentum, or nadamw.
-        damping: added to the curvature of the mean loss; with prior_is_damping beside the prior's.
-        damping_on: product adds the damping to B ⊗ A; factors adds its root to both, cheaper.
-        prior_is_damping: whether the learned weight decay of each tensor is a part of its damping,
-            so that a step is one of natural gradient on the posterior; for damping_on=product.
-        fisher: mc draws the labels of the factors from the model; empirical takes the gradients of
-            the training itself; exact propagates all outputs back.
-        factor_every: steps from one new pair of factors to the next.
-        update_every: steps from one new preconditioner to the next.
-        ema_decay: of the factors' moving average; 0 takes the latest batch alone.
-        norm_control: none, kl_clip, peak_kl_clip, gradient_clip or graft (to the plain gradient's
-            norm).
-        norm_limit: of the clips; null is 0.01 nats for peak_kl_clip, 0.001 for the others.
+        base: optimiser that takes the step with the preconditioned gradients: sgd with momentum, or
+            nadamw.
+        damping: number that is added to the curvature of the mean loss, beside the prior's with
+            prior_is_damping. Tune it first, together with the learning rate.
+        damping_on: what is damped. product adds the damping to B ⊗ A, which is exact; factors adds
+            its root to each of B and A, which is cheaper.
+        prior_is_damping: whether to add the learned weight decay of each tensor to its damping, so
+            that a step is a natural-gradient step on the posterior; for damping_on=product.
+        fisher: which gradients the factors B are made of. mc draws labels from the model; empirical
+            reuses the gradients of the training step; exact propagates all outputs back.
+        factor_every: number of steps from one computation of the factors to the next.
+        update_every: number of steps from one computation of the preconditioner to the next.
+        ema_decay: decay of the moving average of the factors, in [0, 1); 0 takes the latest batch
+            alone.
+        norm_control: how the length of steps is limited, or none. kl_clip limits the change of the
+            predictions (KL divergence) that a step makes at its learning rate, peak_kl_clip at the
+            highest learning rate, gradient_clip the norm of the gradients; graft gives each
+            preconditioned gradient the norm of the plain one.
+        norm_limit: limit of kl_clip and peak_kl_clip (nats) or of gradient_clip (a norm); null
+            takes 0.01 for peak_kl_clip and 0.001 for the others.
     """
 
     base: BaseOptimizer = "sgd"
@@ -66,19 +73,20 @@ class KfacConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The network's optimiser; its learning rate falls by a cosine, a little every step.
+    """The network's optimiser; its learning rate follows a cosine from ``lr`` to ``min_lr``.
 
-    There is no weight decay here: the prior's gradient is part of the loss, for all of them.
-    (AdamW's decoupled decay would not lead to the maximum of the log joint, which is what the
-    Laplace approximation needs.)
+    There is no weight decay here: the prior's gradient is part of the objective's. AdamW's
+    decoupled decay would not lead to the maximum of the log joint, which is what the Laplace
+    approximation needs.
 
     Args:
-        name: SGD, AdamW, or K-FAC in the mode of the curvature pass.
-        lr: first learning rate.
-        min_lr: last learning rate.
-        scalar_lr_factor: times the learning rate for parameters with a single entry.
-        momentum: SGD's momentum, also behind K-FAC.
-        nesterov: whether SGD's momentum is Nesterov's.
+        name: sgd, adamw, or kfac: SGD or NAdamW on gradients that K-FAC preconditions, in the mode
+            curvature.kfac_approx.
+        lr: initial learning rate, which falls along a cosine to min_lr.
+        min_lr: final learning rate.
+        scalar_lr_factor: factor on the learning rate of parameters with a single entry.
+        momentum: momentum of SGD, also behind K-FAC.
+        nesterov: whether SGD uses Nesterov's momentum.
         kfac: options of K-FAC.
     """
 
@@ -96,14 +104,10 @@ class OptimizerConfig:
                 f"optimizer.kfac has options, but optimizer.name is {self.name}; pass "
                 "--optimizer.name kfac."
             )
-        if not self.lr > 0:
-            raise ValueError(f"optimizer.lr must be positive, not {self.lr}.")
+        check_positive("optimizer.lr", self.lr)
         if not 0 <= self.min_lr <= self.lr:
             raise ValueError(f"optimizer.min_lr must be in [0, lr={self.lr}], not {self.min_lr}.")
-        if not self.scalar_lr_factor > 0:
-            raise ValueError(
-                f"optimizer.scalar_lr_factor must be positive, not {self.scalar_lr_factor}."
-            )
+        check_positive("optimizer.scalar_lr_factor", self.scalar_lr_factor)
         if not 0 <= self.momentum < 1:
             raise ValueError(f"optimizer.momentum must be in [0, 1), not {self.momentum}.")
         if self.nesterov and self.name == "sgd" and self.momentum == 0:
@@ -125,10 +129,10 @@ def build_optimizer(
     Args:
         model: the model.
         config: the options.
-        num_steps: how many there will be.
-        likelihood: of the loss, for K-FAC.
+        num_steps: number of steps of the whole training.
+        likelihood: likelihood of the loss, for K-FAC.
         curvature: the mode of K-FAC, and how batches give their targets.
-        seed: of the labels that K-FAC draws.
+        seed: seed of the labels that K-FAC draws.
     """
     scalars, others = [], []
     for p in model.parameters():

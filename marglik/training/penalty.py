@@ -1,9 +1,9 @@
-"""The prior's share of a training step: ½ Σ_g wd_g ‖θ_g‖², added to the gradients.
+"""The prior's part of a training step: the gradient of ½ Σ_g wd_g ‖θ_g‖².
 
-A group that the data does not need gets an ever larger δ. SGD's step on its penalty would
-overshoot and diverge once learning rate times weight decay exceeds 2 (1.36 with Nesterov's momentum
-of 0.9); a decay beyond 1 / learning rate, which takes its parameter to zero in one step, is limited
-to that.
+The δ of a group that the data does not need grows without bound. SGD would then diverge: its step
+on the penalty overshoots once learning rate times weight decay exceeds 2 (1.36 with Nesterov's
+momentum of 0.9). So SGD's weight decays are limited to 1 / learning rate, at which a plain step
+takes the parameter to zero.
 """
 
 from collections.abc import Sequence
@@ -30,14 +30,16 @@ def check_no_weight_decay(optimizer: torch.optim.Optimizer) -> None:
 def stable_decays(
     model: nn.Module, optimizer: Any, decays: Sequence[Decay], variance: float
 ) -> tuple[list[Decay], list[str]]:
-    """The weight decays of SGD's step, and the names of those that were limited to 1 / lr.
+    """Weight decays that the optimiser can take, and the names of the parameters that were limited.
+
+    SGD's decays are limited to 1 / (lr · variance). Other optimisers take any decay: Adam's steps
+    do not grow with the gradient, and K-FAC's damping grows with the decay.
 
     Args:
         model: the network.
-        optimizer: its optimiser, or a wrapper that has its groups. Others than SGD bear any
-            decay: Adam's steps do not grow with the gradient, and K-FAC damps with it.
-        decays: of each trainable tensor, in ``parameters()`` order.
-        variance: what the penalty is multiplied by.
+        optimizer: its optimiser, or a wrapper of it with the attribute ``optimizer``.
+        decays: weight decay of each trainable tensor, in ``parameters()`` order.
+        variance: factor on the penalty's gradient, see `add_penalty`.
     """
     inner = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(inner, torch.optim.SGD):
@@ -64,11 +66,12 @@ def add_penalty(
 ) -> Tensor:
     """Add scale · wd · θ to the gradients; returns ½ Σ wd ‖θ‖², a scalar.
 
-    A few launches for all tensors together; autograd would have several for each of them.
+    The foreach functions need a few kernel launches for all tensors together; autograd would need
+    several for each tensor.
     """
     gradients = []
     for p in parameters:
-        # Where the network did not use it, its prior holds.
+        # A parameter that the loss does not depend on still has its prior.
         gradients.append(torch.zeros_like(p) if p.grad is None else p.grad)
     values: list[Tensor] = list(parameters)
     decays: Any = [d.to(values[0]) if isinstance(d, Tensor) else d for d in weight_decays]
@@ -76,7 +79,7 @@ def add_penalty(
     penalty = 0.5 * torch.stack(torch._foreach_norm(roots)).square().sum()
     pulls = torch._foreach_mul(values, decays)
     torch._foreach_mul_(pulls, scale)
-    # Not in place: a compiled backward pass may have given two parameters one gradient.
+    # Not in place: after a compiled backward pass two parameters may share one gradient tensor.
     for p, gradient in zip(parameters, torch._foreach_add(gradients, pulls), strict=True):
         p.grad = gradient
     return penalty

@@ -1,8 +1,8 @@
 """The prior of a network that is trained already: by evidence, or by the validation loss.
 
-Learning it while the network trains is the better way (`marglik.training.loop`): afterwards the
-parameters are no longer the MAP of the prior that is found. Source of the evidence's use post hoc:
-Daxberger et al. 2021 (arXiv:2106.14806).
+Learning the prior while the network trains is better (`marglik.training.loop`): a network that was
+trained before is not at the MAP of the prior that is found here. Source of choosing the prior by
+its evidence after training: Daxberger et al. 2021 (arXiv:2106.14806).
 """
 
 import math
@@ -40,7 +40,7 @@ class PriorFit:
     evaluations: int
     """How often the objective was computed."""
     at_bound: bool = False
-    """Whether the validation loss falls up to a bound of the search: no minimum was found."""
+    """Whether the validation loss still falls at a bound of the search: no minimum was found."""
 
 
 def maximize_evidence(
@@ -49,13 +49,13 @@ def maximize_evidence(
     *,
     learn_sigma_noise: bool = True,
 ) -> PriorFit:
-    """Set δ, and σ of regression, to where the evidence is highest.
+    """Set δ, and σ of regression, to the values that maximise the evidence.
 
-    L-BFGS-B on the logarithms, with the exact gradient, from where they are; some milliseconds once
-    the eigenvalues are known.
+    Runs L-BFGS-B on the logarithms with the exact gradient, from the current values; this takes
+    some milliseconds once the eigenvalues are known.
 
     Args:
-        laplace: a fitted posterior, which gets the hyperparameters.
+        laplace: a fitted posterior, whose hyperparameters are set.
         structure: which tensors share a δ, see `PriorGroups.from_model`.
         learn_sigma_noise: False keeps σ of regression.
 
@@ -95,7 +95,8 @@ def maximize_evidence(
     found = minimize(
         objective, initial, jac=True, method="L-BFGS-B", bounds=bounds, options=options
     )
-    if not found.success and "ABNORMAL" not in str(found.message):  # that is rounding at the top
+    # "ABNORMAL" is a line search that rounding keeps from getting higher: it is at the maximum.
+    if not found.success and "ABNORMAL" not in str(found.message):
         raise FloatingPointError(f"The prior's evidence could not be maximised: {found.message}.")
     values = torch.tensor(found.x, dtype=torch.float64).exp().to(start.device)
     delta = values[: len(groups.names)]
@@ -114,17 +115,18 @@ def validation_nll(
     progress: bool = False,
     ranks: Ranks = Ranks(None),  # noqa: B008
 ) -> float:
-    """The mean NLL (nats) of the posterior's predictive on data, from the same random numbers.
+    """The NLL of the posterior's predictive on some data (nats, mean over examples or positions).
 
-    Which targets count, and for which outputs they stand, is as in the fit.
+    Each call draws the same random numbers, so that it is a function of the hyperparameters alone.
+    Batches give their targets as in the fit.
 
     Args:
         laplace: a fitted posterior.
-        batches: (x, y), or mappings with targets as in the fit.
-        predictive: how it predicts.
-        seed: of its random numbers.
+        batches: (x, y), or mappings.
+        predictive: how the posterior predicts.
+        seed: seed of the random numbers.
         progress: whether to show a bar.
-        ranks: who has a part of each batch, see `predict_all`.
+        ranks: the ranks that each have a part of each batch, see `predict_all`.
     """
     generator = torch.Generator(laplace.mean.device).manual_seed(seed)
     prediction, targets = predict_all(
@@ -145,22 +147,22 @@ def minimize_validation_loss(
     bounds: tuple[float, float] = (1e-2, 1e8),
     grid_size: int = 11,
 ) -> PriorFit:
-    """Set one δ for all parameters to where a loss on validation data is lowest.
+    """Set one δ for all parameters to the value that minimises a loss on validation data.
 
-    A grid on the logarithm first, as the loss may have several valleys, then Brent's method around
-    its best point. Where it fails, δ stays as it was.
+    A grid on log δ comes first, since the loss may have several minima, then Brent's method around
+    the best point of the grid. After an error δ is what it was before.
 
     Args:
-        laplace: a fitted posterior, which gets the δ.
-        loss: a loader of validation data, whose `validation_nll` is the loss; or any function of
-            the posterior.
-        bounds: of δ.
-        grid_size: points of the grid.
+        laplace: a fitted posterior, whose δ is set.
+        loss: a loader of validation data, on which `validation_nll` is minimised; or any function
+            of the posterior.
+        bounds: smallest and largest δ.
+        grid_size: number of points of the grid.
 
     Raises:
         TypeError: a loss that is neither; an iterator, which could be read only once.
-        ValueError: bounds that are no interval of positive numbers, fewer than three points.
-        FloatingPointError: a loss that is nowhere finite.
+        ValueError: bounds that are not an interval of positive numbers, or fewer than three points.
+        FloatingPointError: a loss that is finite nowhere on the grid.
     """
     from scipy.optimize import minimize_scalar  # here, since it takes long to import
 

@@ -20,17 +20,17 @@ __all__ = [
 
 
 def check_workers(*loaders: Any) -> None:
-    """Raise a ValueError for loaders whose workers live on, with random numbers out of reach."""
+    """Raise a ValueError for loaders with persistent workers, whose random state we cannot read."""
     if any(getattr(loader, "persistent_workers", False) for loader in loaders):
         raise ValueError(
-            "The loader has persistent_workers=True: what its workers draw cannot be kept in a "
-            "checkpoint, and a run that goes on would see its data otherwise shuffled and "
-            "augmented. Pass persistent_workers=False, or train without checkpoints."
+            "The loader has persistent_workers=True: a checkpoint cannot hold the random state of "
+            "its workers, and a resumed run would shuffle and augment its data differently. Pass "
+            "persistent_workers=False, or train without checkpoints."
         )
 
 
 def generators_of(*loaders: Any) -> list[torch.Generator]:
-    """The generators that loaders and their samplers have of their own, each once."""
+    """The ``generator`` attributes of loaders and their samplers, each once."""
     found = []
     for loader in loaders:
         owners = (loader, *samplers_of(loader))
@@ -47,10 +47,10 @@ def samplers_of(loader: Any) -> tuple[Any, ...]:
 def random_state(
     generators: Sequence[torch.Generator] = (), *, own_device: bool = False
 ) -> dict[str, Any]:
-    """The state of the global generators of torch (CPU and CUDA), numpy and Python, and of these.
+    """The states of torch's (CPU and CUDA), numpy's and Python's generators, and of ``generators``.
 
-    Plain data and tensors. With ``own_device`` of the current CUDA device alone: one of several
-    processes has no business on the others'.
+    Plain data and tensors. ``own_device`` leaves out all CUDA devices but the current one, since
+    with several processes the others belong to other processes.
     """
     cuda: list[torch.Tensor] = []
     if torch.cuda.is_available():
@@ -66,18 +66,19 @@ def random_state(
 
 
 def fingerprint(state: dict[str, Any]) -> str:
-    """A text that is the same for equal states of torch's generators alone, and of loaders'.
+    """SHA-256 sum of the states of torch's generators and of the loaders'.
 
-    numpy's and Python's are left out: unless somebody seeds them, no two processes have the same.
+    The states of numpy and Python are left out: they differ between processes unless somebody
+    seeds them.
     """
     return sha256_of_tensors([state["torch"], *state["cuda"], *state["generators"]])
 
 
 def set_random_state(state: dict[str, Any], generators: Sequence[torch.Generator] = ()) -> None:
-    """Go on from what `random_state` returned.
+    """Restore what `random_state` returned.
 
-    A state of one CUDA device is set on the current one. Where there are several, and their number
-    differs, they stay as they are: the state is of another machine.
+    The state of a single CUDA device is set on the current one. States of several are set if this
+    machine has the same number of devices, and ignored otherwise: they are of another machine.
     """
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and len(state["cuda"]) == 1:

@@ -1,7 +1,7 @@
-"""Training on several ranks of torch.distributed: what they must share, and what each has alone.
+"""Training on several ranks of torch.distributed: what they share, and what each has alone.
 
-Each rank has a shard of the data, the whole network, and one of its own random numbers. What one
-process would sum over the data is summed over ranks, and steps are the same on all of them.
+Each rank has a shard of the data, the whole network, and random numbers of its own. What one
+process sums over the data is summed over the ranks' shards, so that all ranks take the same steps.
 """
 
 import random
@@ -18,7 +18,7 @@ from torch.utils.data import DistributedSampler
 
 from kfac_backend.distributed import RankError, Ranks
 from kfac_backend.model.targets import split_batch
-from marglik.training.loaders import Loader
+from marglik.training.loaders import Loader, count_examples
 from marglik.training.random_state import random_state, samplers_of, set_random_state
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ __all__ = [
     "check_alone",
     "check_shards",
     "copy_from_rank_0",
+    "count_on_ranks",
     "failing_as_one",
     "known_to_rank_0",
     "own_random_numbers",
@@ -36,26 +37,28 @@ __all__ = [
     "step_errors",
 ]
 
-OF_RANKS = re.compile(r"gloo|nccl|process ?group|connection|timed out|timeout", re.IGNORECASE)
-"""What torch's errors of lost ranks say, which are bare RuntimeErrors with gloo."""
+LOST_RANKS = re.compile(r"gloo|nccl|process ?group|connection|timed out|timeout", re.IGNORECASE)
+"""Words in the messages of torch's errors about lost ranks: with gloo these are plain RuntimeErrors
+and have no type of their own."""
 
 
 def ranks_of(fabric: "Fabric") -> Ranks:
     """The ranks that a Fabric has launched; this process alone if it has one device.
 
     Raises:
-        NotImplementedError: a strategy that spreads a model over ranks or copies it in a process.
+        NotImplementedError: a strategy that splits a model over ranks, or copies it to several
+            devices of one process.
         RuntimeError: a Fabric that was not launched.
         ValueError: a Fabric of one device in one of several processes.
     """
-    there = Ranks().size
+    running = Ranks().size
     if fabric.world_size == 1:
-        if there > 1:
+        if running > 1:
             raise ValueError(
-                f"This is one of {there} processes of torch.distributed, and the Fabric is of one "
-                "device: each would train a network of its own on its part of the data. Pass "
-                f'fabric=Fabric(devices={there}, strategy="ddp"), after its launch(), or end the '
-                "others (torch.distributed.destroy_process_group())."
+                f"This is one of {running} processes of torch.distributed, but the Fabric has a "
+                "single device: each process would train a network of its own on its part of the "
+                f'data. Pass fabric=Fabric(devices={running}, strategy="ddp"), after its launch(), '
+                "or leave the process group (torch.distributed.destroy_process_group())."
             )
         return Ranks(None)
     strategy = type(fabric.strategy).__name__
@@ -64,9 +67,9 @@ def ranks_of(fabric: "Fabric") -> Ranks:
             f"The Fabric's strategy is {strategy}; the curvature needs the whole network on each "
             'rank. Pass Fabric(strategy="ddp").'
         )
-    if there != fabric.world_size:
+    if running != fabric.world_size:
         raise RuntimeError(
-            f"The Fabric is of {fabric.world_size} processes, and this is one of {there}: call "
+            f"The Fabric is for {fabric.world_size} processes, but this is one of {running}: call "
             "fabric.launch() first."
         )
     return Ranks()
@@ -77,23 +80,25 @@ def check_alone(what: str) -> None:
     ranks = Ranks()
     if ranks.size > 1:
         raise NotImplementedError(
-            f"This is one of {ranks.size} processes of torch.distributed, and {what} is for one. "
-            "Train with OnlineTraining and a Fabric of several devices (marglik train --devices), "
-            "or in one process."
+            f"This is one of {ranks.size} processes of torch.distributed, and {what} works in a "
+            "single process only. Train with OnlineTraining and a Fabric of several devices "
+            "(marglik train --devices), or in one process."
         )
 
 
 def check_shards(ranks: Ranks, **loaders: Loader) -> None:
     """Raise a ValueError unless the loaders are shards that ranks can train on together.
 
-    Collective. It cannot see whether an example is in two of them.
+    Collective. It cannot detect an example that is in two shards.
 
     Args:
-        ranks: all of them.
-        loaders: this rank's, by the names that errors give them.
+        ranks: the ranks that train together.
+        loaders: this rank's loaders, by the names that errors give them.
     """
     if ranks.size == 1:
         return
+    # Together, since a sampler may be wrong on one rank alone, and the others would wait for it in
+    # the exchange below.
     with ranks.failing_together("the check of the loaders"):
         for name, loader in loaders.items():
             for sampler in samplers_of(loader):
@@ -105,8 +110,20 @@ def check_shards(ranks: Ranks, **loaders: Loader) -> None:
             raise ValueError(
                 f"Ranks have different numbers of batches in {name}: "
                 f"{', '.join(map(str, numbers))}. They take their steps together. Give each rank "
-                "a shard of as many batches, for example with drop_last=True."
+                "a shard of the same number of batches, for example with drop_last=True."
             )
+
+
+def count_on_ranks(loader: Loader, ranks: Ranks) -> int:
+    """N, the number of examples in the shards of all ranks; collective.
+
+    Raises:
+        ValueError: there are none.
+    """
+    num_data = sum(ranks.gather(count_examples(loader), "counting the data"))
+    if not num_data:
+        raise ValueError("The data is empty: the loader yields no batch.")
+    return num_data
 
 
 def _check_sampler(sampler: DistributedSampler, name: str, ranks: Ranks) -> None:
@@ -114,15 +131,16 @@ def _check_sampler(sampler: DistributedSampler, name: str, ranks: Ranks) -> None
     if sampler.num_replicas != ranks.size or sampler.rank != ranks.rank:
         raise ValueError(
             f"The DistributedSampler of {name} is for rank {sampler.rank} of "
-            f"{sampler.num_replicas}, and this is rank {ranks.rank} of {ranks.size}. Make it after "
-            "the launch, without num_replicas and rank."
+            f"{sampler.num_replicas}, but this is rank {ranks.rank} of {ranks.size}. Create it "
+            "after the launch, without num_replicas and rank."
         )
     if sampler.total_size > size:
         raise ValueError(
             f"The DistributedSampler of {name} repeats {sampler.total_size - size} of {size} "
-            f"examples, so that {ranks.size} ranks have as many each; they would count twice. Pass "
-            "DistributedSampler(..., drop_last=True), which leaves the rest out, or take the shard "
-            "Subset(dataset, range(rank, len(dataset), ranks)) where batches come out as many."
+            f"examples to give {ranks.size} ranks the same number; they would count twice. Pass "
+            "DistributedSampler(..., drop_last=True), which leaves the rest out, or use the shard "
+            "Subset(dataset, range(rank, len(dataset), ranks)) if that gives all ranks the same "
+            "number of batches."
         )
 
 
@@ -135,9 +153,12 @@ def _num_batches(loader: Any) -> int:
 
 @contextmanager
 def failing_as_one(ranks: Ranks, what: str) -> Iterator[None]:
-    """`Ranks.failing_together`, after which rank 0 alone needs to say why; see `known_to_rank_0`.
+    """`Ranks.failing_together`, with errors marked so that rank 0 alone prints them.
 
-    Nothing inside may be collective.
+    All ranks end with an error here, and rank 0's says what happened (its own failure, or that of
+    the rank that it quotes), so that the command line need not print it once per rank; see
+    `known_to_rank_0`. Nothing inside may be collective: a rank that fails would leave the others
+    waiting in it.
     """
     try:
         with ranks.failing_together(what):
@@ -148,19 +169,23 @@ def failing_as_one(ranks: Ranks, what: str) -> Iterator[None]:
 
 
 def known_to_rank_0(error: BaseException) -> bool:
-    """Whether rank 0 has ended with this error, too, or with one that quotes it."""
+    """Whether rank 0 has ended with the same error, or with one that quotes it."""
     return getattr(error, "known_to_rank_0", False)
 
 
 class WithExamples:
-    """The batches of a loader that have examples: a shard of a small batch may have none."""
+    """The batches of a loader without the empty ones: a rank's shard of a small batch may be empty.
+
+    The curvature pass has no use for a batch without examples; network steps do, since there all
+    ranks step together.
+    """
 
     def __init__(self, loader: Loader, dict_key_y: str = "labels") -> None:
         self._loader = loader
         self._dict_key_y = dict_key_y
 
     def __len__(self) -> int:
-        """Of all batches, for a progress bar."""
+        """The number of batches including empty ones, for a progress bar."""
         return _num_batches(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
@@ -171,11 +196,12 @@ class WithExamples:
 
 @contextmanager
 def own_random_numbers(ranks: Ranks) -> Iterator[None]:
-    """A context in which torch's, numpy's and Python's random numbers are each rank's own.
+    """A context in which torch, numpy and Python draw other random numbers on each rank.
 
-    Dropout and augmentation would otherwise do the same to the examples of all ranks. They come
-    from the state that is common to all, which goes on from there afterwards, so that a checkpoint
-    of it holds for any number of ranks. The same seed and number of ranks give the same numbers.
+    Otherwise dropout and augmentation would do the same to the examples of all ranks. The seeds are
+    derived from the state that all ranks have in common, and that state is restored afterwards. So
+    a checkpoint between two such contexts has one state, which holds for any number of ranks. The
+    same seed and number of ranks give the same numbers.
     """
     if ranks.size == 1:
         yield
@@ -189,12 +215,12 @@ def own_random_numbers(ranks: Ranks) -> Iterator[None]:
         yield
     finally:
         set_random_state(common)
-        torch.rand(())  # the next numbers are others
+        torch.rand(())  # moves the common state on: the next context must derive other seeds
 
 
 @contextmanager
 def step_errors(ranks: Ranks) -> Iterator[None]:
-    """A context that names what `DistributedDataParallel` meets in a step."""
+    """A context that explains the errors which `DistributedDataParallel` raises in a step."""
     try:
         yield
     except RuntimeError as error:
@@ -203,29 +229,30 @@ def step_errors(ranks: Ranks) -> Iterator[None]:
             raise
         if "Expected to have finished reduction" in said:
             raise ValueError(
-                "The network has parameters that did not take part in the loss, for which the "
-                "ranks wait. Freeze them (requires_grad_(False)), or pass "
+                "The network has trainable parameters that did not take part in the loss; the "
+                "ranks wait for their gradients. Freeze them (requires_grad_(False)), or pass "
                 'Fabric(strategy="ddp_find_unused_parameters_true").'
             ) from error
-        if isinstance(error, dist.DistError) or OF_RANKS.search(said):
+        if isinstance(error, dist.DistError) or LOST_RANKS.search(said):
             raise RankError(
                 f"Rank {ranks.rank} of {ranks.size} lost the others in a step of training: {said}\n"
                 "One of them has failed, died or hung; its own output says why. End all ranks, and "
-                "go on with resume where the run was kept."
+                "resume the run if it has checkpoints."
             ) from error
         raise
 
 
 def copy_from_rank_0(tensors: Sequence[Tensor], ranks: Ranks, device: torch.device) -> None:
-    """Give all ranks rank 0's numbers, to the bit, in place.
+    """Replace tensors by rank 0's values on all ranks, to the bit.
 
     Args:
-        tensors: of float64 or narrower, on any device.
-        ranks: all of them.
-        device: one that the ranks' backend can send from.
+        tensors: floating-point tensors of at most 64 bits, on any device; changed in place.
+        ranks: the ranks that exchange them.
+        device: a device that the ranks' backend can send from: NCCL sends from GPUs only.
     """
     if ranks.size == 1:
         return
+    # One message for all of them; float64 holds narrower numbers exactly.
     with torch.no_grad():
         flat = torch.cat(
             [tensor.detach().flatten().to(device, torch.float64) for tensor in tensors]

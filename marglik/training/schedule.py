@@ -7,7 +7,7 @@ __all__ = ["CurvatureFrom", "Keep", "Schedule"]
 
 Keep = Literal["best", "last"]
 CurvatureFrom = Literal["pass", "optimizer"]
-"""Where an update has its curvature from."""
+"""Where an update takes the curvature from: a pass over the data, or K-FAC's moving averages."""
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,11 @@ class Schedule:
         every: epochs between updates.
         burn_in: no update before the end of this epoch.
         steps: hyperparameter steps in each update.
-        last_epoch: whether the last epoch ends with an update even if ``every`` does not divide it,
-            so that the final weights have an evidence and a posterior.
-        keep: "last" ends with the last update; "best" with that of the highest evidence, its
-            parameters put back into the network, as the loop of laplace-torch does. That may be
-            the first one's, before the network has fitted, whose evidence says little.
+        last_epoch: whether an update follows the last epoch even if ``every`` does not divide it,
+            so that the final parameters have an evidence and a posterior.
+        keep: "last" ends with the last update; "best" with that of the highest evidence, and puts
+            its parameters back into the network, as laplace-torch's loop does. The best update may
+            be an early one, made before the network fits the data, where the evidence says little.
     """
 
     epochs: int = 100

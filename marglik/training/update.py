@@ -28,26 +28,29 @@ def update_prior(
     dict_key_y: str = "labels",
     factors: KroneckerFactors | None = None,
 ) -> tuple[list[float], dict[str, Any]]:
-    """Fit a Laplace approximation and climb its evidence; collective where there are ranks.
+    """Fit a Laplace approximation, then take hyperparameter steps that raise its evidence.
+
+    Collective where there are several ranks.
 
     Args:
-        hyperparameters: which change.
-        laplace: not fitted yet; it is fitted here.
-        data: of the curvature pass; with several ranks this one's shard.
-        num_data: N, what the data should yield, of all ranks.
-        steps: of the hyperparameters.
+        hyperparameters: prior precisions and noise; changed in place.
+        laplace: an unfitted Laplace approximation; fitted here.
+        data: batches for the curvature pass; with several ranks this rank's shard.
+        num_data: N, the number of examples that all ranks together should see.
+        steps: number of hyperparameter steps.
         temperature: T of the likelihood.
         progress: whether to show a bar over the batches.
-        ranks: who has a shard of the data each; all end with the same hyperparameters, to the bit.
+        ranks: the ranks that fit together; all end with the same hyperparameters, to the bit.
         dict_key_y: the targets' key in batches that are mappings.
-        factors: of the curvature, in place of a pass over the data.
+        factors: the curvature, if it is known already; no pass over the data is made then.
 
     Returns:
-        The evidence (nats) before each step and after the last; the update's record, but for its
-        epoch, with the seconds of the pass, of the eigenvalues and of the steps.
+        The evidence (nats, a sum over the data) before each step and after the last; and the record
+        of the update, without its epoch, with the seconds of the pass, of the eigenvalues and of
+        the steps.
 
     Raises:
-        ValueError: the data yields another number of examples.
+        ValueError: the pass saw another number of examples than ``num_data``.
         FloatingPointError: the evidence is not finite.
     """
     device = next(laplace.model.parameters()).device
@@ -56,16 +59,20 @@ def update_prior(
         fit(laplace, data, ranks, progress, dict_key_y)
     else:
         laplace.restore(factors)
+    # The weight decays T·δ/N of the steps and the evidence must be of the same N.
     if laplace.n_data != num_data:
         raise ValueError(
             f"The curvature pass saw {laplace.n_data} examples, but the loader promised "
             f"{num_data}; its length must be what it yields."
         )
     fitted = _now(device)
+    # The first evidence computes the eigenvalues (unless `fit` has), which all steps share.
     before = float(laplace.log_marginal_likelihood())
     decomposed = _now(device)
     evidences = hyperparameters.update(laplace, steps)
     if ranks.size > 1:
+        # Each rank has taken the same steps, but on another processor they may round otherwise, and
+        # ranks with different weight decays would drift apart.
         found = torch.tensor([before, *evidences], dtype=torch.float64)
         copy_from_rank_0([*hyperparameters.tensors(), found], ranks, device)
         before, *evidences = found.tolist()
@@ -104,7 +111,7 @@ def fit(
     progress: bool = False,
     dict_key_y: str = "labels",
 ) -> None:
-    """Fit a Laplace approximation to the data of all ranks, of which this one has a shard."""
+    """Fit a Laplace approximation to the data of all ranks; ``data`` is this rank's shard."""
     if ranks.size == 1:
         laplace.fit(data, progress_bar=progress)
         return
@@ -113,7 +120,7 @@ def fit(
 
 
 def _now(device: torch.device) -> float:
-    """The time when the device has done what it was asked for."""
+    """Seconds on a clock, read once the device has finished its work so far."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

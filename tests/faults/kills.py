@@ -56,7 +56,7 @@ def requests_to_end(place: Workplace) -> Iterator[Case]:
             begun = (folder / "run" / "manifest.json").exists()
             if ended.status != 0 and (begun or ended.status != -number):  # before the handlers
                 assert ended.status == SIGNALS[signal.Signals(number)], ended
-                assert "--resume goes on from its last checkpoint" in ended.said, ended
+                assert "--resume continues from its last checkpoint" in ended.said, ended
                 lines = [line for line in ended.said.splitlines() if line.strip()]
                 assert len(lines) == 1, ended
             return _goes_on(place, training(folder / "run", "--resume"), folder)

@@ -208,12 +208,12 @@ ARCHIVES = {
         "train/cat/x.jpg", "", type=tarfile.BLKTYPE, devmajor=7, devminor=0
     ),
     "archive, a pipe": _member("train/cat/x.jpg", "", type=tarfile.FIFOTYPE),
-    "archive, a sparse tebibyte": Input(_sparse, "says that it has 1,099,511,627,776 bytes"),
+    "archive, a sparse tebibyte": Input(_sparse, "has 1,099,511,627,776 bytes"),
     "archive, a gzip bomb": Input(_bomb("pets.tar.gz", gzip.compress), "times its size"),
     "archive, a bzip2 bomb": Input(_bomb("pets.tar.bz2", bz2.compress), "times its size"),
     "archive, an xz bomb": Input(_bomb("pets.tar.xz", lzma.compress), "times its size"),
     "archive, thirty million members": Input(_many_members, "times its size"),
-    "archive, a name of gibibytes": Input(_long_names, "says that it has 4,294,967,296 bytes"),
+    "archive, a name of gibibytes": Input(_long_names, "has 4,294,967,296 bytes"),
     "archive, cut off": Input(
         lambda f: _cut(_tar("pets.tar.gz", lambda _: None, "w:gz")(f)), "is damaged"
     ),
@@ -227,7 +227,9 @@ ARCHIVES = {
     "archive, of another kind": Input(
         _bytes("pets.tar", lambda: _zip({"train/cat/../../../x.jpg": b"x"})), "readable tar"
     ),
-    "folder, links in circles": Input(_folder(_links_in_circles), "links lead in circles"),
+    "folder, links in circles": Input(
+        _folder(_links_in_circles), "links to a folder that contains it"
+    ),
     "folder, a link to a device": Input(
         _folder(lambda path: (path / "train/cat/x.jpg").symlink_to("/dev/zero")), ""
     ),
@@ -453,7 +455,7 @@ def _of_one_number() -> Any:
     return _state(**{"layers.1.weight": torch.zeros(1).expand(2**20, 2**20)})
 
 
-ALONE = "could not be read as tensors alone"
+ALONE = "could not be read as a file of tensors"
 CHECKPOINTS = {
     "pickle, os.system in a zip file": Input(
         _checkpoint("net.pt", lambda: _state(x=Malicious())), "objects can run code"
@@ -466,7 +468,8 @@ CHECKPOINTS = {
         _checkpoint("net.ckpt", lambda: b"cos\nsystem\n(S'touch ran'\ntR."), ALONE
     ),
     "pickle, under a name of tensors": Input(
-        _checkpoint("net.safetensors", lambda: pickle.dumps(Malicious())), "not a whole safetensors"
+        _checkpoint("net.safetensors", lambda: pickle.dumps(Malicious())),
+        "not a complete safetensors",
     ),
     "pickle, a network": Input(_checkpoint("net.pt", lambda: MLP(64)), "objects can run code"),
     "pickle, a hundred thousand lists": Input(

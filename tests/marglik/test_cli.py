@@ -129,9 +129,12 @@ OPTIONS = {
     ),
     "evaluate": (
         ["methods", "predictive.samples", "evaluation.shift", "ood", "seed", "output"],
-        ["a folder of marglik train or marglik fit; or a checkpoint", "twenty times the work"],
+        [
+            "folder that marglik train or marglik fit has written, or a checkpoint",
+            "twenty times the work",
+        ],
     ),
-    "report": (["output"], ["Folders of marglik train, fit or evaluate"]),
+    "report": (["output"], ["Folders that marglik train, fit or evaluate has written"]),
 }
 
 

@@ -140,13 +140,13 @@ INT = torch.int64
         ({"senders": torch.tensor([0, 1, -1, 2, 4, 7, 7, 9, 8])}, "senders has node -1 for edge 2"),
         (
             {"senders": torch.tensor([0, 1, 1, 3, 4, 7, 7, 9, 8])},
-            "Edge 3 is counted to graph 0, but senders has node 3 of graph 1",
+            "Edge 3 belongs to graph 0, but senders has node 3 of graph 1",
         ),
         (  # numbered within each graph, as files often do
             {"receivers": torch.tensor([1, 0, 2, 0, 0, 1, 1, 0, 1])},
-            "Edge 4 is counted to graph 2, but receivers has node 0 of graph 0",
+            "Edge 4 belongs to graph 2, but receivers has node 0 of graph 0",
         ),
-        ({"edge_counts": torch.tensor([4, 0, 2, 0, 3, 0])}, "Edge 6 is counted to graph 4"),
+        ({"edge_counts": torch.tensor([4, 0, 2, 0, 3, 0])}, "Edge 6 belongs to graph 4"),
         ({"senders": torch.zeros(9, dtype=INT, device="meta")}, "senders on meta; use .*to"),
         ({"edges": torch.zeros(9, 2, device="meta")}, "edges on meta"),
     ],

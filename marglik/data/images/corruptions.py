@@ -21,8 +21,8 @@ Corruption = Literal["noise", "blur", "contrast", "jpeg"]
 CORRUPTIONS: tuple[Corruption, ...] = get_args(Corruption)
 SEVERITIES: tuple[int, ...] = (1, 2, 3, 4, 5)
 
-# One for each severity, as CIFAR-10-C has them (Hendrycks & Dietterich 2019; the paper itself
-# leaves them to its code).
+# One for each severity, as in CIFAR-10-C (Hendrycks & Dietterich 2019; they are in the paper's
+# code, not in its text).
 STRENGTHS: dict[str, tuple[float, ...]] = {
     "noise": (0.04, 0.06, 0.08, 0.09, 0.10),  # standard deviation, as a share of 255
     "blur": (0.4, 0.6, 0.7, 0.8, 1.0),  # standard deviation in pixels
@@ -30,10 +30,10 @@ STRENGTHS: dict[str, tuple[float, ...]] = {
     "jpeg": (80, 65, 58, 50, 40),  # quality
 }
 BLUR_TRUNCATION = 4
-"""Standard deviations to which the Gaussian kernel reaches, the same as CIFAR-10-C's."""
+"""Radius of the Gaussian kernel in standard deviations, as in CIFAR-10-C."""
 
 COLOURS_ONLY = ("contrast", "jpeg")
-"""Kinds that are defined for greyscale and RGB alone."""
+"""Kinds that are defined only for greyscale and RGB images."""
 
 
 def corrupt(
@@ -60,19 +60,20 @@ def corrupt(
         images: undistorted pixels in 0..255.
         kind: one of ``CORRUPTIONS``.
         severity: one of ``SEVERITIES``, 5 the worst.
-        seed: of the noise; the others draw nothing. All severities share the random numbers.
+        seed: seed of the noise; other kinds draw no random numbers. All severities use the same
+            ones.
 
     Raises:
         ValueError: if the kind or the severity is unknown, the images are not uint8 (N, C, H, W),
-            or neither greyscale nor RGB where only those have a contrast or a JPEG file.
+            or neither greyscale nor RGB for contrast and JPEG.
     """
     _check(images, kind, severity)
     check_seed(seed)
-    # Of the CPU alone: torch.manual_seed would set the state of other devices, too.
+    # Only the CPU's generator: torch.manual_seed would seed those of other devices, too.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         function = _corruption(kind, severity, *images.shape[2:])
-        # Contiguous, because pixels get their random numbers in the order of memory.
+        # Contiguous, since pixels get their random numbers in memory order.
         return map_in_chunks(function, images.cpu().contiguous()).to(images.device)
 
 
@@ -86,7 +87,7 @@ def _corruption(
         return partial(_in_float, partial(functional.gaussian_noise, sigma=strength))
     if kind == "blur":
         radius = round(BLUR_TRUNCATION * strength)
-        # A mirror image reaches no further than the image itself.
+        # Reflection padding cannot be wider than the image.
         size = [2 * min(radius, side - 1) + 1 for side in (width, height)]
         return partial(functional.gaussian_blur, kernel_size=size, sigma=[strength])
     if kind == "contrast":
@@ -95,7 +96,7 @@ def _corruption(
 
 
 def _in_float(function: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
-    """The function of the pixels in 0..1, rounded; torchvision truncates what it does to uint8."""
+    """The function applied to pixels in 0..1, then rounded; torchvision would truncate uint8."""
     return function(images / 255).mul_(255).round_().to(torch.uint8)
 
 
@@ -122,11 +123,11 @@ def _check(images: Tensor, kind: str, severity: int) -> None:
     if images.dtype != torch.uint8 or images.dim() != 4:
         raise ValueError(
             f"images have dtype {images.dtype} and shape {tuple(images.shape)}; uint8 pixels of "
-            "shape (N, C, H, W) can be corrupted, before any normalisation."
+            "shape (N, C, H, W) are needed, before any normalisation."
         )
     if kind in COLOURS_ONLY and images.shape[1] not in (1, 3):
         others = [k for k in CORRUPTIONS if k not in COLOURS_ONLY]
         raise ValueError(
-            f"kind={kind!r} is defined for 1 channel (greyscale) or 3 (RGB), and the images have "
-            f"{images.shape[1]}; choose one of {', '.join(others)}, or corrupt channels apart."
+            f"kind={kind!r} is defined for 1 channel (greyscale) or 3 (RGB), but the images have "
+            f"{images.shape[1]}; choose one of {', '.join(others)}, or corrupt each channel alone."
         )

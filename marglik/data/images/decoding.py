@@ -1,4 +1,4 @@
-"""Image files decoded into one uint8 array, once: it is kept beside a sum that vouches for it."""
+"""Image files decoded into uint8 arrays, which are cached together with a checksum."""
 
 import json
 import logging
@@ -29,10 +29,12 @@ __all__ = [
 _logger = logging.getLogger(__name__)
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-"""Those of the supported suffixes. Pillow would try forty more, whatever a file is called; for
-PostScript it runs another program."""
+"""The formats of the supported suffixes. Pillow would try forty more, whatever a file is called,
+and run another program for PostScript."""
 GREYSCALE = frozenset({"1", "L", "LA"})
-DEEP = ("I", "F")  # and "I;16" and so on; Pillow would clip these to 0..255 instead of scaling
+# Beginnings of modes with more than 8 bits ("I;16" and so on), which Pillow would clip to 0..255
+# instead of scaling them.
+DEEP = ("I", "F")
 
 
 def decode_splits(layout: Layout, name: str) -> tuple[ImageSet, ImageSet]:
@@ -40,7 +42,7 @@ def decode_splits(layout: Layout, name: str) -> tuple[ImageSet, ImageSet]:
 
     Args:
         layout: the files, inside the context that yielded them.
-        name: shown beside the progress bar.
+        name: name of the data for the progress bar.
 
     Raises:
         ValueError: if an image cannot be decoded, is of another size than the first training
@@ -82,16 +84,16 @@ def decode_image(file: ImageFile) -> tuple[np.ndarray, bool]:
     data = file.read()
     try:
         with warnings.catch_warnings():
-            # Pillow's own limit: it warns before it refuses, at twice as many pixels.
+            # Pillow warns at its limit, and raises an error only at twice as many pixels.
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             image = Image.open(BytesIO(data), formats=FORMATS)
         with image:
             mode = image.mode
             pixels = None if mode.startswith(DEEP) else np.asarray(image.convert("RGB"))
-    except Exception as error:  # Pillow's decoders raise about anything on damaged files
+    except Exception as error:  # on damaged files Pillow's decoders raise almost any exception
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise ValueError(
-            f"Image '{file.path}' cannot be decoded ({reason}). Replace it, or remove it."
+            f"Image '{file.path}' cannot be decoded ({reason}). Replace or remove it."
         ) from error
     if pixels is None:
         raise ValueError(
@@ -105,14 +107,14 @@ def _check_memory(layout: Layout, name: str, size: tuple[int, int]) -> None:
     """Raise a ValueError if the decoded images are larger than this machine's memory."""
     try:
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # of other systems
+    except (AttributeError, ValueError, OSError):  # not available on this system
         return
     needed = 3 * size[0] * size[1] * len(layout.files)
     if needed > there:
         raise ValueError(
             f"'{name}': {len(layout.files):,} images of {size[1]}×{size[0]} pixels need "
             f"{needed / 2**30:,.1f} GiB of memory, this machine has {there / 2**30:,.1f}. "
-            "Make them smaller, or take fewer."
+            "Make them smaller, or use fewer."
         )
 
 
@@ -123,12 +125,12 @@ Decoded = tuple[ImageSet, ImageSet, tuple[str, ...]]
 
 
 def cache_file(source: Path) -> Path:
-    """Return where the decoded images of a folder or archive belong.
+    """Return the path of the cache for the decoded images of a folder or archive.
 
-    The name is the SHA-256 of the resolved path, the sizes and the modification times (of the
-    archive, or of every file in the folder) and the format version, so that a changed source never
-    meets an old cache. The folder is ``$XDG_CACHE_HOME/marglik``, or ``~/.cache/marglik``; it can
-    be deleted at any time.
+    Its name is the SHA-256 sum of the resolved path, the sizes and modification times (of the
+    archive, or of every file in the folder) and the format version, so that a source that has
+    changed never finds an old cache. The folder is ``$XDG_CACHE_HOME/marglik``, or
+    ``~/.cache/marglik``; it can be deleted at any time.
     """
     resolved = source.resolve()
     if resolved.is_dir():
@@ -145,7 +147,7 @@ def cache_file(source: Path) -> Path:
 
 
 def read_cache(file: Path) -> Decoded | None:
-    """Return the cached images, or None where there are none or they are damaged (with a warning).
+    """Return the cached images; None if there are none, or with a warning if they are damaged.
 
     Nothing is unpickled.
     """
@@ -172,10 +174,10 @@ def read_cache(file: Path) -> Decoded | None:
 
 
 def write_cache(file: Path, decoded: Decoded) -> None:
-    """Write the cache in one step, so that no process ever reads half of it.
+    """Write the cache atomically, so that no process ever reads half of it.
 
-    A cache that cannot be written, on a read-only or full disk, costs time and nothing else: a
-    warning says so.
+    If it cannot be written (on a read-only or full disk), there is only a warning: the images must
+    then be decoded again each time.
     """
     train, test, classes = decoded
     tensors = {}
@@ -194,7 +196,7 @@ def write_cache(file: Path, decoded: Decoded) -> None:
 
 
 def _sum(train: ImageSet, test: ImageSet, classes: tuple[str, ...]) -> str:
-    """The SHA-256 sum of all that the cache holds."""
+    """The SHA-256 sum of the whole content of the cache."""
     tensors = (train.images, train.labels, test.images, test.labels)
     return sha256(json.dumps([sha256_of_tensors(tensors), *classes]).encode())
 

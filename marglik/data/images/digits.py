@@ -17,13 +17,13 @@ __all__ = ["Digits"]
 class Digits(ImageData):
     """The 1,797 handwritten digits of 8×8 pixels that come with scikit-learn.
 
-    Pixels 0..16 become 0..255 (16 to 255, rounded). The data has no test set of its own, so a
-    stratified part is taken for it.
+    Pixels are scaled from 0..16 to 0..255 and rounded. The data has no test set, so a stratified
+    part becomes the test set.
 
     Args:
         test_fraction: share of all images that become the test set, in (0, 1).
         validation: share of the training images that become the validation set, in [0, 1).
-        seed: of both splits.
+        seed: seed of both splits.
 
     Raises:
         ValueError: if a fraction or the seed is out of range.

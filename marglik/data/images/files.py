@@ -1,4 +1,4 @@
-"""Image files of a folder or a tar archive, found and checked before any of them is decoded."""
+"""The image files of a folder or tar archive, listed and checked before any is decoded."""
 
 import os
 import warnings
@@ -26,18 +26,18 @@ SUFFIXES = frozenset(
 
 Read = Callable[[], bytes]
 Entries = dict[PurePosixPath, Read | None]
-"""How to read each entry by its path; None for what is no regular file: a pipe, a device."""
+"""Path -> function that reads the entry, or None if it is not a regular file (a pipe, a device)."""
 
 
 @dataclass(frozen=True)
 class ImageFile:
-    """One image file: which one of which split it is, and how to get at its bytes.
+    """An image file: its split and position there, its class, and how to read it.
 
     Args:
         split: "train" or "test".
         index: position in its split, which is sorted by path.
         label: index of its class.
-        path: path inside the folder or archive, for messages.
+        path: path inside the folder or archive, for errors.
         read: returns the file's bytes.
     """
 
@@ -54,7 +54,7 @@ class Layout:
 
     Args:
         classes: sorted class names.
-        files: in the order in which they are quickest to read.
+        files: the files in the order of the folder or archive, which is the fastest to read.
     """
 
     classes: tuple[str, ...]
@@ -71,7 +71,7 @@ def open_layout(path: Path, needed: Sequence[str] = SPLITS) -> Iterator[Layout]:
 
     Args:
         path: the folder or archive.
-        needed: the splits that must be there; ("test",) for images that nothing is trained on.
+        needed: the splits that must exist; ("test",) for out-of-distribution images.
 
     Raises:
         FileNotFoundError: if there is nothing at ``path``.
@@ -108,7 +108,7 @@ def open_layout(path: Path, needed: Sequence[str] = SPLITS) -> Iterator[Layout]:
                 f"({first_line(error)}). Fetch it again."
             ) from error
         for name in (PurePosixPath(member.name) for member in members):
-            if name.is_absolute() or ".." in name.parts:  # nobody who packs a folder gets one
+            if name.is_absolute() or ".." in name.parts:  # packing a folder makes none of these
                 raise ValueError(
                     f"'{path}' has an entry '{name}' that leads out of the archive; nothing of it "
                     "is read. Fetch it from a source that you trust."
@@ -125,12 +125,12 @@ def open_layout(path: Path, needed: Sequence[str] = SPLITS) -> Iterator[Layout]:
 
 
 def files_below(folder: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
-    """Each folder, with the names of the folders and of the files in it.
+    """Each folder below a folder, with the names of its subfolders and files.
 
     Links are followed, because data sets are often folders of links.
 
     Raises:
-        ValueError: a link to a folder that it lies in.
+        ValueError: a link to a folder that contains it.
     """
     for parent, subfolders, names in os.walk(folder, followlinks=True):
         for name in subfolders:
@@ -140,8 +140,8 @@ def files_below(folder: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
                 *here.parents,
             ]:
                 raise ValueError(
-                    f"'{folder}': links lead in circles, first '{link.relative_to(folder)}', which "
-                    "links to a folder that it lies in. Remove it."
+                    f"'{folder}': '{link.relative_to(folder)}' links to a folder that contains it, "
+                    "so that reading it would never end. Remove it."
                 )
         yield Path(parent), subfolders, names
 
@@ -155,7 +155,7 @@ def _folder_contents(folder: Path) -> tuple[Entries, set[PurePosixPath]]:
         directories.update(relative / name for name in subfolders)
         for name in names:
             path = parent / name
-            # Reading a pipe would wait for ever; a link to nothing is an error when it is read.
+            # Reading a pipe would wait forever. A dangling link is kept: reading it is an error.
             readable = path.is_file() or not path.exists()
             entries[relative / name] = path.read_bytes if readable else None
     return entries, directories
@@ -186,7 +186,7 @@ def _layout(
 
 
 def _images(source: Path, root: PurePosixPath, entries: Entries) -> dict[str, list[PurePosixPath]]:
-    """The image files of each split; a warning names what else lies there."""
+    """The image files of each split; warns about other files there."""
     images: dict[str, list[PurePosixPath]] = {}
     others = []
     for split in SPLITS:
@@ -198,13 +198,13 @@ def _images(source: Path, root: PurePosixPath, entries: Entries) -> dict[str, li
         for path in images[split]:
             if len(path.parts) == len(folder) + 1:
                 raise ValueError(
-                    f"'{source}': image '{path}' lies in no class folder. Move it to "
+                    f"'{source}': image '{path}' is not in a class folder. Move it to "
                     f"'{root / split}/CLASS/{path.name}', or remove it."
                 )
     if others:
         warnings.warn(
-            f"'{source}': {len(others)} file(s) that are no images are left out, first "
-            f"'{min(others)}'. Images are regular files that end with "
+            f"'{source}': {len(others)} file(s) that are not images are left out, first "
+            f"'{min(others)}'. Images are regular files whose names end with "
             f"{', '.join(sorted(SUFFIXES))}.",
             stacklevel=2,
         )
@@ -212,14 +212,14 @@ def _images(source: Path, root: PurePosixPath, entries: Entries) -> dict[str, li
 
 
 def _is_hidden(path: PurePosixPath) -> bool:
-    """Whether it is no part of the data, but of a desktop (.DS_Store, __MACOSX/, ._0001.jpg)."""
+    """Whether a path is not data, but made by a desktop (.DS_Store, __MACOSX/, ._0001.jpg)."""
     return any(part.startswith((".", "__MACOSX")) for part in path.parts)
 
 
 def _root(
     source: Path, paths: set[PurePosixPath], needed: Sequence[str]
 ) -> tuple[PurePosixPath, list[str]]:
-    """The folder that holds train/ and test/, the top or one folder below it; which it holds."""
+    """The folder with train/ and test/, the top or one below it, and which of the two it has."""
     found: dict[PurePosixPath, set[str]] = {}
     for path in paths:
         for depth, part in enumerate(path.parts[:2]):
@@ -242,7 +242,7 @@ def _root(
 
 
 def _check_classes(source: Path, filled: dict[str, set[str]], empty: dict[str, set[str]]) -> None:
-    """Raise a ValueError unless all splits have the same class folders, none of them empty."""
+    """Raise a ValueError unless all splits have the same class folders, and none is empty."""
     for split in filled:
         if empty[split]:
             raise ValueError(

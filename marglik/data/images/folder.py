@@ -1,4 +1,4 @@
-"""Any set of images of one size, from a folder or an archive."""
+"""Image data sets in a folder or an archive."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,20 +20,20 @@ __all__ = ["ImageFolder"]
 class ImageFolder(ImageData):
     """Images arranged as ``train/CLASS/IMAGE`` and ``test/CLASS/IMAGE``.
 
-    Read from a folder, or from a tar archive of one without unpacking it to disk; one folder above
-    train/ and test/ is allowed. All images must have one size. They are decoded to RGB (to one
-    channel if all are greyscale) once, and then read from a cache in ``$XDG_CACHE_HOME/marglik``
-    or ``~/.cache/marglik``. As out-of-distribution data test/ alone is enough.
+    They are read from a folder, or from a tar archive without unpacking it to disk; one folder
+    above train/ and test/ is allowed. All images must have the same size. They are decoded to RGB
+    (to one channel if all are greyscale) once, and then read from a cache in
+    ``$XDG_CACHE_HOME/marglik`` or ``~/.cache/marglik``. Out-of-distribution data needs only test/.
 
     Args:
         path: the folder, or the .tar, .tar.gz or .tgz archive.
         validation: share of the training images that become the validation set, in [0, 1).
-        max_train: number of training images to take, validation included; all if not given.
-        max_test: number of test images to take; all if not given.
-        seed: of the subsets and of the validation split.
+        max_train: number of training images to use, including validation; all if not given.
+        max_test: number of test images to use; all if not given.
+        seed: seed of the subsets and of the validation split.
         mean: mean per channel in 0..255; that of the training images if not given.
         std: standard deviation per channel in 0..255; that of the training images if not given.
-        name: what tables and figures call the data; the file's name if not given.
+        name: name of the data in tables and figures; the file's name if not given.
         cache: whether to keep the decoded images, three bytes per pixel.
 
     Raises:
@@ -82,10 +82,10 @@ class ImageFolder(ImageData):
         return ImageSplits(train, validation, test, classes, mean, std, self.name)
 
     def load_test(self) -> tuple[ImageSet, str]:
-        """Return the test images, which need no training images beside them, and the name.
+        """Return the test images and the name of the data; training images may be missing.
 
         Raises:
-            FileNotFoundError, ValueError: as `load`, but for training images that are missing.
+            FileNotFoundError, ValueError: see `load`.
         """
         _, test, classes = self._decoded(needed=("test",))
         return subset(test, self.max_test, classes, self.seed, "max_test"), self.name
@@ -93,7 +93,8 @@ class ImageFolder(ImageData):
     def _decoded(self, needed: Sequence[str] = SPLITS) -> Decoded:
         """All images, from the cache or from the files."""
         file = cache_file(self.path) if self.cache and self.path.exists() else None
-        # Training images that the cache lacks are missed by the layout, which says so.
+        # A cache without training images (of a source that had none) does not do if they are
+        # needed; `open_layout` then raises the error about them.
         if file is not None and (cached := read_cache(file)) is not None:
             if len(cached[0]) or "train" not in needed:
                 return cached

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from marglik.data.images.sets import ImageData, ImageSet, ImageSplits, map_in_chunks
 from marglik.data.splits import check_seed
+from marglik.sizes import check_sizes
 
 __all__ = [
     "ClassSubset",
@@ -27,14 +28,14 @@ STD = ((256**2 - 1) / 12) ** 0.5  # of the uniform distribution over 0, 1, ..., 
 class Noise(ImageData):
     """Images whose pixels are independent and uniform over 0..255; one class, "noise".
 
-    The easiest out-of-distribution data. There is nothing to be learned from it, so training and
-    test images are the same ones. Mean and standard deviation are the distribution's own.
+    This is the easiest out-of-distribution data. Since there is nothing to learn from it, training
+    and test images are the same. Mean and standard deviation are those of the distribution.
 
     Args:
         num_images: number of images.
         channels: channels of each image.
         image_size: height and width of each image.
-        seed: same seed, same images.
+        seed: seed of the pixels.
 
     Raises:
         ValueError: if a number is below 1, or the seed is out of range.
@@ -43,13 +44,7 @@ class Noise(ImageData):
     def __init__(
         self, num_images: int = 1000, channels: int = 3, image_size: int = 32, seed: int = 0
     ) -> None:
-        for argument, value in (
-            ("num_images", num_images),
-            ("channels", channels),
-            ("image_size", image_size),
-        ):
-            if value < 1:
-                raise ValueError(f"{argument}={value}: must be at least 1.")
+        check_sizes(num_images=num_images, channels=channels, image_size=image_size)
         check_seed(seed)
         self.num_images = num_images
         self.channels = channels
@@ -66,31 +61,31 @@ class Noise(ImageData):
         return ImageSplits(images, None, images, (NAME,), mean, std, NAME)
 
     def draw(self, channels: int, height: int, width: int) -> UInt8[Tensor, "N C H W"]:
-        """Return ``num_images`` images of another shape, of the same seed."""
+        """Return ``num_images`` images of any shape, from the same seed."""
         generator = torch.Generator().manual_seed(self.seed)
         shape = (self.num_images, channels, height, width)
         return torch.randint(256, shape, generator=generator, dtype=torch.uint8)
 
 
 class ClassSubset(ImageData):
-    """The images of some classes of another source, numbered in the order in which they are named.
+    """The images of some classes of another source; label k is the k-th class in ``classes``.
 
-    Mean and standard deviation stay those of the whole data, so that classes left out can be
-    shown to a network as they would have been.
+    Mean and standard deviation remain those of the whole data, so that images of the other classes
+    can be given to the network in the same normalisation.
 
     Args:
         data: the source.
-        classes: names of the classes to keep; class k is the k-th of them. Numbers stand for the
-            names that are written like them.
+        classes: names of the classes to keep. A number stands for the name that is written like it.
 
     Raises:
-        ValueError: if no class is named, one of them twice, or one string given for a list.
+        ValueError: if no class is named, a class is named twice, or a string is given instead of a
+            list.
     """
 
     def __init__(self, data: ImageData, classes: Sequence[str | int]) -> None:
         if isinstance(classes, str):
             raise ValueError(f"classes={classes!r} is one string; pass a list, [{classes!r}].")
-        names = tuple(str(name) for name in classes)  # YAML takes the name 1 for a number
+        names = tuple(str(name) for name in classes)  # YAML reads the name 1 as a number
         if not names:
             raise ValueError("classes=[] keeps no image at all; name at least one class.")
         twice = sorted({name for name in names if names.count(name) > 1})
@@ -127,7 +122,7 @@ class ClassSubset(ImageData):
 
 
 def _select(images: ImageSet, kept: list[int]) -> ImageSet:
-    """The images whose label is in ``kept``, in their order; the new label is the position."""
+    """The images whose label is in ``kept``, in order; the new label is the position in it."""
     old = torch.tensor(kept, device=images.labels.device)
     is_class = images.labels[:, None] == old  # (N, classes)
     chosen = is_class.any(1)
@@ -147,21 +142,21 @@ class OutOfDistributionImages(NamedTuple):
     images: Tensor
     """Uint8, (N, C, H, W), not normalised."""
     name: str
-    """Of their source."""
+    """Name of their source."""
     note: str | None
-    """What was done to them, such as "resized from 28x28x1 to 32x32x3", or None."""
+    """How they were changed, such as "resized from 28x28x1 to 32x32x3", or None."""
 
 
 def out_of_distribution_images(source: ImageData, like: ImageSplits) -> OutOfDistributionImages:
     """Return the test images of a source in the shape of other data.
 
     Images of another size are resized by torchvision (bilinear, with antialiasing, stretched where
-    the proportions differ), greyscale ones become RGB by repetition, and RGB ones greyscale by
-    torchvision's weights (Rec. 601). `Noise` is drawn in the shape that is asked for, because
-    resizing would smooth it.
+    the proportions differ). Greyscale images become RGB by repetition, and RGB images greyscale by
+    torchvision's weights (Rec. 601). `Noise` is drawn in the required shape, because resizing would
+    smooth it.
 
     Args:
-        source: whose test images to take.
+        source: the source of the test images.
         like: the data that the network was trained on.
 
     Raises:
@@ -173,7 +168,7 @@ def out_of_distribution_images(source: ImageData, like: ImageSplits) -> OutOfDis
     test, name = source.load_test()
     if not len(test):
         raise ValueError(
-            f"{name} has no test images: an empty OOD set. Choose another source, or take "
+            f"{name} has no test images, so the OOD set is empty. Choose another source, or use "
             "more images of this one."
         )
     _, channels, height, width = test.images.shape
@@ -197,7 +192,7 @@ def _reshaped(shape: Shape, images: Tensor) -> Tensor:
 
     channels, *size = shape
     if images.shape[1] == 3 and channels == 1:
-        # In float32, because torchvision would truncate integers: white would not stay white.
+        # In float32, because torchvision truncates integers, which would darken white.
         images = functional.rgb_to_grayscale(images.float()).round().to(images.dtype)
     images = functional.resize(images, size, antialias=True)
     return images.expand(-1, channels, -1, -1)

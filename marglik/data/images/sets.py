@@ -1,4 +1,4 @@
-"""Labelled images in memory, and what every source of them provides."""
+"""Labelled images in memory, and the interface of their sources."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -22,14 +22,14 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class ImageSet:
-    """Labelled images, undistorted and not normalised.
+    """Labelled images, neither augmented nor normalised.
 
     Args:
         images: pixels in 0..255, uint8, (N, C, H, W).
         labels: class indices, int64, (N,).
 
     Raises:
-        ValueError: if shapes or dtypes are others.
+        ValueError: if shapes or dtypes are not these.
     """
 
     images: Tensor
@@ -56,22 +56,22 @@ class ImageSet:
         return ImageSet(self.images[indices], self.labels[indices])
 
     def to(self, device: torch.device | str) -> "ImageSet":
-        """Return the same images on a device; no copy where they are there already."""
+        """Return the images on a device, without a copy if they are there already."""
         return ImageSet(self.images.to(device), self.labels.to(device))
 
 
 @dataclass(frozen=True, eq=False)
 class ImageSplits:
-    """A data set, divided.
+    """A data set of images, divided into splits.
 
     Args:
-        train: images to learn from.
-        validation: images kept out of the training images, or None.
+        train: images to train on.
+        validation: images for validation, disjoint from the training images, or None.
         test: images of the data's own test set; nothing is chosen by them.
         classes: class names; label k stands for ``classes[k]``.
         mean: mean of the training pixels per channel, in 0..255.
         std: standard deviation of the training pixels per channel, in 0..255.
-        name: what tables and figures call the data.
+        name: name of the data in tables and figures.
 
     Raises:
         ValueError: if the splits disagree in image shape, a label has no class, or mean and std do
@@ -127,9 +127,9 @@ class ImageData(DataSource):
         """Return the images; the same arguments always give the same splits."""
 
     def load_test(self) -> tuple[ImageSet, str]:
-        """Return the test images, and the data's name: all that out-of-distribution data need.
+        """Return the test images and the name of the data, as for out-of-distribution data.
 
-        A source that may have no training images has a method of its own.
+        Sources that may lack training images override it.
         """
         splits = self.load()
         return splits.test, splits.name
@@ -151,18 +151,18 @@ def check_normalisation(mean: tuple[float, ...], std: tuple[float, ...], channel
 
 
 CHUNK = 2**20
-"""Most pixel values at a time: 4 MiB where a function turns them into float32."""
+"""Most pixel values to process at a time: 4 MiB once a function converts them to float32."""
 
 
 def map_in_chunks(
     function: Callable[[Tensor], Tensor], images: UInt8[Tensor, "N C H W"]
 ) -> UInt8[Tensor, "N D I J"]:
-    """Return the function of the images, computed from a part of them at a time.
+    """Return ``function(images)``, computed for a chunk of images at a time.
 
-    For functions that take each image by itself and need much more memory than the uint8 images.
-    How many images a part has depends on their shape alone, and the parts come in order, so that
-    a function that draws random numbers gives the same result each time. No image is one part, so
-    that the function says which shape it would have.
+    For functions that treat each image separately and need much more memory than the uint8 images.
+    The size of a chunk depends only on the shape of the images, and chunks are processed in order,
+    so that a function that draws random numbers gives the same result each time. The function is
+    also called for an empty tensor, so that its result has the right shape.
 
     Args:
         function: from images (M, C, H, W) to images (M, D, I, J).

@@ -25,22 +25,22 @@ __all__ = [
 class TorchvisionData(ImageData):
     """A data set with training and test images that torchvision downloads, checks and reads.
 
-    A subclass has a ``name``, reads both parts and says how else the files can be had.
+    A subclass has a ``name``, reads both parts, and says how to get the files without a download.
 
     Args:
-        root: folder that holds, or will hold, the files.
-        download: whether to download the data where it is not there.
+        root: folder that has the files, or to which they are downloaded.
+        download: whether to download the data if it is not there.
         validation: share of the training images that become the validation set, in [0, 1).
-        max_train: number of training images to take, validation included; all if not given.
-        max_test: number of test images to take; all if not given.
-        seed: of the subsets and of the validation split.
+        max_train: number of training images to use, including validation; all if not given.
+        max_test: number of test images to use; all if not given.
+        seed: seed of the subsets and of the validation split.
 
     Raises:
         ValueError: if the fraction or the seed is out of range.
     """
 
     name: str
-    """What tables and figures call the data."""
+    """Name of the data in tables and figures."""
 
     def __init__(
         self,
@@ -88,18 +88,18 @@ class TorchvisionData(ImageData):
 
     @abstractmethod
     def _read(self, train: bool) -> tuple[ImageSet, tuple[str, ...]]:
-        """All images of a part, and the class names; torchvision's own errors where it fails."""
+        """All images of a part, and the class names; torchvision's errors are passed on."""
 
     @abstractmethod
     def _by_hand(self, train: bool) -> str:
-        """What to do where there is no download: a sentence without its full stop."""
+        """What a user can do without a download: a sentence without its full stop."""
 
     def _statistics(self, images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Mean and standard deviation per channel, by default those of the training images."""
         return pixel_statistics(images)
 
 
-# The customary numbers, those of Daxberger et al. 2021 and of the K-FAC paper.
+# The usual numbers, as in Daxberger et al. 2021 and the K-FAC paper.
 MEAN = (125.3, 123.0, 113.9)
 STD = (63.0, 62.1, 66.7)
 

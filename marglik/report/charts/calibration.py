@@ -26,19 +26,19 @@ DASHES = ("solid", "dash", "dot", "dashdot")
 
 
 class Series(NamedTuple):
-    """A predictive as a curve among others."""
+    """A predictive as one of several curves."""
 
     style: int
     """Position of its colour and symbol."""
     name: str
     content: Mapping[str, Any]
-    """What evaluation.json holds of it."""
+    """Its entry in evaluation.json."""
     dash: int = 0
     """Position of its dash."""
 
 
 def reliability_chart(title: str, series: Sequence[Series]) -> Chart:
-    """What predictives promise against what they keep, over the diagonal of the calibrated.
+    """Accuracy over confidence, or coverage over level, with the diagonal of perfect calibration.
 
     Args:
         title: of the chart.
@@ -70,7 +70,7 @@ def reliability_chart(title: str, series: Sequence[Series]) -> Chart:
 
 
 def _bins(series: Sequence[Series]) -> list[Trace]:
-    """Points per predictive, of its bins that are not empty, and their shares below them.
+    """The points of each predictive's bins that are not empty, with the bins' shares below them.
 
     The area of a point grows with the share of its bin; its whiskers are the interval of its
     accuracy.
@@ -92,13 +92,13 @@ def _bins(series: Sequence[Series]) -> list[Trace]:
         style = series_style(position)
         curve = line(name, x, y, style, hover, mode="markers")
         curve["error_y"] = error_bars(y, ends, style["line"]["color"])
-        curve["cliponaxis"] = False  # a confidence of 1 is whole
+        curve["cliponaxis"] = False  # so that a point at confidence 1 is not cut in half
         curve["customdata"] = [
             f"95 %: {interval(e, 3)}<br>{p[2]:,} predictions"
             for p, e in zip(points, ends, strict=True)
         ]
         curve["marker"]["size"] = [4 + 9 * (p[2] / total) ** 0.5 for p in points]
-        curve["marker"]["line"] = {"width": 0}  # where sizes differ, plotly draws a white one
+        curve["marker"]["line"] = {"width": 0}  # plotly would draw a white one for several sizes
         curves.append(curve)
         bars.append(
             {
@@ -282,5 +282,5 @@ def _centres(edges: Sequence[float]) -> list[float]:
 
 
 def names_of(series: Sequence[Series]) -> str:
-    """Their names in a row."""
+    """The names of series, as a list in words."""
     return ", ".join(one.name for one in series)

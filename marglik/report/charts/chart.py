@@ -34,25 +34,25 @@ LONGEST_NAME = 26
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart with all that a reader who does not see it needs."""
+    """A chart with its description and data, for readers who cannot see it."""
 
     title: str
     description: str
-    """What it shows, for its accessible name."""
+    """A description of what it shows, its accessible name."""
     traces: list[Trace]
     layout: dict[str, Any]
     table: Table
     height: int = HEIGHT
     """In pixels."""
     wide: bool = False
-    """Whether it takes the whole width of the page rather than half of it."""
+    """Whether it is as wide as the page, or half as wide."""
     highlight: Sequence[str] = field(default_factory=list)
-    """Names of the traces that a reader may pick out, in their order; none if they are few."""
+    """Names of the traces that a reader can highlight, in order; empty if there are few."""
     kind: str = "chart"
 
     @property
     def figure(self) -> dict[str, Any]:
-        """What Plotly.newPlot takes; JSON has no NaN, where the chart has a gap."""
+        """The argument of Plotly.newPlot; NaN, which JSON lacks, becomes null, drawn as a gap."""
         return _finite({"data": self.traces, "layout": self.layout})
 
 
@@ -65,7 +65,7 @@ def _finite(value: Any) -> Any:
 
 
 def plain(text: str) -> str:
-    """Text as plotly takes it, in which names from a run's files mean nothing but themselves.
+    """Text escaped for plotly, so that names from a run's files are not read as markup.
 
     Plotly reads a small HTML (<b>, <a href>) in all its texts, and %{...} in hover templates, in
     which no name may stand: they go into ``name`` and ``customdata``.
@@ -74,7 +74,7 @@ def plain(text: str) -> str:
 
 
 def shorten(name: str) -> str:
-    """A name of bounded length, its middle left out."""
+    """A name of bounded length; the middle of a long one is left out."""
     if len(name) <= LONGEST_NAME:
         return name
     half = (LONGEST_NAME - 1) // 2
@@ -82,7 +82,7 @@ def shorten(name: str) -> str:
 
 
 def series_style(position: int) -> Trace:
-    """Colour and symbol of a series; the symbols tell further series apart where colours recur."""
+    """Colour and symbol of a series; symbols distinguish series when the colours repeat."""
     color = SERIES[position % len(SERIES)]
     symbol = SYMBOLS[position % len(SYMBOLS)]
     return {"line": {"color": color, "width": 2}, "marker": {"color": color, "symbol": symbol}}
@@ -138,12 +138,12 @@ def error_bars(
 
 
 def axis(title: str, **options: Any) -> dict[str, Any]:
-    """An axis with its title; tick labels make their own room."""
+    """An axis with its title; plotly makes room for the tick labels."""
     return {"title": {"text": title}, "automargin": True, **options}
 
 
 def reference_line(x: Sequence[float], y: Sequence[float], name: str) -> Trace:
-    """A dashed line to compare with, without hover."""
+    """A dashed reference line, without hover text."""
     return {
         "type": "scatter",
         "name": plain(name),

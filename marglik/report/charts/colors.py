@@ -11,7 +11,7 @@ from matplotlib.colors import to_hex
 __all__ = ["BACKGROUNDS", "MUTED", "SERIES", "depth_color", "depth_scale"]
 
 BACKGROUNDS = "#ffffff|#16191f"
-"""What the charts stand on; page.css has the same."""
+"""Background of the charts; the same as in page.css."""
 
 SERIES = (
     "#0072b2|#56b4e9",  # blue
@@ -22,7 +22,7 @@ SERIES = (
     "#3d4450|#e3e6eb",  # black
 )
 MUTED = "#6b7280|#9aa3b2"
-"""Of what is only for reference."""
+"""Colour of reference lines."""
 
 LIGHT_PART = (0.0, 0.62)
 DARK_PART = (0.42, 1.0)

@@ -22,17 +22,17 @@ from marglik.report.tables import Row, Table, interval, percentage
 __all__ = ["Confusion", "class_chart", "class_names", "risk_coverage_chart", "roc_chart"]
 
 MOST_CLASSES = 30
-"""That a chart shows; of more, those with the most errors."""
+"""Most classes in a chart; if there are more, it shows those with the most errors."""
 TABLE_STEPS = 20
 ROW_HEIGHT, MARGIN = 22, 130
 """Pixels per class, and around the classes."""
 SPREAD = 0.2
-"""Between the dots of a class, in rows."""
+"""Distance between the dots of a class, in rows."""
 
 
 @dataclass(frozen=True)
 class Confusion:
-    """Counts of labels (rows) by predictions (columns), as a table that is tinted by them."""
+    """Counts of labels (rows) by predictions (columns), as a table coloured by them."""
 
     title: str
     classes: Sequence[str]
@@ -40,13 +40,13 @@ class Confusion:
     kind: str = "confusion"
 
     def shares(self, row: int) -> list[float]:
-        """Of the examples of a class."""
+        """Row ``row`` divided by its sum: the share of each prediction among a class's examples."""
         total = max(sum(self.counts[row]), 1)
         return [count / total for count in self.counts[row]]
 
 
 def class_names(run_classes: Sequence[str] | None, number_of_them: int) -> list[str]:
-    """The classes' names, their indices where they have none."""
+    """The names of the classes, or their indices if they have none."""
     return [str(i) for i in range(number_of_them)] if run_classes is None else [*run_classes]
 
 
@@ -75,7 +75,7 @@ def risk_coverage_chart(title: str, series: Sequence[Series]) -> Chart:
 
 
 def _curve(one: Series, x: Sequence[float], y: Sequence[float], says: str) -> Trace:
-    """A predictive's line without dots; ``says`` is what hovering shows."""
+    """A predictive's line without dots; ``says`` is the hover text."""
     return line(one.name, x, y, series_style(one.style), says, mode="lines")
 
 
@@ -105,12 +105,12 @@ def roc_chart(title: str, series: Sequence[Series]) -> Chart:
 
 
 def _at(x: Sequence[float], y: Sequence[float], position: float) -> float:
-    """The value of the last point that is not beyond a position."""
+    """The value of the last point at or before a position."""
     return next((b for a, b in reversed([*zip(x, y, strict=True)]) if a <= position), y[0])
 
 
 def class_chart(title: str, series: Sequence[Series], classes: Sequence[str]) -> Chart:
-    """Accuracy of each class with its interval; of many classes, of those with the most errors.
+    """Accuracy of each class with its interval; of many classes, only those with the most errors.
 
     Args:
         title: of the chart.

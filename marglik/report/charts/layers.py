@@ -105,7 +105,7 @@ def _depth_bar() -> Trace:
 
 
 def final_weight_decay_chart(runs: Sequence[Run]) -> Chart:
-    """Weight decay that each tensor ended with, runs side by side."""
+    """The final weight decay of each tensor, with runs side by side."""
     names = _layer_names(runs)
     traces = []
     for run in runs:
@@ -202,7 +202,7 @@ def _effective_table(runs: Sequence[Run], names: Sequence[str]) -> Table:
 def _dots(
     name: str, names: Sequence[str], values: Sequence[float | None], position: int, hover: str
 ) -> Trace:
-    """A dot per row; a logarithmic axis has no place for zero, which the table still shows."""
+    """A dot per row; zeros are left out of the logarithmic axis, but are in the table."""
     style = series_style(position)
     shown = [value if value is not None and value > 0 else None for value in values]
     return {
@@ -236,7 +236,7 @@ def _layer_names(runs: Sequence[Run]) -> list[str]:
 
 
 def _sizes(runs: Sequence[Run], name: str) -> list[int]:
-    """Numbers of parameters that a tensor has in the runs, which may have several networks."""
+    """The numbers of parameters of a tensor in all runs, which may have different networks."""
     return list(dict.fromkeys(run.layers[name].parameters for run in runs if name in run.layers))
 
 

@@ -105,7 +105,7 @@ def _curve_chart(title: str, when: str, curves: Mapping[str, Trace], runs: Seque
 
 
 def time_parts(run: Run) -> dict[str, float]:
-    """Seconds by what they were spent on, from the log; the rest is of the run's total."""
+    """Name of a part -> seconds spent on it, from the log; "the rest" completes the run's total."""
     steps = sum((record["seconds"] for record in run.epochs), 0.0)
     parts: dict[str, float] = {"training steps": steps}
     for update in run.updates:

@@ -173,7 +173,7 @@ def test_what_it_cannot_work_with_is_named():
         fit(Classifier(weight_decay=0.1))
     with pytest.raises(ValueError, match="has 2 optimisers"):
         fit(Classifier(optimizers=2))
-    with pytest.raises(ValueError, match=r"network='nett' is no module .*there are net"):
+    with pytest.raises(ValueError, match=r"network='nett' is not a module .*it has net"):
         fit(Classifier(), network="nett")
     with pytest.raises(ValueError, match="There are 2 training dataloaders"):
         fit(Classifier(), loaders=[loader(), loader()])

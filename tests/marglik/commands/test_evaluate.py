@@ -113,14 +113,14 @@ def test_an_evaluation_says_what_it_replaces(run, capsys):
     assert main(["evaluate", str(run), *QUIET, *other]) == 0
     printed = capsys.readouterr().out
     assert (
-        "Replaced: the results on out-of-distribution data (40 of noise, told apart by entropy)."
+        "Replaced: the results on out-of-distribution data (40 of noise, detected by entropy)."
         in printed
     )
     assert [name for name, found in metrics(run).items() if "ood/AUROC" in found] == ["MAP"]
     assert "ood" not in evaluated(run)["predictives"]["Laplace, probit"]["entropy"]
     data = [*DATA, "--data.data.seed", "3"]
     assert main(["evaluate", str(run), *QUIET, *data]) == 0
-    assert "Replaced: all of the former evaluation, which was of another test set.\n" in (
+    assert "Replaced: all of the earlier evaluation, which was of another test set.\n" in (
         capsys.readouterr().out
     )
     assert list(metrics(run)) == PREDICTIVES and evaluated(run)["ood"] is None
@@ -135,7 +135,7 @@ def test_another_posterior_is_another_evaluation(run, tmp_path, capsys):
     arguments = ["evaluate", str(tmp_path / "other"), *MODEL, *DATA, *QUIET, *out]
     assert main(arguments) == 0
     printed = capsys.readouterr().out
-    assert "all of the former evaluation, which was of another network or posterior" in printed
+    assert "all of the earlier evaluation, which was of another network or posterior" in printed
     assert "ood/AUROC" not in metrics(tmp_path / "out")["MAP"]
 
 
@@ -148,7 +148,7 @@ def test_an_evaluation_that_was_altered_is_not_added_to(run, capsys):
 def test_files_of_others_are_not_overwritten(run, tmp_path, capsys):
     (tmp_path / "evaluation.json").write_text("mine")
     message = refusal(capsys, "evaluate", str(run), *QUIET, "--output", str(tmp_path))
-    assert "holds evaluation.json and no manifest.json" in message
+    assert "holds evaluation.json but no manifest.json" in message
     assert (tmp_path / "evaluation.json").read_text() == "mine"
 
 
@@ -210,7 +210,7 @@ def test_what_is_not_calibrated_yet_is_by_the_validation_set(run, tmp_path, caps
     assert (run / "posterior.json").read_bytes() == before
     printed = capsys.readouterr().out
     names = ["Laplace, mc, last layer", "Laplace, probit, last layer"]
-    assert all(f"{name}: calibrated by 116 held-out loss terms" in printed for name in names)
+    assert all(f"{name}: calibrated on 116 held-out loss terms" in printed for name in names)
     assert IN_SAMPLE in printed and IN_SAMPLE in (tmp_path / "out" / "report.html").read_text()
     predictives = evaluated(tmp_path / "out")["predictives"]
     assert list(predictives) == ["MAP", "MAP, temperature-scaled", *names]
@@ -237,16 +237,16 @@ def test_data_that_may_have_been_trained_on_calibrates_nothing(run, tmp_path, ca
     last, out = ["--predictive.layers", "last"], ["--output", str(tmp_path / "out")]
     assert main(["evaluate", str(run), *QUIET, *last, *other, *out]) == 0
     assert list(metrics(tmp_path / "out")) == ["MAP", "Laplace, probit, last layer, uncalibrated"]
-    assert "that was not trained on" in capsys.readouterr().out
+    assert "that the network was not trained on" in capsys.readouterr().out
 
 
 def test_a_posterior_that_does_not_say_how_its_network_is_built(trained, tmp_path, capsys):
     folder = tmp_path / "run"
     save_posterior(load_posterior(trained, MLP(64, (12,), 8)), folder)
-    assert "does not say how its model is made; pass --model" in refusal(
+    assert "does not say how its model is built; pass --model" in refusal(
         capsys, "evaluate", str(folder)
     )
-    assert "does not say how its data is made; pass --data" in refusal(
+    assert "does not say how its data is built; pass --data" in refusal(
         capsys, "evaluate", str(folder), *MODEL
     )
     assert main(["evaluate", str(folder), *MODEL, *DATA, *QUIET]) == 0
@@ -291,7 +291,7 @@ def test_no_such_path(tmp_path, capsys):
 
 def test_a_folder_without_a_posterior(run, capsys):
     (run / "posterior.json").unlink()
-    assert "posterior.json is missing, which manifest.json speaks of. Put it back" in refusal(
+    assert "posterior.json is missing, which manifest.json lists. Put it back" in refusal(
         capsys, "evaluate", str(run)
     )
     (run / "manifest.json").unlink()
@@ -362,7 +362,7 @@ class NoImages(ImageData):
 
 def test_an_empty_ood_set(trained, capsys):
     options = ["--ood", f"{__name__}.NoImages"]
-    assert "digits has no test images: an empty OOD set" in refusal(
+    assert "digits has no test images, so the OOD set is empty" in refusal(
         capsys, "evaluate", str(trained), *options
     )
 

@@ -57,7 +57,7 @@ def test_evidence_layer_by_layer(checkpoint, tmp_path, capsys):
     for name, delta in found["prior_precision"].items():
         assert f"\n{name:<15}       {delta / NUM_DATA:.2e}\n" in printed
     assert f"{found['evidence'] / NUM_DATA:.4f} at the one found" in printed
-    assert f"go on with: marglik evaluate {folder}" in printed
+    assert f"next: marglik evaluate {folder}" in printed
     files = {"config.yaml", "manifest.json", "model.safetensors"}
     files |= {"posterior.json", "posterior.safetensors"}
     assert {path.name for path in folder.iterdir()} == files
@@ -114,12 +114,12 @@ def test_validation(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--predictive.calibration", "held_out"], "Calibrated by "),
+        (["--predictive.calibration", "held_out"], "Calibrated on "),
         (
             ["--predictive.calibration", "held_out", "--data.data.validation", "0"],
-            "has no validation set. Examples that the network was",
+            "has no validation set. To calibrate it, provide examples that the network was",
         ),
-        ([], "not asked for (--predictive.calibration)"),
+        ([], "--predictive.calibration is none"),
     ],
 )
 def test_what_would_calibrate(options, said, checkpoint, tmp_path, capsys):
@@ -181,7 +181,7 @@ def test_other_likelihoods(problem, tmp_path, capsys):
     checkpoint = ["--checkpoint", str(problem.checkpoint), "--no_progress"]
     command = ["fit", *problem.options, *checkpoint, "--output", str(tmp_path / "fit")]
     assert main(command) == 0
-    assert "Checkpoint: the prefix 'module.' was taken off all names." in capsys.readouterr().out
+    assert "Checkpoint: the prefix 'module.' was removed from all names." in capsys.readouterr().out
     found = read_posterior(tmp_path / "fit")
     assert found["likelihood"] == problem.likelihood
     methods = ["--methods", "[probit, mc, linearised]"]
@@ -240,7 +240,7 @@ REFUSED = {
     "another likelihood": (["--likelihood", "regression"], "'regression' needs the same shape"),
     "no validation data": (
         ["--data.data.validation", "0", "--prior.method", "validation"],
-        "needs validation data, and digits (0, 1, 2, 3, 4, 5, 6, 7) has none",
+        "needs validation data, but digits (0, 1, 2, 3, 4, 5, 6, 7) has none",
     ),
     "validation by groups": (
         ["--prior.method", "validation", "--prior.structure", "kind"],
@@ -298,7 +298,7 @@ def test_an_interrupt_leaves_the_old_run(checkpoint, plain, tmp_path, capsys, mo
     monkeypatch.setattr(Posterior, "log_marginal_likelihood", interrupted)
     arguments = ["fit", *DATA, *MODEL, "--checkpoint", str(checkpoint), "--output", str(run)]
     assert main([*arguments, "--overwrite", "--no_progress"]) == 130
-    assert "interrupted; the same command goes on" in capsys.readouterr().err
+    assert "interrupted; the same command continues" in capsys.readouterr().err
     left = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
     assert left == before
 
@@ -307,7 +307,7 @@ def test_a_checkpoint_in_the_folder_that_would_be_cleared(run, capsys):
     before = {path.name: path.read_bytes() for path in run.iterdir()}
     arguments = ["--checkpoint", str(run / "model.safetensors"), "--output", str(run)]
     message = refusal(capsys, "fit", *DATA, *MODEL, *arguments, "--overwrite")
-    assert "model.safetensors lies in the output folder, which is cleared" in message
+    assert "model.safetensors is in the output folder, whose old files are removed" in message
     assert {path.name: path.read_bytes() for path in run.iterdir()} == before
 
 

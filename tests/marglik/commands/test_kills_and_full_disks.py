@@ -108,7 +108,7 @@ def test_another_pass_is_another_fit(cut_off, fits):
     before = names_in(folder)
     message = refuse([*command, "--curvature.fisher", "exact"])
     assert "config.curvature.fisher is mc there, exact here" in message
-    assert "pass --overwrite to start anew" in message
+    assert "pass --overwrite to start again" in message
     assert names_in(folder) == before - {".lock"}  # which the killed process had
     assert main([*command, "--curvature.fisher", "exact", "--overwrite"]) == 0
     assert names_in(folder) == names_in(fits / "whole")
@@ -128,7 +128,7 @@ def test_training_goes_on_when_there_is_room(trained, tmp_path):
         line = refuse([*TRAINING, "--output", str(folder)])
         assert f"{folder / 'checkpoint' / 'learned'}" in line
         assert "bytes are wanted" in line
-        assert "the same command with --resume goes on from its last checkpoint" in line
+        assert "the same command with --resume continues from its last checkpoint" in line
         assert not [name for name in names_in(folder) if "partial" in name]
         (disk / "filler").unlink()
         assert main([*TRAINING, "--output", str(folder), "--resume"]) == 0
@@ -150,7 +150,7 @@ def test_a_fit_goes_on_when_there_is_room(fits, tmp_path, monkeypatch):
             patched.setattr(fit_module, "_find_prior", find_and_fill)
             line = refuse(command)
         assert f"{disk / 'run' / 'posterior.safetensors'} cannot be written (No space left" in line
-        assert "8,192 are free" in line and "the same command goes on" in line
+        assert "8,192 are free" in line and "the same command continues" in line
         (disk / "filler").unlink()
         monkeypatch.setattr("marglik.posterior.posterior.kronecker_factors", None)  # no second pass
         assert main(command) == 0

@@ -107,7 +107,7 @@ def test_files_of_options(content, message, tmp_path, capsys):
     path.write_bytes(content)
     said = refusal(capsys, "train", "--config", str(path))
     assert message in said and len(said) < 400 + len(str(path))
-    assert "no such file, nor a preset" in refusal(capsys, "train", "--config", str(tmp_path))
+    assert "no such file or preset" in refusal(capsys, "train", "--config", str(tmp_path))
     assert "--config '': no such file" in refusal(capsys, "train", "--config", "")
 
 

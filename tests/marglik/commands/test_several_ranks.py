@@ -156,7 +156,7 @@ def test_numbers_of_ranks_that_cannot_be(capsys, monkeypatch, worlds, tmp_path):
     said = refusal(capsys, *options, "--devices", "3")
     assert "--devices 3: there are 2 GPUs on this machine. Pass 2 or less" in said
     for wrong, words in (
-        (["--batch_size", "1"], "batch_size 1: 2 processes need a batch of 2 examples at least"),
+        (["--batch_size", "1"], "batch_size 1: 2 processes need batches of at least 2 examples"),
         (["--devices", "3"], "--devices 3: torchrun has started 2 processes."),
     ):
         for rank, found in enumerate(worlds.all(2, f"{HERE}:command", *options, *wrong)):
@@ -201,5 +201,5 @@ def test_the_command_starts_ranks_and_torchrun_does(alone, tmp_path):
         assert run.returncode == 2
         errors = [line for line in said.splitlines() if line.startswith("marglik: ")]
         assert len(errors) == 1 and f"Rank 1 of 2 was {words}" in errors[0], said
-        assert "--resume goes on" in errors[0] and "Traceback" not in said
+        assert "--resume continues" in errors[0] and "Traceback" not in said
         assert not any(Path(f"/proc/{child}").exists() for child in children)

@@ -69,9 +69,9 @@ def test_train(width, capsys):
     assert "... and 5 smaller ones" in words
     assert "Their NLL: 0.1000; MAP 0.2000" in words
     assert "-0.0200..+0.0010" in words and "coverage50" not in words
-    assert "Learned less initial weight decay, on the same test examples" in words
+    assert "Learned minus initial weight decay, on the same test examples" in words
     # Six predictives: in blocks that fit, or all beside each other.
-    before = printed[: printed.index("Learned less")]
+    before = printed[: printed.index("Learned minus")]
     assert before.count("test/cls/NLL") == (1 if width == 200 else 2 if width == 80 else 3)
 
 

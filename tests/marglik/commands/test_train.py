@@ -95,7 +95,7 @@ def test_the_baseline_is_compared_on_the_same_examples(run):
             ends = results["intervals"][f"learned, {name}"][key]
             assert high - low < 0.8 * (ends[1] - ends[0])
     page = (run / "report.html").read_text()
-    assert "Learned less initial weight decay, on the same test examples" in page
+    assert "Learned minus initial weight decay, on the same test examples" in page
 
 
 def test_leaves_the_network_and_its_posterior(run):
@@ -184,12 +184,12 @@ def test_table_is_printed(tmp_path, capsys, monkeypatch):
     assert main([*SMALL, *validation, *options, "--output", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "log marginal likelihood per example" in printed
-    assert "Calibrated by 144 held-out loss terms: covariances times " in printed
+    assert "Calibrated on 144 held-out loss terms: covariances times " in printed
     assert "5.0e-04 -> " in printed
     assert "learned, Laplace, mc" in printed and "validation/cls/NLL" in printed
     ends = results_of(tmp_path)["intervals"]["learned, MAP"]["test/cls/accuracy"]
     assert "-".join(f"{end:.4f}" for end in ends) in printed
-    assert f"Written to {tmp_path}; to look at: {tmp_path / 'report.html'}" in printed
+    assert f"Written to {tmp_path}; the report is {tmp_path / 'report.html'}" in printed
     assert any((tmp_path / "tensorboard").iterdir())
 
 
@@ -203,7 +203,7 @@ def test_interrupt_keeps_the_log(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(NetworkTraining, "epoch", interrupted)
     assert main([*SMALL, "--output", str(tmp_path / "run")]) == 130
-    assert "interrupted; the same command with --resume goes on" in capsys.readouterr().err
+    assert "interrupted; the same command with --resume continues" in capsys.readouterr().err
     assert [r["epoch"] for r in read_log(tmp_path / "run")] == [1, 2, 2]
     assert "No posterior in" in refusal(capsys, "evaluate", str(tmp_path / "run"))
 
@@ -222,7 +222,7 @@ def test_the_preset_overwrites_its_own_runs_alone(run, tmp_path, capsys):
     (mine / "model.safetensors").write_text("weeks of work")
     for overwrite in ("--overwrite", "--no_overwrite"):
         message = refusal(capsys, *SMALL, overwrite, "--output", str(mine))
-        assert "holds model.safetensors and no manifest.json" in message
+        assert "holds model.safetensors but no manifest.json" in message
     assert [p.read_text() for p in mine.iterdir()] == ["weeks of work"]
     other = shutil.copytree(run, tmp_path / "run")
     options = [*SMALL[:1], "--config", str(run / "config.yaml"), "--overwrite"]
@@ -233,7 +233,7 @@ def test_the_preset_overwrites_its_own_runs_alone(run, tmp_path, capsys):
     assert results_of(other)["config"]["run"]["epochs"] == 1
     # Without a baseline there is nothing to compare.
     assert "differences" not in results_of(other)
-    assert "Learned less" not in (other / "report.html").read_text()
+    assert "Learned minus" not in (other / "report.html").read_text()
 
 
 def test_all_files_follow_the_umask(run):

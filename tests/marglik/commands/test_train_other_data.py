@@ -259,7 +259,7 @@ def test_wrong_turns_of_sequences(commands, trained, tmp_path, capsys):
         capsys, "evaluate", str(trained / "sequences"), "--output", str(tmp_path / "elsewhere")
     )
     message = refusal(capsys, *command, "--model.num_tokens", "300")
-    assert "but DART has 256 classes; give the model as many outputs (256)" in message
+    assert "but DART has 256 classes; give the model 256 outputs" in message
 
 
 def test_other_data_is_refused(files, trained, capsys):

@@ -223,7 +223,7 @@ def test_what_a_killed_process_was_writing_is_removed(whole):
 
 def test_without_resume_a_run_that_was_cut_off_is_refused(cut_off, whole, capsys):
     before = content(cut_off)
-    assert "--resume to go on with it" in refusal(capsys, *command(cut_off))
+    assert "--resume to continue it" in refusal(capsys, *command(cut_off))
     assert content(cut_off) == before
 
 
@@ -282,7 +282,7 @@ def test_a_folder_of_states_that_is_missing_is_no_silent_restart(cut_off, capsys
     shutil.rmtree(cut_off / "checkpoint")
     before = content(cut_off)
     message = refusal(capsys, *command(cut_off, "--resume", "--overwrite"))
-    assert "cut off, but not the state that it would go on from. Start anew: --over" in message
+    assert "cut off, but no checkpoint to continue from. Start again: --over" in message
     assert content(cut_off) == before
 
 

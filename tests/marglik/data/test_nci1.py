@@ -126,7 +126,7 @@ BROKEN = {
     ),
     "no numbers": (changed("graph_labels", "1\ntwo\n"), "is damaged, or no archive of NCI1's"),
     "fewer labels": (changed("graph_labels", "1\n0\n"), "has 40 graphs, graph_labels 2"),
-    "fewer kinds": (changed("node_labels", "1\n0\n"), "node_labels 2, which should be as many"),
+    "fewer kinds": (changed("node_labels", "1\n0\n"), "node_labels 2, which should be equal"),
     "half an edge": (changed("A", "1, 2, 3"), "A has 3 numbers, which should be even"),
     "no such node": (changed("A", "1, 9999"), "do not fit together"),
     "node zero": (changed("A", "0, 1"), "A has node 0; nodes count from 1"),

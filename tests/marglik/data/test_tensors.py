@@ -116,7 +116,7 @@ def test_impossible_batches_are_named(tmp_path, arguments, message):
 BAD_TENSORS = {
     "missing": ({"y_test": None, **NO_VALIDATION}, r"lacks y_test \(it holds x_test, x_train, y_t"),
     "half a validation": ({"y_validation": None}, "lacks y_validation .*validation set is opt"),
-    "unknown": ({"x_val": torch.zeros(2)}, "holds x_val, which nothing would read; supported are"),
+    "unknown": ({"x_val": torch.zeros(2)}, "holds x_val, which would be ignored; supported are"),
     "lengths": ({"y_train": torch.zeros(9, 1)}, "x_train has 10 examples and y_train 9"),
     "empty": ({"x_test": torch.zeros(0, 2)}, r"x_test is empty \(shape \(0, 2\)\)"),
     "no axis": ({"y_test": torch.tensor(1.0)}, r"y_test is empty \(shape \(\)\)"),

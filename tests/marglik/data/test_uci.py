@@ -74,7 +74,7 @@ def test_files_that_do_not_fit(tmp_path, change, message):
 def test_unknown_sets_and_splits(path):
     with pytest.raises(ValueError, match="no set 'large'; it has tiny"):
         UCI("large", path=path).load()
-    with pytest.raises(ValueError, match="no split 1; splits 0 to 0"):
+    with pytest.raises(ValueError, match="no split 1, only splits 0 to 0"):
         UCI("tiny", 1, path=path).load()
     with pytest.raises(ValueError, match="splits count from 0"):
         UCI("tiny", -1)

@@ -209,7 +209,7 @@ def test_damping_uses_the_damped_determinant():
 def test_states_of_other_posteriors_are_refused():
     la = KronLaplace(network(), "regression")
     la.fit([data("regression").tensors])
-    with pytest.raises(ValueError, match="likelihood 'regression', this object of 'class"):
+    with pytest.raises(ValueError, match="likelihood 'regression', this object for 'class"):
         KronLaplace(network(), "classification").load_state_dict(la.state_dict())
     smaller = KronLaplace(nn.Sequential(nn.Flatten(), nn.Linear(32, 3)), "regression")
     with pytest.raises(ValueError, match="needs a block for every trainable parameter"):

@@ -185,7 +185,7 @@ def test_another_base_is_refused_but_another_head_is_none(tmp_path):
         load_posterior(tmp_path, classifier(base=1))
     changed = classifier()
     changed.base_model.model.model.norm.weight.data[0] += 1e-6
-    with pytest.raises(ValueError, match="their SHA-256 sum is another"):
+    with pytest.raises(ValueError, match="their SHA-256 sums differ"):
         load_posterior(tmp_path, changed)
 
 

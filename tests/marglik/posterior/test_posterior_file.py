@@ -197,7 +197,7 @@ def test_files_of_another_run(folder, tmp_path):
     load_posterior(folder, network())  # the same network: nothing is wrong
     save_posterior(fitted("regression"), tmp_path / "other")
     (tmp_path / "other" / "posterior.safetensors").replace(folder / "posterior.safetensors")
-    with pytest.raises(ValueError, match="posterior.safetensors is not the one .*of another run"):
+    with pytest.raises(ValueError, match="posterior.safetensors is not the one .*from another run"):
         load_posterior(folder, network())
 
 
@@ -301,7 +301,7 @@ def extra_state():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (extra_state, ValueError, "'1._extra_state' in the state dict of Sequential is no tensor"),
+        (extra_state, ValueError, "'1._extra_state' in the state dict of Sequential is a dict"),
         (not_fitted, AttributeError, "call fit\\(\\) first"),
         (vector_mean, ValueError, "has 69 entries; a saved posterior has one number"),
         (trained_on, ValueError, "no longer those that the posterior was fitted at"),

@@ -272,7 +272,7 @@ def test_out_of_distribution_images_of_another_shape(digits, predictives):
     expected = out_of_distribution_metrics(inside, outside)["ood/AUROC"]
     assert found["predictives"]["MAP"]["metrics"]["ood/AUROC"] == pytest.approx(expected)
     empty = replace(others.splits, test=images.select(torch.arange(0)))
-    with pytest.raises(ValueError, match="others has no test images: an empty OOD set"):
+    with pytest.raises(ValueError, match="others has no test images, so the OOD set is empty"):
         evaluate(predictives, digits, "classification", ood=Given(empty))
 
 

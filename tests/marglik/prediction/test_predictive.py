@@ -170,7 +170,7 @@ def test_memory_and_tolerance_reach_the_covariance(monkeypatch):
     calibrate(la, [(x, torch.arange(len(x)) % 3)], config)
     assert given[2:] == [(None, 0.1)]
     assert list(la.calibrations) == ["Laplace, probit, tolerance 0.1"]
-    with pytest.raises(ValueError, match="tolerance 0.1 is not for layers='last'"):
+    with pytest.raises(ValueError, match="tolerance 0.1 is not supported with layers='last'"):
         la.output_distribution(x, "last", tolerance=0.1)
 
 
@@ -283,7 +283,7 @@ def test_a_flat_posterior_is_the_map():
         ),
         (
             {"layers": "last", "variance_tolerance": 0.1},
-            "with layers 'last' is exact without",
+            "with layers 'last' computes none of them",
         ),
         ({"variance_tolerance": -0.1}, "predictive.variance_tolerance must be 0 .exact. or"),
         *(

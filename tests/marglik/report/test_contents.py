@@ -99,7 +99,7 @@ BROKEN = {
     "cut off": (
         "results.json",
         '{"data": "dig',
-        "results.json is not valid JSON: .* Write it anew",
+        "results.json is not valid JSON: .* Write it again",
     ),
     "not an object": ("evaluation.json", "[]", "has the format None, not 'marglik.evaluation'"),
     "a line": ("log.jsonl", '{"kind": "epoch", "epoch": 1, "loss"', r"log.jsonl, line 1 is not"),
@@ -150,10 +150,10 @@ def test_files_without_a_manifest_or_beside_it_are_named(tmp_path):
     folder = write_run(tmp_path / "run", evaluation=None)
     stray = write_run(tmp_path / "other") / "evaluation.json"
     (folder / "evaluation.json").write_bytes(stray.read_bytes())
-    with pytest.raises(ValueError, match="evaluation.json is not of the run in .*Take it away"):
+    with pytest.raises(ValueError, match="evaluation.json is not from the run in .*Remove it"):
         read_run(folder)
     (folder / "manifest.json").unlink()
-    with pytest.raises(ValueError, match="has no manifest.json, so that nothing vouches"):
+    with pytest.raises(ValueError, match="has no manifest.json, which would have the checksum"):
         read_run(folder)
 
 
@@ -201,11 +201,11 @@ WRONG = {
     "no counts": (lambda e: _of_map(e)["reliability"].pop("counts"), "'counts' is a required"),
     "a curve": (
         lambda e: _of_map(e)["roc"]["tpr"].pop(),
-        "roc of 'MAP' should have as many values of each, at least one, but has {'fpr': 50, 'tpr'",
+        "roc of 'MAP' should have lists of the same length, at least 1, but has {'fpr': 50, 'tpr'",
     ),
     "more right": (
         lambda e: _of_map(e)["classes"]["right"].__setitem__(0, 99),
-        "classes of 'MAP': more are right than there are",
+        "classes of 'MAP': more predictions are right than there are",
     ),
     "classes": (
         lambda e: e["classes"].pop(),
@@ -213,7 +213,7 @@ WRONG = {
     ),
     "confusion": (
         lambda e: _of_map(e)["classes"]["confusion"].pop(),
-        "the confusion matrix does not have its counts",
+        "the rows of the confusion matrix do not sum to the counts",
     ),
     "an end": (lambda e: _of_map(e)["intervals"].update({"test/x": [1.0]}), "is too short"),
     "remote image": (

@@ -153,17 +153,17 @@ def test_summary_and_facts_are_there(page):
     for text in (
         "LeNet on digits",
         "Negative log-likelihood nats per example, lower is better",
-        "noise (1,000 examples), resized from 28x28x1 to 8x8x1, told apart by entropy",
+        "noise (1,000 examples), resized from 28x28x1 to 8x8x1, detected by entropy",
         "40 (kept: 40)",
         "94.32–98.14",  # an interval
         "0.0012–0.0345",  # of AURC
         "5.67–34.56",  # of FPR95
         "The ECE has none",
         "Differences from MAP, on the same test examples",
-        "Learned less initial weight decay, on the same test examples",
+        "Learned minus initial weight decay, on the same test examples",
         "−0.0400 to 0.0010",
         "+0.28",
-        "95 % intervals for the chance by which these test examples were drawn",
+        "95 % confidence intervals over the choice of test examples",
         "Confusion matrix: MAP; Laplace, probit",
         "Confusion matrix: Laplace, mc",
         "curvature.kfac_approx",
@@ -199,7 +199,7 @@ def test_evaluations_of_before_have_a_page(tmp_path):
     changed(folder / "results.json", lambda r: [r.pop(name) for name in newer])
     page = page_of(folder)
     assert "has no errors by class." in page.text
-    assert "intervals for the chance" not in page.text and "Confusion" not in page.text
+    assert "intervals over the choice" not in page.text and "Confusion" not in page.text
 
 
 def test_what_differs_stands_out(folder, tmp_path):

@@ -70,6 +70,6 @@ def test_one_of_several_kinds(tmp_path):
     ],
 )
 def test_objects_that_cannot_be_made(spec):
-    with pytest.raises(ValueError, match="could not be made as it was saved") as error:
+    with pytest.raises(ValueError, match="could not be built from its saved arguments") as error:
         build_from_spec(nn.Module, spec)
     assert str(spec.get("class_path")) in str(error.value)

@@ -438,5 +438,7 @@ def test_another_machine_is_a_warning(tmp_path):
     """The state is good, but rounding may differ."""
     Checkpoints(tmp_path, made_with={"threads": 2, "versions": {"torch": "2.15"}}).save({"a": 1})
     here = Checkpoints(tmp_path, made_with={"threads": 2, "versions": {"torch": "2.16"}})
-    with pytest.warns(UserWarning, match="begun with versions.torch 2.15 and goes on with 2.16"):
+    with pytest.warns(
+        UserWarning, match="started with versions.torch 2.15 and continues with 2.16"
+    ):
         assert here.load() == {"a": 1}

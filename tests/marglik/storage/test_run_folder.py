@@ -88,7 +88,7 @@ def test_what_is_not_of_a_run_is_never_overwritten(name, tmp_path):
         (tmp_path / name).mkdir()
     run = RunFolder(tmp_path)
     for overwrite in (False, True):
-        with pytest.raises(FileExistsError, match=f"holds {name} and no manifest.json.*never over"):
+        with pytest.raises(FileExistsError, match=f"holds {name} but no manifest.json.*never over"):
             run.begin("train", PRESET, overwrite=overwrite)
     with pytest.raises(FileExistsError, match="never overwritten"):
         run.adopt("evaluate")
@@ -117,7 +117,7 @@ def test_a_run_that_came_to_nothing_is_in_nobodys_way(tmp_path):
     run.begin("fit", PRESET)
     (tmp_path / "checkpoint" / "fit").mkdir(parents=True)
     (tmp_path / "checkpoint" / "fit" / "state.json").touch()
-    with pytest.raises(FileExistsError, match="pass --overwrite, --resume to go on with it, or"):
+    with pytest.raises(FileExistsError, match="pass --overwrite, --resume to continue it, or"):
         run.begin("fit", PRESET)
 
 
@@ -193,7 +193,7 @@ def test_a_posterior_of_two_processes_is_one_of_them_or_none(first, tmp_path, mo
     try:
         loaded = load_posterior(tmp_path, network())
     except (ValueError, FileNotFoundError) as error:
-        assert any(text in str(error) for text in ("of another run", "missing"))
+        assert any(text in str(error) for text in ("another run", "missing"))
         return
     whole = {"classification": mine, "regression": other}[loaded.likelihood]
     assert loaded.log_marginal_likelihood() == pytest.approx(float(whole.log_marginal_likelihood()))

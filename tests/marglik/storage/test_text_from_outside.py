@@ -20,7 +20,7 @@ def laughs(levels, each=9):
     [
         (laughs(12), f"more than {MOST:,} values"),
         ("a: " + "[" * (DEEPEST + 1), f"more than {DEEPEST} deep"),
-        ("a: &a [1, *a]", r"'\*a' stands for something that it lies in"),
+        ("a: &a [1, *a]", r"'\*a' refers to a node that contains it"),
     ],
 )
 def test_yaml_that_is_larger_than_it_looks(text, message):

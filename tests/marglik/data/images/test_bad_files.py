@@ -33,18 +33,18 @@ BAD_FILES = {
     "nothing": ({}, "it holds nothing"),
     "class only in train": (without(FILES, "test/dog"), "'dog' is in train/ but not in"),
     "class only in test": (without(FILES, "train/dog"), "'dog' is in test/ but not in"),
-    "no class folder": ({**FILES, "train/x.jpg": SMALL}, "'train/x.jpg' lies in no"),
+    "no class folder": ({**FILES, "train/x.jpg": SMALL}, "'train/x.jpg' is not in a class"),
     "other size": (
         {**FILES, "train/dog/004.jpg": SMALL},
         "'train/dog/004.jpg' has 4×3 pixels, but '.*' has 5×6.*resize",
     ),
     "not an image": (
         {**FILES, "train/dog/004.jpg": b"no image"},
-        "'train/dog/004.jpg' cannot be decoded.*Replace it",
+        "'train/dog/004.jpg' cannot be decoded.*Replace or remove it",
     ),
     "truncated image": (
         {**FILES, "test/dog/001.jpg": FILES["test/dog/001.jpg"][:-150]},
-        "'test/dog/001.jpg' cannot be decoded.*Replace it",
+        "'test/dog/001.jpg' cannot be decoded.*Replace or remove it",
     ),
     "16 bits": (
         {**FILES, "test/dog/001.jpg": DEEP},

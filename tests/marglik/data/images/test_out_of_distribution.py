@@ -125,7 +125,7 @@ def test_noise_is_drawn_in_the_shape_and_not_smoothed():
 def test_source_without_test_images_is_named():
     source = Given(random_images(2, 3, 8, 8), "nothing")
     source.splits = replace(source.splits, test=source.splits.test.select(torch.arange(0)))
-    with pytest.raises(ValueError, match="nothing has no test images: an empty OOD set"):
+    with pytest.raises(ValueError, match="nothing has no test images, so the OOD set is empty"):
         out_of_distribution_images(source, like(3, 8, 8))
 
 
