@@ -6,7 +6,7 @@ targets, lets the `Proof` run on the first batches, and then adds the batch part
 part a `Capture` runs the model forward (rules add inputs), and propagates the loss Hessian's
 vectors back (rules add gradients). `CurvaturePass.factors` sums over ranks, scales the sums, and
 calls `CurvaturePass.reset`, which drops all sums and keeps the proof. So a pass can be used again
-for the same model, and then proves nothing anew.
+for the same model, without another proof.
 
 The rules hold the sums. They are made with the first batch and not earlier: only the proof decides
 the rules of derived layers, and only the first outputs decide kfac_approx="auto".
