@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from kfac_backend import KroneckerFactors, kronecker_factors
+from kfac_backend.blocks.corrected import CorrectedBlock
 from tests.random_numbers import error
 from tests.taps import Taps
 
@@ -39,6 +40,16 @@ def assert_blocks(factors: KroneckerFactors, expected: dict[str, Tensor]) -> Non
 
 def _named(name: str):
     return lambda message: f"Block of {name}: {message}"
+
+
+def basis(block: CorrectedBlock) -> Tensor:
+    """The eigenvectors as columns of a dense (P, P) matrix, group by group."""
+    Q_B, Q_A = block.eigen.Q_B, block.eigen.Q_A
+    groups = []
+    for g, of_B in enumerate(Q_B if Q_B.dim() == 3 else [Q_B]):
+        of_A = torch.ones(1, 1).double() if Q_A is None else Q_A[g] if Q_A.dim() == 3 else Q_A
+        groups.append(torch.kron(of_B.contiguous(), of_A.contiguous()))
+    return torch.block_diag(*groups)
 
 
 def assert_reference(reference, examples: list[tuple], outputs: Iterable[Tensor]) -> None:
