@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from kfac_backend import KroneckerFactors, kronecker_factors
 from kfac_backend.blocks.corrected import CorrectedBlock
-from tests.random_numbers import error
+from tests.random_numbers import error, normal
 from tests.taps import Taps
 
 OTHER = {"expand": "reduce", "reduce": "expand"}
@@ -23,6 +23,15 @@ def randomize(module: nn.Module, std: float = 0.7) -> nn.Module:
         for p in module.parameters():
             p.copy_(std * torch.randn(p.shape, generator=generator, dtype=torch.float64))
     return module
+
+
+def with_statistics(model: nn.Module) -> None:
+    """Running statistics that are not those of a new layer."""
+    for seed, (name, buffer) in enumerate(model.named_buffers()):
+        if name.endswith("running_mean"):
+            buffer.copy_(normal(*buffer.shape, seed=seed))
+        elif name.endswith("running_var"):
+            buffer.copy_(1 + normal(*buffer.shape, seed=seed).square())
 
 
 def assert_blocks(factors: KroneckerFactors, expected: dict[str, Tensor]) -> None:
@@ -40,6 +49,15 @@ def assert_blocks(factors: KroneckerFactors, expected: dict[str, Tensor]) -> Non
 
 def _named(name: str):
     return lambda message: f"Block of {name}: {message}"
+
+
+def factors_of(model, data, kfac_approx, **options) -> KroneckerFactors:
+    return kronecker_factors(model, data, "classification", kfac_approx=kfac_approx, **options)
+
+
+def assert_same(first: KroneckerFactors, second: KroneckerFactors) -> None:
+    assert list(first.blocks) == list(second.blocks)
+    assert_blocks(first, {name: second.to_dense(name) for name in second.blocks})
 
 
 def basis(block: CorrectedBlock) -> Tensor:

@@ -5,17 +5,16 @@ from torch import Tensor, nn
 
 from kfac_backend import register_parameters
 from marglik.models import GraphNetwork
-from tests.kfac_backend.block_checks import randomize
+from tests.kfac_backend.block_checks import randomize, with_statistics
 from tests.kfac_backend.layers import attention_models, padded_models, tied_models
 from tests.kfac_backend.layers.attention_models import CAUSAL, PADDING, Attending, Layered, Stack
 from tests.kfac_backend.layers.padded_models import (
     TOKENS,
+    Folded,
     Padded,
     PaddedTokens,
     PaddedTransformer,
 )
-from tests.kfac_backend.layers.test_elementwise import with_statistics
-from tests.kfac_backend.layers.test_modes_of_axes import Folded
 from tests.marglik.some_graphs import some_graphs
 from tests.random_numbers import normal
 

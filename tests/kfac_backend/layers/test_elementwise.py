@@ -15,6 +15,7 @@ from tests.kfac_backend.block_checks import (
     MODES,
     assert_blocks,
     randomize,
+    with_statistics,
 )
 from tests.oracles import (
     dense_ggn_blocks,
@@ -112,15 +113,6 @@ def setting(name: str, **options) -> tuple[nn.Module, Tensor, Tensor]:
     with_statistics(model)
     x = normal(4, *shape, seed=3)
     return model, x, torch.arange(model(x)[..., 0].numel()).view(model(x).shape[:-1]) % 3
-
-
-def with_statistics(model: nn.Module) -> None:
-    """Running statistics that are not those of a new layer."""
-    for seed, (name, buffer) in enumerate(model.named_buffers()):
-        if name.endswith("running_mean"):
-            buffer.copy_(normal(*buffer.shape, seed=seed))
-        elif name.endswith("running_var"):
-            buffer.copy_(1 + normal(*buffer.shape, seed=seed).square())
 
 
 def of_layer(blocks: dict[str, Tensor]) -> dict[str, Tensor]:

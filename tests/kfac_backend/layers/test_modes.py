@@ -17,9 +17,11 @@ from tests.kfac_backend.block_checks import (
     MODES,
     OTHER,
     assert_blocks,
+    assert_same,
+    factors_of,
     randomize,
 )
-from tests.kfac_backend.layers.test_modes_of_axes import Folded, assert_same, factors_of
+from tests.kfac_backend.layers.padded_models import Folded
 from tests.random_numbers import error, normal
 
 

@@ -5,49 +5,21 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend import (
-    KroneckerFactors,
     examples_of_rows,
-    kronecker_factors,
 )
 from tests.kfac_backend.block_checks import (
     MODES,
     OTHER,
     assert_blocks,
+    assert_same,
+    factors_of,
     randomize,
 )
 from tests.kfac_backend.layers.attention_models import CAUSAL, PADDING, Attending, batch_of
+from tests.kfac_backend.layers.padded_models import Folded
 from tests.oracles import layer_jacobians, loss_hessian
 from tests.positions import positions_of
 from tests.random_numbers import error, normal
-
-
-def factors_of(model, data, kfac_approx, **options) -> KroneckerFactors:
-    return kronecker_factors(model, data, "classification", kfac_approx=kfac_approx, **options)
-
-
-def assert_same(first: KroneckerFactors, second: KroneckerFactors) -> None:
-    assert list(first.blocks) == list(second.blocks)
-    assert_blocks(first, {name: second.to_dense(name) for name in second.blocks})
-
-
-class Folded(nn.Module):
-    """A layer on K rows of each example, whose rows are told or are an axis of its input."""
-
-    def __init__(self, layer: nn.Module, index=None, by_roots: bool = True, out: int = 4):
-        super().__init__()
-        self.layer, self.head, self.index = layer, nn.Linear(out, 3), index
-        self.by_roots = by_roots
-
-    def forward(self, x: Tensor) -> Tensor:  # (N, K, ...)
-        (N, K), index = x.shape[:2], self.index
-        if index is None:
-            index = torch.arange(N).repeat_interleave(K)
-        with examples_of_rows(index, N, by_roots=self.by_roots):
-            f = self.layer(x.flatten(0, 1))
-        f = f.tanh() if isinstance(self.layer, nn.Linear) else f.movedim(1, -1).tanh()
-        f = f.unflatten(0, (N, K)).flatten(1, -2)
-        weight = torch.linspace(-1, 2, f.shape[1], dtype=f.dtype, device=f.device)
-        return self.head(weight @ f)
 
 
 class Axes(Folded):

@@ -1,12 +1,10 @@
 """Models in the style of Hugging Face: mappings in, objects out; adapters; recurrent cells."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 import torch.nn.functional as F
 from laplace import Laplace
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
 
 from kfac_backend import counted_positions, kronecker_factors
@@ -14,16 +12,8 @@ from kfac_backend.laplace.interface import KfacGGN
 from marglik import KronLaplace, marglik_training
 from marglik.training.loaders import CountedLoader
 from tests import oracles
-
-MODES = ["expand", "reduce"]
-
-
-@dataclass
-class Output:
-    """What such models return."""
-
-    logits: Tensor
-    loss: Tensor | None = None
+from tests.kfac_backend.block_checks import MODES
+from tests.kfac_backend.model.language import Output
 
 
 class Conv1D(nn.Module):

@@ -5,13 +5,8 @@ import torch
 from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
-from tests.kfac_backend.model.test_language_models import (
-    IGNORED,
-    MODES,
-    V,
-    assert_same_blocks,
-    batch_of,
-)
+from tests.kfac_backend.block_checks import MODES
+from tests.kfac_backend.model.language import IGNORED, V, assert_same_blocks, batch_of
 
 transformers = pytest.importorskip("transformers")
 

@@ -19,9 +19,8 @@ from kfac_backend.options import CurvatureOptions
 from marglik.models import GPT, VisionTransformer
 from tests import oracles
 from tests.kfac_backend.block_checks import MODES, randomize
-from tests.kfac_backend.layers import test_all_torch_layers as all_layers
-from tests.kfac_backend.layers import tied_models
-from tests.kfac_backend.networks import convolution_flops, data, network
+from tests.kfac_backend.layers import tied_models, torch_layers
+from tests.kfac_backend.networks import Functional, convolution_flops, data, network
 from tests.random_numbers import error, normal
 
 
@@ -67,9 +66,9 @@ def assert_blocks_of_a_pass(model, x, y, likelihood="classification", **options)
 
 
 @pytest.mark.parametrize("kfac_approx", MODES)
-@pytest.mark.parametrize("name", [n for n in all_layers.RIGHT if not n.startswith("Lazy")])
+@pytest.mark.parametrize("name", [n for n in torch_layers.RIGHT if not n.startswith("Lazy")])
 def test_all_layers_of_torch(name, kfac_approx):
-    model, x = all_layers.around(all_layers.RIGHT, name)
+    model, x = torch_layers.around(torch_layers.RIGHT, name)
     if not name.startswith("Transformer"):  # whose batch axis is the second
         x = x.repeat(3, *[1] * (x.dim() - 1))
     if x.is_floating_point():
@@ -631,18 +630,6 @@ def test_the_graph_is_freed(fisher, backward):
         assert alive[0]() is None
     finally:
         gc.enable()
-
-
-class Functional(nn.Module):
-    """A weight that no hook sees, and a layer; a second use of the weight cannot be followed."""
-
-    def __init__(self, twice):
-        super().__init__()
-        self.first, self.fc, self.twice = nn.Linear(3, 3), nn.Linear(3, 2, bias=False), twice
-
-    def forward(self, x):
-        x = F.linear(torch.tanh(self.first(x)), self.fc.weight)
-        return x * self.fc.weight.sum() if self.twice else x
 
 
 def test_what_no_hook_sees_keeps_its_plain_gradient_and_is_named():
