@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from kfac_backend import KroneckerFactors, kronecker_factors
 from kfac_backend.blocks.corrected import CorrectedBlock
-from tests.random_numbers import error, normal
+from tests.random_numbers import normal
 from tests.taps import Taps
 
 OTHER = {"expand": "reduce", "reduce": "expand"}
@@ -74,14 +74,6 @@ def assert_reference(reference, examples: list[tuple], outputs: Iterable[Tensor]
     """A reference model makes the model's outputs, one tensor for each example."""
     for example, f in zip(examples, outputs, strict=True):
         assert_close(reference(Taps(), *example), f, rtol=1e-12, atol=1e-12)
-
-
-def assert_modes_differ(model, data, likelihood: str, names, least: float = 0.02) -> None:
-    """Negative control: expand and reduce give these parameters different blocks."""
-    blocks = [kronecker_factors(model, data, likelihood, kfac_approx=mode) for mode in MODES]
-    for name in names:
-        first, second = (factors.to_dense(name) for factors in blocks)
-        assert error(first, second) > least, name
 
 
 def assert_batches_do_not_matter(

@@ -2,6 +2,8 @@
 
 from torch import nn
 
+from tests.kfac_backend.layers.convolution_checks import PixelsLast
+
 
 class ScaledSum(nn.Module):
     """c Σ_r x_r over all axes between batch and features."""
@@ -12,13 +14,6 @@ class ScaledSum(nn.Module):
 
     def forward(self, x):
         return self.c * x.flatten(1, -2).sum(1)
-
-
-class ChannelsLast(nn.Module):
-    """(N, C, H, W) as (N, H, W, C)."""
-
-    def forward(self, x):
-        return x.permute(0, 2, 3, 1)
 
 
 def linear_layers(depth, bias=False):
@@ -43,8 +38,30 @@ def pooled_circular_convolutions():
     ]
 
 
+def circular_lines():
+    options = {"padding": 1, "padding_mode": "circular"}
+    layers = [nn.Conv1d(2, 3, 3, **options), nn.Conv1d(3, 4, 3, **options)]
+    return [*layers, nn.AdaptiveAvgPool1d(1), nn.Flatten()]
+
+
+def pooled_volumes():
+    layers = [nn.Conv3d(2, 3, 2, stride=2), nn.AdaptiveAvgPool3d(1)]
+    return [*layers, nn.Flatten(), nn.Linear(3, 2)]
+
+
+def upsampled_images():
+    """An output per pixel, made of one input pixel as the kernel is the stride."""
+    return [nn.Conv2d(2, 3, 1), nn.ConvTranspose2d(3, 2, 2, stride=2), PixelsLast()]
+
+
+def averaged_lines():
+    """All input pixels of the transposed convolution write the same onto the mean."""
+    layers = [nn.Conv1d(2, 3, 1), nn.ConvTranspose1d(3, 2, 3, stride=2)]
+    return [*layers, nn.AdaptiveAvgPool1d(1), nn.Flatten()]
+
+
 def pointwise_convolutions():
-    return [nn.Conv2d(3, 4, 1, bias=False), nn.Conv2d(4, 2, 1, bias=False), ChannelsLast()]
+    return [nn.Conv2d(3, 4, 1, bias=False), nn.Conv2d(4, 2, 1, bias=False), PixelsLast()]
 
 
 SINGLE, DEEP = 0, 2
@@ -63,5 +80,9 @@ CASES = {
         pooled_circular_convolutions,
         (5, 3, 4, 5),
     ),
+    "circular convolutions of lines": ("reduce", circular_lines, (4, 2, 5)),
+    "convolution of volumes": ("reduce", pooled_volumes, (4, 2, 4, 3, 2)),
+    "transposed convolution, kernel = stride": ("expand", upsampled_images, (3, 2, 3, 2)),
+    "transposed convolution, averaged": ("reduce", averaged_lines, (4, 2, 4)),
     "pointwise convolutions, an output per pixel": ("expand", pointwise_convolutions, (5, 3, 3, 2)),
 }

@@ -11,7 +11,6 @@ from tests.kfac_backend.block_checks import (
     MODES,
     assert_batches_do_not_matter,
     assert_blocks,
-    assert_modes_differ,
     assert_reference,
     parts,
     randomize,
@@ -26,7 +25,7 @@ from tests.kfac_backend.layers.attention_models import (
 )
 from tests.oracles import ggn_blocks
 from tests.random_numbers import error, normal
-from tests.taps import reference_blocks
+from tests.taps import reference_blocks, reference_blocks_of_modes
 
 CASES = {
     # name: (options of the module, inputs beside query and key, widths of query, key, value)
@@ -55,37 +54,29 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_reference_is_the_model(case):
-    options, more, d = CASES[case]
-    model, batch = randomize(Attending(False, **options)), batch_of(False, d=d, **more)
-    assert_reference(attending, examples_of(model, batch), model(batch))
+POOLED = [(case, True) for case in CASES]
+PER_POSITION = [(case, False) for case in ("packed", "key padding", "all at once")]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("pool", [True, False])
-@pytest.mark.parametrize("case", CASES)
-def test_blocks_are_those_of_the_definition(case, pool, mode):
+@pytest.mark.parametrize(("case", "pool"), POOLED + PER_POSITION)
+def test_blocks_are_those_of_the_definition(case, pool):
     options, more, d = CASES[case]
     model, batch = randomize(Attending(pool, **options)), batch_of(pool, d=d, **more)
-    expected = reference_blocks(attending, examples_of(model, batch), "classification", mode)
+    examples = examples_of(model, batch)
+    assert_reference(attending, examples, model(batch))
     appended = {"attention.bias_k", "attention.bias_v"} if case == "appended key" else set()
-    assert set(expected) | appended == {name for name, _ in model.named_parameters()}
-    factors = kronecker_factors(model, [batch], "classification", kfac_approx=mode)
     exact = ggn_blocks(model, lambda run: run(batch), "classification") if appended else {}
-    assert_blocks(factors, {name: exact[name] for name in appended})
-    assert_blocks(factors, expected)
-    several = parts(batch, [1, 2])
-    assert_batches_do_not_matter(model, several, "classification", mode, factors)
-
-
-@pytest.mark.parametrize("case", ["packed", "key padding", "causal"])
-def test_modes_differ(case):
-    options, more, d = CASES[case]
-    for pool in (True, False):
-        model, batch = randomize(Attending(pool, **options)), batch_of(pool, d=d, **more)
-        weights = ["attention.in_proj_weight", "attention.out_proj.weight"]
-        assert_modes_differ(model, [batch], "classification", weights)
+    expected = reference_blocks_of_modes(attending, examples, "classification")
+    for mode in MODES:
+        assert set(expected[mode]) | appended == {name for name, _ in model.named_parameters()}
+        factors = kronecker_factors(model, [batch], "classification", kfac_approx=mode)
+        assert_blocks(factors, {name: exact[name] for name in appended})
+        assert_blocks(factors, expected[mode])
+        several = parts(batch, [1, 2])
+        assert_batches_do_not_matter(model, several, "classification", mode, factors)
+    for name in ("attention.in_proj_weight", "attention.out_proj.weight"):  # the modes differ
+        if name in factors.blocks:
+            assert error(*(blocks[name] for blocks in expected.values())) > 0.02
 
 
 @pytest.mark.parametrize("case", ["packed", "causal", "key padding", "zero attention"])

@@ -11,13 +11,10 @@ from kfac_backend.layers import Use
 from kfac_backend.layers.registry import RULES
 from kfac_backend.layers.rows import Rows
 from kfac_backend.layers.transposed_convolution import ConvTransposeRule
-from tests import oracles
 from tests.kfac_backend.block_checks import MODES, assert_blocks
 from tests.kfac_backend.covariance.posteriors import brute_force, posterior
 from tests.kfac_backend.layers.rule_checks import assert_sums, some_vectors, sums_of
-from tests.oracles import Use as OracleUse
-from tests.oracles import kfac_blocks_from_uses, layer_blocks, loss_hessians
-from tests.positions import TRANSPOSED, positions_of
+from tests.oracles import kfac_blocks_from_uses, layer_blocks, layer_uses, loss_hessians
 from tests.random_numbers import error, normal
 
 SIZES = {
@@ -66,6 +63,11 @@ def test_a_mode_for_rows_and_one_for_pixels(layer_type, of_pixels):
         assert_close(found[name], expected[name])
 
 
+def uses_of_both(model, x, *layers):
+    """Of the weight that two layers share."""
+    return [layer_uses(model, name, x)[f"{name}.weight", 0][0] for name in layers]
+
+
 class Twice(nn.Module):
     """Two layers of other options with one weight."""
 
@@ -94,7 +96,7 @@ def test_one_weight_in_layers_of_other_options(layer_type, mode):
     model = Twice(layer_type, *OPTIONS_OF_BOTH[kind]).double()
     x = normal(3, 2, *[2] * len(SIZES[layer_type]))
     factors = kronecker_factors(model, [(x, torch.zeros(3, 2))], "regression", kfac_approx=mode)
-    uses = {("first.weight", 0): [oracle_use(model, name, x) for name in ("first", "second")]}
+    uses = {("first.weight", 0): uses_of_both(model, x, "first", "second")}
     hessians = loss_hessians(list(model(x).detach()), "regression")
     assert_blocks(factors, kfac_blocks_from_uses(uses, hessians, mode))
 
@@ -117,18 +119,9 @@ def test_one_weight_in_a_convolution_and_in_a_transposed_one(layer_type, back, o
     x = normal(3, 2, 3, *[2] * (len(SIZES[back]) - 1))
     model = model.double()
     factors = kronecker_factors(model, [(x, torch.zeros(3, 2))], "regression", kfac_approx=mode)
-    uses = {("0.weight", 0): [oracle_use(model, name, x) for name in ("0", "2")]}
+    uses = {("0.weight", 0): uses_of_both(model, x, "0", "2")}
     hessians = loss_hessians(list(model(x).detach()), "regression")
     assert_blocks(factors, kfac_blocks_from_uses(uses, hessians, mode))
-
-
-def oracle_use(model, name, x):
-    """The inputs and Jacobians of a layer of one group for all examples."""
-    layer = model.get_submodule(name)
-    a, b = oracles.layer_jacobians(model, name, x)
-    found = [positions_of(layer, a_n, b_n)[0] for a_n, b_n in zip(a, b, strict=True)]
-    transposed = isinstance(layer, TRANSPOSED)
-    return OracleUse([a for _, a, _ in found], [b for _, _, b in found], input_first=transposed)
 
 
 @pytest.mark.parametrize(

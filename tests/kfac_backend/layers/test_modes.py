@@ -73,12 +73,11 @@ MAPPINGS = {
 }
 
 
-@pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("name", MAPPINGS)
-def test_mappings_are_the_single_modes_layer_by_layer(name, batched):
+def test_mappings_are_the_single_modes_layer_by_layer(name):
     mapping, reduced = MAPPINGS[name]
     model, data = setting()
-    factors = factors_of(model, data, mapping, batched=batched)
+    factors = factors_of(model, data, mapping)
     assert factors.options.kfac_approx == mapping
     single = {mode: factors_of(model, data, mode) for mode in MODES}
     for parameter in factors.blocks:

@@ -58,16 +58,15 @@ SHARING = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("second", MODES)
 @pytest.mark.parametrize("first", MODES)
 @pytest.mark.parametrize("name", SHARING)
-def test_a_mode_for_each_axis(name, first, second, batched):
+def test_a_mode_for_each_axis(name, first, second):
     build, shape, sizes, axes = SHARING[name]
     model, x, y = randomize(build()), normal(*shape, seed=2), torch.tensor([0, 1, 2])
     mapping = {"*": dict(zip(axes, (first, second), strict=True))}
     expected = blocks_by_loops(model, x, sizes, (first, second))
-    for batches in ([(x, y)], [(x[:1], y[:1]), (x[1:], y[1:])]):
+    for batches, batched in (([(x, y)], False), ([(x[:1], y[:1]), (x[1:], y[1:])], True)):
         factors = factors_of(model, batches, mapping, batched=batched)
         assert_blocks(factors, expected)
     for others in ((OTHER[first], second), (first, OTHER[second])):  # negative controls
@@ -77,7 +76,7 @@ def test_a_mode_for_each_axis(name, first, second, batched):
         assert_same(factors, factors_of(model, [(x, y)], first))
     half = nn.Parameter(model.layer.bias.detach(), requires_grad=False)
     model.layer.bias = half  # a frozen bias leaves the weight's block as it is
-    alone = factors_of(model, [(x, y)], mapping, batched=batched)
+    alone = factors_of(model, [(x, y)], mapping)
     assert "layer.bias" not in alone.blocks
     assert_blocks(alone, {"layer.weight": expected["layer.weight"]})
 
@@ -149,17 +148,16 @@ OTHER_LAYERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", OTHER_LAYERS)
-def test_the_same_mode_for_all_axes(name, mode, batched):
+def test_the_same_mode_for_all_axes(name, mode):
     build, shape = OTHER_LAYERS[name]
     model, x, y = randomize(build()), normal(*shape), torch.tensor([0, 1, 2])
     mapping = {"layer": {"rows": mode, "space": mode}, "head": "expand"}
-    factors = factors_of(model, [(x, y)], mapping, batched=batched)
+    factors = factors_of(model, [(x, y)], mapping, batched=True)
     assert_same(factors, factors_of(model, [(x, y)], mode))
     for mixed in ({"rows": mode, "space": OTHER[mode]}, {"rows": OTHER[mode], "space": mode}):
-        other = factors_of(model, [(x, y)], {"layer": mixed, "head": "expand"}, batched=batched)
+        other = factors_of(model, [(x, y)], {"layer": mixed, "head": "expand"})
         for parameter in ("layer.weight", "layer.bias"):
             assert error(other.to_dense(parameter), factors.to_dense(parameter)) > 0.05
 
@@ -196,8 +194,7 @@ USED_TWICE = {
 }
 
 
-@pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "batched"), [("expand", True), ("reduce", False)])
 @pytest.mark.parametrize("frozen", [None, "layer.bias", "layer.weight"])
 @pytest.mark.parametrize("name", USED_TWICE)
 def test_a_layer_whose_rows_are_told_in_some_uses(name, frozen, mode, batched):
