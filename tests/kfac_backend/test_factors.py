@@ -106,8 +106,12 @@ def test_batches_of_any_size_give_what_one_batch_gives(kfac_approx, fisher):
     parts = zip(x.split([1, 4, 2]), y.split([1, 4, 2]), strict=True)
     in_parts = kronecker_factors(model, parts, "classification", **options)
     assert_same(in_parts, whole)
-    assert in_parts.num_data == whole.num_data == 7
     assert in_parts.loss == pytest.approx(whole.loss)
+    loss = nn.functional.cross_entropy(model(x), y, reduction="sum")
+    assert whole.loss == pytest.approx(loss.item())
+    for factors in (whole, in_parts):
+        counts = factors.num_data, factors.num_outputs, factors.num_loss_terms
+        assert counts == (7, 3, 7)
     # Negative control: other data, other factors.
     less = kronecker_factors(model, [(x[:6], y[:6])], "classification", **options)
     assert (less.blocks["0.weight"].A - whole.blocks["0.weight"].A).abs().max() > 1e-3
@@ -158,16 +162,7 @@ def test_monte_carlo_fisher_converges_to_the_exact_one(kfac_approx):
         assert_close(mc.blocks["0.weight"].A, exact.blocks["0.weight"].A)
         return max(differences)
 
-    assert error(1500) < 0.1 < error(2)
-
-
-def test_loss_and_counts():
-    model, (x, y) = network(), data()
-    factors = kronecker_factors(model, [(x, y)], "classification")
-    assert factors.loss == pytest.approx(
-        nn.functional.cross_entropy(model(x), y, reduction="sum").item()
-    )
-    assert (factors.num_data, factors.num_outputs, factors.num_loss_terms) == (7, 3, 7)
+    assert error(1000) < 0.12 < error(2)
 
 
 def test_frozen_parameters_have_no_block_and_others_do_not_change():
@@ -192,25 +187,6 @@ def test_the_model_is_left_as_it_was():
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
     for name, p in model.state_dict().items():
         assert_close(p, before[name], rtol=0, atol=0)
-
-
-def test_no_weight_gradient_is_computed():
-    """After the first batch's verification no layer sees a weight that asks for a gradient."""
-    model, (x, y) = network(), data()
-    seen = []
-    for layer in model:
-        for name, _ in layer.named_parameters():
-            layer.register_forward_hook(
-                lambda layer, args, output, name=name: seen.append(
-                    getattr(layer, name).requires_grad
-                )
-            )
-    curvature = CurvaturePass(model, "classification")
-    curvature.add(x, y)
-    assert any(seen)  # the verification
-    seen.clear()
-    curvature.add(x, y)
-    assert len(seen) == 11 and not any(seen)
 
 
 def test_works_under_no_grad():
@@ -288,18 +264,9 @@ def test_unsupported_diagonal_is_the_exact_diagonal(fisher):
         expected = oracles.empirical_fisher_blocks(model, x, y, "classification")
     for name in ("norm.weight", "norm.bias"):
         assert_close(factors.to_dense(name), torch.diag(expected[name].diagonal()))
-    plain = kronecker_factors(WithAffineNormFrozen(model), batches, "classification", fisher=fisher)
-    assert_close(factors.to_dense("first.weight"), plain.to_dense("model.first.weight"))
-
-
-class WithAffineNormFrozen(nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-        model.norm.requires_grad_(False)
-
-    def forward(self, x):
-        return self.model(x)
+    model.norm.requires_grad_(False)
+    plain = kronecker_factors(model, batches, "classification", fisher=fisher)
+    assert_close(factors.to_dense("first.weight"), plain.to_dense("first.weight"))
 
 
 def test_layers_that_take_no_part_have_a_zero_block():
@@ -324,13 +291,6 @@ def test_factors_are_float32_at_least(dtype):
         assert block.A is None or block.A.dtype == expected
 
 
-def test_autocast_does_not_lower_the_gram_matrices():
-    model, (x, y) = network().float(), data()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        factors = kronecker_factors(model, [(x.float(), y)], "classification")
-    assert all(block.B.dtype == torch.float32 for block in factors.blocks.values())
-
-
 def test_a_batch_that_fails_halfway_cannot_be_skipped_in_silence():
     model, (x, y) = network(), data()
     curvature = CurvaturePass(model, "classification")
@@ -345,14 +305,6 @@ def test_a_batch_that_fails_halfway_cannot_be_skipped_in_silence():
     assert_same(curvature.factors(), kronecker_factors(model, [(x, y)], "classification"))
     with pytest.raises(ValueError, match="since the last factors"):
         curvature.factors()
-
-
-@pytest.mark.parametrize("kfac_approx", MODES)
-def test_batched_vectors_give_what_a_loop_gives(kfac_approx):
-    model, (x, y) = network(), data()
-    options = {"likelihood": "classification", "kfac_approx": kfac_approx}
-    looped = kronecker_factors(model, [(x, y)], **options)
-    assert_same(kronecker_factors(model, [(x, y)], batched=True, **options), looped)
 
 
 @pytest.mark.parametrize("kfac_approx", MODES)

@@ -44,8 +44,7 @@ CONSTANTS = {
 
 
 @pytest.mark.filterwarnings("ignore:Treated as constants")
-@pytest.mark.parametrize("N", [1, 3, 4, 7])
-@pytest.mark.parametrize("kfac_approx", MODES)
+@pytest.mark.parametrize(("N", "kfac_approx"), [(1, "expand"), (3, "reduce"), (7, "expand")])
 @pytest.mark.parametrize("unsupported", CONSTANTS)
 def test_a_run_that_no_derivative_goes_through_is_no_use(unsupported, kfac_approx, N):
     children = {"fc": nn.Linear(4, 2)} | CONSTANTS[unsupported]
@@ -182,7 +181,7 @@ KEYS = {
 }
 
 
-@pytest.mark.parametrize("N", [2, 3, 4, 5, 40])
+@pytest.mark.parametrize("N", [2, 5, 40])
 @pytest.mark.parametrize("key", KEYS)
 def test_examples_in_another_order_are_seen(key, N):
     """Also where the first batch happens to be in order."""
