@@ -5,7 +5,6 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.func import jacrev
 from torch.testing import assert_close
 
 from experiments.timing import peak_memory
@@ -58,29 +57,13 @@ def factors(model, data=None, **options):
 
 def blocks_by_loops(model, x, kfac_approx):
     """Of the output layer, the hidden layer and the tokens: B, A (dense), by loops."""
-    one_hot = torch.eye(V, dtype=torch.float64)[x]  # (N, R, V)
-    a = torch.tanh(model.hidden(model.tokens(x))).detach()
-    inputs = {"tokens": one_hot, "hidden": model.tokens(x).detach(), "head": a}
-    outputs = {"tokens": model.tokens(x), "hidden": model.hidden(model.tokens(x))}
-    outputs["head"] = model.head(a)
-    behind = {
-        "head": lambda z: z,
-        "hidden": lambda z: model.head(torch.tanh(z)),
-        "tokens": lambda z: model.head(torch.tanh(model.hidden(z))),
+    hessians = oracles.loss_hessians(list(model(x).detach()), "classification")
+    return {
+        name: oracles.kfac_from_uses(
+            oracles.layer_uses(model, name, x)[f"{name}.weight", 0], hessians, kfac_approx
+        )
+        for name in ("tokens", "hidden", "head")
     }
-    found = {}
-    for name, a in inputs.items():
-        rows = a.flatten(0, 1) if kfac_approx == "expand" else a.mean(1)
-        A = sum(torch.outer(row, row) for row in rows) / len(rows)
-        B = 0
-        for z in outputs[name].detach():
-            J = jacrev(behind[name])(z).detach()  # (R', C, R, d)
-            for term, f in zip(J, behind[name](z).detach(), strict=True):
-                root = oracles.loss_hessian(f, "classification")
-                each = term.sum(1, keepdim=True) if kfac_approx == "reduce" else term
-                B = B + sum(b.T @ root @ b for b in each.unbind(1))
-        found[name] = B, A
-    return found
 
 
 @pytest.mark.parametrize("kfac_approx", MODES)

@@ -6,15 +6,13 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call, jacrev
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
 from kfac_backend.blocks.sketch import Frame
 from kfac_backend.covariance.joint import JointCovariance, joint_covariance
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.layers import ExampleGradients
-from tests.kfac_backend.covariance.posteriors import NETWORKS, posterior
+from tests.kfac_backend.covariance.posteriors import NETWORKS, jacobians, posterior
 from tests.kfac_backend.networks import OwnNorm
 
 
@@ -86,21 +84,11 @@ def case(name):
 
 def brute_force(model, x, dense):
     """J(X) Σ J(X)ᵀ of each set, (T, q·C, q·C)."""
-    parameters = {n: p.detach() for n, p in model.named_parameters() if n in dense}
-
-    def outputs(p, x):
-        with sdpa_kernel(SDPBackend.MATH):
-            return functional_call(model, p, (x,))
-
     sets = []
     for x_t in x:
-        one_by_one = [jacrev(outputs)(parameters, x_n[None]) for x_n in x_t]
-        total = 0
-        for name, covariance in dense.items():
-            J = torch.cat([J_n[name].flatten(2)[0] for J_n in one_by_one])  # (q·C, P)
-            total = total + J @ torch.linalg.solve(covariance, J.mT)
-        sets.append(total)
-    return torch.stack(sets).detach()
+        J = {n: J_n.flatten(0, 1) for n, J_n in jacobians(model, x_t, dense).items()}  # (q·C, P)
+        sets.append(sum(J[n] @ torch.linalg.solve(dense[n], J[n].mT) for n in dense))
+    return torch.stack(sets)
 
 
 def blocks_of(covariance, f):

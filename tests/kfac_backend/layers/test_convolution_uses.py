@@ -13,27 +13,10 @@ from kfac_backend.layers.rows import Rows
 from kfac_backend.layers.transposed_convolution import ConvTransposeRule
 from tests.kfac_backend.block_checks import MODES, assert_blocks
 from tests.kfac_backend.covariance.posteriors import brute_force, posterior
+from tests.kfac_backend.layers.convolution_checks import SIZES, network
 from tests.kfac_backend.layers.rule_checks import assert_sums, some_vectors, sums_of
 from tests.oracles import kfac_blocks_from_uses, layer_blocks, layer_uses, loss_hessians
 from tests.random_numbers import error, normal
-
-SIZES = {
-    nn.Conv1d: (6,),
-    nn.Conv2d: (4, 5),
-    nn.Conv3d: (3, 4, 3),
-    nn.ConvTranspose1d: (4,),
-    nn.ConvTranspose2d: (3, 2),
-    nn.ConvTranspose3d: (2, 3, 2),
-}
-
-
-def network(layer_type, options):
-    torch.manual_seed(0)
-    layer = layer_type(4, 2, **options)
-    model = nn.Sequential(layer, nn.Tanh(), nn.Flatten(), nn.LazyLinear(3)).double()
-    x = torch.randn(3, 4, *SIZES[layer_type], dtype=torch.float64)
-    model(x)
-    return model, x
 
 
 @pytest.mark.parametrize(
@@ -138,7 +121,7 @@ def test_one_weight_in_a_convolution_and_in_a_transposed_one(layer_type, back, o
     ],
 )
 def test_covariance_of_outputs_is_that_of_the_dense_jacobian(layer_type, options):
-    model, x = network(layer_type, options)
+    model, x = network(layer_type(4, 2, **options))
     blocks, dense = posterior(model, x)
     expected = brute_force(model, x, dense)
     for way in ({"memory": 1}, {"batched": True}):
@@ -146,11 +129,11 @@ def test_covariance_of_outputs_is_that_of_the_dense_jacobian(layer_type, options
         assert_close(covariance(x)[1], expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize(("frozen", "mode"), [("0.weight", "expand"), ("0.bias", "reduce")])
+@pytest.mark.parametrize(("frozen", "mode"), [("2.weight", "expand"), ("2.bias", "reduce")])
 @pytest.mark.parametrize("layer_type", SIZES)
 def test_half_frozen_layer(layer_type, frozen, mode):
-    model, x = network(layer_type, {"kernel_size": 2, "stride": 2, "padding": 1})
-    expected = layer_blocks(model, "0", x, "classification", mode)
+    model, x = network(layer_type(4, 2, 2, stride=2, padding=1))
+    expected = layer_blocks(model, "2", x, "classification", mode)
     model.get_parameter(frozen).requires_grad_(False)
     blocks, dense = posterior(model, x, mode)
     assert frozen not in blocks

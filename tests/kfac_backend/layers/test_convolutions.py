@@ -1,7 +1,6 @@
 """Conv1d, Conv2d, Conv3d against loops over positions and autograd, in float64."""
 
 import pytest
-import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -12,7 +11,11 @@ from kfac_backend.layers.gram import patch_gram
 from kfac_backend.layers.gram.patch_gram import UnfoldedGram
 from kfac_backend.layers.gram.window import windows
 from tests.kfac_backend.block_checks import MODES
-from tests.kfac_backend.layers.convolution_checks import assert_blocks_of_convolution
+from tests.kfac_backend.layers.convolution_checks import (
+    SIZES,
+    assert_blocks_of_convolution,
+    network,
+)
 from tests.kfac_backend.layers.rule_checks import assert_gradients, assert_sums, some_vectors
 from tests.random_numbers import normal
 
@@ -44,32 +47,19 @@ VOLUMES = {
     "groups": {"kernel_size": 2, "groups": 2, "stride": 2, "bias": False},
     "circular": {"kernel_size": 2, "padding": 1, "padding_mode": "circular", "groups": 2},
 }
-SIZES = {nn.Conv1d: (6,), nn.Conv2d: (5, 4), nn.Conv3d: (2, 3, 2)}
-CASES = [
-    (layer_type, SIZES[layer_type], case, options)
-    for layer_type, cases in zip(RULES, (LINES, IMAGES, VOLUMES), strict=True)
+KINDS = zip(RULES, (LINES, IMAGES, VOLUMES), strict=True)
+CASES = {
+    f"{layer_type.__name__}, {case}": (layer_type, options)
+    for layer_type, cases in KINDS
     for case, options in cases.items()
-]
-NAMES = [f"{layer_type.__name__}, {case}" for layer_type, _, case, _ in CASES]
-LAYERS = [(layer_type, size, options) for layer_type, size, _, options in CASES]
-
-
-def network(layer_type, size, options):
-    torch.manual_seed(0)
-    layer = layer_type(4, 4, **options)
-    model = nn.Sequential(
-        layer_type(2, 4, 1), nn.Tanh(), layer, nn.Tanh(), nn.Flatten(), nn.LazyLinear(2)
-    ).double()
-    x = torch.randn(3, 2, *size, dtype=torch.float64)
-    model(x)
-    return model, x
+}
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("layer_type", "size", "options"), LAYERS, ids=NAMES)
-def test_blocks_are_those_of_loops_over_positions(layer_type, size, options, mode):
-    model, x = network(layer_type, size, options)
-    assert_blocks_of_convolution(model, x, mode)
+@pytest.mark.parametrize("case", CASES)
+def test_blocks_are_those_of_loops_over_positions(case, mode):
+    layer_type, options = CASES[case]
+    assert_blocks_of_convolution(*network(layer_type(4, 4, **options)), mode)
 
 
 @st.composite

@@ -78,33 +78,6 @@ def test_uses_are_one_more_sharing_axis(name, pool):
             assert error(alone, expected[mode][tied]) > 0.02
 
 
-class TwoNorms(Pooled):
-    """Two normalizations that share their weight, but not their bias."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.layer, self.second = nn.LayerNorm(3), nn.Linear(3, 3), nn.LayerNorm(3)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.layer(self.first(x)).tanh())
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case", ["layer called twice", "two layers"])
-def test_elementwise_parameters_used_twice_are_exact(case, mode):
-    model, x, y = setting("encoder layer called twice", pool=True)
-    norms = [name for name, _ in model.named_parameters() if "norm" in name]
-    if case == "two layers":
-        model, norms = randomize(TwoNorms()), ["first.weight", "first.bias", "second.bias"]
-        y = torch.zeros(3, 3, dtype=torch.long)
-    exact = ggn_blocks(model, lambda run: run(x), "classification")
-    norms = {name: exact[name] for name in norms}
-    assert len(norms) >= 3
-    factors = kronecker_factors(model, [(x, y)], "classification", kfac_approx=mode)
-    assert_blocks(factors, norms)
-
-
 @pytest.mark.parametrize(("mode", "pool"), [("expand", False), ("reduce", True)])
 def test_parallel_uses_are_exact_in_their_setting(mode, pool):
     # As if it were one call with all positions; the modes differ.

@@ -13,7 +13,13 @@ from kfac_backend.layers.transposed_convolution import ConvTransposeRule
 from kfac_backend.layers.uses import PositionSums
 from tests import oracles
 from tests.kfac_backend.block_checks import MODES
-from tests.kfac_backend.layers.convolution_checks import PixelsLast, assert_blocks_of_convolution
+from tests.kfac_backend.layers.convolution_checks import (
+    PLAIN,
+    SIZES,
+    PixelsLast,
+    assert_blocks_of_convolution,
+    network,
+)
 from tests.kfac_backend.layers.rule_checks import (
     assert_gradients,
     assert_sums,
@@ -22,12 +28,7 @@ from tests.kfac_backend.layers.rule_checks import (
 )
 from tests.random_numbers import error, normal
 
-SIZES = {nn.ConvTranspose1d: (4,), nn.ConvTranspose2d: (3, 2), nn.ConvTranspose3d: (2, 2, 2)}
-PLAIN = {
-    nn.ConvTranspose1d: nn.Conv1d,
-    nn.ConvTranspose2d: nn.Conv2d,
-    nn.ConvTranspose3d: nn.Conv3d,
-}
+KINDS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 OPTIONS = {
     "plain": {"kernel_size": 2},
@@ -47,51 +48,27 @@ OPTIONS = {
     },
 }  # fmt: skip
 UNEVEN = [
-    (
-        nn.ConvTranspose2d,
-        {"kernel_size": (2, 3), "stride": (3, 1), "padding": (0, 1), "output_padding": (2, 0)},
-    ),
-    (nn.ConvTranspose2d, {"kernel_size": (3, 1), "dilation": (2, 3), "output_padding": (1, 2)}),
-    (
-        nn.ConvTranspose3d,
-        {"kernel_size": (1, 2, 3), "stride": (1, 3, 2), "padding": (0, 1, 2), "groups": 2},
-    ),
+    (1, {"kernel_size": (2, 3), "stride": (3, 1), "padding": (0, 1), "output_padding": (2, 0)}),
+    (1, {"kernel_size": (3, 1), "dilation": (2, 3), "output_padding": (1, 2)}),
+    (2, {"kernel_size": (1, 2, 3), "stride": (1, 3, 2), "padding": (0, 1, 2), "groups": 2}),
 ]
 OF_MORE_AXES = ["cropped", "groups, output padding"]
-CHOSEN = [(nn.ConvTranspose1d, case) for case in OPTIONS] + [
-    (layer_type, case) for layer_type in list(SIZES)[1:] for case in OF_MORE_AXES
-]
-CASES = [(layer_type, OPTIONS[case]) for layer_type, case in CHOSEN] + UNEVEN
-NAMES = [f"{layer_type.__name__}, {case}" for layer_type, case in CHOSEN]
-NAMES += [f"{layer_type.__name__}, uneven {i}" for i, (layer_type, _) in enumerate(UNEVEN)]
-
-
-def network(layer_type, options):
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        PLAIN[layer_type](2, 4, 1),
-        nn.Tanh(),
-        layer_type(4, 2, **options),
-        nn.Tanh(),
-        nn.Flatten(),
-        nn.LazyLinear(2),
-    ).double()
-    x = torch.randn(2, 2, *SIZES[layer_type], dtype=torch.float64)
-    model(x)
-    return model, x
+CASES = {f"1d, {case}": (KINDS[0], options) for case, options in OPTIONS.items()}
+CASES |= {f"{n}d, {case}": (KINDS[n - 1], OPTIONS[case]) for n in (2, 3) for case in OF_MORE_AXES}
+CASES |= {f"uneven {i}": (KINDS[axis], options) for i, (axis, options) in enumerate(UNEVEN)}
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("layer_type", "options"), CASES, ids=NAMES)
-def test_blocks_are_those_of_loops_over_positions(layer_type, options, mode):
-    model, x = network(layer_type, options)
-    assert_blocks_of_convolution(model, x, mode)
+@pytest.mark.parametrize("case", CASES)
+def test_blocks_are_those_of_loops_over_positions(case, mode):
+    layer_type, options = CASES[case]
+    assert_blocks_of_convolution(*network(layer_type(4, 4, **options)), mode)
 
 
 @st.composite
 def layers(draw):
     """A transposed convolution of any options, and the size of an image that it takes."""
-    layer_type = draw(st.sampled_from(list(SIZES)))
+    layer_type = draw(st.sampled_from(KINDS))
     axes = len(SIZES[layer_type])
 
     def for_each_axis(least, most):
@@ -131,12 +108,15 @@ class Mean(nn.Module):
     ],
     ids=["overlapping patches", "cropped patches"],
 )
-@pytest.mark.parametrize("layer_type", list(SIZES)[:2])
+@pytest.mark.parametrize("layer_type", KINDS[:2])
 def test_exact_only_where_all_positions_are_alike(layer_type, mode, options, end):
     """Negative controls of the cases in which a mode is exact, see `exact_models`."""
     torch.manual_seed(0)
     layer = layer_type(3, 2, stride=2, **options)
-    model, x = nn.Sequential(PLAIN[layer_type](2, 3, 1), layer, end).double(), normal(2, 2, 3, 2)
+    model, x = (
+        nn.Sequential(PLAIN[KINDS.index(layer_type)](2, 3, 1), layer, end).double(),
+        normal(2, 2, 3, 2),
+    )
     x = x if layer_type is nn.ConvTranspose2d else x[..., 0]
     data = [(x, torch.zeros_like(model(x)))]
     factors = kronecker_factors(model, data, "regression", kfac_approx=mode)
@@ -145,7 +125,7 @@ def test_exact_only_where_all_positions_are_alike(layer_type, mode, options, end
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("layer_type", SIZES)
+@pytest.mark.parametrize("layer_type", KINDS)
 def test_output_size_in_place_of_output_padding(layer_type, mode):
     plain = layer_type(2, 4, 2, stride=3)
     padded = layer_type(2, 4, 2, stride=3, output_padding=2)

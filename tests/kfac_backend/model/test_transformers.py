@@ -28,9 +28,9 @@ NAMES = {
     "DistilBert": {"dim": 4, "n_layers": 1, "n_heads": 2, "hidden_dim": 6},
     "OPT": {"ffn_dim": 6, "word_embed_proj_dim": 4},
 }
-NO_RULE = ("norm", "embed_positions")  # classes of their own, in Llama, Qwen2 and OPT
-CAUSAL = ["GPT2LMHeadModel", "LlamaForCausalLM", "OPTForCausalLM", "Qwen2ForCausalLM"]
-MASKED = ["BertForMaskedLM", "RobertaForMaskedLM", "DistilBertForMaskedLM", "ElectraForMaskedLM"]
+NO_RULE = ("norm", "embed_positions")  # classes of their own, in Llama and OPT
+CAUSAL = ["GPT2LMHeadModel", "LlamaForCausalLM", "OPTForCausalLM"]
+MASKED = ["BertForMaskedLM", "RobertaForMaskedLM", "DistilBertForMaskedLM"]
 ENCODERS = ["BertForSequenceClassification", "GPT2ForSequenceClassification"]
 TOKENS = ["BertForTokenClassification"]
 
@@ -43,7 +43,7 @@ def tiny(name):
     model = getattr(transformers, name)(config(**SMALL | NAMES.get(family, {})))
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3)
-    if family in ("Llama", "Qwen2", "OPT"):
+    if family in ("Llama", "OPT"):
         for key, p in model.named_parameters():
             p.requires_grad_(not any(part in key for part in NO_RULE))
     return model.double().eval()
@@ -60,7 +60,7 @@ def data_of(name, length):
 ALL = CAUSAL + MASKED + ENCODERS + TOKENS
 
 
-@pytest.mark.parametrize(("name", "mode"), list(zip(ALL, 6 * MODES, strict=False)))
+@pytest.mark.parametrize(("name", "mode"), list(zip(ALL, 5 * MODES, strict=False)))
 def test_loss_is_the_models_own_whatever_the_padding(name, mode):
     model = tiny(name)
     found = []

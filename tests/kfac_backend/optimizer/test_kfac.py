@@ -98,7 +98,6 @@ def by_hand(optimizer):
 
 
 WARM_UPS = {
-    "LinearLR": lambda o: torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=9),
     "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.1 * (step + 1)),
     "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(
         o, 1.0, 100, div_factor=10.0, cycle_momentum=False
