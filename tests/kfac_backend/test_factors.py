@@ -118,7 +118,6 @@ def test_batches_of_any_size_give_what_one_batch_gives(kfac_approx, fisher):
 
 
 def test_images_of_different_sizes_weigh_by_their_positions():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten()).double()
     small, large = torch.randn(2, 2, 3, 3).double(), torch.randn(3, 2, 5, 4).double()
     batches = [(small, torch.tensor([0, 1])), (large, torch.tensor([0, 1, 2]))]
@@ -241,7 +240,6 @@ class WithAffineNorm(nn.Module):
 
 
 def test_unsupported_freeze_leaves_out_with_a_warning():
-    torch.manual_seed(0)
     model = WithAffineNorm().double()
     x, y = torch.randn(4, 3).double(), torch.tensor([0, 1, 2, 0])
     with pytest.warns(UserWarning, match="having no K-FAC rule: norm.weight, norm.bias"):
@@ -251,7 +249,6 @@ def test_unsupported_freeze_leaves_out_with_a_warning():
 
 @pytest.mark.parametrize("fisher", ["exact", "empirical"])
 def test_unsupported_diagonal_is_the_exact_diagonal(fisher):
-    torch.manual_seed(0)
     model = WithAffineNorm().double()
     x, y = torch.randn(4, 3).double(), torch.tensor([0, 1, 2, 0])
     batches = [(x[:1], y[:1]), (x[1:], y[1:])]
@@ -310,7 +307,6 @@ def test_a_batch_that_fails_halfway_cannot_be_skipped_in_silence():
 @pytest.mark.parametrize("kfac_approx", MODES)
 @pytest.mark.parametrize("fisher", ["exact", "mc", "empirical"])
 def test_batched_vectors_with_several_loss_terms(fisher, kfac_approx):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), Scale(), nn.Linear(4, 3)).double()
     x, y = torch.randn(5, 2, 3).double(), torch.randint(3, (5, 2))
     looped, batched = (

@@ -251,7 +251,6 @@ def test_peak_memory_is_the_outputs_and_one_gradient(fisher):
 
     The empirical Fisher takes two more, of which one has a single term's gradient at a time.
     """
-    torch.manual_seed(0)
     model, C, terms = GPT(30_000, 16, 8, 1, 1), 30_000, 16 * 8
     x, y = torch.randint(C, (8, 16)), torch.randint(C, (8, 16))
     options = {"fisher": fisher, "diagonal_above": 8192, "kfac_approx": "reduce"}

@@ -87,7 +87,6 @@ def test_a_last_layer_that_is_tied_and_not_the_output():
 
 
 def test_variances_alone_take_no_memory_for_pairs_of_outputs():
-    torch.manual_seed(0)
     C, N = 500, 16
     model, x = nn.Sequential(nn.Tanh(), nn.Linear(16, C)), torch.randn(N, 16)
     data = [(x, torch.randint(C, (N,)))]

@@ -164,7 +164,6 @@ class TakesMapping(nn.Module):
 
 
 def test_mappings_and_inference_mode():
-    torch.manual_seed(0)
     model = TakesMapping().double()
     x = {"a": torch.randn(5, 6).double(), "b": torch.randn(5, 6).double()}
     blocks, _ = posterior(model, x)

@@ -98,26 +98,6 @@ def test_reduce_sees_no_curvature_of_the_key_weight(case):
         assert exact["attention.in_proj_weight"][keys, keys].abs().max() > 1e-3
 
 
-def test_padded_keys_are_no_positions():
-    # What the numbers of padded keys are makes no difference, but that they are padded does.
-    model, batch = randomize(Attending(True)), batch_of(True, padding=PADDING)
-    other = {**batch, "key": torch.where(PADDING[..., None], 100.0, batch["key"])}
-    name = "attention.in_proj_weight"
-    for mode in MODES:
-        factors = kronecker_factors(model, [batch], "classification", kfac_approx=mode)
-        again = kronecker_factors(model, [other], "classification", kfac_approx=mode)
-        assert_blocks(again, {name: factors.to_dense(name)})
-        # Shorter sequences instead of padded ones, where all have one length.
-        padding = torch.tensor([[False, False, False, True]] * 3)
-        padded = kronecker_factors(
-            model, [{**batch, "padding": padding}], "classification", kfac_approx=mode
-        )
-        short = {k: v for k, v in batch.items() if k != "padding"}
-        short["key"] = batch["key"][:, :3]
-        cut = kronecker_factors(model, [short], "classification", kfac_approx=mode)
-        assert_blocks(padded, {k: cut.to_dense(k) for k in cut.blocks})
-
-
 @settings(max_examples=15, deadline=None)
 @given(
     N=st.integers(1, 3),

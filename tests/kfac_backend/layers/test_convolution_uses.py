@@ -74,7 +74,6 @@ OPTIONS_OF_BOTH = {  # R of both is the same, as loops without rows want it
 @pytest.mark.parametrize("layer_type", SIZES)
 def test_one_weight_in_layers_of_other_options(layer_type, mode):
     """Both uses are one more shared axis; each is unfolded by its own options."""
-    torch.manual_seed(0)
     kind = "transposed" if RULES[layer_type] is ConvTransposeRule else "convolution"
     model = Twice(layer_type, *OPTIONS_OF_BOTH[kind]).double()
     x = normal(3, 2, *[2] * len(SIZES[layer_type]))
@@ -95,7 +94,6 @@ def test_one_weight_in_layers_of_other_options(layer_type, mode):
 )
 def test_one_weight_in_a_convolution_and_in_a_transposed_one(layer_type, back, outputs, mode):
     """As in an autoencoder: the nearest Kronecker product of both uses' blocks."""
-    torch.manual_seed(0)
     encoder, decoder = layer_type(2, 3, 2, bias=False), back(3, 2, 2, bias=False)
     decoder.weight = encoder.weight
     model = nn.Sequential(encoder, nn.Tanh(), decoder, nn.Flatten(), nn.Linear(outputs, 2))

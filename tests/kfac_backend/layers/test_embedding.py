@@ -92,15 +92,6 @@ def test_padding_is_what_makes_the_difference():
         assert_blocks(first, {k: second.to_dense(k) for k in second.blocks if "head" in k})
 
 
-def test_tokens_that_do_not_occur_have_a_block_of_zeros():
-    model, tokens = randomize(Tokens(False)), torch.tensor([[0, 1], [3, 1]])
-    factors = kronecker_factors(
-        model, [(tokens, labels_of(model, tokens))], "classification", kfac_approx="expand"
-    )
-    block = factors.to_dense("embed.weight")
-    assert not block[6:9].any() and not block[12:].any() and block[9:12, 9:12].any()
-
-
 @settings(max_examples=20, deadline=None)
 @given(
     N=st.integers(1, 3),

@@ -39,7 +39,6 @@ def test_mode_is_exact_in_its_setting_and_the_other_is_not(case):
 
 @pytest.mark.parametrize("kfac_approx", MODES)
 def test_single_example_with_cross_entropy_is_exact(kfac_approx):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     x = torch.randn(2, 4, dtype=torch.float64)
 

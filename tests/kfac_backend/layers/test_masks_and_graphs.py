@@ -95,16 +95,6 @@ def test_padding_that_is_not_declared_changes_the_blocks(mode):
     assert error(*blocks) > 0.1
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_what_padded_positions_hold_makes_no_difference(mode):
-    model, batch = randomize(Padded("mean")), batch_of()
-    filled = {**batch, "x": torch.where(MASK[..., None], batch["x"], 7.0)}
-    first, second = (
-        kronecker_factors(model, [b], "classification", kfac_approx=mode) for b in (batch, filled)
-    )
-    assert_blocks(first, {name: second.to_dense(name) for name in second.blocks})
-
-
 EXACT = {("counted", "mean"), ("rows, means", "mean"), ("rows", "root"), ("index", "root")}
 
 

@@ -33,7 +33,6 @@ def assert_blocks_match(model, x, likelihood, kfac_approx):
     ],
 )  # fmt: skip
 def test_linear_with_shared_axes(shared, bias, kfac_approx, likelihood):
-    torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(3, 4, bias), nn.Tanh(), nn.Linear(4, 4, bias), nn.Flatten(), nn.LazyLinear(3)
     )
@@ -57,7 +56,6 @@ def test_outputs_with_several_loss_terms_that_mix_positions(kfac_approx, likelih
 @pytest.mark.parametrize("kfac_approx", MODES)
 def test_biases_have_the_exact_block_under_reduce_only(kfac_approx):
     """A bias has one input position, 1, so that reduce sums over positions as the GGN does."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 3, 2, groups=1), nn.Tanh(), nn.Flatten(), nn.LazyLinear(2))
     x = torch.randn(3, 2, 4, 4, dtype=torch.float64)
     y = model.double()(x).argmax(-1)
@@ -69,8 +67,6 @@ def test_biases_have_the_exact_block_under_reduce_only(kfac_approx):
 
 
 def test_in_place_activations_change_nothing():
-    torch.manual_seed(0)
-
     def network(inplace):
         torch.manual_seed(0)
         return nn.Sequential(

@@ -111,7 +111,6 @@ class Mean(nn.Module):
 @pytest.mark.parametrize("layer_type", KINDS[:2])
 def test_exact_only_where_all_positions_are_alike(layer_type, mode, options, end):
     """Negative controls of the cases in which a mode is exact, see `exact_models`."""
-    torch.manual_seed(0)
     layer = layer_type(3, 2, stride=2, **options)
     model, x = (
         nn.Sequential(PLAIN[KINDS.index(layer_type)](2, 3, 1), layer, end).double(),

@@ -260,7 +260,6 @@ def test_graft_keeps_each_norm():
 
 
 def test_parameters_without_a_rule_keep_their_gradients_and_are_named_once():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), OwnNorm(4), nn.Linear(4, 2)).double()
     with pytest.warns(UserWarning, match=r"No K-FAC rule for 1.weight, 1.bias: .*plain gradient"):
         conditioner = preconditioner(model)

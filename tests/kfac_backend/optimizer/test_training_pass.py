@@ -227,7 +227,6 @@ def test_costs_no_forward_pass_and_backward_passes_to_inputs_only(fisher, vector
 
 def test_train_mode_and_random_numbers_stay():
     """Dropout draws what it draws without the hooks, and the proof leaves no trace."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2)).train()
     x, y = torch.randn(6, 3), torch.tensor([0, 1, 1, 0, 0, 1])
     outputs, curvature = [], None
@@ -243,7 +242,6 @@ def test_train_mode_and_random_numbers_stay():
 
 def test_batch_norm_in_train_mode_counts_its_statistics_as_constants():
     """Equal to a model whose running statistics are those of the batch."""
-    torch.manual_seed(0)
     build = lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=1.0), nn.Linear(4, 2))  # noqa: E731
     model, x, y = build().double().train(), normal(6, 3), torch.tensor([0, 1, 1, 0, 0, 1])
     curvature = training_pass(model)
@@ -499,7 +497,6 @@ class Partly(nn.Module):
 
 
 def test_parameters_without_a_rule_take_no_part():
-    torch.manual_seed(0)
     model, x, y = Partly(), normal(5, 3), torch.tensor([0, 1, 1, 0, 0])
     blocks = in_training(model, x, y)
     assert list(blocks) == ["first.weight", "first.bias", "head.weight", "head.bias"]
@@ -654,7 +651,6 @@ def test_batched_is_refused():
 
 
 def test_in_place_activations_and_scales():
-    torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(3, 4), nn.ReLU(inplace=True), Scale(), nn.ReLU(inplace=True), nn.Linear(4, 2)
     )
