@@ -187,9 +187,12 @@ ELEMENTWISE = {
 }
 NOT_ELEMENTWISE = {
     "summed": lambda x, p: x + p.sum(0),
+    "averaged": lambda x, p: x + p.mean(0),
+    "the first": lambda x, p: x + p[0],
     "repeated": lambda x, p: x + p.repeat(len(x), 1, 1),
     "reshaped": lambda x, p: x + p.view(2, 3),
     "normalised": lambda x, p: x * p / p.norm(),
+    "softmax over the first axis": lambda x, p: x * p.softmax(0),
     "unpacked": lambda x, p: x + next(iter([row for (row,) in [p]])),
     "with another derivative": lambda x, p: x + p.detach() + 2 * (p - p.detach()) * (len(p) == 1),
 }
