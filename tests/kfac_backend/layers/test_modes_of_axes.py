@@ -4,9 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_backend import (
-    examples_of_rows,
-)
+from kfac_backend import examples_of_rows
 from tests.kfac_backend.block_checks import (
     MODES,
     OTHER,
