@@ -3,7 +3,8 @@
 Written from PyTorch's documentation, with the linear operations as taps, so that K-FAC's uses can
 be read off: query, key and value projections are three groups of ``in_proj_weight`` (or three
 weights of their own) and of ``in_proj_bias``; keys that ``key_padding_mask`` masks out are no
-positions of the key and value projections. The modules hold the parameters, float64, in evaluation
+positions of the key and value projections. Each test compares the outputs with those of the
+module of torch first (`assert_reference`). The modules hold the parameters, float64, in evaluation
 mode. One example alone: no batch axis, queries (R, E), keys (S, E).
 """
 
@@ -128,14 +129,13 @@ def encoder_layer(
     layer: nn.TransformerEncoderLayer,
     prefix: str,
     x: Tensor,
-    mask: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
 ) -> Tensor:
     """Output (R, E) of TransformerEncoderLayer: self-attention and two Linear, each with a skip."""
 
     def attend(x: Tensor) -> Tensor:
-        masks = (mask, key_padding_mask)
-        return attention(taps, layer.self_attn, prefix + "self_attn.", x, x, x, *masks)
+        name = prefix + "self_attn."
+        return attention(taps, layer.self_attn, name, x, x, x, None, key_padding_mask)
 
     def feed(x: Tensor) -> Tensor:
         return _feed_forward(taps, layer, prefix, x)
@@ -155,20 +155,16 @@ def decoder_layer(
     x: Tensor,
     memory: Tensor,
     tgt_mask: Tensor | None = None,
-    memory_mask: Tensor | None = None,
-    tgt_key_padding_mask: Tensor | None = None,
     memory_key_padding_mask: Tensor | None = None,
 ) -> Tensor:
     """Output (R, E) of TransformerDecoderLayer: as the encoder's, with attention to a memory."""
 
     def attend(x: Tensor) -> Tensor:
-        masks = (tgt_mask, tgt_key_padding_mask)
-        return attention(taps, layer.self_attn, prefix + "self_attn.", x, x, x, *masks)
+        return attention(taps, layer.self_attn, prefix + "self_attn.", x, x, x, tgt_mask)
 
     def remember(x: Tensor) -> Tensor:
-        masks = (memory_mask, memory_key_padding_mask)
-        name = prefix + "multihead_attn."
-        return attention(taps, layer.multihead_attn, name, x, memory, memory, *masks)
+        name, padding = prefix + "multihead_attn.", memory_key_padding_mask
+        return attention(taps, layer.multihead_attn, name, x, memory, memory, None, padding)
 
     def feed(x: Tensor) -> Tensor:
         return _feed_forward(taps, layer, prefix, x)

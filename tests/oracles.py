@@ -349,23 +349,10 @@ def layer_jacobians(model: nn.Module, layer_name: str, x: Tensor) -> tuple[Tenso
     return torch.stack(a), torch.stack(b)
 
 
-def layer_blocks(
-    model: nn.Module,
-    layer_name: str,
-    x: Tensor,
-    likelihood: str,
-    approx: str,
-    ignored: Iterable[Tensor] | None = None,
-) -> dict[str, Tensor]:
-    """Dense K-FAC blocks {name: (numel, numel)} of one layer, see `positions_of`.
+def layer_uses(model: nn.Module, layer_name: str, x: Tensor) -> UsesByKey:
+    """The uses of one layer's parameters, see `positions_of`; their names start with the layer's.
 
-    Args:
-        model: calls the layer once; x (N, ...) are its inputs.
-        layer_name: of a layer in it; names of parameters start with it.
-        x: see ``model``.
-        likelihood: see the top of this file.
-        approx: "expand" or "reduce".
-        ignored: one bool for each loss term.
+    The model calls the layer once; x (N, ...) are its inputs.
     """
     model, x = _float64(model, x)
     layer = model.get_submodule(layer_name)
@@ -380,8 +367,17 @@ def layer_blocks(
                 uses[key] = [Use([], [], False, is_embedding or transposed, name == "bias")]
             uses[key][0].a.append(a_nr)
             uses[key][0].b.append(b_nr)
-    outputs = [model(x_n[None])[0].detach() for x_n in x]
-    return kfac_blocks_from_uses(uses, loss_hessians(outputs, likelihood, ignored), approx)
+    return uses
+
+
+def layer_blocks(
+    model: nn.Module, layer_name: str, x: Tensor, likelihood: str, approx: str
+) -> dict[str, Tensor]:
+    """Dense K-FAC blocks {name: (numel, numel)} of one layer, see `layer_uses`."""
+    double, inputs = _float64(model, x)
+    outputs = [double(x_n[None])[0].detach() for x_n in inputs]
+    hessians = loss_hessians(outputs, likelihood)
+    return kfac_blocks_from_uses(layer_uses(model, layer_name, x), hessians, approx)
 
 
 def kfac_blocks(model: nn.Module, x: Tensor, likelihood: str, approx: str) -> dict[str, Tensor]:

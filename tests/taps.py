@@ -138,5 +138,18 @@ def reference_blocks(
 
     See `uses_of` for the first two arguments; ``ignored`` has one bool for each loss term.
     """
+    return reference_blocks_of_modes(reference, examples, likelihood, ignored)[approx]
+
+
+def reference_blocks_of_modes(
+    reference: Callable[..., Tensor],
+    examples: Sequence[tuple],
+    likelihood: str,
+    ignored: Iterable[Tensor] | None = None,
+) -> dict[str, dict[str, Tensor]]:
+    """The same in either mode, of the same uses, whose Jacobians are what takes the time."""
     uses, outputs = uses_of(reference, examples)
-    return kfac_blocks_from_uses(uses, loss_hessians(outputs, likelihood, ignored), approx)
+    hessians = loss_hessians(outputs, likelihood, ignored)
+    return {
+        approx: kfac_blocks_from_uses(uses, hessians, approx) for approx in ("expand", "reduce")
+    }

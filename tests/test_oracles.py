@@ -50,11 +50,6 @@ def tensor(*values) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 # --- the generalized Gauss-Newton matrix and the empirical Fisher ---
 
 

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from kfac_backend import KroneckerFactors, kronecker_factors
-from tests.random_numbers import error
+from kfac_backend.blocks.corrected import CorrectedBlock
+from tests.random_numbers import normal
 from tests.taps import Taps
 
 OTHER = {"expand": "reduce", "reduce": "expand"}
@@ -22,6 +23,15 @@ def randomize(module: nn.Module, std: float = 0.7) -> nn.Module:
         for p in module.parameters():
             p.copy_(std * torch.randn(p.shape, generator=generator, dtype=torch.float64))
     return module
+
+
+def with_statistics(model: nn.Module) -> None:
+    """Running statistics that are not those of a new layer."""
+    for seed, (name, buffer) in enumerate(model.named_buffers()):
+        if name.endswith("running_mean"):
+            buffer.copy_(normal(*buffer.shape, seed=seed))
+        elif name.endswith("running_var"):
+            buffer.copy_(1 + normal(*buffer.shape, seed=seed).square())
 
 
 def assert_blocks(factors: KroneckerFactors, expected: dict[str, Tensor]) -> None:
@@ -41,18 +51,29 @@ def _named(name: str):
     return lambda message: f"Block of {name}: {message}"
 
 
+def factors_of(model, data, kfac_approx, **options) -> KroneckerFactors:
+    return kronecker_factors(model, data, "classification", kfac_approx=kfac_approx, **options)
+
+
+def assert_same(first: KroneckerFactors, second: KroneckerFactors) -> None:
+    assert list(first.blocks) == list(second.blocks)
+    assert_blocks(first, {name: second.to_dense(name) for name in second.blocks})
+
+
+def basis(block: CorrectedBlock) -> Tensor:
+    """The eigenvectors as columns of a dense (P, P) matrix, group by group."""
+    Q_B, Q_A = block.eigen.Q_B, block.eigen.Q_A
+    groups = []
+    for g, of_B in enumerate(Q_B if Q_B.dim() == 3 else [Q_B]):
+        of_A = torch.ones(1, 1).double() if Q_A is None else Q_A[g] if Q_A.dim() == 3 else Q_A
+        groups.append(torch.kron(of_B.contiguous(), of_A.contiguous()))
+    return torch.block_diag(*groups)
+
+
 def assert_reference(reference, examples: list[tuple], outputs: Iterable[Tensor]) -> None:
     """A reference model makes the model's outputs, one tensor for each example."""
     for example, f in zip(examples, outputs, strict=True):
         assert_close(reference(Taps(), *example), f, rtol=1e-12, atol=1e-12)
-
-
-def assert_modes_differ(model, data, likelihood: str, names, least: float = 0.02) -> None:
-    """Negative control: expand and reduce give these parameters different blocks."""
-    blocks = [kronecker_factors(model, data, likelihood, kfac_approx=mode) for mode in MODES]
-    for name in names:
-        first, second = (factors.to_dense(name) for factors in blocks)
-        assert error(first, second) > least, name
 
 
 def assert_batches_do_not_matter(

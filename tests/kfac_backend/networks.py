@@ -22,6 +22,18 @@ class OwnNorm(nn.Module):
         return nn.functional.linear(torch.cat([z, torch.ones_like(z[..., :1])], -1), matrix)
 
 
+class Functional(nn.Module):
+    """A weight that no hook sees, and a layer; a second use of the weight cannot be followed."""
+
+    def __init__(self, twice):
+        super().__init__()
+        self.first, self.fc, self.twice = nn.Linear(3, 3), nn.Linear(3, 2, bias=False), twice
+
+    def forward(self, x):
+        x = nn.functional.linear(torch.tanh(self.first(x)), self.fc.weight)
+        return x * self.fc.weight.sum() if self.twice else x
+
+
 def network():
     torch.manual_seed(0)
     return nn.Sequential(

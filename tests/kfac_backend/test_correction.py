@@ -13,7 +13,7 @@ from kfac_backend import KroneckerFactors, corrected_factors, kronecker_factors
 from kfac_backend.blocks.corrected import CorrectedBlock
 from kfac_backend.correction import CorrectionPass
 from tests import oracles
-from tests.kfac_backend.block_checks import MODES, OTHER
+from tests.kfac_backend.block_checks import MODES, OTHER, basis
 from tests.kfac_backend.layer_cases import CASES, case
 from tests.kfac_backend.networks import data, network
 from tests.random_numbers import normal
@@ -27,17 +27,6 @@ def targets(f: Tensor, likelihood: str) -> Tensor:
         return torch.randint(f.shape[-1], f.shape[:-1], generator=generator)
     y = torch.randn(f.shape, generator=generator, dtype=f.dtype)
     return y if likelihood == "regression" else y.sigmoid()
-
-
-def basis(block: CorrectedBlock) -> Tensor:
-    """The eigenvectors as columns of a dense (P, P) matrix, group by group."""
-    Q_B, Q_A = block.eigen.Q_B, block.eigen.Q_A
-    groups = []
-    for g in range(len(Q_B) if Q_B.dim() == 3 else 1):
-        of_B = Q_B[g] if Q_B.dim() == 3 else Q_B
-        of_A = torch.ones(1, 1).double() if Q_A is None else Q_A[g] if Q_A.dim() == 3 else Q_A
-        groups.append(torch.kron(of_B.contiguous(), of_A.contiguous()))
-    return torch.block_diag(*groups)
 
 
 def check(factors: KroneckerFactors, corrected: KroneckerFactors, exact: Mapping[str, Tensor]):
@@ -80,25 +69,22 @@ def test_equals_the_diagonal_of_the_exact_block(name, kfac_approx):
     options = {"kfac_approx": kfac_approx, "unsupported": "diagonal"}
     factors = kronecker_factors(model, batches, likelihood, **options)
     exact = exact_blocks(model, batches[0] if isinstance(x, Mapping) else x, likelihood)
-    off = check(factors, corrected_factors(factors, model, batches), exact)
+    corrected = corrected_factors(factors, model, batches)
+    off = check(factors, corrected, exact)
     together = corrected_factors(factors, model, batches, batched=True)
-    check(factors, together, exact)
+    for parameter, block in corrected.blocks.items():
+        assert_close(together.blocks[parameter].eigenvalues(), block.eigenvalues())
     # Negative control: the Kronecker eigenvalues are others, but in regression's linear heads,
     # which see one position each and are exact.
     assert max(off) > 1e-5 or name in ("RMSNorm", "no rule")
-    others = corrected_factors(
-        kronecker_factors(
-            model, batches, likelihood, **options | {"kfac_approx": OTHER[kfac_approx]}
-        ),
-        model,
-        batches,
-    )
-    pairs = [
-        (block.eigenvalues(), others.blocks[n].eigenvalues())
-        for n, block in together.blocks.items()
-    ]
     if name in ("Conv1d", "ConvTranspose1d", "language model", "attention", "graph network"):
-        assert any((a.sort()[0] - b.sort()[0]).norm() > 1e-3 * a.norm() for a, b in pairs)
+        options["kfac_approx"] = OTHER[kfac_approx]
+        others = kronecker_factors(model, batches, likelihood, **options)
+        others = corrected_factors(others, model, batches).eigenvalues()
+        pairs = [
+            (values.sort()[0], others[n].sort()[0]) for n, values in together.eigenvalues().items()
+        ]
+        assert any((a - b).norm() > 1e-3 * a.norm() for a, b in pairs)
 
 
 def several_terms():
@@ -182,7 +168,7 @@ def test_fewer_vectors():
     padding=st.integers(0, 2), dilation=st.integers(1, 2), groups=st.sampled_from([1, 2]),
     transposed=st.booleans(), kfac_approx=st.sampled_from(MODES),
 )  # fmt: skip
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_convolutions(size, kernel, stride, padding, dilation, groups, transposed, kfac_approx):
     kind = nn.ConvTranspose2d if transposed else nn.Conv2d
     options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
@@ -201,7 +187,7 @@ def test_convolutions(size, kernel, stride, padding, dilation, groups, transpose
     check(factors, found, exact_blocks(model, x, "classification"))
 
 
-@pytest.mark.parametrize("product", [1, 300, 10**6])
+@pytest.mark.parametrize("product", [1, 300])
 def test_little_memory_changes_nothing(product):
     model, (x, y) = network(), data()
     factors = kronecker_factors(model, [(x, y)], "classification")

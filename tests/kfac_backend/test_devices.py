@@ -18,11 +18,12 @@ from kfac_backend.layers.gram import patch_gram
 from kfac_backend.layers.gram.patch_gram import WAYS
 from kfac_backend.layers.gram.window import windows
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
+from tests.kfac_backend.block_checks import MODES
+from tests.kfac_backend.covariance.posteriors import precision_of
 from tests.kfac_backend.layer_cases import CASES, case
 from tests.kfac_backend.layers.padded_models import MASK
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-MODES = ["expand", "reduce"]
 
 
 def network():
@@ -97,9 +98,7 @@ def test_output_covariances_agree_with_float64_on_the_cpu(device, batched):
 
     def covariance(model, x):
         factors = kronecker_factors(model, [(x, y)], "classification")
-        eigen = {name: block.decompose() for name, block in factors.blocks.items()}
-        blocks = {name: (block, block.spectrum(1.0)) for name, block in eigen.items()}
-        return OutputCovariance(model, blocks, batched=batched)(x)[1]
+        return OutputCovariance(model, precision_of(factors), batched=batched)(x)[1]
 
     reference = covariance(network().double(), x.double())
     found = covariance(network().to(device), x)  # from the host
@@ -137,9 +136,7 @@ def test_every_layer_agrees_with_the_cpu(name, kfac_approx):
         model = model.to(device)
         factors = kronecker_factors(model, [batch], "classification", **options)
         corrected = corrected_factors(factors, model, [batch])
-        eigen = {name: block.decompose() for name, block in factors.blocks.items()}
-        blocks = {name: (block, block.spectrum(0.5)) for name, block in eigen.items()}
-        f, covariance = OutputCovariance(model, blocks)(x)
+        f, covariance = OutputCovariance(model, precision_of(factors, 0.5))(x)
         assert covariance.device.type == device
         # Eigenvectors have a sign, and a basis where eigenvalues are the same: blocks have none.
         # Corrected ones depend on it there; their traces do not.

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from kfac_backend import formulas
+from tests.kfac_backend.block_checks import MODES
+from tests.oracles import Use, kfac_from_uses
 from tests.random_numbers import error, normal
 
 sizes = st.integers(1, 4)
@@ -22,41 +24,21 @@ def setting(N, R, d_in, d_out, C, seed=0):
     return a, jacobians, roots @ roots.mT, vectors
 
 
-def expanded(a, jacobians, hessians):
-    """Equation 7, with a loss term for each example."""
-    N, R, d_in = a.shape
-    A, B = torch.zeros(d_in, d_in).double(), torch.zeros(2 * (jacobians.shape[2],)).double()
-    for n in range(N):
-        for r in range(R):
-            A += torch.outer(a[n, r], a[n, r]) / (N * R)
-            B += jacobians[n, r] @ hessians[n] @ jacobians[n, r].T
-    return B, A
+def by_loops(a, jacobians, hessians, mode, ragged=False):
+    """The paper's equations 7 and 10; a and Jacobians (R_n, d_out, C) of each example."""
+    of_terms = [jacobians_n.mT[None] for jacobians_n in jacobians]  # (1, R_n, C, d_out)
+    hessians = [[Lambda] for Lambda in hessians]
+    return kfac_from_uses([Use(list(a), of_terms)], hessians, mode, ragged)
 
 
-def reduced(a, jacobians, hessians, scales=None):
-    """Equation 10, or with 1/√R_n for both sums: scales (of inputs, of gradients) per example."""
-    N, R, d_in = a.shape
-    A, B = torch.zeros(d_in, d_in).double(), torch.zeros(2 * (jacobians.shape[2],)).double()
-    for n in range(N):
-        of_inputs, of_gradients = (1 / R, 1.0) if scales is None else (scales[n], scales[n])
-        a_hat = of_inputs * sum(a[n, r] for r in range(R))
-        b_hat = of_gradients * sum(jacobians[n, r] for r in range(R))
-        A += torch.outer(a_hat, a_hat) / N
-        B += b_hat @ hessians[n] @ b_hat.T
-    return B, A
-
-
-BY_LOOPS = {"expand": expanded, "reduce": reduced}
-
-
-@pytest.mark.parametrize("mode", BY_LOOPS)
+@pytest.mark.parametrize("mode", MODES)
 @given(N=sizes, R=sizes, d_in=sizes, d_out=sizes, C=sizes, seed=st.integers(0, 99))
 @settings(deadline=None, max_examples=30)
 def test_factors_are_the_papers(mode, N, R, d_in, d_out, C, seed):
     a, jacobians, hessians, vectors = setting(N, R, d_in, d_out, C, seed)
-    found, should = formulas.layer_factors(a, vectors, mode), BY_LOOPS[mode](a, jacobians, hessians)
-    for matrix, by_loops in zip(found, should, strict=True):
-        assert_close(matrix, by_loops, rtol=1e-10, atol=1e-12)
+    found = formulas.layer_factors(a, vectors, mode)
+    expected = by_loops(a, jacobians, hessians, mode)
+    assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_the_modes_differ_where_positions_are_shared_and_only_there():
@@ -84,22 +66,13 @@ def test_each_mode_is_exact_where_its_sum_falls_apart():
 
 
 def test_graphs_scale_both_sums_by_the_root_of_their_positions():
-    sizes = [3, 1, 0, 2]
-    graph = torch.tensor([0, 3, 0, -1, 1, 0, 3])
-    a, b = normal(7, 4), normal(2, 7, 3, seed=1)
-    B, A = formulas.reduce_factors_of_graphs(a, b, graph, len(sizes))
-    B_loop, A_loop = torch.zeros(3, 3).double(), torch.zeros(4, 4).double()
-    for n, size in enumerate(sizes):
-        rows = [m for m in range(7) if graph[m] == n]
-        assert len(rows) == size
-        if rows:
-            a_hat = sum(a[m] for m in rows) / size**0.5
-            A_loop += torch.outer(a_hat, a_hat) / len(sizes)
-            for v in range(2):
-                b_hat = sum(b[v, m] for m in rows) / size**0.5
-                B_loop += torch.outer(b_hat, b_hat)
-    assert_close(B, B_loop, rtol=1e-10, atol=1e-12)
-    assert_close(A, A_loop, rtol=1e-10, atol=1e-12)
+    graph = torch.tensor([0, 3, 0, -1, 1, 0, 3])  # of three positions, one, none and two
+    a, jacobians, root = normal(7, 4), normal(7, 3, 2, seed=1), normal(2, 2, seed=2)
+    vectors = torch.stack([jacobians @ column for column in root.mT])  # of one Λ for all
+    found = formulas.reduce_factors_of_graphs(a, vectors, graph, 4)
+    of_graphs = [(a[graph == n], jacobians[graph == n]) for n in range(4)]
+    expected = by_loops(*zip(*of_graphs, strict=True), 4 * [root @ root.mT], "reduce", True)
+    assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_graphs_of_one_size_are_reduce_but_for_how_the_scale_is_spread():

@@ -9,6 +9,7 @@ from kfac_backend.factors import CurvaturePass, kronecker_factors
 from kfac_backend.model.calls import call_with
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from tests.interrupts import check_interrupts, everything_of
+from tests.kfac_backend.covariance.posteriors import precision_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
@@ -38,9 +39,7 @@ def test_an_interrupted_pass(model):
 
 def test_an_interrupted_covariance(model):
     factors = kronecker_factors(model, [(X, Y)], "classification")
-    blocks = {name: block.decompose() for name, block in factors.blocks.items()}
-    precision = {name: (block, block.spectrum(1.0)) for name, block in blocks.items()}
-    covariance = OutputCovariance(model, precision)
+    covariance = OutputCovariance(model, precision_of(factors))
     expected = covariance(X)
     check_interrupts(model, lambda: covariance(X))
     assert all(torch.equal(a, b) for a, b in zip(covariance(X), expected, strict=True))

@@ -5,21 +5,26 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.func import jacrev
 from torch.testing import assert_close
 
 from experiments.timing import peak_memory
 from kfac_backend import KroneckerFactors, assembly, corrected_factors, kronecker_factors
 from kfac_backend.blocks.corrected import CorrectedBlock
+from kfac_backend.covariance.last_layer import LastLayerCovariance
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.factors import CurvaturePass
 from kfac_backend.optimizer import KfacPreconditioner, PreconditionerOptions
 from marglik.models import GPT
 from tests import oracles
-from tests.kfac_backend.test_correction import basis
+from tests.kfac_backend.block_checks import MODES, OTHER, basis
+from tests.kfac_backend.covariance.posteriors import (
+    brute_force,
+    dense_precision,
+    of_layer,
+    precision_of,
+)
 from tests.random_numbers import normal
 
-MODES = ["expand", "reduce"]
 V, D, R, N = 50, 4, 3, 5
 """Classes, features, positions, examples."""
 
@@ -50,38 +55,22 @@ def factors(model, data=None, **options):
     return kronecker_factors(model, data, "classification", **options)
 
 
-def brute_force(model, x, kfac_approx):
+def blocks_by_loops(model, x, kfac_approx):
     """Of the output layer, the hidden layer and the tokens: B, A (dense), by loops."""
-    one_hot = torch.eye(V, dtype=torch.float64)[x]  # (N, R, V)
-    a = torch.tanh(model.hidden(model.tokens(x))).detach()
-    inputs = {"tokens": one_hot, "hidden": model.tokens(x).detach(), "head": a}
-    outputs = {"tokens": model.tokens(x), "hidden": model.hidden(model.tokens(x))}
-    outputs["head"] = model.head(a)
-    behind = {
-        "head": lambda z: z,
-        "hidden": lambda z: model.head(torch.tanh(z)),
-        "tokens": lambda z: model.head(torch.tanh(model.hidden(z))),
+    hessians = oracles.loss_hessians(list(model(x).detach()), "classification")
+    return {
+        name: oracles.kfac_from_uses(
+            oracles.layer_uses(model, name, x)[f"{name}.weight", 0], hessians, kfac_approx
+        )
+        for name in ("tokens", "hidden", "head")
     }
-    found = {}
-    for name, a in inputs.items():
-        rows = a.flatten(0, 1) if kfac_approx == "expand" else a.mean(1)
-        A = sum(torch.outer(row, row) for row in rows) / len(rows)
-        B = 0
-        for z in outputs[name].detach():
-            J = jacrev(behind[name])(z).detach()  # (R', C, R, d)
-            for term, f in zip(J, behind[name](z).detach(), strict=True):
-                root = oracles.loss_hessian(f, "classification")
-                each = term.sum(1, keepdim=True) if kfac_approx == "reduce" else term
-                B = B + sum(b.T @ root @ b for b in each.unbind(1))
-        found[name] = B, A
-    return found
 
 
 @pytest.mark.parametrize("kfac_approx", MODES)
 def test_rows_of_large_weights_by_their_diagonal(kfac_approx):
     model = Language()
     found = factors(model, kfac_approx=kfac_approx, diagonal_above=10).blocks
-    expected = brute_force(model, batch()[0], kfac_approx)
+    expected = blocks_by_loops(model, batch()[0], kfac_approx)
     B, A = expected["head"]
     assert found["head.weight"].B.shape == found["head.bias"].B.shape == (V, 1, 1)
     assert_close(found["head.weight"].B[:, 0, 0], B.diagonal())
@@ -96,7 +85,7 @@ def test_rows_of_large_weights_by_their_diagonal(kfac_approx):
     assert tokens.B.shape == (V, 1, 1)
     assert_close(tokens.B[:, 0, 0] / tokens.num_terms, A.diagonal())
     assert_close(tokens.A * tokens.num_terms, B)
-    other = brute_force(model, batch()[0], MODES[kfac_approx == "expand"])
+    other = blocks_by_loops(model, batch()[0], OTHER[kfac_approx])
     for name in ("hidden", "head"):  # positions do not mix, so that only the modes' A differ
         assert (other[name][1] - expected[name][1]).norm() > 0.1 * expected[name][1].norm()
     whole = factors(model, kfac_approx=kfac_approx).blocks["head.weight"]
@@ -108,7 +97,7 @@ def test_a_tied_weight_is_the_nearest_product_of_both_uses(kfac_approx):
     model = Language(tied=True)
     block = factors(model, kfac_approx=kfac_approx, diagonal_above=10).blocks["tokens.weight"]
     terms = N * R if kfac_approx == "expand" else N
-    of_uses = brute_force(model, batch()[0], kfac_approx)
+    of_uses = blocks_by_loops(model, batch()[0], kfac_approx)
     B, A = of_uses["head"]
     uses = [(B.diagonal().diag(), A)]
     B, A = of_uses["tokens"]
@@ -119,34 +108,23 @@ def test_a_tied_weight_is_the_nearest_product_of_both_uses(kfac_approx):
     assert (nearest - torch.kron(*uses[0])).norm() > 0.05 * nearest.norm()
 
 
-def posterior(model, delta=0.5):
-    """Blocks of the posterior precision, and the same densely."""
-    found = factors(model, diagonal_above=10)
-    blocks = {name: block.decompose() for name, block in found.blocks.items()}
-    precision = {name: (block, block.spectrum(delta)) for name, block in blocks.items()}
-    dense = {
-        name: block.to_dense() + delta * torch.eye(block.numel)
-        for name, block in found.blocks.items()
-    }
-    return found, precision, dense
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_covariances_and_determinants_are_those_of_the_dense_blocks(tied):
     model, x = Language(tied), batch()[0][:2]
-    found, precision, dense = posterior(model)
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
-    jacobians = jacrev(lambda p: torch.func.functional_call(model, p, (x,)))(parameters)
-    expected = 0
-    for name, J in jacobians.items():
-        J = J.flatten(3).detach()  # (N, R, C, P)
-        expected = expected + J @ torch.linalg.solve(dense[name], J.mT)
-    covariance = OutputCovariance(model, precision)(x)[1]
-    assert_close(covariance, expected, rtol=1e-9, atol=1e-11)
+    found = factors(model, diagonal_above=10)
+    precision, dense = precision_of(found, 0.5), dense_precision(found, 0.5)
+    expected = brute_force(model, x, dense)
+    covariance = OutputCovariance(model, precision)
+    assert_close(covariance(x)[1], expected, rtol=1e-9, atol=1e-11)
+    variance = covariance(x, variance_only=True)[1]
+    assert_close(variance, expected.diagonal(dim1=-2, dim2=-1))
     log_det = sum(torch.linalg.slogdet(matrix)[1] for matrix in dense.values())
     assert_close(found.log_det(0.5), log_det)
-    whole = factors(model)
-    assert (whole.log_det(0.5) - log_det).abs() > 0.1
+    assert (factors(model).log_det(0.5) - log_det).abs() > 0.1
+    last = LastLayerCovariance(model, "head", of_layer(precision, model, "head"))
+    expected = last(x)[1].diagonal(dim1=-2, dim2=-1)
+    assert_close(last(x, variance_only=True)[1], expected)
+    assert (expected - variance).norm() > 1e-3 * variance.norm()  # all layers have more
 
 
 def test_corrected_eigenvalues_are_the_exact_diagonal():
@@ -158,16 +136,8 @@ def test_corrected_eigenvalues_are_the_exact_diagonal():
         block = corrected.blocks[name]
         assert isinstance(block, CorrectedBlock)
         exact = oracles.dense_ggn_blocks(model, x, "classification")[name]
-        Q = basis_of_rows(block)
+        Q = basis(block)
         assert_close(block.eigenvalues().flatten(), (Q.T @ exact @ Q).diag(), atol=1e-10, rtol=1e-9)
-
-
-def basis_of_rows(block):
-    """As of `basis`, where the groups have one Q_A."""
-    Q_A = block.eigen.Q_A
-    if block.eigen.Q_B.shape[-1] > 1:
-        return basis(block)
-    return torch.block_diag(*[Q_A] * len(block.eigen.Q_B))
 
 
 def test_preconditioned_gradients_against_dense_algebra():
@@ -281,7 +251,6 @@ def test_peak_memory_is_the_outputs_and_one_gradient(fisher):
 
     The empirical Fisher takes two more, of which one has a single term's gradient at a time.
     """
-    torch.manual_seed(0)
     model, C, terms = GPT(30_000, 16, 8, 1, 1), 30_000, 16 * 8
     x, y = torch.randint(C, (8, 16)), torch.randint(C, (8, 16))
     options = {"fisher": fisher, "diagonal_above": 8192, "kfac_approx": "reduce"}

@@ -25,8 +25,8 @@ def test_factors_are_those_of_one_process(found, world):
                 # Gradients that cancel (reduce, keys of attention) leave squares of rounding.
                 atol = 1e-10 * float(alone[name].abs().max()) + 1e-24
                 assert_close(tensor, alone[name], rtol=1e-10, atol=atol, msg=name)
-    assert len(found[2][0]) == len(alone) > 1000
-    assert len(found[4][0]) > 250
+    assert len(found[2][0]) == len(alone) > 600
+    assert len(found[4][0]) > 130
 
 
 @pytest.mark.parametrize("world", WORLDS[1:])
@@ -106,8 +106,8 @@ LATE = "tests.kfac_backend.failures_on_ranks:late"
 @pytest.mark.parametrize("how", ["beats", "beating"])
 def test_a_slow_rank_that_gets_on_is_waited_for(worlds, how):
     """Longer than the group's timeout, which would end a silent one."""
-    for said, seconds in worlds.run(3, LATE, 2.5, how, timeout=1):
-        assert said == "no error" and seconds > 2.4
+    for said, seconds in worlds.run(3, LATE, 1.6, how, timeout=1):
+        assert said == "no error" and seconds > 1.5
 
 
 def test_a_rank_that_does_nothing_is_named_by_all_that_wait(worlds):

@@ -10,10 +10,10 @@ from torch.testing import assert_close
 from kfac_backend import KroneckerFactors, corrected_factors, kronecker_factors
 from kfac_backend.blocks.sketch import SketchedFactor
 from kfac_backend.optimizer import KFAC
+from tests.kfac_backend.block_checks import MODES
 from tests.random_numbers import normal
 
 WIDTH, RANK = 24, 3
-MODES = ["expand", "reduce"]
 
 
 class Adapted(nn.Module):

@@ -14,6 +14,7 @@ from kfac_backend.blocks.block import KroneckerBlock, compute_eigenvalues
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.layers.gram.gram import DenseGram, is_tall, tall_product
 from kfac_backend.threads import SharedSetting, turn_of
+from tests.kfac_backend.covariance.posteriors import precision_of
 from tests.kfac_backend.networks import assert_same
 
 
@@ -124,8 +125,7 @@ def test_passes_over_one_model_take_turns():
     parameters = list(model.parameters())
     data = batches()
     alone = [kronecker_factors(model, [batch], "regression") for batch in data]
-    blocks = {name: block.decompose() for name, block in alone[0].blocks.items()}
-    precision = {name: (block, block.spectrum(1.0)) for name, block in blocks.items()}
+    precision = precision_of(alone[0])
     covariance = OutputCovariance(model, precision)(data[0][0])[1]
     found = in_threads(
         *(lambda b=b: kronecker_factors(model, [b], "regression") for b in data),

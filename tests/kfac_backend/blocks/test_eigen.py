@@ -87,15 +87,6 @@ def assert_decomposes(matrix, digits=1e-6):
     assert_close(alone / largest, values / largest, atol=digits * d, rtol=0)
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("case", MATRICES)
 def test_any_finite_matrix_decomposes(case, dtype):

@@ -6,15 +6,14 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call, jacrev
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
 from kfac_backend.blocks.sketch import Frame
 from kfac_backend.covariance.joint import JointCovariance, joint_covariance
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.layers import ExampleGradients
-from tests.kfac_backend.covariance import test_output_covariance as single
+from tests.kfac_backend.covariance.posteriors import NETWORKS, jacobians, posterior
+from tests.kfac_backend.networks import OwnNorm
 
 
 class Tied(nn.Module):
@@ -55,7 +54,7 @@ class Attention(nn.Module):
         return self.out(self.norm(x + self.attention(x, x, x, need_weights=False)[0]).mean(1))
 
 
-class Decides(single.OwnNorm):
+class Decides(OwnNorm):
     """Without a rule, and by the value of a tensor, which vmap cannot follow."""
 
     def forward(self, x):
@@ -73,7 +72,7 @@ MORE = {
     "wide": lambda: (nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 1)),
                      torch.randn(6, 6)),
 }  # fmt: skip
-CASES = {**single.CASES, **MORE}
+CASES = {**NETWORKS, **MORE}
 
 
 def case(name):
@@ -85,42 +84,38 @@ def case(name):
 
 def brute_force(model, x, dense):
     """J(X) Σ J(X)ᵀ of each set, (T, q·C, q·C)."""
-    parameters = {n: p.detach() for n, p in model.named_parameters() if n in dense}
-
-    def outputs(p, x):
-        with sdpa_kernel(SDPBackend.MATH):
-            return functional_call(model, p, (x,))
-
     sets = []
     for x_t in x:
-        one_by_one = [jacrev(outputs)(parameters, x_n[None]) for x_n in x_t]
-        total = 0
-        for name, covariance in dense.items():
-            J = torch.cat([J_n[name].flatten(2)[0] for J_n in one_by_one])  # (q·C, P)
-            total = total + J @ torch.linalg.solve(covariance, J.mT)
-        sets.append(total)
-    return torch.stack(sets).detach()
+        J = {n: J_n.flatten(0, 1) for n, J_n in jacobians(model, x_t, dense).items()}  # (q·C, P)
+        sets.append(sum(J[n] @ torch.linalg.solve(dense[n], J[n].mT) for n in dense))
+    return torch.stack(sets)
+
+
+def blocks_of(covariance, f):
+    """The covariances (q, C, C) of the single inputs of each set."""
+    q, C = f.shape[1:]
+    by_input = covariance.detach().unflatten(2, (q, C)).unflatten(1, (q, C))
+    return [torch.stack([of_set[p, :, p] for p in range(q)]) for of_set in by_input]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_equals_the_dense_jacobian(name):
+def test_equals_the_dense_jacobian_and_so_do_its_derivatives(name):
+    """By central differences: autograd through jacrev of layer_norm is wrong (PyTorch 2.15)."""
     model, x = case(name)
-    blocks, dense = single.posterior(model, x.flatten(0, 1))
-    f, covariance = JointCovariance(model, blocks)(x)
+    blocks, dense = posterior(model, x.flatten(0, 1))
+    joint = JointCovariance(model, blocks)
+    f, covariance = joint(x)
+    assert not covariance.requires_grad and not f.requires_grad
     expected = brute_force(model, x, dense)
     assert_close(covariance, expected, rtol=1e-10, atol=1e-12)
-    assert_close(f.flatten(0, 1), model(x.flatten(0, 1)).detach())
+    mean, alone = OutputCovariance(model, blocks)(x.flatten(0, 1))
+    assert_close(f.flatten(0, 1), mean)
+    assert_close(torch.cat(blocks_of(covariance, f)), alone, rtol=1e-10, atol=1e-12)
     # Negative control: inputs one by one have no covariance.
     alone = torch.stack([torch.block_diag(*each) for each in blocks_of(covariance, f)])
     assert (alone - expected).norm() > 1e-2 * expected.norm()
 
-
-@pytest.mark.parametrize("name", CASES)
-def test_derivatives_are_those_of_the_dense_jacobian(name):
-    """By central differences: autograd through jacrev of layer_norm is wrong (PyTorch 2.15)."""
-    model, x = case(name)
-    blocks, dense = single.posterior(model, x.flatten(0, 1))
-    f, covariance = JointCovariance(model, blocks)(x.requires_grad_())
+    f, covariance = joint(x.requires_grad_())
     weights, direction = torch.randn_like(covariance.detach()), torch.randn_like(x.detach())
 
     def derivative(of):
@@ -141,28 +136,10 @@ def test_derivatives_are_those_of_the_dense_jacobian(name):
     assert (alone - of_covariance).abs() > 1e-3 * of_covariance.abs()
 
 
-def blocks_of(covariance, f):
-    """The covariances (q, C, C) of the single inputs of each set."""
-    q, C = f.shape[1:]
-    by_input = covariance.detach().unflatten(2, (q, C)).unflatten(1, (q, C))
-    return [torch.stack([of_set[p, :, p] for p in range(q)]) for of_set in by_input]
-
-
-@pytest.mark.parametrize("name", ["mlp", "tokens", "all layers", "no rule", "tied"])
-def test_single_inputs_are_those_of_the_output_covariance(name):
-    model, x = case(name)
-    blocks, _ = single.posterior(model, x.flatten(0, 1))
-    f, covariance = JointCovariance(model, blocks)(x)
-    assert not covariance.requires_grad and not f.requires_grad
-    mean, alone = OutputCovariance(model, blocks)(x.flatten(0, 1))
-    assert_close(torch.cat(blocks_of(covariance, f)), alone, rtol=1e-10, atol=1e-12)
-    assert_close(f.flatten(0, 1), mean)
-
-
 @pytest.mark.parametrize("name", ["mlp", "tokens"])
 def test_gradients_are_those_of_finite_differences(name):
     model, x = case(name)
-    blocks, _ = single.posterior(model, x.flatten(0, 1))
+    blocks, _ = posterior(model, x.flatten(0, 1))
     joint = JointCovariance(model, blocks)
     joint(x)  # the proof
     assert torch.autograd.gradcheck(joint, (x[:1].requires_grad_(),))
@@ -170,7 +147,7 @@ def test_gradients_are_those_of_finite_differences(name):
 
 def test_sketched_factors():
     model, x = case("wide")
-    blocks, dense = single.posterior(model, x.flatten(0, 1), sketch_rank=2)
+    blocks, dense = posterior(model, x.flatten(0, 1), sketch_rank=2)
     assert any(isinstance(eigen.Q_A, Frame) for eigen, _ in blocks.values())
     _, covariance = JointCovariance(model, blocks)(x)
     assert_close(covariance, brute_force(model, x, dense), rtol=1e-10, atol=1e-12)
@@ -178,7 +155,7 @@ def test_sketched_factors():
 
 def test_some_outputs():
     model, x = case("mlp")
-    blocks, _ = single.posterior(model, x.flatten(0, 1))
+    blocks, _ = posterior(model, x.flatten(0, 1))
     joint = JointCovariance(model, blocks)
     f, covariance = joint(x)
     some, of_some = joint(x, [2, 0])
@@ -194,7 +171,7 @@ def test_some_outputs():
 def test_ways_to_contract_agree(R, transposed):
     """Many inputs a set or few, in one part or in many: the same matrix."""
     model, x = case("mlp")
-    blocks, _ = single.posterior(model, x.flatten(0, 1))
+    blocks, _ = posterior(model, x.flatten(0, 1))
     block, spectrum = blocks["0.weight"]  # (5, 6)
     d_out, d_in = (6, 5) if transposed else (5, 6)
     gradients = ExampleGradients(torch.randn(1, 8, R, 2, d_out).double(),
@@ -211,7 +188,7 @@ def test_ways_to_contract_agree(R, transposed):
 def test_leaves_model_and_memory_as_they_were():
     """A graph holds hooks that hold what they saw; nothing stays once the results are gone."""
     model, x = case("mlp")
-    blocks, _ = single.posterior(model, x.flatten(0, 1))
+    blocks, _ = posterior(model, x.flatten(0, 1))
     joint = JointCovariance(model, blocks)
     activations = []
     model[1].register_forward_hook(lambda m, a, out: activations.append(weakref.ref(out)))
@@ -226,7 +203,7 @@ def test_leaves_model_and_memory_as_they_were():
 
 def test_what_it_cannot_do_is_named():
     model, x = case("mlp")
-    blocks, _ = single.posterior(model, x.flatten(0, 1))
+    blocks, _ = posterior(model, x.flatten(0, 1))
     joint = JointCovariance(model, blocks)
     with pytest.raises(ValueError, match=r"x has shape \(4, 6\); sets of inputs"):
         joint(x.flatten(0, 1))

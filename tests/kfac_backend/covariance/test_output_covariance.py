@@ -5,137 +5,99 @@ from dataclasses import fields, replace
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call, jacrev
 from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
 from kfac_backend.covariance import output_covariance
 from kfac_backend.covariance.output_covariance import OutputCovariance
-from kfac_backend.layers import Bias, Scale
-from tests.kfac_backend.networks import OwnNorm, data, network
+from kfac_backend.layers.gram import gram
+from tests.kfac_backend import layer_cases
+from tests.kfac_backend.block_checks import MODES
+from tests.kfac_backend.covariance.posteriors import (
+    NETWORKS,
+    brute_force,
+    case,
+    covariance_parts,
+    posterior,
+    precision_of,
+)
+
+CASES = {name: case for name in NETWORKS} | dict.fromkeys(layer_cases.CASES, layer_cases.case)
 
 
-class OverTokens(nn.Module):
-    """A linear layer over tokens, then their mean."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.outer = nn.Linear(4, 5), nn.Linear(5, 3)
-
-    def forward(self, x):
-        return self.outer(torch.tanh(self.inner(x)).mean(1))
-
-
-class TakesMapping(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(6, 3)
-
-    def forward(self, batch):
-        return self.fc(torch.tanh(batch["a"] * batch["b"]))
-
-
-def convolution(**options):
-    size = nn.Sequential(nn.Conv2d(4, 6, **options))(torch.zeros(1, 4, 7, 6)).flatten().numel()
-    return nn.Sequential(nn.Conv2d(4, 6, **options), nn.Tanh(), nn.Flatten(), nn.Linear(size, 3))
-
-
-IMAGES = torch.randn(5, 4, 7, 6, generator=torch.Generator().manual_seed(0))
-CASES = {
-    "mlp": lambda: (nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(5, 6)),
-    "one layer": lambda: (nn.Linear(6, 3), torch.randn(5, 6)),
-    "one output": lambda: (nn.Linear(6, 1), torch.randn(5, 6)),
-    "no bias": lambda: (nn.Linear(6, 3, bias=False), torch.randn(5, 6)),
-    "tokens": lambda: (OverTokens(), torch.randn(5, 7, 4)),
-    "all layers": lambda: (network(), data(5)[0]),
-    "scalars": lambda: (nn.Sequential(Scale(), nn.Linear(6, 3), Bias()), torch.randn(5, 6)),
-    "wide kernel": lambda: (convolution(kernel_size=5, padding=2), IMAGES),
-    "stride": lambda: (convolution(kernel_size=3, stride=(2, 1)), IMAGES),
-    "dilation": lambda: (convolution(kernel_size=2, dilation=2, padding="same"), IMAGES),
-    "reflected": lambda: (convolution(kernel_size=3, padding=1, padding_mode="reflect"), IMAGES),
-    "groups": lambda: (convolution(kernel_size=3, groups=2), IMAGES),
-    "depthwise": lambda: (
-        nn.Sequential(nn.Conv2d(4, 4, 3, groups=4, bias=False), nn.Flatten(), nn.Linear(80, 3)),
-        IMAGES,
-    ),
-    "no rule": lambda: (
-        nn.Sequential(nn.Linear(6, 5), OwnNorm(5), nn.Tanh(), nn.Linear(5, 3)),
-        torch.randn(5, 6),
-    ),
-}
-
-
-def case(name):
-    torch.manual_seed(1)
-    model, x = CASES[name]()
-    return model.double(), x.double()
-
-
-def posterior(model, x, kfac_approx="expand", damping=False, sketch_rank=None):
-    """Blocks of the posterior precision, and the same densely, by parameter."""
-    y = torch.arange(len(x)) % 2
-    likelihood = "classification"
-    if model(x).shape[1] == 1:
-        likelihood, y = "regression", torch.zeros(len(x), 1)
-    factors = kronecker_factors(
-        model, [(x, y)], likelihood, kfac_approx=kfac_approx, unsupported="diagonal",
-        sketch_rank=sketch_rank,
-    )  # fmt: skip
-    blocks, dense = {}, {}
-    for i, (name, block) in enumerate(factors.blocks.items()):
-        eigen, delta = block.decompose(), 0.5 + i
-        blocks[name] = eigen, eigen.spectrum(delta, damping)
-        if damping and block.A is not None:
-            root = delta**0.5
-            dense[name] = torch.kron(
-                block.B + root * torch.eye(len(block.B)), block.A + root * torch.eye(len(block.A))
-            )
-        else:
-            dense[name] = block.to_dense() + delta * torch.eye(block.numel)
-    return blocks, dense
-
-
-def brute_force(model, x, dense):
-    """Σ over parameters of J (precision)⁻¹ Jᵀ, (N, C, C)."""
-    parameters = {n: p.detach() for n, p in model.named_parameters() if n in dense}
-    jacobians = jacrev(lambda p: functional_call(model, p, (x,)))(parameters)
-    total = 0
-    for name, J in jacobians.items():
-        J = J.flatten(2).detach()  # (N, C, P)
-        total = total + J @ torch.linalg.solve(dense[name], J.mT)
-    return total
-
-
-@pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
+@pytest.mark.parametrize("kfac_approx", MODES)
 @pytest.mark.parametrize("name", CASES)
-def test_equals_the_dense_jacobian(name, kfac_approx, batched):
-    model, x = case(name)
+def test_equals_the_dense_jacobian(name, kfac_approx):
+    """In parts of little memory or at once, variances alone, and of some parameters alone."""
+    model, x = CASES[name](name)
     blocks, dense = posterior(model, x, kfac_approx)
-    f, covariance = OutputCovariance(model, blocks, batched=batched)(x)
-    expected = brute_force(model, x, dense)
-    assert_close(covariance, expected, rtol=1e-10, atol=1e-12)
-    assert_close(f, model(x).detach())
-    assert not covariance.requires_grad
+    parts = covariance_parts(model, x, dense)
+    expected = sum(parts.values())
+    memory = {"expand": (None, None), "reduce": (1, 3_000)}[kfac_approx]
+    ways = ({"memory": memory[0]}, {"memory": memory[1], "batched": True})
+    for start, options in enumerate(ways):
+        covariance = OutputCovariance(model, blocks, **options)
+        f, found = covariance(x)
+        assert_close(f, model(x).detach())
+        assert_close(found, expected, rtol=1e-9, atol=1e-11)
+        variance = covariance(x, variance_only=True)[1]
+        assert_close(variance, found.diagonal(dim1=1, dim2=2), rtol=1e-9, atol=1e-11)
+        assert not found.requires_grad and not variance.requires_grad
+        some = dict(list(blocks.items())[start::2])  # the others' parameters are constants
+        if some:
+            found = OutputCovariance(model, some, **options)(x)[1]
+            assert_close(found, sum(parts[name] for name in some), rtol=1e-9, atol=1e-11)
     # Negative control: eigenvalues that belong to other eigenvectors.
     wrong = {n: (eigen, spectrum.flip(-2, -1)) for n, (eigen, spectrum) in blocks.items()}
     if name not in ("scalars", "depthwise"):
-        difference = OutputCovariance(model, wrong, batched=batched)(x)[1] - expected
+        difference = OutputCovariance(model, wrong)(x)[1] - expected
         assert difference.norm() > 1e-3 * expected.norm()
 
 
-@pytest.mark.parametrize("memory", [1, 20_000, 10**9])
-@pytest.mark.parametrize("name", ["all layers", "wide kernel", "groups", "tokens"])
-def test_does_not_depend_on_memory_or_batches(name, memory):
+@pytest.mark.parametrize("name", ["LayerNorm twice", "BatchNorm2d", "own parameters"])
+def test_large_elementwise_parameters(monkeypatch, name):
+    monkeypatch.setattr(gram, "LARGEST_DENSE", 1)
+    model, x = layer_cases.case(name)
+    blocks, dense = posterior(model, x)
+    assert any(len(eigen.Q_B) > 1 == eigen.Q_B.shape[-1] for eigen, _ in blocks.values())
+    expected = brute_force(model, x, dense)
+    for batched in (False, True):
+        covariance = OutputCovariance(model, blocks, batched=batched)(x)[1]
+        assert_close(covariance, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(("rows", "space"), [MODES, MODES[::-1]])
+def test_factors_with_a_mode_for_each_axis(rows, space):
+    model, x = layer_cases.case("rows of images")
+    mapping = {"layer": {"rows": rows, "space": space}, "head": "expand"}
+    blocks, dense = posterior(model, x, mapping)
+    expected = brute_force(model, x, dense)
+    assert_close(OutputCovariance(model, blocks)(x)[1], expected, rtol=1e-9, atol=1e-11)
+
+
+def test_a_graph_without_edges_alone():
+    model, batch = layer_cases.case("graphs")
+    blocks, dense = posterior(model, batch)
+    expected = brute_force(model, batch, dense)
+    alone = {key: value[2:] for key, value in batch.items()}
+    assert not alone["edges"].any()
+    for batched in (False, True):
+        covariance = OutputCovariance(model, blocks, batched=batched)
+        for batch_or_one, wanted in ((alone, expected[2:]), (batch, expected)) * 2:
+            assert_close(covariance(batch_or_one)[1], wanted, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["all layers", "groups", "tokens"])
+def test_does_not_depend_on_memory_or_batches(name):
     model, x = case(name)
     blocks, dense = posterior(model, x)
-    covariance = OutputCovariance(model, blocks, memory=memory)
     expected = brute_force(model, x, dense)
-    assert_close(covariance(x)[1], expected, rtol=1e-10, atol=1e-12)
-    assert_close(covariance(x[:1])[1], expected[:1], rtol=1e-10, atol=1e-12)
-    first = OutputCovariance(model, blocks, memory=memory)
-    assert_close(first(x[:1])[1], expected[:1], rtol=1e-10, atol=1e-12)  # one example at first
-    assert_close(first(x)[1], expected, rtol=1e-10, atol=1e-12)
+    for memory in (1, 20_000, 10**9):
+        for order in ((x, x[:1]), (x[:1], x)):  # or one example at first
+            covariance = OutputCovariance(model, blocks, memory=memory)
+            for some in order:
+                found = covariance(some)[1]
+                assert_close(found, expected[: len(some)], rtol=1e-10, atol=1e-12)
 
 
 def held_at_once(model, blocks, x, memory):
@@ -178,37 +140,33 @@ def test_a_gpu_lends_a_share_of_its_memory(monkeypatch):
 
 
 def test_damping():
+    """Of a product: √δ is added to either factor."""
     model, x = case("mlp")
-    blocks, dense = posterior(model, x, damping=True)
+    y = torch.arange(5) % 3
+    factors = kronecker_factors(model, [(x, y)], "classification")
+    root, dense = 0.5**0.5, {}
+    for name, block in factors.blocks.items():
+        dense[name] = block.to_dense() + 0.5 * torch.eye(block.numel)
+        if block.A is not None:
+            B, A = (F + root * torch.eye(len(F)) for F in (block.B, block.A))
+            dense[name] = torch.kron(B, A)
+    blocks = precision_of(factors, 0.5, damping=True)
     assert_close(OutputCovariance(model, blocks)(x)[1], brute_force(model, x, dense))
 
 
-def test_parameters_without_a_block_are_constants():
-    model, x = case("mlp")
-    blocks, dense = posterior(model, x)
-    for kept in (["2.weight", "2.bias"], ["0.weight"], ["2.bias"]):
-        some = {name: blocks[name] for name in kept}
-        expected = brute_force(model, x, {name: dense[name] for name in kept})
-        assert_close(OutputCovariance(model, some)(x)[1], expected)
+class TakesMapping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(6, 3)
 
-
-@pytest.mark.parametrize("frozen", ["0.weight", "0.bias"])
-def test_half_frozen_layer(frozen):
-    model, x = case("wide kernel")
-    model.get_parameter(frozen).requires_grad_(False)
-    blocks, dense = posterior(model, x)
-    assert frozen not in blocks
-    assert_close(OutputCovariance(model, blocks)(x)[1], brute_force(model, x, dense))
+    def forward(self, batch):
+        return self.fc(torch.tanh(batch["a"] * batch["b"]))
 
 
 def test_mappings_and_inference_mode():
-    torch.manual_seed(0)
     model = TakesMapping().double()
     x = {"a": torch.randn(5, 6).double(), "b": torch.randn(5, 6).double()}
-    factors = kronecker_factors(
-        model, [x | {"labels": torch.arange(5) % 3}], "classification", dict_key_y="labels"
-    )
-    blocks = {n: (b.decompose(), b.decompose().spectrum(1.0)) for n, b in factors.blocks.items()}
+    blocks, _ = posterior(model, x)
     expected = OutputCovariance(model, blocks)(x)[1]
     with torch.inference_mode():
         inside = {key: value * 1.0 for key, value in x.items()}

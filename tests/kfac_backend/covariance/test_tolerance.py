@@ -9,8 +9,9 @@ from kfac_backend.covariance import gradient_covariance as module
 from kfac_backend.covariance.gradient_covariance import gradient_covariance
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.layers import ExampleGradients
-from tests.kfac_backend.covariance import test_output_covariance as flat
-from tests.kfac_backend.covariance import test_positions as sequences
+from tests.kfac_backend.block_checks import MODES
+from tests.kfac_backend.covariance.posteriors import brute_force as dense_covariance
+from tests.kfac_backend.covariance.posteriors import case, posterior, sequences
 
 G, N, R, C, D_OUT, D_IN = 2, 3, 4, 3, 5, 12
 
@@ -45,7 +46,7 @@ def brute_force(gradients, eigen, spectrum):
 
 @pytest.mark.parametrize("variance_only", [False, True])
 @pytest.mark.parametrize("inputs_first", [False, True])
-@pytest.mark.parametrize("start", [0, 1, 5, 6, 7, 11, 12])
+@pytest.mark.parametrize("start", [0, 1, 6, 7, 12])
 @pytest.mark.parametrize("R", [1, R])
 def test_every_way_is_exact(monkeypatch, R, start, inputs_first, variance_only):
     """Few directions of the prior and many, none and all; inputs turned first, or gradients."""
@@ -102,7 +103,6 @@ def test_the_cheapest_way(sizes, start, way):
 
 def test_float32_where_gradients_cancel_over_positions(monkeypatch):
     """As below a softmax or a norm: like inputs, gradients that sum to zero over the positions."""
-    torch.manual_seed(0)
     R, d_in, d_out = 64, 96, 8
     b = torch.randn(1, 2, R, 2, d_out)
     b -= b.mean(2, keepdim=True)
@@ -137,29 +137,28 @@ def bounds(V, result):
     return values.min(), values.max()
 
 
-@pytest.mark.parametrize("tolerance", [1e-6, 0.1, 1.0, 1e6])
-@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
+@pytest.mark.parametrize("tolerance", [1e-6, 0.5, 1e6])
+@pytest.mark.parametrize("kfac_approx", MODES)
 @pytest.mark.parametrize("name", ["mlp", "all layers", "tokens"])
 def test_is_too_wide_by_no_more_than_was_said(name, kfac_approx, tolerance):
-    model, x = flat.case(name)
-    blocks, dense = flat.posterior(model, x, kfac_approx)
-    V = flat.brute_force(model, x, dense)
+    model, x = case(name)
+    blocks, dense = posterior(model, x, kfac_approx)
+    V = dense_covariance(model, x, dense)
     f, result = OutputCovariance(model, blocks, tolerance=tolerance)(x)
     smallest, largest = bounds(V, result)
     assert smallest > 1 - 1e-9
     assert largest < 1 + tolerance + 1e-9
     assert_close(f, model(x).detach())
-    if (
-        tolerance == 1e6 and name != "all layers"
-    ):  # the prior's covariance: something is left out, indeed
+    if tolerance == 1e6 and name != "all layers":  # the prior's: something is left out, indeed
         assert largest > 1.01
     same = OutputCovariance(model, blocks, tolerance=tolerance)(x, variance_only=True)[1]
     assert_close(same, result.diagonal(dim1=1, dim2=2))
 
 
 def test_of_sequences():
-    model, x, blocks, dense = sequences.case("gpt")
-    V = sequences.brute_force(model, x, dense)
+    model, x, _ = sequences("gpt")
+    blocks, dense = posterior(model, x)
+    V = dense_covariance(model, x, dense)
     smallest, largest = bounds(V, OutputCovariance(model, blocks, tolerance=0.5)(x)[1])
     assert smallest > 1 - 1e-9
     assert 1.0001 < largest < 1.5
@@ -167,7 +166,7 @@ def test_of_sequences():
 
 @pytest.mark.parametrize("tolerance", [-0.1, float("nan"), float("inf")])
 def test_other_tolerances_are_named(tolerance):
-    model, x = flat.case("mlp")
-    blocks, _ = flat.posterior(model, x)
+    model, x = case("mlp")
+    blocks, _ = posterior(model, x)
     with pytest.raises(ValueError, match="must be 0 .exact. or a share"):
         OutputCovariance(model, blocks, tolerance=tolerance)

@@ -14,8 +14,8 @@ from kfac_backend.laplace.interface import KfacEF, KfacGGN
 from kfac_backend.laplace.kron import EigenKron, FactorKron
 from kfac_backend.layers import Bias, Scale
 from tests import oracles
+from tests.kfac_backend.block_checks import MODES
 
-MODES = ["expand", "reduce"]
 LIKELIHOODS = ["classification", "regression"]
 pytestmark = pytest.mark.filterwarnings("ignore:By default `link_approx`")
 
@@ -46,18 +46,25 @@ def loader(likelihood, n=11, batch_size=4):
     )
 
 
-@pytest.mark.parametrize("kfac_approx", MODES)
+def fitted(data=None, model=None, likelihood="classification", *, backend=KfacGGN, **options):
+    """laplace-torch's posterior of all weights of a network, fitted to the data."""
+    options = {"hessian_structure": "kron", "subset_of_weights": "all", **options}
+    model = network() if model is None else model
+    la = Laplace(model, likelihood, backend=backend, **options)
+    la.fit(loader(likelihood) if data is None else data)
+    return la
+
+
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
-@pytest.mark.parametrize("backend", [KfacGGN, KfacEF])
+@pytest.mark.parametrize(("backend", "kfac_approx"), [(KfacGGN, "expand"), (KfacEF, "reduce")])
 @pytest.mark.parametrize("structure", ["kron", "diag", "full"])
 @pytest.mark.parametrize("subset", ["all", "last_layer"])
 def test_fits_tunes_and_predicts(subset, structure, backend, likelihood, kfac_approx):
     data = loader(likelihood)
-    la = Laplace(
-        network(), likelihood, subset, structure, backend=backend, prior_precision=30.0,
-        backend_kwargs={"kfac_approx": kfac_approx},
+    la = fitted(
+        data, None, likelihood, backend=backend, subset_of_weights=subset, prior_precision=30.0,
+        hessian_structure=structure, backend_kwargs={"kfac_approx": kfac_approx},
     )  # fmt: skip
-    la.fit(data)
     before = la.log_marginal_likelihood()
     la.optimize_prior_precision(n_steps=20, init_prior_prec=30.0)
     assert la.log_marginal_likelihood() > before
@@ -83,14 +90,9 @@ def test_fits_tunes_and_predicts(subset, structure, backend, likelihood, kfac_ap
 )
 def test_factors_equal_those_of_curvlinops(backend, peer, likelihood, kfac_approx):
     data = loader(likelihood)
-    ours = Laplace(
-        network(), likelihood, "all", backend=backend, backend_kwargs={"kfac_approx": kfac_approx}
-    )
-    theirs = Laplace(
-        network(), likelihood, "all", backend=peer, asdl_fisher_kwargs={"kfac_approx": kfac_approx}
-    )
-    ours.fit(data)
-    theirs.fit(data)
+    mode = {"kfac_approx": kfac_approx}
+    ours = fitted(data, None, likelihood, backend=backend, backend_kwargs=mode)
+    theirs = fitted(data, None, likelihood, backend=peer, asdl_fisher_kwargs=mode)
     assert_close(ours.H_facs.to_matrix(), theirs.H_facs.to_matrix())
     assert_close(ours.log_marginal_likelihood(), theirs.log_marginal_likelihood())
     x = data.dataset.tensors[0][:5]
@@ -99,52 +101,26 @@ def test_factors_equal_those_of_curvlinops(backend, peer, likelihood, kfac_appro
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 @pytest.mark.parametrize("structure", ["diag", "full"])
-def test_empirical_fisher_is_that_of_the_log_likelihood(structure, likelihood):
+@pytest.mark.parametrize("subset", ["all", "last_layer"])
+def test_empirical_fisher_is_that_of_the_log_likelihood(subset, structure, likelihood):
     model, data = network(), loader(likelihood)
-    la = Laplace(model, likelihood, "all", structure, backend=KfacEF)
-    la.fit(data)
+    options = {"hessian_structure": structure, "subset_of_weights": subset}
+    la = fitted(data, model, likelihood, backend=KfacEF, **options)
     blocks = oracles.empirical_fisher_blocks(model, *data.dataset.tensors, likelihood)
-    diagonal = torch.cat([block.diagonal() for block in blocks.values()])
+    names = blocks if subset == "all" else ("6.weight", "6.bias")
+    diagonal = torch.cat([blocks[name].diagonal() for name in names])
     assert_close(la.H if structure == "diag" else la.H.diagonal(), diagonal)
 
 
-def test_last_layer_empirical_fisher_has_the_gradients_of_the_last_layer():
-    model, data = network(), loader("classification")
-    la = Laplace(model, "classification", "last_layer", "full", backend=KfacEF)
-    la.fit(data)
-    blocks = oracles.empirical_fisher_blocks(model, *data.dataset.tensors, "classification")
-    expected = torch.cat([blocks["6.weight"].diagonal(), blocks["6.bias"].diagonal()])
-    assert_close(la.H.diagonal(), expected)
-
-
 def test_keywords_that_laplace_torch_forwards():
-    data = loader("classification")
-    by_kron = Laplace(
-        network(),
-        "classification",
-        "all",
-        backend=KfacGGN,
-        asdl_fisher_kwargs={"kfac_approx": "reduce"},
-    )
-    by_backend = Laplace(
-        network(),
-        "classification",
-        "all",
-        backend=KfacGGN,
-        backend_kwargs={"kfac_approx": "reduce"},
-    )
-    expand = Laplace(network(), "classification", "all", backend=KfacGGN)
-    for la in (by_kron, by_backend, expand):
-        la.fit(data)
+    mode = {"kfac_approx": "reduce"}
+    by_kron, by_backend = fitted(asdl_fisher_kwargs=mode), fitted(backend_kwargs=mode)
+    expand = fitted()
     assert_close(by_kron.H_facs.to_matrix(), by_backend.H_facs.to_matrix())
     assert (expand.H_facs.to_matrix() - by_kron.H_facs.to_matrix()).abs().max() > 1e-3
 
     stochastic = {"stochastic": True, "generator": torch.Generator().manual_seed(0)}
-    sampled = Laplace(
-        network(), "classification", "all", backend=KfacGGN, backend_kwargs=stochastic,
-        asdl_fisher_kwargs={"mc_samples": 500},
-    )  # fmt: skip
-    sampled.fit(data)
+    sampled = fitted(backend_kwargs=stochastic, asdl_fisher_kwargs={"mc_samples": 500})
     B, exact = (la.H_facs.kfacs[-1][0] for la in (sampled, expand))
     assert 0 < (B - exact).norm() / exact.norm() < 0.15
 
@@ -194,18 +170,16 @@ def test_batches_that_are_mappings(backend, structure):
         def forward(self, batch):
             return self.net(batch["pixels"])
 
-    la = Laplace(Named(), "classification", "all", structure, backend=backend, dict_key_x="pixels")
-    la.fit(DataLoader(Rows(), 4))
-    plain = Laplace(network(), "classification", "all", structure, backend=backend)
-    plain.fit(loader("classification"))
+    options = {"hessian_structure": structure, "backend": backend}
+    la = fitted(DataLoader(Rows(), 4), Named(), dict_key_x="pixels", **options)
+    plain = fitted(**options)
     assert_close(la.log_marginal_likelihood(), plain.log_marginal_likelihood())
     assert_close(la({"pixels": Rows.x[:3]}), plain(Rows.x[:3]))
 
 
 def test_grouped_convolutions_are_block_diagonal():
     model, data = network(groups=2), loader("classification")
-    la = Laplace(model, "classification", "all", backend=KfacGGN)
-    la.fit(data)
+    la = fitted(data, model)
     x = data.dataset.tensors[0]
     expected = torch.block_diag(*oracles.kfac_blocks(model, x, "classification", "expand").values())
     assert_close(la.H_facs.to_matrix(), expected)
@@ -223,8 +197,7 @@ def test_grouped_convolutions_are_block_diagonal():
 def test_scalars_and_frozen_parameters():
     model, data = with_scalars(), loader("classification")
     model[1].weight.requires_grad_(False)
-    la = Laplace(model, "classification", "all", backend=KfacGGN)
-    la.fit(data)
+    la = fitted(data, model)
     x = data.dataset.tensors[0]
     ggn = oracles.dense_ggn_blocks(model, x, "classification")
     assert_close(la.H_facs.to_matrix()[0, 0], ggn["0.bias"].squeeze())
@@ -234,8 +207,7 @@ def test_scalars_and_frozen_parameters():
 
 def test_override_false_adds_the_data():
     first, second = loader("classification"), loader("classification", n=6)
-    la = Laplace(network(), "classification", "all", backend=KfacGGN)
-    la.fit(first)
+    la = fitted(first)
     la.fit(second, override=False)
     union = kronecker_factors(network(), [*first, *second], "classification")
     expected = torch.block_diag(*(union.to_dense(name) for name in union.blocks))
@@ -243,11 +215,7 @@ def test_override_false_adds_the_data():
 
 
 def test_damping_survives_prior_and_temperature():
-    la = Laplace(
-        network(), "classification", "all", backend=KfacGGN, damping=True, prior_precision=0.5,
-        temperature=2.0,
-    )  # fmt: skip
-    la.fit(loader("classification"))
+    la = fitted(damping=True, prior_precision=0.5, temperature=2.0)
     expected = 0.0
     for F in la.H_facs.kfacs:
         values = [torch.linalg.eigvalsh(factor) * 0.5 ** (1 / len(F)) for factor in F]
@@ -260,9 +228,7 @@ def test_damping_survives_prior_and_temperature():
 
 
 def test_only_the_same_curvature_can_be_added():
-    data = loader("classification")
-    la = Laplace(network(), "classification", "all", backend=KfacGGN)
-    la.fit(data)
+    la = fitted()
     assert isinstance(la.H_facs, FactorKron) and isinstance(la.H, EigenKron)
     other = Kron([[torch.ones(2, 2)] for _ in la.H_facs.kfacs])
     with pytest.raises(ValueError, match="Can only add curvature from the same backend and model"):
@@ -273,14 +239,11 @@ def test_only_the_same_curvature_can_be_added():
 
 def test_state_dict_of_laplace_torch_round_trips():
     data, x = loader("classification"), loader("classification").dataset.tensors[0]
-    la, other, twice = (
-        Laplace(network(), "classification", "all", backend=KfacGGN) for _ in range(3)
-    )
-    la.fit(data)
+    la, twice = fitted(data), fitted(data)
+    other = Laplace(network(), "classification", "all", backend=KfacGGN)
     other.load_state_dict(la.state_dict())
     assert_close(other(x), la(x))
     other.fit(data, override=False)
-    twice.fit(data)
     twice.fit(data, override=False)
     assert_close(other.H_facs.to_matrix(), twice.H_facs.to_matrix())
 
@@ -295,16 +258,12 @@ def test_parameters_without_a_block_are_named():
             return x @ torch.diag(self.by)  # a weight that is computed
 
     model = nn.Sequential(nn.Flatten(), nn.Linear(32, 4), Shift(), nn.Linear(4, 3)).double()
-    la = Laplace(
-        model, "classification", "all", backend=KfacGGN, backend_kwargs={"unsupported": "freeze"}
-    )
     with pytest.warns(UserWarning), pytest.raises(ValueError, match="2.by"):
-        la.fit(loader("classification"))
+        fitted(model=model, backend_kwargs={"unsupported": "freeze"})
 
 
 def test_noise_has_its_whole_gradient():
-    la = Laplace(network(), "regression", "all", backend=KfacGGN)
-    la.fit(loader("regression"))
+    la = fitted(likelihood="regression")
     sigma = torch.tensor(0.6, dtype=torch.float64, requires_grad=True)
     delta = torch.linspace(0.5, 2.0, 5, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(la.log_marginal_likelihood, (delta, sigma))

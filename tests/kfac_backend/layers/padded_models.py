@@ -93,6 +93,26 @@ class Padded(nn.Module):
         return self.layers(x)
 
 
+class Folded(nn.Module):
+    """A layer on K rows of each example, whose rows are told or are an axis of its input."""
+
+    def __init__(self, layer: nn.Module, index=None, by_roots: bool = True, out: int = 4):
+        super().__init__()
+        self.layer, self.head, self.index = layer, nn.Linear(out, 3), index
+        self.by_roots = by_roots
+
+    def forward(self, x: Tensor) -> Tensor:  # (N, K, ...)
+        (N, K), index = x.shape[:2], self.index
+        if index is None:
+            index = torch.arange(N).repeat_interleave(K)
+        with examples_of_rows(index, N, by_roots=self.by_roots):
+            f = self.layer(x.flatten(0, 1))
+        f = f.tanh() if isinstance(self.layer, nn.Linear) else f.movedim(1, -1).tanh()
+        f = f.unflatten(0, (N, K)).flatten(1, -2)
+        weight = torch.linspace(-1, 2, f.shape[1], dtype=f.dtype, device=f.device)
+        return self.head(weight @ f)
+
+
 def scale_of(aggregation: str, count: Tensor) -> Tensor:
     """Factor of Σ_r, of shape of ``count``."""
     count = count.clamp(min=1).double()

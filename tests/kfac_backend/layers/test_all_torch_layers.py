@@ -12,93 +12,8 @@ from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
 from tests import oracles
-
-TOKENS = torch.tensor([[2]])
-
-
-def noise(*shape):
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-
-def one(*shape):
-    """One example."""
-    return noise(1, *shape)
-
-
-def images(axes, channels=4, size=3):
-    return one(channels, *[size] * axes)
-
-
-RIGHT = {
-    "Linear": (lambda: nn.Linear(3, 4), one(3)),
-    "LazyLinear": (lambda: nn.LazyLinear(4), one(3)),
-    "Embedding": (lambda: nn.Embedding(5, 4), TOKENS),
-    "PReLU": (lambda: nn.PReLU(3), one(3)),
-    "LayerNorm": (lambda: nn.LayerNorm(5), one(5)),
-    "RMSNorm": (lambda: nn.RMSNorm(5), one(5)),
-    "GroupNorm": (lambda: nn.GroupNorm(2, 4), images(1)),
-    "SyncBatchNorm": (lambda: nn.SyncBatchNorm(4), images(2)),
-    "MultiheadAttention": (lambda: nn.MultiheadAttention(4, 2, batch_first=True), one(1, 4)),
-    "TransformerEncoderLayer": (lambda: nn.TransformerEncoderLayer(4, 2, 5), one(1, 4)),
-    "TransformerDecoderLayer": (lambda: nn.TransformerDecoderLayer(4, 2, 5), one(1, 4)),
-    "TransformerEncoder": (
-        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 5), 2),
-        one(1, 4),
-    ),
-    "TransformerDecoder": (
-        lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(4, 2, 5), 2),
-        one(1, 4),
-    ),
-    "Transformer": (lambda: nn.Transformer(4, 2, 1, 1, 5), one(1, 4)),
-    "AdaptiveLogSoftmaxWithLoss": (
-        lambda: nn.AdaptiveLogSoftmaxWithLoss(4, 6, [2], div_value=1.0),
-        one(4),
-    ),
-}
-for axes in (1, 2, 3):
-    for lazy in ("", "Lazy"):
-        channels = () if lazy else (4,)
-        RIGHT |= {
-            f"{lazy}Conv{axes}d": (
-                lambda axes=axes, lazy=lazy, channels=channels: getattr(nn, f"{lazy}Conv{axes}d")(
-                    *channels, 3, 3
-                ),
-                images(axes),
-            ),
-            f"{lazy}ConvTranspose{axes}d": (
-                lambda axes=axes, lazy=lazy, channels=channels: getattr(
-                    nn, f"{lazy}ConvTranspose{axes}d"
-                )(*channels, 3, 2),
-                images(axes, size=1),
-            ),
-            f"{lazy}BatchNorm{axes}d": (
-                lambda axes=axes, lazy=lazy, channels=channels: getattr(
-                    nn, f"{lazy}BatchNorm{axes}d"
-                )(*channels),
-                images(axes),
-            ),
-            f"{lazy}InstanceNorm{axes}d": (
-                lambda axes=axes, lazy=lazy, channels=channels: getattr(
-                    nn, f"{lazy}InstanceNorm{axes}d"
-                )(*channels, affine=True),
-                images(axes),
-            ),
-        }
-
-NAMED = {
-    "Bilinear": (lambda: nn.Bilinear(3, 3, 4), one(3)),
-    "EmbeddingBag": (lambda: nn.EmbeddingBag(5, 4), TOKENS),
-    "RNN": (lambda: nn.RNN(3, 4, batch_first=True), one(2, 3)),
-    "LSTM": (lambda: nn.LSTM(3, 4, batch_first=True), one(2, 3)),
-    "GRU": (lambda: nn.GRU(3, 4, batch_first=True), one(2, 3)),
-    "RNNCell": (lambda: nn.RNNCell(3, 4), one(3)),
-    "LSTMCell": (lambda: nn.LSTMCell(3, 4), one(3)),
-    "GRUCell": (lambda: nn.GRUCell(3, 4), one(3)),
-}
-
-if hasattr(nn, "LinearCrossEntropyLoss"):  # since torch 2.15
-    NAMED["LinearCrossEntropyLoss"] = (lambda: nn.LinearCrossEntropyLoss(3, 4), one(3))
+from tests.kfac_backend.block_checks import MODES
+from tests.kfac_backend.layers.torch_layers import NAMED, RIGHT, around
 
 NO_LAYERS = {
     "Module", "Container", "DataParallel", "Sequential", "ModuleList", "ModuleDict",
@@ -123,43 +38,6 @@ WITHOUT_PARAMETERS = {  # those that need arguments
 }  # fmt: skip
 
 
-class Around(nn.Module):
-    """The layer, and what makes class logits of whatever it returns."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer, self.head = layer, nn.LazyLinear(3)
-
-    def forward(self, x):
-        kind = type(self.layer)
-        if kind is nn.MultiheadAttention:
-            x = self.layer(x, x, x)[0]
-        elif kind in (nn.Bilinear, nn.Transformer, nn.TransformerDecoder):
-            x = self.layer(x, x)
-        elif kind is nn.TransformerDecoderLayer:
-            x = self.layer(x, x)
-        elif kind is nn.AdaptiveLogSoftmaxWithLoss:
-            x = self.layer.log_prob(x)
-        elif kind.__name__ == "LinearCrossEntropyLoss":
-            x = self.layer(x, torch.zeros(len(x)).long()).view(1, 1)
-        else:
-            x = self.layer(x)
-        while isinstance(x, tuple):
-            x = x[0]
-        return self.head(torch.tanh(x).flatten(1))
-
-
-def around(table, name):
-    build, x = table[name]
-    torch.manual_seed(0)
-    model = Around(build()).double().eval()
-    with torch.no_grad():
-        model(x)
-        for p in model.parameters():
-            p.add_(0.3 * torch.randn_like(p))
-    return model, x
-
-
 def layers_of_torch():
     for name in dir(nn):
         if inspect.isclass(getattr(nn, name)) and issubclass(getattr(nn, name), nn.Module):
@@ -175,7 +53,7 @@ def test_the_tables_name_all_layers_with_parameters():
     assert {*RIGHT, *NAMED} <= set(layers_of_torch())
 
 
-@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
+@pytest.mark.parametrize("kfac_approx", MODES)
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_against_brute_force(name, kfac_approx):
     model, x = around(RIGHT, name)
@@ -207,4 +85,4 @@ def test_named_error(name):
 def test_a_lazy_layer_without_a_shape():
     model = nn.Sequential(nn.LazyLinear(3))
     with pytest.raises(ValueError, match="'0.weight' has no shape yet"):
-        kronecker_factors(model, [(one(3), torch.zeros(1).long())], "classification")
+        kronecker_factors(model, [(torch.zeros(1, 3), torch.zeros(1).long())], "classification")

@@ -11,7 +11,6 @@ from tests.kfac_backend.block_checks import (
     MODES,
     assert_batches_do_not_matter,
     assert_blocks,
-    assert_modes_differ,
     assert_reference,
     parts,
     randomize,
@@ -26,7 +25,7 @@ from tests.kfac_backend.layers.attention_models import (
 )
 from tests.oracles import ggn_blocks
 from tests.random_numbers import error, normal
-from tests.taps import reference_blocks
+from tests.taps import reference_blocks, reference_blocks_of_modes
 
 CASES = {
     # name: (options of the module, inputs beside query and key, widths of query, key, value)
@@ -55,37 +54,29 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_reference_is_the_model(case):
-    options, more, d = CASES[case]
-    model, batch = randomize(Attending(False, **options)), batch_of(False, d=d, **more)
-    assert_reference(attending, examples_of(model, batch), model(batch))
+POOLED = [(case, True) for case in CASES]
+PER_POSITION = [(case, False) for case in ("packed", "key padding", "all at once")]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("pool", [True, False])
-@pytest.mark.parametrize("case", CASES)
-def test_blocks_are_those_of_the_definition(case, pool, mode):
+@pytest.mark.parametrize(("case", "pool"), POOLED + PER_POSITION)
+def test_blocks_are_those_of_the_definition(case, pool):
     options, more, d = CASES[case]
     model, batch = randomize(Attending(pool, **options)), batch_of(pool, d=d, **more)
-    expected = reference_blocks(attending, examples_of(model, batch), "classification", mode)
+    examples = examples_of(model, batch)
+    assert_reference(attending, examples, model(batch))
     appended = {"attention.bias_k", "attention.bias_v"} if case == "appended key" else set()
-    assert set(expected) | appended == {name for name, _ in model.named_parameters()}
-    factors = kronecker_factors(model, [batch], "classification", kfac_approx=mode)
     exact = ggn_blocks(model, lambda run: run(batch), "classification") if appended else {}
-    assert_blocks(factors, {name: exact[name] for name in appended})
-    assert_blocks(factors, expected)
-    several = parts(batch, [1, 2])
-    assert_batches_do_not_matter(model, several, "classification", mode, factors)
-
-
-@pytest.mark.parametrize("case", ["packed", "key padding", "causal"])
-def test_modes_differ(case):
-    options, more, d = CASES[case]
-    for pool in (True, False):
-        model, batch = randomize(Attending(pool, **options)), batch_of(pool, d=d, **more)
-        weights = ["attention.in_proj_weight", "attention.out_proj.weight"]
-        assert_modes_differ(model, [batch], "classification", weights)
+    expected = reference_blocks_of_modes(attending, examples, "classification")
+    for mode in MODES:
+        assert set(expected[mode]) | appended == {name for name, _ in model.named_parameters()}
+        factors = kronecker_factors(model, [batch], "classification", kfac_approx=mode)
+        assert_blocks(factors, {name: exact[name] for name in appended})
+        assert_blocks(factors, expected[mode])
+        several = parts(batch, [1, 2])
+        assert_batches_do_not_matter(model, several, "classification", mode, factors)
+    for name in ("attention.in_proj_weight", "attention.out_proj.weight"):  # the modes differ
+        if name in factors.blocks:
+            assert error(*(blocks[name] for blocks in expected.values())) > 0.02
 
 
 @pytest.mark.parametrize("case", ["packed", "causal", "key padding", "zero attention"])
@@ -105,26 +96,6 @@ def test_reduce_sees_no_curvature_of_the_key_weight(case):
         exact_bias = exact["attention.in_proj_bias"][bias, bias]
         assert (exact_bias.abs().max() < 1e-20) == zero
         assert exact["attention.in_proj_weight"][keys, keys].abs().max() > 1e-3
-
-
-def test_padded_keys_are_no_positions():
-    # What the numbers of padded keys are makes no difference, but that they are padded does.
-    model, batch = randomize(Attending(True)), batch_of(True, padding=PADDING)
-    other = {**batch, "key": torch.where(PADDING[..., None], 100.0, batch["key"])}
-    name = "attention.in_proj_weight"
-    for mode in MODES:
-        factors = kronecker_factors(model, [batch], "classification", kfac_approx=mode)
-        again = kronecker_factors(model, [other], "classification", kfac_approx=mode)
-        assert_blocks(again, {name: factors.to_dense(name)})
-        # Shorter sequences instead of padded ones, where all have one length.
-        padding = torch.tensor([[False, False, False, True]] * 3)
-        padded = kronecker_factors(
-            model, [{**batch, "padding": padding}], "classification", kfac_approx=mode
-        )
-        short = {k: v for k, v in batch.items() if k != "padding"}
-        short["key"] = batch["key"][:, :3]
-        cut = kronecker_factors(model, [short], "classification", kfac_approx=mode)
-        assert_blocks(padded, {k: cut.to_dense(k) for k in cut.blocks})
 
 
 @settings(max_examples=15, deadline=None)

@@ -1,107 +1,65 @@
-"""Conv1d, Conv2d, Conv3d against loops over positions, the dense GGN and autograd, in float64."""
+"""Conv1d, Conv2d, Conv3d against loops over positions and autograd, in float64."""
 
 import pytest
-import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.testing import assert_close
 
-from kfac_backend import kronecker_factors
 from kfac_backend.layers.convolution import Conv1dRule, Conv2dRule, Conv3dRule
 from kfac_backend.layers.gram import patch_gram
 from kfac_backend.layers.gram.patch_gram import UnfoldedGram
 from kfac_backend.layers.gram.window import windows
-from tests import oracles
-from tests.kfac_backend.block_checks import MODES, OTHER, assert_blocks, assert_modes_differ
-from tests.kfac_backend.layers.convolution_checks import PixelsLast, assert_blocks_of_convolution
-from tests.kfac_backend.layers.rule_checks import (
-    assert_gradients,
-    assert_sums,
-    some_vectors,
-    sums_of,
+from tests.kfac_backend.block_checks import MODES
+from tests.kfac_backend.layers.convolution_checks import (
+    SIZES,
+    assert_blocks_of_convolution,
+    network,
 )
-from tests.random_numbers import error, normal
+from tests.kfac_backend.layers.rule_checks import assert_gradients, assert_sums, some_vectors
+from tests.random_numbers import normal
 
 RULES = {nn.Conv1d: Conv1dRule, nn.Conv2d: Conv2dRule, nn.Conv3d: Conv3dRule}
 
 LINES = {
-    "plain": {"kernel_size": 3},
     "no bias": {"kernel_size": 3, "bias": False},
-    "pointwise": {"kernel_size": 1},
     "pointwise, strided": {"kernel_size": 1, "stride": 2},
-    "padding": {"kernel_size": 3, "padding": 1},
     "more padding than kernel": {"kernel_size": 2, "padding": 3},
-    "stride": {"kernel_size": 3, "stride": 2, "padding": 1},
     "stride beyond the kernel": {"kernel_size": 2, "stride": 3},
-    "dilation": {"kernel_size": 3, "dilation": 2, "padding": 2},
     "even kernel, same": {"kernel_size": 4, "padding": "same"},
     "same, dilation": {"kernel_size": 2, "padding": "same", "dilation": 3},
-    "valid": {"kernel_size": 3, "padding": "valid"},
-    "groups": {"kernel_size": 3, "groups": 2, "padding": 1},
     "depthwise": {"kernel_size": 2, "groups": 4, "bias": False},
-    "reflect": {"kernel_size": 3, "padding": 2, "padding_mode": "reflect"},
     "replicate": {"kernel_size": 3, "padding": 2, "padding_mode": "replicate", "stride": 2},
-    "circular": {"kernel_size": 2, "padding": 1, "padding_mode": "circular", "groups": 2},
     "same, circular": {"kernel_size": 4, "padding": "same", "padding_mode": "circular"},
 }
 IMAGES = {
     "plain": {"kernel_size": 3},
-    "pointwise, strided": {"kernel_size": 1, "stride": 2, "bias": False},
-    "more padding than kernel": {"kernel_size": 2, "padding": 3},
     "uneven stride": {"kernel_size": 3, "stride": (1, 3), "padding": (0, 2)},
     "uneven dilation": {"kernel_size": (2, 3), "dilation": (2, 1)},
     "patches side by side": {"kernel_size": 2, "stride": 2},
-    "even kernel, same": {"kernel_size": 4, "padding": "same"},
     "uneven kernel, same, dilation": {"kernel_size": (2, 3), "padding": "same", "dilation": (3, 2)},
-    "valid": {"kernel_size": 3, "padding": "valid"},
     "groups": {"kernel_size": 3, "groups": 2, "padding": 1},
-    "depthwise": {"kernel_size": 2, "groups": 4, "bias": False},
     "reflect": {"kernel_size": 3, "padding": 2, "padding_mode": "reflect"},
-    "replicate": {"kernel_size": 3, "padding": (1, 2), "padding_mode": "replicate", "stride": 2},
-    "circular": {"kernel_size": 2, "padding": 1, "padding_mode": "circular", "groups": 2},
 }
 VOLUMES = {
-    "plain": {"kernel_size": 2},
     "uneven": {"kernel_size": (1, 2, 3), "stride": (2, 1, 2), "padding": (1, 0, 2)},
     "same, dilation": {"kernel_size": (2, 1, 2), "padding": "same", "dilation": (3, 1, 2)},
     "groups": {"kernel_size": 2, "groups": 2, "stride": 2, "bias": False},
-    "reflect": {"kernel_size": 2, "padding": 1, "padding_mode": "reflect"},
-    "replicate": {"kernel_size": 2, "padding": (1, 0, 2), "padding_mode": "replicate"},
     "circular": {"kernel_size": 2, "padding": 1, "padding_mode": "circular", "groups": 2},
 }
-SIZES = {nn.Conv1d: (6,), nn.Conv2d: (5, 4), nn.Conv3d: (2, 3, 2)}
-CASES = [
-    (layer_type, SIZES[layer_type], case, options)
-    for layer_type, cases in zip(RULES, (LINES, IMAGES, VOLUMES), strict=True)
+KINDS = zip(RULES, (LINES, IMAGES, VOLUMES), strict=True)
+CASES = {
+    f"{layer_type.__name__}, {case}": (layer_type, options)
+    for layer_type, cases in KINDS
     for case, options in cases.items()
-]
-NAMES = [f"{layer_type.__name__}, {case}" for layer_type, _, case, _ in CASES]
-LAYERS = [(layer_type, size, options) for layer_type, size, _, options in CASES]
-
-
-def network(layer_type, size, options, outputs=2):
-    torch.manual_seed(0)
-    layer = layer_type(4, 4, **options)
-    model = nn.Sequential(
-        layer_type(2, 4, 1), nn.Tanh(), layer, nn.Tanh(), nn.Flatten(), nn.LazyLinear(outputs)
-    ).double()
-    x = torch.randn(3, 2, *size, dtype=torch.float64)
-    model(x)
-    return model, x
+}
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("layer_type", "size", "options"), LAYERS, ids=NAMES)
-def test_blocks_are_those_of_loops_over_positions(layer_type, size, options, mode):
-    model, x = network(layer_type, size, options)
-    assert_blocks_of_convolution(model, x, mode)
-
-
-@pytest.mark.parametrize("layer_type", RULES)
-def test_modes_differ(layer_type):
-    model, x = network(layer_type, SIZES[layer_type], {"kernel_size": 2})
-    assert_modes_differ(model, [(x, torch.zeros(3, 2))], "regression", ["2.weight", "2.bias"])
+@pytest.mark.parametrize("case", CASES)
+def test_blocks_are_those_of_loops_over_positions(case, mode):
+    layer_type, options = CASES[case]
+    assert_blocks_of_convolution(*network(layer_type(4, 4, **options)), mode)
 
 
 @st.composite
@@ -139,60 +97,6 @@ def test_any_shape(layer, mode):
     a, vectors = some_vectors(layer, size)
     assert_sums(rule_type, layer, mode, a, vectors)
     assert_gradients(rule_type, layer, a, vectors, layer)
-
-
-def circular(layer_type, pool):
-    options = {"kernel_size": 3, "padding": 1, "padding_mode": "circular"}
-    return nn.Sequential(
-        layer_type(2, 3, **options), layer_type(3, 4, **options), pool(1), nn.Flatten()
-    )
-
-
-def strided(layer_type, pool):
-    return nn.Sequential(layer_type(2, 3, 2, stride=2), pool(1), nn.Flatten(), nn.Linear(3, 2))
-
-
-def pointwise(layer_type, pool):
-    return nn.Sequential(layer_type(2, 3, 1), layer_type(3, 2, 1), PixelsLast())
-
-
-@pytest.mark.parametrize(
-    ("exact_mode", "build"), [("reduce", circular), ("reduce", strided), ("expand", pointwise)]
-)
-@pytest.mark.parametrize(
-    ("layer_type", "pool", "size"),
-    [(nn.Conv1d, nn.AdaptiveAvgPool1d, (5,)), (nn.Conv3d, nn.AdaptiveAvgPool3d, (4, 3, 2))],
-)
-def test_mode_is_exact_in_its_setting_and_the_other_is_not(
-    layer_type, pool, size, exact_mode, build
-):
-    torch.manual_seed(0)
-    model = build(layer_type, pool).double()
-    x = normal(4, 2, *size)
-    data = [(x, torch.zeros_like(model(x)))]
-    ggn = oracles.dense_ggn_blocks(model, x, "regression")
-    exact = kronecker_factors(model, data, "regression", kfac_approx=exact_mode)
-    assert_blocks(exact, ggn)
-    other = kronecker_factors(model, data, "regression", kfac_approx=OTHER[exact_mode])
-    for name, layer in model.named_children():
-        if isinstance(layer, layer_type):
-            assert error(other.to_dense(f"{name}.weight"), ggn[f"{name}.weight"]) > 0.1
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case", LINES)
-def test_a_line_is_an_image_of_height_one(case, mode):
-    line = nn.Conv1d(4, 6, **LINES[case] | {"groups": 1}).double()
-    wide = {k: v for k, v in LINES[case].items() if k in ("bias", "padding_mode")}
-    for name in ("kernel_size", "stride", "dilation"):
-        wide[name] = (1, *getattr(line, name))
-    wide["padding"] = line.padding if isinstance(line.padding, str) else (0, *line.padding)
-    image = nn.Conv2d(4, 6, **wide).double()
-    a, vectors = some_vectors(line, (7,))
-    found = sums_of(Conv1dRule, line, mode, a, vectors)
-    expected = sums_of(Conv2dRule, image, mode, a[:, :, None], vectors[..., None, :])
-    for name in expected:
-        assert_close(found[name], expected[name])
 
 
 @pytest.mark.parametrize("groups", [1, 2])

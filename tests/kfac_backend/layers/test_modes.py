@@ -17,9 +17,11 @@ from tests.kfac_backend.block_checks import (
     MODES,
     OTHER,
     assert_blocks,
+    assert_same,
+    factors_of,
     randomize,
 )
-from tests.kfac_backend.layers.test_modes_of_axes import Folded, assert_same, factors_of
+from tests.kfac_backend.layers.padded_models import Folded
 from tests.random_numbers import error, normal
 
 
@@ -71,12 +73,11 @@ MAPPINGS = {
 }
 
 
-@pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("name", MAPPINGS)
-def test_mappings_are_the_single_modes_layer_by_layer(name, batched):
+def test_mappings_are_the_single_modes_layer_by_layer(name):
     mapping, reduced = MAPPINGS[name]
     model, data = setting()
-    factors = factors_of(model, data, mapping, batched=batched)
+    factors = factors_of(model, data, mapping)
     assert factors.options.kfac_approx == mapping
     single = {mode: factors_of(model, data, mode) for mode in MODES}
     for parameter in factors.blocks:

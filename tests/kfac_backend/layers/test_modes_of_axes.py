@@ -4,50 +4,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_backend import (
-    KroneckerFactors,
-    examples_of_rows,
-    kronecker_factors,
-)
+from kfac_backend import examples_of_rows
 from tests.kfac_backend.block_checks import (
     MODES,
     OTHER,
     assert_blocks,
+    assert_same,
+    factors_of,
     randomize,
 )
 from tests.kfac_backend.layers.attention_models import CAUSAL, PADDING, Attending, batch_of
+from tests.kfac_backend.layers.padded_models import Folded
 from tests.oracles import layer_jacobians, loss_hessian
 from tests.positions import positions_of
 from tests.random_numbers import error, normal
-
-
-def factors_of(model, data, kfac_approx, **options) -> KroneckerFactors:
-    return kronecker_factors(model, data, "classification", kfac_approx=kfac_approx, **options)
-
-
-def assert_same(first: KroneckerFactors, second: KroneckerFactors) -> None:
-    assert list(first.blocks) == list(second.blocks)
-    assert_blocks(first, {name: second.to_dense(name) for name in second.blocks})
-
-
-class Folded(nn.Module):
-    """A layer on K rows of each example, whose rows are told or are an axis of its input."""
-
-    def __init__(self, layer: nn.Module, index=None, by_roots: bool = True, out: int = 4):
-        super().__init__()
-        self.layer, self.head, self.index = layer, nn.Linear(out, 3), index
-        self.by_roots = by_roots
-
-    def forward(self, x: Tensor) -> Tensor:  # (N, K, ...)
-        (N, K), index = x.shape[:2], self.index
-        if index is None:
-            index = torch.arange(N).repeat_interleave(K)
-        with examples_of_rows(index, N, by_roots=self.by_roots):
-            f = self.layer(x.flatten(0, 1))
-        f = f.tanh() if isinstance(self.layer, nn.Linear) else f.movedim(1, -1).tanh()
-        f = f.unflatten(0, (N, K)).flatten(1, -2)
-        weight = torch.linspace(-1, 2, f.shape[1], dtype=f.dtype, device=f.device)
-        return self.head(weight @ f)
 
 
 class Axes(Folded):
@@ -86,16 +56,15 @@ SHARING = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("second", MODES)
 @pytest.mark.parametrize("first", MODES)
 @pytest.mark.parametrize("name", SHARING)
-def test_a_mode_for_each_axis(name, first, second, batched):
+def test_a_mode_for_each_axis(name, first, second):
     build, shape, sizes, axes = SHARING[name]
     model, x, y = randomize(build()), normal(*shape, seed=2), torch.tensor([0, 1, 2])
     mapping = {"*": dict(zip(axes, (first, second), strict=True))}
     expected = blocks_by_loops(model, x, sizes, (first, second))
-    for batches in ([(x, y)], [(x[:1], y[:1]), (x[1:], y[1:])]):
+    for batches, batched in (([(x, y)], False), ([(x[:1], y[:1]), (x[1:], y[1:])], True)):
         factors = factors_of(model, batches, mapping, batched=batched)
         assert_blocks(factors, expected)
     for others in ((OTHER[first], second), (first, OTHER[second])):  # negative controls
@@ -105,7 +74,7 @@ def test_a_mode_for_each_axis(name, first, second, batched):
         assert_same(factors, factors_of(model, [(x, y)], first))
     half = nn.Parameter(model.layer.bias.detach(), requires_grad=False)
     model.layer.bias = half  # a frozen bias leaves the weight's block as it is
-    alone = factors_of(model, [(x, y)], mapping, batched=batched)
+    alone = factors_of(model, [(x, y)], mapping)
     assert "layer.bias" not in alone.blocks
     assert_blocks(alone, {"layer.weight": expected["layer.weight"]})
 
@@ -177,17 +146,16 @@ OTHER_LAYERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", OTHER_LAYERS)
-def test_the_same_mode_for_all_axes(name, mode, batched):
+def test_the_same_mode_for_all_axes(name, mode):
     build, shape = OTHER_LAYERS[name]
     model, x, y = randomize(build()), normal(*shape), torch.tensor([0, 1, 2])
     mapping = {"layer": {"rows": mode, "space": mode}, "head": "expand"}
-    factors = factors_of(model, [(x, y)], mapping, batched=batched)
+    factors = factors_of(model, [(x, y)], mapping, batched=True)
     assert_same(factors, factors_of(model, [(x, y)], mode))
     for mixed in ({"rows": mode, "space": OTHER[mode]}, {"rows": OTHER[mode], "space": mode}):
-        other = factors_of(model, [(x, y)], {"layer": mixed, "head": "expand"}, batched=batched)
+        other = factors_of(model, [(x, y)], {"layer": mixed, "head": "expand"})
         for parameter in ("layer.weight", "layer.bias"):
             assert error(other.to_dense(parameter), factors.to_dense(parameter)) > 0.05
 
@@ -224,8 +192,7 @@ USED_TWICE = {
 }
 
 
-@pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "batched"), [("expand", True), ("reduce", False)])
 @pytest.mark.parametrize("frozen", [None, "layer.bias", "layer.weight"])
 @pytest.mark.parametrize("name", USED_TWICE)
 def test_a_layer_whose_rows_are_told_in_some_uses(name, frozen, mode, batched):

@@ -5,13 +5,31 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional as F
 
 from kfac_backend.layers.gram import line_gram, patch_gram
 from kfac_backend.layers.gram.patch_gram import WAYS, PatchGram, cheapest_way
 from kfac_backend.layers.gram.window import patch_sums, windows
-from tests.plain_curvature import unfolded
 
 MODES = ["zeros", "reflect", "replicate", "circular"]
+
+
+def unfolded(layer, a):
+    """The patches (N, R, C·k1·k2) of a convolution's input (N, C, H, W), one group."""
+    widths = []
+    for axis in (1, 0):
+        if layer.padding == "valid":
+            widths += [0, 0]
+        elif layer.padding == "same":
+            total = layer.dilation[axis] * (layer.kernel_size[axis] - 1)
+            widths += [total // 2, total - total // 2]
+        else:
+            widths += [layer.padding[axis]] * 2
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    padded = F.pad(a, widths, mode=mode)
+    return F.unfold(
+        padded, layer.kernel_size, dilation=layer.dilation, stride=layer.stride
+    ).transpose(1, 2)
 
 
 def possible(way, layer):

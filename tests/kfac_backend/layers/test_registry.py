@@ -9,8 +9,7 @@ from torch.testing import assert_close
 from kfac_backend import kronecker_factors, register_rule
 from kfac_backend.layers import LayerByParts, LinearPart, WeightSharingRule, registry
 from tests import oracles
-
-MODES = ["expand", "reduce"]
+from tests.kfac_backend.block_checks import MODES
 
 
 @pytest.fixture(autouse=True)
@@ -98,21 +97,22 @@ def test_without_parts_the_products_themselves_are_found(kfac_approx):
         assert_close(found.to_dense(name), expected.to_dense(name))
 
 
-def test_parts_that_compute_something_else():
+def without_scale(layer, parts, x):
+    return layer.base(x) + parts["up"](parts["down"](x))
+
+
+def without_derivative(layer, parts, x):
+    return layer.base(x) + layer.scale * (x @ layer.A.T @ layer.B.T).detach()
+
+
+@pytest.mark.parametrize("forward", [without_scale, without_derivative])
+def test_parts_that_compute_something_else(forward):
+    """Other numbers, or the same with another derivative."""
+
     @register_rule(LoRALinear)
     class Wrong(LoRAByParts):
         def forward(self, layer, parts, x):
-            return layer.base(x) + parts["up"](parts["down"](x))
-
-    with pytest.raises(NotImplementedError, match="'layer' .*something other than Wrong"):
-        kronecker_factors(lora_model(), [data()], "classification")
-
-
-def test_parts_with_another_derivative_only():
-    @register_rule(LoRALinear)
-    class Wrong(LoRAByParts):
-        def forward(self, layer, parts, x):
-            return layer.base(x) + layer.scale * (x @ layer.A.T @ layer.B.T).detach()
+            return forward(layer, parts, x)
 
     with pytest.raises(NotImplementedError, match="'layer' .*something other than Wrong"):
         kronecker_factors(lora_model(), [data()], "classification")
@@ -152,13 +152,6 @@ def test_a_rule_for_a_layer(kfac_approx):
     block = block.permute(1, 0, 3, 2).reshape(24, 24)
     assert_close(factors.to_dense("layer.weight"), block)
     assert_close(factors.to_dense("layer.bias"), expected["layer.bias"])
-    # Both halves of the data add up to the whole.
-    x, y = data()
-    parts = [
-        kronecker_factors(model, [(x[s], y[s])], "classification", kfac_approx=kfac_approx)
-        for s in (slice(2), slice(2, 5))
-    ]
-    assert_close((parts[0] + parts[1]).to_dense("layer.weight"), block)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ from kfac_backend import kronecker_factors
 from kfac_backend.layers import Bias, Scale
 from kfac_backend.layers.uses import PositionSums
 from tests import oracles
-
-MODES = ["expand", "reduce"]
+from tests.kfac_backend.block_checks import MODES
 
 
 def assert_blocks_match(model, x, likelihood, kfac_approx):
@@ -34,7 +33,6 @@ def assert_blocks_match(model, x, likelihood, kfac_approx):
     ],
 )  # fmt: skip
 def test_linear_with_shared_axes(shared, bias, kfac_approx, likelihood):
-    torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(3, 4, bias), nn.Tanh(), nn.Linear(4, 4, bias), nn.Flatten(), nn.LazyLinear(3)
     )
@@ -56,29 +54,8 @@ def test_outputs_with_several_loss_terms_that_mix_positions(kfac_approx, likelih
 
 
 @pytest.mark.parametrize("kfac_approx", MODES)
-def test_scalars_have_the_exact_entry(kfac_approx):
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(2, 3, 3), Bias(), nn.ReLU(), Scale(), nn.Conv2d(3, 3, 2), Scale(), Bias(),
-        nn.Flatten(), Bias(), nn.LazyLinear(3),
-    )  # fmt: skip
-    x = torch.randn(4, 2, 5, 4, dtype=torch.float64)
-    y = model.double()(x).argmax(-1)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.1 * torch.randn_like(p))
-    factors = kronecker_factors(model, [(x, y)], "classification", kfac_approx=kfac_approx)
-    ggn = oracles.dense_ggn_blocks(model, x, "classification")
-    scalars = [name for name, p in model.named_parameters() if p.numel() == 1]
-    assert len(scalars) == 5
-    for name in scalars:
-        assert_close(factors.to_dense(name), ggn[name], rtol=1e-10, atol=1e-14)
-
-
-@pytest.mark.parametrize("kfac_approx", MODES)
 def test_biases_have_the_exact_block_under_reduce_only(kfac_approx):
     """A bias has one input position, 1, so that reduce sums over positions as the GGN does."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 3, 2, groups=1), nn.Tanh(), nn.Flatten(), nn.LazyLinear(2))
     x = torch.randn(3, 2, 4, 4, dtype=torch.float64)
     y = model.double()(x).argmax(-1)
@@ -90,8 +67,6 @@ def test_biases_have_the_exact_block_under_reduce_only(kfac_approx):
 
 
 def test_in_place_activations_change_nothing():
-    torch.manual_seed(0)
-
     def network(inplace):
         torch.manual_seed(0)
         return nn.Sequential(

@@ -89,28 +89,6 @@ class PositionsThenMean(Pooled):
         return self.outputs(x + linear(taps, self.layer, "layer", x.mean(0, keepdim=True)), 0)
 
 
-class ConvolvedTwice(Pooled):
-    """One convolution, called twice; pixels are loss terms, or summed."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Conv1d(2, 2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layer(self.layer(x.reshape(len(x), 2, -1)).tanh())
-        return self.outputs(x.transpose(1, 2), 1)
-
-    def reference(self, taps: Taps, x: Tensor) -> Tensor:
-        x = x.reshape(2, -1)
-        for step in range(2):
-            x = x.tanh() if step else x
-            windows = torch.stack([x[:, p : p + 2].flatten() for p in range(x.shape[1] - 1)])
-            weight = self.layer.weight.flatten(1)
-            names = ("layer.weight", "layer.bias")
-            x = taps.linear(windows, weight, self.layer.bias, names).T
-        return self.outputs(x.T, 0)
-
-
 class EncoderTwice(Pooled):
     """A whole Transformer layer, called twice."""
 
@@ -143,22 +121,6 @@ class TiedBias(Pooled):
     def reference(self, taps: Taps, x: Tensor) -> Tensor:
         x, names = linear(taps, self.first, "first", x).tanh(), ("second.weight", "first.bias")
         return self.outputs(taps.linear(x, self.second.weight, self.first.bias, names), 0)
-
-
-class TwoNames(Pooled):
-    """One layer that the model has under two names."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(3, 3)
-        self.second = self.first
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.outputs(self.second(self.first(x).tanh()), 1)
-
-    def reference(self, taps: Taps, x: Tensor) -> Tensor:
-        x = linear(taps, self.first, "first", x).tanh()
-        return self.outputs(linear(taps, self.first, "first", x), 0)
 
 
 class GroupsTwice(Pooled):

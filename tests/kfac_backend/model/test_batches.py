@@ -9,7 +9,7 @@ from kfac_backend import kronecker_factors
 from kfac_backend.model import batches
 from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.networks import assert_same, data, network
-from tests.plain_curvature import plain_factors
+from tests.oracles import kfac_blocks
 
 
 @pytest.mark.parametrize("kfac_approx", MODES)
@@ -74,5 +74,5 @@ def test_a_model_that_views_its_images_runs_in_their_own_memory_format(memory_fo
             kronecker_factors(model, [(x, y)], "classification")
         return
     factors = kronecker_factors(model, [(x, y)], "classification")
-    for name, (B, _) in plain_factors(model, x, "expand").items():
-        assert_close(factors.blocks[name].B, B)
+    for name, block in kfac_blocks(model, x, "classification", "expand").items():
+        assert_close(factors.to_dense(name), block)

@@ -1,12 +1,10 @@
 """Models in the style of Hugging Face: mappings in, objects out; adapters; recurrent cells."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 import torch.nn.functional as F
 from laplace import Laplace
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
 
 from kfac_backend import counted_positions, kronecker_factors
@@ -14,16 +12,8 @@ from kfac_backend.laplace.interface import KfacGGN
 from marglik import KronLaplace, marglik_training
 from marglik.training.loaders import CountedLoader
 from tests import oracles
-
-MODES = ["expand", "reduce"]
-
-
-@dataclass
-class Output:
-    """What such models return."""
-
-    logits: Tensor
-    loss: Tensor | None = None
+from tests.kfac_backend.block_checks import MODES
+from tests.kfac_backend.model.language import Output
 
 
 class Conv1D(nn.Module):
@@ -97,16 +87,6 @@ def test_mappings_and_objects(middle, kfac_approx):
         assert_close(factors.to_dense("head.bias"), ggn["model.head.bias"])
 
 
-def test_padding_is_left_out():
-    model, masked = Classifier(), batch()
-    factors = kronecker_factors(model, [masked], "classification", kfac_approx="expand")
-    assert factors.blocks["middle.weight"].num_terms == int(masked["attention_mask"].sum())
-    changed = masked | {"input_ids": masked["input_ids"].where(masked["attention_mask"] > 0, 6)}
-    again = kronecker_factors(model, [changed], "classification", kfac_approx="expand")
-    for name, block in factors.blocks.items():
-        assert_close(block.to_dense(), again.to_dense(name))
-
-
 def test_gpt2_layer_is_a_linear_layer_stored_the_other_way_round():
     layer = Conv1D(4, 4)
     linear = nn.Linear(4, 4)
@@ -158,72 +138,6 @@ def test_through_laplace_torch():
     ours = KronLaplace(Whole(), "classification")
     ours.fit([batch()])
     assert_close(la.H_facs.to_matrix(), ours.H_facs.to_matrix())
-
-
-class Cell(nn.Module):
-    """An LSTM's cell of one linear layer (Hochreiter & Schmidhuber 1997)."""
-
-    def __init__(self, d_in, d):
-        super().__init__()
-        self.gates = nn.Linear(d_in + d, 4 * d)
-
-    def forward(self, x, state):
-        h, c = state
-        i, f, g, o = self.gates(torch.cat([x, h], -1)).chunk(4, -1)
-        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
-        return torch.sigmoid(o) * torch.tanh(c), c
-
-
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.cell, self.head = Cell(3, 4), nn.Linear(4, 3)
-
-    def forward(self, x):
-        state = (x.new_zeros(len(x), 4),) * 2
-        for x_t in x.unbind(1):
-            state = self.cell(x_t, state)
-        return self.head(state[0])
-
-
-def steps(model, x):
-    """Inputs (N, R, 7) of the cell's layer, Jacobians (N, R, C, 16) of the outputs in its own."""
-    inputs, jacobians = [], []
-    for x_n in x[:, None]:
-        seen, outputs = [], []
-
-        def record(layer, args, output, seen=seen, outputs=outputs):
-            seen.append(args[0].detach())
-            outputs.append(output)
-
-        handle = model.cell.gates.register_forward_hook(record)
-        f = model(x_n)[0]
-        handle.remove()
-        rows = [torch.autograd.grad(f_c, outputs, retain_graph=True) for f_c in f]  # C of R
-        inputs.append(torch.cat(seen))
-        jacobians.append(torch.stack([torch.cat(row) for row in rows], 1))
-    return torch.stack(inputs), torch.stack(jacobians)
-
-
-@pytest.mark.parametrize("kfac_approx", MODES)
-def test_a_recurrent_cell_is_a_layer_that_runs_once_per_step(kfac_approx):
-    torch.manual_seed(0)
-    model, x = Recurrent().double(), torch.randn(5, 3, 3).double()
-    f = model(x).detach()
-    Lambda = torch.stack([oracles.loss_hessian(f_n, "classification") for f_n in f])
-    a, b = steps(model, x)
-    if kfac_approx == "reduce":
-        a, b = a.mean(1, keepdim=True), b.sum(1, keepdim=True)
-    A = torch.einsum("nri,nrj->ij", a, a) / a.shape[:2].numel()
-    B = torch.einsum("nrco,ncd,nrdp->op", b, Lambda, b)
-    y = torch.zeros(5).long()
-    factors = kronecker_factors(model, [(x, y)], "classification", kfac_approx=kfac_approx)
-    assert_close(factors.to_dense("cell.gates.weight"), torch.kron(B.contiguous(), A.contiguous()))
-    assert_close(factors.to_dense("cell.gates.bias"), B)
-    # Negative control: the last use alone is something else.
-    last = b[:, -1:]
-    alone = torch.einsum("nrco,ncd,nrdp->op", last, Lambda, last)
-    assert kfac_approx == "reduce" or (alone - B).norm() > 0.1 * B.norm()
 
 
 def test_online_training_of_such_a_model():

@@ -12,13 +12,16 @@ from kfac_backend.distributed import Ranks
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from tests.kfac_backend.networks import data, network
 
-SETTINGS = {
-    "factors": {},
-    "factors, solved once": {"update_every": 1, "factor_every": 1},
-    "product": {"damping_on": "product", "norm_control": "graft"},
-}
-FISHERS = ("exact", "empirical")
-STEPS, N = 6, 8
+SETTINGS = [
+    # name, fisher, owners of the inverses, options
+    ("factors", "exact", "one", {}),
+    ("factors", "empirical", "all", {}),
+    ("factors, solved once", "exact", "all", {"update_every": 1, "factor_every": 1}),
+    ("factors, solved once", "empirical", "one", {"update_every": 1, "factor_every": 1}),
+    ("product", "exact", "all", {"damping_on": "product", "norm_control": "graft"}),
+    ("product", "exact", "one", {"damping_on": "product", "norm_control": "graft"}),
+]
+STEPS, N = 4, 8
 
 
 def trained(ranks: Ranks, fisher: str, options: PreconditionerOptions, state=None):
@@ -49,23 +52,18 @@ def trained_anew_and_resumed(folder: Path) -> dict[str, Tensor]:
     """Parameters after training, from the start and from another world's state."""
     ranks = Ranks()
     found = {}
-    few = ranks.size == 4  # which take their time on two cores
-    for name, own in list(SETTINGS.items())[2 if few else 0 :]:
-        for fisher in FISHERS[: 1 if few else 2]:
-            for owners in ("all", "one"):
-                key = f"{name}, {fisher}, {owners}"
-                settings = {"factor_every": 2, "update_every": 2} | own
-                options = PreconditionerOptions(inverse_owners=owners, **settings)
-                model, optimizer, halfway = trained(ranks, fisher, options)
-                found |= {f"{key}, {n}": p.detach() for n, p in model.named_parameters()}
-                held = optimizer.preconditioner._inverses  # pyright: ignore[reportPrivateUsage]
-                found[f"held, {key}"] = torch.tensor(len(held))
-                if ranks.rank == 0:
-                    torch.save(halfway, folder / f"{key} of {ranks.size}.pt")
-                elsewhere = folder / f"{key} of {ranks.size // 2}.pt"
-                if ranks.size > 1:
-                    state = torch.load(elsewhere)
-                    model, *_ = trained(ranks, fisher, options, state)
-                    named = model.named_parameters()
-                    found |= {f"resumed, {key}, {n}": p.detach() for n, p in named}
+    for name, fisher, owners, own in SETTINGS[4 if ranks.size == 4 else 0 :]:
+        key = f"{name}, {fisher}, {owners}"
+        settings = {"factor_every": 2, "update_every": 2} | own
+        options = PreconditionerOptions(inverse_owners=owners, **settings)
+        model, optimizer, halfway = trained(ranks, fisher, options)
+        found |= {f"{key}, {n}": p.detach() for n, p in model.named_parameters()}
+        held = optimizer.preconditioner._inverses  # pyright: ignore[reportPrivateUsage]
+        found[f"held, {key}"] = torch.tensor(len(held))
+        if ranks.rank == 0:
+            torch.save(halfway, folder / f"{key} of {ranks.size}.pt")
+        if ranks.size > 1:
+            state = torch.load(folder / f"{key} of {ranks.size // 2}.pt")
+            model, *_ = trained(ranks, fisher, options, state)
+            found |= {f"resumed, {key}, {n}": p.detach() for n, p in model.named_parameters()}
     return found

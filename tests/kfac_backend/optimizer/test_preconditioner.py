@@ -12,9 +12,8 @@ from kfac_backend import kronecker_factors
 from kfac_backend.optimizer import KfacPreconditioner, PreconditionerOptions
 from tests import oracles
 from tests.kfac_backend.block_checks import MODES, OTHER, randomize
-from tests.kfac_backend.layers import test_exactness
-from tests.kfac_backend.networks import OwnNorm, data, network
-from tests.kfac_backend.optimizer.test_training_pass import Functional
+from tests.kfac_backend.layers.exact_models import CASES
+from tests.kfac_backend.networks import Functional, OwnNorm, data, network
 from tests.random_numbers import error, normal
 
 LAMBDA = 0.03
@@ -55,10 +54,10 @@ def dense_step(blocks, g, damping=LAMBDA):
     }
 
 
-@pytest.mark.parametrize("case", test_exactness.CASES)
+@pytest.mark.parametrize("case", CASES)
 def test_where_kfac_is_exact_a_step_is_the_damped_newton_step(case):
     """(GGN_block + λI)⁻¹ g with the GGN by brute force; the other mode gives another step."""
-    mode, layers, shape = test_exactness.CASES[case]
+    mode, layers, shape = CASES[case]
     model, x = randomize(nn.Sequential(*layers())), normal(*shape)
     f = model(x)
     y, terms = normal(*f.shape, seed=4), f.shape[:-1].numel()
@@ -261,7 +260,6 @@ def test_graft_keeps_each_norm():
 
 
 def test_parameters_without_a_rule_keep_their_gradients_and_are_named_once():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), OwnNorm(4), nn.Linear(4, 2)).double()
     with pytest.warns(UserWarning, match=r"No K-FAC rule for 1.weight, 1.bias: .*plain gradient"):
         conditioner = preconditioner(model)

@@ -9,38 +9,9 @@ from torch.utils.checkpoint import checkpoint
 from kfac_backend import counted_positions, examples_of_rows, kronecker_factors
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from marglik import KronLaplace
-
-MODES = ["expand", "reduce"]
-
-
-class Model(nn.Module):
-    """A function of named children."""
-
-    def __init__(self, function, **children):
-        super().__init__()
-        self.function, self.layers = function, nn.ModuleDict(children)
-        for i, p in enumerate(self.parameters()):
-            generator = torch.Generator().manual_seed(i)
-            p.data = 0.5 * torch.randn(p.shape, generator=generator, dtype=torch.float64)
-        self.double()
-
-    def forward(self, x):
-        return self.function(self.layers, x)
-
-
-def noise(*shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1)).double()
-
-
-def factors(model, x, **options):
-    N = len(x) if isinstance(x, torch.Tensor) else len(x["labels"])
-    data = x if isinstance(x, dict) else (x, torch.arange(N) % 2)
-    return kronecker_factors(model, [data], "classification", **options)
-
-
-def assert_same_blocks(first, second):
-    for mine, theirs in zip(first.blocks.values(), second.blocks.values(), strict=True):
-        assert_close(mine.to_dense(), theirs.to_dense())
+from tests.kfac_backend.block_checks import MODES
+from tests.kfac_backend.covariance.posteriors import brute_force, dense_precision, precision_of
+from tests.kfac_backend.model.proof.models import Gain, Model, assert_same_blocks, factors, noise
 
 
 def test_sums_over_many_rows_in_half_precision():
@@ -129,17 +100,6 @@ def graphs(edges_of):
     }
 
 
-class Gain(nn.Module):
-    """A layer without a rule."""
-
-    def __init__(self):
-        super().__init__()
-        self.by = nn.Parameter(torch.ones(4))
-
-    def forward(self, x):
-        return x * self.by
-
-
 def graph_network(layers, batch):
     N = len(batch["labels"])
     with examples_of_rows(batch["edge_graph"], N):
@@ -169,20 +129,8 @@ def test_covariances_of_graphs_with_a_diagonal_block():
     model = Model(graph_network, edge=nn.Linear(3, 4), gain=Gain(), out=nn.Linear(4, 2))
     batch = graphs([2, 1, 1])  # four edges, three graphs
     found = factors(model, batch, unsupported="diagonal")
-    precision = {}
-    for name, block in found.blocks.items():
-        eigen = block.decompose()
-        precision[name] = eigen, eigen.spectrum(1.0)
-    _, covariance = OutputCovariance(model, precision)(batch)
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
-    jacobians = torch.func.jacrev(lambda p: torch.func.functional_call(model, p, (batch,)))(
-        parameters
-    )
-    expected = torch.zeros_like(covariance)
-    for name, block in found.blocks.items():
-        J = jacobians[name].flatten(2)
-        Sigma = torch.linalg.inv(block.to_dense() + torch.eye(block.numel).double())
-        expected += J @ Sigma @ J.mT
+    covariance = OutputCovariance(model, precision_of(found))(batch)[1]
+    expected = brute_force(model, batch, dense_precision(found))
     assert_close(covariance, expected)
 
 

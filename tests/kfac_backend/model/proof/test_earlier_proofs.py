@@ -245,13 +245,12 @@ def test_what_cannot_be_described_is_proved_anew_each_time(whole):
 
 
 def test_nothing_holds_on_to_a_model():
-    for make in (Mixing, lambda: nn.Linear(3, 2), Wide):
-        model = make().double()
-        assert isinstance(outcome(model), dict)
-        gone = weakref.ref(model)
-        del model
-        gc.collect()
-        assert gone() is None
+    models = [make().double() for make in (Mixing, lambda: nn.Linear(3, 2), Wide)]
+    assert all(isinstance(outcome(model), dict) for model in models)
+    gone = [weakref.ref(model) for model in models]
+    models.clear()
+    gc.collect()
+    assert [model() for model in gone] == [None] * 3
     assert not len(earlier_proofs._proofs)
 
 

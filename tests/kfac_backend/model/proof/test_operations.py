@@ -9,6 +9,7 @@ from torch.testing import assert_close
 from kfac_backend import corrected_factors, kronecker_factors
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from tests.kfac_backend.block_checks import MODES, assert_blocks, randomize
+from tests.kfac_backend.covariance.posteriors import brute_force, dense_precision, precision_of
 from tests.oracles import dense_ggn_blocks
 from tests.random_numbers import error, normal
 
@@ -522,19 +523,9 @@ def test_the_covariance_of_the_predictive(case, batched):
     function, own = PREDICTED[case]
     model, x = Model(function, **{"head": head(), **own}), normal(5, 4, 3)
     found = factors(model, x)
-    precision = {}
-    covariance = torch.zeros(5, 3, 3).double()
-    parameters = {n: p.detach() for n, p in model.named_parameters()}
-    jacobians = torch.func.jacrev(lambda p: torch.func.functional_call(model, p, (x,)))(parameters)
-    for name, block in found.blocks.items():
-        eigen = block.decompose()
-        precision[name] = (eigen, eigen.spectrum() + 0.7)
-        J = jacobians[name].flatten(2)
-        H = found.to_dense(name)
-        covariance += J @ torch.linalg.inv(H + 0.7 * torch.eye(len(H)).double()) @ J.mT
-    f, does = OutputCovariance(model, precision, batched=batched)(x)
+    f, does = OutputCovariance(model, precision_of(found, 0.7), batched=batched)(x)
     assert_close(f, model(x).detach())
-    assert_close(does, covariance)
+    assert_close(does, brute_force(model, x, dense_precision(found, 0.7)))
 
 
 def test_corrected_eigenvalues_leave_them_as_they_are():

@@ -1,0 +1,99 @@
+"""The last layer's covariance by its own formula, without a backward pass where none is needed."""
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from experiments.timing import peak_memory
+from kfac_backend import kronecker_factors
+from kfac_backend.covariance.last_layer import LastLayerCovariance
+from marglik.models import GPT
+from tests.kfac_backend.block_checks import MODES
+from tests.kfac_backend.covariance.posteriors import (
+    SEQUENCES,
+    VOCABULARY,
+    brute_force,
+    case,
+    of_layer,
+    posterior,
+    precision_of,
+    sequences,
+    tokens,
+)
+from tests.marglik.networks import randomised
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_equals_the_dense_jacobian(name, mode):
+    """All positions, and chosen positions and classes; of sequences."""
+    model, x, layer = sequences(name)
+    blocks, dense = posterior(model, x, mode)
+    blocks = of_layer(blocks, model, layer)
+    if name == "gpt":  # the token embedding, whose weight is the same, is known
+        untied = randomised(GPT(VOCABULARY, 4, 4, 1, 2, tied=False))
+        untied.load_state_dict(model.state_dict())
+        expected = brute_force(untied, x, {"head.weight": dense["token_embedding.weight"]})
+    else:
+        expected = brute_force(model, x, {n: dense[n] for n in blocks})
+    for memory in (1, None):
+        covariance = LastLayerCovariance(model, layer, blocks, memory=memory)
+        f, found = covariance(x)
+        assert_close(f, model(x).detach())
+        assert_close(found, expected, rtol=1e-9, atol=1e-11)
+        mask = torch.rand(f.shape[:-1], generator=torch.Generator().manual_seed(2)) < 0.5
+        top = f.topk(min(2, f.shape[-1])).indices
+        found = covariance(x, mask, top[mask])[1]
+        rows = torch.arange(len(found))[:, None, None]
+        wanted = expected[mask][rows, top[mask][:, :, None], top[mask][:, None]]
+        assert_close(found, wanted, rtol=1e-9, atol=1e-11)
+        variances = covariance(x, mask, variance_only=True)[1]
+        assert_close(variances, expected[mask].diagonal(dim1=1, dim2=2), rtol=1e-9, atol=1e-11)
+    assert (covariance._general is not None) == (name in ("pixels, groups", "scaled"))
+
+
+@pytest.mark.parametrize("sketch_rank", [None, 1])
+@pytest.mark.parametrize("name", ["mlp", "one layer", "no bias", "one output", "tokens"])
+def test_variances_alone(name, sketch_rank):
+    """With factors, diagonals or sketches in the place of eigenvectors."""
+    model, x = case(name)
+    blocks, _ = posterior(model, x, sketch_rank=sketch_rank)
+    last = [layer for layer, module in model.named_modules() if isinstance(module, nn.Linear)][-1]
+    if last == "":
+        model = nn.Sequential(model)
+        blocks, last = {f"0.{name}": of_name for name, of_name in blocks.items()}, "0"
+    of_last = {n: of_name for n, of_name in blocks.items() if n.startswith(f"{last}.")}
+    covariances = LastLayerCovariance(model, last, of_last)
+    f, expected = covariances(x)
+    same, variance = covariances(x, variance_only=True)
+    assert torch.equal(f, same)
+    assert_close(variance, expected.diagonal(dim1=1, dim2=2), rtol=1e-10, atol=1e-12)
+    # Of the class with the largest output of each example.
+    top = f.argmax(1, keepdim=True)
+    assert_close(covariances(x, classes=top, variance_only=True)[1], variance.gather(1, top))
+
+
+def test_a_last_layer_that_is_tied_and_not_the_output():
+    class Scaled(GPT):
+        def forward(self, tokens):
+            return 2 * super().forward(tokens)
+
+    model = randomised(Scaled(VOCABULARY, 4, 4, 2, 2))
+    blocks, _ = posterior(model, tokens())
+    name = "token_embedding.weight"
+    with pytest.raises(NotImplementedError, match="last layer 'head'.* Use all layers"):
+        LastLayerCovariance(model, "head", {name: blocks[name]})(tokens())
+
+
+def test_variances_alone_take_no_memory_for_pairs_of_outputs():
+    C, N = 500, 16
+    model, x = nn.Sequential(nn.Tanh(), nn.Linear(16, C)), torch.randn(N, 16)
+    data = [(x, torch.randint(C, (N,)))]
+    factors = kronecker_factors(model, data, "classification", fisher="mc")
+    of_last = LastLayerCovariance(model, "1", precision_of(factors))
+    cpu, pairs = torch.device("cpu"), 4 * N * C * C
+    of_last(x)
+    assert peak_memory(lambda: of_last(x), cpu) > pairs
+    # One C×C array, the squares of the eigenvectors, and not one for each example.
+    assert peak_memory(lambda: of_last(x, variance_only=True), cpu) < 1.5 * pairs / N
