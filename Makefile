@@ -35,17 +35,17 @@ docs: $(INSTALLED)  ## the documentation in site/, with the examples run: four m
 
 bench: $(INSTALLED)  ## curvature pass, evidence update and predictive against the limit and the peers, here
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
-	$(BIN)/python -m experiments.bench_curvature
-	$(BIN)/python -m experiments.bench_predictive
+	$(BIN)/python -m experiments.speed.bench_curvature
+	$(BIN)/python -m experiments.speed.bench_predictive
 
 bench-quick: $(INSTALLED)  ## the main ratios beside the last committed ones, before and after a change: two minutes
-	$(BIN)/python -m experiments.bench_quick
+	$(BIN)/python -m experiments.speed.bench_quick
 
 large-classes: $(INSTALLED)  ## what 10 to 1,000 classes and a vocabulary of 50,257 cost: six minutes of a core; again to go on
-	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.large_classes --resume
+	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.speed.large_classes --resume
 
 growth: $(INSTALLED)  ## how time and memory of a batch's factors grow, beside the limit's: ten minutes of a core; again to go on
-	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.growth --resume
+	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.speed.growth --resume
 
 models: $(INSTALLED)  ## seventy families of models of other libraries against brute force: five minutes
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[models]'
@@ -55,76 +55,76 @@ faults: $(INSTALLED)  ## kills, full disks, damaged files, bad inputs: what a ru
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults --json experiments/results/faults/faults.json
 
 exactness: $(INSTALLED)  ## where the modes are exact, after the paper's figures 1 and 2: half a minute
-	$(BIN)/python -m experiments.exactness
+	$(BIN)/python -m experiments.exactness.modes
 
 presets: $(INSTALLED)  ## learned against initial weight decay for ViT, GPT, GraphNetwork: half an hour
-	$(BIN)/python -m experiments.presets
+	$(BIN)/python -m experiments.weight_decay.presets
 
 rivals: $(INSTALLED)  ## our predictives beside ensembles, SWAG, IVON, dropout, laplace-torch: digits, five seeds
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
-	$(BIN)/python -m experiments.predictive_rivals
+	$(BIN)/python -m experiments.predictions.predictive_rivals
 
 out-of-distribution: $(INSTALLED)  ## calibrated predictives on corrupted images and on images from elsewhere: digits, ViT
-	$(BIN)/python -m experiments.out_of_distribution
+	$(BIN)/python -m experiments.predictions.out_of_distribution
 
 predictive-study: $(INSTALLED)  ## what each part of a Laplace predictive costs, dense GGN to s and τ: a quarter of an hour; again to go on
-	$(BIN)/python -m experiments.predictive_study
+	$(BIN)/python -m experiments.predictions.predictive_study
 
 natural-gradient: $(INSTALLED)  ## weight decays learned with SGD, AdamW and K-FAC: digits, five seeds; again to go on
-	$(BIN)/python -m experiments.natural_gradient
+	$(BIN)/python -m experiments.weight_decay.natural_gradient
 
 lora: $(INSTALLED)  ## adapters of a small Llama on DART: MAP, dropout, ensemble, Laplace; again to go on
-	$(BIN)/python -m experiments.lora
+	$(BIN)/python -m experiments.predictions.lora
 
 lora-memory: $(INSTALLED)  ## memory of adapters' factors at a 7B model's widths, whole and sketched
-	$(BIN)/python -m experiments.lora_memory
+	$(BIN)/python -m experiments.speed.lora_memory
 
 weight-decay-study: $(INSTALLED)  ## learned weight decays beside a grid and the default: digits, five seeds; again to go on
-	$(BIN)/python -m experiments.weight_decay_study
+	$(BIN)/python -m experiments.weight_decay.weight_decay_study
 
 ranks-timing: $(INSTALLED)  ## a curvature pass on two ranks against one, and communication's share: two minutes
-	$(BIN)/python -m experiments.ranks_timing
+	$(BIN)/python -m experiments.ranks.ranks_timing
 
 simulate-ranks: $(INSTALLED)  ## what an update takes on up to a thousand GPUs, simulated: seconds
-	$(BIN)/python -m experiments.simulate_ranks
+	$(BIN)/python -m experiments.ranks.simulate_ranks
 
 table2: $(INSTALLED)  ## the paper's Table 2 at the size of two cores: less than two hours; again to go on
-	$(BIN)/python -m experiments.marglik_cifar10
+	$(BIN)/python -m experiments.table2.marglik_cifar10
 
 uci: $(INSTALLED)  ## UCI regression, noise and weight decays learned, beside four rivals: an hour; again to go on
-	$(BIN)/python -m experiments.uci --resume
+	$(BIN)/python -m experiments.uci.regression --resume
 
 update-step-timing: $(INSTALLED)  ## the paper's Table 1: a K-FAC step on WRN-16-4, ours and the peers', beside an SGD step; an hour
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
-	$(BIN)/python -m experiments.update_step_timing --resume
+	$(BIN)/python -m experiments.table1.update_step_timing --resume
 
 gpu: $(INSTALLED)  ## on a machine with a GPU: its tests, benchmarks, and one seed of the paper's Table 2; again to go on
 	$(BIN)/python -m pytest -q -m gpu
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
-	$(BIN)/python -m experiments.bench_curvature --device cuda --resume
-	$(BIN)/python -m experiments.update_step_timing --device cuda --resume
-	$(BIN)/python -m experiments.transformer_timing --device cuda
-	$(BIN)/python -m experiments.transformer_timing --model vit --device cuda
-	$(BIN)/python -m experiments.marglik_cifar10 --protocol full --seeds 0 --device cuda --jobs 2 --compile reduce-overhead
+	$(BIN)/python -m experiments.speed.bench_curvature --device cuda --resume
+	$(BIN)/python -m experiments.table1.update_step_timing --device cuda --resume
+	$(BIN)/python -m experiments.speed.transformer_timing --device cuda
+	$(BIN)/python -m experiments.speed.transformer_timing --model vit --device cuda
+	$(BIN)/python -m experiments.table2.marglik_cifar10 --protocol full --seeds 0 --device cuda --jobs 2 --compile reduce-overhead
 
 gpt-timing: $(INSTALLED)  ## K-FAC of a language model, expand against reduce: ten minutes
-	$(BIN)/python -m experiments.transformer_timing
+	$(BIN)/python -m experiments.speed.transformer_timing
 
 graph-network-training: $(INSTALLED)  ## the paper's figure 3 on NCI1: K-FAC beside Nesterov's SGD, half an hour; again to go on
-	$(BIN)/python -m experiments.graph_network_training
+	$(BIN)/python -m experiments.optimizers.graph_network_training
 
 vision-transformer-training: $(INSTALLED)  ## the paper's figure 4 on CIFAR-10 (JPEG): K-FAC beside NAdamW, half an hour; again to go on
-	$(BIN)/python -m experiments.vision_transformer_training
+	$(BIN)/python -m experiments.optimizers.vision_transformer_training
 
 optimizer-comparison: $(INSTALLED)  ## SGD, AdamW, SOAP and K-FAC with the same tuning; again to go on
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
-	$(BIN)/python -m experiments.optimizer_comparison
+	$(BIN)/python -m experiments.optimizers.optimizer_comparison
 
 optimizer-defaults: $(INSTALLED)  ## K-FAC's defaults beside tuned SGD and AdamW: five small problems, a quarter of an hour; again to go on
-	$(BIN)/python -m experiments.optimizer_defaults
+	$(BIN)/python -m experiments.optimizers.optimizer_defaults
 
 evidence-from-training: $(INSTALLED)  ## weight decays by curvature passes or from K-FAC's factors of the training: digits, five minutes; again to go on
-	$(BIN)/python -m experiments.evidence_from_training
+	$(BIN)/python -m experiments.weight_decay.evidence_from_training
 
 test-lowest:  ## the test suite with the oldest dependencies that pyproject.toml allows
 	$(PYTHON) -m venv .venv-lowest

@@ -9,14 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from experiments import (
-    bench_curvature_report,
-    growth,
-    large_classes,
-    marglik_cifar10,
-    presets,
-    table2_report,
-)
+from experiments.speed import curvature_report as bench_curvature_report
+from experiments.speed import growth, large_classes
+from experiments.table2 import marglik_cifar10
+from experiments.table2 import report as table2_report
+from experiments.weight_decay import presets
 from kfac_backend.layers import registry
 from marglik.cli import main
 
@@ -230,7 +227,7 @@ def test_commands_are_those_of_the_programs(page, capsys):
             assert stopped.value.code == 0, arguments
         elif program == "python":
             assert arguments[0] == "-m"
-            if arguments[1] == "experiments.marglik_cifar10":
+            if arguments[1] == "experiments.table2.marglik_cifar10":
                 assert marglik_cifar10.main([*arguments[2:], "--list"]) == 0
                 continue
             with pytest.raises(SystemExit) as stopped:

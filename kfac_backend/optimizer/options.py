@@ -27,8 +27,8 @@ class PreconditionerOptions:
     """How factors become a preconditioner; `CurvatureOptions` says how factors are made.
 
     Learning rate and damping have to be tuned together. What the defaults are worth, beside tuned
-    SGD and AdamW, is in `experiments/optimizer_defaults.py`; without the moving average the loss
-    jumps late in training (`experiments/optimizer_comparison.py`).
+    SGD and AdamW, is in `experiments/optimizers/optimizer_defaults.py`; without the moving average
+    the loss jumps late in training (`experiments/optimizers/optimizer_comparison.py`).
 
     Args:
         damping: λ > 0, added to the curvature of the mean loss. Tune it first.
