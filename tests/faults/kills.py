@@ -4,14 +4,13 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.faults.copies import command, sleep_until
+from tests.faults.copies import at_write, command, sleep_until
 from tests.faults.families import Case, Workplace
-from tests.faults.runs import Whole, check_same, fitting, training
+from tests.faults.runs import check_same, fitting, training
 
 __all__ = [
     "failing_writes",
@@ -86,7 +85,7 @@ def kills_at_writes(place: Workplace) -> Iterator[Case]:
     """
     whole = place.whole
     for kind, arguments in (("train", training), ("fit", lambda f: fitting(whole.checkpoint, f))):
-        total = _count_writes(whole, kind)
+        total = whole.writes[kind]
         for number in range(1, total + 1):
 
             def run(folder: Path, arguments: Any = arguments, number: int = number) -> str:
@@ -110,53 +109,6 @@ def kills_at_writes(place: Workplace) -> Iterator[Case]:
             yield Case(f"{kind}, write {number} of {total}", run)
 
 
-@cache
-def _count_writes(whole: Whole, kind: str) -> int:
-    folder = whole.train.with_name(f"counted {kind}")
-    run = folder / "run"
-    arguments = training(run) if kind == "train" else fitting(whole.checkpoint, run)
-
-    def count() -> None:
-        def note(_: Any) -> None:
-            with (folder / "number").open("a") as file:
-                file.write("1")
-
-        at_write(0, note)
-
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "number").write_text("")
-    command(arguments, folder / "printed", count).wait()
-    return len((folder / "number").read_text())
-
-
-def at_write(number: int, act: Callable[[int | None], Any], *, always_after: bool = False) -> None:
-    """Act in place of a process's write of this number, 0 for each; others are as they are.
-
-    Args:
-        number: counted from 1.
-        act: given the file that is being written, None for names.
-        always_after: whether to act at all later writes, too.
-    """
-    seen = 0
-
-    def watch(name: str, counts: Callable[[Any], bool]) -> None:
-        real = getattr(os, name)
-
-        def watched(*arguments: Any, **keywords: Any) -> Any:
-            nonlocal seen
-            if counts(arguments[0]):
-                seen += 1
-                if number in (0, seen) or (always_after and seen > number):
-                    act(arguments[0] if name == "fsync" else None)
-            return real(*arguments, **keywords)
-
-        setattr(os, name, watched)
-
-    watch("fsync", lambda _: True)
-    for name in ("replace", "rename", "unlink", "rmdir"):
-        watch(name, lambda path: os.path.lexists(path))
-
-
 def _tear_and_die(file: int | None) -> None:
     if file is not None:
         os.ftruncate(file, int(TORN * os.fstat(file).st_size))
@@ -168,7 +120,7 @@ ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES)
 
 def failing_writes(place: Workplace) -> Iterator[Case]:
     """Disks that are full, at their quota, broken or read-only from a write on, or at one alone."""
-    total = _count_writes(place.whole, "train")
+    total = place.whole.writes["train"]
     for i in range(place.count):
         code, lasts = ERRORS[i % len(ERRORS)], bool(i // len(ERRORS) % 2)
         number = place.random.randint(1, total)

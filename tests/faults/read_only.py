@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from tests.faults.copies import command, sleep_until
-from tests.faults.damage import dict_difference, stages
+from tests.faults.damage import STAGES, dict_difference, stage_of
 from tests.faults.families import Case, Skipped, Workplace
 from tests.faults.runs import check_same, files_of, fitting, training
 
@@ -25,15 +25,11 @@ AT_RANDOM_TIMES = 10
 def read_only_folders(place: Workplace) -> Iterator[Case]:
     """Each stage of runs in a folder of each kind, new runs below one, and one that becomes so."""
     whole = place.whole
-    for stage, (folder, make) in stages(whole).items():
+    for stage in STAGES:
         for how, made_so in KINDS.items():
 
-            def run(
-                scratch: Path,
-                folder: Path = folder,
-                make: Callable = make,
-                made_so: Callable = made_so,
-            ) -> str:
+            def run(scratch: Path, stage: str = stage, made_so: Callable = made_so) -> str:
+                folder, make = stage_of(whole, stage)
                 here = shutil.copytree(folder, scratch / "run")
                 arguments, expected = make(here)
                 return _refused(scratch, here, here, arguments, expected, made_so)
