@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from experiments import studies
 from experiments.data import images
 from experiments.optimizers import graph_network_training as graph_study
 from experiments.optimizers import optimizer_comparison, steps_to_target
@@ -35,13 +34,6 @@ from marglik.graphs import Graphs
 from marglik.models import MLP, GraphNetwork
 
 SCHEDULE = Schedule(8, 2)
-
-
-@pytest.fixture(autouse=True)
-def kept_threads():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def problem(likelihood: Likelihood = "classification", metric="loss"):
@@ -165,20 +157,6 @@ STUDY = Study(
 
 def run_tiny(task):
     return steps_to_target.run_task(task, TINY, STUDY.methods)
-
-
-@pytest.fixture
-def in_this_process(monkeypatch):
-    """Not in processes of their own."""
-    asked = []
-
-    def as_they_finish(function, tasks, jobs):
-        for task in tasks:
-            asked.append(task)
-            yield task, function(task)
-
-    monkeypatch.setattr(studies, "as_they_finish", as_they_finish)
-    return asked
 
 
 def command(folder, *arguments):

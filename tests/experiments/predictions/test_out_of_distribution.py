@@ -5,8 +5,6 @@ import json
 import pytest
 import torch
 
-from experiments import studies
-from experiments.options import SHIPPED
 from experiments.predictions import out_of_distribution
 from experiments.predictions.out_of_distribution import Config, Row, predict_rows, rows_of, table
 from marglik.data import CORRUPTIONS, SEVERITIES
@@ -70,33 +68,6 @@ def test_the_table_of_two_seeds():
     assert text.endswith("| Laplace | +0.200 ± 0.100 | +0.600 ± 0.300 | +15.0 ± 5.0 |")
 
 
-def test_finished_seeds_are_kept_and_the_report_is_made_from_the_json_alone(
-    tmp_path, monkeypatch, capsys
-):
-    folder = tmp_path / "out_of_distribution"
-    folder.mkdir()
-    (folder / "digits_0.json").write_text(json.dumps(seed(0)))
-    asked = []
-
-    def as_they_finish(function, tasks, jobs):
-        for task in tasks:
-            asked.append(task.name)
-            yield task, seed(task.seed, nll=0.4)
-
-    monkeypatch.setattr(studies, "as_they_finish", as_they_finish)
-    here = ["--results", str(tmp_path)]
-    assert out_of_distribution.main(["--quick", *here]) == 0
-    assert asked == []
-    assert out_of_distribution.main(["--data", "digits", "--seeds", "2", *here]) == 0
-    assert asked == ["digits_1"]
-    capsys.readouterr()
-    assert out_of_distribution.main(["--report", *here]) == 0
-    assert "0.300 ± 0.100" in capsys.readouterr().out
-    assert (folder / "digits.png").stat().st_size > 1000
-    with pytest.raises(SystemExit):
-        out_of_distribution.main(["--report", "--results", str(tmp_path / "none")])
-
-
 @pytest.fixture
 def posterior():
     """Of a small network, at parameters that are no maximum."""
@@ -145,14 +116,9 @@ def test_a_calibration_that_is_known_is_taken(posterior):
     assert rows["Laplace, last layer, calibrated"] == Row("last", last.calibration)
 
 
-def test_a_run_measures_every_row(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
-    try:
-        config = Config(epochs=2, test=60, corrupted=16, outside=50, samples=5)
-        found = out_of_distribution.run(config)
-    finally:
-        torch.set_num_threads(threads)
+def test_a_run_measures_every_row():
+    config = Config(epochs=2, test=60, corrupted=16, outside=50, samples=5)
+    found = out_of_distribution.run(config)
     sizes = {"train": 577, "calibration": 145, "test": 60, "each corruption": 16}
     sizes |= {"digits 8 and 9 (near)": 50, "noise (far)": 50}
     assert found["num_examples"] == sizes
@@ -170,10 +136,3 @@ def test_a_run_measures_every_row(tmp_path, monkeypatch):
 def test_sets_that_are_sorted_by_class_are_thinned_evenly():
     assert out_of_distribution._spread(10, 4).tolist() == [0, 2, 5, 7]
     assert out_of_distribution._spread(3, 4).tolist() == [0, 1, 2]
-
-
-def test_the_readme_has_the_shipped_tables():
-    shipped = (SHIPPED / "out_of_distribution" / "table.md").read_text()
-    readme = (SHIPPED.parent / "README.md").read_text()
-    for line in shipped.splitlines():
-        assert line in readme, line

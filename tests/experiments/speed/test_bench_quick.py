@@ -4,7 +4,7 @@ from experiments.speed.bench_quick import compare, measure
 
 
 def test_a_small_network_is_measured():
-    found = measure(repetitions=1, batch_size=4, width=1)
+    found = measure(repetitions=1, batch_size=1, width=1)
     assert set(found["times_the_limit"]) == set(found["limits"])
     assert all(ratio > 0 for ratio in found["times_the_limit"].values())
     ratios = found["times_the_limit"]

@@ -1,12 +1,9 @@
 """UCI: rivals trained side by side are those trained alone; tables come from the JSON alone."""
 
-import io
 import json
 import math
 import statistics
-import tarfile
 
-import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
@@ -85,26 +82,8 @@ def test_metrics_are_in_the_targets_units():
     assert found["rmse"] == pytest.approx((((4 * 0.5) ** 2 + 4**2) / 2) ** 0.5)
 
 
-@pytest.fixture
-def tiny(tmp_path, monkeypatch):
-    """An archive with a small set in the place of yacht."""
-    x, y = data(40)
-    texts = {
-        "data": "\n".join(" ".join(map(str, row)) for row in torch.cat([x, y], 1).tolist()),
-        "index_features": "0\n1\n2",
-        "index_target": "3",
-        "index_train_0": "\n".join(map(str, np.arange(32))),
-        "index_test_0": "\n".join(map(str, np.arange(32, 40))),
-    }
-    with tarfile.open(tmp_path / "uci.tar.gz", "w:gz") as archive:
-        for part, text in texts.items():
-            info = tarfile.TarInfo(f"uci/yacht/{part}.txt")
-            info.size = len(text)
-            archive.addfile(info, io.BytesIO(text.encode()))
-    monkeypatch.setenv("MARGLIK_DATA", str(tmp_path))
-
-
-def test_a_split(tiny):
+def test_a_split(uci_archive):
+    uci_archive("yacht", torch.cat(data(40), 1).numpy(), num_train=32)
     found = json.loads(json.dumps(uci.run(uci.Config("yacht", 0, steps=40, lr=0.03, updates=4))))
     assert list(found["methods"]) == [
         "ours", "MAP, learned σ", "laplace-torch, post hoc", "grid search", "ensemble of five",

@@ -2,12 +2,9 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 from experiments.weight_decay import natural_gradient, weight_decay_study
 from experiments.weight_decay.natural_gradient import OPTIMIZERS, Config, run
-
-RESULTS = Path(__file__).parents[3] / "experiments/results/natural_gradient"
 
 
 def test_runs_every_optimiser_at_the_best_of_its_learning_rates(monkeypatch, tmp_path):
@@ -25,11 +22,3 @@ def test_runs_every_optimiser_at_the_best_of_its_learning_rates(monkeypatch, tmp
     assert one != other  # the prior is a part of the damping in one of them
     (tmp_path / "a.json").write_text(json.dumps(found))
     assert f"| K-FAC | {one:.3f} |" in natural_gradient.table(tmp_path)
-
-
-def test_the_quoted_table_is_that_of_the_results():
-    text = (RESULTS.parents[1] / "README.md").read_text()
-    table = natural_gradient.table(RESULTS)
-    assert (RESULTS / "table.md").read_text() == table
-    for row in table.splitlines():
-        assert row in text, row
