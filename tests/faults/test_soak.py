@@ -37,7 +37,7 @@ def network():
     return model.double()
 
 
-SHORT_AND_LONG = [60, pytest.param(1000, marks=pytest.mark.slow)]
+SHORT_AND_LONG = [30, pytest.param(1000, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("times", SHORT_AND_LONG)

@@ -9,7 +9,7 @@ from experiments.weight_decay.natural_gradient import OPTIMIZERS, Config, run
 
 def test_runs_every_optimiser_at_the_best_of_its_learning_rates(monkeypatch, tmp_path):
     problem = weight_decay_study.PROBLEMS["digits_lenet"]
-    tiny = replace(problem, epochs={100: 2})
+    tiny = replace(problem, epochs={100: 1})
     monkeypatch.setitem(weight_decay_study.PROBLEMS, "digits_lenet", tiny)
     few = {name: (optimizer, rates[:2]) for name, (optimizer, rates) in OPTIMIZERS.items()}
     monkeypatch.setattr(natural_gradient, "OPTIMIZERS", few)

@@ -116,7 +116,8 @@ def test_the_ways(tiny, monkeypatch):
     assert all(v == pytest.approx(chosen["chosen"]) for v in chosen["weight_decay"].values())
 
 
-def test_the_variants(tiny):
+def test_the_variants(tiny, monkeypatch):
+    monkeypatch.setitem(study.PROBLEMS, "digits", replace(tiny, epochs={100: 4}))
     names = ("base", "burn-in of half the epochs", "twice the epochs", "T = 0.1")
     found = study.run(Config(part="variants", size=100, variants=names))
     rows = {row["way"]: row for row in found["rows"] if row["flipped"] == 0}
