@@ -185,7 +185,9 @@ def examples_of(page):
 
 
 @pytest.mark.filterwarnings("ignore:By default `link_approx`")
-@pytest.mark.parametrize("page", [page for page in PAGES if examples_of(page)])
+@pytest.mark.parametrize(
+    "page", [page for page in (*PAGES, "kfac_backend/README.md") if examples_of(page)]
+)
 def test_python_examples_run(page, capsys, monkeypatch, tmp_path):
     """Each goes on where the one before it on the page ended."""
     monkeypatch.setattr(registry, "RULES", dict(registry.RULES))
@@ -198,8 +200,12 @@ def test_python_examples_run(page, capsys, monkeypatch, tmp_path):
         assert len(set(namespace["laplace"].prior_precision.tolist())) == 10
     if page == "docs/after-training.md":
         assert (tmp_path / "reliability.png").stat().st_size > 1000
+    shown = capsys.readouterr().out
     if page == "docs/index.md":
-        assert "torch.Size([75, 75])" in capsys.readouterr().out
+        assert "torch.Size([75, 75])" in shown
+    if page == "kfac_backend/README.md":
+        blocks = ["0.class_token", "0.gain", "1.A", "1.B", "3.weight", "3.bias"]
+        assert shown.strip() == str(blocks)
 
 
 INSTALLATION = [
@@ -269,17 +275,6 @@ def test_commands_on_ones_own_network_run(capsys):
     assert main([*train, "--epochs", "2", "--prior.every", "2", "--no_progress"]) == 0
     assert main(evaluate) == 0
     assert "my_net.MyNet" in Path("runs/mine/posterior.json").read_text()
-
-
-def test_examples_of_layers_run(capsys, monkeypatch):
-    text = (ROOT / "kfac_backend/README.md").read_text()
-    monkeypatch.setattr(registry, "RULES", dict(registry.RULES))
-    monkeypatch.setattr(registry, "PARAMETERS", dict(registry.PARAMETERS))
-    namespace: dict = {}
-    for example in re.findall(r"```python\n(.*?)```", text, re.S):
-        exec(example, namespace)
-    blocks = ["0.class_token", "0.gain", "1.A", "1.B", "3.weight", "3.bias"]
-    assert capsys.readouterr().out.strip() == str(blocks)
 
 
 def test_table_of_presets_is_that_of_the_json():
