@@ -61,19 +61,24 @@ STAGES = (*KILLED, "finished, resumed", "finished, evaluated", "finished, report
 
 def damaged_files(place: Workplace) -> Iterator[Case]:
     """Each file of runs that were killed at some stage, and of finished ones, in turn."""
-    every = []
-    for stage in place.random.sample(STAGES, len(STAGES)):
-        if len(every) < place.count * len(DAMAGES):  # a stage that is not needed is not made
-            folder, _ = stage_of(place.whole, stage)
-            files = [file for file, content in files_of(folder).items() if content]
-            files = [file for file in files if not Path(file).name.startswith(".lock")]
-            every += [(stage, file, how) for file in files for how in DAMAGES]
+    # For a few cases a few stages do, which take a run each.
+    of_stage = {
+        stage: stage_of(place.whole, stage)
+        for stage in place.random.sample(STAGES, min(place.count, len(STAGES)))
+    }
+    every = [
+        (name, file, how)
+        for how in DAMAGES
+        for name, (folder, _) in of_stage.items()
+        for file, content in files_of(folder).items()
+        if content and not Path(file).name.startswith(".lock")
+    ]
     place.random.shuffle(every)
     # Each file of each stage once before any comes again.
-    first = {(stage, file): (stage, file, how) for stage, file, how in every}.values()
+    first = {(name, file): (name, file, how) for name, file, how in every}.values()
     chosen = [*first, *(case for case in every if case not in set(first))][: place.count]
     for name, file, how in chosen:
-        folder, make = stage_of(place.whole, name)
+        folder, make = of_stage[name]
         seed = place.random.random()
 
         def run(
