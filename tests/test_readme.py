@@ -194,7 +194,7 @@ def test_python_examples_run(page, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(registry, "PARAMETERS", dict(registry.PARAMETERS))
     namespace: dict = {}
     for example in examples_of(page):
-        exec(compile(example, page, "exec"), namespace)
+        exec(compile(example, f"<{page}>", "exec"), namespace)
     if page == "README.md":
         assert len(examples_of(page)) == 1 and len(examples_of(page)[0].splitlines()) <= 15
         assert len(set(namespace["laplace"].prior_precision.tolist())) == 10
