@@ -36,17 +36,17 @@ docs: $(INSTALLED)  ## build the documentation in site/ and run its examples: fo
 
 bench: $(INSTALLED)  ## time the curvature pass, the evidence update and the predictive beside the limit and the peers
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
-	$(BIN)/python -m experiments.bench_curvature
-	$(BIN)/python -m experiments.bench_predictive
+	$(BIN)/python -m experiments.speed.bench_curvature
+	$(BIN)/python -m experiments.speed.bench_predictive
 
 bench-quick: $(INSTALLED)  ## compare the main ratios with the committed ones, before and after a change: two minutes
-	$(BIN)/python -m experiments.bench_quick
+	$(BIN)/python -m experiments.speed.bench_quick
 
 large-classes: $(INSTALLED)  ## cost of 10 to 1,000 classes and of a vocabulary of 50,257: six minutes of a core; resumes
-	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.large_classes --resume
+	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.speed.large_classes --resume
 
 growth: $(INSTALLED)  ## how time and memory grow with a batch's sizes, beside the limit: ten minutes of a core; resumes
-	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.growth --resume
+	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.speed.growth --resume
 
 models: $(INSTALLED)  ## check 72 model families of other libraries against brute force: five minutes
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[models]'
@@ -56,76 +56,76 @@ faults: $(INSTALLED)  ## what a run survives: kills, full disks, damaged files, 
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults --json experiments/results/faults/faults.json
 
 exactness: $(INSTALLED)  ## where expand and reduce are exact, after the paper's figures 1 and 2: half a minute
-	$(BIN)/python -m experiments.exactness
+	$(BIN)/python -m experiments.exactness.modes
 
 presets: $(INSTALLED)  ## learned against initial weight decay for a ViT, a GPT and a GraphNetwork: half an hour
-	$(BIN)/python -m experiments.presets
+	$(BIN)/python -m experiments.weight_decay.presets
 
 rivals: $(INSTALLED)  ## predictives beside ensembles, SWAG, IVON, dropout and laplace-torch: digits, five seeds
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
-	$(BIN)/python -m experiments.predictive_rivals
+	$(BIN)/python -m experiments.predictions.predictive_rivals
 
 out-of-distribution: $(INSTALLED)  ## calibrated predictives on corrupted and out-of-distribution images: digits, ViT
-	$(BIN)/python -m experiments.out_of_distribution
+	$(BIN)/python -m experiments.predictions.out_of_distribution
 
 predictive-study: $(INSTALLED)  ## what each part of a Laplace predictive costs, from the dense GGN to s and τ: a quarter of an hour; resumes
-	$(BIN)/python -m experiments.predictive_study
+	$(BIN)/python -m experiments.predictions.predictive_study
 
 natural-gradient: $(INSTALLED)  ## weight decays learned with SGD, AdamW and K-FAC: digits, five seeds; resumes
-	$(BIN)/python -m experiments.natural_gradient
+	$(BIN)/python -m experiments.weight_decay.natural_gradient
 
 lora: $(INSTALLED)  ## adapters of a small Llama on DART: MAP, dropout, ensemble and Laplace; resumes
-	$(BIN)/python -m experiments.lora
+	$(BIN)/python -m experiments.predictions.lora
 
 lora-memory: $(INSTALLED)  ## memory of adapters' factors at a 7B model's widths, whole and sketched
-	$(BIN)/python -m experiments.lora_memory
+	$(BIN)/python -m experiments.speed.lora_memory
 
 weight-decay-study: $(INSTALLED)  ## learned weight decays beside a grid search and the default: digits, five seeds; resumes
-	$(BIN)/python -m experiments.weight_decay_study
+	$(BIN)/python -m experiments.weight_decay.weight_decay_study
 
 ranks-timing: $(INSTALLED)  ## a curvature pass on two ranks against one, and the share of communication: two minutes
-	$(BIN)/python -m experiments.ranks_timing
+	$(BIN)/python -m experiments.ranks.ranks_timing
 
 simulate-ranks: $(INSTALLED)  ## simulate an update on up to a thousand GPUs: seconds
-	$(BIN)/python -m experiments.simulate_ranks
+	$(BIN)/python -m experiments.ranks.simulate_ranks
 
 table2: $(INSTALLED)  ## the paper's Table 2 at a size for two cores: less than two hours; resumes
-	$(BIN)/python -m experiments.marglik_cifar10
+	$(BIN)/python -m experiments.table2.marglik_cifar10
 
 uci: $(INSTALLED)  ## UCI regression with learned noise and weight decays beside four rivals: an hour; resumes
-	$(BIN)/python -m experiments.uci --resume
+	$(BIN)/python -m experiments.uci.regression --resume
 
 update-step-timing: $(INSTALLED)  ## the paper's Table 1, a K-FAC step beside the peers' and an SGD step, WRN-16-4: an hour; resumes
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
-	$(BIN)/python -m experiments.update_step_timing --resume
+	$(BIN)/python -m experiments.table1.update_step_timing --resume
 
 gpu: $(INSTALLED)  ## on a machine with a GPU: tests, benchmarks, and one seed of the paper's Table 2; resumes
 	$(BIN)/python -m pytest -q -m gpu
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
-	$(BIN)/python -m experiments.bench_curvature --device cuda --resume
-	$(BIN)/python -m experiments.update_step_timing --device cuda --resume
-	$(BIN)/python -m experiments.transformer_timing --device cuda
-	$(BIN)/python -m experiments.transformer_timing --model vit --device cuda
-	$(BIN)/python -m experiments.marglik_cifar10 --protocol full --seeds 0 --device cuda --jobs 2 --compile reduce-overhead
+	$(BIN)/python -m experiments.speed.bench_curvature --device cuda --resume
+	$(BIN)/python -m experiments.table1.update_step_timing --device cuda --resume
+	$(BIN)/python -m experiments.speed.transformer_timing --device cuda
+	$(BIN)/python -m experiments.speed.transformer_timing --model vit --device cuda
+	$(BIN)/python -m experiments.table2.marglik_cifar10 --protocol full --seeds 0 --device cuda --jobs 2 --compile reduce-overhead
 
 gpt-timing: $(INSTALLED)  ## K-FAC of a language model, expand against reduce: ten minutes
-	$(BIN)/python -m experiments.transformer_timing
+	$(BIN)/python -m experiments.speed.transformer_timing
 
 graph-network-training: $(INSTALLED)  ## the paper's figure 3 on NCI1, K-FAC beside Nesterov's SGD: half an hour; resumes
-	$(BIN)/python -m experiments.graph_network_training
+	$(BIN)/python -m experiments.optimizers.graph_network_training
 
 vision-transformer-training: $(INSTALLED)  ## the paper's figure 4 on CIFAR-10 (JPEG), K-FAC beside NAdamW: half an hour; resumes
-	$(BIN)/python -m experiments.vision_transformer_training
+	$(BIN)/python -m experiments.optimizers.vision_transformer_training
 
 optimizer-comparison: $(INSTALLED)  ## SGD, AdamW, SOAP and K-FAC with the same tuning; resumes
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
-	$(BIN)/python -m experiments.optimizer_comparison
+	$(BIN)/python -m experiments.optimizers.optimizer_comparison
 
 optimizer-defaults: $(INSTALLED)  ## K-FAC's defaults beside tuned SGD and AdamW on five small problems: a quarter of an hour; resumes
-	$(BIN)/python -m experiments.optimizer_defaults
+	$(BIN)/python -m experiments.optimizers.optimizer_defaults
 
 evidence-from-training: $(INSTALLED)  ## weight decays from curvature passes or from K-FAC's own factors: digits, five minutes; resumes
-	$(BIN)/python -m experiments.evidence_from_training
+	$(BIN)/python -m experiments.weight_decay.evidence_from_training
 
 test-lowest:  ## run the default test suite with the oldest dependencies that pyproject.toml allows
 	$(PYTHON) -m venv .venv-lowest

@@ -80,16 +80,6 @@ def test_each_page_is_in_the_navigation():
         assert (ROOT / page).exists() or page == "examples/index.md", page
 
 
-def test_examples_have_a_title_and_a_first_paragraph():
-    """Which the gallery shows; and the README's link to them holds."""
-    scripts = sorted((ROOT / "examples").glob("*.py"))
-    assert len(scripts) >= 8
-    for script in scripts:
-        _, _, text = script.read_text().partition("# %% [markdown]\n")
-        title, empty, first, *_ = text.splitlines()
-        assert title.startswith("# # ") and empty == "#" and first.startswith("# "), script.name
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The site, with the examples' code alone."""

@@ -9,14 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from experiments import (
-    bench_curvature_report,
-    growth,
-    large_classes,
-    marglik_cifar10,
-    presets,
-    table2_report,
-)
+from experiments.speed import curvature_report as bench_curvature_report
+from experiments.speed import growth, large_classes
+from experiments.table2 import marglik_cifar10
+from experiments.table2 import report as table2_report
+from experiments.weight_decay import presets
 from kfac_backend.layers import registry
 from marglik.cli import main
 
@@ -188,21 +185,27 @@ def examples_of(page):
 
 
 @pytest.mark.filterwarnings("ignore:By default `link_approx`")
-@pytest.mark.parametrize("page", [page for page in PAGES if examples_of(page)])
+@pytest.mark.parametrize(
+    "page", [page for page in (*PAGES, "kfac_backend/README.md") if examples_of(page)]
+)
 def test_python_examples_run(page, capsys, monkeypatch, tmp_path):
     """Each goes on where the one before it on the page ended."""
     monkeypatch.setattr(registry, "RULES", dict(registry.RULES))
     monkeypatch.setattr(registry, "PARAMETERS", dict(registry.PARAMETERS))
     namespace: dict = {}
     for example in examples_of(page):
-        exec(compile(example, page, "exec"), namespace)
+        exec(compile(example, f"<{page}>", "exec"), namespace)
     if page == "README.md":
         assert len(examples_of(page)) == 1 and len(examples_of(page)[0].splitlines()) <= 15
         assert len(set(namespace["laplace"].prior_precision.tolist())) == 10
     if page == "docs/after-training.md":
         assert (tmp_path / "reliability.png").stat().st_size > 1000
+    shown = capsys.readouterr().out
     if page == "docs/index.md":
-        assert "torch.Size([75, 75])" in capsys.readouterr().out
+        assert "torch.Size([75, 75])" in shown
+    if page == "kfac_backend/README.md":
+        blocks = ["0.class_token", "0.gain", "1.A", "1.B", "3.weight", "3.bias"]
+        assert shown.strip() == str(blocks)
 
 
 INSTALLATION = [
@@ -230,7 +233,7 @@ def test_commands_are_those_of_the_programs(page, capsys):
             assert stopped.value.code == 0, arguments
         elif program == "python":
             assert arguments[0] == "-m"
-            if arguments[1] == "experiments.marglik_cifar10":
+            if arguments[1] == "experiments.table2.marglik_cifar10":
                 assert marglik_cifar10.main([*arguments[2:], "--list"]) == 0
                 continue
             with pytest.raises(SystemExit) as stopped:
@@ -272,17 +275,6 @@ def test_commands_on_ones_own_network_run(capsys):
     assert main([*train, "--epochs", "2", "--prior.every", "2", "--no_progress"]) == 0
     assert main(evaluate) == 0
     assert "my_net.MyNet" in Path("runs/mine/posterior.json").read_text()
-
-
-def test_examples_of_layers_run(capsys, monkeypatch):
-    text = (ROOT / "kfac_backend/README.md").read_text()
-    monkeypatch.setattr(registry, "RULES", dict(registry.RULES))
-    monkeypatch.setattr(registry, "PARAMETERS", dict(registry.PARAMETERS))
-    namespace: dict = {}
-    for example in re.findall(r"```python\n(.*?)```", text, re.S):
-        exec(example, namespace)
-    blocks = ["0.class_token", "0.gain", "1.A", "1.B", "3.weight", "3.bias"]
-    assert capsys.readouterr().out.strip() == str(blocks)
 
 
 def test_table_of_presets_is_that_of_the_json():

@@ -26,9 +26,9 @@ Interval = int | Callable[[int], int]
 class PreconditionerOptions:
     """How factors become a preconditioner; `CurvatureOptions` says how factors are made.
 
-    Learning rate and damping must be tuned together. `experiments/optimizer_defaults.py` compares
-    the defaults with tuned SGD and AdamW. Without the moving average the loss jumps late in
-    training (`experiments/optimizer_comparison.py`).
+    Learning rate and damping must be tuned together. The defaults are compared with tuned SGD and
+    AdamW in `experiments/optimizers/optimizer_defaults.py`. Without the moving average the loss
+    jumps late in training (`experiments/optimizers/optimizer_comparison.py`).
 
     Args:
         damping: λ > 0, added to the curvature of the mean loss. Tune it first.

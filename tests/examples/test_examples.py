@@ -33,13 +33,6 @@ def run(name):
     return runpy.run_path(str(EXAMPLES / f"{name}.py"))
 
 
-def test_all_examples_are_tested_and_are_made_of_cells():
-    own = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
-    for path in EXAMPLES.glob("*.py"):
-        assert path.stem in own, f"no test runs {path.name}"
-        assert path.read_text().startswith("# %% [markdown]\n# # ")
-
-
 def assert_learned(found, prior):
     """A posterior, weight decays that differ, and calibration that is worth something."""
     assert isinstance(prior.posterior, Posterior)

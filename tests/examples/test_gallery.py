@@ -23,6 +23,18 @@ SHOWN = {
 """What each prints without any data."""
 
 
+def test_every_example_is_tested_and_begins_with_what_the_gallery_shows():
+    """A title and a first paragraph."""
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    scripts = sorted((ROOT / "examples").glob("*.py"))
+    assert len(scripts) >= 8
+    for script in scripts:
+        assert script.stem in tests, f"no test runs {script.name}"
+        cell, title, empty, first, *_ = script.read_text().splitlines()
+        assert cell == "# %% [markdown]" and title.startswith("# # "), script.name
+        assert empty == "#" and first.startswith("# "), script.name
+
+
 def run(name, folder):
     """Cells with their outputs; on one core, without data of other people's."""
     done = subprocess.run(

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from experiments import bench_curvature, bench_predictive, exactness, marglik_cifar10, presets
+from experiments.exactness import modes as exactness
 from experiments.options import SHIPPED
+from experiments.speed import bench_curvature, bench_predictive
+from experiments.table2 import marglik_cifar10
+from experiments.weight_decay import presets
 
 
 def interrupted(function, tasks, jobs):

@@ -15,13 +15,14 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 
 from marglik.cli import main
 
-__all__ = ["Copy", "Ended", "command", "one_thread_alone"]
+__all__ = ["Copy", "Ended", "at_write", "command", "one_thread_alone", "sleep_until"]
 
 PATIENCE = 120.0
 """Seconds of the processor after which a copy counts as hung; or without any, in so many."""
@@ -153,6 +154,34 @@ def command(
         return main(arguments)
 
     return Copy(run, folder)
+
+
+def at_write(number: int, act: Callable[[int | None], Any], *, always_after: bool = False) -> None:
+    """Act in place of a process's write of this number, 0 for each; others are as they are.
+
+    Args:
+        number: counted from 1.
+        act: given the file that is being written, None for names.
+        always_after: whether to act at all later writes, too.
+    """
+    seen = 0
+
+    def watch(name: str, counts: Callable[[Any], bool]) -> None:
+        real = getattr(os, name)
+
+        def watched(*arguments: Any, **keywords: Any) -> Any:
+            nonlocal seen
+            if counts(arguments[0]):
+                seen += 1
+                if number in (0, seen) or (always_after and seen > number):
+                    act(arguments[0] if name == "fsync" else None)
+            return real(*arguments, **keywords)
+
+        setattr(os, name, watched)
+
+    watch("fsync", lambda _: True)
+    for name in ("replace", "rename", "unlink", "rmdir"):
+        watch(name, lambda path: os.path.lexists(path))
 
 
 def one_thread_alone() -> None:

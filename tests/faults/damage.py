@@ -14,7 +14,7 @@ from tests.faults.copies import command
 from tests.faults.families import Case, Workplace
 from tests.faults.runs import Whole, check_same, files_of, fitting, training
 
-__all__ = ["DAMAGES", "damaged_files", "dict_difference", "stages"]
+__all__ = ["DAMAGES", "STAGES", "damaged_files", "dict_difference", "stage_of"]
 
 
 def _truncated(content: bytes, random: Random) -> bytes:
@@ -49,17 +49,23 @@ DAMAGES: dict[str, Callable[[bytes, Random], bytes | None]] = {
 }
 """What the file holds afterwards; None: it is not there."""
 
-STAGES = {
-    "in training": ("learned", 3),
-    "in the evaluation": ("learned_evaluation", 2),
-    "in the baseline": ("baseline", 2),
+KILLED = {
+    "killed in training": ("learned", 3),
+    "killed in the evaluation": ("learned_evaluation", 2),
+    "killed in the baseline": ("baseline", 2),
+    "killed fit": ("fit", 1),
 }
-"""Where runs were killed: which state's how-manieth save they did not survive."""
+"""Where commands were killed: which state's how-manieth save they did not survive."""
+STAGES = (*KILLED, "finished, resumed", "finished, evaluated", "finished, reported")
 
 
 def damaged_files(place: Workplace) -> Iterator[Case]:
     """Each file of runs that were killed at some stage, and of finished ones, in turn."""
-    of_stage = stages(place.whole)
+    # For a few cases a few stages do, which take a run each.
+    of_stage = {
+        stage: stage_of(place.whole, stage)
+        for stage in place.random.sample(STAGES, min(place.count, len(STAGES)))
+    }
     every = [
         (name, file, how)
         for how in DAMAGES
@@ -115,46 +121,45 @@ def dict_difference(a: dict[str, bytes], b: dict[str, bytes]) -> list[str]:
 
 
 @cache
-def stages(whole: Whole) -> dict[str, tuple[Path, Callable[[Path], Any]]]:
-    """Stage -> its folder, and what is run in a copy of it, with what that should end like.
+def stage_of(whole: Whole, stage: str) -> tuple[Path, Callable[[Path], Any]]:
+    """A stage's folder, and what is run in a copy of it, with what that should end like.
 
-    Made once for all families: only copies of the folders are written to.
+    Made once for all families: only copies of the folder are written to.
     """
-    found, place = {}, whole.train.with_name("stages")
+    folder, printed = whole.train.with_name(stage), whole.train.with_name("printed")
 
-    def killed(name: str, arguments: Any, state: str, number: int) -> Path:
-        folder = place / name
-        save, seen = Checkpoints.save, 0
+    def resumed(run: Path) -> Any:
+        return training(run, "--resume"), whole.train
 
-        def deadly(self: Checkpoints, *given: Any) -> None:
-            nonlocal seen
-            save(self, *given)
-            seen += self.folder.name == state
-            if seen == number:
-                signal.raise_signal(signal.SIGKILL)
+    def fit(run: Path) -> Any:
+        return fitting(whole.checkpoint, run), whole.fit
 
-        patched = patch.object(Checkpoints, "save", deadly)
-        ended = command(arguments(folder), place / "printed", patched.start).wait()
-        assert ended.status == -signal.SIGKILL, ended
-        return folder
+    def evaluate(run: Path) -> Any:
+        return ["evaluate", str(run), "--progress", "false"], folder
 
-    def resumed(folder: Path) -> Any:
-        return training(folder, "--resume"), whole.train
+    if stage in KILLED:
+        make = fit if stage == "killed fit" else resumed
+        _killed(make(folder)[0], *KILLED[stage], printed)
+        return folder, make
+    if stage == "finished, evaluated":
+        shutil.copytree(whole.train, folder)
+        assert command(evaluate(folder)[0], printed).wait().status == 0
+        return whole.train, evaluate
+    if stage == "finished, reported":
+        return whole.train, lambda run: (["report", str(run)], whole.train)
+    return whole.train, resumed
 
-    for name, (state, number) in STAGES.items():
-        found[f"killed {name}"] = killed(name, training, state, number), resumed
 
-    def fit(folder: Path) -> list[str]:
-        return fitting(whole.checkpoint, folder)
+def _killed(arguments: list[str], state: str, number: int, printed: Path) -> None:
+    """Run a command that does not survive a state's save of this number."""
+    save, seen = Checkpoints.save, 0
 
-    found["killed fit"] = killed("fit", fit, "fit", 1), lambda f: (fit(f), whole.fit)
-    found["finished, resumed"] = whole.train, resumed
-    evaluated = shutil.copytree(whole.train, place / "evaluated")
+    def deadly(self: Checkpoints, *given: Any) -> None:
+        nonlocal seen
+        save(self, *given)
+        seen += self.folder.name == state
+        if seen == number:
+            signal.raise_signal(signal.SIGKILL)
 
-    def evaluate(folder: Path) -> list[str]:
-        return ["evaluate", str(folder), "--progress", "false"]
-
-    assert command(evaluate(evaluated), place / "printed").wait().status == 0
-    found["finished, evaluated"] = whole.train, lambda f: (evaluate(f), evaluated)
-    found["finished, reported"] = whole.train, lambda f: (["report", str(f)], whole.train)
-    return found
+    ended = command(arguments, printed, patch.object(Checkpoints, "save", deadly).start).wait()
+    assert ended.status == -signal.SIGKILL, ended

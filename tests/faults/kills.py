@@ -4,14 +4,13 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from tests.faults.copies import command, sleep_until
+from tests.faults.copies import Ended, at_write, command, sleep_until
 from tests.faults.families import Case, Workplace
-from tests.faults.runs import Whole, check_same, fitting, training
+from tests.faults.runs import check_same, fitting, training
 
 __all__ = [
     "failing_writes",
@@ -33,16 +32,17 @@ def kills_at_random_times(place: Workplace) -> Iterator[Case]:
     """Runs that are killed one to three times, and go on after each."""
     for i in range(place.count):
         kills = [place.random.uniform(0, place.whole.seconds) for _ in range(1 + i % MOST_KILLS)]
+        name = f"{i}: after {', '.join(f'{s:.2f} s' for s in kills)}"
+        yield Case(name, partial(_killed, place, kills))
 
-        def run(folder: Path, kills: list[float] = kills) -> str:
-            for seconds in kills:
-                ended = _signalled(place, folder, signal.SIGKILL, seconds)
-                if ended.status == 0:  # it was quicker
-                    break
-                assert ended.status == -signal.SIGKILL, ended
-            return _goes_on(place, training(folder / "run", "--resume"), folder)
 
-        yield Case(f"{i}: after {', '.join(f'{s:.2f} s' for s in kills)}", run)
+def _killed(place: Workplace, kills: list[float], folder: Path) -> str:
+    for seconds in kills:
+        ended = _signalled(folder, signal.SIGKILL, seconds)
+        if ended.status == 0:  # it was quicker
+            break
+        assert ended.status == -signal.SIGKILL, ended
+    return _goes_on(place, training(folder / "run", "--resume"), folder)
 
 
 def requests_to_end(place: Workplace) -> Iterator[Case]:
@@ -50,21 +50,22 @@ def requests_to_end(place: Workplace) -> Iterator[Case]:
     for i in range(place.count):
         number = list(SIGNALS)[i % len(SIGNALS)]
         seconds = place.random.uniform(0.01, 0.95 * place.whole.seconds)
-
-        def run(folder: Path, number: int = number, seconds: float = seconds) -> str:
-            ended = _signalled(place, folder, number, seconds)
-            begun = (folder / "run" / "manifest.json").exists()
-            if ended.status != 0 and (begun or ended.status != -number):  # before the handlers
-                assert ended.status == SIGNALS[signal.Signals(number)], ended
-                assert "--resume continues from its last checkpoint" in ended.said, ended
-                lines = [line for line in ended.said.splitlines() if line.strip()]
-                assert len(lines) == 1, ended
-            return _goes_on(place, training(folder / "run", "--resume"), folder)
-
-        yield Case(f"{i}: {signal.Signals(number).name} after {seconds:.2f} s", run)
+        name = f"{i}: {number.name} after {seconds:.2f} s"
+        yield Case(name, partial(_asked_to_end, place, number, seconds))
 
 
-def _signalled(place: Workplace, folder: Path, number: int, seconds: float) -> Any:
+def _asked_to_end(place: Workplace, number: signal.Signals, seconds: float, folder: Path) -> str:
+    ended = _signalled(folder, number, seconds)
+    begun = (folder / "run" / "manifest.json").exists()
+    if ended.status != 0 and (begun or ended.status != -number):  # before the handlers
+        assert ended.status == SIGNALS[number], ended
+        assert "--resume continues from its last checkpoint" in ended.said, ended
+        lines = [line for line in ended.said.splitlines() if line.strip()]
+        assert len(lines) == 1, ended
+    return _goes_on(place, training(folder / "run", "--resume"), folder)
+
+
+def _signalled(folder: Path, number: int, seconds: float) -> Ended:
     copy = command(training(folder / "run", "--resume"), folder / "printed")
     sleep_until(time.perf_counter() + seconds)
     copy.signal(number)
@@ -84,83 +85,37 @@ def kills_at_writes(place: Workplace) -> Iterator[Case]:
 
     A write is a file's content, its name, and a file or folder that is removed or renamed.
     """
-    whole = place.whole
-    for kind, arguments in (("train", training), ("fit", lambda f: fitting(whole.checkpoint, f))):
-        total = _count_writes(whole, kind)
+    for kind, total in place.whole.writes.items():
         for number in range(1, total + 1):
-
-            def run(folder: Path, arguments: Any = arguments, number: int = number) -> str:
-                def deadly() -> None:
-                    at_write(number, _tear_and_die)
-
-                first = command(arguments(folder / "run"), folder / "printed", deadly).wait()
-                assert first.status == -signal.SIGKILL, first
-                again = arguments(folder / "run")
-                if again[0] == "train":
-                    return _goes_on(place, [*again, "--resume"], folder)
-                ended = command(again, folder / "printed").wait()
-                if ended.error and (folder / "run" / "posterior.json").exists():
-                    assert "already holds a run" in ended.error, ended  # it was finished
-                else:
-                    assert ended.status == 0, ended
-                (folder / "run" / ".lock").unlink(missing_ok=True)
-                check_same(folder / "run", whole.fit)
-                return "identical"
-
-            yield Case(f"{kind}, write {number} of {total}", run)
+            name = f"{kind}, write {number} of {total}"
+            yield Case(name, partial(_killed_at_write, place, kind, number))
 
 
-@cache
-def _count_writes(whole: Whole, kind: str) -> int:
-    folder = whole.train.with_name(f"counted {kind}")
-    run = folder / "run"
-    arguments = training(run) if kind == "train" else fitting(whole.checkpoint, run)
+def _killed_at_write(place: Workplace, kind: str, number: int, folder: Path) -> str:
+    def tear_and_die(file: int | None) -> None:
+        _tear(file)
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    def count() -> None:
-        def note(_: Any) -> None:
-            with (folder / "number").open("a") as file:
-                file.write("1")
-
-        at_write(0, note)
-
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "number").write_text("")
-    command(arguments, folder / "printed", count).wait()
-    return len((folder / "number").read_text())
-
-
-def at_write(number: int, act: Callable[[int | None], Any], *, always_after: bool = False) -> None:
-    """Act in place of a process's write of this number, 0 for each; others are as they are.
-
-    Args:
-        number: counted from 1.
-        act: given the file that is being written, None for names.
-        always_after: whether to act at all later writes, too.
-    """
-    seen = 0
-
-    def watch(name: str, counts: Callable[[Any], bool]) -> None:
-        real = getattr(os, name)
-
-        def watched(*arguments: Any, **keywords: Any) -> Any:
-            nonlocal seen
-            if counts(arguments[0]):
-                seen += 1
-                if number in (0, seen) or (always_after and seen > number):
-                    act(arguments[0] if name == "fsync" else None)
-            return real(*arguments, **keywords)
-
-        setattr(os, name, watched)
-
-    watch("fsync", lambda _: True)
-    for name in ("replace", "rename", "unlink", "rmdir"):
-        watch(name, lambda path: os.path.lexists(path))
+    run, printed = folder / "run", folder / "printed"
+    arguments = training(run) if kind == "train" else fitting(place.whole.checkpoint, run)
+    first = command(arguments, printed, lambda: at_write(number, tear_and_die)).wait()
+    assert first.status == -signal.SIGKILL, first
+    if kind == "train":
+        return _goes_on(place, [*arguments, "--resume"], folder)
+    ended = command(arguments, printed).wait()
+    if ended.error and (run / "posterior.json").exists():
+        assert "already holds a run" in ended.error, ended  # it was finished
+    else:
+        assert ended.status == 0, ended
+    (run / ".lock").unlink(missing_ok=True)
+    check_same(run, place.whole.fit)
+    return "identical"
 
 
-def _tear_and_die(file: int | None) -> None:
+def _tear(file: int | None) -> None:
+    """A part of what was written is on the disk."""
     if file is not None:
         os.ftruncate(file, int(TORN * os.fstat(file).st_size))
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES)
@@ -168,48 +123,46 @@ ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES)
 
 def failing_writes(place: Workplace) -> Iterator[Case]:
     """Disks that are full, at their quota, broken or read-only from a write on, or at one alone."""
-    total = _count_writes(place.whole, "train")
     for i in range(place.count):
         code, lasts = ERRORS[i % len(ERRORS)], bool(i // len(ERRORS) % 2)
-        number = place.random.randint(1, total)
-
-        def run(folder: Path, code: int = code, lasts: bool = lasts, number: int = number) -> str:
-            def fail(file: int | None) -> None:
-                if file is not None:
-                    os.ftruncate(file, int(TORN * os.fstat(file).st_size))
-                raise OSError(code, os.strerror(code))
-
-            first = command(
-                training(folder / "run"),
-                folder / "printed",
-                lambda: at_write(number, fail, always_after=lasts),
-            ).wait()
-            if first.status == 0:  # what failed was to be removed
-                check_same(folder / "run", place.whole.train)
-                return "identical"
-            assert first.status == 2 and first.error, first
-            assert os.strerror(code) in first.error, first
-            return _goes_on(place, training(folder / "run", "--resume"), folder)
-
+        number = place.random.randint(1, place.whole.writes["train"])
         how = "from write" if lasts else "at write"
-        yield Case(f"{i}: {errno.errorcode[code]} {how} {number}", run)
+        name = f"{i}: {errno.errorcode[code]} {how} {number}"
+        yield Case(name, partial(_failing, place, code, lasts, number))
+
+
+def _failing(place: Workplace, code: int, lasts: bool, number: int, folder: Path) -> str:
+    def fail(file: int | None) -> None:
+        _tear(file)
+        raise OSError(code, os.strerror(code))
+
+    run = folder / "run"
+    first = command(
+        training(run), folder / "printed", lambda: at_write(number, fail, always_after=lasts)
+    ).wait()
+    if first.status == 0:  # what failed was to be removed
+        check_same(run, place.whole.train)
+        return "identical"
+    assert first.status == 2 and first.error, first
+    assert os.strerror(code) in first.error, first
+    return _goes_on(place, training(run, "--resume"), folder)
 
 
 def two_processes(place: Workplace) -> Iterator[Case]:
     """The same command twice at a time: one works, the other says so, or finds the work done."""
     for i in range(place.count):
         seconds = place.random.uniform(0, 1.2 * place.whole.seconds)
+        yield Case(f"{i}: {seconds:.2f} s apart", partial(_twice, place, seconds))
 
-        def run(folder: Path, seconds: float = seconds) -> str:
-            copies = [command(training(folder / "run", "--resume"), folder / "printed")]
-            sleep_until(time.perf_counter() + seconds)
-            copies.append(command(training(folder / "run", "--resume"), folder / "printed"))
-            ended = [copy.wait() for copy in copies]
-            done = [one for one in ended if one.status == 0]
-            assert done, "; ".join(map(str, ended))
-            for one in ended:
-                if one not in done:
-                    assert "Another process runs in" in one.error, one
-            return _goes_on(place, training(folder / "run", "--resume"), folder)
 
-        yield Case(f"{i}: {seconds:.2f} s apart", run)
+def _twice(place: Workplace, seconds: float, folder: Path) -> str:
+    copies = [command(training(folder / "run", "--resume"), folder / "printed")]
+    sleep_until(time.perf_counter() + seconds)
+    copies.append(command(training(folder / "run", "--resume"), folder / "printed"))
+    ended = [copy.wait() for copy in copies]
+    done = [one for one in ended if one.status == 0]
+    assert done, "; ".join(map(str, ended))
+    for one in ended:
+        if one not in done:
+            assert "Another process runs in" in one.error, one
+    return _goes_on(place, training(folder / "run", "--resume"), folder)

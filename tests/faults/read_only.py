@@ -8,77 +8,64 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 
 from tests.faults.copies import command, sleep_until
-from tests.faults.damage import dict_difference, stages
+from tests.faults.damage import STAGES, dict_difference, stage_of
 from tests.faults.families import Case, Skipped, Workplace
-from tests.faults.runs import check_same, files_of, fitting, training
+from tests.faults.runs import Whole, check_same, files_of, fitting, training
 
 __all__ = ["read_only_folders"]
 
 ERROR = "marglik: error: "
 AT_RANDOM_TIMES = 10
 """Runs whose folder becomes so while they work."""
+MadeSo = Callable[[Path], AbstractContextManager[Callable[[], object]]]
+"""Makes a folder so within a context, which yields what the command's process does at its start."""
 
 
 def read_only_folders(place: Workplace) -> Iterator[Case]:
     """Each stage of runs in a folder of each kind, new runs below one, and one that becomes so."""
     whole = place.whole
-    for stage, (folder, make) in stages(whole).items():
+    for stage in STAGES:
         for how, made_so in KINDS.items():
-
-            def run(
-                scratch: Path,
-                folder: Path = folder,
-                make: Callable = make,
-                made_so: Callable = made_so,
-            ) -> str:
-                here = shutil.copytree(folder, scratch / "run")
-                arguments, expected = make(here)
-                return _refused(scratch, here, here, arguments, expected, made_so)
-
-            yield Case(f"{stage}: {how}", run)
+            yield Case(f"{stage}: {how}", partial(_of_stage, whole, stage, made_so))
     new = {
         "train": (lambda f: training(f, "--resume"), whole.train),
         "fit": (lambda f: fitting(whole.checkpoint, f), whole.fit),
     }
     for name, (arguments_in, expected) in new.items():
         for how, made_so in KINDS.items():
-
-            def below(
-                scratch: Path,
-                arguments_in: Callable = arguments_in,
-                expected: Path = expected,
-                made_so: Callable = made_so,
-            ) -> str:
-                here = scratch / "runs" / "run"
-                here.parent.mkdir()
-                return _refused(scratch, here, here.parent, arguments_in(here), expected, made_so)
-
-            yield Case(f"new {name}, the folder above: {how}", below)
-        for where in ("run", "runs"):
-
-            def behind_a_file(
-                scratch: Path,
-                arguments_in: Callable = arguments_in,
-                expected: Path = expected,
-                where: str = where,
-            ) -> str:
-                here = scratch / "runs" / "run"
-                in_place = scratch / "runs" / where if where == "run" else here.parent
-                in_place.parent.mkdir(exist_ok=True)
-                return _refused(scratch, here, in_place, arguments_in(here), expected, _a_file)
-
-            what = "the folder" if where == "run" else "the folder above"
-            yield Case(f"new {name}, {what}: a file in its place", behind_a_file)
+            run = partial(_new, arguments_in, expected, "runs", made_so)
+            yield Case(f"new {name}, the folder above: {how}", run)
+        for where, what in {"runs/run": "the folder", "runs": "the folder above"}.items():
+            run = partial(_new, arguments_in, expected, where, _a_file)
+            yield Case(f"new {name}, {what}: a file in its place", run)
     for i in range(AT_RANDOM_TIMES):
-        seconds = place.random.uniform(0, place.whole.seconds)
+        seconds = whole.seconds * place.random.random()
+        run = partial(_becomes_so, place, seconds)
+        yield Case(f"run {i}: no right to write after some time", run)
 
-        def later(scratch: Path, seconds: float = seconds) -> str:
-            return _becomes_so(place, scratch, seconds)
 
-        yield Case(f"run {i}: no right to write after some time", later)
+def _of_stage(whole: Whole, stage: str, made_so: MadeSo, scratch: Path) -> str:
+    folder, make = stage_of(whole, stage)
+    here = shutil.copytree(folder, scratch / "run")
+    arguments, expected = make(here)
+    return _refused(scratch, here, here, arguments, expected, made_so)
+
+
+def _new(
+    arguments_in: Callable[[Path], list[str]],
+    expected: Path,
+    where: str,
+    made_so: MadeSo,
+    scratch: Path,
+) -> str:
+    """A new run in runs/run, with one of these folders made so."""
+    here, folder = scratch / "runs" / "run", scratch / where
+    (folder.parent if made_so is _a_file else folder).mkdir(exist_ok=True)
+    return _refused(scratch, here, folder, arguments_in(here), expected, made_so)
 
 
 def _refused(
@@ -87,7 +74,7 @@ def _refused(
     folder: Path,
     arguments: list[str],
     expected: Path,
-    made_so: Callable[[Path], AbstractContextManager[Callable[[], object]]],
+    made_so: MadeSo,
 ) -> str:
     """The command ends with one line, or had nothing to write; later it comes to its end.
 
@@ -116,7 +103,7 @@ def _refused(
     return f"refused: {ended.error.removeprefix(ERROR)}"
 
 
-def _becomes_so(place: Workplace, scratch: Path, seconds: float) -> str:
+def _becomes_so(place: Workplace, seconds: float, scratch: Path) -> str:
     here = scratch / "run"
     copy = command(training(here, "--resume"), scratch / "printed", _obey_permissions)
     sleep_until(time.perf_counter() + seconds)
@@ -180,12 +167,11 @@ def _a_file(folder: Path) -> Iterator[Callable[[], object]]:
         folder.unlink()
 
 
-KINDS: dict[str, Callable[[Path], AbstractContextManager[Callable[[], object]]]] = {
+KINDS: dict[str, MadeSo] = {
     "mounted read-only": _mounted_read_only,
     "immutable": _immutable,
     "no right to write": _without_rights,
 }
-"""Makes a folder so within a context, which yields what the command's process does at its start."""
 
 
 def _system(*arguments: str | Path) -> None:

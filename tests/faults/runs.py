@@ -2,17 +2,19 @@
 
 import io
 import json
+import os
 import shutil
 import time
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from marglik.cli import main
 from marglik.storage.run_folder import RunFolder
 from marglik.storage.run_log import read_log
-from tests.faults.copies import command
+from tests.faults.copies import at_write, command
 from tests.marglik.commands.command_line import DATA, MODEL
 
 __all__ = ["Whole", "check_same", "files_of", "fitting", "training", "whole_runs"]
@@ -49,6 +51,8 @@ class Whole:
     """The network that was fitted."""
     seconds: float
     """How long a copy trains."""
+    writes: dict[str, int] = field(hash=False)
+    """How often a "train" and a "fit" write; see `at_write`."""
 
     def like(self, arguments: list[str]) -> Path:
         """The run that a command should end like."""
@@ -56,20 +60,28 @@ class Whole:
 
 
 def whole_runs(folder: Path) -> Whole:
-    """Make them; this process has then imported and done everything once."""
-    train, fit, checkpoint = folder / "train", folder / "fit", folder / "net.safetensors"
+    """Make them; this process has then imported what commands import."""
+    train, fit, again = folder / "train", folder / "fit", folder / "again"
     _quietly(training(train))
-    shutil.copy(train / "model.safetensors", checkpoint)
-    _quietly(fitting(checkpoint, fit))
+    checkpoint = Path(shutil.copy(train / "model.safetensors", folder / "net.safetensors"))
     start = time.perf_counter()
-    again = folder / "again"
-    ended = command(training(again), folder / "printed").wait()
-    assert ended.status == 0, ended
+    writes = {"train": _number_of_writes(training(again), folder)}
     seconds = time.perf_counter() - start
+    writes["fit"] = _number_of_writes(fitting(checkpoint, fit), folder)
     for found in (again, train):
         check_same(found, train)
     shutil.rmtree(again)
-    return Whole(train, fit, checkpoint, seconds)
+    return Whole(train, fit, checkpoint, seconds, writes)
+
+
+def _number_of_writes(arguments: list[str], folder: Path) -> int:
+    """Run a command in a copy of this process; how often it writes."""
+    with (folder / "writes").open("wb") as file:
+        # By no method of the file, as the copy is not to write to it as it ends.
+        each = partial(os.write, file.fileno(), b"1")
+        ended = command(arguments, folder / "printed", lambda: at_write(0, lambda _: each())).wait()
+    assert ended.status == 0, ended
+    return (folder / "writes").stat().st_size
 
 
 def _quietly(arguments: list[str]) -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.__main__ import FAMILIES
 from tests.faults.families import Case, Outcome, survived, tally
 from tests.faults.outside import INPUTS
+from tests.marglik.commands.dead_ranks import dead_rank, undisturbed
 
 ROOT = Path(__file__).parents[2]
 WITHOUT_REPLACING = """
@@ -34,7 +36,7 @@ for name in ("marglik.storage.run_folder", "marglik.storage.record_file"):
 
 
 def harness(*arguments, first=""):
-    """The harness in a process of its own: this one has threads, which copies would lack."""
+    """The harness in a new process: this one has threads, which copies would lack."""
     code = (
         f"{first}\nimport sys\nfrom tests.faults.__main__ import main\nsys.exit(main(sys.argv[1:]))"
     )
@@ -44,14 +46,31 @@ def harness(*arguments, first=""):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("cases", [2, pytest.param(24, marks=pytest.mark.slow)])
-def test_some_of_each_family_survive(cases, tmp_path):
-    done = harness("--cases", cases, "--json", tmp_path / "faults.json")
+ALONE = [name for name in FAMILIES if name != "dead ranks"]
+
+
+def test_one_of_each_family_survives(worlds, tmp_path):
+    """In a process that has imported everything, and has one thread."""
+    arguments = ["--only", *ALONE, "--cases", "1", "--json", str(tmp_path / "faults.json")]
+    assert worlds.all(1, "tests.faults.__main__:main", arguments) == [0]
+    found = json.loads((tmp_path / "faults.json").read_text())["families"]
+    assert [(f["family"], f["survived"], f["all"]) for f in found] == [(n, 1, 1) for n in ALONE]
+
+
+def test_a_dead_rank_is_survived(worlds, tmp_path):
+    outcome = dead_rank(worlds, tmp_path, undisturbed(worlds, tmp_path), seed=2)
+    assert outcome.survived, outcome.what
+    assert "the run was over before" not in outcome.what
+
+
+@pytest.mark.slow
+def test_many_of_each_family_survive(tmp_path):
+    done = harness("--cases", 24, "--json", tmp_path / "faults.json")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads((tmp_path / "faults.json").read_text())
-    assert len(found["families"]) >= 7
+    assert len(found["families"]) == len(FAMILIES)
     for family in found["families"]:
-        assert family["survived"] == family["all"] >= min(cases, 2), family
+        assert family["survived"] == family["all"] >= 20, family
 
 
 @pytest.mark.slow  # the test before has some of them

@@ -46,73 +46,65 @@ def _noise(*shape: int) -> Tensor:
     return torch.randn(N, *shape, generator=generator, dtype=torch.float64)
 
 
-def _tokens(length: int = TOKENS) -> Tensor:
-    return torch.randint(2, VOCABULARY, (N, length), generator=torch.Generator().manual_seed(1))
+def _pixels() -> Tensor:
+    return _noise(3, PIXELS, PIXELS)
 
 
-# --- transformers: texts ---
-
-_LLAMA = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 16,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 1,
-    "num_labels": CLASSES,
-    "use_cache": False,
-}
-_BERT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 16,
-    "pad_token_id": 0,
-    "num_labels": CLASSES,
-}
+def _tokens() -> Tensor:
+    return torch.randint(2, VOCABULARY, (N, TOKENS), generator=torch.Generator().manual_seed(1))
 
 
-def _text(kind: str, _length: int = TOKENS, **config: Any) -> Callable[[], Case]:
+# --- transformers ---
+
+
+def _transformers(
+    kind: str,
+    head: str,
+    key: str,
+    values: Callable[[], Tensor],
+    terms: tuple[int, ...] = (),
+    **config: Any,
+) -> Callable[[], Case]:
+    """A model whose class is called ``kind + head``, and its one input ``key``."""
+
+    def make() -> Case:
+        import transformers
+
+        known = getattr(transformers, f"{kind}Config")(**config)
+        return _case(getattr(transformers, kind + head)(known), {key: values()}, terms)
+
+    return make
+
+
+def _text(kind: str, **config: Any) -> Callable[[], Case]:
     """A classifier of texts."""
-
-    def make() -> Case:
-        import transformers
-
-        known = getattr(transformers, f"{kind}Config")(**config)
-        model = getattr(transformers, f"{kind}ForSequenceClassification")(known)
-        return _case(model, {"input_ids": _tokens(_length)})
-
-    return make
+    return _transformers(kind, "ForSequenceClassification", "input_ids", _tokens, **config)
 
 
-def _causal(kind: str, **config: Any) -> Callable[[], Case]:
+def _causal(kind: str, head: str = "ForCausalLM", **config: Any) -> Callable[[], Case]:
     """A language model, whose labels are the tokens: one loss term for each."""
-
-    def make() -> Case:
-        import transformers
-
-        known = getattr(transformers, f"{kind}Config")(**config)
-        head = "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
-        model = getattr(transformers, kind + head)(known)
-        return _case(model, {"input_ids": _tokens()}, (TOKENS,))
-
-    return make
+    return _transformers(kind, head, "input_ids", _tokens, (TOKENS,), **config)
 
 
-def _llama(kind: str, **more: Any) -> Callable[[], Case]:
-    return _text(kind, **_LLAMA, **more)
+def _image(kind: str, **config: Any) -> Callable[[], Case]:
+    """A classifier of images."""
+    return _transformers(kind, "ForImageClassification", "pixel_values", _pixels, **config)
 
 
-def _bert(kind: str, **more: Any) -> Callable[[], Case]:
-    return _text(kind, **(_BERT | more))
-
-
+_SMALL = {
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_labels": CLASSES,
+}
+_WORDS = {"vocab_size": VOCABULARY, "max_position_embeddings": 16, "pad_token_id": 0}
+_ENDS = {"bos_token_id": 1, "eos_token_id": 1, "use_cache": False}
+_BERT = _SMALL | _WORDS
+_FALCON = _BERT | _ENDS
+_LLAMA = _FALCON | {"num_key_value_heads": 1}
+_GPT2 = {"vocab_size": VOCABULARY, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
+_VIT = _SMALL | {"image_size": PIXELS, "patch_size": 16}
 _T5 = {
     "vocab_size": VOCABULARY,
     "d_model": 8,
@@ -159,78 +151,41 @@ def _ends(make: Callable[[], Case]) -> Callable[[], Case]:
     return ended
 
 
-# --- transformers: images and sounds ---
-
-_VIT = {
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": PIXELS,
-    "patch_size": 16,
-    "num_labels": CLASSES,
-}
-
-
-def _image(kind: str, size: int = PIXELS, **config: Any) -> Callable[[], Case]:
-    def make() -> Case:
-        import transformers
-
-        known = getattr(transformers, f"{kind}Config")(**config)
-        model = getattr(transformers, f"{kind}ForImageClassification")(known)
-        return _case(model, {"pixel_values": _noise(3, size, size)})
-
-    return make
-
-
 def _clip() -> Case:
     from transformers import CLIPVisionConfig, CLIPVisionModel
 
     class Classifier(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            size = {k: v for k, v in _VIT.items() if k != "num_labels"}
-            self.body, self.head = CLIPVisionModel(CLIPVisionConfig(**size)), nn.Linear(8, CLASSES)
+            config = CLIPVisionConfig(**{k: v for k, v in _VIT.items() if k != "num_labels"})
+            self.body, self.head = CLIPVisionModel(config), nn.Linear(8, CLASSES)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.body(x).pooler_output)
 
-    return _case(Classifier(), _noise(3, PIXELS, PIXELS))
+    return _case(Classifier(), _pixels())
 
 
 def _sound(kind: str) -> Callable[[], Case]:
-    def make() -> Case:
-        import transformers
-
-        config = getattr(transformers, f"{kind}Config")(
-            vocab_size=VOCABULARY,
-            hidden_size=8,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=12,
-            conv_dim=(4, 4),
-            conv_stride=(4, 4),
-            conv_kernel=(5, 5),
-            num_conv_pos_embeddings=4,
-            num_conv_pos_embedding_groups=2,
-            classifier_proj_size=6,
-            num_labels=CLASSES,
-            mask_time_prob=0.0,
-        )
-        model = getattr(transformers, f"{kind}ForSequenceClassification")(config)
-        return _case(model, {"input_values": _noise(100)})
-
-    return make
+    """A classifier of sounds."""
+    small = _SMALL | {
+        "vocab_size": VOCABULARY,
+        "conv_dim": (4, 4),
+        "conv_stride": (4, 4),
+        "conv_kernel": (5, 5),
+        "num_conv_pos_embeddings": 4,
+        "num_conv_pos_embedding_groups": 2,
+        "classifier_proj_size": 6,
+        "mask_time_prob": 0.0,
+    }
+    head = "ForSequenceClassification"
+    return _transformers(kind, head, "input_values", lambda: _noise(100), **small)
 
 
 # --- timm and torchvision ---
 
 
-def _timm(make_model: Callable[[], nn.Module], size: int = PIXELS) -> Callable[[], Case]:
-    return lambda: _case(make_model(), _noise(3, size, size))
-
-
-def _timm_class(module: str, kind: str, size: int = PIXELS, **more: Any) -> Callable[[], Case]:
+def _timm_class(module: str, kind: str, **more: Any) -> Callable[[], Case]:
     def make() -> Case:
         import importlib
 
@@ -239,12 +194,15 @@ def _timm_class(module: str, kind: str, size: int = PIXELS, **more: Any) -> Call
             if key in more:
                 more[key] = getattr(home, more[key], None) or more[key]
         model_type = getattr(home, kind)
-        return _case(model_type(num_classes=CLASSES, **more), _noise(3, size, size))
+        return _case(model_type(num_classes=CLASSES, **more), _pixels())
 
     return make
 
 
-_TIMM_VIT = {"img_size": PIXELS, "patch_size": 16, "embed_dim": 8, "depth": 2, "num_heads": 2}
+_TIMM = {"img_size": PIXELS, "patch_size": 16, "embed_dim": 8}
+_TIMM_VIT = _TIMM | {"depth": 2, "num_heads": 2, "mlp_ratio": 1.5}
+_TIMM_MIXER = _TIMM | {"num_blocks": 2}
+_TIMM_SWIN = _TIMM | {"patch_size": 4, "depths": (2, 1), "num_heads": (2, 2), "window_size": 4}
 
 
 def _timm_resnet(block: str = "BasicBlock", **more: Any) -> Callable[[], Case]:
@@ -254,7 +212,7 @@ def _timm_resnet(block: str = "BasicBlock", **more: Any) -> Callable[[], Case]:
         model = resnet.ResNet(
             getattr(resnet, block), (1, 1, 1, 1), CLASSES, channels=(8, 8, 8, 12), **more
         )
-        return _case(model, _noise(3, PIXELS, PIXELS))
+        return _case(model, _pixels())
 
     return make
 
@@ -274,7 +232,7 @@ def _timm_efficientnet(name: str) -> Callable[[], Case]:
             act_layer=nn.SiLU,
             pad_type="same" if same else "",
         )
-        return _case(model, _noise(3, PIXELS, PIXELS))
+        return _case(model, _pixels())
 
     return make
 
@@ -283,21 +241,18 @@ def _timm_regnet() -> Case:
     from timm.models.regnet import RegNet, RegNetCfg
 
     config = RegNetCfg(depth=8, w0=8, wa=8.0, wm=2.0, group_size=8, se_ratio=0.25, stem_width=8)
-    return _case(RegNet(config, num_classes=CLASSES), _noise(3, PIXELS, PIXELS))
+    return _case(RegNet(config, num_classes=CLASSES), _pixels())
 
 
 def _timm_nf() -> Case:
     from timm.models.nfnet import NfCfg, NormFreeNet
 
     config = NfCfg(depths=(1, 1), channels=(8, 12), stem_type="3x3", stem_chs=8, group_size=4)
-    return _case(NormFreeNet(config, num_classes=CLASSES), _noise(3, PIXELS, PIXELS))
+    return _case(NormFreeNet(config, num_classes=CLASSES), _pixels())
 
 
-def _torchvision(name: str, size: int = PIXELS) -> Callable[[], Case]:
-    def make() -> Case:
-        return _case(_torchvision_model(name), _noise(3, size, size))
-
-    return make
+def _torchvision(name: str) -> Callable[[], Case]:
+    return lambda: _case(_torchvision_model(name), _pixels())
 
 
 def _torchvision_model(name: str) -> nn.Module:
@@ -332,9 +287,7 @@ def _torchvision_model(name: str) -> nn.Module:
             num_classes=CLASSES,
             stochastic_depth_prob=0.0,
             block=swin_transformer.SwinTransformerBlockV2 if v2 else None,
-            downsample_layer=swin_transformer.PatchMergingV2
-            if v2
-            else swin_transformer.PatchMerging,
+            downsample_layer=getattr(swin_transformer, "PatchMergingV2" if v2 else "PatchMerging"),
         )
     if name == "convnext":
         blocks = [convnext.CNBlockConfig(8, 12, 1), convnext.CNBlockConfig(12, None, 1)]
@@ -436,23 +389,16 @@ def _unet() -> Case:
 
 
 FAMILIES: dict[str, Callable[[], Case]] = {
-    "transformers BERT": _bert("Bert"),
-    "transformers RoBERTa": _bert("Roberta"),
+    "transformers BERT": _text("Bert", **_BERT),
+    "transformers RoBERTa": _text("Roberta", **_BERT),
     "transformers DistilBERT": _text(
-        "DistilBert",
-        vocab_size=VOCABULARY,
-        dim=8,
-        hidden_dim=12,
-        n_layers=2,
-        n_heads=2,
-        max_position_embeddings=16,
-        num_labels=CLASSES,
-        pad_token_id=0,
+        "DistilBert", **_WORDS, dim=8, hidden_dim=12, n_layers=2, n_heads=2, num_labels=CLASSES
     ),
-    "transformers ALBERT": _bert("Albert", embedding_size=6),
-    "transformers ELECTRA": _bert("Electra", embedding_size=6),
-    "transformers DeBERTa-v3": _bert(
+    "transformers ALBERT": _text("Albert", **_BERT, embedding_size=6),
+    "transformers ELECTRA": _text("Electra", **_BERT, embedding_size=6),
+    "transformers DeBERTa-v3": _text(
         "DebertaV2",
+        **_BERT,
         relative_attention=True,
         position_buckets=4,
         norm_rel_ebd="layer_norm",
@@ -460,50 +406,14 @@ FAMILIES: dict[str, Callable[[], Case]] = {
         pos_att_type=["p2c", "c2p"],
         position_biased_input=False,
     ),
-    "transformers ModernBERT": _bert("ModernBert"),
+    "transformers ModernBERT": _text("ModernBert", **_BERT),
     "transformers GPT-2": _text(
-        "GPT2",
-        vocab_size=VOCABULARY,
-        n_embd=8,
-        n_layer=2,
-        n_head=2,
-        n_positions=16,
-        num_labels=CLASSES,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=1,
+        "GPT2", **_GPT2, num_labels=CLASSES, pad_token_id=0, bos_token_id=1, eos_token_id=1
     ),
-    "transformers GPT-2 (language model)": _causal(
-        "GPT2",
-        vocab_size=VOCABULARY,
-        n_embd=8,
-        n_layer=2,
-        n_head=2,
-        n_positions=16,
-        bos_token_id=1,
-        eos_token_id=1,
-        use_cache=False,
-    ),
-    "transformers OPT": _text(
-        "OPT",
-        vocab_size=VOCABULARY,
-        hidden_size=8,
-        ffn_dim=12,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=16,
-        word_embed_proj_dim=8,
-        num_labels=CLASSES,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=1,
-        use_cache=False,
-    ),
+    "transformers GPT-2 (language model)": _causal("GPT2", "LMHeadModel", **_GPT2, **_ENDS),
+    "transformers OPT": _text("OPT", **_FALCON, ffn_dim=12, word_embed_proj_dim=8),
     "transformers GPT-NeoX": _text("GPTNeoX", **_LLAMA),
-    "transformers Falcon": _text(
-        "Falcon",
-        **{k: v for k, v in _LLAMA.items() if k not in ("num_key_value_heads",)},
-    ),
+    "transformers Falcon": _text("Falcon", **_FALCON),
     "transformers BLOOM": _text(
         "Bloom",
         vocab_size=VOCABULARY,
@@ -514,17 +424,19 @@ FAMILIES: dict[str, Callable[[], Case]] = {
         num_labels=CLASSES,
         use_cache=False,
     ),
-    "transformers Llama": _llama("Llama"),
+    "transformers Llama": _text("Llama", **_LLAMA),
     "transformers Llama (language model)": _causal("Llama", **_LLAMA),
-    "transformers Mistral": _llama("Mistral"),
-    "transformers Mixtral": _llama("Mixtral", num_local_experts=2, experts_implementation="eager"),
-    "transformers Qwen2": _llama("Qwen2"),
-    "transformers Qwen3": _llama("Qwen3", head_dim=4),
-    "transformers Gemma": _llama("Gemma", head_dim=4),
-    "transformers Gemma 2": _llama("Gemma2", head_dim=4),
-    "transformers Phi": _llama("Phi"),
-    "transformers Phi-3": _llama("Phi3"),
-    "transformers OLMo 2": _llama("Olmo2"),
+    "transformers Mistral": _text("Mistral", **_LLAMA),
+    "transformers Mixtral": _text(
+        "Mixtral", **_LLAMA, num_local_experts=2, experts_implementation="eager"
+    ),
+    "transformers Qwen2": _text("Qwen2", **_LLAMA),
+    "transformers Qwen3": _text("Qwen3", **_LLAMA, head_dim=4),
+    "transformers Gemma": _text("Gemma", **_LLAMA, head_dim=4),
+    "transformers Gemma 2": _text("Gemma2", **_LLAMA, head_dim=4),
+    "transformers Phi": _text("Phi", **_LLAMA),
+    "transformers Phi-3": _text("Phi3", **_LLAMA),
+    "transformers OLMo 2": _text("Olmo2", **_LLAMA),
     "transformers T5": _ends(_text("T5", **_T5)),
     "transformers BART": _ends(_text("Bart", **_BART)),
     "transformers ViT": _image("ViT", **_VIT),
@@ -576,53 +488,25 @@ FAMILIES: dict[str, Callable[[], Case]] = {
     "timm EfficientNet": _timm_efficientnet("plain"),
     "timm EfficientNet (TensorFlow's padding)": _timm_efficientnet("same"),
     "timm ConvNeXt": _timm_class("convnext", "ConvNeXt", depths=(1, 1, 1, 1), dims=(8, 8, 8, 12)),
-    "timm ViT": _timm_class("vision_transformer", "VisionTransformer", **_TIMM_VIT, mlp_ratio=1.5),
+    "timm ViT": _timm_class("vision_transformer", "VisionTransformer", **_TIMM_VIT),
     "timm ViT (layer scale, register tokens)": _timm_class(
         "vision_transformer",
         "VisionTransformer",
         **_TIMM_VIT,
-        mlp_ratio=1.5,
         init_values=0.1,
         reg_tokens=2,
         qk_norm=True,
     ),
-    "timm BEiT": _timm_class(
-        "beit", "Beit", **_TIMM_VIT, mlp_ratio=1.5, use_rel_pos_bias=True, init_values=0.1
-    ),
-    "timm EVA": _timm_class(
-        "eva", "Eva", **_TIMM_VIT, mlp_ratio=1.5, qkv_fused=True, use_rot_pos_emb=True
-    ),
-    "timm CaiT": _timm_class("cait", "Cait", **_TIMM_VIT, mlp_ratio=1.5, depth_token_only=1),
-    "timm Swin": _timm_class(
-        "swin_transformer",
-        "SwinTransformer",
-        img_size=PIXELS,
-        patch_size=4,
-        embed_dim=8,
-        depths=(2, 1),
-        num_heads=(2, 2),
-        window_size=4,
-    ),
-    "timm Swin V2": _timm_class(
-        "swin_transformer_v2",
-        "SwinTransformerV2",
-        img_size=PIXELS,
-        patch_size=4,
-        embed_dim=8,
-        depths=(2, 1),
-        num_heads=(2, 2),
-        window_size=4,
-    ),
-    "timm MLP-Mixer": _timm_class(
-        "mlp_mixer", "MlpMixer", img_size=PIXELS, patch_size=16, embed_dim=8, num_blocks=2
-    ),
+    "timm BEiT": _timm_class("beit", "Beit", **_TIMM_VIT, use_rel_pos_bias=True, init_values=0.1),
+    "timm EVA": _timm_class("eva", "Eva", **_TIMM_VIT, qkv_fused=True, use_rot_pos_emb=True),
+    "timm CaiT": _timm_class("cait", "Cait", **_TIMM_VIT, depth_token_only=1),
+    "timm Swin": _timm_class("swin_transformer", "SwinTransformer", **_TIMM_SWIN),
+    "timm Swin V2": _timm_class("swin_transformer_v2", "SwinTransformerV2", **_TIMM_SWIN),
+    "timm MLP-Mixer": _timm_class("mlp_mixer", "MlpMixer", **_TIMM_MIXER),
     "timm ResMLP": _timm_class(
         "mlp_mixer",
         "MlpMixer",
-        img_size=PIXELS,
-        patch_size=16,
-        embed_dim=8,
-        num_blocks=2,
+        **_TIMM_MIXER,
         block_layer="ResBlock",
         norm_layer="Affine",
         mlp_ratio=2.0,

@@ -1,0 +1,1 @@
+"""K-FAC as an optimiser, beside SGD, NAdamW, AdamW and SOAP."""

@@ -1,0 +1,140 @@
+"""Figure 3 of Eschenhagen et al. 2023: a graph network by K-FAC-expand, -reduce and Nesterov's SGD.
+
+The paper, on ogbg-molpcba (five seeds): the target is a mean average precision of .28098 of the
+validation data, the reference's median. The reference, tuned Nesterov, reaches it in 31,887 ± 2,070
+of 60,000 steps (2.33 ± .22 hours), K-FAC-expand in 16,106 ± 863 (51 %; 57 % of the time),
+K-FAC-reduce in 15,566 ± 429 (49 %; 53 %). Momentum .94494, weight decay 1.286e-7, a linear
+warm-up of 5 % of the steps, then a linear fall to 1e-3 of the rate over .8615 of the rest; K-FAC:
+warm-up and steps times .75, learning rate in [.1, 10] and damping in [1e-3, 1], log-uniform, by
+the run that reaches the target first; factors and inverses every 10 steps from one batch, one MC
+sample.
+
+Here, for two cores: NCI1, a class as one Bernoulli target, so that the metric and the code are
+those of ogbg-molpcba; with batches of 64 and a
+hundredth of the steps. The target is found as the paper's:
+the median over seeds of the tuned reference's last average precision. The row
+"× 0.75" is not in the paper's figure: the reference in .75 of the steps, tuned anew. The paper says
+that none of those runs reached its target.
+
+``make graph-network-training`` runs what is missing; ``--data molpcba`` takes ogbg-molpcba through
+the package ogb, at the paper's size.
+"""
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.data import data_file
+from experiments.optimizers import steps_to_target
+from experiments.optimizers.runs import Config, Method, Problem, Schedule, Timing
+from experiments.optimizers.steps_to_target import Study
+from marglik.data import NCI1
+from marglik.data.tensors import TensorSplits
+from marglik.graphs import Graphs
+from marglik.models import GraphNetwork
+
+__all__ = ["METHODS", "PROBLEMS", "STUDY", "ogbg_molpcba"]
+
+
+def ogbg_molpcba() -> TensorSplits:
+    """The data set of the paper, which the package ogb downloads; unknown targets are -1."""
+    from ogb.graphproppred import GraphPropPredDataset  # pyright: ignore[reportMissingImports]
+
+    data = GraphPropPredDataset("ogbg-molpcba")
+    which = data.get_idx_split()
+
+    def pair(indices: Sequence[int]) -> tuple[Graphs, Tensor]:
+        graphs, labels = zip(*(data[int(i)] for i in indices), strict=True)
+        nodes = torch.tensor([graph["num_nodes"] for graph in graphs])
+        first = (nodes.cumsum(0) - nodes).tolist()
+        ends = [
+            torch.as_tensor(graph["edge_index"]) + start
+            for graph, start in zip(graphs, first, strict=True)
+        ]
+        senders, receivers = torch.cat(ends, 1)
+        y = torch.stack([torch.as_tensor(label).float() for label in labels])
+        v, e = (
+            torch.cat([torch.as_tensor(graph[kind]).float() for graph in graphs])
+            for kind in ("node_feat", "edge_feat")
+        )
+        counts = torch.tensor([edges.shape[1] for edges in ends])
+        return Graphs(v, e, senders, receivers, nodes, counts), y.nan_to_num(-1.0)
+
+    train, validation, test = (pair(which[split]) for split in ("train", "valid", "test"))
+    return TensorSplits(train, validation, test, "ogbg-molpcba")
+
+
+def _nci1() -> TensorSplits:
+    return NCI1(data_file("NCI1.tar.gz"), validation=0.2).load()
+
+
+def _network(splits: Any, targets: int, dim: int, depth: int) -> GraphNetwork:
+    graphs = splits.train[0]
+    return GraphNetwork(graphs.nodes.shape[1], targets, graphs.edges.shape[1], dim, depth)
+
+
+PROBLEMS = {
+    "nci1": Problem(
+        "NCI1", _nci1, partial(_network, targets=1, dim=32, depth=2),
+        "bernoulli", 64, "average precision",
+    ),
+    "molpcba": Problem(
+        "ogbg-molpcba", ogbg_molpcba, partial(_network, targets=128, dim=256, depth=5),
+        "bernoulli", 512, "average precision",
+    ),
+}  # fmt: skip
+
+MOMENTUM, WEIGHT_DECAY = 0.9449369031171744, 1.2859640541025928e-7
+EVERY = {"factor_every": 10, "update_every": 10, "ema_decay": 0.0, "norm_control": "none"}
+_method = partial(Method, base="nesterov", momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
+METHODS = {
+    "nesterov": _method("Nesterov"),
+    "nesterov short": _method("Nesterov, × 0.75", pace=0.75),
+    "expand": _method("K-FAC-expand", kfac_approx="expand", options=EVERY, pace=0.75),
+    "reduce": _method("K-FAC-reduce", kfac_approx="reduce", options=EVERY, pace=0.75),
+}
+SCHEDULE = Schedule(60_000, 3_000, "linear", end=1e-3, fall=0.861509027839639)
+"""The paper's."""
+STUDY = Study(
+    title="",
+    methods=METHODS,
+    schedules={"nci1": SCHEDULE.times(0.01), "molpcba": SCHEDULE},
+    # The paper's range for K-FAC was [.1, 10]. On NCI1 most of it kills the ReLUs, with Nesterov's
+    # SGD as with K-FAC; there all methods have the same range, a hundred times lower.
+    lr={"nci1": (1e-3, 1.0), "molpcba": (0.1, 10.0)},
+    damping=(1e-3, 1.0),
+    block=20,
+    paper={
+        "nesterov": "31,887 ± 2,070 | 100 | 100",
+        "expand": "16,106 ± 863 | 51 | 57",
+        "reduce": "15,566 ± 429 | 49 | 53",
+    },
+)
+
+
+def run_one(task: Config | Timing) -> dict[str, Any]:
+    """A search, the seeds, or the timing."""
+    return steps_to_target.run_task(task, PROBLEMS, METHODS)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Search, run the seeds, time, write tables and figures; returns the exit status."""
+    return steps_to_target.main(
+        arguments,
+        name="graph_network_training",
+        description=__doc__ or "",
+        studies=[STUDY],
+        problems=PROBLEMS,
+        run_one=run_one,
+        data=["nci1"],
+        trials=15,
+        seeds=5,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""Can K-FAC's defaults be trusted? Beside tuned SGD and AdamW, on five small problems.
+
+SGD and AdamW have six learning rates each. K-FAC has three, and else its defaults, but for the
+limit on the norm of its gradients: the default ("kl_clip", of the present learning rate), another
+("peak_kl_clip", of the schedule's highest) with two limits, or none. Three
+seeds, the same number of steps of batches of 100 (64 with labels), with two schedules: a warm-up of
+5 % and a cosine, or a constant rate. All is chosen and shown by losses of validation data and of
+the last steps of training; test data is not looked at. The paper has no such experiment.
+
+``make optimizer-defaults`` runs what is missing, a quarter of an hour of a core.
+"""
+
+import json
+import math
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experiments.data import data_file
+from experiments.optimizers.runs import Candidate, Config, Method, Problem, Schedule, run
+from experiments.studies import one_table_study
+from marglik.data import UCI, Digits
+from marglik.data.batches import Splits
+from marglik.data.splits import hold_out
+from marglik.data.tensors import TensorSplits
+from marglik.models import LeNet
+
+__all__ = ["METHODS", "PROBLEMS", "SCHEDULES", "Task", "summary", "table"]
+
+
+def _digits() -> Splits:
+    return Digits(validation=0.2).load()
+
+
+def _autoencoded(highest: float = 1.0) -> TensorSplits:
+    """Pixels from 0 to 1, and the same from 0 to the highest as targets."""
+    from sklearn.datasets import load_digits  # it takes a second
+
+    digits = load_digits()
+    images: Any = digits.images  # pyright: ignore[reportAttributeAccessIssue]
+    x = torch.tensor(images, dtype=torch.float32).flatten(1) / 16
+    x = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0))]
+    parts = [(part, highest * part) for part in x.split([1200, 300, 297])]
+    return TensorSplits(parts[0], parts[1], parts[2], "digits")
+
+
+def _concrete() -> Splits:
+    return hold_out(UCI("concrete", 0, data_file("uci.tar.gz")).load(), 0.15, 0)
+
+
+def _tanh_network(*widths: int) -> nn.Sequential:
+    pairs = zip(widths, widths[1:], strict=False)
+    return nn.Sequential(*[layer for pair in pairs for layer in (nn.Linear(*pair), nn.Tanh())][:-1])
+
+
+def _squares(f: Tensor, y: Tensor) -> Tensor:
+    """½ ‖f − y‖², a mean over examples."""
+    return 0.5 * (f - y).square().sum(-1).mean()
+
+
+def _binary(f: Tensor, y: Tensor) -> Tensor:
+    """Cross-entropies (nats), a sum over pixels and a mean over examples."""
+    each = nn.functional.binary_cross_entropy_with_logits(f, y, reduction="none")
+    return each.sum(-1).mean()
+
+
+def _small(_: Splits) -> nn.Module:
+    return _tanh_network(64, 32, 8, 32, 64)
+
+
+PROBLEMS = {
+    "binary": Problem(
+        "autoencoder of digits, cross-entropy", _autoencoded,
+        lambda _: _tanh_network(64, 100, 50, 6, 50, 100, 64), "bernoulli", 100, loss=_binary,
+    ),
+    "squares": Problem(
+        "autoencoder of digits, squares", _autoencoded, _small, "regression", 100, loss=_squares
+    ),
+    "squares16": Problem(
+        "... with targets from 0 to 16", partial(_autoencoded, 16.0), _small, "regression", 100,
+        loss=_squares,
+    ),
+    "lenet": Problem("digits, LeNet", _digits, lambda _: LeNet(10, 1, 8), "classification", 64),
+    "concrete": Problem(
+        "UCI concrete", _concrete, lambda _: _tanh_network(8, 50, 50, 1), "regression", 64,
+        loss=_squares,
+    ),
+}  # fmt: skip
+
+
+def _kfac(title: str, control: str, limit: float | None = None) -> Method:
+    # All that matters here is named, so that another default changes no result.
+    options = {"norm_control": control, "norm_limit": limit, "ema_decay": 0.9}
+    return Method(title, "nesterov", "reduce", {**options, "factor_every": 10, "update_every": 10})
+
+
+METHODS: Mapping[str, Method] = {
+    "sgd": Method("SGD, Nesterov, best of six rates", "nesterov"),
+    "adamw": Method("AdamW, best of six rates", "adamw", weight_decay=1e-2),
+    "none": _kfac("K-FAC, no limit", "none"),
+    "clip": _kfac("K-FAC, kl_clip 0.001", "kl_clip", 1e-3),
+    "peak3": _kfac("K-FAC, peak_kl_clip 0.003", "peak_kl_clip", 3e-3),
+    "peak": _kfac("K-FAC, peak_kl_clip 0.01", "peak_kl_clip", 1e-2),
+}
+RATES = {"sgd": (0.003, 0.01, 0.03, 0.1, 0.3, 1.0), "adamw": (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1)}
+KFAC_RATES = (0.03, 0.1, 0.3)
+STEPS = 300
+SCHEDULES = {
+    "cosine": Schedule(STEPS, STEPS // 20),
+    "constant": Schedule(STEPS, 0, end=1.0),
+}
+SEEDS = (1, 2, 3)
+DAMPING = 0.1
+"""K-FAC's."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """All learning rates and seeds of a method on a problem."""
+
+    problem: str
+    schedule: str
+    method: str
+
+    @property
+    def name(self) -> str:
+        """What its file is called."""
+        return f"{self.problem}_{self.schedule}_{self.method}"
+
+
+TASKS = [Task(p, s, m) for p in PROBLEMS for s in SCHEDULES for m in METHODS]
+
+
+def run_one(task: Task) -> dict[str, Any]:
+    """The last losses of all rates and seeds."""
+    rates = RATES.get(task.method, KFAC_RATES)
+    config = Config(
+        task.problem,
+        task.method,
+        "search",
+        tuple(Candidate(rate, DAMPING) for rate in rates),
+        SEEDS,
+        SCHEDULES[task.schedule],
+        measure_every=STEPS // 10,
+    )
+    found = run(PROBLEMS[task.problem], METHODS[task.method], config)
+    return found | {"schedule": task.schedule}
+
+
+def table(folder: Path) -> str:
+    """Last validation and training losses as Markdown: geometric means over the seeds.
+
+    First those of all problems and schedules beside the lowest of tuned SGD and AdamW.
+    """
+    lines = [*summary(folder), ""]
+    for name, problem in PROBLEMS.items():
+        for schedule in SCHEDULES:
+            lines += _table_of(folder, name, f"{problem.title}, {schedule}", schedule)
+    return "\n".join(lines)
+
+
+def summary(folder: Path) -> list[str]:
+    """Losses of K-FAC over those of tuned SGD or AdamW, whichever is lower, as Markdown.
+
+    Geometric means over what has run, the number of losses that are lower, and the highest; a loss
+    counts as 100 times at most, also if a seed diverged.
+    """
+    lines = [
+        "| | validation loss, times | lower | highest | training loss, times | lower | highest |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, method in METHODS.items():
+        if name in RATES:
+            continue
+        ratios: list[tuple[float, float]] = []
+        for problem in PROBLEMS:
+            for schedule in SCHEDULES:
+                names = (*RATES, name)
+                paths = [folder / f"{Task(problem, schedule, n).name}.json" for n in names]
+                if not all(path.exists() for path in paths):
+                    continue
+                *tuned, own = [_losses(json.loads(path.read_text())) for path in paths]
+                best = [min(losses[i] for of in tuned for losses in of.values()) for i in (0, 1)]
+                ratios += [(each[0] / best[0], each[1] / best[1]) for each in own.values()]
+        if not ratios:
+            continue
+        cells = []
+        for i in (0, 1):
+            of = [min(ratio[i], 100.0) for ratio in ratios]
+            cells.append(f"{statistics.geometric_mean(of):.2f}")
+            cells.append(f"{sum(ratio < 1 for ratio in of)} of {len(of)}")
+            cells.append(f"{max(of):.3g}")
+        lines.append(f"| {method.title} | {' | '.join(cells)} |")
+    return lines
+
+
+def _table_of(folder: Path, problem: str, title: str, schedule: str) -> list[str]:
+    columns = " | ".join(f"rate {rate:g}" for rate in KFAC_RATES)
+    lines = [f"## {title}", "", f"| | best | {columns} |", "|---|---|" + "---|" * len(KFAC_RATES)]
+    for name, method in METHODS.items():
+        path = folder / f"{Task(problem, schedule, name).name}.json"
+        if not path.exists():
+            continue
+        found = json.loads(path.read_text(encoding="utf-8"))
+        losses = _losses(found)
+        best = min(losses, key=lambda rate: losses[rate][0])
+        cells = [_shown(losses[best])]
+        cells += [_shown(losses[rate]) if name not in RATES else "" for rate in KFAC_RATES]
+        lines.append(f"| {method.title} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def _losses(found: Mapping[str, Any]) -> dict[float, tuple[float, float]]:
+    """Rate -> last validation and training loss; infinite if a seed diverged."""
+    by_rate: dict[float, list[tuple[float, float]]] = {}
+    for curve in found["curves"]:
+        last = (math.inf, math.inf)
+        if curve["diverged"] is None:
+            last = curve["loss"][-1], curve["train loss"][-1]
+        by_rate.setdefault(curve["candidate"]["lr"], []).append(last)
+    return {
+        rate: (_mean([row[0] for row in rows]), _mean([row[1] for row in rows]))
+        for rate, rows in by_rate.items()
+    }
+
+
+def _mean(losses: Sequence[float]) -> float:
+    return statistics.geometric_mean(losses) if max(losses) < math.inf else math.inf
+
+
+def _shown(losses: tuple[float, float]) -> str:
+    """Validation loss (training loss)."""
+    if losses[0] == math.inf:
+        return "diverges"
+    return f"{losses[0]:.3g} ({losses[1]:.3g})"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what is missing, and report."""
+    return one_table_study("optimizer_defaults", __doc__ or "", run_one, TASKS, table, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,340 @@
+"""Steps and seconds to a target: the paper's comparison of K-FAC with a tuned reference optimiser.
+
+Each method's settings are searched for among quasi-random ones. The target is the median over seeds
+of the last value that the tuned reference's validation metric has; K-FAC's settings are those of
+the run that reaches it first (Eschenhagen et al. 2023, sections 4.2 and 4.3, after AlgoPerf). To
+reach it here means to stay there: with the small problems of two cores, an untrained network's
+metric may jump above the target for a moment.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+
+from experiments.optimizers.runs import (
+    Candidate,
+    Config,
+    Method,
+    Part,
+    Problem,
+    Schedule,
+    Timing,
+    best_candidate,
+    quasi_random_search,
+    run,
+    run_timing,
+    runs_of,
+    settled_at,
+)
+from experiments.studies import (
+    add_study_options,
+    mean_with_error,
+    run_missing,
+    standard_error,
+    study_folder,
+)
+from kfac_backend.files import write_file
+from marglik.report.figures import save_figure
+
+__all__ = ["Study", "figure", "main", "report", "run_task", "table", "target_of"]
+
+Row = dict[str, Any]
+NO_PAPER = "– | – | –"
+
+
+@dataclass(frozen=True)
+class Study:
+    """Methods on the same problems, the first of them the reference."""
+
+    title: str
+    methods: Mapping[str, Method]
+    schedules: Mapping[str, Schedule]
+    """By problem."""
+    lr: Mapping[str, tuple[float, float]]
+    """Ends of the search, by method or else by problem."""
+    damping: tuple[float, float]
+    """Ends of K-FAC's search."""
+    block: int
+    """Steps that are timed in a row."""
+    paper: Mapping[str, str] = field(default_factory=dict)
+    """Steps | in % of the reference's | time in %, by method."""
+    choose_first: bool = True
+    """Whether the run that reaches the target first is chosen, or that with the best last value."""
+    given: Mapping[str, float] = field(default_factory=dict)
+    """Methods that are not searched: their damping; their learning rate is the reference's."""
+    figure: str = ""
+    """What is added to the name of the problem's figure."""
+
+    @property
+    def reference(self) -> str:
+        """The first method."""
+        return next(iter(self.methods))
+
+    @property
+    def searched(self) -> list[str]:
+        """Methods with a search of their own."""
+        return [name for name in self.methods if name not in self.given]
+
+
+def target_of(reference: Row) -> float:
+    """The median over seeds of the reference's last metric."""
+    return statistics.median(curve[reference["metric"]][-1] for curve in reference["curves"])
+
+
+def run_task(
+    task: Config | Timing, problems: Mapping[str, Problem], methods: Mapping[str, Method]
+) -> Row:
+    """A search, the seeds, or the timing."""
+    problem = problems[task.problem]
+    if isinstance(task, Timing):
+        return run_timing(problem, methods, task)
+    return run(problem, methods[task.method], task)
+
+
+# Tables and figures, from JSON alone
+
+
+def table(found: Sequence[Row], study: Study, problem: str) -> str:
+    """Steps and seconds to the target as Markdown, and what the searches found.
+
+    Args:
+        found: all files of the study.
+        study: whose methods.
+        problem: which data.
+    """
+    seeds, searches = (runs_of(found, problem, part) for part in ("seeds", "search"))
+    reference = seeds[study.reference]
+    metric, target = reference["metric"], target_of(reference)
+    timing = _timing(found, study, problem)
+    base = _steps(reference, target)
+    lines = [
+        f"## {reference['problem']}{study.title}",
+        "",
+        f"Target: {metric} {target:.4f} of the validation data, which the reference's median seed "
+        f"ends with. Mean ± standard error over the seeds that reach it, of "
+        f"{len(reference['curves'])}. Steps and time are also in percent of the reference's.",
+        "",
+        "| | reached by | steps | % | time of a step | time, % | last value | test | learning rate "
+        f"| damping |{' paper: steps | % | time, % |' if study.paper else ''}",
+        "|---" * (13 if study.paper else 10) + "|",
+    ]
+    for name, method in study.methods.items():
+        if name not in seeds:
+            continue
+        own = _steps(seeds[name], target)
+        chosen = seeds[name]["curves"][0]["candidate"]
+        share = statistics.mean(own) / statistics.mean(base) if own and base else None
+        pace = None
+        if name in timing:
+            pace = timing[name]["median"] / timing[study.reference]["median"]
+        time = None if pace is None or share is None else 100 * pace * share
+        cells = [
+            method.title,
+            f"{len(own)} of {len(seeds[name]['curves'])}",
+            _mean(own, "{:,.0f}"),
+            _or_dash(share and 100 * share, "{:.0f}"),
+            _or_dash(pace, "{:.2f}"),
+            _or_dash(time, "{:.0f}"),
+            _mean(_last(seeds[name]), "{:.4f}"),
+            _mean([c["test"][metric] for c in _whole(seeds[name])], "{:.4f}"),
+            f"{chosen['lr']:.3g}",
+            _or_dash(chosen["damping"], "{:.3g}"),
+        ]
+        if study.paper:
+            cells.append(study.paper.get(name, NO_PAPER))
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        "| search | trials | diverged | reach the target | best last value | median |",
+        "|---" * 6 + "|",
+    ]
+    for name in study.searched:
+        if name in searches:
+            last = _last(searches[name])
+            number = len(searches[name]["curves"])
+            cells = [
+                study.methods[name].title,
+                str(number),
+                str(number - len(last)),
+                str(len(_steps(searches[name], target))),
+                _or_dash((min if metric == "loss" else max)(last, default=None), "{:.4f}"),
+                _or_dash(statistics.median(last) if last else None, "{:.4f}"),
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def figure(found: Sequence[Row], study: Study, problem: str) -> Figure:
+    """Validation metric over steps and over time: means and standard errors over seeds."""
+    seeds, timing = runs_of(found, problem, "seeds"), _timing(found, study, problem)
+    reference = seeds[study.reference]
+    drawing = Figure(figsize=(10, 3.8), layout="constrained")
+    panels = drawing.subplots(1, 2, sharey=True)
+    for number, (name, method) in enumerate(study.methods.items()):
+        curves = _whole(seeds[name]) if name in seeds else []
+        if not curves:
+            continue
+        values = list(zip(*(c[reference["metric"]] for c in curves), strict=True))
+        mean = [statistics.mean(v) for v in values]
+        error = [standard_error(v) for v in values]
+        color = "black" if name == study.reference else colormaps["tab10"](number - 1)
+        for axes, unit in zip(panels, (1.0, timing.get(name, {}).get("median")), strict=True):
+            if unit is None:
+                continue
+            x = [unit * step for step in curves[0]["step"]]
+            axes.plot(x, mean, color=color, label=method.title)
+            low, high = ([m + s * e for m, e in zip(mean, error, strict=True)] for s in (-1, 1))
+            axes.fill_between(x, low, high, color=color, alpha=0.2)
+    for axes, label in zip(panels, ("steps", "seconds of one processor"), strict=True):
+        axes.axhline(target_of(reference), color="black", ls=":", lw=1)
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel(f"{reference['metric']}, validation")
+    panels[0].legend(fontsize="x-small")
+    drawing.suptitle(f"{reference['problem']}{study.title}")
+    return drawing
+
+
+def report(folder: Path, studies: Sequence[Study], problems: Mapping[str, Problem]) -> str:
+    """Write table.md and a figure for each problem and study; returns the tables."""
+    found, tables = _read(folder), []
+    for problem in problems:
+        for study in studies:
+            if study.reference in runs_of(found, problem, "seeds"):
+                tables.append(table(found, study, problem))
+                drawing = figure(found, study, problem)
+                save_figure(drawing, folder / f"{problem}{study.figure}.png")
+    text = "\n\n".join(tables)
+    write_file(folder / "table.md", (text + "\n").encode())
+    return text
+
+
+def _read(folder: Path) -> list[Row]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def _timing(found: Sequence[Row], study: Study, problem: str) -> dict[str, dict[str, float]]:
+    for result in found:
+        config = result["config"]
+        if "step_seconds" in result and config["problem"] == problem:
+            if study.reference in config["methods"]:
+                return result["step_seconds"]
+    return {}
+
+
+def _steps(result: Row, target: float) -> list[int]:
+    reached = (settled_at(c, result["metric"], target) for c in result["curves"])
+    return [step for step in reached if step is not None]
+
+
+def _whole(result: Row) -> list[Row]:
+    """The curves of runs that did not diverge."""
+    return [curve for curve in result["curves"] if curve["diverged"] is None]
+
+
+def _last(result: Row) -> list[float]:
+    return [curve[result["metric"]][-1] for curve in _whole(result)]
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "–" if value is None else form.format(value)
+
+
+def _mean(values: Sequence[float], form: str) -> str:
+    return mean_with_error(values, form) if values else "–"
+
+
+# The command
+
+
+def main(
+    arguments: Sequence[str] | None,
+    *,
+    name: str,
+    description: str,
+    studies: Sequence[Study],
+    problems: Mapping[str, Problem],
+    run_one: Callable[[Config | Timing], Row],
+    data: Sequence[str],
+    trials: int,
+    seeds: int,
+) -> int:
+    """Search, run the seeds, time, write tables and figures; returns the exit status.
+
+    Args:
+        arguments: of the command; None: the process's.
+        name: the folder of the results.
+        description: of the command.
+        studies: what to run, one after the other.
+        problems: by name.
+        run_one: `run_task` as a function of a module, which another process can find.
+        data: the problems to take, if not asked for otherwise.
+        trials: of each search, if not asked for otherwise.
+        seeds: of each method, if not asked for otherwise.
+    """
+    parser = argparse.ArgumentParser(description=description.split("\n\n")[0])
+    parser.add_argument("--data", nargs="*", choices=list(problems), default=list(data))
+    parser.add_argument("--steps", type=int, help="of the reference; default: the experiment's")
+    parser.add_argument("--trials", type=int, default=trials, help=f"default: {trials}")
+    parser.add_argument("--seeds", type=int, default=seeds, help=f"how many; default: {seeds}")
+    add_study_options(parser)
+    options = parser.parse_args(arguments)
+    folder = study_folder(parser, options, name)
+
+    def finish(tasks: Sequence[Config | Timing]) -> int:
+        write = lambda folder: report(folder, studies, problems)  # noqa: E731
+        return run_missing(run_one, tasks, folder, write, options)
+
+    if options.report:
+        return finish([])
+    for problem in options.data:
+        for study in studies:
+            for tasks in _stages(study, problem, options, folder):
+                if status := finish(tasks):
+                    return status
+    return 0
+
+
+def _stages(
+    study: Study, problem: str, options: argparse.Namespace, folder: Path
+) -> Iterator[list[Config | Timing]]:
+    """The tasks of a study, those first that others need the results of."""
+    reference, schedule = study.reference, study.schedules[problem]
+    if options.steps is not None:
+        schedule = schedule.times(options.steps / schedule.steps)
+    seeds = tuple(range(1, options.seeds + 1))  # a search has seed 0
+
+    def task(
+        name: str, part: Part, candidates: tuple[Candidate, ...], seeds: tuple[int, ...]
+    ) -> Config:
+        every = max(1, schedule.steps // 40)
+        return Config(problem, name, part, candidates, seeds, schedule, every)
+
+    def candidates(name: str) -> tuple[Candidate, ...]:
+        lr = study.lr[name if name in study.lr else problem]
+        found = quasi_random_search(lr, study.damping, options.trials)
+        if study.methods[name].kfac_approx is not None:
+            return found
+        return tuple(Candidate(c.lr) for c in found)
+
+    yield [task(name, "search", candidates(name), (0,)) for name in study.searched]
+    searches = runs_of(_read(folder), problem, "search")
+    best = best_candidate(searches[reference])
+    yield [task(reference, "seeds", (best,), seeds)]
+    target = None
+    if study.choose_first:
+        target = target_of(runs_of(_read(folder), problem, "seeds")[reference])
+    chosen = {name: Candidate(best.lr, damping) for name, damping in study.given.items()}
+    for name in study.searched[1:]:
+        chosen[name] = best_candidate(searches[name], target)
+    yield [
+        *(task(name, "seeds", (candidate,), seeds) for name, candidate in chosen.items()),
+        Timing(problem, tuple(study.methods), study.block),
+    ]

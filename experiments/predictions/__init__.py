@@ -1,0 +1,1 @@
+"""Class probabilities: where they come from, beside rivals, and on shifted data."""

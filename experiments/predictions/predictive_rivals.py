@@ -1,0 +1,509 @@
+"""Ours beside the usual ways to class probabilities, on small data: how good, at what price.
+
+Rows: MAP with a default and with a chosen weight decay, temperature scaling, a deep ensemble of
+five, SWAG, IVON, MC dropout, laplace-torch with all layers and with the last (all of them in
+`rivals.py`), and ours, whose weight decays are learned while the network trains, as it
+comes (uncalibrated) and calibrated. All have the same network, epochs, training and held-out data;
+every row is given raw and with its probabilities tempered on the held-out data. Eschenhagen et al.
+2023 have no such table.
+
+Seconds of a training are CPU time of one thread, relative to the MAP's; those of a prediction are
+medians over interleaved predictions of one batch, relative to the MAP's.
+
+``make rivals`` runs digits with five seeds; ``--quick`` two; ``--data`` names other problems. Each
+seed is a JSON file in ``results/predictive_rivals/`` (of the working directory), and is kept when
+the command is given again; with ``--ours`` our rows of it are measured anew, the rivals' stay.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
+from torch import Tensor, nn
+
+from experiments.data import data_file, images
+from experiments.predictions import rivals
+from experiments.predictions.rivals import Rival, Task
+from experiments.studies import (
+    add_study_options,
+    mean_with_error,
+    report_problems,
+    run_missing,
+    standard_error,
+    study_folder,
+)
+from experiments.timing import interleaved, medians
+from kfac_backend.options import CurvatureOptions, KfacApprox
+from marglik.data import NCI1, DataSource, Digits, ImageSet, Noise
+from marglik.data.batches import Batches, ImageBatches, Splits, split_batches
+from marglik.data.images.out_of_distribution import out_of_distribution_images
+from marglik.data.images.sets import ImageData, ImageSplits
+from marglik.models import GraphNetwork, LeNet
+from marglik.posterior.hyperparameters import Hyperparameters
+from marglik.posterior.posterior import Posterior
+from marglik.posterior.prior import PriorGroups, weight_decay_to_precision
+from marglik.prediction.calibration import calibrate
+from marglik.prediction.evaluation import compute_metrics, predict_all
+from marglik.prediction.links import Prediction
+from marglik.prediction.metrics import out_of_distribution_metrics
+from marglik.prediction.predictive import (
+    PredictiveConfig,
+    laplace_predictive,
+    map_predictive,
+)
+from marglik.runs.build import build_from_spec
+from marglik.storage.provenance import environment
+from marglik.storage.record_file import write_json
+from marglik.training.loop import OnlineTraining
+from marglik.training.optimizers import OptimizerConfig, build_optimizer
+from marglik.training.schedule import Schedule
+
+__all__ = ["PROBLEMS", "Config", "figure", "ours", "run", "table"]
+
+WEIGHT_DECAYS = (5e-5, 2e-4, 5e-4, 2e-3, 5e-3, 2e-2)
+REFERENCE = "temperature scaling"
+"""The row that the others' NLL is compared with, paired by seed."""
+BATCH_SIZE = 32
+"""Of predictions; with 128 at once laplace-torch's Jacobians take thrice as long for an image."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Data, network, and budget; the settings of our preset for it where there is one."""
+
+    title: str
+    data: Callable[[int], DataSource]
+    """By seed: another division into training, held-out and test data."""
+    make_model: Callable[[], nn.Module]
+    epochs: int
+    optimizer: OptimizerConfig
+    kfac_approx: KfacApprox
+    every: int
+    burn_in: int = 5
+    batch_size: int = 64
+    outside: Callable[[], ImageData] | None = None
+    """Out-of-distribution data."""
+
+
+def _cifar10(seed: int) -> DataSource:
+    return build_from_spec(
+        ImageData, images("jpeg", max_train=4000, max_test=2000, validation=0.2, seed=seed)
+    )
+
+
+PROBLEMS = {
+    "digits": Problem(
+        "digits, LeNet",
+        lambda seed: Digits(test_fraction=0.5, validation=0.3, seed=seed),
+        lambda: LeNet(10, 1, 8),
+        epochs=40,
+        optimizer=OptimizerConfig(lr=0.05),
+        kfac_approx="expand",
+        every=5,
+        outside=lambda: Noise(num_images=500),
+    ),
+    "cifar10": Problem(
+        "CIFAR-10 (JPEG), 3,200 images, LeNet",
+        _cifar10,
+        lambda: LeNet(10, 3, 32),
+        epochs=30,
+        optimizer=OptimizerConfig(lr=0.02),
+        kfac_approx="reduce",
+        every=5,
+        outside=lambda: Noise(num_images=500),
+    ),
+    "nci1": Problem(
+        "NCI1, GraphNetwork",
+        lambda seed: NCI1(data_file("NCI1.tar.gz"), validation=0.15, seed=seed),
+        lambda: GraphNetwork(37, 2, edge_features=1, dim=32, depth=2),
+        epochs=40,
+        optimizer=OptimizerConfig(name="adamw", lr=2e-3),
+        kfac_approx="reduce",
+        every=5,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """One seed of one problem."""
+
+    data: str = "digits"
+    seed: int = 0
+    epochs: int | None = None
+    """The problem's own if None."""
+    samples: int = 20
+    members: int = 5
+    weight_decay: float = 5e-4
+    weight_decays: tuple[float, ...] = WEIGHT_DECAYS
+    repetitions: int = 15
+    """Timed predictions of a batch."""
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return f"{self.data}_{self.seed}"
+
+
+def run(config: Config) -> dict[str, Any]:
+    """Train and evaluate all rows with one seed."""
+    started = time.perf_counter()
+    problem, splits, task = _task(config)
+    made, failed = _rows(task, problem, config)
+    rows = _measured(made, config, problem, splits, task)
+    found = environment(torch.device("cpu"))
+    return {
+        "config": asdict(config),
+        "problem": {
+            "title": problem.title,
+            "epochs": problem.epochs,
+            "batch_size": problem.batch_size,
+            "optimizer": asdict(problem.optimizer),
+            "kfac_approx": problem.kfac_approx,
+            "every": problem.every,
+            "burn_in": problem.burn_in,
+        },
+        "num_examples": {
+            split: split_batches(splits, split, BATCH_SIZE).num_examples
+            for split in ("train", "validation", "test")
+        },
+        "rows": rows,
+        "failed": failed,
+        "seconds": time.perf_counter() - started,
+        **found,
+        "versions": found["versions"] | {"ivon-opt": _version("ivon-opt")},
+    }
+
+
+def our_rows_again(found: dict[str, Any]) -> dict[str, Any]:
+    """A seed's result with our rows measured anew; the rivals', which take most of the time, stay.
+
+    The MAP is measured again beside ours: it must be the same network, and its seconds tell how
+    fast the machine is now, by which ours are scaled.
+
+    Raises:
+        ValueError: another MAP, so that code or data are not those of the rivals.
+    """
+    config = found["config"]
+    config = Config(**config | {"weight_decays": tuple(config["weight_decays"])})
+    problem, splits, task = _task(config)
+    rivals.map_network(replace(task, epochs=1))  # the first steps of a process take longer
+    made = {"MAP": rivals.map_network(task)} | ours(task, problem)
+    rows = _measured(made, config, problem, splits, task)
+    now, before = rows.pop("MAP"), found["rows"]["MAP"]
+    nll, expected = (row["metrics"]["cls/NLL"] for row in (now, before))
+    if abs(nll - expected) > 1e-6:
+        raise ValueError(
+            f"{config.name}: the MAP's NLL is {nll:.6f}, and the file has {expected:.6f}: code or "
+            "data have changed since. Delete the file, and measure all rows again."
+        )
+    for row in rows.values():
+        for key in ("training_seconds", "search_seconds", "prediction_seconds"):
+            unit = "prediction_seconds" if key == "prediction_seconds" else "training_seconds"
+            row[key] *= before[unit] / now[unit]
+    others = {name: row for name, row in found["rows"].items() if not name.startswith("marglik")}
+    return found | {"rows": others | rows}
+
+
+def _task(config: Config) -> tuple[Problem, Splits, Task]:
+    """What all rows are given."""
+    torch.set_num_threads(1)
+    problem = PROBLEMS[config.data]
+    problem = replace(problem, epochs=config.epochs or problem.epochs)
+    source = problem.data(config.seed)
+    splits: Splits = source.load()  # pyright: ignore[reportAttributeAccessIssue]
+    task = Task(
+        problem.make_model,
+        lambda seed: split_batches(splits, "train", problem.batch_size, shuffle=True, seed=seed),
+        split_batches(splits, "validation", BATCH_SIZE),
+        problem.epochs,
+        problem.optimizer,
+        config.weight_decay,
+        config.samples,
+        config.seed,
+    )
+    return problem, splits, task
+
+
+def _measured(
+    made: Mapping[str, Rival], config: Config, problem: Problem, splits: Splits, task: Task
+) -> dict[str, dict[str, Any]]:
+    """Name -> metrics, raw and tempered, and costs; predictions are timed taking turns."""
+    outside = _outside(problem, splits)
+    test = split_batches(splits, "test", BATCH_SIZE)
+    x, _ = next(iter(test))
+    seconds = medians(
+        interleaved(
+            {name: lambda r=rival: r(x) for name, rival in made.items()},
+            config.repetitions,
+            torch.device("cpu"),
+        )
+    )
+    rows = {}
+    for name, rival in made.items():
+        held_out, labels = predict_all(rival, task.held_out)
+        tau = rivals.best_temperature(held_out, labels)
+        prediction, y = predict_all(rival, test)
+        other = None if outside is None else predict_all(rival, outside)[0]
+        rows[name] = {
+            "metrics": _metrics(prediction, y, other),
+            "tempered": _metrics(
+                rivals.temper(prediction, tau), y, other and rivals.temper(other, tau)
+            ),
+            "temperature": tau,
+            "held_out": _metrics(held_out, labels),
+            "training_seconds": rival.training_seconds,
+            "search_seconds": rival.search_seconds,
+            "prediction_seconds": seconds[name],
+            "chosen": dict(rival.chosen),
+        }
+    return rows
+
+
+def ours(task: Task, problem: Problem) -> dict[str, Rival]:
+    """Ours: weight decays per tensor, learned while the network trains; MAP and Laplace.
+
+    They start at the task's default weight decay, and the last update is kept, as in `marglik
+    train`. On held-out data nothing is chosen but the calibrated rows' s and τ.
+    """
+    started = time.process_time()
+    torch.manual_seed(task.seed)
+    model = task.make_model()
+    loader: Any = task.make_loader(task.seed)
+    optimizer, scheduler = build_optimizer(model, task.optimizer, task.epochs * len(loader))
+    delta = weight_decay_to_precision(task.weight_decay, loader.num_examples)
+    options = CurvatureOptions(kfac_approx=problem.kfac_approx)
+
+    def make_posterior(prior_precision: Tensor, sigma_noise: Tensor) -> Posterior:
+        return Posterior(model, "classification", options, prior_precision=prior_precision)
+
+    learned = OnlineTraining(
+        model,
+        optimizer,
+        loader,
+        "classification",
+        Hyperparameters(PriorGroups.from_model(model), delta),
+        make_posterior,
+        Schedule(task.epochs, problem.every, problem.burn_in, keep="last"),
+        scheduler=scheduler,
+    ).run()
+    seconds = time.process_time() - started
+    posterior = learned.laplace
+    chosen = {"evidence": learned.evidence, "epoch": learned.epoch}
+    found = {"marglik, MAP": Rival(map_predictive(model), model, seconds, chosen=chosen)}
+    calibrated = {}
+    for name, config in {
+        "probit": PredictiveConfig("probit"),
+        "mc": PredictiveConfig("mc"),
+        "probit, last layer": PredictiveConfig("probit", layers="last"),
+    }.items():
+        generator = torch.Generator().manual_seed(task.seed)
+        predict = laplace_predictive(posterior, replace(config, calibration="none"), generator)
+        found[f"marglik, {name}"] = Rival(predict, model, seconds, chosen=chosen)
+        started = time.process_time()
+        fit = calibrate(posterior, task.held_out, config)
+        calibrated[f"marglik, {name}, calibrated"] = Rival(
+            fit.predict,
+            model,
+            seconds,
+            time.process_time() - started,
+            chosen
+            | {
+                "covariance_scale": fit.calibration.covariance_scale,
+                "output_temperature": fit.calibration.output_temperature,
+            },
+        )
+    return found | calibrated
+
+
+def _rows(task: Task, problem: Problem, config: Config) -> tuple[dict[str, Rival], dict[str, str]]:
+    """All rows that could be made, and why the others could not."""
+    rivals.map_network(replace(task, epochs=1))  # the first steps of a process take longer
+    default = rivals.map_network(task)
+    start = rivals.map_network(task, config.weight_decays)
+    makers: dict[str, Callable[[], Rival]] = {
+        "temperature scaling": lambda: rivals.temperature_scaled(task, start),
+        f"deep ensemble of {config.members}": lambda: rivals.deep_ensemble(
+            task, start, config.members
+        ),
+        "SWAG": lambda: rivals.swag(task, start),
+        "IVON": lambda: rivals.ivon(task, start),
+        "MC dropout": lambda: rivals.mc_dropout(task, start),
+        "laplace-torch": lambda: rivals.laplace_torch(task, start),
+        "laplace-torch, last layer": lambda: rivals.laplace_torch(task, start, "last_layer"),
+    }
+    made, failed = {"MAP": default, "MAP, chosen weight decay": start}, {}
+    for name, make in makers.items():
+        try:
+            made[name] = make()
+            made[name](next(iter(task.held_out))[0])
+        # A rival that cannot do a problem is a finding; ours has to.
+        except Exception as error:
+            made.pop(name, None)
+            failed[name] = f"{type(error).__name__}: {error}"
+            print(f"{config.name}: {name}: {failed[name]}", file=sys.stderr, flush=True)
+    return made | ours(task, problem), failed
+
+
+def _outside(problem: Problem, splits: Splits) -> Batches | None:
+    """Images from elsewhere, normalised as the data is; None if there are none."""
+    if problem.outside is None:
+        return None
+    assert isinstance(splits, ImageSplits)
+    other = out_of_distribution_images(problem.outside(), splits).images
+    labelled = ImageSet(other, torch.zeros(len(other), dtype=torch.int64))
+    return ImageBatches(labelled, splits.mean, splits.std, BATCH_SIZE)
+
+
+def _metrics(
+    prediction: Prediction, y: Tensor, outside: Prediction | None = None
+) -> dict[str, float]:
+    found = compute_metrics(prediction, y, "classification")
+    if outside is not None:
+        found |= out_of_distribution_metrics(prediction.entropy, outside.entropy)
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+# Tables and figures, from JSON alone
+
+COLUMNS: Mapping[str, tuple[str, str, str]] = {
+    "NLL": ("metrics", "cls/NLL", "{:.3f}"),
+    "NLL, tempered": ("tempered", "cls/NLL", "{:.3f}"),
+    "accuracy, %": ("metrics", "cls/accuracy", "{:.2f}"),
+    "ECE, %": ("metrics", "cal/ECE", "{:.1f}"),
+    "ECE, tempered": ("tempered", "cal/ECE", "{:.1f}"),
+    "Brier": ("metrics", "cls/Brier", "{:.3f}"),
+    "OOD AUROC, %": ("metrics", "ood/AUROC", "{:.1f}"),
+}
+
+
+def table(runs: Sequence[dict[str, Any]]) -> str:
+    """One problem as Markdown: means over seeds ± standard errors; costs as ratios to the MAP's."""
+    first = runs[0]
+    columns = {
+        name: column
+        for name, column in COLUMNS.items()
+        if column[1] in first["rows"]["MAP"]["metrics"]
+    }
+    sizes = first["num_examples"]
+    head = [*columns, "τ", "training", "with search", "prediction"]
+    if has_reference := all(REFERENCE in run["rows"] for run in runs):
+        head.append(f"NLL, tempered − {REFERENCE}")
+    lines = [
+        f"## {first['problem']['title']}",
+        "",
+        f"{sizes['train']:,} training, {sizes['validation']:,} held-out, {sizes['test']:,} test "
+        f"examples; {first['problem']['epochs']} epochs; {len(runs)} seeds, mean ± standard error. "
+        "Costs are multiples of one MAP training and of its prediction.",
+        "",
+        f"| | {' | '.join(head)} |",
+        "|---" * (len(head) + 1) + "|",
+    ]
+    for name in _names(runs):
+        own = [run for run in runs if name in run["rows"]]
+        cells = []
+        for kind, key, form in columns.values():
+            scale = 100 if form != "{:.3f}" else 1
+            cells.append(mean_with_error([scale * r["rows"][name][kind][key] for r in own], form))
+        cells.append(f"{statistics.mean(r['rows'][name]['temperature'] for r in own):.2f}")
+        costs = [_costs(r, name) for r in own]
+        cells += [f"{statistics.mean(column):.1f}" for column in zip(*costs, strict=True)]
+        if has_reference:
+            nll = [[r["rows"][n]["tempered"]["cls/NLL"] for n in (name, REFERENCE)] for r in own]
+            cells.append(mean_with_error([of_row - other for of_row, other in nll], "{:+.3f}"))
+        fewer = "" if len(own) == len(runs) else f" ({len(own)} seeds)"
+        lines.append(f"| {name}{fewer} | {' | '.join(cells)} |")
+    missing = {name: why for run in runs for name, why in run["failed"].items()}
+    lines += [f"\nNot there: {name} ({why})." for name, why in missing.items()]
+    return "\n".join(lines)
+
+
+def figure(runs: Sequence[dict[str, Any]]) -> Figure:
+    """NLL and ECE of all rows, raw and tempered; bars are standard errors over seeds."""
+    names = _names(runs)
+    drawing = Figure(figsize=(10, 1.2 + 0.34 * len(names)), layout="constrained")
+    panels = drawing.subplots(1, 2, sharey=True)
+    drawing.suptitle(runs[0]["problem"]["title"])
+    for axes, (key, label) in zip(
+        panels, (("cls/NLL", "test NLL (nats)"), ("cal/ECE", "ECE")), strict=True
+    ):
+        for kind, color, shift in (
+            ("metrics", "tab:orange", -0.12),
+            ("tempered", "tab:blue", 0.12),
+        ):
+            values = [
+                [r["rows"][name][kind][key] for r in runs if name in r["rows"]] for name in names
+            ]
+            axes.errorbar(
+                [statistics.mean(v) for v in values],
+                [i + shift for i in range(len(names))],
+                xerr=[standard_error(v) if len(v) > 1 else 0.0 for v in values],
+                fmt="o",
+                ms=4,
+                color=color,
+                label="raw" if kind == "metrics" else "tempered on held-out data",
+            )
+        axes.set(xlabel=label, xscale="log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.grid(alpha=0.3)
+    panels[0].set_yticks(range(len(names)), names)
+    panels[0].invert_yaxis()
+    panels[1].legend(fontsize="small")
+    return drawing
+
+
+def _names(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """All rows, in their order."""
+    return list(dict.fromkeys(name for run in runs for name in run["rows"]))
+
+
+def _costs(run: dict[str, Any], name: str) -> tuple[float, float, float]:
+    """Training, training with search, and prediction, over the MAP's."""
+    row, unit = run["rows"][name], run["rows"]["MAP"]
+    own, search = row["training_seconds"], row["search_seconds"]
+    one = unit["training_seconds"]
+    return own / one, (own + search) / one, row["prediction_seconds"] / unit["prediction_seconds"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what is missing, write tables and figures; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Our predictives and their rivals.")
+    parser.add_argument("--data", nargs="*", choices=list(PROBLEMS), default=["digits"])
+    parser.add_argument("--seeds", type=int, default=5, help="how many; default: 5")
+    parser.add_argument("--quick", action="store_true", help="two seeds")
+    parser.add_argument("--ours", action="store_true", help="our rows anew in finished seeds, too")
+    add_study_options(parser)
+    options = parser.parse_args(arguments)
+    folder = study_folder(parser, options, "predictive_rivals")
+    seeds = 2 if options.quick else options.seeds
+    tasks = [Config(data, seed) for data in options.data for seed in range(seeds)]
+    for task in tasks:
+        path = folder / f"{task.name}.json"
+        if options.ours and path.exists():
+            write_json(path, our_rows_again(json.loads(path.read_text(encoding="utf-8"))))
+            print(f"{task.name}: our rows", flush=True)
+    report = partial(report_problems, problems=PROBLEMS, table=table, figure=figure)
+    return run_missing(run, tasks, folder, report, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

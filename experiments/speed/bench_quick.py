@@ -1,0 +1,204 @@
+"""What a change costs or saves, in two minutes: the benchmarks' main ratios, beside the last ones.
+
+For a developer, before and after a change. WRN-16-4 Fixup, 16 images of noise, one thread, and
+seconds of the processor, so that other work on the machine counts for little. All take turns, and
+each is divided by its limit in the same round: a forward pass and backward passes to the inputs
+only, with frozen weights in channels_last, as many as there are vectors. A "pass" is a call of
+`kronecker_factors`, with its proof: of a model that is new to it, or that it has seen before.
+
+    python -m experiments.speed.bench_quick           # measure, print, warn over 5 %; keeps nothing
+    python -m experiments.speed.bench_quick --write   # and write the ratios, to be committed
+
+A ratio depends on the machine, too: those committed are warned about only where they come from one
+with the same processor and version of torch.
+"""
+
+import argparse
+import copy
+import json
+import platform
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.options import SHIPPED
+from experiments.speed.contenders import (
+    Work,
+    language_limit,
+    limit,
+    network,
+    online_epoch,
+    ours,
+    plain_epoch,
+    training_step,
+)
+from experiments.timing import interleaved, median_ratios, medians
+from kfac_backend import kronecker_factors
+from kfac_backend.optimizer import KFAC
+from marglik.data import ImageBatches, ImageSet
+from marglik.models import GPT, VisionTransformer
+from marglik.posterior.laplace_torch import KronLaplace
+from marglik.storage.provenance import environment
+from marglik.storage.record_file import write_json
+
+__all__ = ["compare", "measure"]
+
+TOLERANCE = 0.05
+"""A larger change of a ratio is warned about."""
+
+
+def _work(batch_size: int, width: int) -> tuple[dict[str, Work], dict[str, str]]:
+    """What is measured by its name, and the limit that each of it is divided by."""
+    torch.manual_seed(0)
+    device = torch.device("cpu")
+    x, y = torch.randn(batch_size, 3, 32, 32), torch.randint(10, (batch_size,))
+    found: dict[str, Work] = {}
+    limits: dict[str, str] = {}
+
+    def new() -> torch.nn.Module:
+        return network(device, width)
+
+    for vectors in (1, 9, 10):
+        found[f"limit of {vectors}"] = limit(network(device, width, channels_last=True), x, vectors)
+
+    def add(name: str, of: int, do: Callable[[], object]) -> None:
+        found[name], limits[name] = do, f"limit of {of}"
+
+    for fisher, vectors in (("exact", 9), ("mc", 1)):
+        for kfac_approx in ("expand", "reduce"):
+            batch = ours(new(), x, y, kfac_approx=kfac_approx, fisher=fisher)
+            add(f"batch, {kfac_approx}, {fisher}", vectors, batch)
+
+    def one_pass(model: torch.nn.Module) -> None:
+        kronecker_factors(model, [(x, y)], "classification", kfac_approx="reduce", fisher="mc")
+
+    never_seen, seen = new(), new()
+    add("first pass, reduce, mc", 1, lambda: one_pass(copy.deepcopy(never_seen)))
+    add("later pass, reduce, mc", 1, lambda: one_pass(seen))
+    laplace = KronLaplace(new(), "classification", prior_precision=50.0, kfac_approx="reduce")
+    laplace.fit([(x, y)])
+    add("covariances, all layers", 10, lambda: laplace.output_distribution(x))
+    step = training_step(new(), x, y)
+    found["training step"] = step
+    model = new()
+    optimizer = KFAC(model, "classification", lr=1e-3, kfac_approx="reduce")
+
+    def kfac_step() -> None:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    found["K-FAC step, reduce"], limits["K-FAC step, reduce"] = kfac_step, "training step"
+    _add_epochs(found, limits, 4 * batch_size, width)
+    _add_transformers(found, limits, 4 * batch_size)
+    return found, limits
+
+
+def _add_transformers(found: dict[str, Work], limits: dict[str, str], batch_size: int) -> None:
+    """A batch of the transformers of the presets ``vit_cifar10`` and ``gpt_dart``, as they are."""
+    images, classes = torch.randn(batch_size, 3, 32, 32), torch.randint(10, (batch_size,))
+    tokens = torch.randint(256, (batch_size, 64))
+
+    def vit() -> torch.nn.Module:
+        return VisionTransformer(num_classes=10, patch_size=4, dim=48, depth=3, heads=4).eval()
+
+    def gpt() -> GPT:
+        return GPT(vocab_size=256, context=64, dim=64, depth=2, heads=4).eval()
+
+    found["ViT: limit of 9"] = limit(vit(), images, 9)
+    found["GPT: limit of 1"] = language_limit(gpt(), tokens, part=batch_size)
+    for mode in ("expand", "reduce"):
+        found[f"ViT, {mode}, exact"] = ours(vit(), images, classes, kfac_approx=mode)
+        limits[f"ViT, {mode}, exact"] = "ViT: limit of 9"
+        found[f"GPT, {mode}, mc"] = ours(gpt(), tokens, tokens, kfac_approx=mode, fisher="mc")
+        limits[f"GPT, {mode}, mc"] = "GPT: limit of 1"
+
+
+def _add_epochs(
+    found: dict[str, Work], limits: dict[str, str], batch_size: int, width: int
+) -> None:
+    """Two batches of the online loop, and of a loop written by hand, of distorted images."""
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(256, (2 * batch_size, 3, 32, 32), generator=generator)
+    labels = torch.randint(10, (2 * batch_size,), generator=generator)
+    images = ImageSet(pixels.to(torch.uint8), labels)
+
+    def loader() -> ImageBatches:
+        return ImageBatches(
+            images, (127.0,) * 3, (64.0,) * 3, batch_size,
+            shuffle=True, augment="crop_flip", channels_last=True,
+        )  # fmt: skip
+
+    def new() -> torch.nn.Module:
+        return network(torch.device("cpu"), width, channels_last=True)
+
+    found["epoch of a plain loop"] = plain_epoch(new(), loader().__iter__)
+    found["epoch of the online loop"] = online_epoch(new(), loader(), 2)
+    limits["epoch of the online loop"] = "epoch of a plain loop"
+
+
+def measure(repetitions: int = 4, batch_size: int = 16, width: int = 4) -> dict[str, Any]:
+    """The median ratio of each to its limit, and how they were measured."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found, limits = _work(batch_size, width)
+        seconds = interleaved(found, repetitions, torch.device("cpu"), clock="processor")
+    finally:
+        torch.set_num_threads(threads)
+    ratios = {name: median_ratios(seconds, to=of)[name] for name, of in limits.items()}
+    config = {"repetitions": repetitions, "batch_size": batch_size, "width": width}
+    return {
+        "config": config | {"threads": 1, "clock": "processor"},
+        "times_the_limit": ratios,
+        "limits": limits,
+        "median_seconds": medians(seconds),
+        "measured_with": {"processor": _processor(), "torch": torch.__version__},
+        **environment(torch.device("cpu")),
+    }
+
+
+def _processor() -> str:
+    """Its name, where the system tells it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def compare(now: dict[str, Any], before: dict[str, Any] | None) -> str:
+    """A table of both, and what to say about changes over 5 %."""
+    old = before["times_the_limit"] if before else {}
+    lines = [f"{'times its limit':28}{'now':>8}{'before':>8}{'change':>9}"]
+    worse = []
+    for name, ratio in now["times_the_limit"].items():
+        line = f"{name:28}{ratio:8.3f}"
+        if name in old:
+            change = ratio / old[name] - 1
+            line += f"{old[name]:8.3f}{100 * change:+8.1f} %"
+            worse += [name] if change > TOLERANCE else []
+        lines.append(line)
+    if before and before["measured_with"] != now["measured_with"]:
+        lines.append("The ratios before are of another processor or version of torch.")
+    elif worse:
+        lines.append(f"WARNING: over {100 * TOLERANCE:.0f} % slower: {', '.join(worse)}.")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parse the options, measure, print, and write if asked to."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--repetitions", type=int, default=4)
+    parser.add_argument("--write", action="store_true", help="replace the committed ratios")
+    parser.add_argument("--committed", type=Path, default=SHIPPED / "bench_quick_cpu.json")
+    options = parser.parse_args(arguments)
+    before = json.loads(options.committed.read_text()) if options.committed.exists() else None
+    now = measure(options.repetitions)
+    print(compare(now, before))
+    if options.write:
+        write_json(options.committed, now)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,348 @@
+"""What many classes cost: 10, 100 and 1,000 with the exact GGN, a vocabulary of 50,257 by sampling.
+
+- exact: WRN-16-1 Fixup on noise of 16×16 pixels, C − 1 backward passes a batch, for several
+  values of ``rank_tolerance``. Its output layer is random, and scaled so that the largest
+  probability is 0.8 on average, as a trained network's (confident), or so that all classes are
+  about equally probable, as before training (uniform). Time over the limit, a forward pass and
+  C − 1 backward passes to the inputs; the share of the loss Hessian's trace that was left out;
+  ‖B̂ − B‖ / ‖B‖ of the gradient factors in Frobenius norm, the root of its mean square over layers.
+- vocabulary: a GPT of two blocks of 64 features, one sample a token. Its output layer's B is
+  9.4 GiB as a matrix; here it is kept by its diagonal, or by a sketch (`CurvatureOptions`).
+
+- variances: of the predictive, the outputs' variances alone beside their covariances, for the
+  network of "exact" and for its last layer alone.
+
+Peak memory is what a batch's tensors take beyond those that were there before, with the factors.
+Seconds are the processor's, one thread, medians of rounds in which all take turns.
+
+Results: a JSON file for each of these parts in ``results/large_classes/`` (of the working
+directory), and ``table.md``. Run it with ``make large-classes``, six minutes of a core; again to go
+on.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experiments.options import parse_options, parts_parser, parts_to_measure
+from experiments.speed.contenders import (
+    first_vectors,
+    language_limit,
+    limit,
+    network,
+    training_step,
+)
+from experiments.timing import interleaved, median_ratios, medians, peak_memory
+from kfac_backend.blocks.kronecker import KroneckerFactors
+from kfac_backend.factors import CurvaturePass
+from kfac_backend.options import Mode
+from marglik import KronLaplace
+from marglik.models import GPT
+from marglik.posterior.subset import Layers
+from marglik.storage.provenance import environment
+from marglik.storage.record_file import write_json
+
+__all__ = ["Config", "confident", "run_exact", "run_variances", "run_vocabulary", "table"]
+
+CPU = torch.device("cpu")
+WAYS = ("covariances", "variances")
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is measured."""
+
+    classes: tuple[int, ...] = (10, 100, 1000)
+    tolerances: tuple[float, ...] = (0.0, 0.01, 0.1)
+    largest_probability: float = 0.8
+    batch_size: int = 16
+    image_size: int = 16
+    vocabulary: int = 50257
+    sequences: int = 8
+    positions: int = 128
+    dim: int = 64
+    depth: int = 2
+    sketch_rank: int = 32
+    predicted: int = 8
+    repetitions: int = 3
+    seed: int = 0
+
+
+def run_exact(config: Config) -> list[dict[str, Any]]:
+    """Each number of classes."""
+    return [
+        exact_case(config, C, kind, mode)
+        for C in config.classes
+        for kind in ("confident", "uniform")
+        # The uniform case leaves little out, whatever the mode.
+        for mode in (("expand", "reduce") if kind == "confident" else ("expand",))
+    ]
+
+
+def exact_case(config: Config, C: int, kind: str, mode: str) -> dict[str, Any]:
+    """One number of classes: seconds, what is left out, and by how much B is wrong."""
+    torch.manual_seed(config.seed)
+    x = torch.randn(config.batch_size, 3, config.image_size, config.image_size)
+    y = torch.randint(C, (config.batch_size,))
+
+    def model() -> nn.Module:
+        found = network(CPU, 1, C)
+        return confident(found, x, config.largest_probability if kind == "confident" else 1.2 / C)
+
+    options: dict[str, Any] = {"kfac_approx": mode, "fisher": "exact"}
+    of_pass = {
+        tolerance: CurvaturePass(model(), "classification", rank_tolerance=tolerance, **options)
+        for tolerance in config.tolerances
+    }
+    last: dict[float, KroneckerFactors] = {}
+
+    def batch(tolerance: float) -> Callable[[], None]:
+        def work() -> None:
+            of_pass[tolerance].add(x, y)
+            last[tolerance] = of_pass[tolerance].factors()
+
+        return work
+
+    work: dict[str, Callable[[], object]] = {"limit": limit(model(), x, C - 1)}
+    work |= {str(tolerance): batch(tolerance) for tolerance in config.tolerances}
+    # A round of 1,000 classes takes a minute; its ratios hardly vary.
+    measured = interleaved(work, 1 if C >= 1000 else config.repetitions, CPU, "processor")
+    ratios = median_ratios(measured, "limit")
+    peak = peak_memory(first_vectors(model(), x, y, 30, **options), CPU)
+    factor_bytes = sum(
+        F.nbytes
+        for block in last[0.0].blocks.values()
+        for F in (block.B, block.A)
+        if isinstance(F, Tensor)
+    )
+    return {
+        "classes": C,
+        "kind": kind,
+        "mode": mode,
+        "largest_probability": _largest_probability(model(), x),
+        "limit_seconds": medians(measured)["limit"],
+        "peak_mebibytes": peak / 2**20,
+        "factor_mebibytes": factor_bytes / 2**20,
+        "tolerances": [
+            {
+                "tolerance": tolerance,
+                "times_limit": ratios[str(tolerance)],
+                "left_out_share": last[tolerance].left_out_share,
+                "error_of_B": _error(last[tolerance], last[0.0]),
+            }
+            for tolerance in config.tolerances
+        ],
+    }
+
+
+def run_vocabulary(config: Config) -> list[dict[str, Any]]:
+    """A language model's batch: seconds and memory of each way, beside a training step's."""
+    cases = []
+    for tied in (True, False):
+        for mode in ("expand", "reduce"):
+            cases.append((tied, mode, {"diagonal_above": 8192}))
+        if not tied:
+            cases.append((tied, "expand", {"sketch_rank": config.sketch_rank}))
+    return [_run_vocabulary(config, *case) for case in cases]
+
+
+def _run_vocabulary(
+    config: Config, tied: bool, mode: Mode, options: dict[str, Any]
+) -> dict[str, Any]:
+    C = config.vocabulary
+    torch.manual_seed(config.seed)
+    x = torch.randint(C, (config.sequences, config.positions))
+    y = torch.randint(C, x.shape)
+
+    def model() -> GPT:
+        torch.manual_seed(config.seed)
+        return GPT(C, config.positions, config.dim, config.depth, tied=tied)
+
+    curvature = CurvaturePass(model(), "classification", kfac_approx=mode, fisher="mc", **options)
+
+    def batch() -> KroneckerFactors:
+        curvature.add(x, y)
+        return curvature.factors()
+
+    step_model = _Flat(model())
+    work = {
+        "limit": language_limit(model(), x, part=1),  # in a cache, as the pass does it
+        "training step": training_step(step_model, x, y.flatten()),
+        "pass": batch,
+    }
+    first = peak_memory(batch, CPU)
+    measured = interleaved(work, config.repetitions, CPU, "processor")
+    outputs = 4 * config.positions * C
+    return {
+        "tied": tied,
+        "mode": mode,
+        "options": options,
+        "times_limit": median_ratios(measured, "limit")["pass"],
+        "times_step": median_ratios(measured, "training step")["pass"],
+        "limit_seconds": medians(measured)["limit"],
+        "outputs_of_one_mebibytes": outputs / 2**20,
+        "peak_first_mebibytes": first / 2**20,
+        "peak_mebibytes": peak_memory(batch, CPU) / 2**20,
+        "peak_step_mebibytes": peak_memory(work["training step"], CPU) / 2**20,
+        "sketch_errors": batch().sketch_errors(),
+    }
+
+
+def run_variances(config: Config) -> list[dict[str, Any]]:
+    """Seconds and memory of the outputs' covariances, and of their variances alone."""
+    return [_variances(config, C, layers) for C in config.classes for layers in ("all", "last")]
+
+
+def _variances(config: Config, C: int, layers: Layers) -> dict[str, Any]:
+    torch.manual_seed(config.seed)
+    slow = C >= 1000 and layers == "all"  # a minute an example
+    N = 1 if slow else config.predicted
+    x = torch.randn(N, 3, config.image_size, config.image_size)
+    model = confident(network(CPU, 1, C), x, config.largest_probability)
+    options = {"rank_tolerance": 0.1}  # the time of the fit is not what is measured
+    posterior = KronLaplace(model, "classification", backend_kwargs=options)
+    posterior.fit([(x, torch.arange(N) % C)])
+
+    def of(variance_only: bool) -> Callable[[], tuple[Tensor, Tensor]]:
+        return lambda: posterior.output_distribution(x, layers, variance_only=variance_only)
+
+    work = {"covariances": of(False), "variances": of(True)}
+    (_, covariance), (_, variance) = (run() for run in work.values())  # with the proof
+    measured = interleaved(work, 1 if slow else config.repetitions, CPU, "processor", not slow)
+    diagonal = covariance.diagonal(dim1=1, dim2=2)
+    return {
+        "classes": C,
+        "layers": layers,
+        "examples": N,
+        "seconds": medians(measured),
+        "times_covariances": median_ratios(measured, "covariances")["variances"],
+        "largest_difference": float(((variance - diagonal).abs() / diagonal).max()),
+        # A thousand backward passes would be a gigabyte of the profiler's trace.
+        "peak_mebibytes": {name: peak_memory(run, CPU) / 2**20 for name, run in work.items()}
+        if C <= 100 or layers == "last"
+        else None,
+    }
+
+
+class _Flat(nn.Module):
+    """Logits (N·R, C)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).flatten(0, 1)
+
+
+def confident(model: nn.Module, x: Tensor, largest: float) -> nn.Module:
+    """The model with its last weight scaled so that the largest probability is that on average."""
+    last: Any = model.get_submodule("fc")
+    torch.manual_seed(1)
+    nn.init.normal_(last.weight)
+    nn.init.zeros_(last.bias)
+    weight, low, high = last.weight.detach().clone(), 0.0, 1e4
+    for _ in range(40):
+        scale = (low + high) / 2
+        last.weight.data = weight * scale
+        low, high = (scale, high) if _largest_probability(model, x) < largest else (low, scale)
+    return model
+
+
+def _largest_probability(model: nn.Module, x: Tensor) -> float:
+    with torch.no_grad():
+        return float(model(x).softmax(-1).amax(-1).mean())
+
+
+def _error(found: KroneckerFactors, exact: KroneckerFactors) -> float:
+    """‖B̂ − B‖ / ‖B‖ over all layers' gradient factors, each of norm one in the exact ones."""
+    shares = []
+    for name, block in exact.blocks.items():
+        B, other = block.B, found.blocks[name].B
+        assert isinstance(B, Tensor) and isinstance(other, Tensor)
+        if B.any():
+            shares.append(float((other - B).norm() / B.norm()) ** 2)
+    return (sum(shares) / max(1, len(shares))) ** 0.5
+
+
+PARTS: dict[str, Callable[[Config], list[dict[str, Any]]]] = {
+    "exact": run_exact,
+    "vocabulary": run_vocabulary,
+    "variances": run_variances,
+}
+
+
+def table(found: dict[str, list[dict[str, Any]]]) -> str:
+    """A table of each part in Markdown."""
+    lines = [
+        "| classes | predictions | mode | rank_tolerance | times the limit | trace left out "
+        "| error of B | peak, MiB | of it factors |",
+        "|---" * 9 + "|",
+    ]
+    for case in found.get("exact", []):
+        for row in case["tolerances"]:
+            lines.append(
+                f"| {case['classes']:,} | {case['kind']} | {case['mode']} | {row['tolerance']:g} "
+                f"| {row['times_limit']:.2f} | {row['left_out_share']:.1%} "
+                f"| {row['error_of_B']:.1%} | {case['peak_mebibytes']:.0f} "
+                f"| {case['factor_mebibytes']:.0f} |"
+            )
+    lines += [
+        "",
+        "| vocabulary 50,257 | mode | factors of the head | times the limit "
+        "| times a training step | peak, MiB | first batch, MiB | training step, MiB |",
+        "|---" * 8 + "|",
+    ]
+    for case in found.get("vocabulary", []):
+        (kind,) = case["options"]
+        error = max(case["sketch_errors"].values(), default=0.0)
+        kept = "diagonal" if kind == "diagonal_above" else f"sketch, stated error {error:.0%}"
+        lines.append(
+            f"| {'tied' if case['tied'] else 'untied'} | {case['mode']} | {kept} "
+            f"| {case['times_limit']:.2f} | {case['times_step']:.2f} "
+            f"| {case['peak_mebibytes']:.0f} | {case['peak_first_mebibytes']:.0f} "
+            f"| {case['peak_step_mebibytes']:.0f} |"
+        )
+    lines += [
+        "",
+        "| outputs | layers | covariances, ms an example | variances, ms an example "
+        "| variances / covariances | peak, MiB |",
+        "|---" * 6 + "|",
+    ]
+    for case in found.get("variances", []):
+        both = [f"{case['seconds'][k] / case['examples'] * 1e3:.3g}" for k in WAYS]
+        peaks = case["peak_mebibytes"]
+        memory = "" if peaks is None else " and ".join(f"{peaks[k]:.1f}" for k in WAYS)
+        lines.append(
+            f"| {case['classes']:,} | {case['layers']} | {' | '.join(both)} "
+            f"| {case['times_covariances']:.2f} | {memory} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what is missing, print and write."""
+    parser = parts_parser(__doc__ or "", PARTS, "cpu")
+    options = parse_options(parser, PARTS, arguments)
+    torch.set_num_threads(1)
+    config, folder = Config(), options.results / "large_classes"
+    for name, path in parts_to_measure(options, folder):
+        write_json(
+            path, {"config": asdict(config), "cases": PARTS[name](config), **environment(CPU)}
+        )
+    files = {name: folder / f"{name}.json" for name in PARTS}
+    found = {
+        name: json.loads(path.read_text())["cases"] for name, path in files.items() if path.exists()
+    }
+    text = table(found)
+    (folder / "table.md").write_text(text)
+    print(text)
+    print(f"Written to {folder}/")
+
+
+if __name__ == "__main__":
+    main()

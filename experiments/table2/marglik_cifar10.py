@@ -1,0 +1,282 @@
+"""Table 2 of Eschenhagen et al. 2023: weight decay learned on CIFAR-10, WRN-16-4 Fixup.
+
+The paper's numbers, test NLL and accuracy (%) over three seeds: expand .422 ± .013 and 88.89 ± .24
+without augmentation, .244 ± .004 and 92.52 ± .12 with; reduce .703 ± .012 and 86.71 ± .13, .352 ±
+.008 and 93.50 ± .06. An update takes 196 ± 22 s with expand and 99 ± 23 s with reduce (A100).
+
+Two protocols: "full" is the paper's; "scaled" has fewer images and epochs and a smaller network,
+the same algorithm and settings, and takes two cores less than two hours. Both come with the
+settings of the paper and of its forerunner (``marglik/presets``), and with a baseline that keeps
+the initial weight decay. What the paper leaves open are variants, see `settings.py`.
+
+    python -m experiments.table2.marglik_cifar10               # scaled, the paper's settings
+    python -m experiments.table2.marglik_cifar10 --protocol full --device cuda --jobs 3
+    python -m experiments.table2.marglik_cifar10 --variants burn-in temperature --seeds 0
+    python -m experiments.table2.marglik_cifar10 --report      # table and figures alone
+
+Each run keeps its state in ``runs/table2`` and goes on from it when the command is given again. It
+writes one JSON file into ``results/table2`` of the working directory, from which `report.py`
+makes table and figures. The project's own numbers are in ``experiments/results/table2``.
+"""
+
+import argparse
+import json
+import signal
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from experiments.data import Source, default_source
+from experiments.options import add_results
+from experiments.processes import as_they_finish, default_jobs
+from experiments.table2.report import write_report
+from experiments.table2.settings import (
+    PROTOCOLS,
+    VARIANTS,
+    Approach,
+    Config,
+    Preset,
+    Settings,
+    changes_training,
+)
+from marglik.data import ImageData
+from marglik.runs.build import build_from_spec
+from marglik.runs.config import RunConfig
+from marglik.runs.evaluate import evaluate_run
+from marglik.runs.train import train
+from marglik.storage.provenance import Provenance
+from marglik.storage.record_file import read_posterior, write_json
+from marglik.storage.run_log import read_log
+
+__all__ = ["configs", "curves", "main", "run"]
+
+RUNS = Path("runs/table2")
+
+
+def run(config: Config, folder: Path | None = None) -> dict[str, Any]:
+    """Train, evaluate, and return what was found.
+
+    Args:
+        config: which run.
+        folder: of the run's own files; below runs/table2 if None. A run that is there goes on.
+    """
+    folder = folder or RUNS / config.name
+    settings, size = Settings.of(config), config.size
+    torch.manual_seed(config.seed)  # of the initial parameters
+    results = train(
+        build_from_spec(nn.Module, settings.model),
+        build_from_spec(ImageData, settings.data),
+        settings.optimizer,
+        settings.prior,
+        settings.curvature,
+        settings.predictive,
+        run=RunConfig(
+            epochs=size.epochs,
+            batch_size=settings.batch_size,
+            augment=config.augment,
+            monitor=size.monitor,
+            held_out=size.held_out,
+            seed=config.seed,
+            output=str(folder),
+            resume=True,
+            accelerator=config.device,
+            precision=config.precision,
+            channels_last=True,
+            compile=config.compile,
+            progress=False,
+        ),
+        provenance=Provenance(None, settings.model, settings.data),
+    )
+    # Their names are "learned, MAP", "fixed, MAP" and the like.
+    metrics = {name.split(", ", 1)[1]: found for name, found in results["metrics"].items()}
+    if config.predictives:
+        metrics |= _of_other_predictives(config, settings, folder)
+    kfac_approx = settings.curvature.kfac_approx
+    return {
+        "config": asdict(config) | {"name": config.name, "kfac_approx": kfac_approx},
+        "settings": asdict(size) | results["config"],
+        "data": results["data"],
+        "num_data": results["num_data"],
+        "metrics": metrics,
+        "evidence_per_example": results["evidence"]["kept"] / results["num_data"],
+        "kept_epoch": results["evidence"]["epoch"],
+        **curves(read_log(folder)),
+        "seconds": results["seconds"],
+        **{key: results[key] for key in ("device", "threads", "python", "versions")},
+    }
+
+
+def _of_other_predictives(
+    config: Config, settings: Settings, folder: Path
+) -> dict[str, dict[str, float]]:
+    """Their metrics, on the posterior that was saved; kept beside it."""
+    path = folder / "predictives.json"
+    posterior = read_posterior(folder)["sha256"]
+    if path.exists():
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if (found["posterior"], found["methods"]) == (posterior, list(config.predictives)):
+            return found["metrics"]
+    others = evaluate_run(
+        str(folder),
+        methods=list(config.predictives),
+        predictive=settings.predictive,
+        output=str(folder / "predictives"),
+        accelerator=config.device,
+        seed=config.seed,
+        progress=False,
+    )
+    del others["predictives"]["MAP"]  # which training has evaluated
+    metrics = {name: found["metrics"] for name, found in others["predictives"].items()}
+    record = {"posterior": posterior, "methods": list(config.predictives), "metrics": metrics}
+    write_json(path, record)
+    return metrics
+
+
+def curves(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Curves over epochs and updates from a run's log; median seconds of an update's parts."""
+    epochs = [record for record in records if record["kind"] == "epoch"]
+    updates = [record for record in records if record["kind"] == "update"]
+    looks = {
+        key: [[record["epoch"], record[key]] for record in epochs if key in record]
+        for key in ("test/cls/NLL", "test/cls/accuracy", "validation/cls/NLL")
+    }
+    of_update = {
+        part: statistics.median(update["seconds"][part] for update in updates)
+        for part in ("pass", "eigenvalues", "steps")
+        if updates
+    }
+    return {
+        "curves": {
+            "loss": [record["loss"] for record in epochs],
+            "accuracy": [record["accuracy"] for record in epochs],
+            "monitor": {key: curve for key, curve in looks.items() if curve},
+            "updates": [
+                {key: u[key] for key in ("epoch", "evidence_per_example", "weight_decay")}
+                for u in updates
+            ],
+        },
+        "seconds_per_epoch": statistics.median(record["seconds"] for record in epochs),
+        "seconds_per_update": of_update | {"all": sum(of_update.values())} if updates else {},
+    }
+
+
+def configs(options: argparse.Namespace) -> list[Config]:
+    """The runs that the options ask for, all settings of the first seed first."""
+    common = {
+        "protocol": options.protocol,
+        "source": options.source,
+        "device": options.device,
+        "precision": options.precision,
+        "compile": options.compile,
+        "jobs": options.jobs,
+    }
+    augment = {"both": (False, True), "on": (True,), "off": (False,)}[options.augment]
+    names = options.variants or [None]
+    asked = [
+        Config(
+            preset=preset,
+            approach=approach,
+            augment=on,
+            seed=seed,
+            variant=variant,
+            predictives=("probit", "bridge", "linearised") if seed == 0 and variant is None else (),
+            **common,
+        )
+        for seed, variant, preset, on, approach in product(
+            options.seeds, names, options.presets, augment, options.approaches
+        )
+    ]
+    return [config for config in asked if changes_training(config)]
+
+
+def _parser() -> argparse.ArgumentParser:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--protocol", choices=PROTOCOLS, default="scaled", help="default: scaled")
+    add("--presets", nargs="+", choices=get_args(Preset), default=["paper"], help="default: paper")
+    add("--approaches", nargs="+", choices=get_args(Approach), default=list(get_args(Approach)),
+        help="default: all")  # fmt: skip
+    add("--augment", choices=("both", "on", "off"), default="both", help="default: both")
+    add("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
+    add("--variants", nargs="+", choices=VARIANTS, help="of what the paper leaves open")
+    add("--source", choices=get_args(Source), default=default_source(),
+        help="re-encoded images or the original; default here: %(default)s")  # fmt: skip
+    add("--device", choices=("cpu", "cuda"), default=device, help="default here: %(default)s")
+    add("--precision", choices=("32-true", "bf16-mixed"), default="32-true",
+        help="of the network's steps; default: 32-true")  # fmt: skip
+    add("--compile", choices=("default", "reduce-overhead"), help="torch.compile's mode")
+    add("--jobs", type=int, help="runs at a time; default: one per core, or one on a GPU")
+    add("--list", action="store_true", help="list the runs and whether they are finished")
+    add(
+        "--report", action="store_true", help="make table and figures of the results that are there"
+    )
+    add_results(parser)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what is asked for, write results, table and figures; returns the exit status."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.jobs is not None and options.jobs < 1:
+        parser.error(f"--jobs must be at least 1, not {options.jobs}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the processes, too
+    options.jobs = options.jobs or default_jobs(options.device)
+    asked, failed = configs(options), 0
+    paths = {config: options.results / "table2" / f"{config.name}.json" for config in asked}
+    if options.list:
+        for config, path in paths.items():
+            print(f"{'finished' if path.exists() else 'to do   '}  {config.name}")
+        return 0
+    try:
+        if not options.report:
+            failed = _run_all(paths, options.jobs)
+    except KeyboardInterrupt:
+        finished = sum(path.exists() for path in paths.values())
+        print(
+            f"interrupted; {finished} of {len(asked)} runs are finished, the same command goes on.",
+            file=sys.stderr,
+        )
+        failed = len(asked)
+        if not finished:
+            return 1
+    folder = options.results / "table2" / options.protocol
+    try:
+        print(write_report(folder))
+    except (FileNotFoundError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"Written to {folder}/")
+    return 1 if failed else 0
+
+
+def _run_all(paths: Mapping[Config, Path], jobs: int) -> int:
+    """Run them and write each one's results to its path; returns how many failed."""
+    asked, failed = list(paths), 0
+    print(f"{len(asked)} runs, {jobs} at a time", flush=True)
+    with closing(as_they_finish(run, asked, jobs)) as finished:
+        for number, (config, found) in enumerate(finished, 1):
+            line = f"{number}/{len(asked)} {config.name}: "
+            if isinstance(found, Exception):
+                failed += 1
+                print(f"{line}{type(found).__name__}: {found}", file=sys.stderr, flush=True)
+                continue
+            write_json(paths[config], found)
+            nll = found["metrics"]["MAP"]["test/cls/NLL"]
+            print(f"{line}test NLL {nll:.3f}, {found['seconds'] / 60:.1f} min", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""The settings of `marglik_cifar10`: how large, which preset, what the paper leaves open."""
+
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from typing import Any, Literal
+
+import yaml
+
+from experiments.data import Source, images
+from marglik.prediction.predictive import PredictiveConfig, PredictiveMethod
+from marglik.runs.config import CurvatureConfig, PriorConfig
+from marglik.training.optimizers import OptimizerConfig
+
+__all__ = [
+    "PROTOCOLS",
+    "VARIANTS",
+    "Approach",
+    "Config",
+    "Preset",
+    "Protocol",
+    "Settings",
+    "changes_training",
+]
+
+Preset = Literal["paper", "redux"]
+Approach = Literal["expand", "reduce", "fixed"]
+"""K-FAC's mode while the weight decay is learned, or the fixed weight decay (posterior: reduce)."""
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How large the experiment is; all other settings are the preset's."""
+
+    depth: int = 16
+    widen_factor: int = 4
+    epochs: int = 100
+    every: int = 5
+    """Epochs between updates."""
+    max_train: int | None = None
+    max_test: int | None = None
+    monitor: int = 5
+    """Epochs between looks at the held-out NLL."""
+    held_out: float = 0.1
+    """Share of the training images that calibrate the predictives; the paper has none."""
+
+
+PROTOCOLS = {
+    "full": Protocol(held_out=0.02),
+    "scaled": Protocol(
+        depth=10, widen_factor=1, epochs=30, max_train=4000, max_test=2000, monitor=2
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run."""
+
+    protocol: str = "scaled"
+    preset: Preset = "paper"
+    approach: Approach = "reduce"
+    augment: bool = True
+    seed: int = 0
+    variant: str | None = None
+    source: Source = "jpeg"
+    device: Literal["cpu", "cuda"] = "cpu"
+    precision: Literal["32-true", "bf16-mixed"] = "32-true"
+    """Of the network's steps."""
+    compile: Literal["default", "reduce-overhead"] | None = None
+    predictives: tuple[PredictiveMethod, ...] = ()
+    """Evaluated besides the preset's own."""
+    jobs: int = 1
+    """Runs at a time, which share the cores or the GPU."""
+    scale: Protocol | None = None
+    """In the place of the protocol's, for tests."""
+
+    @property
+    def size(self) -> Protocol:
+        """How large the run is."""
+        return self.scale or PROTOCOLS[self.protocol]
+
+    @property
+    def name(self) -> str:
+        """Where the run lies, below the folder of all."""
+        setting = f"{self.approach}_{'augmented' if self.augment else 'plain'}_seed{self.seed}"
+        parts = (self.preset, self.variant, "original" if self.source == "original" else None,
+                 "bf16" if self.precision == "bf16-mixed" else None, self.compile)  # fmt: skip
+        return f"{self.protocol}/{'_'.join(part for part in parts if part)}/{setting}"
+
+
+ON_GPU = {"batch_size": 1000, "backward_precision": "tf32"}
+"""Of the curvature pass: small batches leave a GPU waiting for the next kernel, and TF32 is how
+torch multiplies in convolutions unless told otherwise."""
+
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "burn-in": {"prior": {"burn_in": 20}},
+    "temperature": {"prior": {"temperature": 0.1}},
+    "curvature-without-augmentation": {"curvature": {"augment": False}},
+    "validation-split": {"data": {"validation": 0.1}},
+}
+"""What the paper leaves open: name -> what differs from the preset. (Which predictive is another
+such choice; several are evaluated on the same posterior.)"""
+
+
+def changes_training(config: Config) -> bool:
+    """Whether a variant is another run than the preset's own.
+
+    A fixed weight decay has no update whose time or curvature could change, and the forerunner's
+    preset has its burn-in already.
+    """
+    if config.variant is None:
+        return True
+    own, base = Settings.of(config), Settings.of(replace(config, variant=None))
+    if config.approach == "fixed":
+        return own.data != base.data
+    if config.variant == "curvature-without-augmentation":
+        return config.augment
+    return own != base
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run's configuration comes to."""
+
+    model: dict[str, Any]
+    """``{"class_path": ..., "init_args": ...}``."""
+    data: dict[str, Any]
+    """The same of the images."""
+    optimizer: OptimizerConfig
+    prior: PriorConfig
+    curvature: CurvatureConfig
+    predictive: PredictiveConfig
+    batch_size: int
+
+    @classmethod
+    def of(cls, config: Config) -> "Settings":
+        """The preset's, at the protocol's size, with what the variant changes."""
+        preset = yaml.safe_load(
+            (files("marglik.presets") / f"cifar10_{config.preset}.yaml").read_text("utf-8")
+        )
+        scale, learned = config.size, config.approach != "fixed"
+        variant = VARIANTS[config.variant] if config.variant else {}
+        prior = preset["prior"] | {"every": scale.every} | variant.get("prior", {})
+        # In the presets, and in the variant, it is a number of a hundred epochs.
+        prior |= {"burn_in": prior["burn_in"] * scale.epochs // 100}
+        if not learned:
+            prior |= {"method": "fixed"}
+        mode: dict[str, Any] = {"kfac_approx": config.approach if learned else "reduce"}
+        if config.device == "cuda":
+            mode |= ON_GPU
+        size = {"depth": scale.depth, "widen_factor": scale.widen_factor}
+        model = preset["model"]
+        number = {"max_train": scale.max_train, "max_test": scale.max_test}
+        return cls(
+            model=model | {"init_args": model["init_args"] | size},
+            data=images(config.source, **number, **variant.get("data", {})),
+            optimizer=OptimizerConfig(**preset["optimizer"]),
+            prior=PriorConfig(**prior),
+            curvature=CurvatureConfig(**preset["curvature"] | mode | variant.get("curvature", {})),
+            predictive=PredictiveConfig(**preset["predictive"]),
+            batch_size=preset["batch_size"],
+        )

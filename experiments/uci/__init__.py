@@ -1,0 +1,1 @@
+"""Regression on the UCI sets: noise and weight decays learned, beside rivals."""

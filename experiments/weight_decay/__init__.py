@@ -1,0 +1,1 @@
+"""Is learning the weight decay worth it, and by which evidence, optimiser and preset?"""

@@ -1,0 +1,283 @@
+"""Each rival on a tiny problem, against a statement of what it is by brute force, in float64."""
+
+import copy
+import math
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector
+from torch.utils.data import DataLoader, TensorDataset
+
+from experiments.predictions import rivals
+from experiments.predictions.rivals import Rival, Swag, Task
+from marglik.data.tensors import TensorBatches
+from marglik.prediction.evaluation import predict_all
+from marglik.prediction.links import predict_from_outputs
+from marglik.prediction.predictive import map_predictive
+from marglik.training.optimizers import OptimizerConfig
+
+CLASSES = 3
+
+
+def network():
+    return nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, CLASSES)).double()
+
+
+def blobs(n, seed):
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.randint(CLASSES, (n,), generator=generator)
+    noise = torch.randn(n, 2, generator=generator, dtype=torch.float64)
+    return torch.stack([y.double(), (y == 1).double()], 1) + 0.4 * noise, y
+
+
+@pytest.fixture
+def task():
+    x, y = blobs(60, 0)
+    return Task(
+        network,
+        lambda seed: TensorBatches(x, y, 20, shuffle=True, seed=seed),
+        TensorBatches(*blobs(40, 1), 16),
+        epochs=8,
+        optimizer=OptimizerConfig(lr=0.1),
+        samples=4,
+    )
+
+
+@pytest.fixture
+def start(task):
+    return rivals.map_network(task)
+
+
+def probabilities(model, x):
+    return torch.softmax(model(x), -1)
+
+
+def held_out(task):
+    batches = list(task.held_out)
+    return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
+
+
+# One network
+
+
+def test_the_map_minimises_the_loss_with_weight_decay(task):
+    """The gradient of the objective vanishes where the training ends; without the decay not."""
+    x, y = blobs(60, 0)
+    whole = replace(
+        task, make_loader=lambda seed: TensorBatches(x, y, 60), epochs=1500, weight_decay=0.01
+    )
+    model = rivals.map_network(whole).model
+    loss = cross_entropy(model(x), y)
+    decay = 0.005 * sum(p.square().sum() for p in model.parameters())
+    for objective, vanishes in ((loss + decay, True), (loss, False)):
+        gradients = torch.autograd.grad(objective, list(model.parameters()), retain_graph=True)
+        norm = parameters_to_vector(gradients).norm().item()
+        assert (norm < 1e-3) == vanishes
+
+
+def test_the_weight_decay_with_the_lowest_held_out_loss_is_chosen(task):
+    x, y = held_out(task)
+    grid = (1e-4, 1e-2, 1.0)
+    losses = {}
+    for weight_decay in grid:
+        single = rivals.map_network(task, [weight_decay])
+        losses[weight_decay] = cross_entropy(single.model(x), y).item()
+    chosen = rivals.map_network(task, grid)
+    assert chosen.chosen["weight_decay"] == min(losses, key=losses.get)
+    assert chosen.search_seconds > chosen.training_seconds  # of two further trainings
+
+
+# Temperature
+
+
+def test_the_temperature_is_that_of_a_grid(task, start):
+    x, y = held_out(task)
+    with torch.no_grad():
+        logits = 7 * start.model(x)  # overconfident
+    grid = torch.logspace(-1.5, 1.5, 30001, dtype=torch.float64)
+    losses = torch.stack([cross_entropy(logits / tau, y) for tau in grid])
+    found = rivals.best_temperature(predict_from_outputs(logits[None], "classification"), y)
+    assert found == pytest.approx(grid[losses.argmin()].item(), rel=5e-4)
+    assert found > 2
+
+
+def test_tempering_a_network_divides_its_logits(task, start):
+    x, _ = held_out(task)
+    found = rivals.tempered(start, task.held_out, temperature=2.5)(x)
+    torch.testing.assert_close(found.mean, torch.softmax(start.model(x).detach() / 2.5, -1))
+    torch.testing.assert_close(found.total, found.entropy)
+    assert not found.epistemic.any()
+
+
+def test_tempering_a_mixture_raises_its_probabilities(task, start):
+    x, _ = held_out(task)
+    ensemble = rivals.deep_ensemble(task, start, members=2)
+    raw, found = ensemble(x), rivals.tempered(ensemble, task.held_out, temperature=0.5)(x)
+    torch.testing.assert_close(found.mean, raw.mean**2 / (raw.mean**2).sum(1, keepdim=True))
+    torch.testing.assert_close(found.epistemic / found.total, raw.epistemic / raw.total)
+
+
+def test_temperature_one_changes_nothing_and_the_chosen_one_helps(task, start):
+    x, y = held_out(task)
+    torch.testing.assert_close(rivals.tempered(start, [], 1.0)(x).mean, start(x).mean)
+    scaled = rivals.temperature_scaled(task, start)
+    nll = [-p(x).mean.gather(1, y[:, None]).log().mean().item() for p in (start, scaled)]
+    assert nll[1] < nll[0]
+    assert scaled.chosen["temperature"] != 1
+
+
+def test_regression_is_refused(task):
+    with pytest.raises(ValueError, match="not 'regression'"):
+        rivals.tempered(map_predictive(network(), "regression"), task.held_out)
+
+
+# Ensembles
+
+
+def test_an_ensemble_is_the_mean_of_probabilities(task, start):
+    x, _ = held_out(task)
+    members = [start.model]
+    members += [rivals.map_network(replace(task, seed=1000 * i)).model for i in (1, 2)]
+    found = rivals.deep_ensemble(task, start, members=3)
+    expected = sum(probabilities(model, x) for model in members) / 3
+    torch.testing.assert_close(found(x).mean, expected.detach())
+    of_logits = torch.softmax(sum(model(x) for model in members) / 3, -1)
+    assert not torch.allclose(found(x).mean, of_logits, atol=1e-4)
+    assert (found(x).epistemic > 0).all()
+    assert found.training_seconds > start.training_seconds
+
+
+# SWAG
+
+
+@pytest.mark.parametrize(("points", "rank"), [(4, 10), (9, 3)])
+def test_swag_is_the_gaussian_of_its_definition(points, rank):
+    generator = torch.Generator().manual_seed(points)
+    path = torch.randn(points + 1, 6, generator=generator, dtype=torch.float64)
+    gaussian = Swag(path[0], rank)
+    for point in path[1:]:
+        gaussian.collect(point)
+    columns = [path[i] - path[: i + 1].mean(0) for i in range(1, points + 1)][-rank:]
+    D = torch.stack(columns, 1)
+    diagonal = path.square().mean(0) - path.mean(0) ** 2
+    covariance = 0.5 * (diagonal.diag() + D @ D.T / (D.shape[1] - 1))
+    samples = torch.stack([gaussian.sample(generator) for _ in range(40_000)])
+    spread = covariance.diagonal().sqrt()
+    assert ((samples.mean(0) - path.mean(0)).abs() < 5 * spread / 200).all()
+    error = (samples.T.cov() - covariance).abs() / (spread[:, None] * spread)
+    assert error.max() < 5 * math.sqrt(2) / 200
+    # The diagonal alone is another Gaussian, which the same tolerance tells apart.
+    alone = (covariance.diagonal().diag() - covariance).abs() / (spread[:, None] * spread)
+    assert alone.max() > 10 * math.sqrt(2) / 200
+
+
+def test_swag_needs_two_deviations():
+    with pytest.raises(ValueError, match="rank=1"):
+        Swag(torch.zeros(2), rank=1)
+    gaussian = Swag(torch.zeros(2))
+    gaussian.collect(torch.ones(2))
+    with pytest.raises(ValueError, match="1 points were collected"):
+        gaussian.sample(torch.Generator())
+
+
+def test_swag_averages_networks_near_the_one_it_starts_from(task, start):
+    before = parameters_to_vector(start.model.parameters()).detach().clone()
+    found = rivals.swag(task, start, rates=(0.1, 1.0))
+    assert found.chosen["rate"] in (0.1, 1.0)
+    torch.testing.assert_close(parameters_to_vector(start.model.parameters()).detach(), before)
+    prediction, _ = predict_all(found, task.held_out)
+    assert (prediction.epistemic > 0).any()
+    assert found.training_seconds > start.training_seconds
+
+
+def test_swag_refuses_batch_norm(task):
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    with pytest.raises(ValueError, match="without batch norm"):
+        rivals.swag(task, Rival(map_predictive(model), model, 0.0))
+
+
+# IVON
+
+
+def test_ivon_averages_its_samples(task, start, monkeypatch):
+    package = pytest.importorskip("ivon", reason="needs ivon-opt, of marglik[bench]")
+    drawn = []
+
+    class Spy(package.IVON):
+        def _sample_params(self):
+            found = super()._sample_params()
+            drawn.append([p.detach().clone() for g in self.param_groups for p in g["params"]])
+            return found
+
+    monkeypatch.setattr(package, "IVON", Spy)
+    found = rivals.ivon(task, start, rates=(0.5,), hessians=(1.0,))
+    x, _ = held_out(task)
+    expected = 0
+    for parameters in drawn[-task.samples :]:
+        w1, b1, w2, b2 = parameters
+        expected = expected + torch.softmax(torch.tanh(x @ w1.T + b1) @ w2.T + b2, -1)
+    torch.testing.assert_close(found(x).mean, expected / task.samples)
+    assert not torch.allclose(found(x).mean, probabilities(found.model, x), atol=1e-4)
+    assert found.chosen == {"weight_decay": 5e-4, "rate": 0.5, "hessian": 1.0}
+
+
+def test_ivon_without_its_package_says_how_to_get_it(task, start, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ivon", None)
+    with pytest.raises(ImportError, match=r"marglik\[bench\]"):
+        rivals.ivon(task, start)
+
+
+# Dropout
+
+
+def test_dropout_lies_ahead_of_every_layer_but_the_first():
+    model = rivals.with_dropout(network(), 0.3)
+    first, _, last = model
+    assert isinstance(first, nn.Linear)
+    dropout, linear = last
+    assert (dropout.p, linear.out_features) == (0.3, CLASSES)
+    with pytest.raises(ValueError, match="no second"):
+        rivals.with_dropout(nn.Sequential(nn.Linear(2, 2)), 0.3)
+
+
+def test_dropout_is_the_mean_over_masks(task, start):
+    x, _ = held_out(task)
+    found = rivals.mc_dropout(task, start, probabilities=(0.4,))
+    assert found.chosen["dropout"] == 0.4
+    hidden, activation, (_, last) = found.model
+    torch.manual_seed(task.seed)
+    features, expected = activation(hidden(x)), 0
+    for _ in range(task.samples):
+        kept = nn.functional.dropout(features, 0.4, training=True)
+        expected = expected + torch.softmax(last(kept), -1)
+    torch.testing.assert_close(found(x).mean, (expected / task.samples).detach())
+    assert not torch.allclose(found(x).mean, probabilities(found.model.eval(), x), atol=1e-3)
+    state = torch.get_rng_state()
+    found(x)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# laplace-torch
+
+
+@pytest.mark.parametrize("subset", ["all", "last_layer"])
+def test_laplace_torch_is_what_its_readme_does(task, start, subset):
+    """With torch's own loader, by which it counts the data; and its prior is not the first one."""
+    from laplace import Laplace
+
+    found = rivals.laplace_torch(task, start, subset)
+    x, _ = held_out(task)
+    loader = DataLoader(TensorDataset(*blobs(60, 0)), 20)
+    laplace = Laplace(copy.deepcopy(start.model), "classification", subset, "kron")
+    laplace.fit(loader)
+    with_first_prior = laplace(x, link_approx="probit")
+    laplace.optimize_prior_precision(method="marglik")
+    assert isinstance(with_first_prior, torch.Tensor)
+    expected = laplace(x, link_approx="probit")
+    torch.testing.assert_close(found(x).mean, expected, rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(found(x).mean, with_first_prior, atol=1e-3)
+    torch.testing.assert_close(found(x).total, found(x).entropy)
