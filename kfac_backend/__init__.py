@@ -16,7 +16,7 @@ from kfac_backend.layers.rows import counted_positions, examples_of_rows
 from kfac_backend.options import CurvatureOptions, PassOptions, TargetOptions
 
 if TYPE_CHECKING:
-    from kfac_backend.laplace.interface import KfacEF, KfacGGN
+    from kfac_backend.laplace_torch.interface import KfacEF, KfacGGN
 
 __all__ = [
     "CurvatureOptions",
@@ -38,5 +38,5 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in ("KfacEF", "KfacGGN"):
-        return getattr(import_module("kfac_backend.laplace.interface"), name)
+        return getattr(import_module("kfac_backend.laplace_torch.interface"), name)
     raise AttributeError(f"module 'kfac_backend' has no attribute '{name}'")

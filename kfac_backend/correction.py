@@ -23,7 +23,7 @@ from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer, ass
 from kfac_backend.model.targets import split_batch
 from kfac_backend.options import CurvatureKeywords, CurvatureOptions
 from kfac_backend.precision import exact_arithmetic
-from kfac_backend.reduction import PassSums
+from kfac_backend.rank_sums import PassSums
 
 __all__ = ["CorrectionPass", "check_read_twice", "corrected_factors"]
 

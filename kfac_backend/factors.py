@@ -18,7 +18,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.assembly import assemble_blocks, check_memory, collect_sums, make_rules
+from kfac_backend.block_assembly import assemble_blocks, check_memory, collect_sums, make_rules
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.distributed import ProcessGroupOption, Ranks
@@ -57,7 +57,7 @@ from kfac_backend.precision import (
     exact_arithmetic,
     full_float32,
 )
-from kfac_backend.reduction import PassSums, sum_over_ranks
+from kfac_backend.rank_sums import PassSums, sum_over_ranks
 from kfac_backend.threads import turn_of
 
 __all__ = [

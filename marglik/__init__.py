@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from marglik.callbacks.prior_learner import PriorLearner
     from marglik.posterior.evidence import EvidenceTerms, log_marginal_likelihood
     from marglik.posterior.hyperparameters import Hyperparameters
-    from marglik.posterior.laplace_torch import KronLaplace
+    from marglik.posterior.kron_laplace import KronLaplace
     from marglik.posterior.posterior import Posterior
     from marglik.posterior.posterior_file import load_posterior, save_posterior
     from marglik.posterior.prior import (
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from marglik.training.drop_in import marglik_training
     from marglik.training.loop import OnlineResult, OnlineTraining
     from marglik.training.post_hoc import maximize_evidence, minimize_validation_loss
-    from marglik.training.schedule import Schedule
+    from marglik.training.update_schedule import Schedule
 
 __all__ = [
     "EvidenceTerms",
@@ -60,7 +60,7 @@ __all__ = [
 _MODULES = {
     "EvidenceTerms": "posterior.evidence",
     "Hyperparameters": "posterior.hyperparameters",
-    "KronLaplace": "posterior.laplace_torch",
+    "KronLaplace": "posterior.kron_laplace",
     "OnlineResult": "training.loop",
     "OnlineTraining": "training.loop",
     "Posterior": "posterior.posterior",
@@ -68,7 +68,7 @@ _MODULES = {
     "PredictiveConfig": "prediction.predictive",
     "PriorGroups": "posterior.prior",
     "PriorLearner": "callbacks.prior_learner",
-    "Schedule": "training.schedule",
+    "Schedule": "training.update_schedule",
     "calibrate": "prediction.calibration",
     "compute_metrics": "prediction.evaluation",
     "laplace_predictive": "prediction.predictive",

@@ -22,7 +22,7 @@ from experiments.optimizers.runs import Config, Method, Problem, Schedule, Timin
 from experiments.optimizers.steps_to_target import Study
 from marglik.data import DART, Digits
 from marglik.data.batches import Splits
-from marglik.data.images.sets import ImageData
+from marglik.data.images.image_set import ImageData
 from marglik.models import GPT, LeNet, WideResNetFixup
 from marglik.runs.build import build_from_spec
 

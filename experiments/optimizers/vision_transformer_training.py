@@ -27,7 +27,7 @@ from experiments.data import default_source, images
 from experiments.optimizers import steps_to_target
 from experiments.optimizers.runs import Config, Method, Problem, Schedule, Timing
 from experiments.optimizers.steps_to_target import Study
-from marglik.data.images.sets import ImageData, ImageSplits
+from marglik.data.images.image_set import ImageData, ImageSplits
 from marglik.models import VisionTransformer
 from marglik.runs.build import build_from_spec
 

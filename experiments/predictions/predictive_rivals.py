@@ -46,8 +46,8 @@ from experiments.timing import interleaved, medians
 from kfac_backend.options import CurvatureOptions, KfacApprox
 from marglik.data import NCI1, DataSource, Digits, ImageSet, Noise
 from marglik.data.batches import Batches, ImageBatches, Splits, split_batches
+from marglik.data.images.image_set import ImageData, ImageSplits
 from marglik.data.images.out_of_distribution import out_of_distribution_images
-from marglik.data.images.sets import ImageData, ImageSplits
 from marglik.models import GraphNetwork, LeNet
 from marglik.posterior.hyperparameters import Hyperparameters
 from marglik.posterior.posterior import Posterior
@@ -66,7 +66,7 @@ from marglik.storage.provenance import environment
 from marglik.storage.record_file import write_json
 from marglik.training.loop import OnlineTraining
 from marglik.training.optimizers import OptimizerConfig, build_optimizer
-from marglik.training.schedule import Schedule
+from marglik.training.update_schedule import Schedule
 
 __all__ = ["PROBLEMS", "Config", "figure", "ours", "run", "table"]
 

@@ -61,7 +61,7 @@ from marglik.storage.record_file import write_json
 from marglik.training.loop import OnlineTraining
 from marglik.training.optimizers import OptimizerConfig, build_optimizer
 from marglik.training.post_hoc import maximize_evidence
-from marglik.training.schedule import Schedule
+from marglik.training.update_schedule import Schedule
 
 __all__ = ["Config", "Dense", "figure", "run", "table"]
 

@@ -427,7 +427,7 @@ def laplace_torch(
     One prior precision by its marginal likelihood, post hoc. It does not divide the uncertainty,
     so all of it counts as aleatoric.
     """
-    from kfac_backend.laplace.kron import laplace as package  # which takes seconds
+    from kfac_backend.laplace_torch.kron import laplace as package  # which takes seconds
 
     started = time.process_time()
     model = copy.deepcopy(start.model)

@@ -45,7 +45,7 @@ from experiments.speed.contenders import (
 )
 from experiments.speed.evidence import evidence_work, factor_work, peer_update, update
 from experiments.timing import interleaved, medians, peak_memory
-from kfac_backend.laplace.interface import KfacGGN
+from kfac_backend.laplace_torch.interface import KfacGGN
 from kfac_backend.options import Mode
 from marglik.storage.provenance import environment
 from marglik.storage.record_file import write_json

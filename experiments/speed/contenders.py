@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.factors import CurvaturePass
-from kfac_backend.laplace.interface import KfacGGN
+from kfac_backend.laplace_torch.interface import KfacGGN
 from marglik.models import GPT, WideResNetFixup
 from marglik.training.loaders import Loader
 from marglik.training.network import NetworkTraining

@@ -31,7 +31,7 @@ from marglik import Hyperparameters, OnlineTraining, Posterior, PriorGroups, Sch
 from marglik.models import LeNet
 from marglik.posterior.prior import weight_decay_to_precision
 from marglik.storage.provenance import environment
-from marglik.training.schedule import CurvatureFrom
+from marglik.training.update_schedule import CurvatureFrom
 
 __all__ = ["CASES", "Config", "run", "table"]
 

@@ -47,7 +47,7 @@ from experiments.studies import (
 from kfac_backend.files import write_file
 from marglik.data import NCI1, DataSource, Digits, ImageData
 from marglik.data.batches import Splits, split_batches
-from marglik.data.images.sets import ImageSet
+from marglik.data.images.image_set import ImageSet
 from marglik.data.splits import hold_out
 from marglik.data.tensors import SplitName
 from marglik.models import MLP, GraphNetwork, LeNet

@@ -4,8 +4,8 @@ The rest of the package finds a layer's rule in the registry, and knows no kind 
 """
 
 from kfac_backend.layers.elementwise import ExactRule
+from kfac_backend.layers.layer_by_parts import FunctionalLayer, LayerByParts, LinearPart
 from kfac_backend.layers.modules import Bias, Scale
-from kfac_backend.layers.parts import FunctionalLayer, LayerByParts, LinearPart
 from kfac_backend.layers.registry import (
     Registered,
     declared_parameters,

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfac_backend.layers.parts import LayerByParts, LinearPart
+from kfac_backend.layers.layer_by_parts import LayerByParts, LinearPart
 from kfac_backend.layers.rows import current_rows, examples_of_rows
 
 __all__ = ["AttentionByParts", "SequenceFirst"]

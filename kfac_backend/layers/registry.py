@@ -18,8 +18,8 @@ from kfac_backend.layers.elementwise import (
     ScaleRule,
 )
 from kfac_backend.layers.embedding import EmbeddingRule
+from kfac_backend.layers.layer_by_parts import LayerByParts, LinearPart
 from kfac_backend.layers.modules import Bias, Scale
-from kfac_backend.layers.parts import LayerByParts, LinearPart
 from kfac_backend.layers.rule import Rule
 from kfac_backend.layers.transposed_convolution import ConvTransposeRule
 from kfac_backend.layers.weight_sharing import LinearRule, TransposedLinearRule

@@ -1,6 +1,6 @@
 """The rule of all layers with a weight matrix that positions share, and that of linear layers.
 
-This is where the formulas of `kfac_backend.formulas` are applied to a layer: `add_input` and
+Here the formulas of `kfac_backend.expand_and_reduce` are applied to a layer: `add_input` and
 `add_gradient` take one use's rows as the mode says, and add them to the two factors. `layers.rule`
 has the order in which a pass calls these methods.
 """
@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kfac_backend.blocks.sketch import Factor, SketchedFactor, add_factors
-from kfac_backend.formulas import gradient_sums, input_means
+from kfac_backend.expand_and_reduce import gradient_sums, input_means
 from kfac_backend.layers.gram.gram import DenseGram, DiagonalGram, Gram, SketchGram
 from kfac_backend.layers.rows import Rows
 from kfac_backend.layers.rule import ExampleGradients, Rule

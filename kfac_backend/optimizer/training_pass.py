@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 from torch.utils.hooks import RemovableHandle
 
-from kfac_backend.assembly import assemble_blocks
+from kfac_backend.block_assembly import assemble_blocks
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.distributed import ProcessGroupOption

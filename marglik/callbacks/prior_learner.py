@@ -35,8 +35,8 @@ from marglik.posterior.prior import (
 from marglik.training.loaders import Loader
 from marglik.training.penalty import add_penalty, check_no_weight_decay, stable_decays
 from marglik.training.ranks import check_shards, count_on_ranks
-from marglik.training.schedule import Schedule
 from marglik.training.update import update_prior
+from marglik.training.update_schedule import Schedule
 
 __all__ = ["PriorLearner"]
 

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Int64, UInt8
 from torch import Tensor
 from torch.nn.functional import pad
 
-from marglik.data.images.sets import ImageSet, ImageSplits, check_normalisation
+from marglik.data.images.image_set import ImageSet, ImageSplits, check_normalisation
 from marglik.data.shard import WHOLE, Shard
 from marglik.data.tensors import SplitName, TensorBatches, TensorSplits
 from marglik.sizes import check_sizes

@@ -6,7 +6,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from marglik.data.images.sets import ImageSet, ImageSplits
+from marglik.data.images.image_set import ImageSet, ImageSplits
 from marglik.data.tensors import TensorSplits
 
 __all__ = [

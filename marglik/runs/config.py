@@ -13,7 +13,7 @@ from kfac_backend.options import (
 from marglik.posterior.hyperparameters import UpdateMethod
 from marglik.posterior.subset import Layers
 from marglik.training.network import CompileMode
-from marglik.training.schedule import CurvatureFrom, Keep, Schedule
+from marglik.training.update_schedule import CurvatureFrom, Keep, Schedule
 
 __all__ = [
     "Accelerator",

@@ -8,17 +8,17 @@ from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from kfac_backend.laplace.interface import KfacGGN
-from kfac_backend.laplace.kron import laplace as laplace_torch
+from kfac_backend.laplace_torch.interface import KfacGGN
+from kfac_backend.laplace_torch.kron import laplace as laplace_torch
 from kfac_backend.model.checks import check_module
 from kfac_backend.options import CurvatureOptions, Likelihood
 from marglik.posterior.hyperparameters import Hyperparameters
-from marglik.posterior.laplace_torch import KronLaplace
+from marglik.posterior.kron_laplace import KronLaplace
 from marglik.posterior.prior import PriorGroups, PriorStructure
 from marglik.training.loaders import CountedLoader
 from marglik.training.loop import OnlineTraining
 from marglik.training.ranks import check_alone
-from marglik.training.schedule import Schedule
+from marglik.training.update_schedule import Schedule
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric  # importing Lightning takes seconds

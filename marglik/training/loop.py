@@ -37,8 +37,8 @@ from marglik.training.random_state import (
     set_random_state,
 )
 from marglik.training.ranks import check_shards, count_on_ranks, own_random_numbers, ranks_of
-from marglik.training.schedule import CurvatureFrom, Schedule
 from marglik.training.update import fit, update_prior
+from marglik.training.update_schedule import CurvatureFrom, Schedule
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from kfac_backend import corrected_factors, kronecker_factors
 from kfac_backend.blocks.block import compute_eigenvalues, decompose_on_ranks
 from kfac_backend.distributed import Ranks
-from kfac_backend.laplace.interface import KfacEF, KfacGGN
+from kfac_backend.laplace_torch.interface import KfacEF, KfacGGN
 from kfac_backend.model.batches import examples
 from tests.kfac_backend.layer_cases import CASES, case
 from tests.kfac_backend.networks import OwnNorm, data, network

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from kfac_backend import corrected_factors, kronecker_factors
 from kfac_backend.blocks.eigen import eigenvalues, eigh
 from kfac_backend.covariance.output_covariance import OutputCovariance
-from kfac_backend.laplace.interface import KfacGGN
+from kfac_backend.laplace_torch.interface import KfacGGN
 from kfac_backend.layers import Bias, Scale
 from kfac_backend.layers.gram import patch_gram
 from kfac_backend.layers.gram.patch_gram import WAYS

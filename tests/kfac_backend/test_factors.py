@@ -9,8 +9,8 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from kfac_backend import kronecker_factors
+from kfac_backend.expand_and_reduce import layer_factors
 from kfac_backend.factors import CurvaturePass
-from kfac_backend.formulas import layer_factors
 from kfac_backend.layers import Bias, Scale
 from kfac_backend.loss.hessian import loss_hessian_root
 from tests import oracles

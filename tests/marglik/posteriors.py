@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.laplace.interface import KfacEF
+from kfac_backend.laplace_torch.interface import KfacEF
 from marglik import KronLaplace
 from marglik.prediction.links import Prediction
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive

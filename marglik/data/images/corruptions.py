@@ -11,7 +11,7 @@ from jaxtyping import UInt8
 from PIL import Image
 from torch import Tensor
 
-from marglik.data.images.sets import map_in_chunks
+from marglik.data.images.image_set import map_in_chunks
 from marglik.data.splits import check_seed
 
 __all__ = ["CORRUPTIONS", "SEVERITIES", "Corruption", "corrupt"]

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from kfac_backend.files import parse_json, sha256, sha256_of_tensors, write_tensors
 from marglik.data.images.files import SPLITS, ImageFile, Layout, files_below
-from marglik.data.images.sets import ImageSet
+from marglik.data.images.image_set import ImageSet
 
 __all__ = [
     "Decoded",

@@ -2,7 +2,7 @@
 
 import torch
 
-from marglik.data.images.sets import ImageData, ImageSet, ImageSplits
+from marglik.data.images.image_set import ImageData, ImageSet, ImageSplits
 from marglik.data.splits import (
     check_fraction,
     check_seed,

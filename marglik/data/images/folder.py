@@ -5,7 +5,7 @@ from pathlib import Path
 
 from marglik.data.images.decoding import Decoded, cache_file, decode_splits, read_cache, write_cache
 from marglik.data.images.files import SPLITS, open_layout
-from marglik.data.images.sets import ImageData, ImageSet, ImageSplits
+from marglik.data.images.image_set import ImageData, ImageSet, ImageSplits
 from marglik.data.splits import (
     check_fraction,
     check_seed,

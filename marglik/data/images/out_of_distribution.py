@@ -8,7 +8,7 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from marglik.data.images.sets import ImageData, ImageSet, ImageSplits, map_in_chunks
+from marglik.data.images.image_set import ImageData, ImageSet, ImageSplits, map_in_chunks
 from marglik.data.splits import check_seed
 from marglik.sizes import check_sizes
 

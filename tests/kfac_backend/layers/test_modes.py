@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from kfac_backend import KroneckerFactors
-from kfac_backend.laplace.interface import KfacGGN
+from kfac_backend.laplace_torch.interface import KfacGGN
 from marglik import KronLaplace
 from marglik.posterior.posterior_file import load_posterior, save_posterior
 from tests.kfac_backend.block_checks import (

@@ -8,7 +8,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from kfac_backend import counted_positions, kronecker_factors
-from kfac_backend.laplace.interface import KfacGGN
+from kfac_backend.laplace_torch.interface import KfacGGN
 from marglik import KronLaplace, marglik_training
 from marglik.training.loaders import CountedLoader
 from tests import oracles

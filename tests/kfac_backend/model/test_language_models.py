@@ -9,13 +9,13 @@ from torch import nn
 from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
-from kfac_backend.laplace.interface import KfacGGN
+from kfac_backend.laplace_torch.interface import KfacGGN
 from kfac_backend.options import TargetOptions
 from marglik import KronLaplace, map_predictive, marglik_training, predict_all
 from marglik.posterior.hyperparameters import Hyperparameters
 from marglik.posterior.prior import PriorGroups
 from marglik.training.loop import OnlineTraining
-from marglik.training.schedule import Schedule
+from marglik.training.update_schedule import Schedule
 from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.model.language import (
     IGNORED,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from marglik.data import ImageBatches, TensorBatches
-from marglik.data.images.sets import ImageSet
+from marglik.data.images.image_set import ImageSet
 from marglik.data.shard import Shard
 
 

@@ -10,7 +10,7 @@ from torch.autograd import gradcheck
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from kfac_backend.laplace.interface import KfacEF, KfacGGN
+from kfac_backend.laplace_torch.interface import KfacEF, KfacGGN
 from marglik import KronLaplace
 from tests import oracles
 

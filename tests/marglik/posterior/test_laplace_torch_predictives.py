@@ -6,7 +6,7 @@ import torch
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from kfac_backend.laplace.interface import KfacGGN
+from kfac_backend.laplace_torch.interface import KfacGGN
 from marglik import KronLaplace
 from tests.marglik.small_laplace import DELTAS, data, fitted, network
 

@@ -6,7 +6,7 @@ from laplace import Laplace
 from torch.utils.data import DataLoader, TensorDataset
 
 from kfac_backend import kronecker_factors
-from kfac_backend.laplace.interface import KfacGGN
+from kfac_backend.laplace_torch.interface import KfacGGN
 from marglik.models import WideResNetFixup
 from tests import oracles
 

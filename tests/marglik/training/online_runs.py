@@ -13,11 +13,11 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from kfac_backend.laplace.interface import KfacGGN
+from kfac_backend.laplace_torch.interface import KfacGGN
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from marglik import Hyperparameters, KronLaplace, OnlineTraining, PriorGroups, Schedule
 from marglik.data import ImageBatches
-from marglik.data.images.sets import ImageSet
+from marglik.data.images.image_set import ImageSet
 from marglik.storage.checkpoint import Checkpoints
 from marglik.training.loop import OnlineResult
 

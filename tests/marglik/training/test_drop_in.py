@@ -8,7 +8,7 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from kfac_backend.laplace.interface import KfacGGN
+from kfac_backend.laplace_torch.interface import KfacGGN
 from marglik import KronLaplace, marglik_training
 
 

@@ -15,7 +15,7 @@ from kfac_backend.loss.hessian import loss_sum
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from marglik import Hyperparameters, KronLaplace, OnlineTraining, PriorGroups
 from marglik.data import ImageBatches
-from marglik.data.images.sets import ImageSet
+from marglik.data.images.image_set import ImageSet
 from marglik.runs.config import PriorConfig
 from marglik.training.network import NetworkTraining
 from tests.marglik.same_state import same

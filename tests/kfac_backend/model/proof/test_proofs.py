@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from kfac_backend import examples_of_rows, kronecker_factors, register_parameters
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.factors import CurvaturePass
-from kfac_backend.laplace.interface import KfacGGN
+from kfac_backend.laplace_torch.interface import KfacGGN
 from kfac_backend.layers import Scale
 from kfac_backend.model.proof.verification import with_first_again
 from tests.kfac_backend.block_checks import MODES

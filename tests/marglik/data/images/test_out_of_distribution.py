@@ -101,7 +101,7 @@ def test_equal_numbers_of_channels_are_kept_however_many():
 def test_chunks_change_nothing(monkeypatch):
     source = Given(random_images(9, 3, 12, 12))
     whole, *_ = out_of_distribution_images(source, like(1, 8, 8))
-    monkeypatch.setattr("marglik.data.images.sets.CHUNK", 2 * 3 * 12 * 12)
+    monkeypatch.setattr("marglik.data.images.image_set.CHUNK", 2 * 3 * 12 * 12)
     assert torch.equal(out_of_distribution_images(source, like(1, 8, 8))[0], whole)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from marglik.data.images.sets import ImageData, ImageSet, ImageSplits
+from marglik.data.images.image_set import ImageData, ImageSet, ImageSplits
 from marglik.data.splits import (
     check_fraction,
     check_seed,

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from kfac_backend import formulas
+from kfac_backend import expand_and_reduce
 from tests.kfac_backend.block_checks import MODES
 from tests.oracles import Use, kfac_from_uses
 from tests.random_numbers import error, normal
@@ -36,7 +36,7 @@ def by_loops(a, jacobians, hessians, mode, ragged=False):
 @settings(deadline=None, max_examples=30)
 def test_factors_are_the_papers(mode, N, R, d_in, d_out, C, seed):
     a, jacobians, hessians, vectors = setting(N, R, d_in, d_out, C, seed)
-    found = formulas.layer_factors(a, vectors, mode)
+    found = expand_and_reduce.layer_factors(a, vectors, mode)
     expected = by_loops(a, jacobians, hessians, mode)
     assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
@@ -44,7 +44,10 @@ def test_factors_are_the_papers(mode, N, R, d_in, d_out, C, seed):
 def test_the_modes_differ_where_positions_are_shared_and_only_there():
     for R in (1, 3):
         a, _, _, vectors = setting(4, R, 3, 2, 3)
-        expand, reduce = formulas.expand_factors(a, vectors), formulas.reduce_factors(a, vectors)
+        expand, reduce = (
+            expand_and_reduce.expand_factors(a, vectors),
+            expand_and_reduce.reduce_factors(a, vectors),
+        )
         errors = [error(e, r) for e, r in zip(expand, reduce, strict=True)]
         assert max(errors) < 1e-12 if R == 1 else min(errors) > 0.1
 
@@ -59,9 +62,9 @@ def test_each_mode_is_exact_where_its_sum_falls_apart():
         for n in range(5)
         for g in [sum(torch.kron(b[v, n, r], a[n, r]) for r in range(3))]
     )
-    B, A = formulas.reduce_factors(a, b)
+    B, A = expand_and_reduce.reduce_factors(a, b)
     assert_close(torch.kron(B, A), exact, rtol=1e-10, atol=1e-12)
-    B, A = formulas.expand_factors(a, b)
+    B, A = expand_and_reduce.expand_factors(a, b)
     assert error(torch.kron(B, A), exact) > 0.1
 
 
@@ -69,7 +72,7 @@ def test_graphs_scale_both_sums_by_the_root_of_their_positions():
     graph = torch.tensor([0, 3, 0, -1, 1, 0, 3])  # of three positions, one, none and two
     a, jacobians, root = normal(7, 4), normal(7, 3, 2, seed=1), normal(2, 2, seed=2)
     vectors = torch.stack([jacobians @ column for column in root.mT])  # of one Λ for all
-    found = formulas.reduce_factors_of_graphs(a, vectors, graph, 4)
+    found = expand_and_reduce.reduce_factors_of_graphs(a, vectors, graph, 4)
     of_graphs = [(a[graph == n], jacobians[graph == n]) for n in range(4)]
     expected = by_loops(*zip(*of_graphs, strict=True), 4 * [root @ root.mT], "reduce", True)
     assert_close(found, expected, rtol=1e-10, atol=1e-12)
@@ -78,7 +81,7 @@ def test_graphs_scale_both_sums_by_the_root_of_their_positions():
 def test_graphs_of_one_size_are_reduce_but_for_how_the_scale_is_spread():
     a, b = normal(3, 4, 2), normal(2, 3, 4, 5, seed=1)
     graph = torch.arange(3).repeat_interleave(4)
-    B, A = formulas.reduce_factors_of_graphs(a.flatten(0, 1), b.flatten(1, 2), graph, 3)
-    B_reduce, A_reduce = formulas.reduce_factors(a, b)
+    B, A = expand_and_reduce.reduce_factors_of_graphs(a.flatten(0, 1), b.flatten(1, 2), graph, 3)
+    B_reduce, A_reduce = expand_and_reduce.reduce_factors(a, b)
     assert_close(torch.kron(B, A), torch.kron(B_reduce, A_reduce))
     assert_close(A, 4 * A_reduce)

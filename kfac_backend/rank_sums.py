@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.assembly import Part
+from kfac_backend.block_assembly import Part
 from kfac_backend.blocks.sketch import Factor, add_factors
 from kfac_backend.distributed import RankError, Ranks, check_same
 from kfac_backend.options import KfacApprox

@@ -10,8 +10,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
-from kfac_backend.laplace.interface import KfacGGN, KfacInterface
-from kfac_backend.laplace.kron import EigenKron, FactorKron, laplace
+from kfac_backend.laplace_torch.interface import KfacGGN, KfacInterface
+from kfac_backend.laplace_torch.kron import EigenKron, FactorKron, laplace
 from kfac_backend.model.batches import to_device
 from kfac_backend.model.calls import call_with
 from kfac_backend.model.checks import check_module, check_output

@@ -10,8 +10,8 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from kfac_backend import kronecker_factors
-from kfac_backend.laplace.interface import KfacEF, KfacGGN
-from kfac_backend.laplace.kron import EigenKron, FactorKron
+from kfac_backend.laplace_torch.interface import KfacEF, KfacGGN
+from kfac_backend.laplace_torch.kron import EigenKron, FactorKron
 from kfac_backend.layers import Bias, Scale
 from tests import oracles
 from tests.kfac_backend.block_checks import MODES

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.distributed import ProcessGroupOption, Ranks
 from kfac_backend.factors import CurvaturePass
-from kfac_backend.laplace.kron import FactorKron, laplace
+from kfac_backend.laplace_torch.kron import FactorKron, laplace
 from kfac_backend.options import CurvatureOptions, Fisher, KfacApprox
 
 __all__ = ["KfacEF", "KfacGGN", "KfacInterface"]
