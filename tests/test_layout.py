@@ -196,7 +196,8 @@ def loaded(tmp_path_factory):
 def test_importing_the_backend_needs_few_packages(loaded):
     assert not loaded["the backend"] & (LAPLACE | PLOTS | OTHERS | {"marglik"})
     own = {"torch", "numpy", "safetensors", "jaxtyping", "tqdm"}
-    found = {m.split(".")[0] for p, m in imports("kfac_backend") if p.parent.name != "laplace_torch"}
+    ours = [m for p, m in imports("kfac_backend") if p.parent.name != "laplace_torch"]
+    found = {module.split(".")[0] for module in ours}
     assert found - set(sys.stdlib_module_names) - {"kfac_backend"} <= own
 
 

@@ -57,7 +57,7 @@ class KroneckerFactors:
     """The options of the pass, with the mode that kfac_approx="auto" has become; for a sum of
     factors, those of the first."""
     trace: float = 0.0
-    """Σ tr Λ over the data, if rank_tolerance > 0; otherwise 0."""
+    """Σ tr Λ over the data, if a part of it may be left out; otherwise 0."""
     trace_left_out: float = 0.0
     """The part of it that was left out."""
 

@@ -431,7 +431,7 @@ class TrainingPass(CurvaturePass):
         """Targets that only say which terms count, since the training's labels are not known here.
 
         A term with gradient zero is taken for one whose label does not count. Where each example
-        has one term, that is done only if a mask or ``ignore_index`` says that there are such: the
+        has one term, that is done only if a mask or the options say that there are such: the
         gradient is also zero where the network is so confident that it rounds to that.
         """
         if self._likelihood != "classification":

@@ -87,7 +87,7 @@ def marglik_training(
         dict_key_y: the targets' key in batches that are mappings.
         fabric: devices and precision, launched; ``train_loader`` is then this rank's shard, see
             `OnlineTraining`. None takes the model's device.
-        options: fields of `CurvatureOptions`, such as ``kfac_approx`` or ``ignore_index``, except
+        options: fields of `CurvatureOptions`, such as ``kfac_approx`` or ``dict_key_mask``, except
             ``fisher`` and ``mc_samples``, which the backend sets; for our backends only.
 
     Returns:
