@@ -207,6 +207,9 @@ class _Few:
     def __call__(self, f: Tensor, y: Tensor) -> Any:
         return islice(self._vectors(f, y), self._number)
 
+    def warn_of_many(self, f: Tensor) -> None:
+        """Nothing: there are few."""
+
 
 def peer(
     backend: type, model: nn.Module, x: Tensor, y: Tensor, kfac_approx: str, fisher: str

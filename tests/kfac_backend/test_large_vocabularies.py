@@ -8,7 +8,12 @@ from torch import nn
 from torch.testing import assert_close
 
 from experiments.timing import peak_memory
-from kfac_backend import KroneckerFactors, assembly, corrected_factors, kronecker_factors
+from kfac_backend import (
+    KroneckerFactors,
+    block_assembly,
+    corrected_factors,
+    kronecker_factors,
+)
 from kfac_backend.blocks.corrected import CorrectedBlock
 from kfac_backend.covariance.last_layer import LastLayerCovariance
 from kfac_backend.covariance.output_covariance import OutputCovariance
@@ -195,7 +200,7 @@ def test_a_layer_that_no_row_reaches():
 @pytest.mark.parametrize("kfac_approx", ["expand", "auto"])
 def test_factors_that_cannot_fit_are_refused_before_any_work(kfac_approx, monkeypatch):
     """A vocabulary of 50,257: 9.4 GiB, and two copies in float64 for the eigenvalues."""
-    monkeypatch.setattr(assembly, "total_memory", lambda device: 16 * 2**30)
+    monkeypatch.setattr(block_assembly, "total_memory", lambda device: 16 * 2**30)
     for tied, name in ((True, "token_embedding"), (False, "head")):
         model = GPT(50257, 8, 4, 1, 1, tied=tied)
         options = {"kfac_approx": kfac_approx, "fisher": "mc"}
@@ -216,7 +221,7 @@ def test_factors_that_cannot_fit_are_refused_before_any_work(kfac_approx, monkey
         # With enough memory it is tried.
         model.head.weight.requires_grad_(True)
         with monkeypatch.context() as larger:
-            larger.setattr(assembly, "total_memory", lambda device: 48 * 2**30)
+            larger.setattr(block_assembly, "total_memory", lambda device: 48 * 2**30)
             CurvaturePass(model, "classification", **options)
 
 
