@@ -1,6 +1,6 @@
 """K-FAC with expand and reduce modes, for torch models and as a backend of laplace-torch.
 
-`formulas` says what the two modes are. `KfacGGN` and `KfacEF` are imported when first used, since
+`expand_and_reduce` says what the two modes are. `KfacGGN` and `KfacEF` are imported when first used, since
 laplace-torch takes seconds to import.
 """
 

@@ -155,8 +155,8 @@ def _tie(rules: Mapping[TrackedLayer, Rule]) -> None:
     """Let layers that share a tensor add to the same sums, where they use it in the same way.
 
     Uses of one kind are one sum: an example's gradient is the sum over all of them. Uses of a
-    weight in two orientations get two sums, which `nearest_kronecker` joins. Any other mixture has
-    no common block.
+    weight in two orientations, or in two modes, get two sums, which `nearest_kronecker` joins. Any
+    other mixture has no common block.
     """
     first: dict[tuple, tuple[Rule, str]] = {}  # the layer whose sums the others share
     kinds: dict[tuple, dict[tuple, TrackedLayer]] = {}  # (parameter, slot) -> its kinds of use
@@ -177,7 +177,7 @@ def _tie(rules: Mapping[TrackedLayer, Rule]) -> None:
         of_name = [kind for place in places for kind in kinds[place]]
         whole = any(slot is None for _, slot in places)
         # No block: a tensor that is used both whole and in slots, and one with several kinds of use
-        # unless these are orientations of one weight.
+        # unless these are orientations or modes of one weight.
         if (whole and len(places) > 1) or (
             len(of_name) > len(places)
             and not (len(places) == 1 and all(kind[0] == "weight" for kind in of_name))

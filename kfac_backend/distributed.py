@@ -2,7 +2,7 @@
 
 Each rank sees its own part of the data, its shard. The sums of a pass are additive over shards, so
 that one reduction at the end gives the pass over all the data. A method is collective if it
-communicates: all ranks of the group must call it, in the same order.
+exchanges data between ranks: all of the group must call it, in the same order.
 
 A rank that waits for another must tell a slow rank from one that hangs. So each rank counts its
 progress (`Ranks.beat`: a batch, a factor) in the store of torch.distributed. A rank that waits

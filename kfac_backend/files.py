@@ -65,9 +65,8 @@ def write_file(path: str | Path, content: bytes) -> str:
         temporary.unlink(missing_ok=True)  # so that the error counts its bytes as free
         raise _disk_full(path, len(content), error) from error
     finally:
-        with suppress(
-            OSError
-        ):  # the folder may be read-only by now; `remove_leftovers` tries again
+        # The folder may be read-only by now; `remove_leftovers` tries again.
+        with suppress(OSError):
             temporary.unlink(missing_ok=True)
         _in_work.discard(temporary)
     return sha256(content)

@@ -3,6 +3,7 @@
 An options object is made once, checks itself, and is passed whole to whatever acts on it.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatchcase
@@ -129,7 +130,7 @@ class TargetOptions(Options):
 class PassOptions(Options):
     """Which matrix a curvature pass computes, and how.
 
-    These sentences are the command line's help, too.
+    The command line shows these sentences as its help. In Python modes are strings, and null is None.
 
     Args:
         kfac_approx: how to treat the positions that share a layer's weight. expand takes each
@@ -219,7 +220,7 @@ class PassOptions(Options):
         return {name: getattr(self, name) for name in names}
 
     def in_training_steps(self, fisher: Fisher) -> Self:
-        """These options for factors of training steps: one backward pass each, as the loss has."""
+        """These options for factors of training steps: one sample, nothing left out, one by one."""
         return self.but(fisher=fisher, mc_samples=1, rank_tolerance=0.0, batched=False)
 
 
@@ -227,7 +228,8 @@ class PassOptions(Options):
 class CurvatureOptions(PassOptions, TargetOptions):
     """Every choice of a curvature pass over some data, checked once and passed whole.
 
-    Those of `PassOptions` say which matrix, those of `TargetOptions` of which targets.
+    It has the options of `PassOptions`, which choose the matrix, and those of `TargetOptions`, which
+    choose the targets; see there.
 
     Raises:
         ValueError: an option that is not supported.
@@ -280,7 +282,8 @@ def check_positive(name: str, value: object) -> None:
     if not right.all():
         # The number as the user gave it, -3 and not -3.0.
         wrong = value if isinstance(value, (int, float)) else numbers[~right][0].item()
-        raise ValueError(f"{name} must be positive, not {wrong}.")
+        what = "positive" if math.isfinite(wrong) else "positive and finite"
+        raise ValueError(f"{name} must be {what}, not {wrong}.")
 
 
 def check_kfac_approx(kfac_approx: KfacApprox) -> KfacApprox:

@@ -322,9 +322,10 @@ def _solve_on_ranks(
 
 
 def decompose_on_ranks(blocks: Iterable[KroneckerBlock], ranks: Ranks) -> dict[str, "EigenBlock"]:
-    """Name -> eigenvalues and eigenvectors of each block; each factor is solved by one rank.
+    """Name -> eigenvalues and eigenvectors of each block; each whole factor is solved by one rank.
 
-    The ranks share the work, the largest factors first by d³. A factor that a weight and its bias
+    The ranks share the work, the largest factors first by d³. The factor beside a sketch is an
+    exception: each rank solves it. A factor that a weight and its bias
     share is solved once. All ranks must have the same blocks and call this; all get the same
     numbers to the bit.
 
@@ -335,7 +336,8 @@ def decompose_on_ranks(blocks: Iterable[KroneckerBlock], ranks: Ranks) -> dict[s
     blocks, what = list(blocks), "eigenvectors"
     if ranks.size == 1:
         return {block.name: block.decompose() for block in blocks}
-    # These cost nothing: corrected blocks and sketches store their eigenvectors.
+    # Corrected blocks and sketches store their eigenvectors. (The whole factor beside a sketch is the
+    # narrow one, such as an adapter's of a few rows.)
     found = {b.name: b.decompose() for b in blocks if b.knows_eigenvectors or b.sketches}
     whole: dict[object, tuple[Tensor, str]] = {}
     for block in blocks:

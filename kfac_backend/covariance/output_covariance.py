@@ -574,4 +574,4 @@ def check_rows(tracked: TrackedLayer, use: Use, N: int) -> None:
     """Raise a NotImplementedError unless it is known which of N examples a layer's rows are of."""
     rows = len(use.a) if use.rows is None else use.rows.num_examples
     if rows != N:
-        raise unknown_examples(tracked, rows, N, "the covariance needs")
+        raise unknown_examples(tracked, rows, N, "the covariance needs", "outputs")

@@ -1,6 +1,6 @@
 """One file per kind of layer: how inputs and output gradients become Gram matrices.
 
-The rest of the package finds a layer's rule in the registry, and knows no kind of layer itself.
+A pass finds a layer's rule in the registry.
 """
 
 from kfac_backend.layers.elementwise import ExactRule

@@ -125,9 +125,9 @@ def register_parameters(*names: str, **views: tuple[int, ...]) -> Callable[[T], 
     """A class decorator for modules with parameters of their own: biases, scales, class tokens.
 
     A pass also finds such parameters by itself, by following them through the operations of the
-    forward pass. For declared ones it need not. The forward must use them
-    elementwise, so that it can take a copy for each example, (N, ...) in place of (1, ...). Their
-    blocks are then exact. The first batch of each pass proves that.
+    forward pass. For declared ones it need not. The forward must use them elementwise, so that it
+    can take a copy for each example, (N, ...) in place of (1, ...). Their blocks are then exact.
+    The first batch of each pass proves that.
 
     ``@register_parameters("class_token", "position_embedding", scale=(1, 1, -1))``
 

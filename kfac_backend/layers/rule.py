@@ -8,8 +8,8 @@ are known before the first gradient, because the forward pass comes first. The r
 over all batches, and of the present batch only what must wait for other uses. After the last batch
 `Rule.block_sums` returns the sums, and the rule is dropped.
 
-A predictive calls `Rule.position_gradients` and `Rule.example_gradients` instead. These keep
-nothing.
+A predictive calls `Rule.position_gradients` and `Rule.example_gradients` instead. These add
+to no sum.
 """
 
 from abc import ABC, abstractmethod

@@ -174,7 +174,8 @@ class InputFactor:
 
     @property
     def roots(self) -> Tensor | None:
-        """(N,): √R_n over all uses, which divides the gradients' sums as well; None if 1/R_n does.
+        """(N,): √R_n over all uses, which divides the gradients' sums as well; None if only the inputs'
+        sums are divided, by R_n.
 
         Known after the last use of a forward pass.
         """

@@ -590,7 +590,7 @@ def check_before(tracked: TrackedLayer, a: Tensor) -> None:
 
 
 def unknown_examples(
-    tracked: TrackedLayer, rows: int, N: int, needed_by: str
+    tracked: TrackedLayer, rows: int, N: int, needed_by: str, what: str = "examples"
 ) -> NotImplementedError:
     """The error for a layer with rows of which it is not known to which of N examples they belong.
 
@@ -599,9 +599,10 @@ def unknown_examples(
         rows: how many rows it got.
         N: examples.
         needed_by: what needs to know, with its verb, such as "its block needs".
+        what: what N counts.
     """
     return NotImplementedError(
-        f"Layer {tracked} got {rows} rows in a batch of {N} examples; {needed_by} each example's "
+        f"Layer {tracked} got {rows} rows in a batch of {N} {what}; {needed_by} each example's "
         "rows. Keep the batch axis first and the shared axes apart, (N, ..., d), or say which "
         "example each row belongs to (examples_of_rows)."
     )

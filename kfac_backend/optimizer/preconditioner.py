@@ -349,7 +349,7 @@ class KfacPreconditioner:
         return self._sent(inverses) if self.options.inverse_owners == "all" else inverses
 
     def _inverses_of(self, blocks: Mapping[str, KroneckerBlock]) -> dict[str, DampedInverse]:
-        """The damped inverses of these blocks, computed on several CPU cores at once."""
+        """The damped inverses of these blocks, computed at once on several cores of a CPU."""
         options, damping = self.options, self._damping
 
         def invert(block: KroneckerBlock) -> DampedInverse:

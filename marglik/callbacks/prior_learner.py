@@ -44,8 +44,8 @@ __all__ = ["PriorLearner"]
 class PriorLearner:
     """Learns weight decays, one per parameter tensor, in another library's training loop.
 
-    The loop calls `start` once, before its first step; `add_to_gradients` after each backward pass
-    and before the optimiser's step; `end_of_epoch` after each epoch; and `end_of_training` after
+    The loop calls `start` once, before its first step; `add_to_gradients` once before each step of
+    the optimiser, after its backward passes; `end_of_epoch` after each epoch; and `end_of_training` after
     the last step. `start` makes the hyperparameters, since only then model and data are known. In
     between the learner holds them, the latest posterior and the evidences; network and optimiser
     remain the loop's. `state_dict` can be taken at any time after `start`. A state that is loaded
@@ -188,7 +188,7 @@ class PriorLearner:
     def add_to_gradients(self) -> Tensor:
         """Add the prior's gradient to the parameters' gradients; returns ½ Σ wd ‖θ‖², a scalar.
 
-        Call it after the backward pass.
+        Call it once before each step of the optimiser, after the backward passes.
 
         Raises:
             RuntimeError: `start` was not called.

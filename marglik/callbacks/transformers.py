@@ -41,8 +41,8 @@ class MarginalLikelihood(TrainerCallback):
         trainer: the trainer, through which it logs.
         likelihood: likelihood of the model's loss: "classification" (also for language models),
             "regression" or "bernoulli".
-        curvature: all options of the curvature pass; for language models use fisher="mc", and
-            -100 as the label of positions that do not count, as Hugging Face marks them.
+        curvature: all options of the curvature pass; for language models use fisher="mc" and
+            ``ignore_index=-100``.
         options: further arguments of `PriorLearner`; for language models use mean_over="terms".
 
     Raises:

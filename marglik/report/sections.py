@@ -113,7 +113,7 @@ def summary_section(runs: Sequence[Run]) -> Section:
     """The table of metrics."""
     lead = (
         "Every predictive, side by side. Look for a Laplace predictive that is better calibrated "
-        "than the MAP (ECE, NLL) and equally accurate; without calibration it is often too "
+        "than the MAP (ECE, NLL) and at least as accurate; without calibration it is often too "
         "uncertain. The best value of each row is marked."
     )
     if not predictives(runs):

@@ -43,7 +43,7 @@ TENSORBOARD = "tensorboard"
 """A folder of scalars, with --tensorboard."""
 
 FOUND = (RESULTS, POSTERIOR, EVALUATION)
-"""The files with results, which no command replaces without --overwrite."""
+"""Files with results; a new `train` or `fit` does not replace them without --overwrite."""
 ALL = (
     CONFIG, LOG, *FOUND, EVIDENCE, MODEL, FACTORS, REPORT, CHECKPOINT, TENSORBOARD, MANIFEST,
 )  # fmt: skip

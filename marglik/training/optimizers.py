@@ -24,7 +24,7 @@ class KfacConfig:
         base: optimiser that takes the step with the preconditioned gradients: sgd with momentum, or
             nadamw.
         damping: number that is added to the curvature of the mean loss, beside the prior's with
-            prior_is_damping. Tune it first, together with the learning rate.
+            prior_is_damping. Tune it first, then norm_limit.
         damping_on: what is damped. product adds the damping to B ⊗ A, which is exact; factors adds
             its root to each of B and A, which is cheaper.
         prior_is_damping: whether to add the learned weight decay of each tensor to its damping, so

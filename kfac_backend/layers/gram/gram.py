@@ -32,8 +32,8 @@ FEWEST_PRODUCTS = 4
 LARGEST_DENSE = 1024
 """Entries of an elementwise parameter up to which its block is dense; above, it is a diagonal."""
 
-FEWEST_COLUMNS = 64
-"""Smallest number of rows in a strip, see `_strips`."""
+STRIP = 64
+"""Rows of a strip of a Gram matrix; the least in `_strips`, except in the last one."""
 
 LARGEST_SQUARE = 2**19
 """Entries that `DiagonalGram` squares at once."""
@@ -220,8 +220,8 @@ def mirror_upper_half_(gram: Float[Tensor, "*G d d"]) -> None:
     """
     d = gram.shape[-1]
     # One strip at a time: a mirrored copy of the whole would take the memory of another factor.
-    for start in range(0, d, FEWEST_COLUMNS):
-        end = min(start + FEWEST_COLUMNS, d)
+    for start in range(0, d, STRIP):
+        end = min(start + STRIP, d)
         corner = gram[..., start:end, start:end]
         corner.copy_(corner.triu() + corner.triu(1).mT)
         gram[..., end:, start:end] = gram[..., start:end, end:].mT
@@ -237,7 +237,7 @@ def _strips(gram: Float[Tensor, "G d d"]) -> list[tuple[int, int]]:
     G, d, _ = gram.shape
     if G > 1 or gram.device.type != "cpu":
         return [(0, d)]
-    size = max(FEWEST_COLUMNS, -(-d // 8))
+    size = max(STRIP, -(-d // 8))
     return [(start, min(start + size, d)) for start in range(0, d, size)]
 
 

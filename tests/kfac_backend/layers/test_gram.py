@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from kfac_backend.layers.gram.gram import FEWEST_COLUMNS, DenseGram
+from kfac_backend.layers.gram.gram import STRIP, DenseGram
 from tests.random_numbers import normal
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("d", [3, FEWEST_COLUMNS, FEWEST_COLUMNS + 1, 3 * FEWEST_COLUMNS - 5])
+@pytest.mark.parametrize("d", [3, STRIP, STRIP + 1, 3 * STRIP - 5])
 def test_dense_gram(d, groups):
     """Many rows, few that wait, a total in between, and more rows."""
     gram, right = DenseGram(), torch.zeros(groups, d, d).double()
