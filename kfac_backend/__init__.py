@@ -1,7 +1,7 @@
 """K-FAC with expand and reduce modes, for torch models and as a backend of laplace-torch.
 
-`expand_and_reduce` says what the two modes are. `KfacGGN` and `KfacEF` are imported when first used, since
-laplace-torch takes seconds to import.
+`expand_and_reduce` says what the two modes are. `KfacGGN` and `KfacEF` are imported when first
+used, since laplace-torch takes seconds to import.
 """
 
 from importlib import import_module

@@ -86,12 +86,12 @@ def kronecker_factors(
 
     The model runs in the mode (train or eval) it is in; dropout that is on stays on.
 
-    Before the pass, up to eight examples of the first batch (the whole batch, if it cannot be split)
-    run a few times through the model. They prove that the hooks see all uses of the parameters and that no examples mix, and they show how
-    batches may be split. (If the first batch has one example, a part of the proof waits for the
-    first batch of several.) Later passes over the same model prove on two examples that this still
-    holds. They prove everything again if the model's structure has changed (a layer, a mode, a
-    hook, a setting) or if examples have another shape.
+    Before the pass, up to eight examples of the first batch run a few times through the model (the
+    whole batch, if it cannot be split). They prove that the hooks see all uses of the parameters
+    and that no examples mix, and they show how batches may be split. (If the first batch has one
+    example, a part of the proof waits for the first batch of several.) Later passes over the same
+    model prove on two examples that this still holds. They prove everything again if the model's
+    structure has changed (a layer, a mode, a hook, a setting) or if examples have another shape.
 
     Args:
         model: any model of the supported layers (`kfac_backend.layers`); a layer may run several

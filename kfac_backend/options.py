@@ -130,7 +130,8 @@ class TargetOptions(Options):
 class PassOptions(Options):
     """Which matrix a curvature pass computes, and how.
 
-    The command line shows these sentences as its help. In Python modes are strings, and null is None.
+    The command line shows these sentences as its help. In Python, modes are strings and null is
+    None.
 
     Args:
         kfac_approx: how to treat the positions that share a layer's weight. expand takes each
@@ -228,8 +229,8 @@ class PassOptions(Options):
 class CurvatureOptions(PassOptions, TargetOptions):
     """Every choice of a curvature pass over some data, checked once and passed whole.
 
-    It has the options of `PassOptions`, which choose the matrix, and those of `TargetOptions`, which
-    choose the targets; see there.
+    It has the options of `PassOptions`, which choose the matrix, and those of `TargetOptions`,
+    which choose the targets; see there.
 
     Raises:
         ValueError: an option that is not supported.

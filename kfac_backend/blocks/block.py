@@ -336,8 +336,8 @@ def decompose_on_ranks(blocks: Iterable[KroneckerBlock], ranks: Ranks) -> dict[s
     blocks, what = list(blocks), "eigenvectors"
     if ranks.size == 1:
         return {block.name: block.decompose() for block in blocks}
-    # Corrected blocks and sketches store their eigenvectors. (The whole factor beside a sketch is the
-    # narrow one, such as an adapter's of a few rows.)
+    # Corrected blocks and sketches store their eigenvectors. (The whole factor beside a sketch is
+    # the narrow one, such as an adapter's of a few rows.)
     found = {b.name: b.decompose() for b in blocks if b.knows_eigenvectors or b.sketches}
     whole: dict[object, tuple[Tensor, str]] = {}
     for block in blocks:

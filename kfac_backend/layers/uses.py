@@ -174,10 +174,10 @@ class InputFactor:
 
     @property
     def roots(self) -> Tensor | None:
-        """(N,): √R_n over all uses, which divides the gradients' sums as well; None if only the inputs'
-        sums are divided, by R_n.
+        """(N,): √R_n over all uses, which divides the gradients' sums as well, or None.
 
-        Known after the last use of a forward pass.
+        None if only the inputs' sums are divided, by R_n. Known after the last use of a forward
+        pass.
         """
         if not self._by_roots or isinstance(self._counts, int):
             return None

@@ -45,11 +45,12 @@ class PriorLearner:
     """Learns weight decays, one per parameter tensor, in another library's training loop.
 
     The loop calls `start` once, before its first step; `add_to_gradients` once before each step of
-    the optimiser, after its backward passes; `end_of_epoch` after each epoch; and `end_of_training` after
-    the last step. `start` makes the hyperparameters, since only then model and data are known. In
-    between the learner holds them, the latest posterior and the evidences; network and optimiser
-    remain the loop's. `state_dict` can be taken at any time after `start`. A state that is loaded
-    waits for the next `start`, because before that there are no hyperparameters to put it into.
+    the optimiser, after its backward passes; `end_of_epoch` after each epoch; and `end_of_training`
+    after the last step. `start` makes the hyperparameters, since only then model and data are
+    known. In between the learner holds them, the latest posterior and the evidences; network and
+    optimiser remain the loop's. `state_dict` can be taken at any time after `start`. A state that
+    is loaded waits for the next `start`, because before that there are no hyperparameters to put it
+    into.
 
     Args:
         likelihood: likelihood of the loss: "classification", "regression" or "bernoulli".

@@ -161,8 +161,9 @@ class Proof:
     def _holds_again(self, x: Any, ignored: Tensor | None) -> bool:
         """Prove the remembered findings on two examples; False if one of them fails.
 
-        Failing is no error here. The remembered rules and runs are forgotten (the plan stays), so that
-        the whole proof, which names the cause, starts from the assignment that the pass was given.
+        Failing is no error here. The remembered rules and runs are forgotten (the plan stays), so
+        that the whole proof, which names the cause, starts from the assignment that the pass was
+        given.
         """
         few = examples(x, slice(2)) if self.plan.splits else x
         N, rules = num_examples(few) or 0, [t.rule for t in self.assignment.layers]
@@ -762,7 +763,7 @@ def _runs_and_shapes(
 
     def record(tracked: TrackedLayer, use: Use) -> None:
         # Numbers of rows tell nothing where `examples_of_rows` gives the examples: the rows of one
-        # example may be as many as those of several by chance. The same holds where there is no row.
+        # example may be as many as those of several by chance. The same holds where there are none.
         given = use.rows is not None and not use.rows.of_positions
         shape = use.a.shape if use.rows is None else use.rows.axes + use.a.shape[1:]
         known = None if given or not use.a.numel() else torch.Size(shape)
