@@ -42,7 +42,7 @@ class MarginalLikelihood(TrainerCallback):
         likelihood: likelihood of the model's loss: "classification" (also for language models),
             "regression" or "bernoulli".
         curvature: all options of the curvature pass; for language models use fisher="mc" and
-            ``ignore_index=-100``.
+            -100 as the label that does not count, see `TargetOptions` and docs/callbacks.md.
         options: further arguments of `PriorLearner`; for language models use mean_over="terms".
 
     Raises:
