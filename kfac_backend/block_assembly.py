@@ -20,7 +20,6 @@ from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.blocks.nearest_kronecker import nearest_kronecker
 from kfac_backend.blocks.sketch import Factor, SketchedFactor, whole
 from kfac_backend.layers import ExactRule, Rule, WeightSharingRule
-from kfac_backend.layers.gram.gram import mirror_upper_half_
 from kfac_backend.layers.uses import BlockSums
 from kfac_backend.model.memory import total_memory
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
@@ -143,12 +142,7 @@ def collect_sums(rules: dict[TrackedLayer, Rule]) -> dict[str, list[Part]]:
 
 def assemble_blocks(parts: Mapping[str, list[Part]]) -> dict[str, KroneckerBlock]:
     """Parameter name -> block, A a mean over its terms; the sums become the blocks in place."""
-    blocks = {name: _block(name, of_name) for name, of_name in parts.items()}
-    for block in blocks.values():
-        for factor in (block.B, block.A):
-            if isinstance(factor, Tensor):
-                mirror_upper_half_(factor)
-    return blocks
+    return {name: _block(name, of_name) for name, of_name in parts.items()}
 
 
 def _tie(rules: Mapping[TrackedLayer, Rule]) -> None:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from kfac_backend.layers.gram.gram import DenseGram, tall_product
+from kfac_backend.layers.gram.gram import DenseGram, mirror_upper_half_, tall_product
 from kfac_backend.layers.gram.line_gram import (
     CorrelationByFrequency,
     CorrelationByLag,
@@ -107,7 +107,9 @@ class PatchGram(ImageGram):
         for a in range(k1):
             for a2 in range(a):
                 self._total[a, :, :, a2] = self._total[a2, :, :, a].permute(2, 3, 0, 1)
-        return self._total.permute(2, 0, 1, 5, 3, 4).reshape(1, C * k1 * k2, C * k1 * k2)
+        total = self._total.permute(2, 0, 1, 5, 3, 4).reshape(1, C * k1 * k2, C * k1 * k2)
+        mirror_upper_half_(total)
+        return total
 
     def _end_correlation(self) -> None:
         if self._correlation is not None:
