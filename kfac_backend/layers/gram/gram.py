@@ -219,12 +219,15 @@ def mirror_upper_half_(gram: Float[Tensor, "*G d d"]) -> None:
     A BLAS may round x_iᵀ x_j and x_jᵀ x_i differently (MKL does on AMD processors).
     """
     d = gram.shape[-1]
-    # One strip at a time: a mirrored copy of the whole would take the memory of another factor.
-    for start in range(0, d, STRIP):
-        end = min(start + STRIP, d)
-        corner = gram[..., start:end, start:end]
-        corner.copy_(corner.triu() + corner.triu(1).mT)
-        gram[..., end:, start:end] = gram[..., start:end, end:].mT
+    # One strip at a time: a mirrored copy of a large matrix would take the memory of another factor.
+    # A small one is mirrored whole, in fewer operations.
+    size = d if d <= 3 * STRIP else STRIP
+    for start in range(0, d, size):
+        end = min(start + size, d)
+        corner = gram[..., start:end, start:end].triu_()
+        corner += corner.triu(1).mT
+        if end < d:
+            gram[..., end:, start:end] = gram[..., start:end, end:].mT
 
 
 def _strips(gram: Float[Tensor, "G d d"]) -> list[tuple[int, int]]:
