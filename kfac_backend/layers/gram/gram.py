@@ -219,8 +219,8 @@ def mirror_upper_half_(gram: Float[Tensor, "*G d d"]) -> None:
     A BLAS may round x_iᵀ x_j and x_jᵀ x_i differently (MKL does on AMD processors).
     """
     d = gram.shape[-1]
-    # One strip at a time: a mirrored copy of a large matrix would take the memory of another factor.
-    # A small one is mirrored whole, in fewer operations.
+    # One strip at a time: a mirrored copy of a large matrix would take the memory of another. A
+    # small one is mirrored whole, in fewer operations.
     size = d if d <= 3 * STRIP else STRIP
     for start in range(0, d, size):
         end = min(start + size, d)
