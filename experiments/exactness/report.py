@@ -49,9 +49,9 @@ def report(found: dict[str, Any]) -> str:
         "# Where K-FAC is exact",
         "",
         "Relative errors ‖B ⊗ A − GGN‖ / ‖GGN‖ (Frobenius) of the blocks of weights; Gaussian "
-        f"likelihood, float64; median (range) over {seeds} networks and batches. Exact, and bold: "
-        f"below {EXACT:.0e} with each of them, whose largest is printed. A layer with one position "
-        f"is the same in both modes. torch {found['versions']['torch']}.",
+        f"likelihood, float64; median (range) over {seeds} networks and batches. Errors "
+        f"below {EXACT:.0e} with every seed count as exact and are bold; the largest is printed. A "
+        f"layer with one position is the same in both modes. torch {found['versions']['torch']}.",
         "",
         f"| network | layer | {' | | | '.join(SETTINGS.values())} | | |",
         "|---|---|" + "---|---|---|" * len(SETTINGS),

@@ -2,13 +2,12 @@
 
 The networks have about a thousand parameters, so that the GGN is one dense matrix: an MLP and two
 CNNs on digits, with none or 20 % of the labels flipped in all splits, and an MLP on concrete. On
-each network at its MAP, four choices vary:
+each network at its MAP, three choices vary:
 
 - the covariance: the dense GGN, its blocks, K-FAC and EKFAC with both modes, its diagonal, the last
   layer, or only the directions that the data determine,
 - δ: the default, found post hoc, or learned online,
-- s, and
-- τ: found on held-out data, or 1.
+- s and τ: one of them found on held-out data, both, or none.
 
 Rows are paired by network.
 

@@ -104,9 +104,9 @@ def peer_update(model: nn.Module, batches: Batches, kfac_approx: Mode) -> None:
 def factor_work(size: int, device: torch.device) -> dict[str, Work]:
     """Work on one float32 factor (size, size), by our functions and others'.
 
-    The evidence needs the work "evidence", a predictive "predictive", a K-FAC step "inverse".
-    laplace-torch takes eigenvectors in float32 for all of them; SciPy's drivers
-    are LAPACK's, with its own BLAS.
+    The names say what needs the work: "evidence", "predictive", or "inverse" for a K-FAC step.
+    laplace-torch takes eigenvectors in float32 for all of them. SciPy's drivers are LAPACK's, with
+    its own BLAS.
     """
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(2 * size, size, generator=generator) * torch.logspace(0, -3, size)

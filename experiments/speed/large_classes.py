@@ -1,12 +1,12 @@
 """Cost of many classes: 10, 100 and 1,000 with the exact GGN, a sampled vocabulary of 50,257.
 
-- exact: WRN-16-1 Fixup on noise of 16×16 pixels, C − 1 backward passes a batch, for several
-  values of ``rank_tolerance``. Its output layer is random, and scaled so that the largest
-  probability is 0.8 on average, as a trained network's (confident), or so that all classes are
-  about equally probable, as before training (uniform). It measures the time
-  divided by the limit's (a forward pass and C − 1 backward passes to the inputs), the share of the
-  loss Hessian's trace that is left out, and ‖B̂ − B‖ / ‖B‖ of the gradient factors in Frobenius
-  norm, as a root mean square over layers.
+- exact: WRN-16-1 Fixup on noise of 16×16 pixels, C − 1 backward passes a batch, for several values
+  of ``rank_tolerance``. Its output layer is random, and scaled so that the largest probability is
+  0.8 on average, as a trained network's (confident), or so that all classes are about equally
+  probable, as before training (uniform). It measures the time divided by the limit's (a forward
+  pass and C − 1 backward passes to the inputs), the share of the loss Hessian's trace that is left
+  out, and ‖B̂ − B‖ / ‖B‖ of the gradient factors in Frobenius norm, as a root mean square over
+  layers.
 - vocabulary: a GPT of two blocks of 64 features with one sample per token. Its output layer's B
   would take 9.4 GiB as a matrix; here its diagonal or a sketch is kept (`CurvatureOptions`).
 - variances: the predictive's output variances beside whole covariances, for the network of "exact"

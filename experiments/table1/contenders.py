@@ -1,8 +1,8 @@
 """Contenders of `update_step_timing`: one training step, plain or preconditioned, ours and peers'.
 
 Each function takes a model and a batch, and returns one that makes one step. The model is a
-WideResNetFixup (`contenders.network`). The peers have no block for its
-scalars, which keep their plain gradients; ours has a block for each.
+WideResNetFixup (`contenders.network`). The peers have no block for its scalars, which keep their
+plain gradients; ours has a block for each.
 """
 
 import warnings

@@ -12,9 +12,9 @@ seconds divided by those of the SGD step of the same round.
 ``results/update_step_timing_DEVICE/`` gets one JSON file for each batch size, and ``memory.json``
 with the peak memory of tensors, each contender in a process of its own.
 
-Run it with ``make update-step-timing``. On a busy machine use ``--threads 1 --clock
-processor``: processor seconds of one thread depend less on other work. ``--batches 128 256 512 1024
-2048`` are the paper's sizes, the default on a GPU.
+Run it with ``make update-step-timing``. On a busy machine use ``--threads 1 --clock processor``:
+processor seconds of one thread depend less on other work. ``--batches 128 256 512 1024 2048`` are
+the paper's sizes, the default on a GPU.
 """
 
 import argparse
@@ -52,7 +52,7 @@ class Config:
     threads: int = 2
     """Threads of a CPU."""
     clock: str = "wall"
-    """"wall" or "processor", see `timing.CLOCKS`."""
+    """Clock of the seconds, "wall" or "processor"; see `timing.CLOCKS`."""
     factor_every: int = 10
     """Steps between new factors in the amortised step; see `amortised`."""
     update_every: int = 50

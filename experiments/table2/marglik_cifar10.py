@@ -243,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         finished = sum(path.exists() for path in paths.values())
         print(
-            f"interrupted; {finished} of {len(asked)} runs are finished, the same command goes on.",
+            f"interrupted; {finished} of {len(asked)} runs are finished; the same command resumes.",
             file=sys.stderr,
         )
         failed = len(asked)

@@ -6,8 +6,8 @@ damping contains the learned weight decays. The last is natural gradient on the 
 (`marglik.training.network`). Each optimiser's learning rate is chosen from three on held-out data;
 the network is then trained on all data. None or 20 % of the labels are flipped.
 
-The paper has no such experiment. ``make natural-gradient`` runs the missing parts; each seed
-and share is a JSON file in ``results/natural_gradient/`` (of the working directory).
+The paper has no such experiment. ``make natural-gradient`` runs the missing parts; each seed and
+share is a JSON file in ``results/natural_gradient/`` (of the working directory).
 """
 
 import json

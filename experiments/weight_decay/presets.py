@@ -3,8 +3,8 @@
 Each run is ``marglik train --config PRESET --seed N``. It learns the prior while the network
 trains; a second training keeps the initial weight decay. The paper has no such numbers.
 
-``python -m experiments.weight_decay.presets`` takes about half an hour on two cores. It
-resumes, and writes ``results/presets/`` in the working directory.
+``python -m experiments.weight_decay.presets`` takes about half an hour on two cores. It resumes,
+and writes ``results/presets/`` in the working directory.
 """
 
 import argparse

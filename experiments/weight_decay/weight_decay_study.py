@@ -10,9 +10,9 @@ of the scaled MAP, and the temperature and covariance scale of the Laplace predi
 trains again on all N, with the temperature and scale found before. Labels are flipped in the
 training and the held-out data, never in the test data.
 
-The variants of learning (``--part variants``) look for a better learned way. Each is one
-training on the same four fifths that changes one setting. They are compared by held-out NLL; the
-test NLL beside it checks the choice.
+The variants of learning (``--part variants``) look for a better learned way. Each is one training
+on the same four fifths that changes one setting. They are compared by held-out NLL; the test NLL
+beside it checks the choice.
 
 Seconds are CPU time of one thread. Eschenhagen et al. 2023 have no such table.
 
