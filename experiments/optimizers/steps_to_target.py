@@ -117,8 +117,8 @@ def table(found: Sequence[Row], study: Study, problem: str) -> str:
     lines = [
         f"## {reference['problem']}{study.title}",
         "",
-        f"Target: {metric} {target:.4f} of the validation data, which the reference's median seed "
-        f"ends with. Mean ± standard error over the seeds that reach it, of "
+        f"Target: {metric} {target:.4f} on the validation data, the median over seeds of the "
+        f"reference's last value. Mean ± standard error over the seeds that reach it, of "
         f"{len(reference['curves'])}. Steps and time are also in percent of the reference's.",
         "",
         "| | reached by | steps | % | time of a step | time, % | last value | test | learning rate "

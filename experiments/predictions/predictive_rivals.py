@@ -431,7 +431,7 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
         fewer = "" if len(own) == len(runs) else f" ({len(own)} seeds)"
         lines.append(f"| {name}{fewer} | {' | '.join(cells)} |")
     missing = {name: why for run in runs for name, why in run["failed"].items()}
-    lines += [f"\nNot there: {name} ({why})." for name, why in missing.items()]
+    lines += [f"\nLeft out: {name} ({why})." for name, why in missing.items()]
     return "\n".join(lines)
 
 

@@ -176,8 +176,8 @@ def gains(runs: Runs) -> str:
     if len(rows) < 2:
         return ""
     return (
-        f"{_markdown(rows)}\n\nDifferences within seeds, which share the initial parameters, and "
-        "the batches up to the first update."
+        f"{_markdown(rows)}\n\nDifferences are paired by seed. Paired runs share the initial "
+        "parameters, and the batches up to the first update."
     )
 
 
