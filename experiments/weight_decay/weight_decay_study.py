@@ -462,9 +462,9 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
     lines = [
         f"## {runs[0]['title']}",
         "",
-        "Mean ± standard error; NLL in nats. Runs are the trainings that the MAP takes; the scaled MAP "
-        "and Laplace take a second one if the default or the learned way trains on all. CPU time is "
-        "that of the MAP's runs, divided by that of a training with the default on all.",
+        "Mean ± standard error; NLL in nats. Runs are the trainings that the MAP takes; the scaled "
+        "MAP and Laplace take a second one if the default or the learned way trains on all. CPU "
+        "time is that of the MAP's runs, divided by that of a training with the default on all.",
     ]
     for data in ("all", "four fifths"):
         lines += [
