@@ -24,15 +24,15 @@ def archive() -> Path:
 
 
 def default_source() -> Source:
-    """The archive where it is there."""
+    """The archive if it is on this machine, else the original."""
     return "jpeg" if archive().exists() else "original"
 
 
 def images(source: Source, **options: Any) -> dict[str, Any]:
-    """How the images are loaded, ``{"class_path": ..., "init_args": ...}``.
+    """The specification that loads the images, ``{"class_path": ..., "init_args": ...}``.
 
     Args:
-        source: which ones.
+        source: which images.
         options: max_train, max_test, validation.
     """
     if source == "original":

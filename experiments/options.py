@@ -1,7 +1,7 @@
 """Options that the experiments share: where results lie, and which parts of a benchmark to measure.
 
-Results of one's own and those that come with the project never mix: without ``--results`` all
-is read from and written to ``results/`` in the working directory, which git ignores.
+Your results and those that come with the project never mix. Without ``--results``, everything is
+read from and written to ``results/`` in the working directory, which git ignores.
 """
 
 import argparse
@@ -12,27 +12,31 @@ __all__ = ["SHIPPED", "add_results", "parse_options", "parts_parser", "parts_to_
 
 OWN = Path("results")
 SHIPPED = Path(__file__).parent / "results"
-"""What the READMEs quote, under version control."""
+"""Results that the READMEs quote, under version control."""
 
 
 def add_results(parser: argparse.ArgumentParser) -> None:
     """The option --results."""
     parser.add_argument(
         "--results", type=Path, default=OWN, metavar="FOLDER",
-        help="where results are read and written; default: results/, your own. Those that the "
-        "READMEs quote are in experiments/results/; name it to look at them (--list, --report), "
-        "or, as a maintainer, to replace them",
+        help="folder where results are read and written; default: results/, for your own. The "
+        "results that the READMEs quote are in experiments/results/: name it to show them (--list, "
+        "--report) or, as a maintainer, to replace them",
     )  # fmt: skip
 
 
 def parts_parser(
     description: str, parts: Collection[str], default_device: str
 ) -> argparse.ArgumentParser:
-    """A parser of parts, --resume, --device and --results."""
+    """A parser for the parts to measure, --resume, --device and --results."""
     parser = argparse.ArgumentParser(description=description.split("\n\n")[0])
-    parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)}; default: all")
-    parser.add_argument("--resume", action="store_true", help="keep the parts that are there")
-    parser.add_argument("--device", default=default_device, help=f"default: {default_device}")
+    parser.add_argument(
+        "parts", nargs="*", help=f"what to measure: {', '.join(parts)}; default: all"
+    )
+    parser.add_argument("--resume", action="store_true", help="keep the parts that have results")
+    parser.add_argument(
+        "--device", default=default_device, help=f"where to measure; default: {default_device}"
+    )
     add_results(parser)
     return parser
 
@@ -42,7 +46,7 @@ def parse_options(
     parts: Collection[str],
     arguments: Collection[str] | None = None,
 ) -> argparse.Namespace:
-    """The options, with all parts if none is named; leaves the process if one is unknown."""
+    """The options, with all parts if none is named; exits with an error if a part is unknown."""
     options = parser.parse_args(None if arguments is None else list(arguments))
     unknown = set(options.parts) - set(parts)
     if unknown:
@@ -52,7 +56,7 @@ def parse_options(
 
 
 def parts_to_measure(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Path]]:
-    """Each part and the file that it goes to; without those that are kept."""
+    """Yield each part to measure and its file, leaving out the parts that are kept."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in options.parts:
         path = folder / f"{name}.json"

@@ -27,10 +27,10 @@ def default_jobs(device: str) -> int:
 def as_they_finish(
     function: Callable[[Task], Result], tasks: Sequence[Task], jobs: int
 ) -> Generator[tuple[Task, Result | Exception], None, None]:
-    """Each task and its result, or the error that ended it; ``jobs`` at a time, from the first on.
+    """Yield each task with its result, or with the error that ended it; runs ``jobs`` at a time.
 
-    What the tasks log goes to stderr, a line at a time, after the task's name if it has one.
-    The processes share the cores evenly. One that dies takes no other along; all end when this
+    What the tasks log goes to stderr, each line after the task's name if it has one.
+    The processes share the cores evenly. If one dies, the others go on; all end when this
     generator is closed.
     """
     threads = max(1, (os.cpu_count() or 1) // jobs)

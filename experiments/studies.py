@@ -1,4 +1,4 @@
-"""What studies over several seeds share: a JSON file for each run, what is missing, the report."""
+"""Studies over several seeds: one JSON file for each run, running the missing ones, the report."""
 
 import argparse
 import json
@@ -37,7 +37,7 @@ class Run(Protocol):
 
     @property
     def name(self) -> str:
-        """What its file is called."""
+        """The name of its file, without its ending."""
         ...
 
 
@@ -50,10 +50,10 @@ def add_study_options(parser: argparse.ArgumentParser, jobs: bool = True) -> Non
 
 
 def study_folder(parser: argparse.ArgumentParser, options: argparse.Namespace, name: str) -> Path:
-    """The folder of a study's files, which is made; leaves the process if --report finds none."""
+    """Make the folder of a study's files and return it; exits if --report finds no results."""
     folder = options.results / name
     if options.report and not list(folder.glob("*.json")):
-        parser.error(f"--report: no JSON in {folder}/; leave --report out to run what it needs")
+        parser.error(f"--report: no JSON in {folder}/; run without --report first")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -69,12 +69,12 @@ def one_table_study(
     """The command of a study whose report is one table, ``table.md``; returns the exit status.
 
     Args:
-        name: of its folder of results.
-        description: of which the command shows the first line.
-        run: see `run_missing`, as for ``tasks``.
-        tasks: all that belong to the study.
-        table: from the folder of results to Markdown.
-        arguments: of the command line; None for this process's.
+        name: of the folder of results.
+        description: its first line describes the command.
+        run: as in `run_missing`.
+        tasks: all runs of the study.
+        table: makes Markdown from the folder of results.
+        arguments: the command line's; None for this process's.
     """
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     add_study_options(parser)
@@ -95,15 +95,15 @@ def run_missing(
     report: Callable[[Path], str],
     options: argparse.Namespace,
 ) -> int:
-    """Run the tasks that have no file yet, and report on all; returns the exit status.
+    """Run the tasks that have no file yet and report on all; returns the exit status.
 
-    A run that fails is named on stderr, and takes no other along.
+    A run that fails is named on stderr; the others go on.
 
     Args:
-        run: from a task to plain data, with its "seconds".
-        tasks: all that belong to the study.
-        folder: of their files.
-        report: writes tables and figures of a folder's files, and returns the tables.
+        run: returns the results of a task as plain data, with its "seconds".
+        tasks: all runs of the study.
+        folder: where their files are.
+        report: writes tables and figures from a folder's files, and returns the tables.
         options: those of `add_study_options`.
     """
     missing = [task for task in tasks if not (folder / f"{task.name}.json").exists()]
@@ -132,10 +132,10 @@ def report_problems(
     """Write table.md and a figure for each problem that has results; returns the tables.
 
     Args:
-        folder: of the results' files, and of what is written.
-        problems: the names under "data" of their configurations, in the tables' order.
-        table: from a problem's results to Markdown.
-        figure: from a problem's results to its figure.
+        folder: where results are read, and tables and figures written.
+        problems: names of problems ("data" in their configurations), in the tables' order.
+        table: makes Markdown from a problem's results.
+        figure: makes the figure from a problem's results.
     """
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for path in sorted(folder.glob("*.json")):
@@ -151,7 +151,7 @@ def report_problems(
 
 @contextmanager
 def quiet_training() -> Iterator[None]:
-    """Without a line for each of many short epochs."""
+    """Silence the line that training logs after each epoch, for many short epochs."""
     logger = logging.getLogger("marglik.training")
     level = logger.level
     logger.setLevel(logging.WARNING)
@@ -162,11 +162,11 @@ def quiet_training() -> Iterator[None]:
 
 
 def mean_with_error(values: Sequence[float], form: str = "{:.3f}") -> str:
-    """The mean ± its standard error; of one value, whose error is not known, the value alone.
+    """The mean ± its standard error; the mean alone for a single value.
 
     Args:
         values: at least one.
-        form: of the mean; the error, which has no sign, goes without its "+".
+        form: format of the mean. The error has no sign, so a "+" is dropped for it.
     """
     mean = form.format(statistics.fmean(values))
     if len(values) == 1:
@@ -175,5 +175,5 @@ def mean_with_error(values: Sequence[float], form: str = "{:.3f}") -> str:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean; 0 of one value, of which nothing is known."""
+    """Standard error of the mean; 0 for a single value."""
     return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0

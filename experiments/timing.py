@@ -17,7 +17,7 @@ CLOCKS: dict[str, Callable[[], float]] = {
     "wall": time.perf_counter,
     "processor": time.process_time,
 }
-"""What seconds are of. Those of the processor, with one thread, bear other work on its cores."""
+"""The clocks. With one thread, processor seconds change little with other work on the machine."""
 
 
 def interleaved(
@@ -39,7 +39,7 @@ def interleaved(
 
 
 def medians(measured: Mapping[str, list[float]]) -> dict[str, float]:
-    """The median of each."""
+    """The median seconds of each work."""
     return {name: statistics.median(values) for name, values in measured.items()}
 
 
@@ -61,7 +61,7 @@ def seconds(work: Callable[[], object], device: torch.device, clock: str = "wall
 
 
 def peak_memory(work: Callable[[], object], device: torch.device) -> int:
-    """Bytes that tensors take at the most during a run, beyond those that were there before."""
+    """Peak bytes of tensors during a run, beyond those that were there before."""
     if device.type == "cuda":
         _wait(device)
         before = torch.cuda.memory_allocated(device)

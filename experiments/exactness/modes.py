@@ -1,17 +1,18 @@
 """Where K-FAC is exact, after figures 1 and 2 of Eschenhagen et al. 2023 (arXiv:2311.00636).
 
-A deep linear network with weight sharing and a Gaussian likelihood, in the paper's two settings: a
-loss term at each position (expand), or one for each example, whose output is the positions' mean
-(reduce). For each layer: the exact block of the GGN, its approximations by K-FAC-expand and -reduce
-and their errors. The paper's claim, propositions 1 to 4: each mode is exact in its setting.
+The figures show a deep linear network with weight sharing and a Gaussian likelihood, in the paper's
+two settings: a loss term at each position (expand), or one for each example, whose output is the
+mean over positions (reduce). Each layer has the exact block of the GGN, its approximations by
+K-FAC-expand and -reduce, and their errors. The paper's claim (propositions 1 to 4) is that each
+mode is exact in its setting.
 
-The table has the relative errors ‖B ⊗ A − GGN‖ / ‖GGN‖ (Frobenius) of further networks, too:
+The table also has the relative errors ‖B ⊗ A − GGN‖ / ‖GGN‖ (Frobenius) of further networks:
 convolutions, self-attention, and GraphNetworks on graphs of different sizes. Exact blocks are Jᵀ J
 with the Jacobian from `torch.func.jacrev`, in float64; the approximations are
 `kfac_backend.kronecker_factors`.
 
 ``python -m experiments.exactness.modes`` takes half a minute and writes ``results/exactness/`` in
-the working directory; ``--report`` makes table and figures anew from the JSON there.
+the working directory; ``--report`` makes table and figures from the JSON there.
 """
 
 import argparse
@@ -38,7 +39,7 @@ MODES: tuple[Setting, ...] = ("expand", "reduce")
 
 
 def run(config: Config) -> dict[str, Any]:
-    """All errors, {layer: {mode: one for each seed}} by network and setting; figures' matrices."""
+    """All errors by network and setting, {layer: {mode: one per seed}}; matrices for figures."""
     start = time.perf_counter()
     errors: list[dict[str, Any]] = []
     matrices: dict[str, Any] = {}
@@ -87,7 +88,7 @@ def _blocks(case: Case) -> tuple[dict[str, Tensor], dict[str, KroneckerFactors]]
 def _matrices(
     exact: dict[str, Tensor], approximations: dict[str, KroneckerFactors]
 ) -> dict[str, Any]:
-    """What the figures draw: exact blocks and the factors B and A, as lists, by layer."""
+    """Matrices for the figures by layer: exact blocks and the factors B and A, as lists."""
     found: dict[str, Any] = {}
     for name, block in exact.items():
         layer: dict[str, Any] = {"exact": block.tolist()}
@@ -101,16 +102,20 @@ def _matrices(
 
 
 def _layer(name: str) -> str:
-    """A weight's name as the table has it: "block 2, query" for "block 2.query.weight"."""
+    """A weight's name in the table: "block 2, query" for "block 2.query.weight"."""
     return name.removesuffix(".weight").replace(".", ", ")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse the options; compute and write, or write the report alone."""
+    """Compute and write the errors, or write the report alone."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--seeds", type=int, default=Config.seeds, help="default: %(default)s")
+    parser.add_argument(
+        "--seeds", type=int, default=Config.seeds, help="number of seeds; default: %(default)s"
+    )
     add_results(parser)
-    parser.add_argument("--report", action="store_true", help="from the JSON file that is there")
+    parser.add_argument(
+        "--report", action="store_true", help="make table and figures from the JSON alone"
+    )
     options = parser.parse_args(arguments)
     if options.seeds < 1:
         parser.error(f"--seeds {options.seeds}: at least one is needed")
@@ -119,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not options.report:
         write_json(path, run(replace(Config(), seeds=options.seeds)))
     elif not path.exists():
-        parser.error(f"--report: no {path}; leave --report out to compute it")
+        parser.error(f"--report: no {path}; run without --report first")
     print(write_report(json.loads(path.read_text(encoding="utf-8")), folder))
     print(f"Written to {folder}/")
 

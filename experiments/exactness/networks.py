@@ -1,4 +1,4 @@
-"""The networks of `exactness`, without biases, and the batches that they are asked about."""
+"""The networks of `modes`, without biases, and batches for them."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +36,7 @@ class Config:
 class Case(NamedTuple):
     """A network in one of the settings; ``build`` draws its parameters and a batch (x, y) for it.
 
-    The batch is a mapping where x is no tensor.
+    The batch is a mapping if x is not a tensor.
     """
 
     network: str
@@ -61,14 +61,14 @@ class ChannelsLast(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """One head: weights of keys by softmax, or, simplified, the scores themselves.
+    """One attention head; its weights are softmaxed scores or, simplified, the scores themselves.
 
     Without softmax the output Σ_s (q_r·k_s) W^O v_s is linear in each q_r by the same matrix.
 
     Args:
         d_in: features of inputs, queries, keys and values.
-        d_out: features of outputs; None: as many, and the input is added to them.
-        softmax: whether the scores go through it.
+        d_out: features of outputs; None for d_in, with the input added to the output.
+        softmax: whether the scores are softmaxed.
     """
 
     def __init__(self, d_in: int, d_out: int | None, softmax: bool) -> None:
@@ -89,7 +89,7 @@ class SelfAttention(nn.Module):
 
 
 class GraphNetwork(nn.Module):
-    """A linear GraphNetwork: edges, then nodes, then graphs, which lie one behind the other.
+    """A linear GraphNetwork that updates edges, then nodes, then graphs; graphs are concatenated.
 
     Source: Battaglia et al. 2018 (arXiv:1806.01261), Algorithm 1, with linear updates. Nodes sum up
     their incoming edges; graphs aggregate their V_n nodes: Σ, 1/V_n Σ or 1/√V_n Σ.
@@ -118,7 +118,7 @@ class GraphNetwork(nn.Module):
 
 
 def _deep_linear(config: Config, setting: Setting) -> nn.Module:
-    """Linear layers, each applied at all positions; in the reduce setting their mean."""
+    """Linear layers, applied at all positions; in the reduce setting outputs are averaged."""
     widths = [config.width] * config.depth + [config.num_outputs]
     layers: dict[str, nn.Module] = {
         f"layer {i + 1}": nn.Linear(*widths[i : i + 2], bias=False) for i in range(config.depth)
@@ -129,7 +129,7 @@ def _deep_linear(config: Config, setting: Setting) -> nn.Module:
 
 
 def cases(config: Config) -> Iterator[Case]:
-    """All of them, in the table's order."""
+    """All networks, in the order of the table."""
     settings: tuple[Setting, ...] = ("expand", "reduce")
     sequence = (config.num_positions, config.width)
     image = (config.channels, config.image_size, config.image_size)
@@ -170,7 +170,7 @@ def _sequential(layers: dict[str, nn.Module]) -> nn.Module:
 
 
 def _initialised(model: nn.Module) -> nn.Module:
-    """Normal weights that keep the size of activations, in float64."""
+    """Draw normal weights that keep the size of activations, in float64."""
     for p in model.double().parameters():
         nn.init.normal_(p, std=p[0].numel() ** -0.5)
     return model
@@ -219,7 +219,7 @@ def _attention(config: Config, setting: Setting, softmax: bool) -> nn.Module:
 
 
 def _graphs(config: Config, aggregation: Aggregation, nodes: Sequence[int], words: str) -> Case:
-    """Random graphs whose nodes have equally many incoming edges, from their own graph."""
+    """Random graphs; all nodes have the same number of incoming edges."""
 
     def build() -> tuple[nn.Module, Any]:
         model = _initialised(GraphNetwork(config.width, config.num_outputs, aggregation))

@@ -1,4 +1,4 @@
-"""The table and the figures of `exactness`, from its JSON file alone."""
+"""The table and the figures of `modes`, from its JSON file alone."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from marglik.report.figures import save_figure
 __all__ = ["EXACT", "blocks_figure", "exact_modes", "report", "write_report"]
 
 EXACT = 1e-10
-"""A relative error below it, with each seed, is called exact."""
+"""Relative errors below this with every seed count as exact."""
 SETTINGS = {
     "expand": "one loss term per position",
     "reduce": "one loss term per example",
@@ -49,9 +49,9 @@ def report(found: dict[str, Any]) -> str:
         "# Where K-FAC is exact",
         "",
         "Relative errors ‖B ⊗ A − GGN‖ / ‖GGN‖ (Frobenius) of the blocks of weights; Gaussian "
-        f"likelihood, float64; median (range) over {seeds} networks and batches. Exact, and bold: "
-        f"below {EXACT:.0e} with each of them, whose largest is printed. A layer with one position "
-        f"is the same in both modes. torch {found['versions']['torch']}.",
+        f"likelihood, float64; median (range) over {seeds} networks and batches. Errors "
+        f"below {EXACT:.0e} with every seed count as exact and are bold; the largest is printed. A "
+        f"layer with one position is the same in both modes. torch {found['versions']['torch']}.",
         "",
         f"| network | layer | {' | | | '.join(SETTINGS.values())} | | |",
         "|---|---|" + "---|---|---|" * len(SETTINGS),
@@ -109,7 +109,7 @@ def blocks_figure(layers: Mapping[str, Any], setting: str) -> Figure:
 
 
 def _drawn(layer: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Title -> matrix of the panels of a layer."""
+    """Panels of a layer: title -> matrix."""
     exact = np.array(layer["exact"])
     unit = np.abs(exact).max()
     panels = {"exact block": exact / unit}
@@ -121,7 +121,7 @@ def _drawn(layer: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _mark_blocks(axes: Axes, size: int, d_in: int) -> None:
-    """Thin lines between the d_out × d_out parts, of which each is a multiple of A."""
+    """Draw thin lines between the d_out × d_out parts, each of which is a multiple of A."""
     axes.set(xticks=[], yticks=[])
     for line in range(d_in, size, d_in):
         axes.axhline(line - 0.5, color="0.75", lw=0.6)
@@ -133,7 +133,7 @@ def _cells(errors: Mapping[str, Sequence[float]]) -> list[str]:
 
 
 def _error(values: Sequence[float]) -> str:
-    """Median and range in percent; the largest where it is exact."""
+    """Median and range in percent; the largest error if it is exact."""
     if max(values) < EXACT:
         return f"**{max(values):.0e}**"
     middle, *ends = (

@@ -1,15 +1,15 @@
 """Which optimiser? SGD, AdamW, SOAP and K-FAC on three small problems, tuned alike.
 
-Each method has the same number of quasi-random trials: of its learning rate, and with K-FAC of
-learning rate and damping at once. The settings with the lowest last validation loss then run with
-three other seeds, in the same number of steps, with the same schedule: a linear warm-up of 5 % of
-the steps, then a cosine to zero. SOAP's and K-FAC's preconditioners are new every 10 steps; K-FAC
-goes before Nesterov's SGD, with a KL clip of 1e-3 and factors of one batch of ten; one row has
-moving averages (.9) of these factors, one has no KL clip. The target of the tables is the loss that
-tuned SGD ends with. Eschenhagen et al. 2023 have no such comparison.
+Each method has the same number of quasi-random trials of its learning rate, or, with K-FAC, of
+learning rate and damping together. The settings with the lowest last validation loss then run with
+three other seeds, for the same steps and with the same schedule: a linear warm-up of 5 % of the
+steps, then a cosine to zero. SOAP and K-FAC renew their preconditioners every 10 steps. K-FAC
+preconditions Nesterov's SGD, with a KL clip of 1e-3 and factors of every tenth batch. One row has
+moving averages (.9) of these factors, and one has no KL clip. The target of the tables is the last
+loss of tuned SGD. Eschenhagen et al. 2023 have no such comparison.
 
-``make optimizer-comparison`` runs what is missing; ``--data`` names some of the problems. SOAP is
-that of the package pytorch-optimizer.
+``make optimizer-comparison`` runs the missing parts; ``--data`` selects problems. SOAP is from the
+package pytorch-optimizer.
 """
 
 import sys
@@ -88,7 +88,7 @@ STUDY = Study(
 
 
 def run_one(task: Config | Timing) -> dict[str, Any]:
-    """A search, the seeds, or the timing."""
+    """Run a search, the seeds, or the timing."""
     return steps_to_target.run_task(task, PROBLEMS, METHODS)
 
 

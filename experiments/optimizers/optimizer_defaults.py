@@ -1,13 +1,13 @@
 """Can K-FAC's defaults be trusted? Beside tuned SGD and AdamW, on five small problems.
 
-SGD and AdamW have six learning rates each. K-FAC has three, and else its defaults, but for the
-limit on the norm of its gradients: the default ("kl_clip", of the present learning rate), another
-("peak_kl_clip", of the schedule's highest) with two limits, or none. Three
-seeds, the same number of steps of batches of 100 (64 with labels), with two schedules: a warm-up of
-5 % and a cosine, or a constant rate. All is chosen and shown by losses of validation data and of
-the last steps of training; test data is not looked at. The paper has no such experiment.
+SGD and AdamW have six learning rates each. K-FAC has three, and its defaults except for the limit
+on the norm of its gradients: the default ("kl_clip", for the current learning rate), "peak_kl_clip"
+(for the schedule's highest rate) with two limits, or no limit. All have three seeds and the same
+number of steps with batches of 100 (64 with labels). There are two schedules: a warm-up of 5 % and
+a cosine, or a constant rate. Choices and tables use losses on validation data and in the last steps
+of training, never test data. The paper has no such experiment.
 
-``make optimizer-defaults`` runs what is missing, a quarter of an hour of a core.
+``make optimizer-defaults`` runs the missing parts in a quarter of an hour of one core.
 """
 
 import json
@@ -123,7 +123,7 @@ DAMPING = 0.1
 
 @dataclass(frozen=True)
 class Task:
-    """All learning rates and seeds of a method on a problem."""
+    """All learning rates and seeds of one method on one problem."""
 
     problem: str
     schedule: str
@@ -131,7 +131,7 @@ class Task:
 
     @property
     def name(self) -> str:
-        """What its file is called."""
+        """The name of its file, without its ending."""
         return f"{self.problem}_{self.schedule}_{self.method}"
 
 
@@ -139,7 +139,7 @@ TASKS = [Task(p, s, m) for p in PROBLEMS for s in SCHEDULES for m in METHODS]
 
 
 def run_one(task: Task) -> dict[str, Any]:
-    """The last losses of all rates and seeds."""
+    """Train with all rates and seeds; returns the last losses."""
     rates = RATES.get(task.method, KFAC_RATES)
     config = Config(
         task.problem,
@@ -157,7 +157,8 @@ def run_one(task: Task) -> dict[str, Any]:
 def table(folder: Path) -> str:
     """Last validation and training losses as Markdown: geometric means over the seeds.
 
-    First those of all problems and schedules beside the lowest of tuned SGD and AdamW.
+    The first table divides the losses of all problems and schedules by the lower of tuned SGD's
+    and AdamW's.
     """
     lines = [*summary(folder), ""]
     for name, problem in PROBLEMS.items():
@@ -169,8 +170,8 @@ def table(folder: Path) -> str:
 def summary(folder: Path) -> list[str]:
     """Losses of K-FAC over those of tuned SGD or AdamW, whichever is lower, as Markdown.
 
-    Geometric means over what has run, the number of losses that are lower, and the highest; a loss
-    counts as 100 times at most, also if a seed diverged.
+    The columns are geometric means over the results that exist, the number of lower losses, and
+    the highest. A ratio counts as at most 100, also if a seed diverged.
     """
     lines = [
         "| | validation loss, times | lower | highest | training loss, times | lower | highest |",
@@ -243,7 +244,7 @@ def _shown(losses: tuple[float, float]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is missing, and report."""
+    """Run the missing tasks, and report."""
     return one_table_study("optimizer_defaults", __doc__ or "", run_one, TASKS, table, arguments)
 
 

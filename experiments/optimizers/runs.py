@@ -1,4 +1,4 @@
-"""Trainings by one optimiser and another: a curve for each, the search of settings, time per step.
+"""Trainings by several optimisers: curves, the search for settings, seconds of a step.
 
 Shared by the experiments that train with K-FAC. Curves count steps. Their seconds come from
 `time_steps`, which alternates the methods in one process, so that they meet the same load.
@@ -51,7 +51,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Problem:
-    """Data, network and loss; the same data for all seeds, which are of start and order."""
+    """Data, network and loss; seeds change initialisation and order, not the data."""
 
     title: str
     load: Callable[[], Splits]
@@ -59,59 +59,59 @@ class Problem:
     likelihood: Likelihood
     batch_size: int
     metric: str = "loss"
-    """What targets are of: "loss", "accuracy" or "average precision" of the validation data."""
+    """Metric of the target: "loss", "accuracy" or "average precision" on validation data."""
     scalar_lr_factor: float = 1.0
-    """Times the learning rate for parameters with a single entry."""
+    """Factor on the learning rate of parameters with a single entry."""
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
-    """The mean of −log p(y|f); None takes torch's, whose mean is over all labels that count."""
+    """Mean of −log p(y|f); None takes torch's, a mean over all labels that are not ignored."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """An optimiser; `Candidate` has what is searched for."""
+    """An optimiser with its fixed settings; `Candidate` has those that are searched."""
 
     title: str
     base: BaseName
     kfac_approx: Mode | None = None
-    """Of the preconditioner before it, if there is one."""
+    """Mode of K-FAC's preconditioner; None for no preconditioner."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the preconditioner, but for its damping."""
+    """Options of the preconditioner, except its damping."""
     momentum: float = 0.9
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0
     clip: float | None = None
-    """Largest norm of the gradient, before preconditioning."""
+    """Largest norm of the gradient before preconditioning; larger ones are scaled down."""
     pace: float = 1.0
-    """Times the schedule's warm-up and steps."""
+    """Factor on the schedule's warm-up and steps."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What is searched for."""
+    """Settings that are searched."""
 
     lr: float
     damping: float | None = None
-    """With K-FAC."""
+    """Damping of K-FAC; None without it."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning rate over steps: a linear warm-up, then a fall to ``end`` of the highest."""
+    """Learning rate over steps: a linear warm-up, then a decay to ``end`` times the highest."""
 
     steps: int
     warmup: int
     shape: Literal["cosine", "linear"] = "cosine"
-    """Linear is AlgoPerf's polynomial, of degree 1."""
+    """Form of the decay; linear is AlgoPerf's polynomial of degree 1."""
     end: float = 0.0
     fall: float = 1.0
-    """The share of the steps after the warm-up in which it falls; constant from then on."""
+    """Share of the steps after the warm-up in which the rate decays; constant from then on."""
 
     def times(self, pace: float) -> "Schedule":
-        """With warm-up and steps times a factor."""
+        """The schedule with warm-up and steps multiplied by a factor."""
         return replace(self, steps=round(pace * self.steps), warmup=round(pace * self.warmup))
 
     def factor(self, step: float) -> float:
-        """What the highest learning rate is multiplied by at a step, from 0."""
+        """Factor on the highest learning rate at a step, counted from 0."""
         if step < self.warmup:
             return (step + 1) / self.warmup
         share = min(1.0, (step - self.warmup) / (self.fall * (self.steps - self.warmup)))
@@ -134,17 +134,17 @@ class Config:
 
     @property
     def name(self) -> str:
-        """What its file is called."""
+        """The name of its file, without its ending."""
         return f"{self.problem}_{self.method}_{self.part}".replace(" ", "_")
 
 
 def quasi_random_search(
     lr: tuple[float, float], damping: tuple[float, float], trials: int
 ) -> tuple[Candidate, ...]:
-    """Log-uniform in both; the same points for each method that has the same ranges.
+    """Candidates, log-uniform in rate and damping; the same points for the same ranges.
 
-    They are scrambled Sobol points, so that few trials cover the ranges, too: of six random ones
-    all may lie in the lower half.
+    They are scrambled Sobol points, which cover the ranges even with few trials. Six random points
+    may all lie in the lower half.
     """
     sequence = torch.quasirandom.SobolEngine(2, scramble=True, seed=0)
     points = sequence.draw(trials).tolist()
@@ -157,7 +157,7 @@ def quasi_random_search(
 
 
 def run(problem: Problem, method: Method, config: Config) -> Row:
-    """All curves of a configuration, with their candidates and seeds."""
+    """Train all candidates with all seeds; returns their curves."""
     torch.set_num_threads(1)
     started = time.perf_counter()
     splits = problem.load()
@@ -180,9 +180,10 @@ def run(problem: Problem, method: Method, config: Config) -> Row:
 
 
 def settled_at(curve: Row, metric: str, target: float) -> int | None:
-    """The first step from which on the validation metric stays at the target or better, if any.
+    """The step from which on the validation metric stays at the target or better, if any.
 
-    Not the first at the target: an untrained network's metric may jump above it for a moment.
+    The first step at the target will not do: an untrained network's metric may jump above it for
+    a moment.
     """
     # A run that diverges before the first measurement has no values.
     values = curve.get(metric, [])
@@ -195,11 +196,11 @@ def settled_at(curve: Row, metric: str, target: float) -> int | None:
 
 
 def best_candidate(found: Row, target: float | None = None) -> Candidate:
-    """The one whose run settles at the target first, or else whose last value is the best.
+    """The candidate whose run settles at the target first, or else whose last value is best.
 
     Args:
-        found: a search.
-        target: of the metric; None: the last value alone.
+        found: results of a search.
+        target: of the metric; None compares last values alone.
 
     Raises:
         ValueError: all of its runs diverged.
@@ -221,7 +222,7 @@ def best_candidate(found: Row, target: float | None = None) -> Candidate:
 
 
 class _Training:
-    """A network with its optimiser, and what one step of both is."""
+    """A network with its optimiser, and one step of both."""
 
     def __init__(
         self,
@@ -255,10 +256,10 @@ class _Training:
         self.batches = _full_batches(loader, problem.batch_size)
 
     def step(self) -> Tensor:
-        """The loss of the batch before the step.
+        """Take a step; returns the loss of the batch before it.
 
         Raises:
-            FloatingPointError: factors or gradients that are not finite.
+            FloatingPointError: if factors or gradients are not finite.
         """
         x, y = next(self.batches)
         self.optimizer.zero_grad()
@@ -310,7 +311,7 @@ def _curve(
     except FloatingPointError as error:
         diverged = f"step {step}: {error}"
     test = None if diverged else _measure(problem, splits, training.model, "test")
-    # Seconds of a processor, measurements included: what the study takes, no comparison.
+    # Processor seconds, measurements included: the cost of the study, not a comparison.
     seconds = time.process_time() - started
     return {**found, "test": test, "diverged": diverged, "processor_seconds": seconds}
 
@@ -351,19 +352,19 @@ def _loss(likelihood: Likelihood) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _categorical_loss(f: Tensor, y: Tensor) -> Tensor:
-    """Mean over the terms that count, for one label for each example or for each position."""
+    """Mean over the labels that are not ignored; one label per example or per position."""
     return cross_entropy(f.flatten(0, -2), y.flatten())
 
 
 def _bernoulli_loss(f: Tensor, y: Tensor) -> Tensor:
-    """Mean over the targets of all examples that are known; -1 is an unknown one."""
+    """Mean over the known targets of all examples; -1 marks an unknown one."""
     y = y.view(f.shape).to(f.dtype)
     known = y >= 0
     return binary_cross_entropy_with_logits(f[known], y[known])
 
 
 def _full_batches(loader: Any, size: int) -> Iterator[Any]:
-    """Batch after batch, without end, without a smaller one at the end of the data."""
+    """Yield full batches without end; a smaller one at the end of the data is left out."""
     while True:
         for x, y in loader:
             if len(y) == size:
@@ -398,17 +399,17 @@ def _optimizer(method: Method, groups: list[dict[str, Any]], lr: float) -> Optim
 
 @dataclass(frozen=True)
 class Timing:
-    """Methods whose steps are timed beside each other."""
+    """Timing of methods' steps, which take turns."""
 
     problem: str
     methods: tuple[str, ...]
     block: int
-    """Steps in a row, a multiple of all intervals."""
+    """Steps timed in a row; a multiple of all intervals."""
     blocks: int = 7
 
     @property
     def name(self) -> str:
-        """What its file is called."""
+        """The name of its file, without its ending."""
         return f"{self.problem}_{self.methods[0]}_timing".replace(" ", "_")
 
 
@@ -449,6 +450,6 @@ def time_steps(
 
 
 def runs_of(found: Sequence[Row], problem: str, part: str) -> dict[str, Row]:
-    """Method -> its runs, of the JSON files of a study."""
+    """Method -> its runs, from the JSON files of a study."""
     own = (r for r in found if r["config"].get("part") == part)
     return {r["config"]["method"]: r for r in own if r["config"]["problem"] == problem}

@@ -1,10 +1,10 @@
 """Steps and seconds to a target: the paper's comparison of K-FAC with a tuned reference optimiser.
 
-Each method's settings are searched for among quasi-random ones. The target is the median over seeds
-of the last value that the tuned reference's validation metric has; K-FAC's settings are those of
-the run that reaches it first (Eschenhagen et al. 2023, sections 4.2 and 4.3, after AlgoPerf). To
-reach it here means to stay there: with the small problems of two cores, an untrained network's
-metric may jump above the target for a moment.
+The settings of each method are chosen among quasi-random ones. The target is the median over seeds
+of the last validation metric of the tuned reference. K-FAC's settings are those of the run that
+reaches it first (Eschenhagen et al. 2023, sections 4.2 and 4.3, after AlgoPerf). A run reaches the
+target when it stays there: on problems small enough for two cores, an untrained network's metric
+may jump above the target for a moment.
 """
 
 import argparse
@@ -51,47 +51,47 @@ NO_PAPER = "– | – | –"
 
 @dataclass(frozen=True)
 class Study:
-    """Methods on the same problems, the first of them the reference."""
+    """Methods that are compared on the same problems; the first is the reference."""
 
     title: str
     methods: Mapping[str, Method]
     schedules: Mapping[str, Schedule]
-    """By problem."""
+    """Schedule by problem."""
     lr: Mapping[str, tuple[float, float]]
-    """Ends of the search, by method or else by problem."""
+    """Range of learning rates that is searched, by method or else by problem."""
     damping: tuple[float, float]
-    """Ends of K-FAC's search."""
+    """Range of K-FAC's damping that is searched."""
     block: int
-    """Steps that are timed in a row."""
+    """Steps timed in a row."""
     paper: Mapping[str, str] = field(default_factory=dict)
-    """Steps | in % of the reference's | time in %, by method."""
+    """The paper's cells by method: steps | % of the reference's steps | % of its time."""
     choose_first: bool = True
-    """Whether the run that reaches the target first is chosen, or that with the best last value."""
+    """True chooses the run that reaches the target first, False that with the best last value."""
     given: Mapping[str, float] = field(default_factory=dict)
-    """Methods that are not searched: their damping; their learning rate is the reference's."""
+    """Damping of methods without a search; they take the reference's learning rate."""
     figure: str = ""
-    """What is added to the name of the problem's figure."""
+    """Suffix of the figure's file name, after the problem."""
 
     @property
     def reference(self) -> str:
-        """The first method."""
+        """Name of the reference, the first method."""
         return next(iter(self.methods))
 
     @property
     def searched(self) -> list[str]:
-        """Methods with a search of their own."""
+        """Names of the methods with a search of their own."""
         return [name for name in self.methods if name not in self.given]
 
 
 def target_of(reference: Row) -> float:
-    """The median over seeds of the reference's last metric."""
+    """Target: the median over seeds of the reference's last metric."""
     return statistics.median(curve[reference["metric"]][-1] for curve in reference["curves"])
 
 
 def run_task(
     task: Config | Timing, problems: Mapping[str, Problem], methods: Mapping[str, Method]
 ) -> Row:
-    """A search, the seeds, or the timing."""
+    """Run a search, the seeds, or the timing."""
     problem = problems[task.problem]
     if isinstance(task, Timing):
         return run_timing(problem, methods, task)
@@ -105,9 +105,9 @@ def table(found: Sequence[Row], study: Study, problem: str) -> str:
     """Steps and seconds to the target as Markdown, and what the searches found.
 
     Args:
-        found: all files of the study.
-        study: whose methods.
-        problem: which data.
+        found: contents of all files of the study.
+        study: the methods to compare.
+        problem: the name of the problem.
     """
     seeds, searches = (runs_of(found, problem, part) for part in ("seeds", "search"))
     reference = seeds[study.reference]
@@ -117,8 +117,8 @@ def table(found: Sequence[Row], study: Study, problem: str) -> str:
     lines = [
         f"## {reference['problem']}{study.title}",
         "",
-        f"Target: {metric} {target:.4f} of the validation data, which the reference's median seed "
-        f"ends with. Mean ± standard error over the seeds that reach it, of "
+        f"Target: {metric} {target:.4f} on the validation data, the median over seeds of the "
+        f"reference's last value. Mean ± standard error over the seeds that reach it, of "
         f"{len(reference['curves'])}. Steps and time are also in percent of the reference's.",
         "",
         "| | reached by | steps | % | time of a step | time, % | last value | test | learning rate "
@@ -269,21 +269,31 @@ def main(
     """Search, run the seeds, time, write tables and figures; returns the exit status.
 
     Args:
-        arguments: of the command; None: the process's.
-        name: the folder of the results.
+        arguments: the command line's; None for this process's.
+        name: of the folder of results.
         description: of the command.
-        studies: what to run, one after the other.
+        studies: to run one after the other.
         problems: by name.
-        run_one: `run_task` as a function of a module, which another process can find.
-        data: the problems to take, if not asked for otherwise.
-        trials: of each search, if not asked for otherwise.
-        seeds: of each method, if not asked for otherwise.
+        run_one: `run_task` as a module's function, so that other processes can import it.
+        data: the default of --data, the problems.
+        trials: the default of --trials, those of each search.
+        seeds: the default of --seeds, how many each method has.
     """
     parser = argparse.ArgumentParser(description=description.split("\n\n")[0])
-    parser.add_argument("--data", nargs="*", choices=list(problems), default=list(data))
-    parser.add_argument("--steps", type=int, help="of the reference; default: the experiment's")
-    parser.add_argument("--trials", type=int, default=trials, help=f"default: {trials}")
-    parser.add_argument("--seeds", type=int, default=seeds, help=f"how many; default: {seeds}")
+    parser.add_argument(
+        "--data",
+        nargs="*",
+        choices=list(problems),
+        default=list(data),
+        help=f"problems; default: {', '.join(data)}",
+    )
+    parser.add_argument("--steps", type=int, help="steps of the reference; default: the schedule's")
+    parser.add_argument(
+        "--trials", type=int, default=trials, help=f"trials of each search; default: {trials}"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=seeds, help=f"number of seeds; default: {seeds}"
+    )
     add_study_options(parser)
     options = parser.parse_args(arguments)
     folder = study_folder(parser, options, name)
@@ -305,7 +315,7 @@ def main(
 def _stages(
     study: Study, problem: str, options: argparse.Namespace, folder: Path
 ) -> Iterator[list[Config | Timing]]:
-    """The tasks of a study, those first that others need the results of."""
+    """Yield the tasks of a study in stages; each needs the results of those before."""
     reference, schedule = study.reference, study.schedules[problem]
     if options.steps is not None:
         schedule = schedule.times(options.steps / schedule.steps)

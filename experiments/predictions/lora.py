@@ -1,20 +1,19 @@
 """Uncertainty of low-rank adapters alone: a small Llama, adapted to a task with few labels.
 
-After Yang et al. 2024, "Bayesian low-rank adaptation for large language models"
-(arXiv:2308.13111): adapters of a pretrained network are trained, and a Kronecker-factored Laplace
-approximation of them, with prior precisions from the evidence, predicts. There are no pretrained
-weights at hand, so a small Llama first learns DART's sentences word by word, then peft's LoRA
-adapts it to tell a restaurant's customer rating from a sentence about it. The six ratings are what
-crowd workers were given, and their sentences say so more or less clearly: "low" and "1 out of 5",
-or "high" and "5 out of 5", are often told by the same words, so that good predictions are
-uncertain.
+After Yang et al. 2024, "Bayesian low-rank adaptation for large language models" (arXiv:2308.13111):
+adapters of a pretrained network are trained, and a Kronecker-factored Laplace approximation of
+them, with prior precisions from the evidence, predicts. No pretrained weights are at hand, so a
+small Llama first learns DART's sentences word by word. Then peft's LoRA adapts it to predict a
+restaurant's customer rating from a sentence about it. Crowd workers wrote the sentences from one of
+six ratings, and they state it more or less clearly. "low" and "1 out of 5", or "high" and "5 out of
+5", are often worded alike, so good predictions are uncertain.
 
-Beside the MAP and the MAP with a temperature: Laplace with expand and reduce, plain and calibrated,
-and with factors of the base's width as sketches; MC dropout of the adapters, and an ensemble of
-three. All temperatures and calibrations are from the same held-out sentences. Sentences about the
-same facts lie in one part.
+The methods are the MAP, Laplace with expand and reduce, Laplace with factors of the base's width as
+sketches, MC dropout of the adapters, and an ensemble of three, each plain and with a temperature or
+calibrated. All temperatures and calibrations use the same held-out sentences. Sentences about the
+same facts are in the same part of the data.
 
-``make lora`` runs what is missing; each seed is a JSON file in ``results/lora/`` (of the working
+``make lora`` runs the missing seeds; each seed is a JSON file in ``results/lora/`` (of the working
 directory). It needs transformers and peft, and DART's file as `marglik.data.DART` does.
 """
 
@@ -62,11 +61,11 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Config:
-    """One seed: of the parts of the data, the network, the adapters and the order of training."""
+    """Configuration of one seed, which draws data parts, network, adapters and training order."""
 
     seed: int = 0
     sizes: tuple[int, ...] = (200,)
-    """Labelled sentences."""
+    """Numbers of labelled sentences."""
     validation: int = 100
     test: int = 500
     context: int = 48
@@ -83,7 +82,7 @@ class Config:
 
     @property
     def name(self) -> str:
-        """What its file is called."""
+        """The name of its file, without its ending."""
         return f"ratings_{self.seed}"
 
 
@@ -95,7 +94,7 @@ CONFIGS = [Config(seed) for seed in range(3)]
 
 @dataclass(frozen=True)
 class Sentences:
-    """DART's sentences as numbers of words: those without labels, and the three parts."""
+    """DART's sentences as word indices: those without labels, and the three labelled parts."""
 
     text: list[list[int]]
     train: list[tuple[list[int], int]]
@@ -105,7 +104,7 @@ class Sentences:
 
     @staticmethod
     def of(config: Config) -> "Sentences":
-        """Split by facts; the words are those of the sentences without labels."""
+        """Split by facts; the vocabulary is that of the sentences without labels."""
         with gzip.open(local_file(None, FILE, ORIGIN)) as file:
             entries = json.loads(file.read())
         plain: list[str] = []
@@ -150,7 +149,7 @@ def _words(text: str) -> list[str]:
 
 
 def batches(examples: Sequence[tuple[list[int], int]], size: int) -> list[Batch]:
-    """Padded to the longest of each batch, with the mask, as transformers' collators make them."""
+    """Batches padded to their longest sentence, with the mask, as transformers' collators pad."""
     return [_batch(examples[start : start + size]) for start in range(0, len(examples), size)]
 
 
@@ -166,7 +165,7 @@ def _batch(examples: Sequence[tuple[list[int], int]]) -> Batch:
 
 
 def pretrained(config: Config, sentences: Sentences) -> dict[str, Tensor]:
-    """The state of a small Llama that predicts the sentences' words, without its output layer."""
+    """State of a small Llama that predicts the sentences' words, without its output layer."""
     model = transformers.LlamaForCausalLM(_architecture(config, sentences.vocabulary))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
     steps = config.pretraining_steps
@@ -220,7 +219,7 @@ def adapted(config: Config, base: dict[str, Tensor], vocabulary: int, train: lis
 
 
 def _training(model: nn.Module, epochs: int, train: list) -> Iterator[None]:
-    """A gradient of the mean loss for each batch."""
+    """Yield once per batch, when the network has the gradient of the batch's mean loss."""
     model.train()
     for _ in range(epochs):
         for batch in batches(random.sample(train, len(train)), 16):
@@ -233,13 +232,13 @@ def _training(model: nn.Module, epochs: int, train: list) -> Iterator[None]:
 
 @torch.no_grad()
 def probabilities(model: nn.Module, data: list[Batch]) -> Tensor:
-    """Of the network as it is, (N, C)."""
+    """Class probabilities of the network as it is, (N, C)."""
     outputs = [model(b["input_ids"], b["attention_mask"]).logits for b in data]
     return torch.cat(outputs).softmax(-1)
 
 
 def dropout_probabilities(model: nn.Module, data: list[Batch], samples: int) -> Tensor:
-    """The mean over networks with dropout in the adapters."""
+    """Mean class probabilities over networks with dropout in the adapters."""
     model.train()
     found = torch.stack([probabilities(model, data) for _ in range(samples)]).mean(0)
     model.eval()
@@ -252,7 +251,7 @@ def tempered(p: Tensor, temperature: float) -> Tensor:
 
 
 def best_temperature(p: Tensor, labels: Tensor) -> float:
-    """τ of the least NLL, with the standard normal prior on log τ that `calibrate` has."""
+    """τ with the lowest NLL, with `calibrate`'s standard normal prior on log τ."""
 
     def loss(log: float) -> float:
         of_labels = tempered(p, math.exp(log)).gather(1, labels[:, None]).log()
@@ -263,7 +262,7 @@ def best_temperature(p: Tensor, labels: Tensor) -> float:
 
 
 def run(config: Config) -> dict[str, Any]:
-    """Every method at every number of labels."""
+    """Evaluate every method with every number of labels."""
     torch.set_num_threads(1)
     started = time.perf_counter()
     torch.manual_seed(config.seed)
@@ -289,7 +288,7 @@ def _rows(
     rows: dict[str, dict[str, float]] = {}
 
     def add(name: str, of: Callable[[list[Batch]], Tensor]) -> None:
-        """A predictive and, with the best temperature on held-out data, the same again."""
+        """Scores of a predictive, plain and with the best temperature on held-out data."""
         start = time.perf_counter()
         p = of(test)
         seconds = time.perf_counter() - start
@@ -340,10 +339,10 @@ COLUMNS = {
 
 
 def table(folder: Path) -> str:
-    """Means ± standard errors over the seeds, in Markdown; NLL also beside the tempered MAP's."""
+    """Means ± standard errors over seeds, in Markdown; the tempered MAP's NLL minus each."""
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("ratings_*.json"))]
     lines = [
-        f"| labels | method | {' | '.join(COLUMNS.values())} | NLL less than the tempered MAP's |",
+        f"| labels | method | {' | '.join(COLUMNS.values())} | tempered MAP's NLL minus this |",
         "|---" * (len(COLUMNS) + 3) + "|",
     ]
     for size in found[0]["rows"]:
@@ -357,7 +356,7 @@ def table(folder: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is missing, and report."""
+    """Run the missing seeds, and report."""
     return one_table_study("lora", __doc__ or "", run, CONFIGS, table, arguments)
 
 

@@ -1,18 +1,18 @@
 """Calibrated predictives where the data shifts: corrupted images, and images from elsewhere.
 
-Calibration is by held-out data of the training distribution. What it is worth elsewhere is asked
-here: of the MAP, temperature scaling of it, the Laplace predictive (mc) calibrated and not, and the
-last layer's, calibrated. The networks are those of the presets `digits` (digits 0 to 7; 8 and 9 are
-near out-of-distribution data) and `vit_cifar10` (4,000 images; Tiny ImageNet is near), with a share
-of the training images held out for calibration. Eschenhagen et al. 2023 have no such table.
+Calibration uses held-out data of the training distribution. This script evaluates it elsewhere, for
+the MAP, its temperature scaling, the Laplace predictive (mc) with and without calibration, and the
+last layer's with calibration. The networks are those of the presets `digits` (digits 0 to 7; 8 and
+9 are near out-of-distribution data) and `vit_cifar10` (4,000 images; Tiny ImageNet is near), with a
+share of the training images held out for calibration. Eschenhagen et al. 2023 have no such table.
 
-All rows are made from the same outputs and covariances, of which each set of images needs one pass.
-Scores of out-of-distribution data are the predictive entropy and its epistemic part alone; the
-latter is there where s > 0. For s = 0 there is none, and the uncalibrated row has its own.
+All rows use the same outputs and covariances, which take one pass per set of images. The scores of
+out-of-distribution data are the predictive entropy and its epistemic part, which exists only where
+s > 0.
 
 ``make out-of-distribution`` runs digits with three seeds and the ViT with one. Each seed is a JSON
-file in ``results/out_of_distribution/`` (of the working directory), and is kept when the command is
-given again; trainings go on in ``runs/out_of_distribution/``.
+file in ``results/out_of_distribution/`` of the working directory. The command resumes: it keeps
+finished files and continues trainings in ``runs/out_of_distribution/``.
 """
 
 import argparse
@@ -73,16 +73,16 @@ REFERENCE = "MAP, temperature-scaled"
 
 @dataclass(frozen=True)
 class Problem:
-    """A preset, how it is changed, and images from elsewhere."""
+    """A preset, its changed options, and out-of-distribution images."""
 
     title: str
     options: Callable[[int], Sequence[str]]
-    """Of `marglik train`, by seed."""
+    """Options of `marglik train`, by seed."""
     outside: Callable[[int], Mapping[str, ImageData]]
     """Out-of-distribution data by name, by seed."""
     seeds: int
     corrupted: int = 250
-    """Images of each of the twenty corruptions."""
+    """Number of images for each of the twenty corruptions."""
 
 
 def _digits(seed: int, classes: Sequence[int]) -> ClassSubset:
@@ -146,40 +146,40 @@ PROBLEMS = {
 
 @dataclass(frozen=True)
 class Config:
-    """One seed of one problem, and the most images that each set has."""
+    """Configuration of one seed of one problem, with the largest number of images per set."""
 
     data: str = "digits"
     seed: int = 0
     epochs: int | None = None
-    """The preset's own if None."""
+    """Number of epochs; None for the preset's."""
     test: int = 500
     corrupted: int = 250
-    """Of each of the twenty corruptions."""
+    """Largest number of images for each of the twenty corruptions."""
     outside: int = 500
-    """Of each out-of-distribution set."""
+    """Largest number of images in each out-of-distribution set."""
     samples: int = 100
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """The name of its file, without its ending."""
         return f"{self.data}_{self.seed}"
 
     @property
     def folder(self) -> str:
-        """Where its training is kept."""
+        """Folder of its training."""
         return f"runs/out_of_distribution/{self.name}"
 
 
 @dataclass(frozen=True)
 class Row:
-    """A predictive: whose uncertainty, and how it is scaled."""
+    """A predictive: its source of uncertainty, and its scaling."""
 
     layers: Layers
     calibration: Calibration
 
 
 def run(config: Config) -> dict[str, Any]:
-    """Train, or read what was trained, and evaluate all rows."""
+    """Train, or read a finished training, and evaluate all rows."""
     torch.set_num_threads(1)
     started = time.perf_counter()
     problem = PROBLEMS[config.data]
@@ -237,7 +237,7 @@ def run(config: Config) -> dict[str, Any]:
 
 
 def rows_of(posterior: Posterior, held_out: Iterable[Any], samples: int) -> dict[str, Row]:
-    """The rows, by what tables call them; calibrated with held-out data where they are not yet."""
+    """The rows by their names in tables; calibrates with held-out data those that still need it."""
     mc = PredictiveConfig("mc", samples=samples)
     fits = {
         config.layers: CalibrationFit.remembered(posterior, config)
@@ -256,13 +256,13 @@ def rows_of(posterior: Posterior, held_out: Iterable[Any], samples: int) -> dict
 def predict_rows(
     posterior: Posterior, rows: Mapping[str, Row], inputs: Iterable[Tensor], samples: int
 ) -> dict[str, Prediction]:
-    """The predictions of `laplace_predictive` and `map_predictive`, for one pass over the inputs.
+    """Predictions of all rows from one pass over the inputs, as the single predictives make them.
 
     Args:
         posterior: of a classifier.
         rows: the predictives by name.
         inputs: batches of inputs.
-        samples: of link "mc", the same for all rows.
+        samples: number of samples of link "mc", the same for all rows.
     """
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(samples, posterior.n_outputs, generator=generator)
@@ -299,7 +299,7 @@ def _some(images: ImageSet, number: int) -> ImageSet:
 
 
 def _spread(length: int, number: int) -> Tensor:
-    """At most so many of the indices below the length, evenly: images are sorted by class."""
+    """At most ``number`` indices below ``length``, spread evenly as images are sorted by class."""
     number = min(length, number)
     return torch.arange(number) * length // number
 
@@ -308,7 +308,7 @@ def _spread(length: int, number: int) -> Tensor:
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
-    """One problem as Markdown: means over seeds, with standard errors where there are several."""
+    """One problem as Markdown: means over seeds, with standard errors if there are several."""
     first = runs[0]
     sizes = ", ".join(f"{size:,} {name}" for name, size in first["num_examples"].items())
     seeds = "one seed" if len(runs) == 1 else f"{len(runs)} seeds, mean ± standard error"
@@ -348,7 +348,7 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
             lines.append(f"| {name} | {score} | {' | '.join(cells)} |")
     lines += [
         "",
-        f"Less the temperature-scaled MAP's{', paired by seed' if len(runs) > 1 else ''} "
+        f"Each row minus the temperature-scaled MAP{', paired by seed' if len(runs) > 1 else ''} "
         "(AUROC by the entropy, percentage points):",
         "",
         f"| | test NLL | NLL, corrupted | {' | '.join(f'AUROC, {name}' for name in outside)} |",
@@ -400,20 +400,20 @@ def figure(runs: Sequence[dict[str, Any]]) -> Figure:
 
 
 def _corrupted(row: dict[str, Any], key: str) -> float:
-    """The mean over kinds and severities."""
+    """Mean over kinds and severities of corruption."""
     return statistics.mean(metrics[key] for metrics in row["shift"].values())
 
 
 def _values(
     runs: Sequence[dict[str, Any]], name: str, label: str, score: str, key: str
 ) -> list[float]:
-    """One for each seed that has such a score."""
+    """Values of the seeds that have this score."""
     found = [run["rows"][name]["ood"][label][score] for run in runs]
     return [metrics[key] for metrics in found if metrics is not None]
 
 
 def _differences(runs: Sequence[dict[str, Any]], name: str, outside: Sequence[str]) -> list[str]:
-    """NLLs and AUROCs less the reference's."""
+    """NLLs and AUROCs minus the reference's."""
     nll: list[Callable[[dict[str, Any]], float]] = [
         lambda row: row["test"]["cls/NLL"],
         lambda row: _corrupted(row, "cls/NLL"),
@@ -441,11 +441,21 @@ def _mean(values: Sequence[float], digits: int, sign: str = "") -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is missing, write tables and figures; returns the exit status."""
+    """Run the missing seeds, write tables and figures; returns the exit status."""
     parser = argparse.ArgumentParser(description="Calibrated predictives where the data shifts.")
-    parser.add_argument("--data", nargs="*", choices=list(PROBLEMS), default=list(PROBLEMS))
-    parser.add_argument("--seeds", type=int, help="how many; default: 3 of digits, 1 of the ViT")
-    parser.add_argument("--quick", action="store_true", help="digits with one seed: a minute")
+    parser.add_argument(
+        "--data",
+        nargs="*",
+        choices=list(PROBLEMS),
+        default=list(PROBLEMS),
+        help="problems; default: all",
+    )
+    parser.add_argument(
+        "--seeds", type=int, help="number of seeds; default: 3 of digits, 1 of the ViT"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="run only digits with one seed: a minute"
+    )
     add_study_options(parser)
     options = parser.parse_args(arguments)
     folder = study_folder(parser, options, "out_of_distribution")

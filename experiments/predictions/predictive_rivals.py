@@ -1,18 +1,18 @@
-"""Ours beside the usual ways to class probabilities, on small data: how good, at what price.
+"""Ours beside the usual ways to class probabilities on small data: quality and cost.
 
-Rows: MAP with a default and with a chosen weight decay, temperature scaling, a deep ensemble of
-five, SWAG, IVON, MC dropout, laplace-torch with all layers and with the last (all of them in
-`rivals.py`), and ours, whose weight decays are learned while the network trains, as it
-comes (uncalibrated) and calibrated. All have the same network, epochs, training and held-out data;
-every row is given raw and with its probabilities tempered on the held-out data. Eschenhagen et al.
-2023 have no such table.
+The rivals are the MAP with a default and with a chosen weight decay, temperature scaling, a deep
+ensemble of five, SWAG, IVON, MC dropout, and laplace-torch with all layers and with the last (all
+in `rivals.py`). Ours learns its weight decays while the network trains, and is given uncalibrated
+and calibrated. All have the same network, epochs, training and held-out data. Every row is given
+raw and with its probabilities tempered on the held-out data. Eschenhagen et al. 2023 have no such
+table.
 
-Seconds of a training are CPU time of one thread, relative to the MAP's; those of a prediction are
-medians over interleaved predictions of one batch, relative to the MAP's.
+Costs are relative to the MAP's. A training's is CPU time of one thread; a prediction's is the
+median of interleaved predictions of one batch.
 
-``make rivals`` runs digits with five seeds; ``--quick`` two; ``--data`` names other problems. Each
-seed is a JSON file in ``results/predictive_rivals/`` (of the working directory), and is kept when
-the command is given again; with ``--ours`` our rows of it are measured anew, the rivals' stay.
+``make rivals`` runs digits with five seeds, ``--quick`` with two; ``--data`` names other problems.
+Each seed is a JSON file in ``results/predictive_rivals/`` of the working directory. The command
+resumes and keeps finished files; ``--ours`` measures our rows in them again and keeps the rivals'.
 """
 
 import argparse
@@ -72,18 +72,18 @@ __all__ = ["PROBLEMS", "Config", "figure", "ours", "run", "table"]
 
 WEIGHT_DECAYS = (5e-5, 2e-4, 5e-4, 2e-3, 5e-3, 2e-2)
 REFERENCE = "temperature scaling"
-"""The row that the others' NLL is compared with, paired by seed."""
+"""The row whose NLL the others are compared with, paired by seed."""
 BATCH_SIZE = 32
-"""Of predictions; with 128 at once laplace-torch's Jacobians take thrice as long for an image."""
+"""Batch size of predictions; with 128 laplace-torch's Jacobians take thrice as long per image."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Data, network, and budget; the settings of our preset for it where there is one."""
+    """Data, network and epochs; the settings of our preset for them, if there is one."""
 
     title: str
     data: Callable[[int], DataSource]
-    """By seed: another division into training, held-out and test data."""
+    """Data of a seed; each seed splits training, held-out and test data differently."""
     make_model: Callable[[], nn.Module]
     epochs: int
     optimizer: OptimizerConfig
@@ -136,22 +136,22 @@ PROBLEMS = {
 
 @dataclass(frozen=True)
 class Config:
-    """One seed of one problem."""
+    """Configuration of one seed of one problem."""
 
     data: str = "digits"
     seed: int = 0
     epochs: int | None = None
-    """The problem's own if None."""
+    """Number of epochs; None for the problem's."""
     samples: int = 20
     members: int = 5
     weight_decay: float = 5e-4
     weight_decays: tuple[float, ...] = WEIGHT_DECAYS
     repetitions: int = 15
-    """Timed predictions of a batch."""
+    """Number of timed predictions of a batch."""
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """The name of its file, without its ending."""
         return f"{self.data}_{self.seed}"
 
 
@@ -186,13 +186,13 @@ def run(config: Config) -> dict[str, Any]:
 
 
 def our_rows_again(found: dict[str, Any]) -> dict[str, Any]:
-    """A seed's result with our rows measured anew; the rivals', which take most of the time, stay.
+    """A seed's result with our rows measured again; the rivals', which take most time, are kept.
 
-    The MAP is measured again beside ours: it must be the same network, and its seconds tell how
-    fast the machine is now, by which ours are scaled.
+    The MAP is measured again beside ours. It must be the same network, and its seconds scale ours
+    to the machine's present speed.
 
     Raises:
-        ValueError: another MAP, so that code or data are not those of the rivals.
+        ValueError: if the MAP differs, so that code or data are not those of the rivals.
     """
     config = found["config"]
     config = Config(**config | {"weight_decays": tuple(config["weight_decays"])})
@@ -216,7 +216,7 @@ def our_rows_again(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _task(config: Config) -> tuple[Problem, Splits, Task]:
-    """What all rows are given."""
+    """The task that all rows are given."""
     torch.set_num_threads(1)
     problem = PROBLEMS[config.data]
     problem = replace(problem, epochs=config.epochs or problem.epochs)
@@ -238,7 +238,7 @@ def _task(config: Config) -> tuple[Problem, Splits, Task]:
 def _measured(
     made: Mapping[str, Rival], config: Config, problem: Problem, splits: Splits, task: Task
 ) -> dict[str, dict[str, Any]]:
-    """Name -> metrics, raw and tempered, and costs; predictions are timed taking turns."""
+    """Row -> metrics, raw and tempered, and costs; predictions are timed interleaved."""
     outside = _outside(problem, splits)
     test = split_batches(splits, "test", BATCH_SIZE)
     x, _ = next(iter(test))
@@ -271,10 +271,10 @@ def _measured(
 
 
 def ours(task: Task, problem: Problem) -> dict[str, Rival]:
-    """Ours: weight decays per tensor, learned while the network trains; MAP and Laplace.
+    """Our MAP and Laplace rows, with weight decays per tensor learned while the network trains.
 
     They start at the task's default weight decay, and the last update is kept, as in `marglik
-    train`. On held-out data nothing is chosen but the calibrated rows' s and τ.
+    train`. Only the calibrated rows' s and τ are chosen on held-out data.
     """
     started = time.process_time()
     torch.manual_seed(task.seed)
@@ -327,7 +327,7 @@ def ours(task: Task, problem: Problem) -> dict[str, Rival]:
 
 
 def _rows(task: Task, problem: Problem, config: Config) -> tuple[dict[str, Rival], dict[str, str]]:
-    """All rows that could be made, and why the others could not."""
+    """All rows that could be made, and the reasons why others could not."""
     rivals.map_network(replace(task, epochs=1))  # the first steps of a process take longer
     default = rivals.map_network(task)
     start = rivals.map_network(task, config.weight_decays)
@@ -347,7 +347,7 @@ def _rows(task: Task, problem: Problem, config: Config) -> tuple[dict[str, Rival
         try:
             made[name] = make()
             made[name](next(iter(task.held_out))[0])
-        # A rival that cannot do a problem is a finding; ours has to.
+        # A rival that fails on a problem is a finding; ours must not fail.
         except Exception as error:
             made.pop(name, None)
             failed[name] = f"{type(error).__name__}: {error}"
@@ -356,7 +356,7 @@ def _rows(task: Task, problem: Problem, config: Config) -> tuple[dict[str, Rival
 
 
 def _outside(problem: Problem, splits: Splits) -> Batches | None:
-    """Images from elsewhere, normalised as the data is; None if there are none."""
+    """Out-of-distribution images, normalised as the data is; None if there are none."""
     if problem.outside is None:
         return None
     assert isinstance(splits, ImageSplits)
@@ -431,7 +431,7 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
         fewer = "" if len(own) == len(runs) else f" ({len(own)} seeds)"
         lines.append(f"| {name}{fewer} | {' | '.join(cells)} |")
     missing = {name: why for run in runs for name, why in run["failed"].items()}
-    lines += [f"\nNot there: {name} ({why})." for name, why in missing.items()]
+    lines += [f"\nLeft out: {name} ({why})." for name, why in missing.items()]
     return "\n".join(lines)
 
 
@@ -485,12 +485,20 @@ def _costs(run: dict[str, Any], name: str) -> tuple[float, float, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is missing, write tables and figures; returns the exit status."""
+    """Run the missing seeds, write tables and figures; returns the exit status."""
     parser = argparse.ArgumentParser(description="Our predictives and their rivals.")
-    parser.add_argument("--data", nargs="*", choices=list(PROBLEMS), default=["digits"])
-    parser.add_argument("--seeds", type=int, default=5, help="how many; default: 5")
-    parser.add_argument("--quick", action="store_true", help="two seeds")
-    parser.add_argument("--ours", action="store_true", help="our rows anew in finished seeds, too")
+    parser.add_argument(
+        "--data",
+        nargs="*",
+        choices=list(PROBLEMS),
+        default=["digits"],
+        help="problems; default: digits",
+    )
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds; default: 5")
+    parser.add_argument("--quick", action="store_true", help="run only two seeds")
+    parser.add_argument(
+        "--ours", action="store_true", help="measure our rows in finished seeds again"
+    )
     add_study_options(parser)
     options = parser.parse_args(arguments)
     folder = study_folder(parser, options, "predictive_rivals")

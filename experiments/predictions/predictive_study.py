@@ -1,18 +1,22 @@
 """Why does the Laplace predictive lose to the MAP, and what repairs it? Each factor's nats.
 
-Networks of about a thousand parameters, so that the GGN is one dense matrix: digits with an MLP
-and two CNNs, of which none or 20 % of the labels (of all splits) are flipped, and concrete with an
-MLP. On one network at its MAP the covariance of the outputs is that of the dense GGN, of its
-blocks, of K-FAC and EKFAC with both modes, of its diagonal, of the last layer, or of the
-directions alone that the data determine; δ is the default, found post hoc, or learned online; s
-and τ are found on held-out data one at a time, both, or not at all. Rows are paired by network.
+The networks have about a thousand parameters, so that the GGN is one dense matrix: an MLP and two
+CNNs on digits, with none or 20 % of the labels flipped in all splits, and an MLP on concrete. On
+each network at its MAP, three choices vary:
 
-Finding (see the table): the loss is there with the dense GGN, and K-FAC does not make it larger;
-most of the outputs' variance lies in directions of which the data say less than the prior. s takes
-the loss away, mostly by making s nearly 0.
+- the covariance: the dense GGN, its blocks, K-FAC and EKFAC with both modes, its diagonal, the last
+  layer, or only the directions that the data determine,
+- δ: the default, found post hoc, or learned online,
+- s and τ: one of them found on held-out data, both, or none.
 
-``make predictive-study`` runs what is missing; ``--quick`` one seed. Each run is a JSON file in
-``results/predictive_study/`` (of the working directory).
+Rows are paired by network.
+
+The finding (see the table) is that the dense GGN has the loss, too, and K-FAC does not increase it.
+Most of the outputs' variance lies in directions about which the data say less than the prior.
+Calibrating s removes the loss, mostly because s becomes nearly 0.
+
+``make predictive-study`` runs the missing ones; ``--quick`` runs one seed. Each run is a JSON file
+in ``results/predictive_study/`` of the working directory.
 """
 
 import argparse
@@ -67,12 +71,12 @@ __all__ = ["Config", "Dense", "figure", "run", "table"]
 
 TEST = 300
 ROUNDS = (100, 1400), (400,)
-"""Numbers of examples: the extremes with all seeds first, so that they can be looked at early."""
+"""Numbers of examples; the extremes run first with all seeds, so that they can be studied early."""
 FLIPPED = 0.2
 
 
 def cnn(pooling: str) -> nn.Module:
-    """Two convolutions for 8×8 images, and a linear layer on all pixels or on their mean."""
+    """A CNN for 8×8 images: two convolutions, and a linear layer on all pixels or their mean."""
     if pooling == "flatten":
         convolutions = nn.Conv2d(1, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1), nn.ReLU()
         return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(32, 10))
@@ -131,25 +135,25 @@ CALIBRATIONS = {
 
 @dataclass(frozen=True)
 class Config:
-    """One network, number of examples, noise and seed."""
+    """Configuration of one run: network, number of examples, flipped labels and seed."""
 
     problem: str = "mlp"
     num_examples: int = 400
-    """Of which a fifth, and at least 50, are held out."""
+    """Number of examples; a fifth of them, and at least 50, are held out."""
     flipped: float = 0.0
-    """Share of labels that are another class, drawn anew; in all splits, so that held-out and test
-    data are of the distribution that the network is trained on."""
+    """Share of labels changed to a random other class, in all splits, so that held-out and test
+    data have the distribution of the training data."""
     seed: int = 0
     steps: int = 1000
-    """Of SGD, at least; whole epochs, and at least 40."""
+    """Least number of SGD's steps, rounded up to whole epochs; there are at least 40 epochs."""
     weight_decay: float = 5e-4
     samples: int = 50
-    """Of the outputs, while s and τ are searched."""
+    """Number of samples of the outputs while s and τ are searched."""
     test_samples: int = 200
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """The name of its file, without its ending."""
         return f"{self.problem}_{self.num_examples}_{round(100 * self.flipped)}_{self.seed}"
 
 
@@ -211,7 +215,7 @@ def _structures(config: Config) -> list[str]:
 
 
 def _cells(config: Config, learned: bool) -> dict[str, list[str]]:
-    """Precision -> structures, of one of the two networks."""
+    """Precision -> structures, for one of the two networks."""
     structures = _structures(config)
     if learned:
         return {"online": structures}
@@ -311,7 +315,7 @@ def _train(config: Config, train: Pair, learned: bool) -> Posterior:
 
 
 def _network(posterior: Posterior, train: Pair, test: Pair) -> dict[str, float]:
-    """How good the network is, and how far from its MAP."""
+    """The network's RMSE or accuracy on training and test data."""
     model = posterior.model
     result = {}
     for split, (x, y) in {"train": train, "test": test}.items():
@@ -362,17 +366,17 @@ class Dense:
     """The GGN of all parameters as one matrix, and the posterior that it makes."""
 
     ggn: Tensor
-    """H = Σ_n J_nᵀ Λ_n J_n at σ = 1, (P, P)."""
+    """GGN H = Σ_n J_nᵀ Λ_n J_n at σ = 1, (P, P)."""
     sizes: list[int]
-    """Parameters of each tensor."""
+    """Number of parameters of each tensor."""
     squared_norms: Tensor
-    """‖θ‖² of each tensor."""
+    """Squared norm ‖θ‖² of each tensor."""
     loss: float
-    """Σ ℓ over the data (nats) at σ = 1."""
+    """Loss Σ ℓ over the data (nats) at σ = 1."""
     num_targets: int
-    """Regression's normaliser."""
+    """Number of targets, for regression's normaliser."""
     last: slice
-    """The last layer's parameters."""
+    """Slice of the last layer's parameters."""
     likelihood: Likelihood
 
     @staticmethod
@@ -407,12 +411,12 @@ class Dense:
         )
 
     def _diagonal(self, delta: Tensor) -> Tensor:
-        """δ of each parameter."""
+        """Prior precision δ of each parameter."""
         delta = delta.double().expand(len(self.sizes))
         return delta.repeat_interleave(torch.tensor(self.sizes))
 
     def masked(self, structure: str) -> Tensor:
-        """The GGN with what the structure leaves out set to zero."""
+        """The GGN; entries that the structure leaves out are zero."""
         if structure == "diagonal":
             return torch.diag(self.ggn.diagonal())
         if structure == "blocks":
@@ -420,15 +424,15 @@ class Dense:
         return self.ggn
 
     def covariance(self, J: Tensor, delta: Tensor, sigma: float, structure: str = "full") -> Tensor:
-        """J (H/σ² + P₀)⁻¹ Jᵀ of each example, (N, C, C).
+        """Covariance J (H/σ² + P₀)⁻¹ Jᵀ of each example's outputs, (N, C, C).
 
         Args:
             J: (N, C, P).
-            delta: one for each tensor, or one.
-            sigma: of regression.
-            structure: "full", "blocks", "diagonal", "last", or "determined": directions of which
-                the data know more than the prior, eigenvectors of P₀^-½ H P₀^-½ / σ² with an
-                eigenvalue of at least 1; the others are taken as known.
+            delta: one for each tensor, or one for all.
+            sigma: noise of regression.
+            structure: "full", "blocks", "diagonal", "last", or "determined": directions about
+                which the data say more than the prior, eigenvectors of P₀^-½ H P₀^-½ / σ² with an
+                eigenvalue of at least 1; the others have no variance.
         """
         H, prior = self.masked(structure) / sigma**2, self._diagonal(delta)
         if structure == "last":
@@ -446,8 +450,8 @@ class Dense:
     def best_precision(
         self, delta: Tensor, sigma: float, structure: str = "full"
     ) -> tuple[Tensor, float]:
-        """δ per tensor, and σ of regression, of highest Laplace evidence, from a start."""
-        from scipy.optimize import minimize  # here, since it takes long to import
+        """δ per tensor, and σ of regression, with the highest Laplace evidence, from a start."""
+        from scipy.optimize import minimize  # imported here, since it takes long
 
         H, regression = self.masked(structure), self.likelihood == "regression"
         start = delta.double().expand(len(self.sizes)).log().tolist()
@@ -505,7 +509,7 @@ def _hyperparameters(
     posteriors: Mapping[str, Posterior],
     dense: Dense,
 ) -> tuple[Tensor, float]:
-    """δ and σ: one choice for all structures, by K-FAC expand's evidence, but for "own"."""
+    """δ and σ by K-FAC expand's evidence for all structures; "own" uses each structure's."""
     delta, sigma = posterior.prior_precision, float(posterior.sigma_noise)
     if precision in ("online", "default"):
         return delta, sigma
@@ -522,7 +526,7 @@ def _hyperparameters(
 
 
 def _calibrated(held_out: HeldOut, test: HeldOut, config: Config) -> dict[str, Any]:
-    """Test NLL of each calibration, and s and τ (of regression σ) that were found."""
+    """Test NLL of each calibration, with the s and τ (for regression σ) that were found."""
     C = held_out.f.shape[1]
     few, many = (
         torch.randn(n, C, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -571,7 +575,7 @@ def _calibrated(held_out: HeldOut, test: HeldOut, config: Config) -> dict[str, A
 
 
 def _minimize(f: Callable[[float], float], low: float, high: float) -> tuple[float, float]:
-    """Where a function of one number is least, and its value: a grid, then Brent's method."""
+    """Argument and value of a function's minimum, by a grid and then Brent's method."""
     from scipy.optimize import minimize_scalar
 
     grid = np.linspace(low, high, 9)
@@ -591,7 +595,7 @@ Run = dict[str, Any]
 
 @dataclass(frozen=True)
 class Factor:
-    """What one choice adds to the test NLL: the first cell's minus the second's."""
+    """Effect of one choice on the test NLL: the first cell's minus the second's."""
 
     name: str
     first: Cell
@@ -600,7 +604,7 @@ class Factor:
 
 
 def _factors_of_structure(calibration: str) -> list[Factor]:
-    """The ways from the dense posterior to the others; all have one network, δ and σ."""
+    """Effects of the structure, from the dense posterior to the others; with the same δ and σ."""
 
     def factor(name: str, first: str, second: str, *problems: str) -> Factor:
         cells = [("layerwise", structure, calibration) for structure in (first, second)]
@@ -685,7 +689,7 @@ REGIMES: Mapping[str, Callable[[dict[str, Any]], bool]] = {
 def _of_seeds(
     runs: Sequence[Run], regime: str, value: Callable[[Run], float | None]
 ) -> list[float]:
-    """For each seed the mean over its runs of a regime; runs without a value are left out."""
+    """Mean over a seed's runs of a regime, for each seed; runs without a value are left out."""
     found: dict[int, list[float]] = {}
     for run_ in runs:
         if REGIMES[regime](run_["config"]):
@@ -805,7 +809,7 @@ def _median_scale(runs: Sequence[Run], regime: str, precision: str, structure: s
 
 
 def _undetermined(precision: str) -> Callable[[Run], float | None]:
-    """Share of the test outputs' variance in directions of which the prior knows more."""
+    """Share of the test outputs' variance in directions about which the prior says more."""
 
     def value(run_: Run) -> float | None:
         found = run_["cells"][precision]
@@ -815,7 +819,7 @@ def _undetermined(precision: str) -> Callable[[Run], float | None]:
 
 
 def figure(runs: Sequence[Run]) -> Figure:
-    """Left: what each structure's choice adds, raw. Right: what s adds beside τ, by regime."""
+    """Figure. Left: effects of the structures, raw. Right: effect of s beside τ, by regime."""
     drawing = Figure(figsize=(12, 5), layout="constrained")
     left, right = drawing.subplots(1, 2)
     factors = [
@@ -861,15 +865,17 @@ def figure(runs: Sequence[Run]) -> Figure:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is missing, write table and figure; returns the exit status."""
+    """Run the missing ones, write table and figure; returns the exit status."""
     parser = argparse.ArgumentParser(description="What each part of a Laplace predictive costs.")
-    parser.add_argument("--seeds", type=int, default=3, help="how many; default: 3")
-    parser.add_argument("--quick", action="store_true", help="one seed, 100 and 1,400 examples")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds; default: 3")
+    parser.add_argument(
+        "--quick", action="store_true", help="run only one seed, with 100 and 1,400 examples"
+    )
     add_study_options(parser, jobs=False)
     options = parser.parse_args(arguments)
     folder = study_folder(parser, options, "predictive_study")
     seeds, rounds = (1, ROUNDS[:1]) if options.quick else (options.seeds, ROUNDS)
-    # One process, as each run takes seconds, and torch as long to import.
+    # All in one process, as a run takes seconds, which is as long as importing torch.
     for config in [] if options.report else configs(seeds, rounds):
         path = folder / f"{config.name}.json"
         if not path.exists():
@@ -894,7 +900,7 @@ def configs(seeds: int, rounds: Sequence[Sequence[int]]) -> list[Config]:
 
 
 def report(folder: Path) -> str:
-    """Write table.md and a figure of the results there are; returns the tables."""
+    """Write table.md and a figure from the existing results; returns the tables."""
     runs = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     text = table(runs)
     write_file(folder / "table.md", (text + "\n").encode())

@@ -1,9 +1,9 @@
 """Rivals of the Laplace predictive for classification, each a function that returns a predictive.
 
-All get the same `Task`: network, data, budget, and held-out data for whatever they have to choose.
+All get the same `Task`: network, data, epochs, and held-out data for their choices.
 A `Rival` is called like `marglik.map_predictive`'s result and also tells what it cost.
 
-- `map_network`: one network, the weight decay a default or chosen; what most others start from.
+- `map_network`: one network with a default or a chosen weight decay; most others start from it.
 - `temperature_scaled`: any of them with its outputs divided by τ (Guo et al. 2017).
 - `deep_ensemble`: five networks (Lakshminarayanan et al. 2017, arXiv:1612.01474).
 - `swag`: samples of a Gaussian fitted to the path of SGD (Maddox et al. 2019, arXiv:1902.02476).
@@ -11,8 +11,8 @@ A `Rival` is called like `marglik.map_predictive`'s result and also tells what i
 - `mc_dropout`: dropout that stays on (Gal & Ghahramani 2016, arXiv:1506.02142).
 - `laplace_torch`: laplace-torch as it comes, all layers or the last.
 
-Seconds are CPU time of the process, which other programs on the machine hardly change. What was
-spent on candidates that were not chosen is counted apart ("search").
+Seconds are CPU time of the process, which other programs on the machine hardly change. Seconds of
+candidates that were not chosen are counted apart ("search").
 """
 
 import copy
@@ -58,18 +58,18 @@ __all__ = [
 ]
 
 TEMPERATURES = (0.02, 50.0)
-"""Between which τ is searched. Held-out data without a single error would ask for τ = 0."""
+"""Range in which τ is searched. Held-out data without a single error would give τ = 0."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What every rival is given.
+    """The task that every rival is given.
 
     Args:
-        make_model: a new network; its initial parameters follow torch's global seed.
-        make_loader: training batches in the random order of a seed.
-        held_out: batches that no network is trained on, for all choices and temperatures.
-        epochs: of one training.
+        make_model: makes a new network, whose initial parameters follow torch's global seed.
+        make_loader: makes training batches in the random order of a seed.
+        held_out: batches for all choices and temperatures; no network is trained on them.
+        epochs: number in one training.
         optimizer: of one training; the learning rate falls by a cosine.
         weight_decay: where it is not chosen; coupled, so that the objective is the mean loss plus
             ½ weight_decay ‖θ‖².
@@ -89,14 +89,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Rival:
-    """A predictive, what was chosen for it on held-out data, and what it took to make."""
+    """A predictive, the choices made for it on held-out data, and its cost."""
 
     predict: Predictive
     model: nn.Module
     training_seconds: float
-    """Of the training with the chosen hyperparameters, whatever it starts from included."""
+    """Seconds of the training with the chosen hyperparameters, including that of its start."""
     search_seconds: float = 0.0
-    """Of all that was tried besides, including the held-out evaluations."""
+    """Seconds of all other candidates, including the held-out evaluations."""
     chosen: Mapping[str, float] = field(default_factory=dict)
     likelihood: Likelihood = "classification"
 
@@ -144,15 +144,15 @@ def temper(prediction: Prediction, temperature: float) -> Prediction:
 def tempered(
     predict: Predictive, batches: Iterable[Any], temperature: float | None = None
 ) -> Rival:
-    """The predictive with its predictions tempered, see `temper`.
+    """A predictive whose predictions are tempered, see `temper`.
 
     Args:
         predict: any classification predictive of ours or of this module.
         batches: held-out data, on which τ is chosen.
-        temperature: τ, if it is known.
+        temperature: τ; None chooses it.
 
     Raises:
-        ValueError: another likelihood than classification.
+        ValueError: if the likelihood is not classification.
     """
     likelihood = getattr(predict, "likelihood", "classification")
     if likelihood != "classification":
@@ -222,16 +222,17 @@ def mixture_predictive(model: nn.Module, networks: Sequence[Mapping[str, Tensor]
 class Swag:
     """The Gaussian of SWAG, N(θ̄, ½ (Σ_diag + D Dᵀ / (K − 1))), from parameters along a path.
 
-    θ̄ and the mean of θ² run over all that was collected, the start included; Σ_diag is the mean of
-    θ² less θ̄². The columns of D are the last K deviations, each from θ̄ as it was then. In float64,
-    as Σ_diag is a small difference.
+    θ̄ and the mean of θ² run over all points, the start included; Σ_diag is the mean of
+    θ² minus θ̄². The columns of D are the last K deviations, each from θ̄ at that time. All is
+    float64, as Σ_diag is a small difference.
 
-    Own code, since torch-uncertainty 0.13 draws the factors of D anew for each tensor, which leaves
-    out what tensors have in common. Source: Maddox et al. 2019, algorithm 1 and eq. 1.
+    This is our own code, since torch-uncertainty 0.13 draws the factors of D separately for each
+    tensor, which drops the correlations between tensors.
+    Source: Maddox et al. 2019, algorithm 1 and eq. 1.
 
     Args:
         start: (P,), the first point of the path.
-        rank: K at the most, 2 or more.
+        rank: largest K, at least 2.
     """
 
     def __init__(self, start: Tensor, rank: int = 20) -> None:
@@ -243,7 +244,7 @@ class Swag:
         self.deviations: deque[Tensor] = deque(maxlen=rank)
 
     def collect(self, vector: Tensor) -> None:
-        """Take one more point (P,) of the path."""
+        """Add a point (P,) of the path."""
         vector = vector.detach().double()
         self.count += 1
         self.mean = self.mean + (vector - self.mean) / self.count
@@ -253,7 +254,7 @@ class Swag:
 
     @property
     def variance(self) -> Tensor:
-        """Σ_diag (P,)."""
+        """The diagonal Σ_diag, (P,)."""
         return (self.mean_of_squares - self.mean.square()).clamp(min=0)
 
     def sample(self, generator: torch.Generator) -> Tensor:
@@ -314,16 +315,16 @@ def ivon(
     hessians: Sequence[float] = (0.2, 1.0, 5.0),
     beta2: float = 0.9995,
 ) -> Rival:
-    """IVON with its mean-field posterior; learning rate and first Hessian are chosen.
+    """IVON with its mean-field posterior; learning rate and initial Hessian are chosen.
 
     It is trained from scratch; ``start`` gives its weight decay, δ = N · weight decay as for a MAP.
 
     The posterior is of the whole data, ess = N. ``beta2`` is smaller than the package's 0.99999,
-    with which some hundred steps would leave the Hessian as it was first. The rates are larger
-    than SGD's with momentum 0.9, since IVON's momentum is a mean of gradients and not a sum.
+    with which a few hundred steps would leave the Hessian at its initial value. The rates are
+    larger than SGD's with momentum 0.9, since IVON's momentum is a mean of gradients and not a sum.
 
     Raises:
-        ImportError: without the package ivon-opt.
+        ImportError: if the package ivon-opt is missing.
     """
     try:
         import ivon as package  # pyright: ignore[reportMissingImports]
@@ -366,7 +367,7 @@ def ivon(
 
 
 def with_dropout(model: nn.Module, p: float) -> nn.Module:
-    """The network with dropout ahead of every linear and convolutional layer but the first.
+    """The network with dropout before every linear and convolutional layer but the first.
 
     Changes it in place. Source of the places: Gal & Ghahramani 2016, sec. 3 (every weight layer;
     the first is left out, so that no input is hidden).
@@ -389,7 +390,7 @@ def mc_dropout(
     start: Rival,
     probabilities: Sequence[float] = (0.02, 0.05, 0.1, 0.2, 0.4),
 ) -> Rival:
-    """Dropout that stays on: the mean over random masks; p is chosen, weight decay ``start``'s.
+    """Dropout that stays on: the mean over random masks. p is chosen, the weight decay ``start``'s.
 
     The masks follow a seed, and so, unlike with the other rivals, the batches.
     """
@@ -424,8 +425,8 @@ def laplace_torch(
 ) -> Rival:
     """laplace-torch as it comes: Kronecker factors by its own backend, its prior, link probit.
 
-    One prior precision by its marginal likelihood, post hoc. It does not divide the uncertainty,
-    so all of it counts as aleatoric.
+    It has one prior precision by its marginal likelihood, post hoc. It does not divide the
+    uncertainty, so all of it counts as aleatoric.
     """
     from kfac_backend.laplace_torch.kron import laplace as package  # which takes seconds
 
@@ -456,7 +457,7 @@ def laplace_torch(
 
 
 def _network(task: Task, weight_decay: float, seed: int) -> Rival:
-    """A network trained from scratch; the seed is of its start, its order of data, its dropout."""
+    """Train a network from scratch; the seed is for its start, its order of data, its dropout."""
     started = time.process_time()
     torch.manual_seed(seed)
     model = task.make_model()
@@ -507,12 +508,12 @@ def _best(
     candidates: Sequence[tuple[Callable[[], Rival], Mapping[str, float]]],
     shared: float = 0.0,
 ) -> Rival:
-    """The candidate with the lowest held-out NLL, the others' seconds in its search.
+    """The candidate with the lowest held-out NLL; its search has the others' seconds.
 
     Args:
-        task: whose held-out data it is.
-        candidates: how each is made, and what it stands for.
-        shared: seconds of the start that all have in common, to be counted once.
+        task: has the held-out data.
+        candidates: functions that make them, with the choices that they stand for.
+        shared: seconds of the start that all share, counted once.
     """
     started = time.process_time()
     best, lowest = None, math.inf
@@ -531,7 +532,7 @@ def _best(
 
 
 def _with_search(rival: Rival, start: Rival) -> Rival:
-    """The rival with what was searched and chosen for what it starts from."""
+    """The rival with the search and the choices of its start added."""
     return replace(
         rival,
         search_seconds=rival.search_seconds + start.search_seconds,

@@ -1,11 +1,11 @@
-"""A curvature pass and an evidence update on several ranks against one, and what is sent for it.
+"""A curvature pass and an evidence update on several ranks against one, and the bytes sent.
 
-Processes of one thread each, joined by gloo. In each round, taking turns: rank 0 alone passes over
-all images while the others wait; all pass over their part of them, and reduce; then the reduction
-by itself; eigenvalues, alone and shared out; and the eigenvectors of a predictive, shared out.
-WRN-16-4 Fixup, CIFAR-10 shapes, float32. The proofs of a pass's first batch are made before. The
-bytes that travelled are those that the machine's loopback device has counted, which other programs
-may use, too; they are written beside what the formulas of `simulate_ranks` say.
+The ranks are processes of one thread each, joined by gloo. In each round, rank 0 alone passes over
+all images while the others wait. Then all pass over their parts and reduce, and the reduction is
+timed by itself. Eigenvalues are timed alone and shared out, the eigenvectors of a predictive shared
+out. The network is WRN-16-4 Fixup with CIFAR-10 shapes in float32. The proofs of a pass's first
+batch are made before. Bytes sent are those that the machine's loopback device counts, which other
+programs may use, too; they are written beside those of the formulas in `simulate_ranks`.
 
 Run it with ``make ranks-timing`` on an otherwise idle machine: two minutes. It writes
 ``results/ranks_timing.json`` (of the working directory). With ``--ranks 4`` it is
@@ -47,7 +47,7 @@ WORDS = {2: "two", 3: "three", 4: "four"}
 
 @dataclass(frozen=True)
 class Config:
-    """What is measured, and how often."""
+    """Sizes and number of the measurements."""
 
     ranks: int = 2
     num_images: int = 256
@@ -157,7 +157,7 @@ def _measured(config: Config, ranks: Ranks) -> dict[str, Any]:
         factors_of_all = {id(F): F for F in whole}
         summed = [F.clone() for F in factors_of_all.values()]
         timed("reduction alone", lambda t=summed: ranks.sum_(t, "a timing"), all_ranks=True)
-        again = list((fitted * 1).blocks.values())  # which do not know their eigenvalues yet
+        again = list((fitted * 1).blocks.values())  # new blocks, without eigenvalues yet
         timed("eigenvalues, one rank", lambda b=again: compute_eigenvalues(b), all_ranks=False)
         for name, work in (
             ("eigenvalues", compute_eigenvalues),
@@ -181,7 +181,7 @@ def _measured(config: Config, ranks: Ranks) -> dict[str, Any]:
 
 
 def _bytes_on_loopback() -> int:
-    """What all processes of this machine have sent to each other so far; 0 where none counts."""
+    """Bytes that this machine's processes have sent to each other; 0 if no counter exists."""
     device = Path("/sys/class/net/lo/statistics/tx_bytes")
     return int(device.read_text()) if device.exists() else 0
 
@@ -190,7 +190,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the options, measure, print and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add_results(parser)
-    parser.add_argument("--ranks", type=int, choices=WORDS, default=2)
+    parser.add_argument(
+        "--ranks", type=int, choices=WORDS, default=2, help="number of ranks; default: 2"
+    )
     options = parser.parse_args(arguments)
     found = measure(Config(ranks=options.ranks))
     options.results.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,10 @@
-"""What an update of the weight decays takes on many GPUs: a simulation of its schedule.
+"""A simulation of an update of the weight decays on many GPUs: seconds and bytes.
 
 The formulas are those of ``docs/scaling.md``: flops of a curvature pass, bytes of its reduction,
-the share of the decompositions that the busiest rank has, memory per rank. They are checked against
-two ranks that were measured (`ranks_timing`): the speed of one rank and of the reduction are taken
-from there, the times of two ranks predicted. What GPUs do is assumed, see `GPU`; nothing of it was
-measured. ``make simulate-ranks`` prints the tables, in a second.
+the busiest rank's share of the decompositions, memory per rank. They are checked against measured
+ranks (`ranks_timing`): the speeds of one rank and of the reduction predict the times of two ranks.
+The speeds of GPUs are assumed, not measured; see `GPU`. ``make simulate-ranks`` prints the tables
+in a second.
 """
 
 import argparse
@@ -22,7 +22,7 @@ FLOAT32, FLOAT64 = 4, 8
 EIGENVALUES = 4 / 3
 """Flops of the eigenvalues of a d×d matrix, over d³: the reduction to tridiagonal form."""
 EIGENVECTORS = 9.0
-"""With eigenvectors, about (Golub & Van Loan 2013, section 8.3)."""
+"""The same with eigenvectors, approximately (Golub & Van Loan 2013, section 8.3)."""
 
 
 @dataclass(frozen=True)
@@ -33,33 +33,33 @@ class Layer:
     d_out: int
     positions: int = 1
     input_is_diagonal: bool = False
-    """An embedding's input factor, of which only the counts of tokens are kept."""
+    """True for embeddings: of their input factor only the counts of tokens are kept."""
 
     @property
     def sizes(self) -> list[int]:
-        """Of the factors that are decomposed."""
+        """Widths of the factors that are decomposed."""
         return [self.d_out] if self.input_is_diagonal else [self.d_out, self.d_in]
 
     @property
     def numel(self) -> int:
-        """Parameters."""
+        """Number of parameters."""
         return self.d_in * self.d_out
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One rank, and what joins it to the others."""
+    """Speed and memory of one rank, and its link to the others."""
 
     flops: float
-    """Float32 operations a second that matrix products reach."""
+    """Float32 operations per second of matrix products."""
     solver_flops: float
-    """Float64 operations a second that an eigensolver reaches."""
+    """Float64 operations per second of an eigensolver."""
     bandwidth: float
-    """Bytes a second, of one rank to the next."""
+    """Bytes per second from one rank to the next."""
     latency: float
-    """Seconds of one message."""
+    """Seconds per message."""
     memory: float
-    """Bytes."""
+    """Memory in bytes."""
 
 
 GPU = Machine(flops=4e13, solver_flops=5e11, bandwidth=5e10, latency=2e-5, memory=80e9)
@@ -79,19 +79,19 @@ class Update:
 
     @property
     def seconds(self) -> float:
-        """All phases, one after the other."""
+        """Seconds of all phases, one after the other."""
         return (
             self.pass_seconds + self.reduce_seconds + self.decompose_seconds + self.gather_seconds
         )
 
 
 def bytes_of_factors(layers: Sequence[Layer]) -> float:
-    """4 Σ (d_in² + d_out²): what one reduction sends, and what each rank keeps."""
+    """4 Σ (d_in² + d_out²), the bytes that one reduction sends and each rank keeps."""
     return FLOAT32 * sum(size**2 for layer in layers for size in layer.sizes)
 
 
 def flops_of_pass(layers: Sequence[Layer], examples: float, vectors: int, reduce: bool) -> float:
-    """Forward, V backward passes to inputs only, and Gram matrices, of so many examples."""
+    """Flops of the forward pass, V backward passes to the inputs, and the Gram matrices."""
     total = 0.0
     for layer in layers:
         R = layer.positions
@@ -103,7 +103,7 @@ def flops_of_pass(layers: Sequence[Layer], examples: float, vectors: int, reduce
 
 
 def seconds_to_reduce(size: float, ranks: int, machine: Machine) -> float:
-    """A ring: each rank sends 2 (W − 1)/W of the bytes, in 2 (W − 1) messages."""
+    """Seconds of a ring: each rank sends 2 (W − 1)/W of the bytes, in 2 (W − 1) messages."""
     if ranks == 1:
         return 0.0
     return 2 * (ranks - 1) / ranks * size / machine.bandwidth + 2 * (ranks - 1) * machine.latency
@@ -119,16 +119,16 @@ def simulate(
     reduce: bool = False,
     activation_bytes: float = 0.0,
 ) -> Update:
-    """One update of the decays: pass, reduction, eigenvalues shared out as the code does, gather.
+    """One update of the decays: pass, reduction, eigenvalues shared out as in the code, gather.
 
     Args:
         layers: of the model.
-        ranks: how many; each sees an equal part of the examples.
-        machine: what each can do.
-        examples: of the curvature pass, in all.
+        ranks: number of ranks; each sees an equal part of the examples.
+        machine: speed and memory of each rank.
+        examples: total number in the curvature pass.
         vectors: V, backward passes; 1 for fisher="mc".
-        reduce: the mode.
-        activation_bytes: what a training step holds beside parameters.
+        reduce: True for the reduce mode.
+        activation_bytes: memory of a training step beside parameters.
     """
     size = bytes_of_factors(layers)
     costs = [float(d) ** 3 for layer in layers for d in layer.sizes]
@@ -150,7 +150,7 @@ def simulate(
 def transformer(
     dim: int, depth: int, hidden: int, vocabulary: int, positions: int, gated: bool = False
 ) -> list[Layer]:
-    """A decoder: attention's four maps, a network of one hidden layer, embedding and head."""
+    """Layers of a decoder: attention's four maps, an MLP, embedding and head."""
     block = [Layer(dim, dim, positions)] * 4
     block += [Layer(dim, hidden, positions)] * (2 if gated else 1) + [Layer(hidden, dim, positions)]
     ends = [Layer(vocabulary, dim, positions, True), Layer(dim, vocabulary, positions)]
@@ -162,11 +162,11 @@ MODELS = {
     "1e10 (Llama-13B: 40 × 5,120)": transformer(5120, 40, 13_824, 32_000, 2048, gated=True),
 }
 EXAMPLES = 8192.0
-"""Sequences of the curvature pass."""
+"""Number of sequences in the curvature pass."""
 
 
 def without_head(layers: Sequence[Layer]) -> list[Layer]:
-    """Without the vocabulary's layers, whose factors are the first that are too large."""
+    """The layers without those of the vocabulary, whose factors become too large first."""
     largest = max(layer.d_out for layer in layers)
     return [la for la in layers if la.d_out != largest and not la.input_is_diagonal]
 
@@ -197,7 +197,7 @@ def plan(ranks: Sequence[int] = (1, 8, 64, 1000), machine: Machine = GPU) -> str
 
 
 def check(measured: dict) -> str:
-    """Two ranks as predicted from one, beside what was measured, as Markdown."""
+    """Two ranks, predicted from one and measured, as Markdown."""
     seconds = measured["median_seconds"]
     size = measured["bytes_reduced"]
     two = {
@@ -215,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument(
         "--measured", type=Path, default=SHIPPED / "ranks_timing.json",
-        help="what `ranks_timing` wrote; default: the one that comes with the project",
+        help="file that `ranks_timing` wrote; default: the one that comes with the project",
     )  # fmt: skip
     options = parser.parse_args(arguments)
     print(plan())

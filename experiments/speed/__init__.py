@@ -1,1 +1,1 @@
-"""What a pass, an update and a predictive cost, beside limits of any method and beside peers."""
+"""Cost of a pass, an update and a predictive, beside limits of any method and beside peers."""

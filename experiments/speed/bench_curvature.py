@@ -3,23 +3,24 @@
 The limit of a batch is one forward pass and V backward passes to the inputs only, with frozen
 weights in channels_last: V = 9 for the exact GGN of ten classes, V = 1 for one Monte Carlo sample.
 All contenders take turns within one run and their medians are compared, so that ratios hold on a
-noisy machine. Float32, CIFAR-10 shapes, all 50 tensors (the peers: those that they can take).
+noisy machine. All is in float32 with CIFAR-10 shapes and all 50 tensors; the peers have those that
+they can take.
 
-Its parts, each a JSON file in ``results/bench_curvature_DEVICE/`` (of the working directory),
-written when it is done:
+Each part is a JSON file in ``results/bench_curvature_DEVICE/`` of the working directory, written
+when the part is done:
 
 - batch_32, batch_128: every contender, and peak memory.
 - growth: how the time of a batch grows with its size, and with the network's width, the images'
   size and the number of classes.
 - evidence: eigenvalues and 100 steps on 50 precisions, ours against laplace-torch's.
-- update: all of an update of the online loop, from the first of its images to the last step on the
+- update: a whole update of the online loop, from its first image to the last step on the
   precisions, ours and with laplace-torch and curvlinops: 10,000 images on a GPU, 640 on a CPU.
-- update_50000: the same of ours, with all of CIFAR-10's images; on a GPU.
+- update_50000: our update with all of CIFAR-10's images, on a GPU.
 - sizes: how a pass on a GPU depends on batch size, memory format, precision and ``batched``.
 - factor_1024 to factor_8192: one factor of a transformer's width; the largest takes some minutes.
 
-Run it with ``make bench`` (half an hour on two cores), or a part by its name; ``--resume`` goes on
-after an interruption and keeps the parts that are there.
+``make bench`` runs it in half an hour on two cores. Naming parts runs only those; ``--resume``
+keeps the parts that are done.
 """
 
 import warnings
@@ -60,7 +61,7 @@ GROWTH = {
 
 @dataclass(frozen=True)
 class Config:
-    """What is measured, and how often."""
+    """Sizes and number of the measurements."""
 
     batch_size: int = 32
     width: int = 4
@@ -88,7 +89,7 @@ class Batch:
         return network(self.device, self.config.width, self.config.num_classes, channels_last)
 
     def limit(self, fisher: str, batched: bool = False) -> Work:
-        """The limit of a Fisher kind."""
+        """The limit for a kind of Fisher."""
         vectors = self.config.num_classes - 1 if fisher == "exact" else 1
         return limit(self.network(channels_last=True), self.x, vectors, batched)
 
@@ -135,7 +136,7 @@ def run_batch(config: Config) -> dict[str, Any]:
 
 
 def run_growth(config: Config) -> dict[str, Any]:
-    """Seconds of a batch at each value of each axis of `GROWTH`, the others as configured."""
+    """Seconds of a batch at each value of each axis of `GROWTH`; other values as configured."""
     growth: dict[str, list[dict[str, Any]]] = {axis: [] for axis in GROWTH}
     for axis, values in GROWTH.items():
         for value in values:
@@ -175,7 +176,7 @@ def run_update(config: Config) -> dict[str, Any]:
 
     def add_ours(name: str, channels_last: bool, **options: Any) -> None:
         model = first.network(channels_last)
-        # Proofs, and what the device prepares, belong to the first update of a training alone.
+        # Proofs and the device's preparations belong only to the first update of a training.
         parts[f"{name}, first batches"] = [update(model, batches[:2], **options)]
         parts[name] = []
         work[name] = lambda: parts[name].append(update(model, batches, **options))
@@ -197,7 +198,7 @@ def run_update(config: Config) -> dict[str, Any]:
 
 
 def run_sizes(config: Config) -> dict[str, Any]:
-    """Seconds of 500 images of a pass, and peak memory, by how the batches are made and run."""
+    """Seconds of 500 images of a pass, and peak memory, for several kinds of batches."""
     device = torch.device(config.device)
     seconds_of_500: dict[str, float] = {}
     peak: dict[str, float] = {}
@@ -228,9 +229,9 @@ def run_sizes(config: Config) -> dict[str, Any]:
 
 
 def run_factor(config: Config) -> dict[str, Any]:
-    """Seconds of what is done with one factor, on one core, as several are taken at once.
+    """Seconds of the work on one factor, on one core, as several factors run at once.
 
-    In one process the threads of SciPy's BLAS would also keep torch's waiting.
+    In one process the threads of SciPy's BLAS would also block torch's.
     """
     device, threads = torch.device(config.device), torch.get_num_threads()
     torch.set_num_threads(1)
@@ -253,10 +254,10 @@ PARTS: dict[str, tuple[Callable[[Config], dict[str, Any]], dict[str, int]]] = {
     "factor_4096": (run_factor, {"factor_size": 4096, "repetitions": 3}),
     "factor_8192": (run_factor, {"factor_size": 8192, "repetitions": 1}),
 }
-"""Name of a part -> how to run it, and what differs from the configuration."""
+"""Name of a part -> its function, and changes of the configuration."""
 
 ON_GPU = ("update_50000", "sizes")
-"""Parts that a CPU leaves out."""
+"""Parts that are left out on a CPU."""
 
 
 def _measured(config: Config, work: dict[str, Work]) -> dict[str, Any]:
@@ -285,7 +286,9 @@ def _measured(config: Config, work: dict[str, Work]) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the options, measure what is missing, print and write."""
     parser = parts_parser(__doc__ or "", PARTS, Config.device)
-    parser.add_argument("--repetitions", type=int, help="instead of each part's own")
+    parser.add_argument(
+        "--repetitions", type=int, help="number of repetitions; default: each part's own"
+    )
     options = parse_options(parser, PARTS, arguments)
     if torch.device(options.device).type == "cpu":
         options.parts = [part for part in options.parts if part not in ON_GPU]

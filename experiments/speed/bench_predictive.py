@@ -1,22 +1,22 @@
 """The linearised predictive's covariances on WRN-16-4 Fixup: ours, laplace-torch's, and the limit.
 
 The limit of a batch is a forward pass and C = 10 backward passes to the inputs only, in
-channels_last. Float32, CIFAR-10 shapes, all 50 tensors (laplace-torch: without Fixup's scalars).
-The posterior is that of a network which was trained for a few epochs, with a precision per tensor
-learned at their end (reduce): how many directions the data determine says how long a tolerance
-takes. The images are those of CIFAR-10 (JPEG) where they are there (``MARGLIK_DATA``, or
-../shared/data), else noise.
+channels_last. All is in float32 with CIFAR-10 shapes and all 50 tensors; laplace-torch's are
+without Fixup's scalars. The posterior belongs to a network trained for a few epochs, with a
+precision per tensor learned at the end (reduce), because the cost of a tolerance depends on how
+many directions the data determine. The images are CIFAR-10 (JPEG) if they exist (``MARGLIK_DATA``,
+or ../shared/data), else noise.
 
-Its parts, each a JSON file in ``results/bench_predictive_DEVICE/`` (of the working directory),
-written when it is done:
+Each part is a JSON file in ``results/bench_predictive_DEVICE/`` of the working directory, written
+when the part is done:
 
-- batch_32: a training step, the limit, ours with all layers and with the last, with tolerances,
-  taking turns; and the peak memory of each, beside the posterior's eigenvectors.
+- batch_32: interleaved seconds of a training step, the limit, and ours with all layers, with the
+  last and with tolerances; and the peak memory of each, beside the posterior's eigenvectors.
 - jacobians: laplace-torch's Jacobian path at growing batches, each in a process of its own that
   may use 24 GiB.
 - stream: 10,000 images.
 
-Run it with ``make bench``, or a part by its name; ``--resume`` keeps the parts that are there.
+``make bench`` runs it. Naming parts runs only those; ``--resume`` keeps the parts that are done.
 """
 
 import json
@@ -51,7 +51,7 @@ __all__ = ["Config", "table"]
 
 @dataclass(frozen=True)
 class Config:
-    """What is measured, and how often."""
+    """Sizes and number of the measurements."""
 
     batch_size: int = 32
     num_classes: int = 10
@@ -60,9 +60,9 @@ class Config:
     num_images: int = 10_000
     train_images: int = 2000
     epochs: int = 4
-    """Of Adam before the posterior is made."""
+    """Epochs of Adam before the posterior is made."""
     tolerances: tuple[float, ...] = (0.001, 0.01, 0.1)
-    """Shares by which variances may be too large."""
+    """Tolerances: shares by which variances may be too large."""
     seed: int = 0
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -103,7 +103,7 @@ def run_batch(config: Config) -> dict[str, Any]:
 
 
 def run_jacobians(config: Config) -> dict[str, Any]:
-    """Laplace-torch's way, up to the first batch that does not fit."""
+    """laplace-torch's Jacobian path at growing batches, up to the first that does not fit."""
     found = []
     for batch_size in config.jacobian_batches:
         command = [sys.executable, "-m", "experiments.speed.jacobian_path"]
@@ -150,7 +150,7 @@ def run_stream(config: Config) -> dict[str, Any]:
 
 
 def table(folder: Path) -> str:
-    """The parts that are there as Markdown."""
+    """The finished parts as Markdown."""
     lines = [
         "| 32 images | seconds | times the limit | MiB | variances too large by |",
         "|---|---|---|---|---|",
@@ -186,13 +186,13 @@ PARTS = {"batch_32": run_batch, "jacobians": run_jacobians, "stream": run_stream
 
 
 def _most_too_large(covariances: Tensor, exact: Tensor) -> float:
-    """The largest share of a variance."""
+    """The largest share by which a variance is too large."""
     ratios = covariances.diagonal(dim1=1, dim2=2) / exact.diagonal(dim1=1, dim2=2)
     return float((ratios - 1).max())
 
 
 def _posterior(config: Config) -> KronLaplace:
-    """Of a network that was trained for a few epochs."""
+    """Posterior of a network that was trained for a few epochs."""
     device = torch.device(config.device)
     torch.manual_seed(config.seed)
     model = network(device, num_classes=config.num_classes)

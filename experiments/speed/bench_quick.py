@@ -1,16 +1,16 @@
-"""What a change costs or saves, in two minutes: the benchmarks' main ratios, beside the last ones.
+"""The benchmarks' main ratios in two minutes, beside the last ones: what a change costs or saves.
 
-For a developer, before and after a change. WRN-16-4 Fixup, 16 images of noise, one thread, and
-seconds of the processor, so that other work on the machine counts for little. All take turns, and
-each is divided by its limit in the same round: a forward pass and backward passes to the inputs
-only, with frozen weights in channels_last, as many as there are vectors. A "pass" is a call of
+Developers run it before and after a change. It uses WRN-16-4 Fixup, 16 images of noise and one
+thread, and counts processor seconds, so that other work on the machine matters little. All take
+turns, and each is divided by its limit in the same round: a forward pass and one backward pass per
+vector to the inputs only, with frozen weights in channels_last. A "pass" is a call of
 `kronecker_factors`, with its proof: of a model that is new to it, or that it has seen before.
 
     python -m experiments.speed.bench_quick           # measure, print, warn over 5 %; keeps nothing
     python -m experiments.speed.bench_quick --write   # and write the ratios, to be committed
 
-A ratio depends on the machine, too: those committed are warned about only where they come from one
-with the same processor and version of torch.
+A ratio depends on the machine, too. Warnings appear only if the committed ratios come from the same
+processor and version of torch.
 """
 
 import argparse
@@ -46,11 +46,11 @@ from marglik.storage.record_file import write_json
 __all__ = ["compare", "measure"]
 
 TOLERANCE = 0.05
-"""A larger change of a ratio is warned about."""
+"""Relative change of a ratio above which a warning is printed."""
 
 
 def _work(batch_size: int, width: int) -> tuple[dict[str, Work], dict[str, str]]:
-    """What is measured by its name, and the limit that each of it is divided by."""
+    """Functions to time by name, and the name of the limit that divides each."""
     torch.manual_seed(0)
     device = torch.device("cpu")
     x, y = torch.randn(batch_size, 3, 32, 32), torch.randint(10, (batch_size,))
@@ -97,7 +97,7 @@ def _work(batch_size: int, width: int) -> tuple[dict[str, Work], dict[str, str]]
 
 
 def _add_transformers(found: dict[str, Work], limits: dict[str, str], batch_size: int) -> None:
-    """A batch of the transformers of the presets ``vit_cifar10`` and ``gpt_dart``, as they are."""
+    """A batch of the unchanged transformers of the presets ``vit_cifar10`` and ``gpt_dart``."""
     images, classes = torch.randn(batch_size, 3, 32, 32), torch.randint(10, (batch_size,))
     tokens = torch.randint(256, (batch_size, 64))
 
@@ -119,7 +119,7 @@ def _add_transformers(found: dict[str, Work], limits: dict[str, str], batch_size
 def _add_epochs(
     found: dict[str, Work], limits: dict[str, str], batch_size: int, width: int
 ) -> None:
-    """Two batches of the online loop, and of a loop written by hand, of distorted images."""
+    """Two batches of augmented images, in the online loop and in a loop written by hand."""
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(256, (2 * batch_size, 3, 32, 32), generator=generator)
     labels = torch.randint(10, (2 * batch_size,), generator=generator)
@@ -140,7 +140,7 @@ def _add_epochs(
 
 
 def measure(repetitions: int = 4, batch_size: int = 16, width: int = 4) -> dict[str, Any]:
-    """The median ratio of each to its limit, and how they were measured."""
+    """The median ratio of each to its limit, and the conditions of the measurement."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -161,14 +161,14 @@ def measure(repetitions: int = 4, batch_size: int = 16, width: int = 4) -> dict[
 
 
 def _processor() -> str:
-    """Its name, where the system tells it."""
+    """Name of the processor, if the system tells it."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
 
 
 def compare(now: dict[str, Any], before: dict[str, Any] | None) -> str:
-    """A table of both, and what to say about changes over 5 %."""
+    """A table of both, and the warning about changes over 5 %."""
     old = before["times_the_limit"] if before else {}
     lines = [f"{'times its limit':28}{'now':>8}{'before':>8}{'change':>9}"]
     worse = []
@@ -180,7 +180,7 @@ def compare(now: dict[str, Any], before: dict[str, Any] | None) -> str:
             worse += [name] if change > TOLERANCE else []
         lines.append(line)
     if before and before["measured_with"] != now["measured_with"]:
-        lines.append("The ratios before are of another processor or version of torch.")
+        lines.append("The earlier ratios are from another processor or version of torch.")
     elif worse:
         lines.append(f"WARNING: over {100 * TOLERANCE:.0f} % slower: {', '.join(worse)}.")
     return "\n".join(lines)

@@ -1,8 +1,8 @@
-"""What the curvature benchmark times on one batch: a training step, the limit, ours, and the peers.
+"""Contenders of the curvature benchmark: a training step, the limit, ours, and the peers.
 
-Each function returns one that does the work once. The model is a WideResNetFixup whose parameters
-are all disturbed, as zero branches would make gradients zero. The peers' backends cannot take
-Fixup's scalars; these are frozen for them alone.
+Each function returns a function that does the work once. The model is a WideResNetFixup; noise is
+added to all its parameters, since branches of zeros would make gradients zero. The peers' backends
+cannot take Fixup's scalars, which are frozen only for them.
 """
 
 from collections.abc import Callable, Iterable
@@ -50,7 +50,7 @@ def _backends() -> dict[str, Any]:
 
 
 PEERS = _backends()
-"""laplace-torch's backends, of those that are installed."""
+"""The installed backends of laplace-torch."""
 
 
 def network(
@@ -60,7 +60,7 @@ def network(
     channels_last: bool = False,
     depth: int = 16,
 ) -> nn.Module:
-    """WRN-depth-width Fixup in eval mode, always the same."""
+    """WRN-depth-width Fixup in eval mode, always with the same parameters."""
     torch.manual_seed(0)
     model = WideResNetFixup(depth, width, num_classes)
     with torch.no_grad():
@@ -71,7 +71,7 @@ def network(
 
 
 def training_step(model: nn.Module, x: Tensor, y: Tensor) -> Work:
-    """Loss, backward pass and a step of SGD."""
+    """A training step: loss, backward pass and a step of SGD."""
     optimizer = torch.optim.SGD(model.parameters(), 1e-6)
 
     def step() -> None:
@@ -83,7 +83,7 @@ def training_step(model: nn.Module, x: Tensor, y: Tensor) -> Work:
 
 
 def plain_epoch(model: nn.Module, batches: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> Work:
-    """An epoch as one would write it by hand: fused SGD with Nesterov's momentum and weight decay.
+    """An epoch of a loop written by hand: fused SGD with Nesterov's momentum and weight decay.
 
     Args:
         model: in channels_last.
@@ -108,8 +108,8 @@ def online_epoch(model: nn.Module, loader: Loader, batches: int) -> Work:
 
     Args:
         model: in channels_last.
-        loader: of the batches.
-        batches: how many there are in an epoch, for the schedule.
+        loader: yields the batches.
+        batches: their number in an epoch, for the schedule.
     """
     config = OptimizerConfig(lr=1e-6, min_lr=0.0)
     optimizer, scheduler = build_optimizer(model, config, 1000 * batches)
@@ -168,7 +168,7 @@ def ours(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> Work:
 
 
 def one_batch_alone(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> Work:
-    """A batch, and the factors of it alone, as laplace-torch asks for them."""
+    """A batch with its own factors, as laplace-torch asks for them."""
     curvature = CurvaturePass(model, "classification", **options)
 
     def work() -> KroneckerFactors:
@@ -179,9 +179,10 @@ def one_batch_alone(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> W
 
 
 def first_vectors(model: nn.Module, x: Tensor, y: Tensor, number: int, **options: Any) -> Work:
-    """`one_batch_alone` with so many backward vectors at the most.
+    """`one_batch_alone` with a limited number of backward vectors.
 
-    For its peak memory, which does not depend on their number: a profile of all would not fit.
+    It serves to profile peak memory, which does not depend on their number; a profile of all would
+    not fit.
     """
     curvature = CurvaturePass(model, "classification", **options)
     curvature.add(x, y)  # with the proof
@@ -197,7 +198,7 @@ def first_vectors(model: nn.Module, x: Tensor, y: Tensor, number: int, **options
 
 
 class _Few:
-    """The first of some backward vectors."""
+    """The first vectors of a set of backward vectors."""
 
     trace = trace_left_out = 0.0
 
@@ -208,13 +209,13 @@ class _Few:
         return islice(self._vectors(f, y), self._number)
 
     def warn_of_many(self, f: Tensor) -> None:
-        """Nothing: there are few."""
+        """Do nothing: there are few vectors."""
 
 
 def peer(
     backend: type, model: nn.Module, x: Tensor, y: Tensor, kfac_approx: str, fisher: str
 ) -> Work:
-    """A batch's factors through laplace-torch's interface."""
+    """Factors of a batch through laplace-torch's interface."""
     if backend is not KfacGGN:
         for p in model.parameters():
             p.requires_grad_(p.numel() > 1)

@@ -61,7 +61,7 @@ def table(batch: dict[str, Any]) -> str:
 
 
 def write(folder: Path) -> str:
-    """Write ``table.md`` and ``growth.png`` from the parts that are there; returns the table."""
+    """Write ``table.md`` and ``growth.png`` from the finished parts; returns the table."""
     parts = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     text = []
     for name in sorted(parts, key=len):
@@ -85,7 +85,7 @@ def write(folder: Path) -> str:
 
 
 def plot_growth(growth: dict[str, list[dict[str, Any]]]) -> Figure:
-    """Milliseconds of a batch against each axis, on logarithmic axes."""
+    """Figure of the milliseconds of a batch over each axis of growth, on logarithmic axes."""
     figure, axes = plt.subplots(
         1, len(growth), figsize=(13, 3.6), sharey=True, layout="constrained"
     )
@@ -112,7 +112,7 @@ def _memory(batch: dict[str, Any]) -> str:
 
 
 def _update(part: dict[str, Any]) -> str:
-    """Seconds of whole updates, and of what ours are made of."""
+    """Table of the seconds of whole updates, and of the parts of ours."""
     number, size = part["config"]["num_data"], part["config"]["batch_size"]
     lines = [
         f"| update from {number:,} images, batches of {size} | seconds "

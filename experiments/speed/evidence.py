@@ -1,8 +1,8 @@
-"""What an evidence update takes, ours and others': eigenvalues, then 100 steps of Adam.
+"""Timing of an evidence update, ours and others': eigenvalues, then 100 steps of Adam.
 
-Alone, or after the curvature pass over the data that it starts with. And what a transformer's
-widest factors take by themselves: eigenvalues for the evidence, eigenvectors for the predictive, an
-inverse for K-FAC.
+The update is timed alone, or with the curvature pass over the data before it. A transformer's
+widest factors are timed by themselves: eigenvalues for the evidence, eigenvectors for the
+predictive, an inverse for K-FAC.
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ def evidence_work(model: nn.Module, kfac_approx: KfacApprox) -> tuple[Work, Work
 def _climb_theirs(
     model: nn.Module, kron: Kron, loss: float, num_data: int, num_outputs: int
 ) -> None:
-    """laplace-torch's eigenvectors, and steps on its evidence, a precision for each tensor."""
+    """laplace-torch's eigenvectors, and steps on its evidence with a precision per tensor."""
     device = next(model.parameters()).device
     peer = LaplaceTorchKronLaplace(model, "classification", backend=CurvlinopsGGN)
     learned = [p for p in model.parameters() if p.requires_grad]
@@ -73,7 +73,7 @@ def _climb_theirs(
 
 
 def update(model: nn.Module, batches: Batches, **options: Any) -> dict[str, float]:
-    """An update of one precision per tensor as the online loop makes it; seconds of its parts."""
+    """An update of one precision per tensor as in the online loop; returns seconds of its parts."""
     device = next(model.parameters()).device
     hyperparameters = Hyperparameters(PriorGroups.from_model(model), 1.0, device=device)
     laplace = KronLaplace(model, "classification", **options)
@@ -83,7 +83,7 @@ def update(model: nn.Module, batches: Batches, **options: Any) -> dict[str, floa
 
 
 def peer_update(model: nn.Module, batches: Batches, kfac_approx: Mode) -> None:
-    """The same with laplace-torch and curvlinops, as `laplace.KronLaplace.fit` sums batches up.
+    """The same with laplace-torch and curvlinops, summing batches as `laplace.KronLaplace.fit`.
 
     Fixup's scalars, which curvlinops does not take, are frozen.
     """
@@ -102,11 +102,11 @@ def peer_update(model: nn.Module, batches: Batches, kfac_approx: Mode) -> None:
 
 
 def factor_work(size: int, device: torch.device) -> dict[str, Work]:
-    """What is done with one factor (size, size) of float32, ours and by others' means.
+    """Work on one float32 factor (size, size), by our functions and others'.
 
-    "evidence" is what the evidence needs, "predictive" what a predictive needs, "inverse" what a
-    K-FAC step needs. laplace-torch takes eigenvectors in float32 for all of them; SciPy's drivers
-    are LAPACK's, with its own BLAS.
+    The names say what needs the work: "evidence", "predictive", or "inverse" for a K-FAC step.
+    laplace-torch takes eigenvectors in float32 for all of them. SciPy's drivers are LAPACK's, with
+    its own BLAS.
     """
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(2 * size, size, generator=generator) * torch.logspace(0, -3, size)

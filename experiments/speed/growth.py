@@ -1,18 +1,18 @@
-"""How time and memory of a batch's factors grow: exponents, beside those of the limit.
+"""Growth of time and memory of a batch's factors: exponents, beside those of the limit.
 
-Along each axis everything else stays. Time and peak memory are fitted by c·size^e, a line through
-all points in log-log, for the limit (a forward pass and the backward passes to the inputs only) and
-for ours, expand and reduce. An exponent of ours that is more than 0.15 above the limit's is marked:
-then something grows that need not. (A smaller one is overhead that matters less and less.)
+Each axis changes one size. Time and peak memory are fitted by c·size^e, a line through all points
+on logarithmic axes, for the limit (a forward pass and the backward passes to the inputs only) and
+for ours with expand and reduce. An exponent of ours more than 0.15 above the limit's is marked:
+something grows that need not. A smaller exponent is overhead that matters less with size.
 
-Images: WRN Fixup, exact GGN. Language: GPT, one Monte Carlo sample a token. Seconds are the
-processor's, one thread, medians of rounds in which all take turns; memory is what tensors take at
-the peak beyond those that were there before, for 30 backward vectors at the most; to the limit's
-that of the factors is added, which any pass must hold. `bench_curvature` has the other backends
+Image axes use WRN Fixup with the exact GGN; language axes use GPT with one Monte Carlo sample per
+token. Seconds are processor seconds of one thread, medians of interleaved rounds. Memory is the
+peak of tensors beyond those that were there before, for at most 30 backward vectors. The limit's
+memory includes the factors, which any pass must hold. `bench_curvature` has the other backends
 along four of these axes.
 
-Each axis is a JSON file in ``results/growth/`` (of the working directory), beside ``table.md`` and
-``growth.png``. Run it with ``make growth``, ten minutes of a core; again to go on.
+Each axis is a JSON file in ``results/growth/`` of the working directory, beside ``table.md`` and
+``growth.png``. ``make growth`` takes ten minutes of one core and resumes.
 """
 
 import json
@@ -48,14 +48,14 @@ CPU = torch.device("cpu")
 MODES = ("expand", "reduce")
 KINDS = ("limit", *MODES)
 MOST_ABOVE = 0.15
-"""By how much an exponent may be above the limit's."""
+"""Largest exponent above the limit's that is not marked."""
 MOST_VECTORS = 30
-"""Backward vectors when memory is measured."""
+"""Largest number of backward vectors when memory is measured."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """One point; an axis changes one of its values."""
+    """Configuration of one point; an axis changes one of its values."""
 
     repetitions: int = 3
     seed: int = 0
@@ -118,7 +118,7 @@ def _point(axis: str, config: Config) -> dict[str, Any]:
 
 
 def factor_mebibytes(work: Work) -> float:
-    """Of the factors that it returns, a weight's and its bias's B once."""
+    """Memory of the returned factors; a B shared by a weight and its bias counts once."""
     found: Any = work()
     factors = [F for b in found.blocks.values() for F in (b.B, b.A) if F is not None]
     return sum(F.nbytes for F in {F.data_ptr(): F for F in factors}.values()) / 2**20
@@ -199,7 +199,7 @@ def exponent(values: Sequence[float], measured: Sequence[float]) -> float:
 
 
 def exponents(part: dict[str, Any], what: str) -> dict[str, float]:
-    """Of the limit and both modes along one axis; ``what``: "seconds" or "mebibytes"."""
+    """Exponents of the limit and both modes along one axis; ``what``: "seconds" or "mebibytes"."""
     values = [point["value"] for point in part["points"]]
     return {k: exponent(values, [point[what][k] for point in part["points"]]) for k in KINDS}
 
@@ -211,7 +211,7 @@ def surprises(part: dict[str, Any], what: str) -> list[str]:
 
 
 def table(parts: dict[str, dict[str, Any]]) -> str:
-    """Exponents of each axis in Markdown, and the ratios to the limit at both of its ends."""
+    """Exponents of each axis in Markdown, and the ratios to the limit at both ends of the axis."""
     lines = [
         "| axis | from, to | time: limit | expand | reduce | memory: limit | expand | reduce "
         "| times the limit, expand | reduce |",
@@ -232,7 +232,7 @@ def table(parts: dict[str, dict[str, Any]]) -> str:
 
 
 def plot(parts: dict[str, dict[str, Any]]) -> Figure:
-    """Seconds (above) and peak memory (below) of each axis, on logarithmic axes."""
+    """Figure of seconds (above) and peak memory (below) on each axis, on logarithmic scales."""
     axes = [axis for axis in AXES if axis in parts]
     columns = math.ceil(len(axes) / 2)
     figure, grid = plt.subplots(4, columns, figsize=(2.6 * columns, 9.5), layout="constrained")
@@ -259,7 +259,7 @@ def plot(parts: dict[str, dict[str, Any]]) -> Figure:
 
 
 def write(folder: Path) -> str:
-    """Write ``table.md`` and ``growth.png`` from the axes that are there; returns the table."""
+    """Write ``table.md`` and ``growth.png`` from the finished axes; returns the table."""
     files = (folder / f"{axis}.json" for axis in AXES)
     parts = {path.stem: json.loads(path.read_text()) for path in files if path.exists()}
     text = table(parts)

@@ -1,6 +1,6 @@
-"""laplace-torch's GLM predictive on WRN-16-4 Fixup, in a process that may use so much memory.
+"""laplace-torch's GLM predictive on WRN-16-4 Fixup, in a process with limited memory.
 
-Its Jacobians are (N, C, P): 3.3 GiB for 32 images and ten classes, and what is made of them is
+Its Jacobians (N, C, P) take 3.3 GiB for 32 images and ten classes, and arrays made from them take
 several times that. Prints JSON: seconds of a batch and the process's peak memory, or the error.
 """
 
@@ -27,13 +27,13 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=1)
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
-    # Data alone: the libraries' own mappings are large, and take no memory.
+    # Only data is limited: the libraries' mappings are large but take no memory.
     limit = options.gibibytes * 2**30
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     torch.manual_seed(0)
     model = network(torch.device("cpu"))
     for p in model.parameters():
-        p.requires_grad_(p.numel() > 1)  # its backends cannot take Fixup's scalars
+        p.requires_grad_(p.numel() > 1)  # laplace-torch's backends cannot take Fixup's scalars
     x, y = torch.randn(options.batch_size, 3, 32, 32), torch.arange(options.batch_size) % 10
     laplace = Laplace(model, "classification", "all", "kron", backend=CurvlinopsGGN)
     laplace.fit(DataLoader(TensorDataset(x[:4], y[:4]), batch_size=4))

@@ -1,23 +1,22 @@
-"""What many classes cost: 10, 100 and 1,000 with the exact GGN, a vocabulary of 50,257 by sampling.
+"""Cost of many classes: 10, 100 and 1,000 with the exact GGN, a sampled vocabulary of 50,257.
 
-- exact: WRN-16-1 Fixup on noise of 16×16 pixels, C − 1 backward passes a batch, for several
-  values of ``rank_tolerance``. Its output layer is random, and scaled so that the largest
-  probability is 0.8 on average, as a trained network's (confident), or so that all classes are
-  about equally probable, as before training (uniform). Time over the limit, a forward pass and
-  C − 1 backward passes to the inputs; the share of the loss Hessian's trace that was left out;
-  ‖B̂ − B‖ / ‖B‖ of the gradient factors in Frobenius norm, the root of its mean square over layers.
-- vocabulary: a GPT of two blocks of 64 features, one sample a token. Its output layer's B is
-  9.4 GiB as a matrix; here it is kept by its diagonal, or by a sketch (`CurvatureOptions`).
+- exact: WRN-16-1 Fixup on noise of 16×16 pixels, C − 1 backward passes a batch, for several values
+  of ``rank_tolerance``. Its output layer is random, and scaled so that the largest probability is
+  0.8 on average, as a trained network's (confident), or so that all classes are about equally
+  probable, as before training (uniform). It measures the time divided by the limit's (a forward
+  pass and C − 1 backward passes to the inputs), the share of the loss Hessian's trace that is left
+  out, and ‖B̂ − B‖ / ‖B‖ of the gradient factors in Frobenius norm, as a root mean square over
+  layers.
+- vocabulary: a GPT of two blocks of 64 features with one sample per token. Its output layer's B
+  would take 9.4 GiB as a matrix; here its diagonal or a sketch is kept (`CurvatureOptions`).
+- variances: the predictive's output variances beside whole covariances, for the network of "exact"
+  and for its last layer alone.
 
-- variances: of the predictive, the outputs' variances alone beside their covariances, for the
-  network of "exact" and for its last layer alone.
+Peak memory is that of a batch's tensors beyond those that were there before, with the factors.
+Seconds are processor seconds of one thread, medians of interleaved rounds.
 
-Peak memory is what a batch's tensors take beyond those that were there before, with the factors.
-Seconds are the processor's, one thread, medians of rounds in which all take turns.
-
-Results: a JSON file for each of these parts in ``results/large_classes/`` (of the working
-directory), and ``table.md``. Run it with ``make large-classes``, six minutes of a core; again to go
-on.
+Each part is a JSON file in ``results/large_classes/`` of the working directory, beside
+``table.md``. ``make large-classes`` takes six minutes of one core and resumes.
 """
 
 import json
@@ -54,7 +53,7 @@ WAYS = ("covariances", "variances")
 
 @dataclass(frozen=True)
 class Config:
-    """What is measured."""
+    """Sizes of the measurements."""
 
     classes: tuple[int, ...] = (10, 100, 1000)
     tolerances: tuple[float, ...] = (0.0, 0.01, 0.1)
@@ -73,7 +72,7 @@ class Config:
 
 
 def run_exact(config: Config) -> list[dict[str, Any]]:
-    """Each number of classes."""
+    """Run the part "exact" for each number of classes."""
     return [
         exact_case(config, C, kind, mode)
         for C in config.classes
@@ -84,7 +83,7 @@ def run_exact(config: Config) -> list[dict[str, Any]]:
 
 
 def exact_case(config: Config, C: int, kind: str, mode: str) -> dict[str, Any]:
-    """One number of classes: seconds, what is left out, and by how much B is wrong."""
+    """One number of classes: seconds, the share left out, and the error of B."""
     torch.manual_seed(config.seed)
     x = torch.randn(config.batch_size, 3, config.image_size, config.image_size)
     y = torch.randint(C, (config.batch_size,))
@@ -140,7 +139,7 @@ def exact_case(config: Config, C: int, kind: str, mode: str) -> dict[str, Any]:
 
 
 def run_vocabulary(config: Config) -> list[dict[str, Any]]:
-    """A language model's batch: seconds and memory of each way, beside a training step's."""
+    """A language model's batch: seconds and memory of each option, beside a training step's."""
     cases = []
     for tied in (True, False):
         for mode in ("expand", "reduce"):
@@ -193,7 +192,7 @@ def _run_vocabulary(
 
 
 def run_variances(config: Config) -> list[dict[str, Any]]:
-    """Seconds and memory of the outputs' covariances, and of their variances alone."""
+    """Seconds and memory of the outputs' covariances, and of only their variances."""
     return [_variances(config, C, layers) for C in config.classes for layers in ("all", "last")]
 
 
@@ -240,7 +239,7 @@ class _Flat(nn.Module):
 
 
 def confident(model: nn.Module, x: Tensor, largest: float) -> nn.Module:
-    """The model with its last weight scaled so that the largest probability is that on average."""
+    """The model with its last weight scaled to a given mean largest probability."""
     last: Any = model.get_submodule("fc")
     torch.manual_seed(1)
     nn.init.normal_(last.weight)
@@ -259,7 +258,7 @@ def _largest_probability(model: nn.Module, x: Tensor) -> float:
 
 
 def _error(found: KroneckerFactors, exact: KroneckerFactors) -> float:
-    """‖B̂ − B‖ / ‖B‖ over all layers' gradient factors, each of norm one in the exact ones."""
+    """‖B̂ − B‖ / ‖B‖ over all layers' gradient factors; each layer is divided by its exact norm."""
     shares = []
     for name, block in exact.blocks.items():
         B, other = block.B, found.blocks[name].B

@@ -1,11 +1,11 @@
-"""Memory and seconds of adapters' curvature at the widths of a 7B model: whole factors, sketches.
+"""Memory and seconds of adapters' curvature at a 7B model's widths: whole factors and sketches.
 
 One decoder layer of Llama 7B's shape (width 4,096, MLP 11,008, random weights in float32) under a
 classifier, with peft's LoRA of rank 8 on queries, values and two of the MLP's projections. Each
 adapter has one factor of the frozen layer's width: 8 of them, 1.4 GB as matrices; a 7B model has 32
-such layers. `CurvatureOptions.sketch_rank` keeps each by r eigenvectors. The evidence of whole
-factors is left out, which needs the eigenvalues of matrices of 11,008 columns; those of a sketch
-are known.
+such layers. `CurvatureOptions.sketch_rank` keeps r eigenvectors of each. The evidence of whole
+factors is left out, because it needs the eigenvalues of matrices of 11,008 columns; those of a
+sketch are known.
 
 ``make lora-memory`` measures each case in a process of its own, about two minutes in all, and
 writes ``results/lora/memory.json`` (of the working directory). It needs 5 GiB.
@@ -62,7 +62,7 @@ def measure(config: Config) -> dict[str, Any]:
         "labels": torch.arange(config.examples) % config.classes,
     }
     with torch.no_grad():
-        model(**batch)  # what a forward pass takes is not the curvature's
+        model(**batch)  # the memory of a forward pass does not belong to the curvature
     before = _peak()
     options = {"kfac_approx": "expand", "sketch_rank": config.sketch_rank}
     laplace = KronLaplace(model, "classification", backend_kwargs=options)
@@ -110,7 +110,7 @@ def _model(config: Config) -> torch.nn.Module:
     adapters = peft.LoraConfig(
         task_type="SEQ_CLS",
         r=config.rank,
-        init_lora_weights=False,  # else B = 0, and with it the gradients of A
+        init_lora_weights=False,  # with B = 0 the gradients of A would be zero
         target_modules=["q_proj", "v_proj", "up_proj", "down_proj"],
     )
     model = transformers.LlamaForSequenceClassification(architecture)
@@ -122,7 +122,7 @@ def _peak() -> int:
 
 
 def _bytes(factors: KroneckerFactors) -> int:
-    """Of all factors; a weight and its bias may have one B."""
+    """Memory of all factors; a weight and its bias may share one B."""
     tensors = {id(t): t for t in factors.state_dict()["tensors"].values()}
     return sum(t.nbytes for t in tensors.values())
 
@@ -156,7 +156,7 @@ def table(result: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure all cases, each in a process of its own."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--case", type=int, help="measure this one here, and print JSON")
+    parser.add_argument("--case", type=int, help="case to measure in this process, printing JSON")
     add_results(parser)
     options = parser.parse_args(arguments)
     if options.case is not None:

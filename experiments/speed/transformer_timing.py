@@ -1,7 +1,7 @@
 """K-FAC of transformers, expand against reduce, after Eschenhagen et al. 2023 (section 4).
 
-The paper (GPT-2 shape of nanoGPT on DART, an A100): reduce takes 6.68 ± .04 minutes, 70 % of
-expand's 9.55 ± .13.
+In the paper (nanoGPT with GPT-2's shape on DART, on an A100) reduce takes 6.68 ± .04 minutes, 70 %
+of expand's 9.55 ± .13.
 
 Two models, each with two shapes: for a CPU a small one, for a GPU the real one. GPT on bytes of
 DART, for several sequence lengths R and batch sizes N: nanoGPT's smallest shape (6 blocks of 384
@@ -14,8 +14,8 @@ backward pass to the inputs with one Monte Carlo sample for each loss term), whi
 compares, and a step of training with new factors and a new preconditioner, beside a plain step of
 AdamW. All take turns; a ratio is the median over rounds.
 
-Results: ``results/MODEL_timing_DEVICE.json``. Run it with ``make gpt-timing``; ``--threads 1
---clock processor`` as of `update_step_timing`.
+``make gpt-timing`` writes ``results/MODEL_timing_DEVICE.json``. For ``--threads 1 --clock
+processor`` see `update_step_timing`.
 """
 
 import argparse
@@ -48,7 +48,7 @@ class Shape:
     """A network, and the batches that it is measured on."""
 
     sizes: tuple[tuple[int, int], ...]
-    """(R, N) of each batch: positions and examples."""
+    """Sizes (R, N) of the batches: positions and examples."""
     dim: int
     depth: int
     heads: int
@@ -70,7 +70,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Config:
-    """The model, the text, and how often each is measured."""
+    """The model, the text, and the number of measurements."""
 
     model: str = "gpt"
     shape: Shape = SHAPES["gpt"]["cpu"]
@@ -83,7 +83,7 @@ class Config:
 
 
 def run(config: Config) -> dict[str, Any]:
-    """Seconds at each size, and how the modes compare."""
+    """Seconds at each size, and the ratios of the modes."""
     torch.set_num_threads(config.threads)
     sizes = [run_size(config, R, N) for R, N in config.shape.sizes]
     return {
@@ -118,7 +118,7 @@ def run_size(config: Config, R: int, N: int) -> dict[str, Any]:
 
 
 def adamw(model: nn.Module, x: Tensor, y: Tensor) -> Work:
-    """A plain step."""
+    """A plain training step."""
     optimizer = torch.optim.AdamW(model.parameters(), 1e-6)
 
     def step() -> None:
@@ -130,7 +130,7 @@ def adamw(model: nn.Module, x: Tensor, y: Tensor) -> Work:
 
 
 def factors(model: nn.Module, x: Tensor, y: Tensor, mode: Mode) -> Work:
-    """The factors of a batch alone."""
+    """Only the factors of a batch."""
     curvature = CurvaturePass(model, "classification", kfac_approx=mode, fisher="mc")
 
     def one_batch() -> None:
@@ -160,7 +160,7 @@ def kfac_step(model: nn.Module, x: Tensor, y: Tensor, mode: Mode) -> Work:
 
 
 def table(result: dict[str, Any]) -> str:
-    """A row for each size, with the paper's ratio below."""
+    """Table with a row for each size, and the paper's ratio below."""
     lines = [
         "| R | N | AdamW step, s | factors, expand | factors, reduce | K-FAC step, expand "
         "| K-FAC step, reduce | reduce / expand, factors | ..., step |",
@@ -210,19 +210,25 @@ def _batch(config: Config, R: int, N: int) -> tuple[Tensor, Tensor]:
     train = DART(config.data, R, num_train=N, num_test=1, seed=config.seed).load().train
     x, y = train
     assert isinstance(x, Tensor)
-    # Labels behind a text's end do not count; all positions shall, for the sake of the time.
+    # Labels behind a text's end would be ignored; for the timing all positions count.
     return x, torch.where(y == IGNORED, x, y)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the options, measure, print and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--model", choices=SHAPES, default=Config.model, help="default: gpt")
+    parser.add_argument(
+        "--model", choices=SHAPES, default=Config.model, help="network to measure; default: gpt"
+    )
     parser.add_argument("--repetitions", type=int, default=Config.repetitions)
-    parser.add_argument("--threads", type=int, default=Config.threads, help="of a CPU")
+    parser.add_argument(
+        "--threads", type=int, default=Config.threads, help="number of threads on a CPU"
+    )
     parser.add_argument("--clock", choices=CLOCKS, default=Config.clock)
-    parser.add_argument("--data", default=Config.data, help="DART's JSON file, compressed")
-    parser.add_argument("--device", default=Config.device, help=f"default: {Config.device}")
+    parser.add_argument("--data", default=Config.data, help="DART's compressed JSON file")
+    parser.add_argument(
+        "--device", default=Config.device, help=f"where to measure; default: {Config.device}"
+    )
     add_results(parser)
     options = parser.parse_args(arguments)
     device = torch.device(options.device).type

@@ -1,8 +1,8 @@
-"""What `update_step_timing` times: one step of training, plain or preconditioned, ours and peers'.
+"""Contenders of `update_step_timing`: one training step, plain or preconditioned, ours and peers'.
 
 Each function takes a model and a batch, and returns one that makes one step. The model is a
-WideResNetFixup (`contenders.network`). Its scalars have no block at the peers, where they keep
-their plain gradient; ours has a block for each.
+WideResNetFixup (`contenders.network`). The peers have no block for its scalars, which keep their
+plain gradients; ours has a block for each.
 """
 
 import warnings
@@ -26,7 +26,7 @@ Contender = Callable[[nn.Module, Tensor, Tensor], Work]
 DAMPING = 1e-2
 
 NEVER = 10**9
-"""An interval that is due in the first step only."""
+"""An interval so long that only the first step is due."""
 
 
 def sgd(model: nn.Module, x: Tensor, y: Tensor) -> Work:
@@ -78,7 +78,7 @@ def asdl(model: nn.Module, x: Tensor, y: Tensor) -> Work:
     from asdl import FISHER_MC, KfacGradientMaker, PreconditioningConfig  # pyright: ignore
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a line for each scalar that it does not support
+        warnings.simplefilter("ignore")  # it warns of each scalar that it does not support
         config = PreconditioningConfig(damping=DAMPING, data_size=len(x))
         maker = KfacGradientMaker(model, config, FISHER_MC)
     optimizer = _nesterov(model)
@@ -168,7 +168,7 @@ OURS: dict[str, Contender] = {
 
 
 def _kept(step: int) -> int:
-    """An interval that is due in each step, and whose inverses are made to be used again."""
+    """An interval that is due in each step, with inverses that are made for reuse."""
     return max(step, 2)
 
 
@@ -179,7 +179,7 @@ PARTS: dict[str, Contender] = {
     "new inverses, expand": marglik("expand", "mc", 1, _kept),
     "new inverses, reduce": marglik("reduce", "mc", 1, _kept),
 }
-"""The kinds of steps of a run whose factors and inverses are made less often than each step."""
+"""Kinds of steps of a run that renews factors and inverses less often than each step."""
 
 
 def _peers() -> dict[str, Contender]:
@@ -194,9 +194,9 @@ def _peers() -> dict[str, Contender]:
 
 
 PEERS = _peers()
-"""Those that are installed. kfac-pytorch (KAISA) is in no package index, only in a repository."""
+"""The installed peers. kfac-pytorch (KAISA) is left out: no package index has it."""
 
 
 def _nesterov(model: nn.Module) -> torch.optim.Optimizer:
-    # So small a step that the network stays as it is over the repetitions.
+    # The step is so small that the network hardly changes over the repetitions.
     return torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9, nesterov=True)

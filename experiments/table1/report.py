@@ -24,7 +24,7 @@ Sizes = dict[int, dict[str, Any]]
 
 
 def write(folder: Path) -> str:
-    """Write ``table.md`` and ``ratios.png`` from the parts that are there; returns the tables."""
+    """Write ``table.md`` and ``ratios.png`` from the measured parts; returns the tables."""
     parts = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
     sizes = {int(n.split("_")[1]): part for n, part in parts.items() if n.startswith("batch_")}
     sizes = dict(sorted(sizes.items()))
@@ -42,7 +42,7 @@ def write(folder: Path) -> str:
 
 
 def ratio_table(sizes: Sizes) -> str:
-    """Times an SGD step, a column for each batch size."""
+    """Table of times divided by an SGD step's; a column for each batch size."""
     rows = {}
     for part in sizes.values():
         for name in part["times_sgd"]:
@@ -59,7 +59,7 @@ def ratio_table(sizes: Sizes) -> str:
 
 
 def seconds_table(sizes: Sizes) -> str:
-    """Seconds of a step, with the paper's, and how expand compares with reduce."""
+    """Table of seconds of a step, ours and the paper's, and the ratios reduce / expand."""
     lines = [_row(["seconds, batch", *sizes]), _row(["---"] * (len(sizes) + 1))]
     for name in ("SGD", "marglik, expand", "marglik, reduce"):
         lines.append(_row([name, *(_cell(p["median_seconds"], name) for p in sizes.values())]))
@@ -83,7 +83,7 @@ def seconds_table(sizes: Sizes) -> str:
 
 
 def memory_table(memory: dict[str, Any]) -> str:
-    """Peak memory, what an example adds, and the batch that would fill 24 GiB."""
+    """Table of peak memory, of what an example adds, and of the batch that would fill 24 GiB."""
     sizes = sorted({int(N) for of_name in memory["peak_mebibytes"].values() for N in of_name})
     head = ["peak memory, MiB, batch", *sizes, "an example", "batch at 24 GiB (estimate)"]
     lines = [_row(head), _row(["---"] * len(head))]
@@ -100,7 +100,7 @@ def memory_table(memory: dict[str, Any]) -> str:
 
 
 def plot(sizes: Sizes) -> Figure:
-    """Times an SGD step against the batch size."""
+    """Figure of times divided by an SGD step's, over the batch size."""
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     axes = figure.subplots()
     names = [n for n in dict.fromkeys(n for p in sizes.values() for n in p["times_sgd"])]

@@ -3,18 +3,18 @@
 The paper (V100, batch 128, 256, 512, 1024, 2048; factors and inverses in each step, one Monte Carlo
 sample): expand .24, .38, .75, 1.36 s, out of memory; reduce .17, .24, .43, .63, 1.17 s.
 
-Here WRN-16-4 Fixup on noise of CIFAR-10's shape, float32, contiguous images; a step of plain SGD,
-K-FAC steps of ours in both modes, the peers' (`contenders.py`), and the kinds of steps
-from which the cost follows of factors every 10 and inverses every 50 steps. All contenders of a
-batch size take turns in one run; a ratio is the median over rounds of a contender's seconds divided
-by those of the SGD step of the same round.
+Here the network is WRN-16-4 Fixup on noise of CIFAR-10's shape, in float32 with contiguous images.
+The contenders (`contenders.py`) are a step of plain SGD, our K-FAC steps in both modes and the
+peers'. Further kinds of steps give the cost of factors every 10 and inverses every 50 steps. All
+contenders of a batch size take turns in one run. A ratio is the median over rounds of a contender's
+seconds divided by those of the SGD step of the same round.
 
-Results: ``results/update_step_timing_DEVICE/`` with one JSON file for each batch size, and
-``memory.json`` with the tensors' peak memory, each contender in a process of its own.
+``results/update_step_timing_DEVICE/`` gets one JSON file for each batch size, and ``memory.json``
+with the peak memory of tensors, each contender in a process of its own.
 
-Run it with ``make update-step-timing``. On a machine with other work ``--threads 1 --clock
-processor`` counts processor seconds of one thread, which bear it better. ``--batches 128 256 512
-1024 2048`` is the paper's size, the default on a GPU.
+Run it with ``make update-step-timing``. On a busy machine use ``--threads 1 --clock processor``:
+processor seconds of one thread depend less on other work. ``--batches 128 256 512 1024 2048`` are
+the paper's sizes, the default on a GPU.
 """
 
 import argparse
@@ -37,24 +37,24 @@ from marglik.storage.record_file import write_json
 
 BATCHES = {"cpu": (32, 64, 128, 256, 512), "cuda": (128, 256, 512, 1024, 2048)}
 MEMORY_BATCHES = {"cpu": (32, 64), "cuda": (128, 2048)}
-"""Two sizes, as memory grows by so many bytes an example."""
+"""Two sizes, because memory grows linearly with the batch."""
 
 CONTENDERS: dict[str, Contender] = {"SGD": sgd, **OURS, **PARTS, **PEERS}
 
 
 @dataclass(frozen=True)
 class Config:
-    """What is measured, and how often."""
+    """Sizes and number of the measurements."""
 
     batch_size: int = 128
     repetitions: int = 5
     contenders: tuple[str, ...] = tuple(CONTENDERS)
     threads: int = 2
-    """Of a CPU."""
+    """Threads of a CPU."""
     clock: str = "wall"
-    """Or "processor": see `timing.CLOCKS`."""
+    """Clock of the seconds, "wall" or "processor"; see `timing.CLOCKS`."""
     factor_every: int = 10
-    """Steps from new factors to the next where not each step has its own; see `amortised`."""
+    """Steps between new factors in the amortised step; see `amortised`."""
     update_every: int = 50
     seed: int = 0
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
@@ -69,7 +69,7 @@ class MemoryTask:
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """Name in log lines."""
         return f"{self.contender}, batch {self.config.batch_size}"
 
 
@@ -103,7 +103,7 @@ def run(config: Config) -> dict[str, Any]:
 
 
 def amortised(ratios: dict[str, float], mode: str, config: Config) -> float:
-    """Mean ratio over the steps from one inverse to the next, which begins with new factors."""
+    """Mean ratio over the steps from one inverse to the next; the first step has new factors."""
     steps, factors = config.update_every, config.update_every // config.factor_every
     total = (steps - factors) * ratios["old inverses"]
     total += (factors - 1) * ratios[f"new factors, {mode}"] + ratios[f"new inverses, {mode}"]
@@ -136,7 +136,7 @@ def run_memory(config: Config) -> dict[str, Any]:
 
 
 def peak_bytes(task: MemoryTask) -> int:
-    """The most that tensors take in the first two steps, beyond the model and the batch."""
+    """Peak memory of tensors in the first two steps, beyond the model and the batch."""
     step = make(task.contender, task.config)
 
     def two_steps() -> None:  # the second has the state that the first left
@@ -147,7 +147,7 @@ def peak_bytes(task: MemoryTask) -> int:
 
 
 def factor_bytes(device: torch.device) -> int:
-    """What all factors of the network, expand's or reduce's, take in float32; once."""
+    """Memory of one copy of all factors in float32; the same for expand and reduce."""
     model = network(device)
     names = KfacPreconditioner(model, "classification").names
     total = 0
@@ -170,17 +170,25 @@ def make(name: str, config: Config) -> Work:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the options, measure what is missing, print and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--batches", type=int, nargs="+", help="default: by the device")
+    parser.add_argument(
+        "--batches", type=int, nargs="+",
+        help="batch sizes; default: the paper's on a GPU, smaller ones on a CPU",
+    )  # fmt: skip
     parser.add_argument("--repetitions", type=int, default=Config.repetitions)
-    parser.add_argument("--threads", type=int, default=Config.threads, help="of a CPU")
+    parser.add_argument(
+        "--threads", type=int, default=Config.threads, help="number of threads on a CPU"
+    )
     parser.add_argument("--clock", choices=CLOCKS, default=Config.clock)
     parser.add_argument(
         "--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME",
-        help=f"SGD always; default: all of {', '.join(repr(name) for name in CONTENDERS)}",
+        help="contenders to time; SGD is always added; default: all of "
+        + ", ".join(repr(name) for name in CONTENDERS),
     )  # fmt: skip
-    parser.add_argument("--no-memory", action="store_true", help="time only")
-    parser.add_argument("--resume", action="store_true", help="keep what is there")
-    parser.add_argument("--device", default=Config.device, help=f"default: {Config.device}")
+    parser.add_argument("--no-memory", action="store_true", help="leave out peak memory")
+    parser.add_argument("--resume", action="store_true", help="keep the parts that have results")
+    parser.add_argument(
+        "--device", default=Config.device, help=f"where to measure; default: {Config.device}"
+    )
     add_results(parser)
     options = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", category=FutureWarning)

@@ -19,9 +19,9 @@ Runs = Mapping[Any, Sequence[dict[str, Any]]]
 def curves_figure(runs: Runs, title: str = "") -> Figure:
     """Two panels over epochs: evidence per example at the updates; NLL of the MAP elsewhere.
 
-    On held-out images, or on the test set in runs that hold none out.
+    The NLL is on held-out images, or on the test set if a run holds none out.
 
-    A line is the mean over seeds, its band the range.
+    A line is the mean over seeds, and its band the range.
     """
     figure = Figure(figsize=(12, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -49,7 +49,7 @@ def curves_figure(runs: Runs, title: str = "") -> Figure:
 
 
 def weight_decay_figure(runs: Runs, title: str = "") -> Figure:
-    """The weight decay of each parameter tensor at the update that was kept, a dot per seed."""
+    """Figure of each parameter tensor's weight decay at the kept update; one dot per seed."""
     first = next(iter(runs.values()))[0]
     names = list(_kept(first)["weight_decay"])
     figure = Figure(figsize=(10, 1.6 + 0.24 * len(names)), layout="constrained")
@@ -86,7 +86,7 @@ def weight_decay_figure(runs: Runs, title: str = "") -> Figure:
 
 
 def _kept(result: dict[str, Any]) -> dict[str, Any]:
-    """The update whose parameters the network has in the end."""
+    """The update whose parameters the network keeps."""
     updates = result["curves"]["updates"]
     return next(u for u in updates if u["epoch"] == result["kept_epoch"])
 

@@ -6,16 +6,16 @@ without augmentation, .244 ± .004 and 92.52 ± .12 with; reduce .703 ± .012 an
 
 Two protocols: "full" is the paper's; "scaled" has fewer images and epochs and a smaller network,
 the same algorithm and settings, and takes two cores less than two hours. Both come with the
-settings of the paper and of its forerunner (``marglik/presets``), and with a baseline that keeps
-the initial weight decay. What the paper leaves open are variants, see `settings.py`.
+settings of the paper and of its predecessor (``marglik/presets``), and with a baseline that keeps
+the initial weight decay. The choices that the paper leaves open are variants, see `settings.py`.
 
     python -m experiments.table2.marglik_cifar10               # scaled, the paper's settings
     python -m experiments.table2.marglik_cifar10 --protocol full --device cuda --jobs 3
     python -m experiments.table2.marglik_cifar10 --variants burn-in temperature --seeds 0
     python -m experiments.table2.marglik_cifar10 --report      # table and figures alone
 
-Each run keeps its state in ``runs/table2`` and goes on from it when the command is given again. It
-writes one JSON file into ``results/table2`` of the working directory, from which `report.py`
+Each run keeps its state in ``runs/table2`` and resumes when the command is given again. It writes
+one JSON file into ``results/table2`` of the working directory, from which `report.py`
 makes table and figures. The project's own numbers are in ``experiments/results/table2``.
 """
 
@@ -62,11 +62,11 @@ RUNS = Path("runs/table2")
 
 
 def run(config: Config, folder: Path | None = None) -> dict[str, Any]:
-    """Train, evaluate, and return what was found.
+    """Train and evaluate; returns the results.
 
     Args:
-        config: which run.
-        folder: of the run's own files; below runs/table2 if None. A run that is there goes on.
+        config: the run.
+        folder: for the run's own files; None for one below runs/table2. An unfinished run resumes.
     """
     folder = folder or RUNS / config.name
     settings, size = Settings.of(config), config.size
@@ -117,7 +117,7 @@ def run(config: Config, folder: Path | None = None) -> dict[str, Any]:
 def _of_other_predictives(
     config: Config, settings: Settings, folder: Path
 ) -> dict[str, dict[str, float]]:
-    """Their metrics, on the posterior that was saved; kept beside it."""
+    """Metrics of predictives, from the saved posterior; they are kept beside it."""
     path = folder / "predictives.json"
     posterior = read_posterior(folder)["sha256"]
     if path.exists():
@@ -141,7 +141,7 @@ def _of_other_predictives(
 
 
 def curves(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Curves over epochs and updates from a run's log; median seconds of an update's parts."""
+    """Curves over epochs and updates from a run's log, and median seconds of an update's parts."""
     epochs = [record for record in records if record["kind"] == "epoch"]
     updates = [record for record in records if record["kind"] == "update"]
     looks = {
@@ -169,7 +169,7 @@ def curves(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def configs(options: argparse.Namespace) -> list[Config]:
-    """The runs that the options ask for, all settings of the first seed first."""
+    """The runs that the options ask for, sorted by seed first."""
     common = {
         "protocol": options.protocol,
         "source": options.source,
@@ -209,24 +209,22 @@ def _parser() -> argparse.ArgumentParser:
         help="default: all")  # fmt: skip
     add("--augment", choices=("both", "on", "off"), default="both", help="default: both")
     add("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
-    add("--variants", nargs="+", choices=VARIANTS, help="of what the paper leaves open")
+    add("--variants", nargs="+", choices=VARIANTS, help="choices that the paper leaves open")
     add("--source", choices=get_args(Source), default=default_source(),
-        help="re-encoded images or the original; default here: %(default)s")  # fmt: skip
+        help="re-encoded images or the original; default on this machine: %(default)s")  # fmt: skip
     add("--device", choices=("cpu", "cuda"), default=device, help="default here: %(default)s")
     add("--precision", choices=("32-true", "bf16-mixed"), default="32-true",
-        help="of the network's steps; default: 32-true")  # fmt: skip
+        help="precision of the network's steps; default: 32-true")  # fmt: skip
     add("--compile", choices=("default", "reduce-overhead"), help="torch.compile's mode")
     add("--jobs", type=int, help="runs at a time; default: one per core, or one on a GPU")
     add("--list", action="store_true", help="list the runs and whether they are finished")
-    add(
-        "--report", action="store_true", help="make table and figures of the results that are there"
-    )
+    add("--report", action="store_true", help="make table and figures from the results that exist")
     add_results(parser)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is asked for, write results, table and figures; returns the exit status."""
+    """Run what the options ask for, write results, table and figures; returns the exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.jobs is not None and options.jobs < 1:
@@ -245,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         finished = sum(path.exists() for path in paths.values())
         print(
-            f"interrupted; {finished} of {len(asked)} runs are finished, the same command goes on.",
+            f"interrupted; {finished} of {len(asked)} runs are finished; the same command resumes.",
             file=sys.stderr,
         )
         failed = len(asked)
@@ -262,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_all(paths: Mapping[Config, Path], jobs: int) -> int:
-    """Run them and write each one's results to its path; returns how many failed."""
+    """Run the configurations and write each one's results to its path; returns how many failed."""
     asked, failed = list(paths), 0
     print(f"{len(asked)} runs, {jobs} at a time", flush=True)
     with closing(as_they_finish(run, asked, jobs)) as finished:

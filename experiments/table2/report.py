@@ -23,13 +23,13 @@ PAPER = {
     ("reduce", True): ((0.352, 0.008), (93.50, 0.06)),
 }
 PAPER_UPDATE = {"expand": (196, 22), "reduce": (99, 23)}
-PRESETS = {"paper": "the paper's settings", "redux": "the forerunner's settings"}
+PRESETS = {"paper": "the paper's settings", "redux": "the predecessor's settings"}
 NLL, ACCURACY, ECE = "test/cls/NLL", "test/cls/accuracy", "test/cal/ECE"
 TEMPERED = "MAP, temperature-scaled"
 
 
 class Setting(NamedTuple):
-    """What runs of different seeds have in common."""
+    """The settings that runs of different seeds share."""
 
     preset: str
     variant: str | None
@@ -41,10 +41,10 @@ Runs = Mapping[Setting, Sequence[dict[str, Any]]]
 
 
 def load(folder: Path) -> dict[Setting, list[dict[str, Any]]]:
-    """The results below a protocol's folder, by setting, in the order of their seeds.
+    """Results below a protocol's folder by setting, sorted by seed.
 
     Raises:
-        ValueError: runs of one setting that differ in more than their seeds.
+        ValueError: if runs of one setting differ in more than their seeds.
     """
     runs: dict[Setting, list[dict[str, Any]]] = defaultdict(list)
     for path in sorted(folder.rglob("*.json")):
@@ -72,7 +72,7 @@ def write_report(folder: Path) -> str:
     """Write table.md and the figures of a protocol's results into its folder; returns the table.
 
     Raises:
-        FileNotFoundError: no result there.
+        FileNotFoundError: if the folder has no result.
     """
     runs = load(folder)
     if not runs:
@@ -154,7 +154,7 @@ def _main_table(runs: Runs) -> str:
 
 
 def gains(runs: Runs) -> str:
-    """By how much the learned weight decay lowers the NLL of the fixed one, seed by seed."""
+    """Table of the NLL with the learned weight decay minus the fixed one's, paired by seed."""
     rows = [("learned against fixed", "augmented", "NLL of the MAP, difference", "lower in")]
     for setting, found in runs.items():
         fixed = _by_seed(runs.get(setting._replace(approach="fixed"), ()))
@@ -176,8 +176,8 @@ def gains(runs: Runs) -> str:
     if len(rows) < 2:
         return ""
     return (
-        f"{_markdown(rows)}\n\nDifferences within seeds, which share the initial parameters, and "
-        "the batches up to the first update."
+        f"{_markdown(rows)}\n\nDifferences are paired by seed. Paired runs share the initial "
+        "parameters, and the batches up to the first update."
     )
 
 
@@ -207,13 +207,13 @@ def _calibrated(runs: Runs) -> str:
 
 
 def _share(runs: Runs) -> str:
-    """The share that was held out; runs of one protocol have one."""
+    """The share that was held out, the same for all runs of a protocol."""
     share = next(r["settings"].get("held_out", 0.1) for found in runs.values() for r in found)
     return "tenth" if share == 0.1 else f"{share:.0%}".replace("%", " %")
 
 
 def _updates(runs: Runs) -> str:
-    """Seconds of an update in its parts, expand and reduce; and their ratio, run by run."""
+    """Table of the seconds of an update's parts with expand and reduce, and their paired ratio."""
     rows: list[tuple[str, ...]] = [
         ("seconds of an update", "pass", "eigenvalues", "steps", "all", "paper (A100)")
     ]
@@ -246,7 +246,7 @@ def _updates(runs: Runs) -> str:
 
 
 def _predictives(runs: Runs) -> str:
-    """Test NLL of all predictives of the same posteriors, for runs that have several."""
+    """Table of the test NLL of all predictives of the same posteriors, for runs with several."""
     several = {
         setting: [r for r in found if sum(n.startswith("Laplace") for n in r["metrics"]) > 1]
         for setting, found in runs.items()
@@ -264,7 +264,7 @@ def _predictives(runs: Runs) -> str:
 
 
 def _variants(runs: Runs) -> str:
-    """By how much each variant changes the NLL, on the seeds that it shares with the preset."""
+    """Table of each variant's change of the NLL, on the seeds that it shares with the preset."""
     rows = [
         ("variant", "weight decay", "augmented", "NLL, MAP", "difference", "NLL, Laplace",
          "difference", "seeds")
@@ -299,7 +299,7 @@ def _by_seed(found: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
 
 
 def _mean(found: Sequence[Any], value: Callable[[Any], float], digits: int, sign: str = "") -> str:
-    """Mean ± standard error; the mean alone of a single run."""
+    """Mean ± standard error; the mean alone for a single run."""
     return mean_with_error([value(r) for r in found], f"{{:{sign}.{digits}f}}")
 
 

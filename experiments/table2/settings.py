@@ -1,4 +1,4 @@
-"""The settings of `marglik_cifar10`: how large, which preset, what the paper leaves open."""
+"""The settings of `marglik_cifar10`: sizes, presets, and the choices that the paper leaves open."""
 
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -29,7 +29,7 @@ Approach = Literal["expand", "reduce", "fixed"]
 
 @dataclass(frozen=True)
 class Protocol:
-    """How large the experiment is; all other settings are the preset's."""
+    """Size of the experiment; all other settings are the preset's."""
 
     depth: int = 16
     widen_factor: int = 4
@@ -39,9 +39,9 @@ class Protocol:
     max_train: int | None = None
     max_test: int | None = None
     monitor: int = 5
-    """Epochs between looks at the held-out NLL."""
+    """Epochs between evaluations of the held-out NLL."""
     held_out: float = 0.1
-    """Share of the training images that calibrate the predictives; the paper has none."""
+    """Share of the training images held out for calibration; the paper has none."""
 
 
 PROTOCOLS = {
@@ -54,7 +54,7 @@ PROTOCOLS = {
 
 @dataclass(frozen=True)
 class Config:
-    """One run."""
+    """Configuration of one run."""
 
     protocol: str = "scaled"
     preset: Preset = "paper"
@@ -65,23 +65,23 @@ class Config:
     source: Source = "jpeg"
     device: Literal["cpu", "cuda"] = "cpu"
     precision: Literal["32-true", "bf16-mixed"] = "32-true"
-    """Of the network's steps."""
+    """Precision of the network's steps."""
     compile: Literal["default", "reduce-overhead"] | None = None
     predictives: tuple[PredictiveMethod, ...] = ()
-    """Evaluated besides the preset's own."""
+    """Predictives that are evaluated beside the preset's own."""
     jobs: int = 1
-    """Runs at a time, which share the cores or the GPU."""
+    """Number of runs at a time; they share the cores or the GPU."""
     scale: Protocol | None = None
-    """In the place of the protocol's, for tests."""
+    """Scale that replaces the protocol's, for tests."""
 
     @property
     def size(self) -> Protocol:
-        """How large the run is."""
+        """The size of the run."""
         return self.scale or PROTOCOLS[self.protocol]
 
     @property
     def name(self) -> str:
-        """Where the run lies, below the folder of all."""
+        """Path of the run below the folder of all runs."""
         setting = f"{self.approach}_{'augmented' if self.augment else 'plain'}_seed{self.seed}"
         parts = (self.preset, self.variant, "original" if self.source == "original" else None,
                  "bf16" if self.precision == "bf16-mixed" else None, self.compile)  # fmt: skip
@@ -89,8 +89,8 @@ class Config:
 
 
 ON_GPU = {"batch_size": 1000, "backward_precision": "tf32"}
-"""Of the curvature pass: small batches leave a GPU waiting for the next kernel, and TF32 is how
-torch multiplies in convolutions unless told otherwise."""
+"""Options of the curvature pass on a GPU. Small batches would leave it waiting for the next kernel;
+TF32 is torch's default in convolutions."""
 
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "burn-in": {"prior": {"burn_in": 20}},
@@ -98,15 +98,15 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "curvature-without-augmentation": {"curvature": {"augment": False}},
     "validation-split": {"data": {"validation": 0.1}},
 }
-"""What the paper leaves open: name -> what differs from the preset. (Which predictive is another
-such choice; several are evaluated on the same posterior.)"""
+"""Choices that the paper leaves open: name -> what differs from the preset. (The predictive is
+another such choice; several are evaluated on the same posterior.)"""
 
 
 def changes_training(config: Config) -> bool:
-    """Whether a variant is another run than the preset's own.
+    """Whether a variant's run differs from the preset's own.
 
-    A fixed weight decay has no update whose time or curvature could change, and the forerunner's
-    preset has its burn-in already.
+    A fixed weight decay has no update whose time or curvature could change, and the predecessor's
+    preset has a burn-in already.
     """
     if config.variant is None:
         return True
@@ -120,12 +120,12 @@ def changes_training(config: Config) -> bool:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run's configuration comes to."""
+    """All settings of a run, from its configuration."""
 
     model: dict[str, Any]
     """``{"class_path": ..., "init_args": ...}``."""
     data: dict[str, Any]
-    """The same of the images."""
+    """Specification of the images, in the same form."""
     optimizer: OptimizerConfig
     prior: PriorConfig
     curvature: CurvatureConfig
@@ -134,14 +134,14 @@ class Settings:
 
     @classmethod
     def of(cls, config: Config) -> "Settings":
-        """The preset's, at the protocol's size, with what the variant changes."""
+        """The preset's settings at the protocol's size, with the variant's changes."""
         preset = yaml.safe_load(
             (files("marglik.presets") / f"cifar10_{config.preset}.yaml").read_text("utf-8")
         )
         scale, learned = config.size, config.approach != "fixed"
         variant = VARIANTS[config.variant] if config.variant else {}
         prior = preset["prior"] | {"every": scale.every} | variant.get("prior", {})
-        # In the presets, and in the variant, it is a number of a hundred epochs.
+        # Presets and the variant count burn-in epochs of a run of a hundred.
         prior |= {"burn_in": prior["burn_in"] * scale.epochs // 100}
         if not learned:
             prior |= {"method": "fixed"}

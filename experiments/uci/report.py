@@ -1,4 +1,4 @@
-"""The table and figure of `uci`, from its JSON file alone, beside the recorded results."""
+"""The table and figure of `regression`, from its JSON file alone, beside the recorded results."""
 
 import json
 import statistics
@@ -35,7 +35,7 @@ METHODS = (
     "ensemble of five",
 )
 DECIMALS = {"kin8nm": 4, "naval": 5}
-"""Of the RMSE; 2 for others."""
+"""Decimals of the RMSE; other sets have 2."""
 
 Runs = Mapping[str, Sequence[dict[str, Any]]]
 """Set -> results of its splits."""
@@ -45,7 +45,7 @@ def write_report(path: Path) -> str:
     """Write table and figure beside the JSON file, and return the table.
 
     Raises:
-        ValueError: no split is finished.
+        ValueError: if no split is finished.
     """
     runs = runs_of(path)
     if not runs:
@@ -60,7 +60,7 @@ def write_report(path: Path) -> str:
 
 
 def runs_of(path: Path) -> Runs:
-    """The finished splits of each set that has some, in the recorded results' order."""
+    """The finished splits of each set that has any, in the order of the recorded results."""
     found = json.loads(path.read_text(encoding="utf-8"))["runs"]
     runs = {name: [r for r in found if r["config"]["dataset"] == name] for name in RECORDED}
     return {name: own for name, own in runs.items() if own}
@@ -91,7 +91,7 @@ def report(runs: Runs) -> str:
 
 
 def verdict(runs: Runs) -> str:
-    """On which sets ours reaches the recorded log likelihood, and the grid search's."""
+    """Sentence on the sets where ours reaches the recorded and the grid search's log likelihood."""
     of_dropout, of_grid = [], []
     for name, own in runs.items():
         ours = [r["methods"]["ours"]["log_likelihood"] for r in own]
@@ -102,7 +102,7 @@ def verdict(runs: Runs) -> str:
             of_grid.append(name)
     return (
         f"Ours has at least the recorded log likelihood for {_some(of_dropout, len(runs))}, and at "
-        "least the grid search's less one standard error of the difference for "
+        "least the grid search's minus one standard error of the difference for "
         f"{_some(of_grid, len(runs))}."
     )
 
@@ -112,7 +112,7 @@ def _some(names: Sequence[str], number: int) -> str:
 
 
 def _gains(own: Sequence[dict[str, Any]], other: str) -> list[float]:
-    """Log likelihood of ours less another's, by split."""
+    """Log likelihood of ours minus another's, by split."""
     pairs = [(r["methods"]["ours"], r["methods"][other]) for r in own]
     return [a["log_likelihood"] - b["log_likelihood"] for a, b in pairs]
 
@@ -161,12 +161,12 @@ def _cost(runs: Runs) -> str:
 
 
 def _mean(values: Sequence[float], decimals: int, sign: bool = False) -> str:
-    """Mean ± standard error; of one value no error is known."""
+    """Mean ± standard error; the mean alone for a single value."""
     return mean_with_error(values, f"{{:{'+' if sign else ''}.{decimals}f}}")
 
 
 def figure(runs: Runs) -> Figure:
-    """A panel per set: the methods' test log likelihoods, means and standard errors."""
+    """A panel per set with the methods' test log likelihoods, means and standard errors."""
     figure = Figure(figsize=(12, 2.6 * -(-len(runs) // 2)), layout="constrained")
     panels = figure.subplots(-(-len(runs) // 2), 2, squeeze=False).flatten()
     for axes, (name, own) in zip(panels, runs.items(), strict=False):

@@ -1,8 +1,8 @@
-"""What `uci` compares with: networks with a fixed weight decay, trained side by side.
+"""The rivals of `regression`: networks with a fixed weight decay, trained side by side.
 
-Networks of 50 units are so small that several take hardly longer than one; all are trained at once,
-as one network with a leading axis, on the same batches. Adam and the losses act on each alone, so
-that the result is that of separate trainings.
+Networks of 50 units are so small that several take hardly longer than one. All are trained at once
+on the same batches, as one network with a leading axis. Adam and the losses act on each alone, so
+the result is that of separate trainings.
 """
 
 import time
@@ -24,23 +24,23 @@ __all__ = ["DEFAULT_WEIGHT_DECAY", "GRID", "Gaussian", "Training", "grid_and_ens
 GRID = tuple(10 ** (-7 + 0.75 * k) for k in range(9))
 """Weight decays of the grid search, 1e-7 to 0.1."""
 VALIDATION = 0.15
-"""Share of the training examples that the grid search is judged on."""
+"""Share of the training examples held out for the grid search."""
 MEMBERS = 5
-"""Networks of the ensemble."""
+"""Number of networks in the ensemble."""
 DEFAULT_WEIGHT_DECAY = 1e-4
-"""Of the network that laplace-torch gets."""
+"""Weight decay of the network that laplace-torch gets."""
 POST_HOC_STEPS = 500
-"""Of Adam on laplace-torch's evidence."""
+"""Steps of Adam on laplace-torch's evidence."""
 
 BATCH = 512
-"""Examples at a time in laplace-torch's passes."""
+"""Batch size of laplace-torch's passes."""
 
 Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Training:
-    """How each network is trained, ours and the rivals'."""
+    """Settings that train each network, ours and the rivals'."""
 
     hidden: int
     steps: int
@@ -48,34 +48,34 @@ class Training:
     lr: float
 
     def network(self, num_features: int, seed: int) -> MLP:
-        """A new network in float64, whose steps cost no more than in float32 at this size."""
+        """A new network in float64; at this size its steps cost no more than in float32."""
         torch.manual_seed(seed)
         return MLP(num_features, (self.hidden,), 1, "tanh").double()
 
     def batches(self, data: Pair, seed: int) -> TensorBatches:
-        """Its mini-batches, in a new order each epoch."""
+        """Mini-batches of the training data, in a new order each epoch."""
         return TensorBatches(*data, min(self.batch_size, len(data[1])), shuffle=True, seed=seed)
 
 
 @dataclass(frozen=True)
 class Gaussian:
-    """What a method predicts for the test inputs, standardised, and its cost."""
+    """A method's predictions for the test inputs, standardised, and its cost."""
 
     mean: Tensor
-    """(N, 1)."""
+    """Mean, (N, 1)."""
     variance: Tensor
-    """(N, 1), with the noise."""
+    """Variance with the noise, (N, 1)."""
     seconds: float
-    """Processor time of training and of choosing hyperparameters, which other work on the machine
-    changes less than it changes the clock's."""
+    """Processor seconds of training and of choosing hyperparameters. Other work on the machine
+    changes them less than wall-clock seconds."""
     trainings: int
-    """Networks that it took."""
+    """Number of networks trained."""
 
 
 def train_side_by_side(
     training: Training, data: Pair, weight_decays: Sequence[float], seeds: Sequence[int]
 ) -> list[MLP]:
-    """One network per weight decay and seed, each at its loss ½ MSE + ½ wd ‖θ‖²."""
+    """Train one network per weight decay and seed, each with the loss ½ MSE + ½ wd ‖θ‖²."""
     x, _ = data
     networks = [training.network(x.shape[1], seed) for seed in seeds]
     state = stack_module_state(networks)[0]  # pyright: ignore[reportArgumentType]
@@ -100,7 +100,7 @@ def train_side_by_side(
 
 
 def _outputs(parameters: Sequence[Tensor], x: Tensor) -> Tensor:
-    """Of all networks, (K, N, 1)."""
+    """Outputs of all networks, (K, N, 1)."""
     W1, b1, W2, b2 = parameters
     h = torch.baddbmm(b1[:, None], x.expand(len(W1), -1, -1), W1.mT).tanh()
     return torch.baddbmm(b2[:, None], h, W2.mT)
@@ -109,12 +109,13 @@ def _outputs(parameters: Sequence[Tensor], x: Tensor) -> Tensor:
 def grid_and_ensemble(
     training: Training, data: Pair, x_test: Tensor, seed: int
 ) -> tuple[dict[str, Gaussian], dict[str, float]]:
-    """The grid search's network and an ensemble of five, by their names; what was chosen.
+    """The grid search's network and an ensemble of five, by name, and the choice.
 
-    The weight decay, and σ as the root of the mean squared error, are those of the lowest error
-    on the validation part; then five networks with it are trained on all training examples. The
-    first is the grid search's result. The ensemble predicts the Gaussian of its mixture's mean and
-    variance, as Lakshminarayanan et al. 2017 (arXiv:1612.01474), with one σ for all inputs.
+    The weight decay is the one with the lowest error on the validation part, and σ is the root of
+    that mean squared error. Five networks with this weight decay are then trained on all training
+    examples. The first is the grid search's result. The ensemble predicts the Gaussian with its
+    mixture's mean and variance, as in Lakshminarayanan et al. 2017 (arXiv:1612.01474), with one σ
+    for all inputs.
     """
     start = time.process_time()
     x, y = data
@@ -139,9 +140,9 @@ def grid_and_ensemble(
 
 
 def post_hoc(training: Training, data: Pair, x_test: Tensor, seed: int) -> Gaussian:
-    """laplace-torch, Kronecker factors, on a network with a default weight decay.
+    """laplace-torch with Kronecker factors, on a network with a default weight decay.
 
-    Its own evidence then chooses one prior precision and σ, as its example of regression does.
+    Its own evidence then chooses one prior precision and σ, as in its regression example.
     """
     start = time.process_time()
     (network,) = train_side_by_side(training, data, [DEFAULT_WEIGHT_DECAY], [seed])

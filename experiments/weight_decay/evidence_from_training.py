@@ -1,11 +1,12 @@
-"""Do weight decays need curvature passes of their own, or will K-FAC's factors of the training do?
+"""Do weight decays need curvature passes, or are K-FAC's factors from training enough?
 
-LeNet on 400 or 1,400 digits, K-FAC-reduce with one sampled label, 60 epochs, an update of the prior
-every five: by exact passes over the data, or from the moving averages of the training's factors
-(`OnlineTraining(curvature_from="optimizer")`), new every ten steps or every five. The other digits
-are the test set; the MAP is evaluated. The paper has no such experiment.
+LeNet is trained on 400 or 1,400 digits for 60 epochs by K-FAC-reduce with one sampled label. The
+prior is updated every five epochs, by exact passes over the data or from the moving averages of the
+training's factors (`OnlineTraining(curvature_from="optimizer")`), which are new every ten steps or
+every five. The other digits are the test set, on which the MAP is evaluated. The paper has no such
+experiment.
 
-``make evidence-from-training`` runs what is missing, five minutes of a core.
+``make evidence-from-training`` runs the missing parts in five minutes of one core.
 """
 
 import json
@@ -41,7 +42,7 @@ CASES: dict[str, tuple[CurvatureFrom, int]] = {
     "factors every 10 steps": ("optimizer", 10),
     "factors every 5 steps": ("optimizer", 5),
 }
-"""What updates take, and the steps between new factors."""
+"""Source of the curvature, and the steps between new factors."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Config:
 
     @property
     def name(self) -> str:
-        """What its file is called."""
+        """The name of its file, without its ending."""
         return f"{self.size}_{self.seed}"
 
 
@@ -62,7 +63,7 @@ CONFIGS = [Config(size, seed) for size in SIZES for seed in SEEDS]
 
 @quiet_training()
 def run(config: Config) -> dict[str, Any]:
-    """All cases, one after the other in this process."""
+    """Run all cases, one after the other in this process."""
     torch.set_num_threads(1)
     started = time.perf_counter()
     rows = {name: _row(config, *case) for name, case in CASES.items()}
@@ -115,7 +116,7 @@ def _row(config: Config, curvature_from: CurvatureFrom, every: int) -> dict[str,
 
 
 def _digits(size: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The first of 1,400 to learn from, and the other 397 to test with."""
+    """The first of 1,400 training digits, and the other 397 for tests."""
     from sklearn.datasets import load_digits  # it takes a second
 
     digits: Any = load_digits()
@@ -127,7 +128,7 @@ def _digits(size: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 
 
 def table(folder: Path) -> str:
-    """Means ± standard errors over the seeds, in Markdown; times and decays beside passes'."""
+    """Means ± standard errors over seeds, in Markdown; times and decays relative to the passes'."""
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     lines = [
         "| examples | updates from | processor time | test NLL of the MAP | accuracy "
@@ -157,13 +158,13 @@ def table(folder: Path) -> str:
 
 
 def _off(row: dict[str, Any], other: dict[str, Any]) -> float:
-    """Factor by which, e to the mean |log ratio| of the tensors' weight decays."""
+    """Factor by which weight decays differ, e to the mean |log ratio| over tensors."""
     pairs = zip(row["weight_decay"], other["weight_decay"], strict=True)
     return math.exp(statistics.fmean(abs(math.log(a / b)) for a, b in pairs))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is missing, and report."""
+    """Run the missing tasks, and report."""
     return one_table_study("evidence_from_training", __doc__ or "", run, CONFIGS, table, arguments)
 
 

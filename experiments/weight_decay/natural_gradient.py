@@ -1,12 +1,12 @@
 """Does it help to train by natural gradient while the weight decay is learned?
 
-A network on 400 digits whose weight decays are learned online by the evidence, with four optimisers
-of the network's steps: SGD with Nesterov's momentum, AdamW, and K-FAC with its damping alone or
-with the learned weight decays as a part of it, so that a step is one of natural gradient on the
-posterior (`marglik.training.network`). The learning rate of each is chosen from three on held-out
-data, and the network then trained on all. None or 20 % of the labels are flipped.
+The weight decays of a network on 400 digits are learned online by the evidence. Its steps are taken
+by SGD with Nesterov's momentum, by AdamW, by K-FAC with its own damping alone, or by K-FAC whose
+damping contains the learned weight decays. The last is natural gradient on the posterior
+(`marglik.training.network`). Each optimiser's learning rate is chosen from three on held-out data;
+the network is then trained on all data. None or 20 % of the labels are flipped.
 
-The paper has no such experiment. ``make natural-gradient`` runs what is missing; each seed and
+The paper has no such experiment. ``make natural-gradient`` runs the missing parts; each seed and
 share is a JSON file in ``results/natural_gradient/`` (of the working directory).
 """
 
@@ -42,7 +42,7 @@ OPTIMIZERS: Mapping[str, tuple[OptimizerConfig, tuple[float, ...]]] = {
         (0.03, 0.1, 0.3),
     ),
 }
-"""Each with the learning rates that are tried."""
+"""Optimisers, each with the learning rates to try."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Config:
 
     @property
     def name(self) -> str:
-        """What its file is called."""
+        """The name of its file, without its ending."""
         return f"{self.data}_{self.size}_{round(100 * self.flipped)}_{self.seed}"
 
 
@@ -65,7 +65,7 @@ CONFIGS = [Config(seed, flipped) for seed in range(5) for flipped in (0.0, 0.2)]
 
 @quiet_training()
 def run(config: Config) -> dict[str, Any]:
-    """Every optimiser: the learning rate on held-out data, then the network on all."""
+    """Choose each optimiser's learning rate on held-out data, then train on all data."""
     torch.set_num_threads(1)
     started = time.perf_counter()
     problem = PROBLEMS[config.data]
@@ -105,10 +105,10 @@ def _score(task: Task, trained_on: str, split: Any) -> dict[str, float]:
 
 
 def table(folder: Path) -> str:
-    """Means ± standard errors over the seeds, in Markdown; NLL also beside SGD's, paired."""
+    """Means ± standard errors over seeds, in Markdown; SGD's NLL minus each other, paired."""
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     lines = [
-        "| labels flipped | optimiser | test NLL of the MAP | less than SGD's | accuracy "
+        "| labels flipped | optimiser | test NLL of the MAP | SGD's NLL minus this | accuracy "
         "| evidence per example | processor seconds |",
         "|---|---|---|---|---|---|---|",
     ]
@@ -129,7 +129,7 @@ def table(folder: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is missing, and report."""
+    """Run the missing tasks, and report."""
     return one_table_study("natural_gradient", __doc__ or "", run, CONFIGS, table, arguments)
 
 

@@ -1,10 +1,10 @@
-"""What the presets of transformers and graph networks learn, over several seeds.
+"""Results of the presets of transformers and graph networks over several seeds.
 
-Each run is ``marglik train --config PRESET --seed N``: the prior learned while the network trains,
-and a second training with the initial weight decay kept. The paper has no such numbers.
+Each run is ``marglik train --config PRESET --seed N``. It learns the prior while the network
+trains; a second training keeps the initial weight decay. The paper has no such numbers.
 
-``python -m experiments.weight_decay.presets`` takes about half an hour on two cores; again to go
-on. It writes ``results/presets/`` in the working directory.
+``python -m experiments.weight_decay.presets`` takes about half an hour on two cores. It resumes,
+and writes ``results/presets/`` in the working directory.
 """
 
 import argparse
@@ -35,24 +35,24 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Config:
-    """One run."""
+    """Configuration of one run."""
 
     preset: str
     seed: int
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """Name in log lines."""
         return f"{self.preset}_{self.seed}"
 
     @property
     def folder(self) -> str:
-        """Where it is kept."""
+        """Folder of the run."""
         return f"runs/presets/{self.name}"
 
 
 def run(config: Config) -> dict[str, Any]:
-    """Train, or read what was trained: config, metrics, evidences and seconds."""
+    """Train, or read a finished training; returns config, metrics, evidences and seconds."""
     options = ["--config", config.preset, "--seed", str(config.seed), "--output", config.folder]
     status = marglik(["train", *options, "--resume", "--no_progress"])
     if status:
@@ -72,7 +72,7 @@ def run(config: Config) -> dict[str, Any]:
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
-    """MAP and Laplace, learned and initial: means over seeds; differences with standard errors."""
+    """Markdown of MAP and Laplace, learned and initial: means over seeds, paired differences."""
     lines = [
         "| learned / initial weight decay | test NLL of the MAP | difference | seeds with less "
         "| accuracy | temperature-scaled MAP | calibrated Laplace | minutes |",
@@ -103,10 +103,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description="Learned against initial weight decay, by presets."
     )
-    parser.add_argument("--presets", nargs="*", choices=list(NAMES), default=list(NAMES))
-    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
+    parser.add_argument(
+        "--presets", nargs="*", choices=list(NAMES), default=list(NAMES), help="default: all"
+    )
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2], help="default: 0 1 2")
     parser.add_argument("--report", action="store_true", help="make the table from the JSON alone")
-    parser.add_argument("--jobs", type=int, default=default_jobs("cpu"), help="runs at a time")
+    parser.add_argument(
+        "--jobs", type=int, default=default_jobs("cpu"), help="number of runs at a time"
+    )
     add_results(parser)
     options = parser.parse_args(arguments)
     path = options.results / "presets" / "presets.json"
@@ -114,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = json.loads(path.read_text())["runs"] if path.exists() else []
     if options.report:
         if not known:
-            parser.error(f"--report: no {path}; leave --report out to run what it is made of")
+            parser.error(f"--report: no {path}; run without --report first")
         path.with_name("table.md").write_text(table(known) + "\n")
         print(table(known))
         return 0

@@ -1,23 +1,24 @@
 """Is learning the weight decay worth it? Beside a grid on held-out data, and beside the default.
 
-Ways to a weight decay, for the same network, epochs, training and held-out data: the default
-(5e-4), the best of seven by held-out data, and per tensor, learned while the network trains. The
-best of seven is chosen twice: by the MAP's NLL, and by that of the temperature-scaled MAP.
+There are three ways to a weight decay, with the same network, epochs, training and held-out data:
+the default (5e-4), the best of seven on held-out data, and one per tensor learned while the network
+trains. The best of seven is chosen twice: by the NLL of the MAP, and by that of the
+temperature-scaled MAP.
 
-A fifth of the N training examples is held out. It chooses the grid's weight decay, and calibrates:
-the output temperature of the scaled MAP, temperature and covariance scale of the Laplace
-predictive. Then each way trains once more on all N, with the temperature and scale found before.
-Labels are flipped in the training and the held-out data, never in the test data.
+A fifth of the N training examples is held out. It chooses the grid's weight decay, the temperature
+of the scaled MAP, and the temperature and covariance scale of the Laplace predictive. Then each way
+trains again on all N, with the temperature and scale found before. Labels are flipped in the
+training and the held-out data, never in the test data.
 
-The variants (``--part variants``) ask what would make the learned way better: each is one training
-with the weight decays learned in another manner, on the same four fifths. They are to be compared
-by held-out NLL; the test NLL stands beside it to check that.
+The variants of learning (``--part variants``) look for a better learned way. Each is one training
+on the same four fifths that changes one setting. They are compared by held-out NLL; the test NLL
+beside it checks the choice.
 
 Seconds are CPU time of one thread. Eschenhagen et al. 2023 have no such table.
 
-``make weight-decay-study`` runs digits with five seeds; ``--quick`` two; ``--data`` names other
-problems. Each seed of each size is a JSON file in ``results/weight_decay_study/`` (of the working
-directory), and is kept when the command is given again.
+``make weight-decay-study`` runs digits with five seeds, ``--quick`` with two; ``--data`` names
+other problems. Each seed of each size is a JSON file in ``results/weight_decay_study/`` of the
+working directory. The command resumes and keeps finished files.
 """
 
 import argparse
@@ -77,7 +78,7 @@ HELD_OUT = 0.2
 GRIDS: tuple[str, str] = ("grid", "grid, scaled")
 """The best of seven by the MAP's held-out NLL, and by that of the MAP with its temperature."""
 UPDATES = 8
-"""Of the prior in a run, as in the preset for digits."""
+"""Updates of the prior in a run, as in the preset for digits."""
 BATCH_SIZE = 64
 
 Part = Literal["ways", "variants"]
@@ -86,18 +87,18 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Problem:
-    """Data and network; optimiser and curvature of our preset for it where there is one."""
+    """Data and network; optimiser and curvature of our preset for them, if there is one."""
 
     title: str
     data: Callable[[int], DataSource]
-    """By seed; without held-out data."""
+    """Data of a seed, without held-out data."""
     make_model: Callable[[], nn.Module]
     epochs: Mapping[int | None, int]
-    """Training examples (None: all) -> epochs. Less data, more epochs: steps must be enough."""
+    """Training examples (None: all) -> epochs. Less data needs more epochs for enough steps."""
     curvature: CurvatureConfig = CurvatureConfig()  # noqa: RUF009
     optimizer: OptimizerConfig = OptimizerConfig(lr=0.05)  # noqa: RUF009
     flipped: tuple[float, ...] = (0.0, 0.2)
-    """Shares of labels."""
+    """Shares of flipped labels."""
 
 
 def _digits(seed: int) -> DataSource:
@@ -137,15 +138,15 @@ PROBLEMS = {
 
 @dataclass(frozen=True)
 class Variant:
-    """Another manner of learning; ``prior`` and ``curvature`` replace fields."""
+    """A variant of learning; ``prior`` and ``curvature`` replace fields of the configuration."""
 
     prior: Mapping[str, Any] = field(default_factory=dict)
     curvature: Mapping[str, Any] = field(default_factory=dict)
     epochs: float = 1.0
-    """Times the problem's."""
+    """Factor on the problem's epochs."""
     updates: int = UPDATES
     burn_in: float = 0.0
-    """In epochs of all."""
+    """Share of the epochs before the first update."""
 
 
 VARIANTS = {
@@ -167,31 +168,31 @@ VARIANTS = {
     "from 5e-5": Variant({"weight_decay": 5e-5}),
     "from 5e-3": Variant({"weight_decay": 5e-3}),
 }
-"""What they change of the way "learned" of the table, which is "base"."""
+"""Changes of the way "learned" in the table, which is "base"."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """One seed and size of one problem: the ways or the variants."""
+    """Configuration of one seed and size of one problem, with the ways or the variants."""
 
     data: str = "digits"
     seed: int = 0
     part: Part = "ways"
     size: int | None = 400
-    """Training examples; None: all there are."""
+    """Number of training examples; None for all."""
     weight_decays: tuple[float, ...] = WEIGHT_DECAYS
     variants: tuple[str, ...] = tuple(VARIANTS)
     epochs: float = 1.0
-    """Times the problem's."""
+    """Factor on the problem's epochs."""
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """The name of its file, without its ending."""
         return f"{self.data}_{self.part}_{self.size or 'all'}_{self.seed}"
 
 
 def run(config: Config) -> dict[str, Any]:
-    """All rows of one seed and size: shares of flipped labels, ways or variants."""
+    """Train all rows of one seed and size, for each share of flipped labels."""
     torch.set_num_threads(1)
     started = time.perf_counter()
     problem = PROBLEMS[config.data]
@@ -213,19 +214,19 @@ def run(config: Config) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Task:
-    """Data and budget of one size and share of flipped labels."""
+    """Data and epochs for one size and share of flipped labels."""
 
     problem: Problem
     everything: Splits
-    """N training examples, none held out."""
+    """N training examples without held-out data."""
     parted: Splits
-    """The same with a fifth of them held out."""
+    """The same N with a fifth held out."""
     epochs: int
     seed: int
 
     @staticmethod
     def of(config: Config, problem: Problem, flipped: float) -> "Task":
-        """The data of a seed: the same N examples for all shares of flipped labels."""
+        """The data of a seed, with the same N examples for all shares of flipped labels."""
         splits: Any = problem.data(config.seed).load()  # pyright: ignore[reportAttributeAccessIssue]
         total = split_batches(splits, "train", 1).num_examples
         if config.size is not None and config.size < total:
@@ -242,7 +243,7 @@ class Task:
         return split_batches(self.everything, "train", 1).num_examples
 
     def learned(self, variant: Variant) -> PriorConfig:
-        """How the weight decay is learned in a run of this length."""
+        """The prior's options in a run of this length."""
         epochs = round(self.epochs * variant.epochs)
         every = max(1, epochs // variant.updates)
         return PriorConfig(
@@ -258,7 +259,7 @@ class Task:
         prior: PriorConfig,
         variant: Variant = Variant(),  # noqa: B008
     ) -> "Trained":
-        """One training, as `marglik train` does it."""
+        """Train once, as `marglik train` does."""
         fabric = build_fabric("cpu")
         epochs = round(self.epochs * variant.epochs)
         setup = TrainingSetup(
@@ -282,14 +283,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Trained:
-    """A network with its posterior, and what it took."""
+    """A network with its posterior, and the CPU time it took."""
 
     result: OnlineResult
     seconds: float
 
     @property
     def laplace(self) -> Posterior:
-        """Fitted at the network's parameters."""
+        """Posterior, fitted at the network's parameters."""
         return self.result.laplace
 
     @property
@@ -298,7 +299,7 @@ class Trained:
         return map_predictive(self.laplace.model)
 
     def held_out(self, task: "Task") -> dict[str, float]:
-        """NLL (nats) of the held-out data by the choice that it is for, see `GRIDS`."""
+        """Held-out NLL (nats) for each criterion in `GRIDS`."""
         batches = split_batches(task.parted, "validation", BATCH_SIZE)
         prediction, y = predict_all(self.map, batches)
         logits = prediction.mean.log()
@@ -307,7 +308,7 @@ class Trained:
         return dict(zip(GRIDS, (fit.nll_map, fit.nll_scaled_map), strict=True))
 
     def of_the_prior(self) -> Row:
-        """Evidence per example (nats), the epoch that is kept, and weight decays by tensor."""
+        """Evidence per example (nats), the kept epoch, and weight decays by tensor."""
         names = [name for name, p in self.laplace.model.named_parameters() if p.requires_grad]
         factor = self.laplace.temperature / self.laplace.n_data
         delta = self.laplace.prior_precision.expand(len(names))
@@ -319,7 +320,7 @@ class Trained:
 
 
 def _with_flipped_labels(splits: Any, share: float, seed: int) -> Any:
-    """The same data; a random share of the training labels becomes another class, evenly."""
+    """The data with a random share of the training labels changed to another class, uniformly."""
     is_images = isinstance(splits.train, ImageSet)
     y = (splits.train.labels if is_images else splits.train[1]).clone()
     generator = torch.Generator().manual_seed(seed)
@@ -338,7 +339,7 @@ def _calibrated(task: Task, trained: Trained) -> CalibrationFit:
 
 
 def _predictives(task: Task, trained: Trained, fit: CalibrationFit) -> dict[str, Predictive]:
-    """MAP, scaled MAP and calibrated Laplace, with the numbers of a calibration."""
+    """Metrics of MAP, scaled MAP and calibrated Laplace, with the calibration's s and τ."""
     tau = fit.map_calibration.output_temperature
     generator = torch.Generator().manual_seed(task.seed)
     return {
@@ -351,7 +352,7 @@ def _predictives(task: Task, trained: Trained, fit: CalibrationFit) -> dict[str,
 
 
 def _ways(task: Task, config: Config) -> list[Row]:
-    """Rows of the table: each way, trained on four fifths and on all."""
+    """Rows of the table: each way, trained on four fifths and on all data."""
     fixed = {
         decay: task.train(task.parted, PriorConfig(weight_decay=decay, method="fixed"))
         for decay in config.weight_decays
@@ -399,7 +400,7 @@ def _ways(task: Task, config: Config) -> list[Row]:
 
 
 def _variants(task: Task, config: Config) -> list[Row]:
-    """A row for each variant; and the default, which learns nothing."""
+    """A row for each variant, and one for the default, which learns nothing."""
     rows: list[Row] = []
     for name in ("default", *config.variants):
         variant = Variant() if name == "default" else VARIANTS[name]
@@ -441,7 +442,7 @@ RUNS: dict[str, dict[str, int]] = {
     "four fifths": dict.fromkeys(GRIDS, 7),
     "all": dict.fromkeys(GRIDS, 8),
 }
-"""Trainings, of the ways that take more than one."""
+"""Number of trainings of the ways that take more than one."""
 COLORS = {
     "default": "tab:gray",
     "grid": "tab:cyan",
@@ -461,9 +462,9 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
     lines = [
         f"## {runs[0]['title']}",
         "",
-        "Mean ± standard error; NLL in nats. Runs: trainings that the MAP "
-        "takes; the scaled MAP and Laplace take a second one where the default or the learned way "
-        "trains on all. CPU time is that of the MAP's runs, in trainings with the default on all.",
+        "Mean ± standard error; NLL in nats. Runs are the trainings that the MAP takes; the scaled "
+        "MAP and Laplace take a second one if the default or the learned way trains on all. CPU "
+        "time is that of the MAP's runs, divided by that of a training with the default on all.",
     ]
     for data in ("all", "four fifths"):
         lines += [
@@ -510,7 +511,7 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def variants_table(runs: Sequence[dict[str, Any]]) -> str:
-    """One problem's variants as Markdown: what each changes, against the first that learns."""
+    """One problem's variants as Markdown; differences from the first that learns."""
     base = runs[0]["config"]["variants"][0]
     conditions = _conditions(runs)
     runs = [run for run in runs if _conditions([run]) == conditions]
@@ -694,13 +695,23 @@ def report(folder: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is missing, write tables and figures; returns the exit status."""
+    """Run the missing tasks, write tables and figures; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])  # pyright: ignore[reportOptionalMemberAccess]
-    parser.add_argument("--data", nargs="*", choices=list(PROBLEMS), default=["digits"])
-    parser.add_argument("--part", choices=["ways", "variants"], default="ways")
-    parser.add_argument("--sizes", nargs="*", type=int, help="of the problem's own; default: all")
-    parser.add_argument("--seeds", type=int, default=5, help="how many; default: 5")
-    parser.add_argument("--quick", action="store_true", help="two seeds")
+    parser.add_argument(
+        "--data",
+        nargs="*",
+        choices=list(PROBLEMS),
+        default=["digits"],
+        help="problems; default: digits",
+    )
+    parser.add_argument(
+        "--part", choices=["ways", "variants"], default="ways", help="default: ways"
+    )
+    parser.add_argument(
+        "--sizes", nargs="*", type=int, help="training-set sizes, of the problem's; default: all"
+    )
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds; default: 5")
+    parser.add_argument("--quick", action="store_true", help="run only two seeds")
     add_study_options(parser)
     options = parser.parse_args(arguments)
     folder = study_folder(parser, options, "weight_decay_study")

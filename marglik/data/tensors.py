@@ -265,8 +265,9 @@ class TensorFile(DataSource):
 
         Raises:
             FileNotFoundError: if there is no such file.
-            ValueError: if it is no safetensors file or damaged, if a tensor is missing, unknown,
-                empty or not finite, or if inputs and targets, or the splits, do not fit together.
+            ValueError: if it is not a safetensors file or damaged, if a tensor is missing,
+                unknown, empty or not finite, or if inputs and targets, or the splits, do not fit
+                together.
         """
         tensors = self._read()
         train, test = (

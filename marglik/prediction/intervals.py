@@ -207,7 +207,7 @@ def risk_interval(confidence: Tensor, correct: Tensor, positions: int = 1) -> In
         positions: number of consecutive rows that belong to one example and are resampled together.
 
     Raises:
-        TypeError: confidences that are no floats.
+        TypeError: confidences that are not floats.
         ValueError: no examples, shapes that differ, confidences outside of 0..1.
     """
     check_shapes(confidence=(confidence, "N"), correct=(correct, "N"))

@@ -56,7 +56,7 @@ def classification_metrics(probabilities: Tensor, labels: Tensor) -> dict[str, f
         labels: (N,), integers 0..C − 1.
 
     Raises:
-        TypeError: probabilities that are no floats, labels that are no integers.
+        TypeError: probabilities that are not floats, labels that are not integers.
         ValueError: wrong shapes, no examples, labels out of range, logits or NaN for probabilities.
     """
     scores = classification_scores(probabilities, labels)
@@ -101,7 +101,7 @@ def bernoulli_metrics(probabilities: Tensor, targets: Tensor) -> dict[str, float
         targets: (N, C), 0 or 1, any dtype.
 
     Raises:
-        TypeError: probabilities that are no floats.
+        TypeError: probabilities that are not floats.
         ValueError: wrong shapes, no examples, soft targets, logits or NaN for probabilities.
     """
     scores = bernoulli_scores(probabilities, targets)

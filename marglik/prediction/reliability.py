@@ -65,7 +65,7 @@ def reliability(
             empty.
 
     Raises:
-        TypeError: confidences that are no floats, ``correct`` that is no bool.
+        TypeError: confidences that are not floats, ``correct`` that is not bool.
         ValueError: wrong shapes, no predictions, confidences outside [0, 1], no bin.
     """
     check_shapes(confidence=(confidence, "N"), correct=(correct, "N"))

@@ -191,7 +191,7 @@ def shift_curves(metrics: Mapping[str, float], measure: str) -> dict[str, list[t
     """Kind of shift -> (severity, value) in the order of severity, from "shift/KIND/SEVERITY/...".
 
     Args:
-        metrics: of one predictive; keys that are of no shift are passed over.
+        metrics: of one predictive; other keys are ignored.
         measure: such as "cls/NLL".
     """
     curves: dict[str, list[tuple[int, float]]] = {}

@@ -100,4 +100,4 @@ def test_an_interrupt_before_the_first_result_shows_no_table(tmp_path, monkeypat
     printed = capsys.readouterr()
     assert "|" not in printed.out
     assert printed.out.startswith("18 runs, ")
-    assert "interrupted; 0 of 18 runs are finished, the same command goes on." in printed.err
+    assert "interrupted; 0 of 18 runs are finished; the same command resumes." in printed.err

@@ -51,7 +51,7 @@ def test_tables_and_figures_are_made_from_the_json_alone(study, tmp_path, capsys
 def test_a_report_without_results_says_what_to_do(study, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main_of(study, "--report", "--results", str(tmp_path))
-    assert "leave --report out to run what it needs" in capsys.readouterr().err
+    assert "run without --report first" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

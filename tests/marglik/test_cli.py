@@ -157,7 +157,7 @@ def test_presets_parse_and_print(preset, capsys):
     assert "weight_decay: 0.0" in capsys.readouterr().out
 
 
-def test_presets_have_the_paper_and_the_forerunner(capsys):
+def test_presets_have_the_paper_and_its_predecessor(capsys):
     printed = {}
     for preset in ("cifar10_paper", "cifar10_redux"):
         with pytest.raises(SystemExit):

@@ -191,7 +191,7 @@ def test_the_program(tmp_path, monkeypatch, capsys):
     assert "--report" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["--report", "--results", str(tmp_path)])
-    assert "leave --report out" in capsys.readouterr().err
+    assert "run without --report first" in capsys.readouterr().err
     first = list(cases(TINY))[:2]
     monkeypatch.setattr(exactness, "cases", lambda config: first)
     main(["--seeds", "1", "--results", str(tmp_path)])

@@ -46,7 +46,7 @@ def test_the_table():
     assert swag_row == (
         "| SWAG (1 seeds) | 0.100 | 0.050 | 90.00 | 2.0 | 2.0 | 0.100 | 2.00 | 2.0 | 8.0 | 2.0 |"
     )
-    assert missing == "Not there: SWAG (ValueError: no)."
+    assert missing == "Left out: SWAG (ValueError: no)."
 
 
 def test_differences_from_temperature_scaling_are_paired():

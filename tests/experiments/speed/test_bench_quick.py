@@ -20,4 +20,4 @@ def test_a_slower_ratio_is_warned_about_on_the_same_machine_alone():
     assert compare(now, before).splitlines()[-1] == "WARNING: over 5 % slower: a."
     assert "+6.0 %" in compare(now, before)
     other = before | {"measured_with": {"processor": "two", "torch": "2"}}
-    assert compare(now, other).splitlines()[-1].startswith("The ratios before are of another")
+    assert compare(now, other).splitlines()[-1].startswith("The earlier ratios are from another")

@@ -29,8 +29,8 @@ def test_full_size_is_the_papers():
     assert (settings.curvature.kfac_approx, settings.curvature.fisher) == ("expand", "exact")
     assert settings.curvature.augment
     assert PROTOCOLS["full"].epochs == 100
-    forerunner = Settings.of(Config("full", preset="redux")).prior
-    assert (forerunner.weight_decay * 50_000, forerunner.burn_in) == (25, 20)
+    predecessor = Settings.of(Config("full", preset="redux")).prior
+    assert (predecessor.weight_decay * 50_000, predecessor.burn_in) == (25, 20)
 
 
 def test_scaled_differs_in_size_alone():

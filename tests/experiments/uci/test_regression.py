@@ -145,7 +145,7 @@ def test_the_tables(tmp_path):
     assert "| yacht | -1.500 ± 0.500 | -1.500 ± 0.500 | +0.200 ± 0.300 |" in text
     assert (
         "Ours has at least the recorded log likelihood for 0 of 1 sets (none), and at least the "
-        "grid search's less one standard error of the difference for 1 of 1 sets (yacht).\n"
+        "grid search's minus one standard error of the difference for 1 of 1 sets (yacht).\n"
     ) in text
     assert "| yacht | 0.250 ± 0.000 | 0.500 ± 0.000 | 31 |" in text
     assert (tmp_path / "table.md").read_text() == text + "\n"
