@@ -3,9 +3,10 @@
 Written from PyTorch's documentation, with the linear operations as taps, so that K-FAC's uses can
 be read off: query, key and value projections are three groups of ``in_proj_weight`` (or three
 weights of their own) and of ``in_proj_bias``; keys that ``key_padding_mask`` masks out are no
-positions of the key and value projections. Each test compares the outputs with those of the
-module of torch first (`assert_reference`). The modules hold the parameters, float64, in evaluation
-mode. One example alone: no batch axis, queries (R, E), keys (S, E).
+positions of the key and value projections. For each model that is made of them, a test compares the
+outputs with those of torch's modules before any block (`assert_reference`). The modules hold the
+parameters, float64, in evaluation mode. One example alone: no batch axis, queries (R, E), keys
+(S, E).
 """
 
 import math

@@ -136,7 +136,8 @@ CASES = {
     "attention, separate projections": attention(kdim=3, vdim=2),
     "attention, more keys": attention(add_bias_kv=True, add_zero_attn=True, padding=False),
     "transformer": lambda: (
-        Layered(True, causal=True), attention_models.batch_of(True, d=(4, 4, 4), padding=PADDING)
+        Layered(True, causal=True, batch_first=False),
+        attention_models.batch_of(True, d=(4, 4, 4), padding=PADDING),
     ),
     "stack of encoder layers": lambda: (
         Stack(), attention_models.batch_of(True, padding=PADDING)

@@ -64,7 +64,7 @@ def images(n, dtype=torch.float64, size=16):
     return x, torch.randint(10, (n,), generator=generator)
 
 
-def assert_same(first, second, **tolerances):
+def assert_same_factors(first, second, **tolerances):
     assert list(first.blocks) == list(second.blocks)
     for name, block in first.blocks.items():
         assert_close(block.B, second.blocks[name].B, **tolerances)

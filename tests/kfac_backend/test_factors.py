@@ -1,7 +1,5 @@
 """The pass over the data: batches, Fisher kinds, parameters without a rule, what it costs."""
 
-from contextlib import ExitStack
-
 import pytest
 import torch
 from torch import nn
@@ -9,60 +7,20 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from kfac_backend import kronecker_factors
-from kfac_backend.expand_and_reduce import layer_factors
 from kfac_backend.factors import CurvaturePass
-from kfac_backend.layers import Bias, Scale
-from kfac_backend.loss.hessian import loss_hessian_root
+from kfac_backend.layers import Scale
 from tests import oracles
 from tests.kfac_backend.block_checks import MODES
+from tests.kfac_backend.formulas import by_the_formulas
 from tests.kfac_backend.networks import (
     OwnNorm,
-    assert_same,
+    assert_same_factors,
     convolution_flops,
     data,
     images,
     network,
     wide_resnet,
 )
-
-
-def by_the_formulas(model, x, mode):
-    """Parameter name -> (B, A) or (B, None) of one batch: kept activations, unfolded patches."""
-    inputs, outputs = {}, {}
-
-    def keep(layer, args, output):
-        inputs[layer], outputs[layer] = args[0].detach(), output
-
-    with ExitStack() as hooks:
-        for layer in model.modules():
-            if not list(layer.children()):
-                hooks.callback(layer.register_forward_hook(keep).remove)
-        f = model(x)
-    names = {p: name for name, p in model.named_parameters()}
-    layers = [layer for layer in outputs if list(layer.parameters())]
-    grads = [
-        torch.autograd.grad(f, [outputs[layer] for layer in layers], v, retain_graph=True)
-        for v in loss_hessian_root(f.detach(), "classification")
-    ]
-    factors = {}
-    for layer, *b in zip(layers, *grads, strict=True):
-        a, b = inputs[layer], torch.stack(b)  # (V, N, ...)
-        if isinstance(layer, Bias | Scale):
-            (p,) = layer.parameters()
-            of_example = (b * a if isinstance(layer, Scale) else b).flatten(2).sum(2)
-            factors[names[p]] = of_example.square().sum().reshape(1, 1), None
-            continue
-        if isinstance(layer, nn.Conv2d):
-            options = {"padding": layer.padding, "stride": layer.stride}
-            a = nn.functional.unfold(a, layer.kernel_size, **options).mT  # (N, R, d_in)
-            b = b.flatten(3).mT
-        else:
-            a, b = a[:, None], b[:, :, None]
-        B, A = layer_factors(a, b, mode)
-        factors[names[layer.weight]] = B, A
-        if layer.bias is not None:
-            factors[names[layer.bias]] = B, None
-    return factors
 
 
 @pytest.mark.parametrize("kfac_approx", MODES)
@@ -105,7 +63,7 @@ def test_batches_of_any_size_give_what_one_batch_gives(kfac_approx, fisher):
     whole = kronecker_factors(model, [(x, y)], "classification", **options)
     parts = zip(x.split([1, 4, 2]), y.split([1, 4, 2]), strict=True)
     in_parts = kronecker_factors(model, parts, "classification", **options)
-    assert_same(in_parts, whole)
+    assert_same_factors(in_parts, whole)
     assert in_parts.loss == pytest.approx(whole.loss)
     loss = nn.functional.cross_entropy(model(x), y, reduction="sum")
     assert whole.loss == pytest.approx(loss.item())
@@ -192,7 +150,7 @@ def test_works_under_no_grad():
     model, (x, y) = network(), data()
     expected = kronecker_factors(model, [(x, y)], "classification")
     with torch.no_grad():
-        assert_same(kronecker_factors(model, [(x, y)], "classification"), expected)
+        assert_same_factors(kronecker_factors(model, [(x, y)], "classification"), expected)
 
 
 def test_subclasses_that_compute_the_same_are_covered():
@@ -205,7 +163,7 @@ def test_subclasses_that_compute_the_same_are_covered():
     sub.load_state_dict(plain.state_dict())
     x, y = torch.randn(4, 3).double(), torch.tensor([0, 1, 1, 0])
     first = kronecker_factors(nn.Sequential(plain), [(x, y)], "classification")
-    assert_same(kronecker_factors(nn.Sequential(sub), [(x, y)], "classification"), first)
+    assert_same_factors(kronecker_factors(nn.Sequential(sub), [(x, y)], "classification"), first)
 
 
 def test_mappings_and_any_iterable():
@@ -225,7 +183,9 @@ def test_mappings_and_any_iterable():
     factors = kronecker_factors(model, iter([mapping]), "classification", dict_key_y="target")
     assert_close(factors.to_dense("layer.weight"), expected.to_dense("0.weight"))
     loader = DataLoader(TensorDataset(x, y), batch_size=3)
-    assert_same(kronecker_factors(nn.Sequential(model.layer), loader, "classification"), expected)
+    assert_same_factors(
+        kronecker_factors(nn.Sequential(model.layer), loader, "classification"), expected
+    )
     with pytest.raises(KeyError, match="features, target, but no .*; pass .* as dict_key_y"):
         kronecker_factors(model, [mapping], "classification")
 
@@ -299,7 +259,7 @@ def test_a_batch_that_fails_halfway_cannot_be_skipped_in_silence():
             use()
     curvature.reset()
     curvature.add(x, y)
-    assert_same(curvature.factors(), kronecker_factors(model, [(x, y)], "classification"))
+    assert_same_factors(curvature.factors(), kronecker_factors(model, [(x, y)], "classification"))
     with pytest.raises(ValueError, match="since the last factors"):
         curvature.factors()
 
@@ -316,4 +276,4 @@ def test_batched_vectors_with_several_loss_terms(fisher, kfac_approx):
         )
         for batched in (False, True)
     )  # fmt: skip
-    assert_same(batched, looped)
+    assert_same_factors(batched, looped)

@@ -15,7 +15,7 @@ from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.layers.gram.gram import DenseGram, is_tall, tall_product
 from kfac_backend.threads import SharedSetting, turn_of
 from tests.kfac_backend.covariance.posteriors import precision_of
-from tests.kfac_backend.networks import assert_same
+from tests.kfac_backend.networks import assert_same_factors
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +132,7 @@ def test_passes_over_one_model_take_turns():
         *[lambda: OutputCovariance(model, precision)(data[0][0])[1]] * 2,
     )
     for one, expected in zip(found[:4], alone, strict=True):
-        assert_same(one, expected, rtol=0, atol=0)
+        assert_same_factors(one, expected, rtol=0, atol=0)
     assert all(torch.equal(one, covariance) for one in found[4:])
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     assert not any(m._forward_hooks for m in model.modules())

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from kfac_backend import kronecker_factors
 from tests.kfac_backend.block_checks import assert_batches_do_not_matter, assert_blocks
 from tests.oracles import dense_ggn_blocks, layer_blocks
+from tests.positions import CONVOLUTIONS
 from tests.random_numbers import normal
 
 
@@ -24,13 +25,12 @@ SIZES = {
     nn.ConvTranspose2d: (3, 2),
     nn.ConvTranspose3d: (2, 2, 2),
 }
-PLAIN = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def network(layer: nn.Module) -> tuple[nn.Sequential, Tensor]:
     """The layer as the third of a network, and images for it."""
     size = SIZES[type(layer)]
-    pointwise = PLAIN[len(size) - 1](2, layer.in_channels, 1)
+    pointwise = CONVOLUTIONS[len(size) - 1](2, layer.in_channels, 1)
     model = nn.Sequential(
         pointwise, nn.Tanh(), layer, nn.Tanh(), nn.Flatten(), nn.LazyLinear(2)
     ).double()

@@ -113,7 +113,9 @@ def test_any_shape(N, R, S, half, kdim, bias, pool, mode):
     E = 2 * half
     model = randomize(Attending(pool, embed_dim=E, kdim=kdim, vdim=E, bias=bias))
     batch = batch_of(pool, N, R, S, (E, kdim, E))
-    expected = reference_blocks(attending, examples_of(model, batch), "classification", mode)
+    examples = examples_of(model, batch)
+    assert_reference(attending, examples, model(batch))
+    expected = reference_blocks(attending, examples, "classification", mode)
     factors = kronecker_factors(model, [batch], "classification", kfac_approx=mode)
     assert_blocks(factors, expected)
 

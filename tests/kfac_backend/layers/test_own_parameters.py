@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from kfac_backend import kronecker_factors, register_parameters
 from kfac_backend.layers import registry
+from kfac_backend.layers.gram import gram
 from kfac_backend.model.rule_assignment import assign_rules
 from marglik.models import VisionTransformer
 from tests.kfac_backend.block_checks import (
@@ -85,6 +86,18 @@ def test_exact_in_both_modes_and_for_the_empirical_fisher(positions, likelihood)
                  exact["inner.bias"]) > 0.05  # fmt: skip
     fisher = own(empirical_fisher_blocks(model, x, y, likelihood))
     assert_blocks(kronecker_factors(model, data, likelihood, fisher="empirical"), fisher)
+
+
+def test_large_ones_have_the_exact_diagonal(monkeypatch):
+    monkeypatch.setattr(gram, "LARGEST_DENSE", 8)
+    declare()
+    model, x, y = setting()
+    exact = own(dense_ggn_blocks(model, x, "classification"))
+    whole = exact.pop("position_embedding")  # of 9 entries
+    diagonal = whole.diagonal().diag()
+    assert error(diagonal, whole) > 0.05
+    factors = kronecker_factors(model, [(x, y)], "classification")
+    assert_blocks(factors, exact | {"position_embedding": diagonal})
 
 
 def test_classes_of_others_and_subclasses():

@@ -27,6 +27,7 @@ MODELS = {
     "layer called twice": (tied_models.CalledTwice, "layer.weight"),
     "two layers with one weight": (tied_models.TwoLayers, "first.weight"),
     "two layers with one bias": (tied_models.TiedBias, "first.bias"),
+    "one layer, two names": (tied_models.TwoNames, "first.weight"),
     "recurrent": (tied_models.Recurrent, "state.weight"),
     "positions, then their mean": (tied_models.PositionsThenMean, "layer.weight"),
     "convolution with groups called twice": (tied_models.GroupsTwice, "layer.weight"),

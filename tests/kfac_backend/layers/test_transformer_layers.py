@@ -59,8 +59,9 @@ def test_transformer_layers(case, pool):
 def test_stack_of_encoder_layers(gradients):
     padding = torch.tensor([[False] * 4, [True, False, False, True], [False] * 3 + [True]])
     model, batch = randomize(Stack()), batch_of(True, padding=padding)
-    blocks = reference_blocks_of_modes(stack, examples_of(model, batch), "classification")
-    for mode, expected in blocks.items():
+    examples = examples_of(model, batch)
+    assert_reference(stack, examples, model(batch))
+    for mode, expected in reference_blocks_of_modes(stack, examples, "classification").items():
         with torch.set_grad_enabled(gradients):
             factors = kronecker_factors(model, [batch], "classification", kfac_approx=mode)
         assert_blocks(factors, expected)

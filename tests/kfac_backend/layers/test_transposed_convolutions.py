@@ -14,7 +14,6 @@ from kfac_backend.layers.uses import PositionSums
 from tests import oracles
 from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.layers.convolution_checks import (
-    PLAIN,
     SIZES,
     PixelsLast,
     assert_blocks_of_convolution,
@@ -26,9 +25,8 @@ from tests.kfac_backend.layers.rule_checks import (
     some_vectors,
     sums_of,
 )
+from tests.positions import CONVOLUTIONS, TRANSPOSED
 from tests.random_numbers import error, normal
-
-KINDS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 OPTIONS = {
     "plain": {"kernel_size": 2},
@@ -53,9 +51,11 @@ UNEVEN = [
     (2, {"kernel_size": (1, 2, 3), "stride": (1, 3, 2), "padding": (0, 1, 2), "groups": 2}),
 ]
 OF_MORE_AXES = ["cropped", "groups, output padding"]
-CASES = {f"1d, {case}": (KINDS[0], options) for case, options in OPTIONS.items()}
-CASES |= {f"{n}d, {case}": (KINDS[n - 1], OPTIONS[case]) for n in (2, 3) for case in OF_MORE_AXES}
-CASES |= {f"uneven {i}": (KINDS[axis], options) for i, (axis, options) in enumerate(UNEVEN)}
+CASES = {f"1d, {case}": (TRANSPOSED[0], options) for case, options in OPTIONS.items()}
+CASES |= {
+    f"{n}d, {case}": (TRANSPOSED[n - 1], OPTIONS[case]) for n in (2, 3) for case in OF_MORE_AXES
+}
+CASES |= {f"uneven {i}": (TRANSPOSED[axis], options) for i, (axis, options) in enumerate(UNEVEN)}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -68,7 +68,7 @@ def test_blocks_are_those_of_loops_over_positions(case, mode):
 @st.composite
 def layers(draw):
     """A transposed convolution of any options, and the size of an image that it takes."""
-    layer_type = draw(st.sampled_from(KINDS))
+    layer_type = draw(st.sampled_from(TRANSPOSED))
     axes = len(SIZES[layer_type])
 
     def for_each_axis(least, most):
@@ -108,12 +108,12 @@ class Mean(nn.Module):
     ],
     ids=["overlapping patches", "cropped patches"],
 )
-@pytest.mark.parametrize("layer_type", KINDS[:2])
+@pytest.mark.parametrize("layer_type", TRANSPOSED[:2])
 def test_exact_only_where_all_positions_are_alike(layer_type, mode, options, end):
     """Negative controls of the cases in which a mode is exact, see `exact_models`."""
     layer = layer_type(3, 2, stride=2, **options)
     model, x = (
-        nn.Sequential(PLAIN[KINDS.index(layer_type)](2, 3, 1), layer, end).double(),
+        nn.Sequential(CONVOLUTIONS[TRANSPOSED.index(layer_type)](2, 3, 1), layer, end).double(),
         normal(2, 2, 3, 2),
     )
     x = x if layer_type is nn.ConvTranspose2d else x[..., 0]
@@ -124,7 +124,7 @@ def test_exact_only_where_all_positions_are_alike(layer_type, mode, options, end
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("layer_type", KINDS)
+@pytest.mark.parametrize("layer_type", TRANSPOSED)
 def test_output_size_in_place_of_output_padding(layer_type, mode):
     plain = layer_type(2, 4, 2, stride=3)
     padded = layer_type(2, 4, 2, stride=3, output_padding=2)

@@ -123,6 +123,22 @@ class TiedBias(Pooled):
         return self.outputs(taps.linear(x, self.second.weight, self.first.bias, names), 0)
 
 
+class TwoNames(Pooled):
+    """One layer that the model has under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.second = self.first
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outputs(self.second(self.first(x).tanh()), 1)
+
+    def reference(self, taps: Taps, x: Tensor) -> Tensor:
+        x = linear(taps, self.first, "first", x).tanh()
+        return self.outputs(linear(taps, self.first, "first", x), 0)
+
+
 class GroupsTwice(Pooled):
     """A convolution with groups, called twice."""
 

@@ -149,7 +149,7 @@ def factors(model, batches, mode="expand", **options):
     return kronecker_factors(model, batches, "classification", kfac_approx=mode, **options)
 
 
-def assert_same_blocks(first, second, prefix=""):
+def assert_same_loss_and_blocks(first, second, prefix=""):
     assert first.num_loss_terms == second.num_loss_terms
     assert_close(first.loss, second.loss)
     for name, block in first.blocks.items():

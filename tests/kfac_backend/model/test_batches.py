@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from kfac_backend import kronecker_factors
 from kfac_backend.model import batches
 from tests.kfac_backend.block_checks import MODES
-from tests.kfac_backend.networks import assert_same, data, network
+from tests.kfac_backend.networks import assert_same_factors, data, network
 from tests.oracles import kfac_blocks
 
 
@@ -21,7 +21,7 @@ def test_parts_of_a_batch_give_what_the_batch_gives(kfac_approx, monkeypatch):
     sizes = []
     model.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
     split = kronecker_factors(model, [(x, y)], "classification", kfac_approx=kfac_approx)
-    assert_same(split, whole, rtol=1e-12, atol=1e-14)
+    assert_same_factors(split, whole, rtol=1e-12, atol=1e-14)
     assert split.num_data == 7 and split.loss == pytest.approx(whole.loss, rel=1e-12)
     assert max(sizes) <= 4  # 7 examples in even parts of three; the proof takes four
 
@@ -53,7 +53,7 @@ def test_examples_that_mix_before_the_first_layer_are_not_split(monkeypatch):
     model, (x, y) = Centred(), data()
     whole = kronecker_factors(model, [(x, y)], "classification")
     monkeypatch.setattr(batches, "LARGEST_ACTIVATION", 1)
-    assert_same(kronecker_factors(model, [(x, y)], "classification"), whole)
+    assert_same_factors(kronecker_factors(model, [(x, y)], "classification"), whole)
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])

@@ -23,7 +23,7 @@ from tests.kfac_backend.model.language import (
     Plain,
     Transformer,
     alone,
-    assert_same_blocks,
+    assert_same_loss_and_blocks,
     batch_of,
     factors,
 )
@@ -40,7 +40,7 @@ def test_a_batch_with_padding_is_its_examples_alone(kind, mode):
         ignore_index=IGNORED if kind in ("causal", "masked") else None,
     )
     for batch in (batch_of(kind), batch_of(kind, 9), batch_of(kind, 9, pad=3)):
-        assert_same_blocks(factors(model, [batch], mode), expected, "model.")
+        assert_same_loss_and_blocks(factors(model, [batch], mode), expected, "model.")
     # Negative control: padding that counts.
     counted = factors(model, [batch_of(kind, 9)], mode, dict_key_mask=None)
     wrong = counted.to_dense("block.qkv.weight")
@@ -58,7 +58,7 @@ def test_the_loss_of_a_causal_model_is_its_own(mode):
     unshifted = factors(model, [batch], mode, shift_labels=False, ignore_index=IGNORED)
     assert abs(unshifted.loss / unshifted.num_loss_terms - own.item()) > 0.1
     said = factors(model, [batch], mode, shift_labels=True)
-    assert_same_blocks(found, said)
+    assert_same_loss_and_blocks(found, said)
 
 
 def test_head_of_a_causal_model_against_brute_force():
@@ -77,10 +77,10 @@ def test_left_padding(mode):
     with pytest.warns(UserWarning, match="Labels at positions that 'attention_mask' hides do not"):
         labels = batch_of("causal", 8, left=True)
         labels["labels"] = labels["input_ids"]  # padding is marked nowhere
-        assert_same_blocks(factors(model, [labels], mode), expected)
+        assert_same_loss_and_blocks(factors(model, [labels], mode), expected)
     for length in (5, 8):
         left = batch_of("causal", length, left=True)
-        assert_same_blocks(factors(model, [left], mode), expected)
+        assert_same_loss_and_blocks(factors(model, [left], mode), expected)
 
 
 def test_evidence_training_and_metrics_do_not_depend_on_padding():
@@ -232,7 +232,7 @@ def test_as_many_channels_as_positions_are_none():
     batch = {"x": x, "attention_mask": torch.ones(4, 5), "labels": torch.tensor([0, 1, 1, 0])}
     expected = factors(model, [batch])
     batch["attention_mask"][1:, 2:] = 0
-    assert_same_blocks(factors(model, [batch]), expected)
+    assert_same_loss_and_blocks(factors(model, [batch]), expected)
 
 
 def test_labels_of_models_without_a_loss_are_taken_as_they_are():

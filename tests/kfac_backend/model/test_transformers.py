@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
 from tests.kfac_backend.block_checks import MODES
-from tests.kfac_backend.model.language import IGNORED, V, assert_same_blocks, batch_of
+from tests.kfac_backend.model.language import IGNORED, V, assert_same_loss_and_blocks, batch_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -60,7 +60,10 @@ def data_of(name, length):
 ALL = CAUSAL + MASKED + ENCODERS + TOKENS
 
 
-@pytest.mark.parametrize(("name", "mode"), list(zip(ALL, 5 * MODES, strict=False)))
+CASES = [*zip(ALL, 5 * MODES, strict=False), ("GPT2LMHeadModel", "reduce")]
+
+
+@pytest.mark.parametrize(("name", "mode"), CASES)
 def test_loss_is_the_models_own_whatever_the_padding(name, mode):
     model = tiny(name)
     found = []
@@ -70,10 +73,18 @@ def test_loss_is_the_models_own_whatever_the_padding(name, mode):
         mean = of_length.loss / of_length.num_loss_terms
         assert_close(mean, model(**batch).loss.item(), rtol=1e-5, atol=1e-6)
         found.append(of_length)
-    assert_same_blocks(*found)
+    assert_same_loss_and_blocks(*found)
     if name in MASKED:  # the bias of the logits, which one loss term each sees, is exact
         f = model(**{k: v for k, v in batch.items() if k != "labels"}).logits
         p = f.softmax(-1)[batch["labels"] != IGNORED].detach()
         expected = sum(torch.diag(q) - torch.outer(q, q) for q in p)
         (bias,) = {id(p): n for n, p in model.named_parameters() if p.shape == (V,)}.values()
         assert_close(of_length.to_dense(bias), expected)
+
+
+def test_padding_on_the_left_is_as_on_the_right():
+    model, right = tiny("GPT2LMHeadModel"), batch_of("causal")
+    expected = kronecker_factors(model, [right], "classification")
+    for length in (5, 9):
+        left = batch_of("causal", length, left=True)
+        assert_same_loss_and_blocks(kronecker_factors(model, [left], "classification"), expected)

@@ -22,6 +22,7 @@ SETTINGS = [
     ("product", "exact", "one", {"damping_on": "product", "norm_control": "graft"}),
 ]
 STEPS, N = 4, 8
+SAVED = 1  # steps before the state: a resumed run first uses its inverses, not new ones
 
 
 def trained(ranks: Ranks, fisher: str, options: PreconditionerOptions, state=None):
@@ -32,20 +33,20 @@ def trained(ranks: Ranks, fisher: str, options: PreconditionerOptions, state=Non
     if state is not None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        steps = range(STEPS // 2, STEPS)
+        steps = range(SAVED, STEPS)
     whole = DistributedDataParallel(model) if ranks.size > 1 else model
-    halfway = None
+    saved = None
     for step in steps:
         x, y = data(N * STEPS)
         own = torch.arange(N * step, N * (step + 1)).tensor_split(ranks.size)[ranks.rank]
         optimizer.zero_grad()
         F.cross_entropy(whole(x[own]), y[own]).backward()
         optimizer.step()
-        if step == STEPS // 2 - 1:
-            halfway = copy.deepcopy(
+        if step == SAVED - 1:
+            saved = copy.deepcopy(
                 {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             )
-    return model, optimizer, halfway
+    return model, optimizer, saved
 
 
 def trained_anew_and_resumed(folder: Path) -> dict[str, Tensor]:
@@ -56,12 +57,12 @@ def trained_anew_and_resumed(folder: Path) -> dict[str, Tensor]:
         key = f"{name}, {fisher}, {owners}"
         settings = {"factor_every": 2, "update_every": 2} | own
         options = PreconditionerOptions(inverse_owners=owners, **settings)
-        model, optimizer, halfway = trained(ranks, fisher, options)
+        model, optimizer, saved = trained(ranks, fisher, options)
         found |= {f"{key}, {n}": p.detach() for n, p in model.named_parameters()}
         held = optimizer.preconditioner._inverses  # pyright: ignore[reportPrivateUsage]
         found[f"held, {key}"] = torch.tensor(len(held))
         if ranks.rank == 0:
-            torch.save(halfway, folder / f"{key} of {ranks.size}.pt")
+            torch.save(saved, folder / f"{key} of {ranks.size}.pt")
         if ranks.size > 1:
             state = torch.load(folder / f"{key} of {ranks.size // 2}.pt")
             model, *_ = trained(ranks, fisher, options, state)

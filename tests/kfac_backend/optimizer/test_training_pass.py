@@ -68,7 +68,8 @@ def assert_blocks_of_a_pass(model, x, y, likelihood="classification", **options)
 LAYERS = [name for name in torch_layers.RIGHT if not name.startswith("Lazy")]
 
 
-@pytest.mark.parametrize(("name", "kfac_approx"), list(zip(LAYERS, 13 * MODES, strict=True)))
+@pytest.mark.parametrize("kfac_approx", MODES)
+@pytest.mark.parametrize("name", LAYERS)
 def test_all_layers_of_torch(name, kfac_approx):
     model, x = torch_layers.around(torch_layers.RIGHT, name)
     if not name.startswith("Transformer"):  # whose batch axis is the second
@@ -100,7 +101,7 @@ def test_a_network_of_many_layers(kfac_approx):
 
 TIED = {
     name: getattr(tied_models, name)
-    for name in ("CalledTwice", "TwoLayers", "Recurrent", "TiedBias", "EncoderTwice")
+    for name in ("CalledTwice", "TwoLayers", "Recurrent", "TiedBias", "TwoNames", "EncoderTwice")
 }
 
 

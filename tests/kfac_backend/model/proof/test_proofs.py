@@ -44,7 +44,10 @@ CONSTANTS = {
 
 
 @pytest.mark.filterwarnings("ignore:Treated as constants")
-@pytest.mark.parametrize(("N", "kfac_approx"), [(1, "expand"), (3, "reduce"), (7, "expand")])
+@pytest.mark.parametrize(
+    ("N", "kfac_approx"),  # with N = 4 the constant's four rows look like examples
+    [(1, "expand"), (3, "reduce"), (4, "expand"), (4, "reduce"), (7, "expand")],
+)
 @pytest.mark.parametrize("unsupported", CONSTANTS)
 def test_a_run_that_no_derivative_goes_through_is_no_use(unsupported, kfac_approx, N):
     children = {"fc": nn.Linear(4, 2)} | CONSTANTS[unsupported]
@@ -181,7 +184,7 @@ KEYS = {
 }
 
 
-@pytest.mark.parametrize("N", [2, 5, 40])
+@pytest.mark.parametrize("N", [2, 4, 5, 40])
 @pytest.mark.parametrize("key", KEYS)
 def test_examples_in_another_order_are_seen(key, N):
     """Also where the first batch happens to be in order."""
