@@ -55,12 +55,12 @@ class PresetOrFile(ActionConfigFile):
             ) from error
         try:
             check_yaml(text)
-        except ValueError as error:
+            super().__call__(parser, cfg, values, option_string)
+        except ValueError as error:  # the loader's, of tags that do not fit, has no name of a file
             raise ValueError(
                 f"--config takes a YAML file with a mapping of options; {values} is refused: "
                 f"{error}."
             ) from error
-        super().__call__(parser, cfg, values, option_string)
 
 
 class HelpFormatter(DefaultHelpFormatter):

@@ -1,5 +1,6 @@
 """YAML from untrusted sources, checked for its size when expanded, before it is loaded."""
 
+import re
 from typing import Any
 
 import yaml
@@ -9,12 +10,16 @@ __all__ = ["check_yaml"]
 DEEPEST, MOST = 100, 100_000
 """Deepest nesting, and most values with aliases expanded. Options need some hundreds of values."""
 
+MOST_DIGITS = 4300
+"""Of a whole number; Python refuses to convert longer ones."""
+
 
 def check_yaml(text: str | bytes) -> None:
-    """Raise a ValueError for YAML whose nesting or aliases would exhaust the memory or the stack.
+    """Raise a ValueError for YAML whose nesting, aliases or numbers are too large to be loaded.
 
     Eleven lines of nested aliases can expand to 9^11 values, and the C parser crashes at a hundred
-    thousand open brackets. Text that is not YAML passes: the parser that loads it complains.
+    thousand open brackets. Of a long number Python would say how to allow it, and not where it is.
+    Text that is not YAML passes: the parser that loads it complains.
     """
     sizes: dict[str, int] = {}
     stack: list[tuple[str | None, int]] = [(None, 0)]
@@ -41,6 +46,9 @@ def _count(event: Any, stack: list[tuple[str | None, int]], sizes: dict[str, int
     if isinstance(event, yaml.CollectionEndEvent):
         anchor, more = stack.pop()
     elif isinstance(event, yaml.ScalarEvent):
+        number = re.fullmatch("[-+]?([0-9][0-9_:]*)", event.value)  # 1:30 is 90 in YAML 1.1
+        if number and len(number[1]) > MOST_DIGITS:
+            raise ValueError(f"it has a number of {len(number[1]):,} digits")
         anchor, more = event.anchor, 1
     elif isinstance(event, yaml.AliasEvent):
         if event.anchor in [open_anchor for open_anchor, _ in stack]:

@@ -28,6 +28,7 @@ def dead_ranks(place: Workplace) -> Iterator[Case]:
             worlds, whole = worlds_and_whole()
             outcome = dead_rank(worlds, folder, whole, seed)
             assert outcome.survived, outcome.what
-            return f"went on: {outcome.what}"
+            way = "killed too late" if "over before" in outcome.what else "went on"
+            return f"{way}: {outcome.what}"
 
         yield Case(f"seed {i}", run)

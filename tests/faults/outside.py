@@ -517,7 +517,9 @@ OPTIONS = {
     "YAML, nine to the twelfth": Input(_yaml(LAUGHS), YAML),
     "YAML, an alias of itself": Input(_yaml("model: &m {class_path: *m}\n"), YAML),
     "YAML, a hundred thousand brackets": Input(_yaml("epochs: " + "[" * 100_000), YAML),
-    "YAML, a number of a million digits": Input(_yaml("epochs: " + "9" * 10**6), "1000000 digits"),
+    "YAML, a number of a million digits": Input(
+        _yaml("epochs: " + "9" * 10**6), f"{YAML}.*1,000,000 digits"
+    ),
     "YAML, a class that is a function": Input(
         _yaml("model: {class_path: os.system, init_args: {command: touch ran}}\n"), "no such class"
     ),

@@ -70,7 +70,9 @@ def test_many_of_each_family_survive(tmp_path):
     found = json.loads((tmp_path / "faults.json").read_text())
     assert len(found["families"]) == len(FAMILIES)
     for family in found["families"]:
-        assert family["survived"] == family["all"] >= 20, family
+        assert family["survived"] == family["all"] > 0, family
+        # Not all of them are possible everywhere, such as a mount without root's rights.
+        assert family["all"] + len(family["skipped"]) >= 20, family
 
 
 @pytest.mark.slow  # the test before has some of them

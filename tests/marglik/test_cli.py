@@ -125,7 +125,11 @@ OPTIONS = {
     ),
     "fit": (
         ["checkpoint", "likelihood", "prior.method", "prior.layers", "overwrite"],
-        ["the last layer alone", "state dict that torch.save has written"],
+        [
+            "the last layer alone",
+            "state dict that torch.save has written",
+            "labels drawn from the model",
+        ],
     ),
     "evaluate": (
         ["methods", "predictive.samples", "evaluation.shift", "ood", "seed", "output"],

@@ -1,5 +1,6 @@
-"""Options of small runs, and what a command that refuses them says."""
+"""Options of small runs, what a command that refuses them says, and what others leave."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ HELD_OUT = [
     "--ood", "marglik.data.ClassSubset", "--ood.data", "marglik.data.Digits",
     "--ood.classes", "[8, 9]",
 ]  # fmt: skip
+UNCALIBRATED = ["--predictive.calibration", "none"]
 
 
 STEPS = ("decoding ", "evaluating ", "curvature pass ", "epoch ")
@@ -37,6 +39,16 @@ def refusal(capsys: Any, *arguments: str) -> str:
     assert said.startswith("marglik: error: "), printed.err
     assert all(line.startswith(STEPS) for line in progress), printed.err
     return said
+
+
+def results_of(folder: Path) -> dict[str, Any]:
+    """What a run has come to."""
+    return json.loads((folder / "results.json").read_text())
+
+
+def evaluated(folder: Path) -> dict[str, Any]:
+    """What an evaluation has found."""
+    return json.loads((folder / "evaluation.json").read_text())
 
 
 def is_empty(folder: Path) -> bool:

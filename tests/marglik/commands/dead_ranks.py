@@ -10,15 +10,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from kfac_backend.files import parse_json
 from tests.marglik.close_state import assert_near
-from tests.marglik.commands.command_line import DATA, MODEL, TRAIN
+from tests.marglik.commands.command_line import DATA, MODEL, TRAIN, results_of
 from tests.worlds import Worlds
 
 HERE = "tests.marglik.commands.commands_on_ranks"
 OPTIONS = [*TRAIN, *DATA, *MODEL, "--checkpoint_minutes", "0"]
-SECONDS, LATEST = 60.0, 4.0
-"""In which the others must have ended, and the last moment at which a rank is killed."""
+SECONDS = 60.0
+"""In which the others must have ended."""
 TOLERANCE = 2e-3
 """Of float32, as in the commands' tests."""
 
@@ -34,11 +33,10 @@ class Outcome:
 
 
 def undisturbed(worlds: Worlds, folder: Path) -> Path:
-    """A run of one process that nothing happens to; what the others must come to."""
-    ((status, _, said),) = worlds.all(
-        1, f"{HERE}:command", *OPTIONS, "--output", str(folder / "whole")
-    )
-    assert status == 0, said
+    """A run of two ranks that nothing happens to; what the others must come to."""
+    output = ["--output", str(folder / "whole")]
+    for status, _, said in worlds.all(2, f"{HERE}:command", *OPTIONS, *output):
+        assert status == 0, said
     return folder / "whole"
 
 
@@ -48,11 +46,12 @@ def dead_rank(worlds: Worlds, folder: Path, whole: Path, seed: int) -> Outcome:
     Args:
         worlds: of ranks.
         folder: for the run.
-        whole: of `undisturbed`.
+        whole: of `undisturbed`; its seconds are those in which a rank may be killed.
         seed: of the moment, the rank, and the number of ranks that go on.
     """
-    chance = random.Random(seed)
-    rank, seconds, size = chance.randrange(2), chance.uniform(0, LATEST), chance.choice((1, 2, 3))
+    expected, chance = results_of(whole), random.Random(seed)
+    latest = expected["seconds"] - expected["seconds_beside"]["start"]
+    rank, seconds, size = chance.randrange(2), chance.uniform(0, latest), chance.choice((1, 2, 3))
     output = ["--output", str(folder / f"run {seed}")]
     start = time.perf_counter()
     found = worlds.run(2, f"{HERE}:killed_after", seconds, rank, [*OPTIONS, *output])
@@ -64,19 +63,17 @@ def dead_rank(worlds: Worlds, folder: Path, whole: Path, seed: int) -> Outcome:
         done = isinstance(other, tuple) and other[0] == 0  # the other had nothing left to ask for
         if not (named or done):
             return Outcome(False, f"{what}: the other rank ended with {other}")
-        if took > SECONDS + LATEST:
+        if took > SECONDS + latest:
             return Outcome(False, f"{what}: the other rank took {took:.0f} s to end")
     else:
         what = f"{what} (the run was over before)"
     for one in worlds.run(size, f"{HERE}:command", *OPTIONS, *output, "--resume"):
         if not isinstance(one, tuple) or one[0]:
             return Outcome(False, f"{what}: the resume ended with {one}")
-    here, there = (
-        parse_json((run / "results.json").read_bytes()) for run in (Path(output[1]), whole)
-    )
+    here = results_of(Path(output[1]))
     try:
         for key in ("num_data", "evidence", "weight_decay"):
-            assert_near(here[key], there[key], TOLERANCE, key)
+            assert_near(here[key], expected[key], TOLERANCE, key)
     except AssertionError as error:
         return Outcome(False, f"{what}: another result, {error}")
     return Outcome(True, what)

@@ -1,6 +1,5 @@
 """`marglik evaluate`: saved posteriors and bare checkpoints; test, shifted and OOD data."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -18,17 +17,19 @@ from marglik.prediction.evaluation_record import IN_SAMPLE
 from marglik.prediction.predictive import PredictiveConfig
 from marglik.runs.build import build_from_spec
 from marglik.storage.record_file import read_posterior
-from tests.marglik.commands.command_line import DATA, HELD_OUT, MODEL, refusal
+from tests.marglik.commands.command_line import (
+    DATA,
+    HELD_OUT,
+    MODEL,
+    UNCALIBRATED,
+    evaluated,
+    refusal,
+)
 
 QUIET = ["--progress", "false"]
 
 
 PREDICTIVES = ["MAP", "MAP, temperature-scaled", "Laplace, probit"]
-UNCALIBRATED = ["--predictive.calibration", "none"]
-
-
-def evaluated(folder):
-    return json.loads((folder / "evaluation.json").read_text())
 
 
 def metrics(folder):
@@ -95,7 +96,7 @@ def test_evaluations_add_to_each_other(run, capsys):
     assert "shift/noise/5/cls/NLL" in added and "ood/AUROC" not in added
     # Evaluations from before the option have no key for it, and are to be added to.
     assert "variance_tolerance" not in both["predictives"]["Laplace, probit"]["options"]
-    wider = ["--predictive.variance_tolerance", "0.5", "--predictive.calibration", "none"]
+    wider = ["--predictive.variance_tolerance", "0.5", *UNCALIBRATED]
     assert main(["evaluate", str(run), *QUIET, *wider]) == 0
     label = "Laplace, probit, tolerance 0.5, uncalibrated"
     assert evaluated(run)["predictives"][label]["options"]["variance_tolerance"] == 0.5

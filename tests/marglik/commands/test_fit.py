@@ -1,27 +1,39 @@
 """`marglik fit`: posteriors for networks that were trained elsewhere."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from marglik.cli import main
+from marglik.data import ClassSubset, Digits
+from marglik.data.batches import split_batches
 from marglik.models import MLP
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.posterior_file import load_posterior
+from marglik.prediction.predictive import PredictiveConfig
 from marglik.storage.record_file import read_posterior
 from marglik.storage.run_folder import RunFolder
+from marglik.training.post_hoc import validation_nll
 from tests.marglik import threads
-from tests.marglik.commands.command_line import DATA, HELD_OUT, MODEL, TRAIN, is_empty, refusal
+from tests.marglik.commands.command_line import (
+    DATA,
+    HELD_OUT,
+    MODEL,
+    TRAIN,
+    UNCALIBRATED,
+    evaluated,
+    is_empty,
+    refusal,
+)
 from tests.marglik.commands.tensor_problems import SIGMA
 
 TENSORS = ["layers.1.weight", "layers.1.bias", "layers.3.weight", "layers.3.bias"]
 NUM_DATA = 1039
-UNCALIBRATED, LAPLACE = ["--predictive.calibration", "none"], "Laplace, probit, uncalibrated"
+LAPLACE = "Laplace, probit, uncalibrated"
 
 
 def fit(checkpoint, folder, *options):
@@ -35,7 +47,7 @@ def metrics(folder, *options):
     """Evaluate; returns the metrics of each predictive."""
     assert main(["evaluate", str(folder), "--progress", "false", *options]) == 0
     place = Path(options[-1]) if "--output" in options else folder
-    found = json.loads((place / "evaluation.json").read_text())["predictives"]
+    found = evaluated(place)["predictives"]
     return {name: entry["metrics"] for name, entry in found.items()}
 
 
@@ -97,18 +109,28 @@ def test_corrected_eigenvalues(checkpoint, plain, tmp_path):
     assert found != other
 
 
-def test_validation(checkpoint, tmp_path):
+@pytest.mark.parametrize("method", ["probit", "mc"])
+def test_validation(method, checkpoint, tmp_path):
     """No other single precision predicts the validation data better, by the method asked for."""
-    predictive = ["--predictive.method", "mc", *UNCALIBRATED]
-    found = fit(checkpoint, tmp_path / "fit", "--prior.method", "validation", *predictive)
+    state = load_file(checkpoint)
+    for name in TENSORS[2:]:
+        state[name] *= 3  # overconfident: else the largest precision of all is the best
+    other = tmp_path / "overconfident.safetensors"
+    save_file(state, other)
+    predictive = ["--predictive.method", method, *UNCALIBRATED]
+    found = fit(other, tmp_path / "fit", "--prior.method", "validation", *predictive)
     assert len(set(found["prior_precision"].values())) == 1
-    key, name = "validation/cls/NLL", "Laplace, mc, uncalibrated"
-    best = metrics(tmp_path / "fit", *predictive)[name][key]
-    delta = found["prior_precision"][TENSORS[0]]
-    for factor in (0.3, 3.0):
-        decay = ["--prior.method", "fixed", "--prior.weight_decay", f"{factor * delta / NUM_DATA}"]
-        fit(checkpoint, tmp_path / "other", *decay, "--overwrite")
-        assert best <= metrics(tmp_path / "other", *predictive)[name][key] + 1e-5
+    name = f"Laplace, {method}, uncalibrated"
+    best = metrics(tmp_path / "fit", *predictive)[name]["validation/cls/NLL"]
+    laplace = load_posterior(tmp_path / "fit", MLP(64, (12,), 8))
+    delta = laplace.prior_precision
+    config = PredictiveConfig(method=method, calibration="none")
+    splits = ClassSubset(Digits(validation=0.1), range(8)).load()
+    batches = split_batches(splits, "validation", config.batch_size)
+    assert best == pytest.approx(validation_nll(laplace, batches, config))
+    for factor in (0.01, 0.3, 0.85, 1.15, 3.0, 100.0):  # the methods' optima differ by a tenth
+        laplace.prior_precision = factor * delta
+        assert best <= validation_nll(laplace, batches, config) + 1e-5
 
 
 @pytest.mark.parametrize(
@@ -221,8 +243,7 @@ def test_other_likelihoods(problem, tmp_path, capsys):
 def test_bare_checkpoints_of_other_likelihoods(problem, tmp_path):
     command = ["evaluate", str(problem.checkpoint), *problem.options, "--progress", "false"]
     assert main([*command, "--output", str(tmp_path)]) == 0
-    predictives = json.loads((tmp_path / "evaluation.json").read_text())["predictives"]
-    assert list(predictives) == ["MAP"]
+    assert list(evaluated(tmp_path)["predictives"]) == ["MAP"]
 
 
 @pytest.mark.parametrize("options", [["--ood", "marglik.data.Noise"], ["--evaluation.shift=true"]])

@@ -9,13 +9,12 @@ import pytest
 
 from marglik.cli import main
 from tests.marglik import threads
-from tests.marglik.commands.command_line import DATA, MODEL, TRAIN
+from tests.marglik.commands.command_line import DATA, MODEL, TRAIN, UNCALIBRATED
 from tests.small_disk import mounted
 
 fit_module = import_module("marglik.runs.fit")
 HERE = "tests.marglik.commands.commands_on_ranks"
 TENSORS = ("model.safetensors", "posterior.safetensors")
-UNCALIBRATED = ["--predictive.calibration", "none"]
 TRAINING = [*TRAIN, *DATA, *MODEL, *UNCALIBRATED, "--checkpoint_minutes", "0"]
 
 

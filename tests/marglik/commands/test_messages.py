@@ -96,6 +96,11 @@ CONFIGS = {
     "no mapping": (b"- 1\n", "--config takes a YAML file with a mapping of options"),
     "no YAML": (b"epochs: [1\n", "--config takes a YAML file with a mapping of options"),
     "nothing": (b"", "--config takes a YAML file with a mapping of options"),
+    "a long number": (b"epochs: " + b"9" * 5000, "options.yaml is refused: it has a number of 5,0"),
+    "a tag that does not fit": (
+        b"epochs: !!int x\n",
+        "options.yaml is refused: invalid literal for",
+    ),
     "a long text": (b"word " * 1000, "Unexpected config: word word"),
     "no text": (b"\xff\xfe\x00", "must be a YAML file of options"),
 }

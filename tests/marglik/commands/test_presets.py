@@ -1,13 +1,12 @@
 """The presets of transformers and graph networks, from end to end at a size of seconds."""
 
-import json
-
 import numpy as np
 import pytest
 from PIL import Image
 
 from marglik.cli import main
 from marglik.storage.record_file import read_posterior
+from tests.marglik.commands.command_line import results_of
 from tests.marglik.data.text_and_graphs import (
     dart_entries,
     nci1_texts,
@@ -59,7 +58,7 @@ def test_a_preset_learns_all_weight_decays(preset, tmp_path):
     path = ["--data.path", str(write(tmp_path))]
     out = ["--output", str(tmp_path / "run")]
     assert main(["train", "--config", preset, *SHORT, *path, *options, *out]) == 0
-    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    results = results_of(tmp_path / "run")
     learned = {name: row["learned"] for name, row in results["weight_decay"].items()}
     assert (
         set(learned)

@@ -3,14 +3,13 @@
 import pytest
 
 from marglik.cli import main
-from tests.marglik.commands.command_line import DATA, MODEL, refusal
+from tests.marglik.commands.command_line import DATA, MODEL, UNCALIBRATED, refusal
 
 
 @pytest.fixture
 def fitted(checkpoint, tmp_path):
     arguments = ["fit", *DATA, *MODEL, "--checkpoint", str(checkpoint), "--no_progress"]
-    arguments += ["--predictive.calibration", "none", "--output", str(tmp_path / "fitted")]
-    assert main(arguments) == 0
+    assert main([*arguments, *UNCALIBRATED, "--output", str(tmp_path / "fitted")]) == 0
     return tmp_path / "fitted"
 
 

@@ -15,7 +15,15 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from tests.marglik.close_state import assert_near
-from tests.marglik.commands.command_line import DATA, MODEL, TRAIN, is_empty, refusal
+from tests.marglik.commands.command_line import (
+    DATA,
+    MODEL,
+    TRAIN,
+    evaluated,
+    is_empty,
+    refusal,
+    results_of,
+)
 
 HERE = "tests.marglik.commands.commands_on_ranks"
 OPTIONS = [*TRAIN, *DATA, *MODEL, "--monitor", "2", "--checkpoint_minutes", "0"]
@@ -43,10 +51,6 @@ def together(worlds, tmp_path_factory):
     """The run of two ranks, and what they printed."""
     folder = tmp_path_factory.mktemp("ranks") / "together"
     return folder, on_ranks(worlds, 2, *OPTIONS, "--output", str(folder))
-
-
-def results_of(folder):
-    return json.loads((folder / "results.json").read_text())
 
 
 def assert_same_run(folder, other):
@@ -87,7 +91,7 @@ def test_two_ranks_evaluate_what_one_process_evaluates(worlds, alone, tmp_path):
             "--predictive.batch_size", "50",
             "--progress", "false",
         )  # fmt: skip
-        record = json.loads((tmp_path / f"found {size}" / "evaluation.json").read_text())
+        record = evaluated(tmp_path / f"found {size}")
         found[size] = record["predictives"]
         assert [out == "" for _, out, _ in printed] == [False, True][:size]
     for name, expected in found[1].items():

@@ -1,6 +1,5 @@
 """`marglik train`: what a run leaves, and that it can be repeated, interrupted and continued on."""
 
-import json
 import os
 import re
 import shutil
@@ -20,7 +19,7 @@ from marglik.runs.config import RunConfig
 from marglik.storage.record_file import read_posterior
 from marglik.storage.run_log import read_log
 from marglik.training.network import NetworkTraining
-from tests.marglik.commands.command_line import refusal
+from tests.marglik.commands.command_line import evaluated, refusal, results_of
 
 ROOT = Path(__file__).parents[3]
 SMALL = [
@@ -51,10 +50,6 @@ def without_numbers(printed):
     """The words of each line, with one sign for each number."""
     lines = re.sub(r"\d+(\.\d+)?(e[+-]\d+)?", "#", printed).strip().splitlines()
     return [line.split() for line in lines]
-
-
-def results_of(folder):
-    return json.loads((folder / "results.json").read_text())
 
 
 def test_leaves_results_log_and_plot(run):
@@ -120,7 +115,7 @@ def test_leaves_the_network_and_its_posterior(run):
 
 
 def test_leaves_the_evaluation_and_a_page(run):
-    evaluation = json.loads((run / "evaluation.json").read_text())
+    evaluation = evaluated(run)
     assert {f"learned, {k}": v["metrics"] for k, v in evaluation["predictives"].items()} == {
         k: v for k, v in results_of(run)["metrics"].items() if k.startswith("learned")
     }

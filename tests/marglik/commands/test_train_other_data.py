@@ -1,6 +1,5 @@
 """`marglik train` on sequences and on graphs: what a run leaves, its evaluation, wrong turns."""
 
-import json
 import shutil
 
 import pytest
@@ -13,7 +12,7 @@ from marglik.storage.record_file import read_posterior
 from marglik.storage.run_log import read_log
 from marglik.training.optimizers import build_optimizer
 from tests.marglik import threads
-from tests.marglik.commands.command_line import refusal
+from tests.marglik.commands.command_line import UNCALIBRATED, evaluated, refusal, results_of
 from tests.marglik.commands.tensor_problems import SIGMA, bernoulli, regression
 from tests.marglik.data.text_and_graphs import (
     dart_entries,
@@ -37,7 +36,6 @@ KINDS = {
     ),
     "graphs": ("NCI1", "NodeCounts", ["--data.validation", "0.2"]),
 }  # fmt: skip
-UNCALIBRATED = ["--predictive.calibration", "none"]
 SIZES = {"sequences": (54, 6, 20), "graphs": (38, 10, 12)}
 
 
@@ -81,14 +79,6 @@ def trained(commands, tmp_path_factory):
 @pytest.fixture
 def run(kind, trained, tmp_path):
     return shutil.copytree(trained / kind, tmp_path / "run")
-
-
-def results_of(folder):
-    return json.loads((folder / "results.json").read_text())
-
-
-def evaluated(folder):
-    return json.loads((folder / "evaluation.json").read_text())
 
 
 def without_seconds(evaluation):

@@ -20,7 +20,7 @@ from marglik.storage.run_folder import RunFolder
 from marglik.storage.run_log import read_log
 from marglik.training.network import NetworkTraining
 from tests.marglik import threads
-from tests.marglik.commands.command_line import DATA, MODEL, TRAIN, refusal
+from tests.marglik.commands.command_line import DATA, MODEL, TRAIN, refusal, results_of
 
 HERE = "tests.marglik.commands.commands_on_ranks"
 """Commands in processes of their own, which are copies of one that has never trained."""
@@ -67,6 +67,7 @@ def worked(runs, worlds):
         # Presets may say overwrite, as that of the digits does; how it is run may differ, too.
         more = ["--resume", "--overwrite"] if found else []
         more += ["--accelerator", "cpu", "--tensorboard"] if name == "the last update" else []
+        more += ["--checkpoint_minutes", "5"] if name == "nothing" else []
         arguments = command(runs / "run", *more)
         (found[name],) = worlds.all(1, f"{HERE}:interrupted", where, stop, arguments)
         status = 0 if name == "nothing" else 130
@@ -93,10 +94,6 @@ def content(folder):
 
 def names_in(folder):
     return {path.name for path in folder.iterdir()}
-
-
-def results_of(folder):
-    return json.loads((folder / "results.json").read_text())
 
 
 def without_seconds(value):
@@ -171,6 +168,8 @@ def test_a_finished_run_is_returned(whole, monkeypatch, capsys):
 
 OTHER = {
     "epochs": (["--epochs", "5"], "config.run.epochs is 4 there, 5 here"),
+    "seed": (["--seed", "3"], "config.run.seed is 0 there, 3 here"),
+    "baseline": (["--no_baseline"], "config.run.baseline is True there, False here"),
     "optimizer": (["--optimizer.lr", "0.06"], "config.optimizer.lr is 0.05 there, 0.06 here"),
     "prior": (["--prior.method", "mackay"], "config.prior.method is adam there, mackay here"),
     "curvature": (["--curvature.fisher", "exact"], "config.curvature.fisher is mc there, exact"),

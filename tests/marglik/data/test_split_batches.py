@@ -42,6 +42,14 @@ def test_tensors_are_as_they_are():
     assert torch.equal(y, TENSORS.validation[1])
 
 
+@pytest.mark.parametrize("splits", [IMAGES, TENSORS], ids=["images", "tensors"])
+def test_each_seed_has_its_order(splits):
+    first, again, other = (
+        joined(split_batches(splits, "train", 4, shuffle=True, seed=seed))[0] for seed in (0, 0, 1)
+    )
+    assert torch.equal(first, again) and not torch.equal(first, other)
+
+
 def test_augmentation_is_asked_for():
     plain = joined(split_batches(IMAGES, "train", 10))[0]
     augmented = joined(split_batches(IMAGES, "train", 10, augment=True))[0]

@@ -5,7 +5,7 @@ from importlib.resources import files
 import pytest
 
 from marglik.storage.record_file import read_record, write_record
-from marglik.storage.yaml_text import DEEPEST, MOST, check_yaml
+from marglik.storage.yaml_text import DEEPEST, MOST, MOST_DIGITS, check_yaml
 
 
 def laughs(levels, each=9):
@@ -21,6 +21,7 @@ def laughs(levels, each=9):
         (laughs(12), f"more than {MOST:,} values"),
         ("a: " + "[" * (DEEPEST + 1), f"more than {DEEPEST} deep"),
         ("a: &a [1, *a]", r"'\*a' refers to a node that contains it"),
+        ("a: {b: -1" + "0" * MOST_DIGITS + "}", "a number of 4,301 digits"),
     ],
 )
 def test_yaml_that_is_larger_than_it_looks(text, message):
@@ -32,7 +33,7 @@ def test_yaml_of_people():
     """Presets, aliases, and what is none, which others complain of."""
     for preset in (files("marglik") / "presets").iterdir():
         check_yaml(preset.read_text())
-    for text in (laughs(3), "a: " + "[" * 50 + "]" * 50, "a: [", "", "\0"):
+    for text in (laughs(3), "a: " + "[" * 50 + "]" * 50, "a: [", "", "\0", "9" * MOST_DIGITS):
         check_yaml(text)
 
 
