@@ -27,7 +27,7 @@ from marglik.commands.several_ranks import (
 __all__ = ["main"]
 
 COMMANDS = {
-    "train": "train a network on images, sequences, graphs or tensors, and learn the weight decays",
+    "train": "train on images, sequences, graphs, tensors; learn the weight decays",
     "fit": "fit a posterior to a network that was trained elsewhere",
     "evaluate": "compute metrics on test, shifted and out-of-distribution data",
     "report": "write a page about one run, or several side by side",
