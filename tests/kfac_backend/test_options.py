@@ -20,7 +20,8 @@ from kfac_backend.options import check_positive
 def test_what_is_not_positive_is_shown(value, shown):
     with pytest.raises(ValueError) as raised:
         check_positive("samples", value)
-    assert str(raised.value) == f"samples must be positive, not {shown}."
+    needed = "positive and finite" if shown == "inf" else "positive"
+    assert str(raised.value) == f"samples must be {needed}, not {shown}."
 
 
 @pytest.mark.parametrize("value", [1, 1e-60, True, torch.tensor([1, 2]), [0.5, 1e-60]])
