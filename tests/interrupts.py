@@ -8,7 +8,8 @@ one of several lines can.
 
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
@@ -30,22 +31,33 @@ def run_with(profile: Callable[[FrameType, str, Any], None], function: Callable[
 
     Without the garbage collector, which may call functions at any point, so that points are
     numbered alike in each run.
-
-    Torch's own settings are not safe: `torch.autocast` counts one level too many if it is
-    interrupted as it begins or ends, and then keeps its copies of weights for ever, so that no
-    later test would see them trained; `torch.compiler.set_stance` takes effect before it returns.
     """
-    levels, collects = _levels_of_autocast(), gc.isenabled()
+    collects = gc.isenabled()
     gc.disable()
-    sys.setprofile(profile)
+    with settings_of_torch():
+        sys.setprofile(profile)
+        try:
+            function()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+            if collects:
+                gc.enable()
+
+
+@contextmanager
+def settings_of_torch() -> Iterator[None]:
+    """A context that restores those of torch's own settings which an interrupt can leave changed.
+
+    `torch.autocast` counts one level too many if it is interrupted as it begins or ends, and then
+    keeps its copies of weights for ever, so that no later test would see them trained;
+    `torch.compiler.set_stance` takes effect before it returns, and nothing would be compiled.
+    """
+    levels = _levels_of_autocast()
     try:
-        function()
-    except KeyboardInterrupt:
-        pass
+        yield
     finally:
-        sys.setprofile(None)
-        if collects:
-            gc.enable()
         for _ in range(_levels_of_autocast() - levels):
             torch.autocast_decrement_nesting()
             torch.clear_autocast_cache()

@@ -13,7 +13,7 @@ from kfac_backend import kronecker_factors
 from marglik import KronLaplace, PredictiveConfig, laplace_predictive
 from marglik.storage.checkpoint import Checkpoints
 from tests.faults.soak import soak
-from tests.interrupts import everything_of, interrupt, points_of
+from tests.interrupts import everything_of, interrupt, points_of, settings_of_torch
 from tests.marglik.training.online_runs import CASES, make
 
 pytestmark = [
@@ -156,12 +156,13 @@ def test_signals_at_random_times_leave_the_model_as_it_was(times):
     draw, hits = random.Random(0), 0
     try:
         for name in [*uses] * (times // len(uses)):
-            try:
-                signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-4, 0.02))
-                uses[name]()
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            except KeyboardInterrupt:
-                hits += 1
+            with settings_of_torch():
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-4, 0.02))
+                    uses[name]()
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except KeyboardInterrupt:
+                    hits += 1
             after = everything_of(model)
             assert after == before, (name, [k for k in before if before[k] != after.get(k)])
     finally:
