@@ -1,6 +1,7 @@
 """Studies over several seeds: one JSON file for each run, running the missing ones, the report."""
 
 import argparse
+import io
 import json
 import logging
 import statistics
@@ -16,7 +17,6 @@ from matplotlib.figure import Figure
 from experiments.options import add_results
 from experiments.processes import as_they_finish
 from kfac_backend.files import write_file
-from marglik.report.figures import save_figure
 from marglik.storage.record_file import write_json
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "quiet_training",
     "report_problems",
     "run_missing",
+    "save_figure",
     "standard_error",
     "study_folder",
 ]
@@ -147,6 +148,13 @@ def report_problems(
     for name in there:
         save_figure(figure(found[name]), folder / f"{name}.png")
     return text
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure as PNG, atomically."""
+    content = io.BytesIO()
+    figure.savefig(content, dpi=120, format="png")
+    write_file(path, content.getvalue())
 
 
 @contextmanager

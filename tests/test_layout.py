@@ -154,9 +154,6 @@ with suppress(SystemExit):
     main(["{command}", "--help"])"""
         for command in ("train", "fit", "evaluate", "report")
     },
-    "a figure": """
-from marglik.report.figures import reliability_diagram
-reliability_diagram({"levels": [0.5], "coverage": [0.4]})""",
     "commands": "import marglik.cli, marglik.commands.train",
     "training, fitting and evaluating": """
 run, model = sys.argv[1], "--model LeNet --model.image_size 8 --model.in_channels 1".split()
@@ -208,12 +205,6 @@ def test_importing_the_library_loads_no_adapter_plots_or_trainer(loaded):
 @pytest.mark.parametrize("command", ["train", "fit", "evaluate", "report"])
 def test_help_loads_neither_adapter_nor_plots_nor_trainer(command, loaded):
     assert not loaded[f"{command} --help"] & (LAPLACE | PLOTS | OTHERS - {"PIL"})
-
-
-def test_a_figure_leaves_pyplot_alone(loaded):
-    """Whose state is one for all of a process; a notebook may be drawing with it."""
-    assert "matplotlib.pyplot" not in loaded["a figure"]
-    assert "matplotlib.figure" in loaded["a figure"]  # control
 
 
 def test_training_fitting_and_evaluating_do_without_laplace_torch(loaded):

@@ -21,7 +21,7 @@ from typing import Any
 
 IMPORTED = (
     "lightning.fabric", "marglik.cli", "marglik.commands.evaluate", "marglik.commands.fit",
-    "marglik.commands.train", "marglik.report.figures", "scipy.optimize", "sklearn.datasets",
+    "marglik.commands.train", "marglik.report", "scipy.optimize", "sklearn.datasets",
     "torch._dynamo",
 )  # fmt: skip
 """What commands import when they need it."""

@@ -12,8 +12,8 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
+from experiments.studies import save_figure
 from kfac_backend.files import write_file
-from marglik.report.figures import save_figure
 
 __all__ = ["EXACT", "blocks_figure", "exact_modes", "report", "write_report"]
 

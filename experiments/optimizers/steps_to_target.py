@@ -37,11 +37,11 @@ from experiments.studies import (
     add_study_options,
     mean_with_error,
     run_missing,
+    save_figure,
     standard_error,
     study_folder,
 )
 from kfac_backend.files import write_file
-from marglik.report.figures import save_figure
 
 __all__ = ["Study", "figure", "main", "report", "run_task", "table", "target_of"]
 

@@ -41,6 +41,7 @@ from experiments.data import data_file
 from experiments.studies import (
     add_study_options,
     mean_with_error,
+    save_figure,
     standard_error,
     study_folder,
 )
@@ -59,7 +60,6 @@ from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import PriorGroups, weight_decay_to_precision
 from marglik.posterior.subset import last_layer
 from marglik.prediction.calibration import HeldOut, fit_calibration
-from marglik.report.figures import save_figure
 from marglik.storage.provenance import environment
 from marglik.storage.record_file import write_json
 from marglik.training.loop import OnlineTraining

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.studies import mean_with_error
+from experiments.studies import mean_with_error, save_figure
 from experiments.table2.figures import curves_figure, weight_decay_figure
 from kfac_backend.files import write_file
-from marglik.report.figures import save_figure
 
 __all__ = ["PAPER", "Setting", "gains", "load", "report", "write_report"]
 

@@ -8,9 +8,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments.studies import mean_with_error, standard_error
+from experiments.studies import mean_with_error, save_figure, standard_error
 from kfac_backend.files import write_file
-from marglik.report.figures import save_figure
 
 __all__ = ["RECORDED", "report", "runs_of", "verdict", "write_report"]
 

@@ -42,6 +42,7 @@ from experiments.studies import (
     mean_with_error,
     quiet_training,
     run_missing,
+    save_figure,
     standard_error,
     study_folder,
 )
@@ -62,7 +63,6 @@ from marglik.prediction.predictive import (
     laplace_predictive,
     map_predictive,
 )
-from marglik.report.figures import save_figure
 from marglik.runs.build import build_fabric, build_from_spec
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
 from marglik.runs.training_setup import TrainingSetup

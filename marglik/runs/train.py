@@ -33,10 +33,9 @@ from marglik.runs.training_setup import TrainingSetup
 from marglik.storage.checkpoint import Checkpoints
 from marglik.storage.provenance import Provenance, environment, versions
 from marglik.storage.record_file import as_json
-from marglik.storage.run_files import CHECKPOINT, EVALUATION, EVIDENCE, LOG, POSTERIOR, RESULTS
+from marglik.storage.run_files import CHECKPOINT, EVALUATION, LOG, POSTERIOR, RESULTS
 from marglik.storage.run_folder import RunFolder
 from marglik.storage.run_log import RunLog
-from marglik.training.loop import OnlineResult
 from marglik.training.optimizers import OptimizerConfig
 from marglik.training.ranks import failing_as_one, ranks_of
 
@@ -214,8 +213,6 @@ def train(
                     # The baseline is compared on the same examples, perhaps by another process.
                     states["learned_scores"].save({"scores": scores})
                 folder.write(EVALUATION, as_json(found))
-                title = f"{type(model).__name__} on {splits.name}"
-                folder.write(EVIDENCE, _figure(learned, prior, results["num_data"], title))
                 folder.write(RESULTS, as_json(results))  # now, since the baseline may fail
         if not results["complete"]:
             assert initial_model is not None
@@ -272,10 +269,3 @@ def _differences(
         return {}
     scores = learned.load()["scores"]
     return {name: compared(scores[name], of) for name, of in initial.items() if name in scores}
-
-
-def _figure(learned: OnlineResult, prior: PriorConfig, num_data: int, title: str) -> bytes:
-    """Evidence and weight decays over epochs, as a PNG."""
-    from marglik.report.figures import as_png, plot_run  # here: matplotlib is slow to import
-
-    return as_png(plot_run(learned.records, prior.weight_decay, num_data, title))

@@ -5,7 +5,6 @@ __all__ = [
     "CHECKPOINT",
     "CONFIG",
     "EVALUATION",
-    "EVIDENCE",
     "FACTORS",
     "FOUND",
     "LOG",
@@ -25,8 +24,6 @@ LOG = "log.jsonl"
 """A line per epoch and update."""
 RESULTS = "results.json"
 """The results of `marglik train`."""
-EVIDENCE = "evidence.png"
-"""Evidence and weight decays over epochs."""
 MODEL = "model.safetensors"
 """The network's parameters and buffers."""
 FACTORS = "posterior.safetensors"
@@ -45,6 +42,6 @@ TENSORBOARD = "tensorboard"
 FOUND = (RESULTS, POSTERIOR, EVALUATION)
 """Files with results; a new `train` or `fit` does not replace them without --overwrite."""
 ALL = (
-    CONFIG, LOG, *FOUND, EVIDENCE, MODEL, FACTORS, REPORT, CHECKPOINT, TENSORBOARD, MANIFEST,
+    CONFIG, LOG, *FOUND, MODEL, FACTORS, REPORT, CHECKPOINT, TENSORBOARD, MANIFEST,
 )  # fmt: skip
 """Every name."""

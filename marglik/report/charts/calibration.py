@@ -15,7 +15,6 @@ from marglik.report.charts.chart import (
     series_style,
 )
 from marglik.report.charts.colors import SERIES
-from marglik.report.figures import shift_curves
 from marglik.report.metrics import METRICS
 from marglik.report.tables import Row, Table, interval, number, percentage
 
@@ -224,6 +223,21 @@ def entropy_shares(entropy: Mapping[str, Any]) -> dict[str, list[float]]:
         for key in ("test", "ood")
         if key in entropy
     }
+
+
+def shift_curves(metrics: Mapping[str, float], measure: str) -> dict[str, list[tuple[int, float]]]:
+    """Kind of shift -> (severity, value) in the order of severity, from "shift/KIND/SEVERITY/...".
+
+    Args:
+        metrics: of one predictive; other keys are ignored.
+        measure: such as "cls/NLL".
+    """
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for key, value in metrics.items():
+        parts = key.split("/", 3)
+        if len(parts) == 4 and parts[0] == "shift" and parts[3] == measure:
+            curves.setdefault(parts[1], []).append((int(parts[2]), value))
+    return {kind: sorted(points) for kind, points in curves.items()}
 
 
 def shift_charts(series: Sequence[Series]) -> list[Chart]:

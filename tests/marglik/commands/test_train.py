@@ -28,7 +28,7 @@ SMALL = [
     "--prior.steps", "20", "--ood.num_images", "50", "--no_progress",
 ]  # fmt: skip
 FILES = {
-    "config.yaml", "evaluation.json", "evidence.png", "log.jsonl", "manifest.json",
+    "config.yaml", "evaluation.json", "log.jsonl", "manifest.json",
     "model.safetensors", "posterior.json", "posterior.safetensors", "report.html", "results.json",
 }  # fmt: skip
 WHICH = ("learned", "initial")
@@ -73,7 +73,6 @@ def test_leaves_results_log_and_plot(run):
     best = updates[results["evidence"]["epoch"]]
     for name, row in results["weight_decay"].items():
         assert row["learned"] == pytest.approx(best["weight_decay"][name])
-    assert (run / "evidence.png").read_bytes().startswith(b"\x89PNG")
     assert "in_features: 64" in (run / "config.yaml").read_text()
 
 

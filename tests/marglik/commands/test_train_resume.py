@@ -30,7 +30,7 @@ OPTIONS = [
 ]  # fmt: skip
 RECORDS = 6  # of four epochs and two updates
 LEFT = {
-    "config.yaml", "evaluation.json", "evidence.png", "log.jsonl", "manifest.json",
+    "config.yaml", "evaluation.json", "log.jsonl", "manifest.json",
     "model.safetensors", "posterior.json", "posterior.safetensors", "report.html", "results.json",
 }  # fmt: skip
 

@@ -6,7 +6,6 @@ import sys
 import pytest
 import torch
 
-from marglik.report.figures import plot_run, save_figure
 from marglik.storage.provenance import Provenance, environment
 from marglik.storage.record_file import write_json
 from marglik.storage.run_folder import RunFolder
@@ -80,29 +79,3 @@ def test_environment_names_versions_and_device():
     info = environment(torch.device("cpu"))
     assert info["device"].startswith("cpu")
     assert torch.__version__.startswith(info["versions"]["torch"])
-
-
-def test_plot_shows_every_group_and_the_evidence(tmp_path):
-    figure = plot_run(RECORDS, 5e-4, num_data=100, title="run")
-    decays, evidence = figure.axes
-    assert {line.get_label() for line in decays.lines} == {"initial", "w", "b"}
-    line = next(line for line in decays.lines if line.get_label() == "b")
-    assert line.get_xydata().tolist() == [[0, 5e-4], [1, 2e-3]]
-    assert decays.get_yscale() == "log"
-    curve = next(ln for ln in evidence.lines if ln.get_label() == "log marginal likelihood")
-    assert curve.get_xydata().tolist() == [[1, -1.6]]
-    save_figure(figure, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_plot_of_many_groups_has_a_colour_bar_instead_of_a_legend():
-    many = {f"layer{i}.weight": 10.0**-i for i in range(20)}
-    update = {"kind": "update", "epoch": 5, "evidence": -1.0, "weight_decay": many}
-    figure = plot_run([update], 5e-4, num_data=1)
-    assert len(figure.axes) == 3
-    assert len(figure.axes[0].get_legend().get_texts()) == 1
-
-
-def test_plot_of_a_run_without_updates():
-    figure = plot_run(RECORDS[:1], 5e-4, num_data=10)
-    assert len(figure.axes[0].lines) == 1
