@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from marglik.commands.progress import progress_lines
+from marglik.runs.terminal import progress_lines
 
 __all__ = ["as_they_finish", "default_jobs"]
 

@@ -16,13 +16,13 @@ from jsonargparse import ArgumentError, ArgumentParser
 from marglik.commands.completion import SHELLS, completion_action
 from marglik.commands.messages import check_values, explained
 from marglik.commands.option_parsing import HelpFormatter, whole_names
-from marglik.commands.progress import progress_lines
 from marglik.commands.several_ranks import (
     is_another_rank,
     launch,
     leave_last_words,
     number_to_launch,
 )
+from marglik.runs.terminal import harmless_output, progress_lines
 
 __all__ = ["main"]
 
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     The status is 0 for success, 2 for bad input, 130 after Ctrl-C, and 128 plus the number of a
     signal that asks the process to end (143 for SIGTERM). All of them clean up first.
     """
-    with _requests_to_end() as received, _modules_of_this_folder():
+    with harmless_output(), _requests_to_end() as received, _modules_of_this_folder():
         return _run(arguments, received)
 
 
@@ -71,9 +71,13 @@ def _modules_of_this_folder() -> Iterator[None]:
     """Let classes of models and data be imported from the working directory.
 
     ``python -m marglik`` puts it first in the search path, the installed command does not. Here it
-    comes last, so that no file in it can shadow an installed module.
+    comes last, so that no file in it can shadow an installed module. It is named, as jsonargparse
+    changes to the folder of a --config while it reads it.
     """
-    here = ""  # stands for the working directory, and is no error if that was removed
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:  # it was removed
+        here = ""
     sys.path.append(here)
     try:
         yield
@@ -118,7 +122,10 @@ def _run(arguments: Sequence[str] | None, received: Sequence[int]) -> int:
             print(_short_help(), file=sys.stderr)
             return 2  # as for any other incomplete command line
         parser, own = _parsers(*filter(None, [asked]))
-        options: Any = parser.parse_args(arguments if asked is None else whole_names(arguments))
+        try:
+            options: Any = parser.parse_args(arguments if asked is None else whole_names(arguments))
+        except OverflowError as error:  # of a number in base 60, which YAML knows
+            raise ValueError(f"A number among the options is too large: {error}.") from error
         if asked is None:  # parse_args leaves only for --help, --version and --completion
             raise ValueError(f"Pass a command: {', '.join(COMMANDS)}.")
         module, options = _module(asked), options[asked]
@@ -129,7 +136,11 @@ def _run(arguments: Sequence[str] | None, received: Sequence[int]) -> int:
         lines = options.get("progress", False) and not sys.stderr.isatty() and not is_another_rank()
         with progress_lines() if lines else nullcontext():
             module.run(own[asked], options)
+        sys.stdout.flush()
         return 0
+    except BrokenPipeError:  # nobody reads stdout any more, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         way_out = GOES_ON.get(asked or "", "what was written so far is kept")
         what = f"ended by {signal.Signals(received[0]).name}" if received else "interrupted"

@@ -7,8 +7,8 @@ from jsonargparse import ArgumentParser
 
 from marglik.commands.option_parsing import PresetOrFile
 from marglik.commands.several_ranks import is_another_rank
-from marglik.commands.summary import print_evaluation
 from marglik.runs.evaluate import evaluate_run
+from marglik.runs.summary import print_evaluation
 from marglik.storage.run_files import EVALUATION
 
 __all__ = ["add_arguments", "run"]

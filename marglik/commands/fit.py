@@ -6,9 +6,9 @@ from jsonargparse import ArgumentParser
 
 from marglik.commands.option_parsing import PresetOrFile, add_fields, provenance_of, take_fields
 from marglik.commands.several_ranks import is_another_rank
-from marglik.commands.summary import print_fit
 from marglik.runs.config import PostHocRunConfig
 from marglik.runs.fit import fit
+from marglik.runs.summary import print_fit
 
 __all__ = ["add_arguments", "run"]
 

@@ -56,7 +56,10 @@ class PresetOrFile(ActionConfigFile):
         try:
             check_yaml(text)
             super().__call__(parser, cfg, values, option_string)
-        except ValueError as error:  # the loader's, of tags that do not fit, has no name of a file
+        except (
+            ValueError,
+            OverflowError,
+        ) as error:  # the loader's, of tags that do not fit, has no name of a file
             raise ValueError(
                 f"--config takes a YAML file with a mapping of options; {values} is refused: "
                 f"{error}."

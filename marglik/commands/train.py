@@ -13,8 +13,8 @@ from marglik.commands.option_parsing import (
     take_fields,
 )
 from marglik.commands.several_ranks import is_another_rank
-from marglik.commands.summary import print_summary
 from marglik.runs.config import RunConfig
+from marglik.runs.summary import print_summary
 from marglik.runs.train import train
 
 __all__ = ["add_arguments", "run"]

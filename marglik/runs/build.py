@@ -2,19 +2,26 @@
 
 import logging
 import os
+from collections.abc import Callable, Collection
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import torch
 from torch import distributed as dist
+from torch import nn
 
 from kfac_backend.distributed import RankError, Ranks
+from marglik.data import DataSource
 from marglik.runs.config import Accelerator, Precision
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
 __all__ = ["build_fabric", "build_from_spec", "device_of", "join_ranks", "number_of_ranks"]
+
+TRUSTED = ("marglik", "torchvision")
+"""Packages whose classes a file may name."""
 
 
 def device_of(accelerator: Accelerator) -> torch.device:
@@ -131,23 +138,58 @@ def join_ranks(
     return build_fabric(accelerator, devices=devices, rank_timeout=rank_timeout).device, Ranks()
 
 
-def build_from_spec(kind: type | tuple[type, ...], spec: dict[str, Any]) -> Any:
+def build_from_spec(kind: type | tuple[type, ...], spec: Any, named: Collection[str] = ()) -> Any:
     """The object that ``{"class_path": ..., "init_args": {...}}`` describes.
+
+    A specification comes from a file, perhaps a downloaded one, and importing a class runs code.
+    So it may name networks and data sources of marglik and torchvision, and else what the user
+    named. Arguments are plain values or specifications in turn; nothing in them is imported.
 
     Args:
         kind: the class, or alternative classes, that it must be an instance of.
-        spec: the path of its class, and the arguments.
+        spec: the path of its class (or of a function that returns such an object, as torchvision
+            has), and the arguments.
+        named: paths of classes that the user named on the command line.
 
     Raises:
-        ValueError: a class that cannot be imported, or arguments that it does not take.
+        ValueError: a class that may not or cannot be imported, or arguments that it does not take.
     """
-    from jsonargparse import ArgumentError, ArgumentParser
-
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(kind, "object")
+    path = spec.get("class_path") if isinstance(spec, dict) else None
     try:
-        return parser.instantiate(parser.parse_object({"object": spec})).object
-    except ArgumentError as error:
+        found = _built(spec, named)
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError, OSError) as error:
+        raise ValueError(f"{path} could not be built from its saved arguments: {error}") from error
+    if not isinstance(found, kind):
         raise ValueError(
-            f"{spec.get('class_path')} could not be built from its saved arguments: {error}"
-        ) from error
+            f"{path} could not be built from its saved arguments: another kind of object is needed."
+        )
+    return found
+
+
+def _built(value: Any, named: Collection[str]) -> Any:
+    if isinstance(value, list):
+        return [_built(item, named) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "class_path" not in value:
+        return {key: _built(item, named) for key, item in value.items()}
+    arguments = (value.get("init_args") or {}) | (value.get("dict_kwargs") or {})
+    make = _maker(str(value["class_path"]), named)
+    return make(**{name: _built(item, named) for name, item in arguments.items()})
+
+
+def _maker(path: str, named: Collection[str]) -> Callable[..., Any]:
+    """The class or function of that path, if it may be imported and makes networks or data."""
+    package = path.partition(".")[0]
+    if package not in TRUSTED and path not in named:
+        raise ValueError(
+            f"a file may only name classes of {' and '.join(TRUSTED)}, as importing others runs "
+            f"their code. If you trust {path}, name it on the command line: --model {path} (or "
+            "--data)"
+        )
+    module, _, name = path.rpartition(".")
+    found = getattr(import_module(module), name)
+    made = found if isinstance(found, type) else get_type_hints(found).get("return")
+    if not (isinstance(made, type) and issubclass(made, (nn.Module, DataSource))):
+        raise ValueError(f"{path} is no class of networks or data")
+    return found

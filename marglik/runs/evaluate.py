@@ -12,6 +12,8 @@ from torch import nn
 from kfac_backend.distributed import Ranks
 from kfac_backend.files import parse_json, sha256
 from kfac_backend.options import Likelihood, check_positive
+from marglik import data as sources
+from marglik import models
 from marglik.data import DataSource, ImageData, Splits
 from marglik.data.batches import split_batches
 from marglik.data.record import as_trained, is_held_out
@@ -43,8 +45,8 @@ _logger = logging.getLogger(__name__)
 
 def evaluate_run(
     path: str,
-    model: nn.Module | None = None,
-    data: DataSource | None = None,
+    model: str | nn.Module | None = None,
+    data: str | DataSource | None = None,
     likelihood: Likelihood | None = None,
     sigma_noise: float | None = None,
     methods: list[PredictiveMethod] | None = None,
@@ -71,7 +73,8 @@ def evaluate_run(
     Args:
         path: folder that marglik train or marglik fit has written, or a checkpoint file. A
             checkpoint has no posterior, and needs --model and --data.
-        model: class of the network, if the folder does not say how it is built.
+        model: class of the network. It must be named if it is your own, as the folder alone may not
+            choose what code runs; without options, it gets those that the folder has.
         data: class of the data whose test split is evaluated; null takes the training data's own.
         likelihood: likelihood of a checkpoint, classification if null; a folder knows its own.
         sigma_noise: standard deviation of the noise of a regression checkpoint, 1 if null; a folder
@@ -115,9 +118,9 @@ def evaluate_run(
                     f"{path} is for likelihood {record['likelihood']!r}, not {likelihood!r}; leave "
                     "--likelihood out."
                 )
-            model = _saved(path, model, record, "model", nn.Module)
-            data = _saved(path, data, record["data"] or {}, "source", DataSource)
-            assert model is not None and data is not None
+            model = _object(path, model, record, "model", nn.Module)
+            data = _object(path, data, record["data"] or {}, "source", DataSource)
+            assert isinstance(model, nn.Module) and isinstance(data, DataSource)
             splits = as_trained(data.load(), record["data"])
             if output is None and record["data"] and splits.name != record["data"]["name"]:
                 raise ValueError(
@@ -132,6 +135,9 @@ def evaluate_run(
         else:
             if model is None or data is None:
                 raise ValueError(f"{path} is a checkpoint; it needs --model and --data.")
+            model = _object(path, model, {}, "model", nn.Module)
+            data = _object(path, data, {}, "source", DataSource)
+            assert isinstance(model, nn.Module) and isinstance(data, DataSource)
             load_pretrained(model, path)
             model, splits, laplace, record = model.to(device), data.load(), None, None
             likelihood = likelihood or "classification"
@@ -212,11 +218,20 @@ def _calibrate(
     return {config.label: laplace.calibrations[config.label] for config in unknown}
 
 
-def _saved(path: str, given: Any, record: dict[str, Any], key: str, kinds: Any) -> Any:
-    """The object that was given, or else the one that the folder's record describes."""
-    if given is not None:
+def _object(path: str, given: Any, record: dict[str, Any], key: str, kind: Any) -> Any:
+    """The network or data: as given, or as the folder's record says how to build it.
+
+    A class that is given by its name alone gets the arguments of the record, if that names it, too.
+    """
+    if isinstance(given, kind):
         return given
-    if record.get(key) is None:
+    package = models if key == "model" else sources
+    if given in package.__all__:
+        given = f"{package.__name__}.{given}"
+    spec = record.get(key)
+    if spec is None and given is None:
         option = "--model" if key == "model" else "--data"
         raise ValueError(f"{path} does not say how its {option[2:]} is built; pass {option}.")
-    return build_from_spec(kinds, record[key])
+    if given is not None and (spec is None or spec["class_path"] != given):
+        spec = {"class_path": given}
+    return build_from_spec(kind, spec, named=[] if given is None else [given])

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -119,9 +120,20 @@ def check_state(model: nn.Module, state: dict[str, Tensor], source: str) -> None
                 f"{kind} has {tuple(own[name].shape)}. Pass the options that the network was "
                 "trained with (--model)."
             )
+        if state[name].layout != torch.strided or _kind(state[name]) != _kind(own[name]):
+            raise ValueError(
+                f"{source} holds '{name}' as {state[name].layout} of {state[name].dtype}, which "
+                f"{kind} has as {own[name].dtype}: a sparse or quantised copy. Save the network's "
+                "own state_dict()."
+            )
     extra = [name for name in state if name not in own]
     if extra:
         raise ValueError(
             f"{source} is of another network: {kind} has no '{extra[0]}'. Pass the class and "
             "options that the network was trained with (--model)."
         )
+
+
+def _kind(tensor: Tensor) -> tuple[bool, bool]:
+    """What no cast to another precision changes: float, complex, or else whole numbers."""
+    return tensor.is_floating_point(), tensor.is_complex()

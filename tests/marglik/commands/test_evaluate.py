@@ -21,6 +21,7 @@ from tests.marglik.commands.command_line import (
     DATA,
     HELD_OUT,
     MODEL,
+    TRAIN,
     UNCALIBRATED,
     evaluated,
     refusal,
@@ -391,3 +392,22 @@ def test_an_interrupt_leaves_the_last_evaluation(run, capsys, monkeypatch):
     assert main(["evaluate", str(run), *QUIET]) == 130
     assert "interrupted" in capsys.readouterr().err
     assert (run / "evaluation.json").read_bytes() == before
+
+
+MY_NET = """
+from marglik.models import MLP
+class MyNet(MLP):
+    pass
+"""
+
+
+def test_a_class_of_ones_own_from_a_saved_configuration(tmp_path, monkeypatch, capsys):
+    """Found where the command was started, by `train` at once, by `evaluate` once it is named."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_net_of_test.py").write_text(MY_NET)
+    mine = ["--model", "my_net_of_test.MyNet", *MODEL[2:]]
+    assert main([*TRAIN, *DATA, *mine, *UNCALIBRATED, "--epochs", "1", "--output", "a/b"]) == 0
+    assert main(["train", "--config", "a/b/config.yaml", "--output", "again"]) == 0
+    message = refusal(capsys, "evaluate", "a/b")
+    assert "name it on the command line: --model my_net_of_test.MyNet" in message
+    assert main(["evaluate", "a/b", "--model", "my_net_of_test.MyNet", *UNCALIBRATED]) == 0

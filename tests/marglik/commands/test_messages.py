@@ -141,3 +141,13 @@ def test_noise_of_a_checkpoint_is_positive(noise, tmp_path, capsys):
     """Zero was taken for none given, and so for one."""
     said = refusal(capsys, "evaluate", str(tmp_path), "--sigma_noise", noise)
     assert f"sigma_noise must be positive, not {float(noise)}." in said
+
+
+SEXAGESIMAL = ":".join(["59"] * 300) + ".5"
+
+
+def test_numbers_in_base_60_that_no_float_holds(tmp_path, capsys):
+    (tmp_path / "options.yaml").write_text(f"epochs: {SEXAGESIMAL}\n")
+    message = refusal(capsys, "train", "--config", str(tmp_path / "options.yaml"))
+    assert "options.yaml is refused" in message
+    assert "too large" in refusal(capsys, *DIGITS, "--prior.lr", SEXAGESIMAL)

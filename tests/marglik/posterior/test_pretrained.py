@@ -197,3 +197,25 @@ def test_half_precision_is_widened(tmp_path):
     assert note == "8 tensors were cast from torch.float16 to torch.float32"
     assert model[0].weight.dtype == torch.float32
     assert torch.equal(model[0].weight, network()[0].weight.half().float())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda w: (w * 100).to(torch.int8),
+        lambda w: w.to(torch.complex64),
+        lambda w: w.to_sparse(),
+        lambda w: w > 0,
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_weights_that_are_no_dense_real_numbers(change, tmp_path):
+    """They would be cast: whole numbers unscaled, complex ones without their imaginary part."""
+    state = network().state_dict()
+    name = next(iter(state))
+    torch.save(state | {name: change(state[name])}, tmp_path / "net.pt")
+    model = network(seed=1)
+    before = model.state_dict()[name].clone()
+    with pytest.raises(ValueError, match=f"holds '{name}' as .*state_dict"):
+        load_pretrained(model, tmp_path / "net.pt")
+    assert torch.equal(model.state_dict()[name], before)

@@ -64,6 +64,9 @@ def test_one_of_several_kinds(tmp_path):
         {"class_path": "no_such_package.Net"},
         {"class_path": "marglik.data.Digits"},  # no network
         {"class_path": "fractions.Fraction"},
+        {"class_path": "marglik.cli.main", "init_args": {"arguments": ["train"]}},
+        {"class_path": "marglik.models.torch.hub.load"},
+        "marglik.models.LeNet",
         {"class_path": "marglik.models.MLP"},  # in_features is needed
         {"class_path": "marglik.models.MLP", "init_args": {"in_features": 4, "depth": 3}},
         {"class_path": "marglik.models.MLP", "init_args": {"in_features": "many"}},
@@ -72,4 +75,52 @@ def test_one_of_several_kinds(tmp_path):
 def test_objects_that_cannot_be_made(spec):
     with pytest.raises(ValueError, match="could not be built from its saved arguments") as error:
         build_from_spec(nn.Module, spec)
-    assert str(spec.get("class_path")) in str(error.value)
+    assert isinstance(spec, str) or spec["class_path"] in str(error.value)
+
+
+EVIL = """
+from pathlib import Path
+from torch import nn
+Path("ran").touch()
+class Net(nn.Linear):
+    def __init__(self, width=2): super().__init__(width, width)
+"""
+
+
+@pytest.fixture
+def evil(tmp_path, monkeypatch):
+    """The path of a class in the working directory, beside a marker of whether it was imported."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    name = f"evil_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(EVIL)
+    return f"{name}.Net"
+
+
+def test_a_file_imports_no_class_that_the_user_has_not_named(evil, tmp_path):
+    def subset(data):
+        inside = {"data": data, "classes": ["1"]}
+        return {"class_path": "marglik.data.ClassSubset", "init_args": inside}
+
+    resnet = {"block": evil, "layers": [1, 1, 1, 1]}
+    for spec in (
+        {"class_path": evil},
+        {"class_path": "marglik.models.MLP", "init_args": {"in_features": {"class_path": evil}}},
+        {"class_path": "marglik.models.MLP", "init_args": {"hidden": [{"class_path": evil}]}},
+        {"class_path": "torchvision.models.ResNet", "init_args": resnet},
+        subset({"class_path": evil}),
+    ):
+        with pytest.raises(ValueError, match="could not be built"):
+            build_from_spec((nn.Module, ImageData), spec)
+    # A name where an object belongs stays a text.
+    assert build_from_spec(ImageData, subset(evil)).data == evil
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(ValueError, match=f"name it on the command line: --model {evil}"):
+        build_from_spec(nn.Module, {"class_path": evil})
+    net = build_from_spec(nn.Module, {"class_path": evil, "init_args": {"width": 3}}, named=[evil])
+    assert net.in_features == 3 and (tmp_path / "ran").exists()  # the control
+
+
+def test_torchvisions_networks_are_made_by_functions():
+    spec = {"class_path": "torchvision.models.squeezenet1_1", "init_args": {"num_classes": 2}}
+    assert build_from_spec(nn.Module, spec).num_classes == 2

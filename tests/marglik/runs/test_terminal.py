@@ -1,16 +1,30 @@
 """Tables fit the terminal, say all that they were given, and are plain where nobody looks."""
 
+import logging
+import os
 import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marglik.commands.summary import print_evaluation, print_fit, print_summary
-from marglik.commands.tables import print_paragraph, print_table
+from marglik.cli import main
+from marglik.runs.summary import print_evaluation, print_fit, print_summary
+from marglik.runs.terminal import (
+    CURSOR_UP,
+    harmless_output,
+    print_paragraph,
+    print_table,
+    progress_lines,
+)
 from tests.marglik.report.fabricate import CONFIG, classification, regression
 
+ROOT = Path(__file__).parents[3]
 TERMINAL = SimpleNamespace(stdout=SimpleNamespace(isatty=lambda: True))
 LONG = "encoder.layers.11.attention.output.projection.parametrizations.weight"
 CALIBRATION = {
@@ -26,7 +40,7 @@ DIFFERENCES = {
 @pytest.fixture(params=[80, 60, 200])
 def width(request, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(request.param))
-    monkeypatch.setattr("marglik.commands.tables.sys", TERMINAL)
+    monkeypatch.setattr("marglik.runs.terminal.sys", TERMINAL)
     return request.param
 
 
@@ -128,7 +142,7 @@ def test_a_paragraph_is_one_line_for_programs(capsys, monkeypatch):
     print_paragraph(text)
     assert capsys.readouterr().out == f"{text}\n"
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr("marglik.commands.tables.sys", TERMINAL)
+    monkeypatch.setattr("marglik.runs.terminal.sys", TERMINAL)
     print_paragraph(text)
     lines = capsys.readouterr().out.splitlines()
     assert " ".join(lines) == text and max(map(len, lines)) <= 80
@@ -155,3 +169,39 @@ def test_every_bar_says_how_long_it_still_takes(worlds, tmp_path):
     assert not any(part.startswith("epoch ") for part in parts)  # as where there is no terminal
     assert max(len(part) for part in parts if "Written to" not in part) <= 80
     assert not re.search(r"\x1b\[[0-9;]*m", printed)  # no colours
+
+
+TRICK = "\x1b]0;title\x07\x1b[31m\x9b2J\u202ered\udcff"
+SHOWN = r"\x1b]0;title\x07\x1b[31m\x9b2J\u202ered\udcff"
+WAYS = {
+    "a table": lambda: print_table(["", "cell"], [[TRICK, "1"]]),
+    "a paragraph": lambda: print_paragraph(TRICK),
+    "a warning": lambda: sys.stderr.write(warnings.formatwarning(TRICK, UserWarning, "x.py", 1)),
+    "a step": lambda: logging.getLogger("marglik.data").info(TRICK),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_comes_from_outside_does_not_act_on_the_terminal(way, capsys):
+    with harmless_output(), progress_lines():
+        WAYS[way]()
+        print(CURSOR_UP, end="", file=sys.stderr)  # of tqdm, which goes from bar to bar
+    printed = capsys.readouterr()
+    assert SHOWN in printed.out + printed.err and TRICK not in printed.out + printed.err
+    assert CURSOR_UP in printed.err
+
+
+def test_an_error_that_quotes_a_name_does_not_either(capsys):
+    assert main(["report", f"no {TRICK}"]) == 2
+    assert SHOWN in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ending", [">&-", "2>&1 | true"])
+def test_stdout_that_is_closed(ending, tmp_path):
+    code = "from marglik.cli import main; import sys; sys.exit(main(['report', '--help']))"
+    done = subprocess.run(
+        ["bash", "-c", f"sleep 0.1; {sys.executable} -c \"{code}\" {ending}"],
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from marglik.commands.tables import print_paragraph, print_table
 from marglik.prediction.evaluation_record import IN_SAMPLE, has_in_sample_metrics
 from marglik.prediction.links import Calibration
+from marglik.runs.terminal import print_paragraph, print_table
 
 __all__ = ["print_evaluation", "print_fit", "print_summary"]
 
