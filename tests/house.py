@@ -1,0 +1,143 @@
+"""What someone has to read: the size of the house, and how far it is from a call to its result.
+
+``make house`` prints it. Lines are as ruff formats them. Files and functions are those of ours that
+run in between, counted while they run.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from io import StringIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import FrameType
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("kfac_backend", "marglik")
+
+
+class _Reached(Exception):
+    """The first step of the optimiser."""
+
+
+def texts(folder: str) -> list[str]:
+    """Each module of a folder."""
+    return [path.read_text() for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def lines(folder: str) -> int:
+    return sum(len(text.splitlines()) for text in texts(folder))
+
+
+def share(count: Callable[[str], int]) -> float:
+    """The percentage of both packages' lines that are counted."""
+    modules = [text for package in PACKAGES for text in texts(package)]
+    return 100 * sum(map(count, modules)) / sum(len(text.splitlines()) for text in modules)
+
+
+def comments(text: str) -> int:
+    return sum(line.lstrip().startswith("#") for line in text.splitlines())
+
+
+def checks(text: str) -> int:
+    """Lines that check, raise or catch: what would go if all inputs were right."""
+
+    def numbers(node: ast.AST) -> Iterator[int]:
+        match node:
+            case ast.FunctionDef(name=name) if name.lstrip("_").startswith("check"):
+                yield from span(node)
+            case ast.Raise() | ast.Assert() | ast.ExceptHandler():
+                yield from span(node)
+            case ast.If(test=test, body=[ast.Raise()]):
+                yield node.lineno
+                yield from span(test)
+            case ast.Try(handlers=[_, *_]):
+                yield node.lineno
+            case ast.Expr(value=ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name))):
+                if name.lstrip("_").startswith("check"):
+                    yield from span(node)
+
+    def span(node: ast.AST) -> range:
+        return range(node.lineno, node.end_lineno + 1)
+
+    return len({number for node in ast.walk(ast.parse(text)) for number in numbers(node)})
+
+
+def passed(run: Callable[[], object]) -> tuple[int, int]:
+    """The files and functions of ours that a call passes."""
+    seen = set()
+
+    def see(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        path = Path(code.co_filename)
+        # Neither the body of a module, which runs when it is imported, nor comprehensions.
+        if event == "call" and not code.co_name.startswith("<") and path.is_relative_to(ROOT):
+            if path.relative_to(ROOT).parts[0] in PACKAGES:
+                seen.add((path, code.co_qualname))
+
+    sys.setprofile(see)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return len({path for path, _ in seen}), len(seen)
+
+
+def factors() -> None:
+    """The factors of a small network, in eval mode."""
+    from kfac_backend import kronecker_factors
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).eval()
+    batch = torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1])
+    kronecker_factors(model, [batch], "classification")
+
+
+def first_step() -> None:
+    """``marglik train`` on digits, until its optimiser has made a step."""
+    from marglik import cli
+
+    def stop(*_: object) -> None:
+        raise _Reached
+
+    hook = register_optimizer_step_post_hook(stop)
+    with TemporaryDirectory() as folder, redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        with suppress(_Reached):
+            cli.main(["train", "--config", "digits", "--run_dir", f"{folder}/run"])
+    hook.remove()
+
+
+def python(*arguments: str) -> str:
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+
+
+def modules_loaded() -> int:
+    listed = python("-c", "import kfac_backend, sys; print(*sys.modules)")
+    return sum(name.split(".")[0] == "kfac_backend" for name in listed.split())
+
+
+def train_options() -> int:
+    """Options of ``marglik train``, without those of the model's and the data's class."""
+    listed = python("-m", "marglik", "train", "--help")
+    words = {line.split()[0].rstrip(",") for line in listed.splitlines() if line.split()}
+    options = {w.split("[")[0] for w in words if w.startswith("--")}
+    return sum(not option.startswith(("--model", "--data", "--help")) for option in options)
+
+
+if __name__ == "__main__":
+    factors()  # a first time, for what is made once
+    for folder in (*PACKAGES, "tests", "experiments"):
+        print(f"{lines(folder):7,}  lines of Python in {folder}")
+    print(f"{train_options():7}  options of `marglik train` before model and data")
+    print("{:7} files, {} functions from `kronecker_factors` to a block".format(*passed(factors)))
+    print("{:7} files, {} functions from `marglik train` to a step".format(*passed(first_step)))
+    print(f"{share(checks):7.1f} % of lines check, raise or catch")
+    print(f"{share(comments):7.1f} % of lines are a comment")
+    print(f"{modules_loaded():7}  modules of ours that `import kfac_backend` loads")
