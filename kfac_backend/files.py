@@ -1,4 +1,11 @@
-"""Files that are written whole or not at all, and their SHA-256 sums."""
+"""The one way in which files are written and read back: whole, or not at all.
+
+A file is written under a hidden name, forced to the disk, and renamed. So a process killed at any
+moment, and a machine that loses its power, leave either the old file or the new one. What may be
+damaged later carries a SHA-256 sum: a file of tensors its own, in its metadata (`write_tensors`,
+`read_tensors`); any other file in the record that names it (`write_file` returns it, `file_sum`
+computes it again).
+"""
 
 import errno
 import hashlib
@@ -12,12 +19,15 @@ from threading import get_ident
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 __all__ = [
     "DiskFullError",
+    "file_sum",
     "parse_json",
+    "read_tensors",
     "remove_leftovers",
     "sha256",
     "sha256_of_tensors",
@@ -29,9 +39,8 @@ __all__ = [
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """A full disk, a quota, a limit on the size of files."""
 PREFIX = ".partial-"
-
-_in_work: set[Path] = set()
-"""Temporary files that this process is writing."""
+CHECKSUM = "checksum"
+"""The key of the sum in a file's metadata."""
 
 
 class DiskFullError(OSError):
@@ -39,11 +48,10 @@ class DiskFullError(OSError):
 
 
 def write_file(path: str | Path, content: bytes) -> str:
-    """Write a file atomically; returns the SHA-256 sum of its content.
+    """Write a file atomically, with its folder; returns the SHA-256 sum of its content.
 
-    The content is on the disk before the file gets its name, so that a crash of the machine leaves
-    either the old file or the new one. The sum is computed from ``content``, not from the file:
-    another process may have replaced the file in between.
+    The sum is computed from ``content``, not from the file: another process may have replaced the
+    file in between.
 
     Raises:
         DiskFullError: there is no room; it names the bytes that are needed and those that are free.
@@ -51,24 +59,19 @@ def write_file(path: str | Path, content: bytes) -> str:
     """
     path = Path(path)
     temporary = temporary_path(path)
-    _in_work.add(temporary)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # before the rename, or a crash could leave an empty file
         os.replace(temporary, path)
-    except OSError as error:
-        if error.errno not in NO_ROOM:
-            raise _not_written(path, error) from error
-        temporary.unlink(missing_ok=True)  # so that the error counts its bytes as free
-        raise _disk_full(path, len(content), error) from error
-    finally:
-        # The folder may be read-only by now; `remove_leftovers` tries again.
-        with suppress(OSError):
+    except BaseException as error:
+        with suppress(OSError):  # the folder may be read-only by now; see `remove_leftovers`
             temporary.unlink(missing_ok=True)
-        _in_work.discard(temporary)
+        if isinstance(error, OSError):
+            raise _named(path, len(content), error) from error
+        raise
     return sha256(content)
 
 
@@ -78,53 +81,31 @@ def temporary_path(path: Path) -> Path:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove temporary files of killed processes from a folder and from the folders below it.
+    """Remove what killed processes have left half-written in a folder and in those below it.
 
-    Temporary files of processes that still run on this machine stay. Processes of other machines
-    cannot be seen, so the caller must hold the folder's lock.
+    The caller holds the folder's lock, so that no other process is writing there now.
     """
-    for path in [*folder.rglob(f"{PREFIX}*")]:
-        owner = path.name.removeprefix(PREFIX).partition("-")[0]
-        if not owner.isdigit() or path in _in_work:
-            continue
-        # In a container a killed process may have had the same number as this one.
-        if int(owner) == os.getpid() or not _is_alive(int(owner)):
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+    for path in [*folder.rglob(f"{PREFIX}*-*-*")]:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
-def _is_alive(process: int) -> bool:
-    if os.name != "posix":  # elsewhere os.kill would end the process
-        return True
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # it belongs to another user
-        return True
-    return True
-
-
-def _disk_full(path: Path, wanted: int, error: OSError) -> DiskFullError:
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
-    free = shutil.disk_usage(folder).free
-    found = DiskFullError(
-        f"{path} cannot be written ({os.strerror(error.errno or 0)}): {wanted:,} bytes are wanted, "
-        f"{free:,} are free. Nothing half-written is left, and what was there before is whole. "
-        "Make room there."
-    )
-    found.errno = error.errno
-    return found
-
-
-def _not_written(path: Path, error: OSError) -> OSError:
-    """The same type of error, which names the file instead of the temporary one."""
-    found = type(error)(
-        f"{path} cannot be written ({error.strerror or error}). Change the permissions there, or "
-        "write to another place."
-    )
+def _named(path: Path, wanted: int, error: OSError) -> OSError:
+    """The same error, which names the file instead of the temporary one, and the way out."""
+    if error.errno in NO_ROOM:
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        found: OSError = DiskFullError(
+            f"{path} cannot be written ({os.strerror(error.errno or 0)}): {wanted:,} bytes are "
+            f"wanted, {shutil.disk_usage(folder).free:,} are free. Nothing half-written is left, "
+            "and what was there before is whole. Make room there."
+        )
+    else:
+        found = type(error)(
+            f"{path} cannot be written ({error.strerror or error}). Change the permissions there, "
+            "or write to another place."
+        )
     found.errno = error.errno
     return found
 
@@ -132,16 +113,74 @@ def _not_written(path: Path, error: OSError) -> OSError:
 def write_tensors(
     path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> str:
-    """Write a safetensors file atomically; returns the SHA-256 sum of its content.
+    """Write a safetensors file with a checksum atomically; returns the file's own SHA-256 sum.
 
-    safetensors' own ``save_file`` makes files that other users cannot read, whatever the umask is.
+    The checksum is that of all names, dtypes, shapes, values and metadata. It lies in the metadata,
+    so that any program that knows safetensors can still read the file.
     """
-    return write_file(path, save(dict(tensors), None if metadata is None else dict(metadata)))
+    metadata = dict(metadata or {})
+    metadata[CHECKSUM] = _checksum(tensors, metadata)
+    # safetensors' own save_file makes files that other users cannot read, whatever the umask is.
+    return write_file(path, save(dict(tensors), metadata))
+
+
+def read_tensors(
+    path: str | Path,
+    device: torch.device | str = "cpu",
+    *,
+    what: str = "tensors",
+    of_others: bool = False,
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors and the metadata that `write_tensors` wrote, once the checksum is verified.
+
+    Args:
+        path: the file.
+        device: where the tensors go.
+        what: what the file holds, for errors.
+        of_others: also read files that other programs wrote, which have no checksum.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a damaged or truncated file, or one without a checksum.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"No file of {what} at {path}.")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = dict(file.metadata() or {})
+            tensors = {key: file.get_tensor(key) for key in file.keys()}
+    except (SafetensorError, OSError) as error:
+        raise _damaged(path, what, str(error)) from error
+    expected = metadata.pop(CHECKSUM, None)
+    if expected is None and not of_others:
+        raise _damaged(path, what, "it has no checksum")
+    if expected is not None and expected != _checksum(tensors, metadata):
+        raise _damaged(path, what, "its checksum differs")
+    return {key: tensor.to(device) for key, tensor in tensors.items()}, metadata
+
+
+def _damaged(path: str | Path, what: str, reason: str) -> ValueError:
+    return ValueError(
+        f"{path} is not a whole file of {what} ({reason}): it was truncated or altered, or another "
+        "program wrote it. Write it anew, or take a copy."
+    )
+
+
+def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    names = sorted(tensors)  # a file keeps them in an order of its own
+    text = json.dumps([names, sorted(metadata.items())])
+    return sha256((text + sha256_of_tensors(tensors[name] for name in names)).encode())
 
 
 def sha256(content: bytes) -> str:
     """The SHA-256 sum in hexadecimal digits."""
     return hashlib.sha256(content).hexdigest()
+
+
+def file_sum(path: Path) -> str:
+    """The SHA-256 sum of a file's content, as `write_file` returned it."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sha256_of_tensors(tensors: Iterable[Tensor]) -> str:

@@ -168,9 +168,9 @@ class PassOptions(Options):
             network. null keeps all factors whole.
         diagonal_above: number of rows above which only the diagonal of a weight's factor over its
             rows is kept, and of its bias's block, for the layers of large vocabularies. Traces and
-            each row's own curvature stay exact; the coupling of different rows is lost. It takes
-            precedence over sketch_rank and applies to tied weights, too, but not to tensors that
-            hold several maps. null keeps all factors whole.
+            each row's own curvature stay exact (of a tied weight, each row's trace); the coupling
+            of different rows is lost. It takes precedence over sketch_rank, but tensors that hold
+            several maps stay whole. null keeps all factors whole.
 
     Raises:
         ValueError: an option that is not supported.

@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kfac_backend.blocks.eigen import check_finite_factor, eigenvalues, eigh
+from kfac_backend.blocks.eigen import check_finite_factor, check_gram, eigenvalues, eigh
 from kfac_backend.blocks.sketch import (
     Basis,
     Factor,
@@ -62,10 +62,34 @@ class KroneckerBlock:
                 "the same leading number of groups if there are groups."
             )
 
+    def check(self) -> None:
+        """Raise a ValueError unless a pass can have made the block; for factors from a file."""
+        terms = torch.tensor(_terms(self), dtype=torch.float64)
+        if (
+            len(terms) not in (1, *self.B.shape[:-2])
+            or not (terms >= 0).all()
+            or terms.isinf().any()
+        ):
+            raise ValueError(f"The block of '{self.name}' has num_terms={self.num_terms}.")
+        for F, name in self.named_factors():
+            if isinstance(F, SketchedFactor):
+                F.check(name)
+            else:
+                check_gram(F, name)
+
     @property
     def numel(self) -> int:
         """P, the number of parameters of the block."""
         return self.B.shape[:-1].numel() * (1 if self.A is None else self.A.shape[-1])
+
+    def fits(self, shape: torch.Size) -> bool:
+        """Whether the block can be that of a parameter of this shape: B's rows are its first axes.
+
+        A block that is B alone, dense or diagonal, runs over all of its entries.
+        """
+        rows = self.B.shape[:-1].numel()
+        first_axes = [shape[:k].numel() for k in range(1, len(shape) + 1)]
+        return self.numel == shape.numel() and rows in first_axes
 
     def to_dense(self) -> Tensor:
         """The block as a (P, P) matrix."""
@@ -103,6 +127,13 @@ class KroneckerBlock:
                 f"The blocks of '{self.name}' and '{other.name}' differ in shape; only factors of "
                 "the same model can be added."
             )
+        for mine, theirs in ((self.B, other.B), (self.A, other.A)):
+            if mine is not None and theirs is not None and mine.dtype != theirs.dtype:
+                raise ValueError(
+                    f"The blocks of '{self.name}' are in {mine.dtype} and {theirs.dtype}, whose "
+                    f"sum would have the digits of neither. Take factors.to(dtype={mine.dtype}) of "
+                    "both."
+                )
         if [type(F) for F in (self.B, self.A)] != [type(F) for F in (other.B, other.A)]:
             raise ValueError(
                 f"One of the blocks of '{self.name}' has a sketched factor where the other has a "
@@ -384,10 +415,10 @@ class EigenBlock:
     @property
     def numel(self) -> int:
         """P, the number of parameters of the block."""
-        return self._shape.numel()
+        return self.spectrum_shape.numel()
 
     @property
-    def _shape(self) -> torch.Size:
+    def spectrum_shape(self) -> torch.Size:
         """(..., d_out, d_in), the parameter's as a matrix."""
         columns = 1 if self.Q_A is None else self.Q_A.shape[-2]
         return torch.Size((*self.Q_B.shape[:-1], columns))
@@ -451,7 +482,7 @@ class EigenBlock:
 
     def power_matvec(self, v: Tensor, spectrum: Tensor, exponent: float) -> Tensor:
         """Q diag(spectrum ** exponent) Qᵀ v for vectors v (..., P), with Q = Q_B ⊗ Q_A."""
-        V = v.reshape(*v.shape[:-1], *self._shape)
+        V = v.reshape(*v.shape[:-1], *self.spectrum_shape)
         Q_B, Q_A = self.Q_B, self.Q_A
         V = Q_B.coordinates(V.mT).mT if isinstance(Q_B, Frame) else Q_B.mT @ V
         if Q_A is not None:

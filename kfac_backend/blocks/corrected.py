@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kfac_backend.blocks.block import EigenBlock, KroneckerBlock
+from kfac_backend.blocks.eigen import check_orthonormal
 from kfac_backend.blocks.sketch import Basis, Factor
 
 __all__ = ["CorrectedBlock"]
@@ -33,6 +34,25 @@ class CorrectedBlock(KroneckerBlock):
                 f"The block of '{self.name}' has {self.numel} entries and corrected eigenvalues of "
                 f"shape {tuple(self._corrected.shape)}; there is one for each entry."
             )
+
+    def check(self) -> None:
+        """Raise a ValueError unless a pass can have made the block; for factors from a file."""
+        super().check()
+        sums = self._corrected
+        if sums.shape != self.eigen.spectrum_shape or not (sums >= 0).all() or sums.isinf().any():
+            raise ValueError(
+                f"The corrected eigenvalues of '{self.name}', {tuple(sums.shape)}, are not sums of "
+                f"squares {tuple(self.eigen.spectrum_shape)}."
+            )
+        for Q, F in ((self.eigen.Q_B, self.B), (self.eigen.Q_A, self.A)):
+            if Q is not None and F is not None:
+                assert isinstance(Q, Tensor)  # sketches are not corrected
+                if Q.shape != F.shape:
+                    raise ValueError(
+                        f"The eigenvectors of '{self.name}' are {tuple(Q.shape)}, the factor "
+                        f"{tuple(F.shape)}."
+                    )
+                check_orthonormal(Q, self.name)
 
     @property
     def _corrected(self) -> Tensor:

@@ -1,32 +1,27 @@
 """The Kronecker-factored GGN of a whole model: one block per parameter tensor."""
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from kfac_backend.blocks.block import EigenBlock, KroneckerBlock, compute_eigenvalues
 from kfac_backend.blocks.corrected import CorrectedBlock
 from kfac_backend.blocks.sketch import Factor, SketchedFactor
-from kfac_backend.files import parse_json, write_tensors
-from kfac_backend.options import CurvatureOptions, Likelihood, check_positive
+from kfac_backend.files import parse_json, read_tensors, write_tensors
+from kfac_backend.options import CurvatureOptions, Likelihood, check_option, check_positive
 from kfac_backend.threads import turn_of
 
 __all__ = ["KroneckerFactors"]
 
-FORMAT_VERSION = 3
-"""The format version of files with sketched factors. Files with corrected eigenvalues have version
-2, and files with neither have version 1, so that earlier releases can read them."""
-
+FORMAT, FORMAT_VERSION = "kfac_backend.KroneckerFactors", 4
 FIELDS = ("num_data", "num_outputs", "num_loss_terms", "loss", "likelihood")
-FIRST_OPTIONS = ("kfac_approx", "fisher")
-# Older files lack these fields, and all options but the first two.
-LATER_FIELDS = ("trace", "trace_left_out")
+FIELDS += ("trace", "trace_left_out")
 
 
 @dataclass(frozen=True)
@@ -106,7 +101,7 @@ class KroneckerFactors:
 
     def __mul__(self, weight: float) -> "KroneckerFactors":
         """The factors of the same data with a weight ≥ 0, as if each example came that often."""
-        if not 0.0 <= float(weight) < float("inf"):
+        if not 0.0 <= float(weight) < math.inf:
             raise ValueError(f"Factors can be multiplied by a finite number ≥ 0, not by {weight}.")
         c = weight if isinstance(weight, int) else float(weight)  # whole counts stay whole
         return replace(
@@ -181,25 +176,24 @@ class KroneckerFactors:
         laplace-torch pairs blocks and parameters by their position, without any check.
         """
         with turn_of(model):
-            trainable = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
-        blocks = {name: block.numel for name, block in self.blocks.items()}
-        if list(blocks.items()) != list(trainable.items()):
-            differ = [name for name in trainable if blocks.get(name) != trainable[name]]
+            shapes = {n: p.shape for n, p in model.named_parameters() if p.requires_grad}
+        differ = [n for n in shapes if n not in self.blocks or not self.blocks[n].fits(shapes[n])]
+        if differ or list(self.blocks) != list(shapes):
             raise ValueError(
                 "A posterior needs a block for every trainable parameter, but these have none: "
-                f"{', '.join(differ) or list(blocks)}. Freeze them with requires_grad_(False) "
+                f"{', '.join(differ) or list(self.blocks)}. Freeze them with requires_grad_(False) "
                 "before the Laplace approximation is made."
             )
 
     def state_dict(self) -> dict[str, Any]:
         """The factors as plain data and tensors, which `torch.load` reads with its defaults."""
         header = {
-            "format": "kfac_backend.KroneckerFactors",
-            "version": FORMAT_VERSION if self.is_sketched else 2 if self.is_corrected else 1,
-            **{field: getattr(self, field) for field in FIELDS + LATER_FIELDS},
-            **self.options.to_json(),
+            "format": FORMAT,
+            "version": FORMAT_VERSION,
+            **{field: getattr(self, field) for field in FIELDS},
+            "options": self.options.to_json(),
             "blocks": [
-                {"name": n, "num_terms": b.num_terms, "dtype": str(b.B.dtype), "A": b.A is not None}
+                {"name": n, "num_terms": b.num_terms, "A": b.A is not None}
                 for n, b in self.blocks.items()
             ],
         }
@@ -216,7 +210,7 @@ class KroneckerFactors:
             if isinstance(block, CorrectedBlock):
                 parts = {k: v for k, v in vars(block.eigen).items() if v is not None}
                 tensors |= {f"{block.name}/eigen/{k}": v.detach() for k, v in parts.items()}
-                entry["eigen"] = list(parts)
+                entry["corrected"] = True
         return {"header": header, "tensors": tensors}
 
     @classmethod
@@ -230,38 +224,35 @@ class KroneckerFactors:
             source: its name for errors.
 
         Raises:
-            ValueError: not such a state, one of a newer format, or an incomplete one.
+            ValueError: not such a state, one of another format version, or one whose values no pass
+                makes: counts that are not positive, factors that are not positive semi-definite.
         """
         header, tensors = state.get("header") or {}, state.get("tensors") or {}
-        if header.get("format") != "kfac_backend.KroneckerFactors":
+        if header.get("format") != FORMAT:
             raise ValueError(f"{source} holds no Kronecker factors; write it with save().")
-        if header["version"] > FORMAT_VERSION:
+        if header.get("version") != FORMAT_VERSION:
             raise ValueError(
-                f"{source} has format version {header['version']}, this release reads up to "
-                f"{FORMAT_VERSION}; update marglik."
+                f"{source} has format version {header.get('version')}, this release reads "
+                f"{FORMAT_VERSION}. Compute the factors again, or read them with the release that "
+                "wrote them."
             )
         try:
-            blocks = {entry["name"]: _block(entry, tensors) for entry in header["blocks"]}
-            options = {name: header[name] for name in FIRST_OPTIONS}
-            options |= {
-                f.name: header[f.name] for f in fields(CurvatureOptions) if f.name in header
-            }
-            later = {field: header[field] for field in LATER_FIELDS if field in header}
+            _check_numbers(header)
             return cls(
-                blocks,
-                options=CurvatureOptions(**options),
+                {entry["name"]: _block(entry, tensors) for entry in header["blocks"]},
+                options=CurvatureOptions(**header["options"]),
                 **{field: header[field] for field in FIELDS},
-                **later,
             )
-        except KeyError as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{source} lacks {error}; it was altered. Save the factors anew."
+                f"{source} holds no Kronecker factors that a pass has made: {error} Save them anew."
             ) from error
 
     def save(self, path: str | Path) -> str:
-        """Write the factors as safetensors with a JSON header; returns the file's SHA-256 sum.
+        """Write the factors as safetensors with a JSON header and a checksum, atomically.
 
-        The file is replaced atomically.
+        Returns:
+            the file's SHA-256 sum.
         """
         state = self.state_dict()
         # Copies, since safetensors refuses shared memory, and a weight and its bias may share B.
@@ -274,16 +265,10 @@ class KroneckerFactors:
 
         Raises:
             FileNotFoundError: no such file.
-            ValueError: not such a file, a truncated one, or one of a newer format.
+            ValueError: a damaged or truncated file, and as in `from_state_dict`.
         """
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"No file of Kronecker factors at {path}.")
-        try:
-            with safe_open(path, framework="pt", device=str(device)) as file:
-                header = parse_json((file.metadata() or {}).get("header", "{}"))
-                tensors = {key: file.get_tensor(key) for key in file.keys()}
-        except (SafetensorError, ValueError) as error:
-            raise ValueError(f"{path} is not a whole file of Kronecker factors: {error}") from error
+        tensors, metadata = read_tensors(path, device, what="Kronecker factors")
+        header = parse_json(metadata.get("header", "{}"))
         return cls.from_state_dict({"header": header, "tensors": tensors}, str(path))
 
     def _check_same_kind(self, other: "KroneckerFactors") -> None:
@@ -303,6 +288,17 @@ class KroneckerFactors:
             raise KeyError(f"No vector for parameter '{missing[0]}'; pass one per block.")
 
 
+def _check_numbers(header: Mapping[str, Any]) -> None:
+    """Raise an error unless a pass can have counted these numbers."""
+    for name in ("num_data", "num_outputs", "num_loss_terms"):
+        check_positive(name, header[name])
+    check_option("likelihood", header["likelihood"], Likelihood)
+    if not math.isfinite(header["loss"]):
+        raise ValueError(f"loss is {header['loss']}, which is not finite.")
+    if not 0 <= header["trace_left_out"] <= header["trace"] < math.inf:
+        raise ValueError(f"trace_left_out={header['trace_left_out']} of trace={header['trace']}.")
+
+
 def _block(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> KroneckerBlock:
     """A block from its entry in the header and its tensors; with an eigenbasis it is corrected."""
     name = entry["name"]
@@ -310,17 +306,17 @@ def _block(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Kronecker
 
     def factor(which: str) -> Factor:
         key = f"{name}/{which}"
-        if which not in sketches:
-            return tensors[key]
-        return SketchedFactor(tensors[f"{key}/U"], tensors[f"{key}/kept"], **sketches[which])
+        if which in sketches:
+            return SketchedFactor(tensors[f"{key}/U"], tensors[f"{key}/kept"], **sketches[which])
+        return tensors[key]
 
     B, A = factor("B"), factor("A") if entry["A"] else None
-    num_terms = _number_or_tuple(entry["num_terms"])
-    if "eigen" not in entry:
-        return KroneckerBlock(name, B, A, num_terms)
-    eigen = EigenBlock(**{part: tensors[f"{name}/eigen/{part}"] for part in entry["eigen"]})
-    return CorrectedBlock(name, B, A, num_terms, eigen=eigen)
-
-
-def _number_or_tuple(value: float | list[float]) -> float | tuple[float, ...]:
-    return tuple(value) if isinstance(value, list) else value
+    terms = entry["num_terms"]
+    terms = tuple(terms) if isinstance(terms, list | tuple) else terms
+    block = KroneckerBlock(name, B, A, terms)
+    if entry.get("corrected"):
+        names = ["beta", "Q_B", "corrected", *(["alpha", "Q_A"] if entry["A"] else [])]
+        eigen = EigenBlock(**{part: tensors[f"{name}/eigen/{part}"] for part in names})
+        block = CorrectedBlock(name, B, A, terms, eigen=eigen)
+    block.check()
+    return block

@@ -20,6 +20,9 @@ def nearest_kronecker(blocks: Sequence[KroneckerBlock]) -> KroneckerBlock:
     are positive semi-definite. Source: Van Loan & Pitsianis 1993, "Approximation with Kronecker
     products".
 
+    If all B_k are diagonals, each row's trace is kept instead: B = Σ_k tr(A_k) B_k, and the nearest
+    A for that, whose trace is one. The nearest product of all would give rows other traces.
+
     The result has no number of terms, since it cannot be added to that of another pass: the nearest
     product of a sum is not the sum of the nearest products.
 
@@ -34,19 +37,25 @@ def nearest_kronecker(blocks: Sequence[KroneckerBlock]) -> KroneckerBlock:
     diagonal = all(B.dim() == 3 and B.shape[-1] == 1 for B, _ in whole)
     Bs = [B if diagonal else _dense(B) for B, _ in whole]
     As = [_dense(A) for _, A in whole if A is not None]
-    of_B, of_A = _inner_products(Bs), _inner_products(As)  # (K, K) in float64
+    of_B = _inner_products(Bs)  # (K, K) in float64
+    if diagonal:
+        c = torch.stack([A.diagonal().double().sum() for A in As])
+    else:
+        c = _leading_coefficients(of_B, _inner_products(As))
+    # B = Σ c_k B_k, and the best A for this B: Σ_k ⟨B, B_k⟩ A_k / ⟨B, B⟩.
+    A = _combination(of_B @ c / (c @ of_B @ c), As)
+    return KroneckerBlock(blocks[0].name, _combination(c, Bs), A)
+
+
+def _leading_coefficients(of_B: Tensor, of_A: Tensor) -> Tensor:
+    """The coefficients c of the nearest product's B = Σ c_k B_k, from inner products (K, K)."""
     # Scale all B_k to norm one, and their A_k inversely: the products B_k ⊗ A_k stay the same.
     roots = of_B.diagonal().sqrt()
     of_B, of_A = of_B / torch.outer(roots, roots), of_A * torch.outer(roots, roots)
-    # B = Σ u_k B_k, with u the leading eigenvector of the product of both matrices of inner
-    # products: the limit of alternating between the best A for a B and the best B for an A.
+    # The leading eigenvector of the product of both matrices is the limit of alternating between
+    # the best A for a B and the best B for an A.
     values, vectors = torch.linalg.eig(of_A @ of_B)
-    u = vectors.real[:, values.real.argmax()].abs()
-    norm = u @ of_B @ u
-    B = _combination(u / roots, Bs)
-    # The best A for this B: Σ_k ⟨B, B_k⟩ A_k / ⟨B, B⟩.
-    A = _combination((of_B @ u) / norm * roots, As)
-    return KroneckerBlock(blocks[0].name, B, A)
+    return vectors.real[:, values.real.argmax()].abs() / roots
 
 
 def _combination(coefficients: Tensor, factors: list[Tensor]) -> Tensor:

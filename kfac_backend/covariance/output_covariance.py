@@ -244,17 +244,21 @@ class OutputCovariance:
             plan = Plan(splits=True)
         shapes: dict[TrackedLayer, tuple[int, int]] = {}
         uses: dict[TrackedLayer, int] = {}
+        # The graph of f holds the hooks, which hold the functions below. None of these may hold f
+        # itself: that would be a cycle through C++, which Python's collector never frees.
+        N = 1
 
         def record(tracked: TrackedLayer, use: Use, b: Tensor) -> None:
             rows = self._gradients.rules[tracked].position_gradients(use, b)
             M, R, d_out = rows.shape
-            R = R * -(-M // len(f))  # an example may have several rows
+            R = R * -(-M // N)  # an example may have several rows
             shapes[tracked] = R + shapes.get(tracked, (0, 0))[0], d_out
             uses[tracked] = uses.get(tracked, 0) + 1
 
         with self._capture(record) as capture:
             f = capture.forward(x)
             self._check_output(f, x)
+            N = len(f)
             capture.backward(f, [torch.zeros_like(f)])  # only shapes are recorded
         C, itemsize = K or f.shape[-1], at_least_float32(f).element_size()
         work = {
@@ -358,7 +362,7 @@ class OutputCovariance:
         uses: dict[TrackedLayer, int] = {}
         seen: dict[tuple[TrackedLayer, Use], _Gradients] = {}
         group: frozenset[TrackedLayer] = frozenset()
-        current = 0
+        current = M = 0  # M pairs; see `_measure` why the functions hold no f
 
         def count(tracked: TrackedLayer, use: Use) -> None:
             uses[tracked] = uses.get(tracked, 0) + 1
@@ -366,19 +370,19 @@ class OutputCovariance:
         def one_vector(tracked: TrackedLayer, use: Use, b: Tensor) -> None:
             if tracked not in group:
                 return
-            check_rows(tracked, use, len(f))
+            check_rows(tracked, use, M)
             gradients = self._gradients.rules[tracked].position_gradients(use, b)  # (M, R, d_out)
             if (tracked, use) not in seen:
-                M, R, d_out = gradients.shape
-                seen[tracked, use] = _Gradients(gradients.new_empty(M, R, C, d_out))
+                rows, R, d_out = gradients.shape
+                seen[tracked, use] = _Gradients(gradients.new_empty(rows, R, C, d_out))
             seen[tracked, use].write(current, gradients)
 
         def all_vectors(tracked: TrackedLayer, use: Use, b: Tensor) -> None:
-            check_rows(tracked, use, len(f))
+            check_rows(tracked, use, M)
             gradients = self._gradients.rules[tracked].position_gradients(use, b)
             gradients = gradients.unflatten(0, (C, -1)).movedim(0, 2)
             if self._gradients.stands_alone(tracked, uses[tracked]):
-                with self._no_autocast(f):
+                with self._no_autocast(b):
                     chunk = sizes.chunks.get(tracked, 1)
                     self._gradients.add_one(covariance, (tracked, use, gradients), chunk)
             else:
@@ -398,7 +402,8 @@ class OutputCovariance:
         with self._capture(on_gradient, sizes.channels_last, count) as capture:
             f = capture.forward(part.x)
             self._check_output(f, part.x)
-            rows = torch.arange(len(f), device=f.device)
+            M = len(f)
+            rows = torch.arange(M, device=f.device)
             columns = self._columns(f, part, classes)  # (M, C)
             C = columns.shape[1]
             result = f.detach().flatten(1, -2) if f.dim() > 2 else f.detach()[:, None]

@@ -3,13 +3,12 @@
 It is written last and atomically: if it exists, the files that it names are complete.
 """
 
-import hashlib
 import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from kfac_backend.files import parse_json, sha256, write_file
+from kfac_backend.files import file_sum, parse_json, sha256, write_file
 from marglik.storage.run_files import FACTORS, MODEL, POSTERIOR
 
 __all__ = [
@@ -82,17 +81,12 @@ def read_record(
         file = path.parent / name
         if not file.is_file():
             raise FileNotFoundError(f"{file} is missing, which {path.name} lists. {remedy}")
-        if _sha256_of_file(file) != expected:
+        if file_sum(file) != expected:
             raise ValueError(
                 f"{file} is not the one that {path.name} was written with: it was truncated or "
                 f"altered, or is from another run. {remedy}"
             )
     return record
-
-
-def _sha256_of_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sha256_of_record(record: dict[str, Any], sums: dict[str, str]) -> str:

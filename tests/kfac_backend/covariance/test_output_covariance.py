@@ -1,5 +1,7 @@
 """Covariances of outputs against J Σ Jᵀ with a dense Jacobian J and a dense covariance Σ."""
 
+import gc
+import weakref
 from dataclasses import fields, replace
 
 import pytest
@@ -9,6 +11,9 @@ from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
 from kfac_backend.covariance import output_covariance
+from kfac_backend.covariance.joint import JointCovariance
+from kfac_backend.covariance.last_layer import LastLayerCovariance
+from kfac_backend.covariance.linearised import linearised_outputs
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.layers.gram import gram
 from tests.kfac_backend import layer_cases
@@ -18,6 +23,7 @@ from tests.kfac_backend.covariance.posteriors import (
     brute_force,
     case,
     covariance_parts,
+    of_layer,
     posterior,
     precision_of,
 )
@@ -154,6 +160,52 @@ def test_damping():
             dense[name] = torch.kron(B, A)
     blocks = precision_of(factors, 0.5, damping=True)
     assert_close(OutputCovariance(model, blocks)(x)[1], brute_force(model, x, dense))
+
+
+def freed_after(use) -> bool:
+    """Whether a network with a posterior is freed by counting references alone."""
+    model, x = case("mlp")
+    blocks, _ = posterior(model, x)
+    gc.collect()  # the curvature pass's own
+    gc.disable()
+    try:
+        use(model, blocks, x)
+        reference = weakref.ref(model)
+        del model
+        return reference() is None
+    finally:
+        gc.enable()
+
+
+def fails(model, blocks, x):
+    """An error between the forward pass and the end of the backward passes."""
+    covariance = OutputCovariance(model, blocks)
+    covariance(x)
+    with pytest.raises(ValueError, match="has the index 9"):
+        covariance(x, classes=torch.tensor([9]))
+    model[2].register_forward_hook(lambda module, args, f: f[:, 0])
+    with pytest.raises(NotImplementedError, match="covariances support"):
+        covariance(x)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model, blocks, x: OutputCovariance(model, blocks)(x),
+        lambda model, blocks, x: OutputCovariance(model, blocks, memory=1)(x),
+        lambda model, blocks, x: OutputCovariance(model, blocks, batched=True)(x),
+        fails,
+        lambda model, blocks, x: JointCovariance(model, blocks)(x[None]),
+        lambda model, blocks, x: JointCovariance(model, blocks)(x[None].requires_grad_()),
+        lambda model, blocks, x: LastLayerCovariance(model, "2", of_layer(blocks, model, "2"))(x),
+        lambda model, blocks, x: linearised_outputs(model, {"2.bias": torch.ones(2, 3)}, x),
+    ],
+    ids=["plain", "little memory", "batched", "error", "joint", "with graph", "last", "linearised"],
+)
+def test_a_network_that_had_a_predictive_is_freed(use):
+    kept = []
+    assert not freed_after(lambda model, blocks, x: kept.append(model))  # negative control
+    assert freed_after(use)
 
 
 class TakesMapping(nn.Module):
