@@ -91,7 +91,7 @@ def check_finite_factor(matrix: Tensor, name: str) -> None:
         )
 
 
-def check_gram(matrix: Float[Tensor, "*G d d"], name: str) -> None:
+def check_gram(matrix: Tensor, name: str) -> None:
     """Raise a ValueError unless this can be a Gram matrix up to rounding.
 
     It must be finite and symmetric, and no eigenvalue may be negative: then a little more than the
@@ -110,7 +110,7 @@ def check_gram(matrix: Float[Tensor, "*G d d"], name: str) -> None:
         raise ValueError(f"The curvature factor of '{name}' has a negative eigenvalue.")
 
 
-def check_orthonormal(vectors: Float[Tensor, "*G d k"], name: str) -> None:
+def check_orthonormal(vectors: Tensor, name: str) -> None:
     """Raise a ValueError unless the columns are orthonormal up to rounding."""
     error = (vectors.mT @ vectors).diagonal_scatter(vectors.square().sum(-2) - 1, dim1=-2, dim2=-1)
     if not (error.abs() < torch.finfo(vectors.dtype).eps ** 0.5).all():  # NaN, too
