@@ -244,10 +244,9 @@ def test_a_crash_at_any_point_leaves_a_whole_state(late, tmp_path, monkeypatch):
         assert len(list(folder.iterdir())) == 3
         if done[-1:] == ["all"]:
             break
-    # Tensors, factors and the record are written, put in their place and their temporary names
-    # tidied up; two old ones go.
-    assert done == [*3 * ["write", "replace", "unlink"], "unlink", "unlink", "all"]
-    first = 7 + (not late)  # the one that replaces the record
+    # Tensors, factors and the record are written and put in their place; two old ones go.
+    assert done == [*3 * ["write", "replace"], "unlink", "unlink", "all"]
+    first = 5 + (not late)  # the one that replaces the record
     assert found == [2] * first + [3] * (len(found) - first)
 
 
