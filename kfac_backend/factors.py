@@ -71,7 +71,7 @@ def kronecker_factors(
     model: nn.Module,
     data: Iterable[Any],
     likelihood: Likelihood,
-    options: CurvatureOptions = CurvatureOptions(),  # noqa: B008
+    options: CurvatureOptions = CurvatureOptions(kfac_approx="expand"),  # noqa: B008
     *,
     generator: torch.Generator | None = None,
     progress: bool = False,
@@ -165,7 +165,7 @@ class CurvaturePass:
         self,
         model: nn.Module,
         likelihood: Likelihood,
-        options: CurvatureOptions = CurvatureOptions(),  # noqa: B008
+        options: CurvatureOptions = CurvatureOptions(kfac_approx="expand"),  # noqa: B008
         *,
         generator: torch.Generator | None = None,
         process_group: ProcessGroupOption = "default",

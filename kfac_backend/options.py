@@ -176,7 +176,7 @@ class PassOptions(Options):
         ValueError: an option that is not supported.
     """
 
-    kfac_approx: KfacApprox = "expand"
+    kfac_approx: KfacApprox = "auto"
     fisher: Fisher = "exact"
     mc_samples: int = 1
     unsupported: Unsupported = "error"

@@ -52,14 +52,15 @@ from marglik.data import (
     out_of_distribution_images,
 )
 from marglik.data.batches import split_batches
+from marglik.posterior.calibration import Calibration
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.posterior_file import load_posterior
 from marglik.posterior.subset import Layers
-from marglik.prediction.calibration import CalibrationFit, calibrate
+from marglik.prediction.calibration import calibrate
 from marglik.prediction.evaluation import compute_metrics
-from marglik.prediction.links import Calibration, Prediction, predict_from_gaussian
+from marglik.prediction.links import Prediction, predict_from_gaussian
 from marglik.prediction.metrics import out_of_distribution_metrics
-from marglik.prediction.predictive import PredictiveConfig
+from marglik.prediction.predictive import PredictiveConfig, remembered_calibration
 from marglik.runs.build import build_from_spec
 from marglik.storage.provenance import environment
 from marglik.storage.record_file import read_posterior
@@ -240,7 +241,7 @@ def rows_of(posterior: Posterior, held_out: Iterable[Any], samples: int) -> dict
     """The rows by their names in tables; calibrates with held-out data those that still need it."""
     mc = PredictiveConfig("mc", samples=samples)
     fits = {
-        config.layers: CalibrationFit.remembered(posterior, config)
+        config.layers: remembered_calibration(posterior, config)
         or calibrate(posterior, held_out, config).fit
         for config in (mc, replace(mc, layers="last"))
     }

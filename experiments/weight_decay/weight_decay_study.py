@@ -53,8 +53,9 @@ from marglik.data.images.image_set import ImageSet
 from marglik.data.splits import hold_out
 from marglik.data.tensors import SplitName
 from marglik.models import MLP, GraphNetwork, LeNet
+from marglik.posterior.calibration import CalibrationFit
 from marglik.posterior.posterior import Posterior
-from marglik.prediction.calibration import CalibrationFit, HeldOut, calibrate, fit_calibration
+from marglik.prediction.calibration import HeldOut, calibrate, fit_calibration
 from marglik.prediction.evaluation import compute_metrics, predict_all
 from marglik.prediction.evaluation_record import EvaluationConfig
 from marglik.prediction.predictive import (

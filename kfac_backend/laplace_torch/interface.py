@@ -57,7 +57,7 @@ class KfacInterface(laplace.curvature.CurvatureInterface):
         self.generator = generator
         self.ranks = Ranks(process_group)
         """The ranks that have a shard of each batch."""
-        self.options = CurvatureOptions().but(
+        self.options = CurvatureOptions(kfac_approx="expand").but(
             **{"dict_key_y": dict_key_y} | kwargs,
             fisher=self.fisher,
             mc_samples=getattr(self, "num_samples", 1),

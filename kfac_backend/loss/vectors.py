@@ -27,6 +27,9 @@ CLASSES_OF_BLOCK = 256
 MANY_PASSES = 20_000
 """Backward passes of a batch, above which the exact GGN is warned about."""
 
+MOST_PASSES = 1_000_000
+"""Backward passes of a batch, above which it is refused: at least a quarter of an hour each."""
+
 MANY_CLASSES = 1024
 """Number of classes from which on a label is drawn in two steps: a block, then a class in it."""
 
@@ -90,18 +93,24 @@ class BackwardVectors:
                 yield from _one_term_at_a_time(_where(counted, column), counted)
 
     def warn_of_many(self, f: Float[Tensor, "N *terms C"]) -> None:
-        """Say that the exact GGN takes a backward pass for each output of each term, if many."""
+        """Say that the exact GGN takes a backward pass for each output of each term, if many.
+
+        Raises:
+            ValueError: so many that a batch would not end.
+        """
         if self.options.fisher != "exact" or self.options.rank_tolerance:
             return
         C = f.shape[-1]
         passes = f[0].numel() // C * (C - 1 if self.likelihood == "classification" else C)
+        message = (
+            f"The exact GGN takes {passes} backward passes for each part of a batch: outputs "
+            f"have shape {tuple(f.shape)}. fisher='mc' takes mc_samples passes, and "
+            "rank_tolerance leaves some out where predictions are confident."
+        )
+        if passes > MOST_PASSES:
+            raise ValueError(message)
         if passes > MANY_PASSES:
-            warnings.warn(
-                f"The exact GGN takes {passes} backward passes for each part of a batch: outputs "
-                f"have shape {tuple(f.shape)}. fisher='mc' takes mc_samples passes, and "
-                "rank_tolerance leaves some out where predictions are confident.",
-                stacklevel=2,
-            )
+            warnings.warn(message, stacklevel=2)
 
     def _leading(
         self, columns: Iterator[Tensor], f: Tensor, counted: Tensor | None

@@ -71,7 +71,7 @@ class KFAC(Optimizer):
         weight_decay: float = 0.0,
         params: Any = None,
         options: PreconditionerOptions = PreconditionerOptions(),  # noqa: B008
-        curvature: CurvatureOptions = CurvatureOptions(fisher="mc"),  # noqa: B008
+        curvature: CurvatureOptions = CurvatureOptions(kfac_approx="expand", fisher="mc"),  # noqa: B008
         exclude: Sequence[str] = (),
         mean_over: MeanOver = "terms",
         seed: int = 0,

@@ -112,7 +112,7 @@ class KfacPreconditioner:
         model: nn.Module,
         likelihood: Likelihood,
         options: PreconditionerOptions = PreconditionerOptions(),  # noqa: B008
-        curvature: CurvatureOptions = CurvatureOptions(fisher="mc"),  # noqa: B008
+        curvature: CurvatureOptions = CurvatureOptions(kfac_approx="expand", fisher="mc"),  # noqa: B008
         *,
         exclude: Sequence[str] = (),
         mean_over: MeanOver = "terms",

@@ -53,7 +53,8 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
         backend_kwargs: keywords of the backend: ``stochastic``, ``num_samples``, ``generator``,
             ``process_group``, and the options of `CurvatureOptions`.
         asdl_fisher_kwargs: keywords that laplace-torch forwards to ``backend.kron``.
-        kfac_approx: a mode, "auto", or modes by layer name; None keeps the backend's.
+        kfac_approx: a mode, "auto", or modes by layer name; None takes that of
+            ``backend_kwargs``, or "auto".
     """
 
     # laplace-torch finds classes by this key among all subclasses: ours must not shadow its own.
@@ -95,6 +96,7 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
         kwargs = dict(backend_kwargs or {})
         if kfac_approx is not None:
             kwargs["kfac_approx"] = kfac_approx
+        kwargs.setdefault("kfac_approx", "auto")  # the backends' own default is laplace-torch's
         laplace.KronLaplace.__init__(
             self,
             model,

@@ -106,6 +106,8 @@ class Posterior:
         self.likelihood: Likelihood = likelihood
         self.options = options
         self.generator = generator
+        if not isinstance(damping, bool):
+            raise TypeError(f"damping is {damping!r}; True or False is needed.")
         self.damping = damping
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.n_params = sum(p.numel() for p in self.params)
@@ -166,6 +168,8 @@ class Posterior:
                 f"prior_mean has shape {tuple(mean.shape)}; expected a scalar or "
                 f"({self.n_params},), one per parameter."
             )
+        if not mean.isfinite().all():
+            raise ValueError("prior_mean must be finite.")
         self._prior_mean = mean.to(self._device, self._dtype)
 
     @property

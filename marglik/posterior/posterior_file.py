@@ -18,6 +18,7 @@ from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.files import sha256_of_tensors, write_tensors
 from kfac_backend.model.checks import check_module
 from kfac_backend.options import CurvatureOptions
+from marglik.posterior.calibration import CalibrationFit
 from marglik.posterior.posterior import Posterior, parameter_vector
 from marglik.storage.model_state import (
     names_replaced,
@@ -35,6 +36,8 @@ from marglik.storage.record_file import (
 from marglik.storage.run_files import FACTORS, MODEL, POSTERIOR
 
 __all__ = ["load_posterior", "save_posterior"]
+
+NUMBERS = ("prior_mean", "sigma_noise", "temperature")
 
 
 def save_posterior(
@@ -136,8 +139,13 @@ def load_posterior(
     record = read_posterior(folder)
     model.to(device)
     device = next(model.parameters()).device
+    try:
+        hyperparameters = _hyperparameters(record)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"{POSTERIOR} in {folder} is damaged: {reason}. Fit again.") from error
     delta: dict[str, float] = record["prior_precision"]
-    frozen_sum = record.get("frozen_sha256")  # the first release's records lack it
+    frozen_sum = record["frozen_sha256"]
     base = tensors_of_others(model, delta) if frozen_sum else {}
     state = read_state(model, Path(folder) / MODEL, without=base)
     if frozen_sum and _sum_of_base(model, base) != frozen_sum:
@@ -155,18 +163,9 @@ def load_posterior(
         raise ValueError(
             f"{POSTERIOR} and {FACTORS} in {folder} have different parameters; fit again."
         )
-    laplace = Posterior(
-        model,
-        record["likelihood"],
-        _options(record, factors),
-        prior_precision=torch.tensor(list(delta.values()), dtype=torch.float64),
-        prior_mean=record["prior_mean"],
-        sigma_noise=record["sigma_noise"],
-        temperature=record["temperature"],
-        damping=record["damping"],
-    )
+    laplace = Posterior(model, **hyperparameters)
     laplace.restore(factors)
-    laplace.calibrations = record.get("calibrations", {})  # the first release's records lack them
+    laplace.calibrations = record["calibrations"]
     return laplace
 
 
@@ -176,8 +175,18 @@ def _sum_of_base(model: nn.Module, base: dict[str, Tensor]) -> str:
     return sha256_of_tensors(p for name, p in base.items() if name not in replaced)
 
 
-def _options(record: dict[str, Any], factors: KroneckerFactors) -> CurvatureOptions:
-    """The options of the fit. Older records lack them: then the factors', with "auto" resolved."""
-    if "curvature" in record:
-        return CurvatureOptions(**record["curvature"])
-    return factors.options
+def _hyperparameters(record: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `Posterior` in a record, checked before anything is changed.
+
+    Raises:
+        KeyError: one is missing.
+        TypeError, ValueError: one that the posterior or a predictive refuses, such as NaN or text.
+    """
+    delta = torch.tensor(list(record["prior_precision"].values()), dtype=torch.float64)
+    found = {name: record[name] for name in ("likelihood", *NUMBERS, "damping")}
+    found |= {"options": CurvatureOptions(**record["curvature"]), "prior_precision": delta}
+    as_many_tensors = nn.ParameterList([torch.zeros(1) for _ in delta])
+    Posterior(as_many_tensors, **found)  # its checks
+    for fit in record["calibrations"].values():
+        CalibrationFit.of(fit)
+    return found

@@ -36,9 +36,9 @@ from kfac_backend.model.batches import each_batch
 from kfac_backend.model.targets import Targets, split_batch
 from kfac_backend.options import Likelihood
 from marglik.eval_mode import in_eval_mode
+from marglik.posterior.calibration import Calibration, CalibrationFit
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.links import (
-    Calibration,
     Link,
     bridge_log_counts,
     check_link,
@@ -56,7 +56,6 @@ from marglik.prediction.predictive import (
 
 __all__ = [
     "CalibratedPredictive",
-    "CalibrationFit",
     "HeldOut",
     "calibrate",
     "calibrations_of",
@@ -79,35 +78,6 @@ Terms = tuple[Tensor, Tensor, Tensor]
 """Outputs (M, C), their covariances or deviations, and targets of M loss terms."""
 Loss = Callable[[Tensor | None, Tensor], Tensor]
 """Mean NLL at (s, τ or σ); None for s = 0, where √s has no derivative."""
-
-
-@dataclass(frozen=True)
-class CalibrationFit:
-    """A calibration, and NLLs of the held-out data for comparison (nats, mean over loss terms)."""
-
-    calibration: Calibration
-    nll: float
-    """NLL with the calibration."""
-    nll_uncalibrated: float
-    """NLL at s = τ = 1, or with the posterior's own σ."""
-    map_calibration: Calibration
-    """The best calibration with s = 0: the temperature-scaled MAP."""
-    nll_scaled_map: float
-    """NLL of the temperature-scaled MAP."""
-    nll_map: float
-    """NLL of the MAP."""
-    num_terms: int
-    """Number of held-out loss terms (examples, or positions of sequences) that were used."""
-
-    @staticmethod
-    def remembered(posterior: Posterior, config: PredictiveConfig) -> "CalibrationFit | None":
-        """A posterior's saved fit for this predictive; None if there is none, or none is wanted."""
-        content = posterior.calibrations.get(config.label)
-        if content is None or not config.is_calibrated:
-            return None
-        names = ("calibration", "map_calibration")
-        made: dict[str, Any] = {name: Calibration(**content[name]) for name in names}
-        return CalibrationFit(**content | made)
 
 
 @dataclass(frozen=True)
@@ -189,6 +159,8 @@ class HeldOut:
             y = targets_of(posterior.model, x, y).to(posterior.mean.device)
             f = in_eval_mode(posterior.model, outputs_of)(posterior.model, x)
             check_targets(f, y, likelihood, may_ignore=targets_of.may_ignore)
+            if not found:
+                config.check_cost(f[0, ..., 0].numel(), f.shape[-1], likelihood)
             counted = counted_terms(y, likelihood)
             if likelihood == "classification":
                 y = y.long()

@@ -1,21 +1,160 @@
-"""Risk-coverage and ROC curves of a predictive, and its errors by class, as lists to plot.
+"""What the report plots: reliability, coverage, risk-coverage and ROC curves, errors by class.
 
-Each curve is computed from all examples; at most `POINTS` of its points are kept.
+Each is computed from all examples, and returned as plain lists. Of risk-coverage and ROC curves at
+most `POINTS` points are kept.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from marglik.prediction.metric_inputs import as_finite, as_labels, as_probabilities, check_shapes
-from marglik.prediction.metrics import risk_by_coverage
+from marglik.prediction.metric_inputs import (
+    as_finite,
+    as_labels,
+    as_probabilities,
+    as_variance,
+    check_shapes,
+)
 
-__all__ = ["MOST_CLASSES", "POINTS", "errors_by_class", "risk_coverage_curve", "roc_curve"]
+__all__ = [
+    "MOST_CLASSES",
+    "POINTS",
+    "calibration_error",
+    "coverage_curve",
+    "errors_by_class",
+    "inside_intervals",
+    "reliability",
+    "risk_by_coverage",
+    "risk_coverage_curve",
+    "roc_curve",
+]
 
+LEVELS = tuple(k / 20 for k in range(1, 20))
+"""0.05, 0.10, ..., 0.95."""
 POINTS = 101
 MOST_CLASSES = 20
 """Largest number of classes for which there is a confusion matrix."""
+
+
+def reliability(
+    confidence: Tensor, correct: Tensor, num_bins: int = 15, adaptive: bool = False
+) -> dict[str, list[Any]]:
+    """Confidence and accuracy in M bins of the confidence.
+
+    Bins are open below and closed above, as in Guo et al. 2017 (arXiv:1706.04599, sec. 2), so that
+    a confidence of exactly 1 counts in the last bin. torchmetrics puts it in a bin of its own (its
+    issue 3510), has no bins of equal mass, and does not return the bins that a diagram needs.
+
+    Args:
+        confidence: (N,) probabilities of the predictions, any float dtype and device.
+        correct: (N,) bool, whether each prediction is right.
+        num_bins: M.
+        adaptive: False for bins of equal width on [0, 1]. True for bins of equal mass (Nguyen &
+            O'Connor 2015, arXiv:1508.05154): without ties their sizes differ by at most one.
+            Equal confidences always share a bin, so that the order of the data decides nothing;
+            a tie across a bin's upper edge makes that bin larger, and those after it smaller or
+            empty.
+
+    Returns:
+        "edges", M + 1 ascending ones; "counts", "confidence" (means) and "accuracy" of the bins,
+        the latter two None where a bin is empty.
+
+    Raises:
+        TypeError: confidences that are not floats, ``correct`` that is not bool.
+        ValueError: wrong shapes, no predictions, confidences outside [0, 1], no bin.
+    """
+    check_shapes(confidence=(confidence, "N"), correct=(correct, "N"))
+    if correct.dtype != torch.bool:
+        raise TypeError(
+            f"correct has dtype {correct.dtype}; expected bool. Pass predictions == labels."
+        )
+    if num_bins < 1:
+        raise ValueError(f"num_bins must be at least 1, not {num_bins}; the usual choice is 15.")
+    c, right = as_probabilities("confidence", confidence), correct.cpu().double()
+    edges = torch.linspace(0, 1, num_bins + 1, dtype=torch.float64)
+    if adaptive:  # the smallest confidence, then those of ranks ⌈N m / M⌉, counted from 1
+        ranks = (torch.arange(1, num_bins + 1) * len(c) + num_bins - 1) // num_bins
+        ordered = c.sort().values
+        edges = torch.cat([ordered[:1], ordered[ranks - 1]])
+    index = torch.bucketize(c, edges[1:-1])  # (N,)
+    counts = index.bincount(minlength=num_bins).tolist()
+
+    def means(values: Tensor) -> list[float | None]:
+        sums = index.bincount(weights=values, minlength=num_bins).tolist()
+        return [s / n if n else None for s, n in zip(sums, counts, strict=True)]
+
+    return {
+        "edges": edges.tolist(),
+        "counts": counts,
+        "confidence": means(c),
+        "accuracy": means(right),
+    }
+
+
+def calibration_error(bins: dict[str, list[Any]]) -> float:
+    """Expected calibration error Σ_m (n_m / N) |accuracy_m − confidence_m|, in 0..1.
+
+    Source: Guo et al. 2017 (arXiv:1706.04599), eq. 3; empty bins are ignored.
+
+    Args:
+        bins: as `reliability` returns them.
+    """
+    columns = zip(bins["counts"], bins["confidence"], bins["accuracy"], strict=True)
+    return sum(n * abs(a - c) for n, c, a in columns if n) / sum(bins["counts"])
+
+
+def coverage_curve(
+    mean: Tensor, variance: Tensor, targets: Tensor, levels: Sequence[float] = LEVELS
+) -> dict[str, Any]:
+    """Share of targets within the central interval of each level; equal to it if calibrated.
+
+    Args:
+        mean: (N, C) means of the Gaussian predictive.
+        variance: (N, C) variances of the predictive, including the noise.
+        targets: (N, C).
+        levels: numbers between 0 and 1.
+
+    Returns:
+        "levels", and in the same order "coverage", the shares of all N·C targets; "count" is N·C.
+
+    Raises:
+        ValueError: shapes that differ, no examples, numbers that are not finite, variances that are
+            not positive.
+    """
+    shares = inside_intervals(mean, variance, targets, levels).double().mean(dim=(1, 2))
+    return {"levels": list(levels), "coverage": shares.tolist(), "count": targets.numel()}
+
+
+def inside_intervals(
+    mean: Tensor, variance: Tensor, targets: Tensor, levels: Sequence[float]
+) -> Tensor:
+    """Whether each target lies within the central interval of each level, (levels, N, C) bool.
+
+    The interval of level q is mean ± Φ⁻¹((1 + q)/2) √variance, both ends included. Arguments and
+    errors are those of `coverage_curve`.
+    """
+    check_shapes(mean=(mean, "NC"), variance=(variance, "NC"), targets=(targets, "NC"))
+    residual = as_finite("targets", targets) - as_finite("mean", mean)
+    distance = residual.abs() / as_variance(variance).sqrt()  # (N, C), in σ
+    q = torch.tensor(list(levels), dtype=torch.float64)
+    return distance <= torch.special.ndtri((1 + q) / 2)[:, None, None]
+
+
+def risk_by_coverage(confidence: Tensor, correct: Tensor) -> Tensor:
+    """Error rate among the k most confident predictions, k = 1..N: (N,), whose mean is the AURC.
+
+    Examples with equal confidence all count with their mean error: the average over their orders.
+
+    Args:
+        confidence: (N,).
+        correct: (N,) bool.
+    """
+    _, group, sizes = confidence.unique(return_inverse=True, return_counts=True)
+    errors = group.bincount(weights=(~correct).double()) / sizes  # per group, least confident first
+    errors = errors.repeat_interleave(sizes).flip(0)  # (N,), most confident first
+    return errors.cumsum(0) / torch.arange(1, len(errors) + 1)
 
 
 def risk_coverage_curve(probabilities: Tensor, labels: Tensor) -> dict[str, list[float]]:

@@ -11,6 +11,7 @@ from kfac_backend.loss.hessian import counted_terms
 from kfac_backend.model.batches import each_batch
 from kfac_backend.model.targets import Targets, split_batch
 from kfac_backend.options import Likelihood, TargetKeywords, TargetOptions
+from marglik.prediction.curves import coverage_curve, reliability
 from marglik.prediction.links import Prediction
 from marglik.prediction.metrics import (
     bernoulli_metrics,
@@ -21,7 +22,6 @@ from marglik.prediction.metrics import (
     regression_scores,
 )
 from marglik.prediction.predictive import Predictive
-from marglik.prediction.reliability import coverage_curve, reliability
 
 __all__ = ["compute_metrics", "example_scores", "predict_all", "reliability_curve"]
 
@@ -149,6 +149,6 @@ def reliability_curve(
     p = prediction.mean
     if likelihood == "classification":
         confidence, predicted = p.max(dim=-1)
-        return reliability(confidence, predicted == targets).to_json()
+        return reliability(confidence, predicted == targets)
     confidence = torch.maximum(p, 1 - p).flatten()
-    return reliability(confidence, ((p > 0.5) == (targets > 0.5)).flatten()).to_json()
+    return reliability(confidence, ((p > 0.5) == (targets > 0.5)).flatten())

@@ -34,7 +34,6 @@ from marglik.data.images.out_of_distribution import OutOfDistributionImages
 from marglik.data.record import tensors_in
 from marglik.data.shard import Shard
 from marglik.posterior.posterior import Posterior
-from marglik.prediction.calibration import CalibrationFit
 from marglik.prediction.curves import errors_by_class, risk_coverage_curve, roc_curve
 from marglik.prediction.evaluation import (
     compute_metrics,
@@ -56,6 +55,7 @@ from marglik.prediction.predictive import (
     PredictiveConfig,
     laplace_predictive,
     map_predictive,
+    remembered_calibration,
 )
 from marglik.storage.checkpoint import Checkpoints, CheckpointsOfRanks
 from marglik.storage.provenance import environment
@@ -264,7 +264,7 @@ def evaluate_network(
     how: dict[str, dict[str, Any]] = {"MAP": {}}
     for one in configs:
         assert laplace is not None
-        found = CalibrationFit.remembered(laplace, one)
+        found = remembered_calibration(laplace, one)
         if found is not None:
             scaled, label = found.map_calibration, "MAP, temperature-scaled"
             sigma = scaled.sigma_noise or laplace.sigma_noise

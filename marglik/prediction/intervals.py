@@ -126,8 +126,9 @@ def differences(
 
     They are paired differences, whose intervals are much narrower than two separate intervals
     suggest. For means Student's interval of the differences per example; for shares that of Bonett
-    & Price 2012 (J. Educ. Behav. Stat. 37), which adds one example to each kind of disagreement and
-    so has a positive width even without disagreements.
+    & Price 2012 (J. Educ. Behav. Stat. 37), which adds one example to each kind of disagreement.
+    Where no example's scores differ, as the accuracy's under temperature scaling, which keeps every
+    prediction's class, the difference is 0 with the interval (0, 0).
 
     Args:
         scores: see `intervals`.
@@ -140,6 +141,9 @@ def differences(
     found = {}
     for name in scores.keys() & reference.keys() - {"reg/RMSE"}:
         d = of_examples(scores[name], positions) - of_examples(reference[name], positions)
+        if not d.any():
+            found[name] = 0.0, 0.0, 0.0
+            continue
         is_share = name in SHARES and bool(torch.isin(d, d.new_tensor([-1, 0, 1])).all())
         ends = _interval_of_paired_shares(d) if is_share else mean_interval(d)
         if ends is not None:

@@ -17,11 +17,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kfac_backend.options import Likelihood, check_option, check_positive
+from kfac_backend.options import Likelihood, check_option
 from kfac_backend.precision import at_least_float32
+from marglik.posterior.calibration import Calibration
 
 __all__ = [
-    "Calibration",
     "Link",
     "Prediction",
     "bridge_log_counts",
@@ -45,41 +45,6 @@ standard deviations up to 3, 6e-5 up to 5, 4e-3 up to 10; that of entropies is f
 LARGEST_LOG_ALPHA = 60.0
 """Limit of the counts' logarithms: a Dirichlet whose largest count is e^60 has no spread that any
 dtype could represent, and larger ones would overflow."""
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """The two numbers that `calibrate` fits to held-out data; s = τ = 1 changes nothing.
-
-    Args:
-        covariance_scale: s ≥ 0, by which the outputs' covariance is multiplied; 0 is the MAP.
-        output_temperature: τ > 0, by which outputs are divided; 1 in regression. It is not the T
-            of the likelihood.
-        sigma_noise: σ of regression, in place of the posterior's; None for other likelihoods.
-    """
-
-    covariance_scale: float = 1.0
-    output_temperature: float = 1.0
-    sigma_noise: float | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.covariance_scale < math.inf:
-            raise ValueError(
-                f"covariance_scale must be 0 (the MAP) or positive, not {self.covariance_scale}."
-            )
-        check_positive("output_temperature", self.output_temperature)
-        if self.sigma_noise is not None:
-            check_positive("sigma_noise", self.sigma_noise)
-
-    @property
-    def in_words(self) -> str:
-        """What the calibration does, in words."""
-        outputs = (
-            f"outputs divided by {self.output_temperature:.3g}"
-            if self.sigma_noise is None
-            else f"noise of standard deviation {self.sigma_noise:.3g}"
-        )
-        return f"covariances times {self.covariance_scale:.3g}, {outputs}"
 
 
 @dataclass(frozen=True, repr=False)

@@ -7,17 +7,22 @@ or "ood/" (out-of-distribution detection).
 
 import torch
 from torch import Tensor
+from torch.distributions import Normal
 
+from marglik.prediction.curves import (
+    calibration_error,
+    inside_intervals,
+    reliability,
+    risk_by_coverage,
+)
 from marglik.prediction.metric_inputs import (
     as_binary,
     as_finite,
-    as_gaussian,
     as_labels,
     as_probabilities,
     check_rows_sum_to_one,
     check_shapes,
 )
-from marglik.prediction.reliability import inside_intervals, reliability
 
 __all__ = [
     "SHARES",
@@ -154,11 +159,11 @@ def regression_scores(mean: Tensor, variance: Tensor, targets: Tensor) -> dict[s
     Their means are those of `regression_metrics`, whose arguments and errors these are; the square
     of "reg/RMSE" is the mean of what stands under its name here.
     """
-    predictive, y = as_gaussian(mean, variance, targets)
     is_inside = inside_intervals(mean, variance, targets, tuple(COVERAGE_LEVELS.values()))
+    m, v, y = (values.detach().cpu().double() for values in (mean, variance, targets))
     return {
-        "reg/NLL": -predictive.log_prob(y).sum(dim=1),
-        "reg/RMSE": (y - predictive.mean).square(),
+        "reg/NLL": -Normal(m, v.sqrt()).log_prob(y).sum(dim=1),
+        "reg/RMSE": (y - m).square(),
         **dict(zip(COVERAGE_LEVELS, is_inside.double(), strict=True)),
     }
 
@@ -208,21 +213,6 @@ def _means(scores: dict[str, Tensor]) -> dict[str, float]:
 
 def _calibration_errors(confidence: Tensor, correct: Tensor) -> dict[str, float]:
     return {
-        "cal/ECE": reliability(confidence, correct).ece,
-        "cal/ECE_adaptive": reliability(confidence, correct, adaptive=True).ece,
+        "cal/ECE": calibration_error(reliability(confidence, correct)),
+        "cal/ECE_adaptive": calibration_error(reliability(confidence, correct, adaptive=True)),
     }
-
-
-def risk_by_coverage(confidence: Tensor, correct: Tensor) -> Tensor:
-    """Error rate among the k most confident predictions, k = 1..N: (N,), whose mean is the AURC.
-
-    Examples with equal confidence all count with their mean error: the average over their orders.
-
-    Args:
-        confidence: (N,).
-        correct: (N,) bool.
-    """
-    _, group, sizes = confidence.unique(return_inverse=True, return_counts=True)
-    errors = group.bincount(weights=(~correct).double()) / sizes  # per group, least confident first
-    errors = errors.repeat_interleave(sizes).flip(0)  # (N,), most confident first
-    return errors.cumsum(0) / torch.arange(1, len(errors) + 1)

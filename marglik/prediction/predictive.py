@@ -1,5 +1,6 @@
 """Predictives: functions from inputs to predictions, at the MAP or under the posterior."""
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
@@ -16,10 +17,10 @@ from kfac_backend.model.checks import check_module, check_output
 from kfac_backend.options import Likelihood, check_option, check_positive
 from kfac_backend.precision import at_least_float32
 from marglik.eval_mode import in_eval_mode
+from marglik.posterior.calibration import Calibration, CalibrationFit
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.subset import Layers
 from marglik.prediction.links import (
-    Calibration,
     Prediction,
     check_link,
     predict_from_deviations,
@@ -34,7 +35,10 @@ __all__ = [
     "laplace_predictive",
     "map_predictive",
     "outputs_of",
+    "remembered_calibration",
 ]
+
+_logger = logging.getLogger(__name__)
 
 PredictiveMethod = Literal["probit", "bridge", "mc", "linearised"]
 CalibrationMethod = Literal["held_out", "none"]
@@ -47,7 +51,10 @@ COPIES_OF_SAMPLES, COPIES_OF_COVARIANCE = 3, 6
 """Most arrays of the size of the outputs' samples, and of their covariances, that exist at once."""
 
 MOST_BACKWARD_PASSES = 2048
-"""Backward passes for one example above which the command line refuses to compute covariances."""
+"""Most backward passes for one example of several positions."""
+
+MOST_CLASSES = 4096
+"""Most classes whose covariance (C, C) is decomposed at each position: half a minute of a core."""
 
 
 @dataclass(frozen=True)
@@ -135,21 +142,36 @@ class PredictiveConfig:
         """Whether the covariance and the outputs are scaled by factors fitted to held-out data."""
         return self.calibration == "held_out"
 
-    def check_outputs(self, positions: int, classes: int) -> None:
-        """Raise a ValueError if the outputs' covariances would take very long.
+    def check_cost(self, positions: int, classes: int, likelihood: Likelihood) -> None:
+        """Raise a ValueError if the outputs' covariances would take hours for a single example.
+
+        Where method "linearised" samples the same outputs in much less time, the log says so.
 
         Args:
             positions: R of one example, 1 for outputs (N, C).
             classes: C.
+            likelihood: classification needs the covariance (C, C) and its root at each position,
+                others the variances (C,).
         """
-        passes = positions * classes
-        by_covariance = self.method != "linearised" and self.layers == "all"
-        if positions > 1 and by_covariance and passes > MOST_BACKWARD_PASSES:
+        if self.method == "linearised":
+            return
+        passes = positions * classes if self.layers == "all" else 0
+        too_wide = likelihood == "classification" and classes > MOST_CLASSES
+        if too_wide or (positions > 1 and passes > MOST_BACKWARD_PASSES):
+            last = "" if too_wide else ", or --predictive.layers last"
             raise ValueError(
                 f"predictive.method {self.method!r} needs the covariances of {classes} outputs at "
-                f"{positions} positions, which take {passes} backward passes per example; more "
-                f"than {MOST_BACKWARD_PASSES} take very long. Use --predictive.method linearised, "
-                "which samples the same outputs, or --predictive.layers last."
+                f"{positions} positions, with {passes} backward passes per example; more than "
+                f"{MOST_CLASSES} classes or {MOST_BACKWARD_PASSES} passes take very long. Use "
+                f"--predictive.method linearised, which samples the same outputs{last}."
+            )
+        if positions > 1 and passes > 5 * self.networks:
+            _logger.warning(
+                "predictive.method %r takes %d backward passes per example; linearised takes about "
+                "%d (predictive.networks) and samples the same outputs",
+                self.method,
+                passes,
+                self.networks,
             )
 
     def check_memory(
@@ -265,9 +287,9 @@ def laplace_predictive(
     """
     laplace.fitted_factors()
     likelihood: Likelihood = laplace.likelihood  # pyright: ignore[reportAssignmentType]
-    remembered = laplace.calibrations.get(config.label) if config.is_calibrated else None
     if calibration is None:
-        calibration = Calibration(**remembered["calibration"]) if remembered else Calibration()
+        found = remembered_calibration(laplace, config)
+        calibration = Calibration() if found is None else found.calibration
     if config.method != "linearised":
         check_link(config.method, likelihood)
     if calibration.covariance_scale == 0:  # the MAP's, which needs no covariances
@@ -284,6 +306,7 @@ def laplace_predictive(
 
     # Regression and Bernoulli outputs have a target each: covariances between them do not matter.
     variance_only = likelihood != "classification"
+    known_shapes: set[torch.Size] = set()
 
     def of_some(x: Any, positions: Tensor | None = None) -> Prediction:
         f, covariance = laplace.output_distribution(
@@ -302,6 +325,9 @@ def laplace_predictive(
     @torch.no_grad()
     def predict(x: Any) -> Prediction:
         shape, N = _output_shape(laplace.model, x), num_examples(x)
+        if shape not in known_shapes:  # once, before any covariance is computed
+            config.check_cost(math.prod(shape[:-1]), shape[-1], likelihood)
+            known_shapes.add(shape)
         if len(shape) == 1:
             return of_some(x)
         *axes, C = shape
@@ -312,6 +338,12 @@ def laplace_predictive(
         return _with_axes(Prediction.cat([of_some(*part) for part in some]), axes)
 
     return _ModelPredictive(in_eval_mode(laplace.model, predict), laplace.model, likelihood)
+
+
+def remembered_calibration(laplace: Posterior, config: PredictiveConfig) -> CalibrationFit | None:
+    """What `calibrate` found for this predictive; None if nothing, or if none is wanted."""
+    found = laplace.calibrations.get(config.label) if config.is_calibrated else None
+    return None if found is None else CalibrationFit.of(found)
 
 
 def _linearised_networks(

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from marglik.prediction.links import Calibration
+from marglik.posterior.calibration import Calibration
 from marglik.report.charts.calibration import (
     Series,
     entropy_chart,

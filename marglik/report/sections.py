@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from shlex import quote
 from typing import Any
 
+from marglik.posterior.calibration import Calibration
 from marglik.prediction.evaluation_record import IN_SAMPLE, has_in_sample_metrics
-from marglik.prediction.links import Calibration
 from marglik.report.charts.chart import Chart
 from marglik.report.charts.errors import Confusion
 from marglik.report.charts.layers import (

@@ -93,6 +93,11 @@ def fit(
         RankError: another process has failed or is gone, or was started with other options.
     """
     start = time.perf_counter()
+    if curvature.corrected and prior.method == "evidence":
+        raise ValueError(
+            "curvature.corrected makes the evidence a lower bound, whose maximum misleads. Choose "
+            "prior.method validation or fixed, or leave corrected out."
+        )
     folder = RunFolder(run.output or f"runs/{Path(checkpoint).stem}")
     if Path(checkpoint).resolve().parent == folder.path.resolve():
         raise ValueError(

@@ -85,7 +85,7 @@ def check_model(
         y = targets(model, x, y)
         check_targets(f, y, likelihood, may_ignore=targets.may_ignore)
         if predictive is not None:
-            predictive.check_outputs(f[0, ..., 0].numel(), f.shape[-1])
+            predictive.check_cost(f[0, ..., 0].numel(), f.shape[-1], likelihood)
             _check_memory(predictive, model, splits, f, likelihood)
         if curvature_pass is not None:
             curvature_pass.add(x, y)

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from marglik.posterior.calibration import Calibration
 from marglik.prediction.evaluation_record import IN_SAMPLE, has_in_sample_metrics
-from marglik.prediction.links import Calibration
 from marglik.runs.terminal import print_paragraph, print_table
 
 __all__ = ["print_evaluation", "print_fit", "print_summary"]

@@ -60,7 +60,8 @@ def maximize_evidence(
         learn_sigma_noise: False keeps σ of regression.
 
     Raises:
-        ValueError: a damped posterior, or a structure that does not fit the model.
+        ValueError: a damped posterior, corrected eigenvalues, or a structure that does not fit the
+            model.
         FloatingPointError: the optimiser did not converge.
     """
     from scipy.optimize import minimize  # here, since it takes long to import
@@ -68,6 +69,12 @@ def maximize_evidence(
     if laplace.damping:
         raise ValueError(
             "maximize_evidence is for posteriors without damping; make it with damping=False."
+        )
+    if laplace.fitted_factors().is_corrected:
+        # The diagonal in a basis that is not the block's eigenbasis: Σ log ≥ log det (Hadamard).
+        raise ValueError(
+            "With corrected eigenvalues the evidence is a lower bound, whose maximum misleads. Fit "
+            "with corrected=False, call maximize_evidence, then fit with corrected=True to predict."
         )
     groups = PriorGroups.from_model(laplace.model, structure)
     terms, start = laplace.evidence_terms, laplace.prior_precision.double()

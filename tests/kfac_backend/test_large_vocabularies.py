@@ -248,6 +248,9 @@ def test_very_many_backward_passes_are_warned_about_once(monkeypatch):
     with pytest.warns(UserWarning, match="147 backward passes .* fisher='mc' takes") as caught:
         factors(Language(), [batch()] * 2)
     assert len(caught) == 1
+    with monkeypatch.context() as patched, pytest.raises(ValueError, match="fisher='mc' takes"):
+        patched.setattr("kfac_backend.loss.vectors.MOST_PASSES", R * (V - 1) - 1)
+        factors(Language(), [batch()])
     monkeypatch.setattr("kfac_backend.loss.vectors.MANY_PASSES", R * (V - 1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -16,7 +16,7 @@ CASES = {
     "classification": {},
     "regression": {"likelihood": "regression", "sigma_noise": 0.4},
     "bernoulli": {"likelihood": "bernoulli"},
-    "reduce": {"kfac_approx": "reduce"},
+    "expand": {"kfac_approx": "expand"},
     "empirical Fisher": {"backend": KfacEF},
     "Monte Carlo Fisher": {"backend_kwargs": {"stochastic": True}},
     "damping": {"damping": True},

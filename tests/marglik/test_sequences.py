@@ -10,10 +10,12 @@ from torch.nn.utils import vector_to_parameters
 from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
-from kfac_backend.options import TargetOptions
+from kfac_backend.covariance.output_covariance import OutputCovariance
+from kfac_backend.options import CurvatureOptions, TargetOptions
 from marglik.data import TensorSplits
 from marglik.posterior.posterior import Posterior
 from marglik.prediction import predictive as predictive_module
+from marglik.prediction.calibration import calibrate
 from marglik.prediction.evaluation import compute_metrics, predict_all
 from marglik.prediction.evaluation_record import evaluate
 from marglik.prediction.links import predict_from_gaussian
@@ -240,7 +242,7 @@ def test_the_evaluation_says_how_many_positions_it_is_about():
 def test_covariances_that_would_take_very_long_are_refused(method, monkeypatch):
     monkeypatch.setattr(predictive_module, "MOST_BACKWARD_PASSES", R * C - 1)
     config = PredictiveConfig(method)
-    message = f"'{method}' needs .* of 3 outputs at 4 positions, .* 12 backward passes .*linearised"
+    message = f"'{method}' needs .* of 3 outputs at 4 positions, .* 12 backward .*linearised"
     with pytest.raises(ValueError, match=message):
         check_model(network(), splits(), CurvatureConfig(), predictive=config)
     for other in (PredictiveConfig("linearised"), PredictiveConfig(method, layers="last")):
@@ -248,6 +250,29 @@ def test_covariances_that_would_take_very_long_are_refused(method, monkeypatch):
         check_model(network(), splits(), None, predictive=other)
     monkeypatch.setattr(predictive_module, "MOST_BACKWARD_PASSES", R * C)
     check_model(network(), splits(), CurvatureConfig(), predictive=config)
+
+
+def test_predictives_refuse_what_would_not_end(monkeypatch, caplog):
+    """Before any covariance is computed, from Python as from the command line."""
+    monkeypatch.setattr(OutputCovariance, "__call__", lambda *_, **__: pytest.fail("too late"))
+    vocabulary = 32_000
+    model = torch.nn.Sequential(torch.nn.Embedding(9, 2), torch.nn.Linear(2, vocabulary))
+    laplace = Posterior(model, "classification", CurvatureOptions(fisher="mc", diagonal_above=99))
+    tokens = torch.arange(6).reshape(2, 3)
+    laplace.fit([(tokens, tokens)])
+    for layers in ("all", "last"):
+        config = PredictiveConfig("probit", layers=layers)
+        for use in (
+            lambda config=config: laplace_predictive(laplace, config)(tokens),
+            lambda config=config: calibrate(laplace, [(tokens, tokens)], config),
+        ):
+            with pytest.raises(ValueError, match="32000 outputs at 3 positions.*linearised"):
+                use()
+    config = PredictiveConfig("linearised", networks=2)
+    assert laplace_predictive(laplace, config)(tokens).mean.shape == (2, 3, vocabulary)
+    assert "linearised" not in caplog.text
+    PredictiveConfig("probit", networks=2).check_cost(4, 3, "classification")  # 12 passes
+    assert "12 backward passes" in caplog.text and "linearised takes about 2" in caplog.text
 
 
 def test_positions_that_no_memory_holds_are_refused():

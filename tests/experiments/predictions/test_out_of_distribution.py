@@ -9,9 +9,9 @@ from experiments.predictions import out_of_distribution
 from experiments.predictions.out_of_distribution import Config, Row, predict_rows, rows_of, table
 from marglik.data import CORRUPTIONS, SEVERITIES
 from marglik.models import MLP
+from marglik.posterior.calibration import Calibration
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.calibration import calibrate
-from marglik.prediction.links import Calibration
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive, map_predictive
 
 

@@ -13,8 +13,9 @@ from torch.testing import assert_close
 from experiments.predictions import predictive_study
 from experiments.predictions.predictive_study import CALIBRATIONS, Config, Dense, output_jacobians
 from marglik.models import MLP
+from marglik.posterior.calibration import Calibration
 from marglik.prediction.calibration import HeldOut
-from marglik.prediction.links import Calibration, predict_from_gaussian
+from marglik.prediction.links import predict_from_gaussian
 from tests.oracles import dense_ggn
 
 

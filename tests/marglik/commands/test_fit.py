@@ -97,7 +97,10 @@ def test_rules(checkpoint, tmp_path):
 
 
 def test_corrected_eigenvalues(checkpoint, plain, tmp_path):
-    corrected = fit(checkpoint, tmp_path / "fit", "--curvature.corrected", "true")
+    options = ["--curvature.corrected", "true", "--prior.method"]
+    with pytest.raises(AssertionError):  # of the status: a lower bound would be maximised
+        fit(checkpoint, tmp_path / "fit", *options, "evidence")
+    corrected = fit(checkpoint, tmp_path / "fit", *options, "fixed")
     assert (plain[1]["corrected"], corrected["corrected"]) == (False, True)
     assert corrected["evidence"] != plain[1]["evidence"]
     assert corrected["curvature"] == plain[1]["curvature"]

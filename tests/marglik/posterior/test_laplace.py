@@ -11,7 +11,8 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from kfac_backend.laplace_torch.interface import KfacEF, KfacGGN
-from marglik import KronLaplace
+from kfac_backend.options import CurvatureOptions
+from marglik import KronLaplace, Posterior
 from tests import oracles
 
 pytestmark = pytest.mark.filterwarnings("ignore:By default `link_approx`")
@@ -60,13 +61,27 @@ def test_numbers_are_those_of_laplace_torch(likelihood, kfac_approx, backend):
 
 def test_functional_variance_is_brute_force():
     dataset, model = data("classification"), network(groups=2)
-    la = KronLaplace(model, "classification", prior_precision=0.7)
+    la = KronLaplace(model, "classification", prior_precision=0.7, kfac_approx="expand")
     la.fit([dataset.tensors])
     x = dataset.tensors[0]
     H = torch.block_diag(*oracles.kfac_blocks(model, x, "classification", "expand").values())
     Js, _ = la.backend.jacobians(x[:3])
     inverse = torch.linalg.inv(H + 0.7 * torch.eye(len(H)).double())
     assert_close(la.functional_variance(Js), torch.einsum("ncp,pq,nkq->nck", Js, inverse, Js))
+
+
+def test_auto_is_the_default_and_takes_reduce_for_one_loss_term_per_example():
+    found = {}
+    for mode in ("default", "auto", "reduce", "expand"):
+        options = {} if mode == "default" else {"kfac_approx": mode}
+        la = KronLaplace(network(), "classification", **options)
+        plain = Posterior(network(), "classification", CurvatureOptions(**options))
+        for posterior in (la, plain):
+            posterior.fit([data("classification").tensors])
+        found[mode] = la.log_marginal_likelihood()
+        assert torch.equal(found[mode], plain.log_marginal_likelihood())
+    assert found["default"] == found["auto"] == found["reduce"]
+    assert (found["expand"] - found["auto"]).abs() > 0.1  # nats
 
 
 def test_counts_what_it_saw():
@@ -198,7 +213,10 @@ def test_noise_of_a_classifier_is_refused_before_it_is_set():
 
 def test_damping_uses_the_damped_determinant():
     dataset = data("classification")
-    damped, plain = (KronLaplace(network(), "classification", damping=d) for d in (True, False))
+    damped, plain = (
+        KronLaplace(network(), "classification", damping=d, kfac_approx="expand")
+        for d in (True, False)
+    )
     theirs = laplace.KronLaplace(network(), "classification", damping=True, backend=KfacGGN)
     for la in (damped, plain, theirs):
         la.fit(DataLoader(dataset, 9))

@@ -17,7 +17,7 @@ def pair(likelihood, **options):
     """Ours, which has no Jacobians any more, and laplace-torch's own."""
     model = network().eval()
     options = {"prior_precision": DELTAS} | options
-    ours = KronLaplace(model, likelihood, **options)
+    ours = KronLaplace(model, likelihood, kfac_approx="expand", **options)
     theirs = laplace.KronLaplace(model, likelihood, backend=KfacGGN, **options)
     for la in (ours, theirs):
         la.fit(DataLoader(TensorDataset(*data(likelihood)), 8))

@@ -8,17 +8,22 @@ import torch
 from scipy import integrate, stats
 from torch.testing import assert_close
 
+from marglik.posterior.calibration import Calibration
 from marglik.posterior.posterior_file import load_posterior, save_posterior
 from marglik.prediction import calibration
 from marglik.prediction.calibration import (
-    CalibrationFit,
     HeldOut,
     calibrate,
     fit_calibration,
 )
 from marglik.prediction.evaluation import compute_metrics, predict_all
-from marglik.prediction.links import Calibration, predict_from_gaussian
-from marglik.prediction.predictive import PredictiveConfig, laplace_predictive, map_predictive
+from marglik.prediction.links import predict_from_gaussian
+from marglik.prediction.predictive import (
+    PredictiveConfig,
+    laplace_predictive,
+    map_predictive,
+    remembered_calibration,
+)
 from tests.marglik.prediction.gaussians import gaussians
 from tests.marglik.small_laplace import data, fitted, network
 
@@ -163,7 +168,7 @@ def test_a_posterior_remembers_its_calibration_and_forgets_it_with_what_it_was_o
     found = calibrate(la, [(x, y)], config, generator=torch.Generator().manual_seed(0))
     save_posterior(la, tmp_path)
     loaded = load_posterior(tmp_path, network())
-    assert CalibrationFit.remembered(loaded, config) == found.fit
+    assert remembered_calibration(loaded, config) == found.fit
     again = laplace_predictive(loaded, config, torch.Generator().manual_seed(0))
     assert_close(again(x).mean, found(x).mean)
     plain = PredictiveConfig("mc", calibration="none")

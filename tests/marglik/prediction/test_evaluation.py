@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from marglik.prediction.curves import coverage_curve
 from marglik.prediction.evaluation import compute_metrics, predict_all, reliability_curve
 from marglik.prediction.links import Prediction
 from marglik.prediction.metrics import bernoulli_metrics, classification_metrics, regression_metrics
 from marglik.prediction.predictive import map_predictive
-from marglik.prediction.reliability import coverage_curve
 from tests.marglik.small_laplace import TakesMapping, data, network
 
 

@@ -107,7 +107,7 @@ def test_linearised_networks_are_those_with_sampled_parameters(likelihood):
 
 
 def test_bernoulli_from_fit_to_prediction_by_brute_force():
-    la, x = fitted("bernoulli")
+    la, x = fitted("bernoulli", kfac_approx="expand")
     targets, model = data("bernoulli")[1], la.model.eval()
     H = torch.block_diag(*oracles.kfac_blocks(model, x, "bernoulli", "expand").values())
     theta = torch.cat([p.detach().flatten() for p in model.parameters()])

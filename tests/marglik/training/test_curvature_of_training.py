@@ -97,7 +97,7 @@ def test_factors_of_all_layers_of_a_network():
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
-    expected = kronecker_factors(model, [(x, y)] * 5, "classification")
+    expected = kronecker_factors(model, [(x, y)] * 5, "classification", CurvatureOptions())
     found = optimizer.preconditioner.factors(5 * len(x), expected.loss)
     assert list(found.blocks) == list(expected.blocks)
     assert (found.num_data, found.num_loss_terms) == (expected.num_data, expected.num_loss_terms)
