@@ -11,6 +11,8 @@
 # one core.
 
 # %%
+import gzip
+import json
 import os
 import random
 from pathlib import Path
@@ -18,7 +20,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from kfac_backend import CurvatureOptions, TargetOptions
+from kfac_backend import CurvatureOptions
 from marglik import (
     Hyperparameters,
     OnlineTraining,
@@ -31,7 +33,6 @@ from marglik import (
     map_predictive,
     predict_all,
 )
-from marglik.data import DART
 from marglik.models import GPT
 
 torch.manual_seed(0)
@@ -39,23 +40,31 @@ random.seed(0)
 R = 48  # bytes that the network sees at once
 
 
-def made_windows(number):
-    """Windows of sentences about who likes what."""
+def real_text():
+    """DART's sentences, one after the other."""
+    with gzip.open(FILE, "rt", encoding="utf-8") as file:
+        return " ".join(entry["annotations"][0]["text"] for entry in json.load(file))
+
+
+def made_text():
+    """Sentences about who likes what."""
     who, what = ("Ada", "Bo", "Cy", "Dee"), ("tea", "chess", "snow", "old maps", "the sea")
-    text = " ".join(f"{random.choice(who)} likes {random.choice(what)}." for _ in range(5000))
-    data = torch.tensor(list(text.encode()))
+    return " ".join(f"{random.choice(who)} likes {random.choice(what)}." for _ in range(5000))
+
+
+def windows(data, number):
+    """Random windows of bytes, and the bytes that follow each of theirs."""
     starts = torch.randint(len(data) - R - 1, (number,))
-    windows = torch.stack([data[s : s + R + 1] for s in starts])
-    return windows[:, :-1], windows[:, 1:]
+    found = torch.stack([data[s : s + R + 1] for s in starts])
+    return found[:, :-1], found[:, 1:]
 
 
-file = Path(os.environ.get("MARGLIK_DATA", ""), "dart-v1.1.1-full-dev.json.gz")
-if file.is_file():
-    splits = DART(file, context=R, num_train=700, num_test=200).load()
-    (x, y), test = splits.train, splits.test
-else:
-    x, y = made_windows(700)
-    test = made_windows(200)
+FILE = Path(os.environ.get("MARGLIK_DATA", ""), "dart-v1.1.1-full-dev.json.gz")
+text = real_text() if FILE.is_file() else made_text()
+data = torch.tensor(list(text.encode()))
+first, last = data[: len(data) * 4 // 5], data[len(data) * 4 // 5 :]  # no byte is in both
+x, y = windows(first, 700)
+test = windows(last, 200)
 held_out = (x[600:], y[600:])
 x, y = x[:600], y[:600]
 print(bytes(x[0].tolist()).decode(errors="replace"))
@@ -69,7 +78,7 @@ print(bytes(x[0].tolist()).decode(errors="replace"))
 # %%
 model = GPT(vocab_size=256, context=R, dim=48, depth=2, heads=4)
 loader = DataLoader(TensorDataset(x, y), batch_size=50, shuffle=True)
-options = CurvatureOptions(kfac_approx="expand", fisher="mc", ignore_index=-100)
+options = CurvatureOptions(kfac_approx="expand", fisher="mc")
 training = OnlineTraining(
     model,
     torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.0),
@@ -78,7 +87,6 @@ training = OnlineTraining(
     Hyperparameters(PriorGroups.from_model(model), prior_precision=0.3),
     lambda delta, sigma: Posterior(model, "classification", options, prior_precision=delta),
     Schedule(epochs=12, every=4, steps=50, keep="last"),
-    targets=TargetOptions(ignore_index=-100),  # what fills short texts does not count
 )
 laplace = training.run().laplace
 names = [name for name, _ in model.named_parameters()]
@@ -97,6 +105,6 @@ config = PredictiveConfig(method="linearised", networks=10)
 predict = calibrate(laplace, [held_out], config)
 print(predict.calibration.in_words)
 for name, predictive in {"MAP": map_predictive(model), "calibrated": predict}.items():
-    prediction, labels = predict_all(predictive, [test], ignore_index=-100)
+    prediction, labels = predict_all(predictive, [test])
     metrics = compute_metrics(prediction, labels, "classification")
     print(f"{name:10} {metrics['cls/NLL']:.3f} nats per byte, {metrics['cls/accuracy']:.3f} right")

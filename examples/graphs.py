@@ -1,25 +1,20 @@
 # %% [markdown]
-# # Graphs: molecules of different sizes
+# # Graphs of different sizes
 #
 # For graph networks. Their layers run on the concatenated nodes and edges of all graphs of a
 # batch, so that rows are not examples. The model says which graph each row belongs to, with
 # `kfac_backend.examples_of_rows`. Reduce then scales both sums over the R rows of a graph by
 # 1/√R.
 #
-# The molecules are those of NCI1, in the folder that the environment variable `MARGLIK_DATA`
-# names. Without it, the graphs are random, and their class is whether they have more edges than
-# nodes. Half a minute on one core.
+# The graphs are random, and their class is whether they have more edges than nodes. Half a minute
+# on one core.
 
 # %%
-import os
-from pathlib import Path
-
 import torch
 from matplotlib import pyplot
 
 from kfac_backend import kronecker_factors
 from marglik import calibrate, compute_metrics, map_predictive, marglik_training, predict_all
-from marglik.data import NCI1
 from marglik.data.tensors import TensorBatches
 from marglik.graphs import Graphs
 from marglik.models import GraphNetwork
@@ -38,11 +33,7 @@ def made_graphs(number):
     return Graphs(*features, *ends, nodes, edges), (edges > nodes).long()
 
 
-if Path(os.environ.get("MARGLIK_DATA", ""), "NCI1.tar.gz").is_file():
-    splits = NCI1().load()
-    (x, y), (x_test, y_test) = splits.train, splits.test
-else:
-    (x, y), (x_test, y_test) = made_graphs(1000), made_graphs(300)
+(x, y), (x_test, y_test) = made_graphs(1000), made_graphs(300)
 held_out = [(x[800:1000], y[800:1000])]
 x, y = x[:800], y[:800]
 print(f"{len(x)} graphs of {x.node_counts.min()} to {x.node_counts.max()} nodes")

@@ -5,14 +5,15 @@
 # weight decay per tensor are learned with it, without validation data. The predictive is a Gaussian
 # with the variance σ² + J Σ Jᵀ, the sum of the noise's and the posterior's.
 #
-# The data are the published splits of UCI's yacht set, in `uci.tar.gz` in the folder that the
-# environment variable `MARGLIK_DATA` names. Without it, the data is a synthetic function of one
-# variable. Seconds on one core.
+# The data are UCI's yacht set, its rows in `yacht.txt` in the folder that the environment variable
+# `MARGLIK_DATA` names. Without it, the data is a synthetic function of one variable. Seconds on one
+# core.
 
 # %%
 import os
 from pathlib import Path
 
+import numpy
 import torch
 from matplotlib import pyplot
 from torch import nn
@@ -29,12 +30,13 @@ from marglik import (
     map_predictive,
     predict_all,
 )
-from marglik.data import UCI
 
 torch.manual_seed(0)
-if Path(os.environ.get("MARGLIK_DATA", ""), "uci.tar.gz").is_file():
-    splits = UCI("yacht").load()
-    (x, y), (x_test, y_test) = splits.train, splits.test
+file = Path(os.environ.get("MARGLIK_DATA", ""), "yacht.txt")
+if file.is_file():
+    rows = torch.from_numpy(numpy.loadtxt(file)).float()  # six features, then the target
+    rows = ((rows - rows.mean(0)) / rows.std(0))[torch.randperm(len(rows))]
+    (x, y), (x_test, y_test) = ((part[:, :-1], part[:, -1:]) for part in (rows[31:], rows[:31]))
     title = f"yacht: {len(x)} training examples, {x.shape[1]} features"
 else:
     x, x_test = 4 * torch.rand(250, 1) - 2, 4 * torch.rand(50, 1) - 2

@@ -225,6 +225,7 @@ def commands(text):
 @pytest.mark.parametrize("page", [*PAGES, "experiments/README.md"])
 def test_commands_are_those_of_the_programs(page, capsys):
     for program, *arguments in commands((ROOT / page).read_text()):
+        arguments = [str(ROOT / a) if a.startswith("experiments/") else a for a in arguments]
         if program == "marglik" and page == "docs/own-network.md":
             continue  # these run below
         if program == "marglik" and arguments[0] == "train":

@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from experiments.data import data_file
+from experiments.data.nci1 import NCI1
 from experiments.optimizers import steps_to_target
 from experiments.optimizers.runs import Config, Method, Problem, Schedule, Timing
 from experiments.optimizers.steps_to_target import Study
-from marglik.data import NCI1
 from marglik.data.tensors import TensorSplits
 from marglik.graphs import Graphs
 from marglik.models import GraphNetwork

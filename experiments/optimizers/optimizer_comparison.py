@@ -17,10 +17,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.data import data_file, default_source, images
+from experiments.data.dart import DART
 from experiments.optimizers import steps_to_target
 from experiments.optimizers.runs import Config, Method, Problem, Schedule, Timing
 from experiments.optimizers.steps_to_target import Study
-from marglik.data import DART, Digits
+from marglik.data import Digits
 from marglik.data.batches import Splits
 from marglik.data.images.image_set import ImageData
 from marglik.models import GPT, LeNet, WideResNetFixup

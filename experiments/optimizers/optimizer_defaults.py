@@ -24,9 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from experiments.data import data_file
+from experiments.data.uci import UCI
 from experiments.optimizers.runs import Candidate, Config, Method, Problem, Schedule, run
 from experiments.studies import one_table_study
-from marglik.data import UCI, Digits
+from marglik.data import Digits
 from marglik.data.batches import Splits
 from marglik.data.splits import hold_out
 from marglik.data.tensors import TensorSplits

@@ -17,7 +17,6 @@ same facts are in the same part of the data.
 directory). It needs transformers and peft, and DART's file as `marglik.data.DART` does.
 """
 
-import gzip
 import json
 import math
 import random
@@ -37,6 +36,8 @@ import transformers
 from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 
+from experiments.data.archives import unpacked
+from experiments.data.dart import FILE, ORIGIN
 from experiments.studies import mean_with_error, one_table_study
 from marglik import (
     KronLaplace,
@@ -46,8 +47,6 @@ from marglik import (
     maximize_evidence,
     predict_all,
 )
-from marglik.data.dart import FILE, ORIGIN
-from marglik.data.source import local_file
 from marglik.prediction.metrics import classification_metrics
 from marglik.storage.provenance import environment
 
@@ -105,8 +104,7 @@ class Sentences:
     @staticmethod
     def of(config: Config) -> "Sentences":
         """Split by facts; the vocabulary is that of the sentences without labels."""
-        with gzip.open(local_file(None, FILE, ORIGIN)) as file:
-            entries = json.loads(file.read())
+        entries = json.loads(unpacked(None, FILE, ORIGIN)[1])
         plain: list[str] = []
         groups: dict[frozenset, list[tuple[str, int]]] = {}
         for entry in entries:

@@ -29,6 +29,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from experiments.data import archive, data_file
+from experiments.data.image_archive import ImageArchive
 from experiments.studies import (
     add_study_options,
     mean_with_error,
@@ -36,6 +37,7 @@ from experiments.studies import (
     run_missing,
     study_folder,
 )
+from experiments.weight_decay.presets import PRESETS
 from marglik.cli import main as marglik
 from marglik.data import (
     CORRUPTIONS,
@@ -44,7 +46,6 @@ from marglik.data import (
     Digits,
     ImageBatches,
     ImageData,
-    ImageFolder,
     ImageSet,
     ImageSplits,
     Noise,
@@ -110,7 +111,7 @@ def _digits_options(seed: int) -> list[str]:
 
 def _vit_options(seed: int) -> list[str]:
     # Nothing is learned from the test images, and 500 take half as long as the preset's 1,000.
-    options = {"config": "vit_cifar10", "data.path": archive()}
+    options = {"config": PRESETS / "vit_cifar10.yaml", "data.path": archive()}
     options |= {"data.max_test": 500, "data.validation": 0.1}
     pairs = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
     return [*pairs, "--no_baseline"]
@@ -119,7 +120,7 @@ def _vit_options(seed: int) -> list[str]:
 def _around_cifar10(seed: int) -> dict[str, ImageData]:
     path = data_file("tiny-imagenet-near-ood.tar.gz")
     return {
-        "Tiny ImageNet (near)": ImageFolder(path, max_test=500),
+        "Tiny ImageNet (near)": ImageArchive(path, max_test=500),
         "digits (far)": Digits(test_fraction=0.5),
         "noise (far)": Noise(num_images=500),
     }

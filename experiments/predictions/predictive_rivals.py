@@ -32,6 +32,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from torch import Tensor, nn
 
 from experiments.data import data_file, images
+from experiments.data.nci1 import NCI1
 from experiments.predictions import rivals
 from experiments.predictions.rivals import Rival, Task
 from experiments.studies import (
@@ -44,7 +45,7 @@ from experiments.studies import (
 )
 from experiments.timing import interleaved, medians
 from kfac_backend.options import CurvatureOptions, KfacApprox
-from marglik.data import NCI1, DataSource, Digits, ImageSet, Noise
+from marglik.data import DataSource, Digits, ImageSet, Noise
 from marglik.data.batches import Batches, ImageBatches, Splits, split_batches
 from marglik.data.images.image_set import ImageData, ImageSplits
 from marglik.data.images.out_of_distribution import out_of_distribution_images

@@ -27,12 +27,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from experiments.data.dart import DART, IGNORED
 from experiments.options import add_results
 from experiments.timing import CLOCKS, interleaved, median_ratios, medians
 from kfac_backend.factors import CurvaturePass
 from kfac_backend.optimizer import KfacPreconditioner, PreconditionerOptions
 from kfac_backend.options import Mode
-from marglik.data.dart import DART, IGNORED
 from marglik.models import GPT, VisionTransformer
 from marglik.storage.provenance import environment
 from marglik.storage.record_file import write_json

@@ -50,7 +50,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.data import data_file
+from experiments.data import VARIABLE, data_file
+from experiments.data.uci import FILE, UCI, StandardisedSplits
 from experiments.options import add_results
 from experiments.processes import as_they_finish, default_jobs
 from experiments.studies import quiet_training
@@ -58,9 +59,6 @@ from experiments.uci.report import write_report
 from experiments.uci.rivals import Gaussian, Pair, Training, grid_and_ensemble, post_hoc
 from kfac_backend.files import parse_json
 from marglik import Hyperparameters, OnlineTraining, Posterior, PriorGroups, Schedule
-from marglik.data import UCI
-from marglik.data.source import VARIABLE
-from marglik.data.uci import FILE, StandardisedSplits
 from marglik.prediction.metrics import regression_metrics
 from marglik.storage.provenance import environment
 from marglik.storage.record_file import write_json

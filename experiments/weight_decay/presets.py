@@ -1,7 +1,8 @@
 """Results of the presets of transformers and graph networks over several seeds.
 
-Each run is ``marglik train --config PRESET --seed N``. It learns the prior while the network
-trains; a second training keeps the initial weight decay. The paper has no such numbers.
+Each run is ``marglik train --config experiments/presets/NAME.yaml --seed N``. It learns the prior
+while the network trains; a second training keeps the initial weight decay. The paper has no such
+numbers.
 
 ``python -m experiments.weight_decay.presets`` takes about half an hour on two cores. It resumes,
 and writes ``results/presets/`` in the working directory.
@@ -13,6 +14,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from marglik.storage.record_file import write_json
 from marglik.storage.run_files import RESULTS
 from marglik.storage.run_folder import RunFolder
 
+PRESETS = Path(__file__).parents[1] / "presets"
 NAMES = {
     "vit_cifar10": "VisionTransformer, CIFAR-10 (JPEG)",
     "gpt_dart": "GPT, DART, per byte",
@@ -53,10 +56,10 @@ class Config:
 
 def run(config: Config) -> dict[str, Any]:
     """Train, or read a finished training; returns config, metrics, evidences and seconds."""
-    options = ["--config", config.preset, "--seed", str(config.seed), "--output", config.folder]
-    status = marglik(["train", *options, "--resume", "--no_progress"])
-    if status:
-        raise RuntimeError(f"marglik train --config {config.preset} ended with status {status}.")
+    preset = str(PRESETS / f"{config.preset}.yaml")
+    options = ["--seed", str(config.seed), "--output", config.folder, "--resume", "--no_progress"]
+    if status := marglik(["train", "--config", preset, *options]):
+        raise RuntimeError(f"marglik train --config {preset} ended with status {status}.")
     found = parse_json(RunFolder(config.folder).read(RESULTS) or b"{}")
     kept = (
         "num_data",

@@ -37,6 +37,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from experiments.data import data_file, images
+from experiments.data.nci1 import NCI1
 from experiments.studies import (
     add_study_options,
     mean_with_error,
@@ -47,7 +48,7 @@ from experiments.studies import (
     study_folder,
 )
 from kfac_backend.files import write_file
-from marglik.data import NCI1, DataSource, Digits, ImageData
+from marglik.data import DataSource, Digits, ImageData
 from marglik.data.batches import Splits, split_batches
 from marglik.data.images.image_set import ImageSet
 from marglik.data.splits import hold_out

@@ -49,14 +49,13 @@ class ImageBatches:
             horizontal flips, new in each iteration; "none" for the images as they are.
         device: where the batches are made.
         seed: seed of shuffling and augmentation.
-        drop_last: whether to leave out a last batch smaller than ``batch_size``.
         channels_last: whether x is laid out in memory as (B, H, W, C), which is faster for
             convolutions on most devices.
         shard: the part of each batch that is yielded; if it is empty, a batch without images.
 
     Raises:
-        ValueError: if there are no images or no full batch where only full ones count, if
-            ``batch_size`` is below 1, ``augment`` unknown, or mean and std do not fit.
+        ValueError: if there are no images, ``batch_size`` is below 1, ``augment`` is unknown, or
+            mean and std do not fit.
     """
 
     def __init__(
@@ -70,18 +69,12 @@ class ImageBatches:
         augment: Augmentation = "none",
         device: torch.device | str = "cpu",
         seed: int = 0,
-        drop_last: bool = False,
         channels_last: bool = False,
         shard: Shard = WHOLE,
     ) -> None:
         check_sizes(batch_size=batch_size)
         if not len(images):
             raise ValueError("The image set is empty, so there are no batches; load some images.")
-        if drop_last and len(images) < batch_size:
-            raise ValueError(
-                f"drop_last=True with {len(images)} images and batch_size={batch_size} leaves no "
-                "batch; lower batch_size, or pass drop_last=False."
-            )
         if augment not in get_args(Augmentation):
             raise ValueError(
                 f"augment={augment!r} is unknown; choose one of {get_args(Augmentation)}."
@@ -91,7 +84,6 @@ class ImageBatches:
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.augment: Augmentation = augment
-        self.drop_last = drop_last
         self.shard = shard
         self.generator = torch.Generator().manual_seed(seed)
         self._mean = torch.tensor(mean, dtype=torch.float32, device=device)[:, None, None]
@@ -100,18 +92,12 @@ class ImageBatches:
 
     @property
     def num_examples(self) -> int:
-        """Number of images that one iteration yields, without those that drop_last leaves out."""
-        return self.shard.num_examples(self._num_all, self.batch_size)
-
-    @property
-    def _num_all(self) -> int:
-        """The number of images that one iteration yields on all shards together."""
-        return min(len(self) * self.batch_size, len(self.dataset))
+        """Number of images that one iteration yields."""
+        return self.shard.num_examples(len(self.dataset), self.batch_size)
 
     def __len__(self) -> int:
         """Number of batches of one iteration."""
-        full, rest = divmod(len(self.dataset), self.batch_size)
-        return full + (rest > 0 and not self.drop_last)
+        return -(-len(self.dataset) // self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         # Drawn here, since the body of a generator function would run only at the first batch.
@@ -129,7 +115,7 @@ class ImageBatches:
     def _batches(
         self, order: Tensor, distortions: tuple[Tensor, ...]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        for batch in self.shard.batches(self._num_all, self.batch_size):
+        for batch in self.shard.batches(len(self.dataset), self.batch_size):
             images = self.dataset.images[order[batch]]  # (B, C, H, W)
             if distortions:
                 top, left, flip = (d[batch] for d in distortions)

@@ -47,30 +47,17 @@ def subset(
         argument: the user's name of ``size``, for errors.
 
     Raises:
-        ValueError: if ``size`` is below the number of classes or above the number of images, or so
-            small that a rare class would get no image.
+        ValueError: if there are fewer images, or a class would get none.
     """
-    if size is None:
+    if size is None or size == len(images):
         return images
-    if size > len(images):
+    if not len(classes) <= size <= len(images):
         raise ValueError(
-            f"{argument}={size}: there are only {len(images)} images; lower it, or leave it out "
-            "for all images."
+            f"{argument}={size}: must lie in {len(classes)}..{len(images)}, one image of each "
+            "class at least; leave it out for all images."
         )
-    if size < len(classes):
-        raise ValueError(
-            f"{argument}={size}: there are {len(classes)} classes, and each needs an image; "
-            f"raise it to at least {len(classes)}."
-        )
-    if size == len(images):
-        return images
     chosen, _ = split_off(images, size, classes, seed, f"{argument}={size}")
-    for label, name in enumerate(classes):
-        if not (chosen.labels == label).any():
-            raise ValueError(
-                f"{argument}={size}: class {name!r} is so rare that it would get no image; raise "
-                f"{argument}."
-            )
+    _check_classes(chosen.labels, classes, 1, f"{argument}={size}")
     return chosen
 
 
@@ -86,25 +73,14 @@ def split_off_validation(
     ``argument`` is the user's name of the fraction, for errors.
 
     Raises:
-        ValueError: if either part would be smaller than the number of classes, or a class would be
-            left without a training image.
+        ValueError: if a part would be smaller than the number of classes, or no training
+            image of a class be left.
     """
     if fraction == 0:
         return train, None
-    size = round(fraction * len(train))
-    if not len(classes) <= size <= len(train) - len(classes):
-        raise ValueError(
-            f"{argument}={fraction}: {len(train)} training images would be divided into "
-            f"{len(train) - size} and {size}; both parts need an image of each of "
-            f"{len(classes)} classes. Choose another fraction, or take more images."
-        )
-    validation, rest = split_off(train, size, classes, seed, f"{argument}={fraction}")
-    for label, name in enumerate(classes):
-        if not (rest.labels == label).any():
-            raise ValueError(
-                f"{argument}={fraction}: class {name!r} is so rare that no training image of it "
-                "would be left; choose a smaller fraction."
-            )
+    size, cause = round(fraction * len(train)), f"{argument}={fraction}"
+    validation, rest = split_off(train, size, classes, seed, cause)
+    _check_classes(rest.labels, classes, 1, cause)
     return rest, validation
 
 
@@ -126,49 +102,42 @@ def hold_out(splits: AnySplits, share: float, seed: int) -> AnySplits:
         ValueError: a share so small or so large that a part would be empty or lack a class.
     """
     try:
-        return _divided(splits, share, seed)
+        if isinstance(splits, ImageSplits):
+            classes = splits.classes
+            train, held = split_off_validation(splits.train, share, classes, seed, "held_out")
+            return replace(splits, train=train, validation=held)
+        x, y = splits.train
+        chosen, rest = _held_out(y, splits.classes or (), share, seed)
+        return replace(splits, train=(x[rest], y[rest]), validation=(x[chosen], y[chosen]))
     except ValueError as error:
         raise ValueError(
             f"{error} With held_out 0 nothing is held out, and the predictive is not calibrated."
         ) from error
 
 
-def _divided(splits: AnySplits, share: float, seed: int) -> AnySplits:
-    if isinstance(splits, ImageSplits):
-        train, validation = split_off_validation(
-            splits.train, share, splits.classes, seed, "held_out"
-        )
-        return replace(splits, train=train, validation=validation)
-    x, y = splits.train
-    size = round(share * len(y))
+def _held_out(
+    y: Tensor, classes: tuple[str, ...], share: float, seed: int
+) -> tuple[Tensor, Tensor]:
+    """Indices of the examples to hold out, and of the rest."""
+    size, cause = round(share * len(y)), f"held_out={share}"
     # Sequences and labels that do not count belong to no class.
-    C = len(splits.classes or ())
-    stratifies = C > 0 and y.dim() == 1 and bool(((y >= 0) & (y < C)).all())
-    least = C if stratifies else 1
-    if not least <= size <= len(y) - least:
-        raise ValueError(
-            f"held_out={share}: {len(y)} training examples would be divided into {len(y) - size} "
-            f"and {size}; both parts need at least {least}. Choose another share."
-        )
-    if stratifies:
-        assert splits.classes is not None
-        held, rest = stratified(y, size, splits.classes, seed, f"held_out={share}", "example")
-    else:
-        order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
-        held, rest = (part.sort().values for part in (order[:size], order[size:]))
-    return replace(splits, train=(x[rest], y[rest]), validation=(x[held], y[held]))
+    if classes and y.dim() == 1 and bool(((y >= 0) & (y < len(classes))).all()):
+        return stratified(y, size, classes, seed, cause)
+    _check_sizes(len(y), size, 1, cause)
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
+    return order[:size].sort().values, order[size:].sort().values
 
 
 def split_off(
     images: ImageSet, size: int, classes: tuple[str, ...], seed: int, cause: str
 ) -> tuple[ImageSet, ImageSet]:
     """Return a stratified random choice of ``size`` images, and the rest, both in order."""
-    chosen, rest = stratified(images.labels, size, classes, seed, cause, "image")
+    chosen, rest = stratified(images.labels, size, classes, seed, cause)
     return images.select(chosen), images.select(rest)
 
 
 def stratified(
-    labels: Tensor, size: int, classes: tuple[str, ...], seed: int, cause: str, example: str
+    labels: Tensor, size: int, classes: tuple[str, ...], seed: int, cause: str
 ) -> tuple[Tensor, Tensor]:
     """Return the indices of a stratified random choice of ``size`` examples, and of the rest.
 
@@ -180,29 +149,41 @@ def stratified(
         classes: class names.
         seed: seed of the choice.
         cause: the option that asks for the split, for errors.
-        example: what an example is called, for errors.
 
     Raises:
-        ValueError: if a class has fewer than two examples.
+        ValueError: if a part would be smaller than the number of classes, or a class has
+            fewer than two examples.
     """
     # Here, since importing scikit-learn takes a second.
     from sklearn.model_selection import train_test_split
 
-    counts = labels.bincount(minlength=len(classes))
-    if counts.min() < 2:
-        rare = int(counts.argmin())
-        raise ValueError(
-            f"{cause}: class {classes[rare]!r} has {counts[rare]} {example}(s), and a stratified "
-            f"split needs two; add {example}s of it, remove the class, or leave the split out."
-        )
+    _check_sizes(len(labels), size, len(classes), cause)
+    _check_classes(labels, classes, 2, cause)
     chosen, rest = train_test_split(
         torch.arange(len(labels)).numpy(),
         train_size=size,
         stratify=labels.numpy(),
         random_state=seed,
     )
-    chosen, rest = (torch.from_numpy(part).sort().values for part in (chosen, rest))
-    return chosen, rest
+    return torch.from_numpy(chosen).sort().values, torch.from_numpy(rest).sort().values
+
+
+def _check_classes(labels: Tensor, classes: tuple[str, ...], least: int, cause: str) -> None:
+    counts = labels.bincount(minlength=len(classes))
+    if counts.min() < least:
+        rare = int(counts.argmin())
+        raise ValueError(
+            f"{cause}: class {classes[rare]!r} is so rare that {counts[rare]} of its examples are "
+            f"left, and {least} are needed. Add some, remove the class, or choose another number."
+        )
+
+
+def _check_sizes(total: int, size: int, least: int, cause: str) -> None:
+    if not least <= size <= total - least:
+        raise ValueError(
+            f"{cause}: {total} examples would be divided into {size} and {total - size}; both "
+            f"parts need at least {least}. Choose another number, or take more examples."
+        )
 
 
 def pixel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -73,9 +73,8 @@ def train(
         model: class of the network, whose outputs are logits, or means for regression. Any
             importable class will do, such as marglik.models.WideResNetFixup, marglik.models.LeNet,
             marglik.models.MLP, or my_file.MyNet.
-        data: class of the data: images (such as marglik.data.Digits), sequences
-            (marglik.data.DART), graphs (marglik.data.NCI1) or any tensors
-            (marglik.data.TensorFile).
+        data: class of the data: images (such as marglik.data.Digits), any tensors
+            (marglik.data.TensorFile), or an importable class of your own.
         optimizer: the network's optimiser.
         prior: the prior and its updates.
         curvature: the curvature pass.

@@ -5,17 +5,13 @@ may run code, reach beyond its own file, or leave anything behind: a command's f
 folders around it are afterwards as they were.
 """
 
-import bz2
-import gzip
 import io
 import json
-import lzma
 import os
 import pickle
 import re
 import resource
 import struct
-import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -23,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import save
 
@@ -35,8 +30,7 @@ from tests.faults.copies import Copy
 from tests.faults.families import Case, Workplace
 from tests.faults.runs import files_of
 from tests.marglik.commands.command_line import DATA
-from tests.marglik.data.image_helpers import encoded, image_files, write_folder
-from tests.marglik.data.text_and_graphs import dart_entries, nci1_texts
+from tests.marglik.data.image_helpers import image_files, write_folder
 from tests.marglik.report.fabricate import write_run
 
 __all__ = ["INPUTS", "Input", "bad_inputs"]
@@ -62,22 +56,7 @@ class Input:
     """What the error's line must match; "" where it is read as data."""
 
 
-# Archives and folders of images
-
-
-def _tar(
-    name: str, change: Callable[[tarfile.TarFile], object], mode: str = "w"
-) -> Callable[[Path], list[str]]:
-    """A whole archive of images and what the change adds."""
-
-    def write(folder: Path) -> list[str]:
-        with tarfile.open(folder / name, mode) as archive:  # type: ignore[call-overload]
-            for path, content in image_files().items():
-                add(archive, path, content)
-            change(archive)
-        return images(folder / name)
-
-    return write
+# Folders of images
 
 
 def images(path: Path) -> list[str]:
@@ -85,86 +64,6 @@ def images(path: Path) -> list[str]:
     sizes = ["--model.in_features", "90", "--model.num_classes", "3", "--epochs", "1"]
     return ["train", "--data", "marglik.data.ImageFolder", "--data.path", str(path), "--model",
             "marglik.models.MLP", *sizes, "--no_progress"]  # fmt: skip
-
-
-def add(archive: tarfile.TarFile, name: str, content: bytes = b"", **fields: Any) -> None:
-    """Add a member; fields are of its header."""
-    info = tarfile.TarInfo(name)
-    info.size = len(content)
-    for field, value in fields.items():
-        setattr(info, field, value)
-    archive.addfile(info, io.BytesIO(content))
-
-
-def _member(name: str, says: str, **fields: Any) -> Input:
-    content = encoded(np.zeros((6, 5, 3), dtype=np.uint8)) if not fields else b""
-    return Input(_tar("pets.tar", lambda a: add(a, name, content, **fields)), says)
-
-
-SYMLINK, HARDLINK = {"type": tarfile.SYMTYPE}, {"type": tarfile.LNKTYPE}
-
-
-def _loop(archive: tarfile.TarFile) -> None:
-    add(archive, "train/cat/a.jpg", linkname="b.jpg", **SYMLINK)
-    add(archive, "train/cat/b.jpg", linkname="a.jpg", **SYMLINK)
-
-
-def _header(name: str, size: int) -> bytes:
-    info = tarfile.TarInfo(name)
-    info.size = size
-    return info.tobuf(tarfile.GNU_FORMAT)
-
-
-def _bomb(name: str, compress: Callable[[bytes], bytes], gibibytes: int = 16) -> Any:
-    """An archive of one member of zeros, compressed piece by piece: each piece is a whole file."""
-
-    def write(folder: Path) -> list[str]:
-        piece = compress(bytes(8 * MEBIBYTE))
-        with (folder / name).open("wb") as file:
-            file.write(compress(_header("train/cat/0.jpg", gibibytes * 2**30)))
-            for _ in range(gibibytes * 128):
-                file.write(piece)
-            file.write(compress(bytes(1024)))
-        return images(folder / name)
-
-    return write
-
-
-def _many_members(folder: Path) -> list[str]:
-    piece = gzip.compress(_header("train/cat/0.jpg", 0) * 100_000)
-    (folder / "pets.tar.gz").write_bytes(piece * 300 + gzip.compress(bytes(1024)))
-    return images(folder / "pets.tar.gz")
-
-
-def _long_names(folder: Path) -> list[str]:
-    """A header that says that the next member's name has four gibibytes."""
-    info = tarfile.TarInfo("././@PaxHeader")
-    info.type, info.size = tarfile.XHDTYPE, 4 * 2**30
-    piece = gzip.compress(b"1" * (64 * MEBIBYTE))
-    (folder / "pets.tar.gz").write_bytes(gzip.compress(info.tobuf()) + piece * 64)
-    return images(folder / "pets.tar.gz")
-
-
-def _sparse(folder: Path) -> list[str]:
-    """One member of a tebibyte, of which no byte is stored."""
-    info = tarfile.TarInfo("train/cat/0.jpg")
-    info.pax_headers = {
-        "GNU.sparse.major": "0", "GNU.sparse.minor": "1", "GNU.sparse.name": "train/cat/0.jpg",
-        "GNU.sparse.size": str(2**40), "GNU.sparse.map": f"{2**40},0",
-    }  # fmt: skip
-    with tarfile.open(folder / "pets.tar", "w", format=tarfile.PAX_FORMAT) as archive:
-        archive.addfile(info, io.BytesIO())
-        for path, content in image_files().items():
-            add(archive, path, content)
-    return images(folder / "pets.tar")
-
-
-def _bytes(name: str, content: Callable[[], bytes]) -> Callable[[Path], list[str]]:
-    def write(folder: Path) -> list[str]:
-        (folder / name).write_bytes(content())
-        return images(folder / name)
-
-    return write
 
 
 def _folder(change: Callable[[Path], object]) -> Callable[[Path], list[str]]:
@@ -181,71 +80,19 @@ def _links_in_circles(path: Path) -> None:
         (path / "train" / "cat" / name).symlink_to("..", target_is_directory=True)
 
 
-ARCHIVES = {
-    "archive, a path out of it": _member("../../escaped/train/cat/0.jpg", "leads out of"),
-    "archive, a path out of a class": _member("train/cat/../../../x.jpg", "leads out of"),
-    "archive, an absolute path": _member("/tmp/escaped/train/cat/0.jpg", "leads out of"),
-    "archive, a link out of it": _member(
-        "train/cat/x.jpg", "damaged", linkname="../../../../../etc/hostname", **SYMLINK
-    ),
-    "archive, a link to an absolute path": _member(
-        "train/cat/x.jpg", "damaged", linkname="/etc/hostname", **SYMLINK
-    ),
-    "archive, a link to itself": _member(
-        "train/cat/x.jpg", "damaged", linkname="x.jpg", **SYMLINK
-    ),
-    "archive, links in a circle": Input(_tar("pets.tar", _loop), "damaged"),
-    "archive, a hard link out of it": _member(
-        "train/cat/x.jpg", "damaged", linkname="../../etc/hostname", **HARDLINK
-    ),
-    "archive, a hard link to an absolute path": _member(
-        "train/cat/x.jpg", "damaged", linkname="/etc/hostname", **HARDLINK
-    ),
-    "archive, a device of characters": _member(
-        "train/cat/x.jpg", "", type=tarfile.CHRTYPE, devmajor=1, devminor=5
-    ),
-    "archive, a device of blocks": _member(
-        "train/cat/x.jpg", "", type=tarfile.BLKTYPE, devmajor=7, devminor=0
-    ),
-    "archive, a pipe": _member("train/cat/x.jpg", "", type=tarfile.FIFOTYPE),
-    "archive, a sparse tebibyte": Input(_sparse, "has 1,099,511,627,776 bytes"),
-    "archive, a gzip bomb": Input(_bomb("pets.tar.gz", gzip.compress), "times its size"),
-    "archive, a bzip2 bomb": Input(_bomb("pets.tar.bz2", bz2.compress), "times its size"),
-    "archive, an xz bomb": Input(_bomb("pets.tar.xz", lzma.compress), "times its size"),
-    "archive, thirty million members": Input(_many_members, "times its size"),
-    "archive, a name of gibibytes": Input(_long_names, "has 4,294,967,296 bytes"),
-    "archive, cut off": Input(
-        lambda f: _cut(_tar("pets.tar.gz", lambda _: None, "w:gz")(f)), "is damaged"
-    ),
-    "archive, a size below zero": Input(
-        _bytes("pets.tar", lambda: _with_size(b"-0000000001\0")), "damaged|readable tar"
-    ),
-    "archive, a size of exabytes": Input(
-        _bytes("pets.tar", lambda: _with_size(b"\x80" + bytes(3) + b"\x7f" * 8)),
-        "damaged|readable tar|bytes",
-    ),
-    "archive, of another kind": Input(
-        _bytes("pets.tar", lambda: _zip({"train/cat/../../../x.jpg": b"x"})), "readable tar"
-    ),
-    "folder, links in circles": Input(
-        _folder(_links_in_circles), "links to a folder that contains it"
-    ),
+FOLDERS = {
+    "folder, links in circles": Input(_folder(_links_in_circles), ""),
     "folder, a link to a device": Input(
-        _folder(lambda path: (path / "train/cat/x.jpg").symlink_to("/dev/zero")), ""
+        _folder(lambda path: (path / "train/cat/x.jpg").symlink_to("/dev/zero")),
+        "is no regular file",
     ),
-    "folder, a pipe": Input(_folder(lambda path: os.mkfifo(path / "train/cat/x.jpg")), ""),
+    "folder, a pipe": Input(
+        _folder(lambda path: os.mkfifo(path / "train/cat/x.jpg")), "is no regular file"
+    ),
     "folder, a device in its place": Input(
-        lambda folder: images(Path("/dev/zero")), "neither a folder nor a regular file"
+        lambda folder: images(Path("/dev/zero")), "zero/train' is not a folder"
     ),
 }  # fmt: skip
-
-
-def _with_size(size: bytes) -> bytes:
-    header = bytearray(_header("train/cat/0.jpg", 0))
-    header[124:136] = size
-    header[148:156] = b" " * 8
-    header[148:156] = b"%06o\0 " % sum(header)
-    return bytes(header) + bytes(1024)
 
 
 def _zip(files: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
@@ -254,12 +101,6 @@ def _zip(files: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> byte
         for name, content in files.items():
             archive.writestr(name, content)
     return stream.getvalue()
-
-
-def _cut(command: list[str]) -> list[str]:
-    path = Path(command[command.index("--data.path") + 1])
-    path.write_bytes(path.read_bytes()[:-40])
-    return command
 
 
 # Images
@@ -291,16 +132,6 @@ def _bmp(width: int, height: int) -> bytes:
     return b"BM" + struct.pack("<IHHI", 54, 0, 0, 54) + info
 
 
-def _many_large(folder: Path) -> list[str]:
-    """Links to one image of 48 megabytes, which is decoded a hundred thousand times."""
-    with tarfile.open(folder / "pets.tar", "w") as archive:
-        add(archive, "train/cat/0.png", _png(4000, 4000, rows=4000))
-        for i in range(1, 20_000):
-            add(archive, f"train/cat/{i}.png", linkname="train/cat/0.png", **HARDLINK)
-        add(archive, "test/cat/0.png", linkname="train/cat/0.png", **HARDLINK)
-    return images(folder / "pets.tar")
-
-
 def _large_first(path: Path) -> None:
     """The first image is a bomb, and the rest has its size by their headers."""
     for file in path.rglob("*.jpg"):
@@ -325,7 +156,6 @@ IMAGES = {
         _image(lambda: _bmp(2**30, 2**30), "x.bmp"), "x.bmp.*(decoded|pixels)"
     ),
     "image, all of gigapixels": Input(_folder(_large_first), "3600000000 pixels"),
-    "image, twenty thousand of 48 megabytes": Input(_many_large, "need .* of memory"),
     "image, a text that unpacks to 256 megabytes": Input(_image(_text_bomb), "x.png.*decoded"),
     "image, PostScript": Input(
         _image(
@@ -530,93 +360,6 @@ OPTIONS = {
     "YAML, bytes": Input(_yaml(b"\xff\xfe\x00\x01"), "not a text file"),
 }
 
-# Text and graphs
-
-
-def _dart(content: Callable[[], bytes]) -> Callable[[Path], list[str]]:
-    def write(folder: Path) -> list[str]:
-        (folder / "dart.json.gz").write_bytes(content())
-        return ["train", "--data", "marglik.data.DART", "--data.path",
-                str(folder / "dart.json.gz"), *NETWORK, "--no_progress"]  # fmt: skip
-
-    return write
-
-
-def _in_gzip(content: Any) -> bytes:
-    return gzip.compress(content if isinstance(content, bytes) else json.dumps(content).encode())
-
-
-def _entry_with(text: str) -> list[dict[str, Any]]:
-    entries = dart_entries(40)
-    entries[3]["annotations"][0]["text"] = text
-    return entries
-
-
-def _texts(folder: Path, name: str, data: list[str], files: dict[str, str]) -> list[str]:
-    with tarfile.open(folder / name, "w:gz") as archive:
-        for file, text in files.items():
-            add(archive, file, text.encode())
-    return ["train", *data, "--data.path", str(folder / name), *NETWORK, "--no_progress"]
-
-
-def _nci1(**changed: str) -> Callable[[Path], list[str]]:
-    files = {f"NCI1/NCI1_{part}.txt": text for part, text in (nci1_texts(40) | changed).items()}
-    return lambda folder: _texts(folder, "nci1.tar.gz", ["--data", "marglik.data.NCI1"], files)
-
-
-def _uci(**changed: str) -> Callable[[Path], list[str]]:
-    rows = "".join(f"{i} {i * i % 7} {i % 5}\n" for i in range(20))
-    texts = {
-        "data": rows, "index_features": "0\n1\n", "index_target": "2\n",
-        "index_train_0": "".join(f"{i}\n" for i in range(18)), "index_test_0": "18\n19\n",
-    } | changed  # fmt: skip
-    files = {f"uci/yacht/{part}.txt": text for part, text in texts.items()}
-    data = ["--data", "marglik.data.UCI", "--data.name", "yacht"]
-    return lambda folder: _texts(folder, "uci.tar.gz", data, files)
-
-
-TEXTS = {
-    "text, a gzip bomb": Input(
-        _dart(lambda: gzip.compress(b"[" + bytes(64 * MEBIBYTE)) * 256), "times its size"
-    ),
-    "text, a hundred thousand brackets": Input(_dart(lambda: _in_gzip(b"[" * 100_000)), "nested"),
-    "text, half a character": Input(
-        _dart(lambda: _in_gzip(_entry_with("\ud800"))), "Entry 3 of .*dart.json.gz"
-    ),
-    "text, a number of a million digits": Input(
-        _dart(lambda: _in_gzip(b"[" + b"9" * 10**6 + b"]")), "dart.json.gz' is damaged"
-    ),
-    "text, no list": Input(_dart(lambda: _in_gzip({"a": 1})), "not a list of entries"),
-    "graphs, a billion of them": Input(
-        _nci1(graph_indicator=nci1_texts(40)["graph_indicator"][:-3] + f"{10**9}\n"),
-        "do not fit together",
-    ),
-    "graphs, an edge into nowhere": Input(
-        _nci1(A=nci1_texts(40)["A"] + f"{10**12}, 1\n1, {10**12}\n"), "do not fit together"
-    ),
-    "graphs, numbers that are none": Input(_nci1(node_labels="nan\n" * 9), "no archive of NCI1"),
-    "rows, numbers that are none": Input(
-        _uci(data="".join(f"{i} nan {i % 5}\n" for i in range(20))), "yacht.*finite"
-    ),
-    "rows, a row counted from the end": Input(
-        _uci(index_test_0="-1\n-2\n"), "yacht.*index -1 is out of bounds"
-    ),
-    "rows, half a row": Input(_uci(index_test_0="18.5\n19\n"), "yacht.*18.5"),
-    "rows, a column that is not there": Input(
-        _uci(index_features="0\n99999999999\n"), "yacht.*index 1e.11 is out of bounds"
-    ),
-    "rows, a gzip bomb": Input(
-        lambda folder: _as_uci(_bomb("uci.tar.gz", gzip.compress)(folder)), "times its size"
-    ),
-}
-
-
-def _as_uci(command: list[str]) -> list[str]:
-    path = command[command.index("--data.path") + 1]
-    return ["train", "--data", "marglik.data.UCI", "--data.name", "yacht", "--data.path", path,
-            *NETWORK, "--no_progress"]  # fmt: skip
-
-
 # Folders of runs that someone else made, whose sums are right
 
 
@@ -671,7 +414,7 @@ RUNS = {
 }
 
 INPUTS: dict[str, Input] = {
-    **ARCHIVES, **IMAGES, **TENSORS, **CHECKPOINTS, **OPTIONS, **TEXTS, **RUNS,
+    **FOLDERS, **IMAGES, **TENSORS, **CHECKPOINTS, **OPTIONS, **RUNS,
 }  # fmt: skip
 """All of them, by name."""
 

@@ -67,7 +67,17 @@ def corrupt(
         ValueError: if the kind or the severity is unknown, the images are not uint8 (N, C, H, W),
             or neither greyscale nor RGB for contrast and JPEG.
     """
-    _check(images, kind, severity)
+    if kind not in CORRUPTIONS or severity not in SEVERITIES:
+        raise ValueError(
+            f"kind={kind!r}, severity={severity!r}: choose one of {', '.join(CORRUPTIONS)}, and of "
+            f"{', '.join(map(str, SEVERITIES))}, from the mildest to the worst."
+        )
+    C = images.shape[1] if images.dim() == 4 and images.dtype == torch.uint8 else 0
+    if not C or (kind in COLOURS_ONLY and C not in (1, 3)):
+        raise ValueError(
+            f"images of dtype {images.dtype} and shape {tuple(images.shape)}, kind={kind!r}: pass "
+            "uint8 pixels (N, C, H, W) before normalisation, with C = 1 or 3 for contrast and JPEG."
+        )
     check_seed(seed)
     # Only the CPU's generator: torch.manual_seed would seed those of other devices, too.
     with torch.random.fork_rng(devices=[]):
@@ -110,24 +120,3 @@ def _jpeg(quality: int, images: Tensor) -> Tensor:
         with Image.open(file) as decoded:
             result[...] = np.atleast_3d(np.asarray(decoded)).transpose(2, 0, 1)
     return torch.from_numpy(compressed)
-
-
-def _check(images: Tensor, kind: str, severity: int) -> None:
-    if kind not in CORRUPTIONS:
-        raise ValueError(f"kind={kind!r} is unknown; choose one of {', '.join(CORRUPTIONS)}.")
-    if severity not in SEVERITIES:
-        raise ValueError(
-            f"severity={severity} is unknown; choose one of {', '.join(map(str, SEVERITIES))}, "
-            "from the mildest to the worst."
-        )
-    if images.dtype != torch.uint8 or images.dim() != 4:
-        raise ValueError(
-            f"images have dtype {images.dtype} and shape {tuple(images.shape)}; uint8 pixels of "
-            "shape (N, C, H, W) are needed, before any normalisation."
-        )
-    if kind in COLOURS_ONLY and images.shape[1] not in (1, 3):
-        others = [k for k in CORRUPTIONS if k not in COLOURS_ONLY]
-        raise ValueError(
-            f"kind={kind!r} is defined for 1 channel (greyscale) or 3 (RGB), but the images have "
-            f"{images.shape[1]}; choose one of {', '.join(others)}, or corrupt each channel alone."
-        )

@@ -83,16 +83,9 @@ class ClassSubset(ImageData):
     """
 
     def __init__(self, data: ImageData, classes: Sequence[str | int]) -> None:
-        if isinstance(classes, str):
-            raise ValueError(f"classes={classes!r} is one string; pass a list, [{classes!r}].")
         names = tuple(str(name) for name in classes)  # YAML reads the name 1 as a number
-        if not names:
-            raise ValueError("classes=[] keeps no image at all; name at least one class.")
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(
-                f"classes={list(names)} names {_quoted(twice)} more than once; name each once."
-            )
+        if isinstance(classes, str) or not names or len(set(names)) < len(names):
+            raise ValueError(f"classes={classes!r}: pass a list of names, each of them once.")
         self.data = data
         self.classes = names
 
@@ -103,12 +96,8 @@ class ClassSubset(ImageData):
             ValueError: if the source has no class of that name.
         """
         splits = self.data.load()
-        unknown = [name for name in self.classes if name not in splits.classes]
-        if unknown:
-            raise ValueError(
-                f"{splits.name} has no class {_quoted(unknown)}; its classes are "
-                f"{_quoted(splits.classes)}."
-            )
+        if unknown := [name for name in self.classes if name not in splits.classes]:
+            raise ValueError(f"{splits.name} has no class {unknown}, but {list(splits.classes)}.")
         kept = [splits.classes.index(name) for name in self.classes]
         return ImageSplits(
             train=_select(splits.train, kept),
@@ -127,10 +116,6 @@ def _select(images: ImageSet, kept: list[int]) -> ImageSet:
     is_class = images.labels[:, None] == old  # (N, classes)
     chosen = is_class.any(1)
     return ImageSet(images.images[chosen], is_class[chosen].int().argmax(1))
-
-
-def _quoted(names: Sequence[str]) -> str:
-    return ", ".join(repr(name) for name in names)
 
 
 Shape = tuple[int, int, int]

@@ -165,7 +165,7 @@ def test_held_out_classes(run):
 
 def test_out_of_distribution_images_of_another_shape_are_resized(run, tmp_path, capsys):
     folder = images(tmp_path / "images", "01", 16, colour=True)
-    ood = ["--ood", "marglik.data.ImageFolder", "--ood.cache", "false", "--ood.path", str(folder)]
+    ood = ["--ood", "marglik.data.ImageFolder", "--ood.path", str(folder)]
     assert main(["evaluate", str(run), *QUIET, *ood]) == 0
     assert "out of distribution: 4 of " in (printed := capsys.readouterr().out)
     assert "resized from 16x16x3 to 8x8x1" in printed
@@ -264,7 +264,7 @@ def test_other_data_of_the_same_classes_is_normalised_as_in_training(run, tmp_pa
 
 def test_data_of_another_name_needs_a_folder_of_its_own(run, tmp_path, capsys):
     folder = images(tmp_path / "photos", "01234567", 8)
-    photos = ["--data", "marglik.data.ImageFolder", "--data.cache", "false", "--data.path"]
+    photos = ["--data", "marglik.data.ImageFolder", "--data.path"]
     before = (run / "evaluation.json").read_bytes()
     message = refusal(capsys, "evaluate", str(run), *photos, str(folder))
     assert "photos is not what" in message and "pass --output" in message
@@ -349,7 +349,7 @@ def test_refused(case, trained, capsys):
 
 def test_data_of_another_shape(trained, tmp_path, capsys):
     folder = images(tmp_path / "images", "01234567", 9)
-    options = ["--data", "marglik.data.ImageFolder", "--data.cache", "false", "--data.path"]
+    options = ["--data", "marglik.data.ImageFolder", "--data.path"]
     message = refusal(capsys, "evaluate", str(trained), *options, str(folder))
     assert "shape (1, 9, 9), the network was trained on (1, 8, 8)" in message
 

@@ -11,15 +11,15 @@ from marglik.runs import training_setup
 from marglik.storage.record_file import read_posterior
 from marglik.storage.run_log import read_log
 from marglik.training.optimizers import build_optimizer
-from tests.marglik import threads
-from tests.marglik.commands.command_line import UNCALIBRATED, evaluated, refusal, results_of
-from tests.marglik.commands.tensor_problems import SIGMA, bernoulli, regression
-from tests.marglik.data.text_and_graphs import (
+from tests.experiments.data.text_and_graphs import (
     dart_entries,
     nci1_texts,
     write_dart,
     write_nci1,
 )
+from tests.marglik import threads
+from tests.marglik.commands.command_line import UNCALIBRATED, evaluated, refusal, results_of
+from tests.marglik.commands.tensor_problems import SIGMA, bernoulli, regression
 from tests.marglik.linear_networks import NodeCounts, TokenNetwork
 
 TRAIN = [
@@ -29,12 +29,12 @@ TRAIN = [
 ]  # fmt: skip
 KINDS = {
     "sequences": (
-        "DART", "TokenNetwork",
+        "experiments.data.dart.DART", "TokenNetwork",
         ["--data.context", "16", "--data.num_train", "60", "--data.num_test", "20",
          "--data.validation", "0.1", "--curvature.fisher", "mc",
          "--predictive.method", "linearised"],
     ),
-    "graphs": ("NCI1", "NodeCounts", ["--data.validation", "0.2"]),
+    "graphs": ("experiments.data.nci1.NCI1", "NodeCounts", ["--data.validation", "0.2"]),
 }  # fmt: skip
 SIZES = {"sequences": (54, 6, 20), "graphs": (38, 10, 12)}
 
@@ -256,10 +256,11 @@ def test_other_data_is_refused(files, trained, capsys):
     """Neither images for graphs nor graphs for sequences."""
     message = refusal(capsys, "evaluate", str(trained / "graphs"), "--data", "Digits")
     assert "digits holds images, unlike NCI1" in message
-    options = ["--data", "NCI1", "--data.path", str(files["graphs"])]
+    options = ["--data", "experiments.data.nci1.NCI1", "--data.path", str(files["graphs"])]
     message = refusal(capsys, "evaluate", str(trained / "sequences"), *options)
     assert "NCI1 holds graphs, unlike DART" in message
-    options = ["--data", "DART", "--data.path", str(files["sequences"]), "--data.num_test", "2"]
+    options = ["--data", "experiments.data.dart.DART", "--data.path", str(files["sequences"])]
+    options += ["--data.num_test", "2"]
     message = refusal(capsys, "evaluate", str(trained / "graphs"), *options)
     assert "DART holds no graphs, unlike NCI1" in message
 

@@ -11,7 +11,7 @@ SMALL = [
     "train", "--config", "digits", "--model", "marglik.models.MLP", "--model.in_features", "64",
     "--epochs", "4", "--no_progress",
 ]  # fmt: skip
-FOLDER = ["--data", "marglik.data.ImageFolder", "--data.cache", "false", "--data.path"]
+FOLDER = ["--data", "marglik.data.ImageFolder", "--data.path"]
 WRONG = {
     "no update ever": (["--prior.every", "0"], "error: prior.every must be at least 1, not 0."),
     "no samples": (["--curvature.mc_samples", "0"], "curvature.mc_samples must be at least 1"),

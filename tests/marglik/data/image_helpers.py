@@ -15,7 +15,7 @@ TRAIN, TEST = 10, 4  # images per class
 
 def encoded(pixels, suffix="jpg"):
     stream = io.BytesIO()
-    Image.fromarray(pixels).save(stream, {"jpg": "JPEG", "png": "PNG", "bmp": "BMP"}[suffix])
+    Image.fromarray(pixels).save(stream, {"jpg": "JPEG", "png": "PNG", "webp": "WEBP"}[suffix])
     return stream.getvalue()
 
 

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torchvision.transforms.v2 import functional as transforms
 
-from marglik.data import ImageBatches, ImageSet, crop_and_flip
+from marglik.data import ImageBatches, ImageSet, ImageSplits, TensorSplits, crop_and_flip
+from marglik.data.batches import split_batches
+from marglik.data.shard import Shard
 from tests.marglik.data.image_helpers import synthetic
 
 
@@ -76,14 +78,11 @@ def concatenated(loader):
     return torch.cat(x), torch.cat(y)
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "drop_last", "sizes"),
-    [(4, False, [4, 4, 2]), (4, True, [4, 4]), (5, True, [5, 5]), (16, False, [10])],
-)
+@pytest.mark.parametrize(("batch_size", "sizes"), [(4, [4, 4, 2]), (5, [5, 5]), (16, [10])])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_batches_are_the_normalised_images(batch_size, drop_last, sizes, shuffle):
+def test_batches_are_the_normalised_images(batch_size, sizes, shuffle):
     images = numbered(10)
-    loader = ImageBatches(images, MEAN, STD, batch_size, shuffle=shuffle, drop_last=drop_last)
+    loader = ImageBatches(images, MEAN, STD, batch_size, shuffle=shuffle)
     batches = list(loader)
     assert [len(x) for x, _ in batches] == [len(y) for _, y in batches] == sizes
     assert len(loader) == len(sizes)
@@ -178,9 +177,7 @@ def test_channels_last_changes_the_memory_layout_only(augment):
     ("arguments", "message"),
     [
         ({"batch_size": 0}, "batch_size=0"),
-        ({"batch_size": -1}, "batch_size=-1"),
         ({"images": synthetic([0, 0])}, "empty"),
-        ({"batch_size": 20, "drop_last": True}, "10 images and batch_size=20 leaves no batch"),
         ({"augment": "mixup"}, "augment='mixup'.*crop_flip"),
         ({"mean": (1.0,)}, "mean=.*3 channels"),
         ({"std": (1.0, 0.0, 1.0)}, "std=.*not positive"),
@@ -190,6 +187,54 @@ def test_impossible_batches_are_named(arguments, message):
     usual = {"images": numbered(10), "mean": MEAN, "std": STD, "batch_size": 4}
     with pytest.raises(ValueError, match=message):
         ImageBatches(**{**usual, **arguments})
+
+
+SPLITS = ImageSplits(numbered(10), None, numbered(5), tuple("0123456789"), MEAN, STD, "pets")
+X = torch.arange(22.0).view(11, 2)
+TENSORS = TensorSplits((X, X[:, :1]), None, (X[:3], X[:3, :1]), "waves")
+
+
+def test_batches_of_any_splits():
+    x, y = concatenated(split_batches(SPLITS, "test", 2))
+    torch.testing.assert_close(x, normalised(SPLITS.test.images))
+    assert torch.equal(y, SPLITS.test.labels)
+    augmented = concatenated(split_batches(SPLITS, "test", 2, augment=True))[0]
+    assert not torch.equal(augmented, x)
+    assert torch.equal(concatenated(split_batches(TENSORS, "test", 2))[0], X[:3])
+    for splits in (SPLITS, TENSORS):
+        with pytest.raises(ValueError, match=f"{splits.name} has no .*validation"):
+            split_batches(splits, "validation", 4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize(("n", "batch_size"), [(23, 8), (22, 7), (4, 9), (6, 1)])
+def test_the_parts_of_a_batch_are_the_batch(n, batch_size, ranks):
+    parts = [Shard(rank, ranks).batches(n, batch_size) for rank in range(ranks)]
+    covered = [i for of_batch in zip(*parts, strict=True) for s in of_batch for i in range(n)[s]]
+    assert covered == list(range(n))
+    for of_batch in zip(*parts, strict=True):
+        sizes = [part.stop - part.start for part in of_batch]
+        assert max(sizes) - min(sizes) <= 1
+    assert sum(Shard(rank, ranks).num_examples(n, batch_size) for rank in range(ranks)) == n
+    with pytest.raises(ValueError, match=f"rank {ranks} is not one of {ranks}"):
+        Shard(ranks, ranks)
+
+
+@pytest.mark.parametrize("options", [{"augment": True}, {}], ids=["images", "tensors"])
+def test_ranks_draw_one_order_and_the_same_distortions(options):
+    """Of each epoch; and every rank has as many batches."""
+    splits = SPLITS if options else TENSORS
+    whole = split_batches(splits, "train", 4, shuffle=True, seed=5, **options)
+    shards = [
+        split_batches(splits, "train", 4, shuffle=True, seed=5, shard=Shard(rank, 3), **options)
+        for rank in range(3)
+    ]
+    assert {len(shard) for shard in shards} == {len(whole)} == {3}
+    assert sum(shard.num_examples for shard in shards) == whole.num_examples
+    for _ in range(2):
+        for (x, y), *parts in zip(whole, *shards, strict=True):
+            assert torch.equal(torch.cat([part for part, _ in parts]), x)
+            assert torch.equal(torch.cat([labels for _, labels in parts]), y)
 
 
 @pytest.mark.gpu

@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from marglik.data import Digits, TensorSplits
-from marglik.data.nci1 import NCI1
 from marglik.data.splits import hold_out
 from marglik.graphs import Graphs
-from tests.marglik.data.text_and_graphs import nci1_texts, write_nci1
 
 
 def test_images_keep_their_shares_and_their_normalisation():
@@ -44,30 +42,31 @@ def test_tensors_are_divided_without_loss(classes):
         assert y_held.sum() == 2  # a quarter, as of all
 
 
-def test_graphs_are_held_out_whole(tmp_path):
-    splits = NCI1(write_nci1(tmp_path / "nci1.tar.gz", nci1_texts(60))).load()
+def test_graphs_are_held_out_whole():
+    counts = torch.arange(1, 41)
+    none = torch.zeros(0, dtype=torch.int64)
+    x = Graphs(torch.randn(int(counts.sum()), 2), torch.zeros(0, 1), none, none, counts, 0 * counts)
+    splits = TensorSplits((x, counts % 2), None, (x, counts % 2), "graphs", ("even", "odd"))
     parts = hold_out(splits, 0.25, seed=0)
-    assert parts.validation is not None
-    whole, train, held = (p[0] for p in (splits.train, parts.train, parts.validation))
-    assert isinstance(whole, Graphs) and isinstance(train, Graphs) and isinstance(held, Graphs)
-    assert len(train) + len(held) == len(whole)
-    assert len(train.nodes) + len(held.nodes) == len(whole.nodes)
+    assert parts.validation is not None and parts.validation[1].sum() == 5
+    found = [int(n) for part, _ in (parts.train, parts.validation) for n in part.node_counts]
+    assert sorted(found) == counts.tolist()
 
 
 def test_a_share_that_leaves_a_part_empty_is_named():
     x = torch.arange(4.0)[:, None]
     splits = TensorSplits((x, x), None, (x, x), "numbers")
-    with pytest.raises(ValueError, match=r"held_out=0.1: 4 training examples .* into 4 and 0"):
+    with pytest.raises(ValueError, match=r"held_out=0.1: 4 .* into 0 and 4"):
         hold_out(splits, 0.1, seed=0)
     digits = Digits().load()
     few = replace(digits, train=digits.train.select(torch.arange(30)))
-    with pytest.raises(ValueError, match=r"30 training images .* into 27 and 3.* With held_out 0 "):
+    with pytest.raises(ValueError, match=r"30 .* into 3 and 27.* With held_out 0 "):
         hold_out(few, 0.1, seed=0)
     y = torch.arange(50) % 10
     splits = TensorSplits(
         (y[:, None].float(), y), None, (y[:, None].float(), y), "ten", tuple("0123456789")
     )
-    with pytest.raises(ValueError, match=r"into 45 and 5; both parts need at least 10"):
+    with pytest.raises(ValueError, match=r"into 5 and 45; both parts need at least 10"):
         hold_out(splits, 0.1, seed=0)
     ignored = replace(splits, train=(splits.train[0], y.where(y > 0, -100)), ignore_index=-100)
     assert len(hold_out(ignored, 0.1, seed=0).train[1]) == 45

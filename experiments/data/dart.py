@@ -1,6 +1,5 @@
 """DART: sentences about triples of data, as sequences of bytes for language models."""
 
-import zlib
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -9,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from experiments.data.archives import unpacked
 from kfac_backend.files import parse_json
-from marglik.data.archives import read_gzip
-from marglik.data.source import DataSource, local_file
+from marglik.data.source import DataSource
 from marglik.data.splits import check_fraction, check_seed
 from marglik.data.tensors import TensorSplits
 from marglik.sizes import check_sizes
@@ -47,7 +46,7 @@ class DART(DataSource):
 
     Args:
         path: the JSON file, compressed by gzip; if not given, dart-v1.1.1-full-dev.json.gz in the
-            folder that the environment variable MARGLIK_DATA names (the development split).
+            folder of the data (the development split).
         context: R, number of positions in a window.
         num_train: number of training windows, including validation; all if not given.
         num_test: number of test windows.
@@ -81,10 +80,10 @@ class DART(DataSource):
         """Return the windows.
 
         Raises:
-            FileNotFoundError: if there is no such file, or neither a path nor MARGLIK_DATA.
+            FileNotFoundError: if there is no such file.
             ValueError: if it is damaged or of another form, or has too few windows.
         """
-        groups = list(_texts_by_triples(local_file(self.path, FILE, ORIGIN)))
+        groups = list(_texts_by_triples(*unpacked(self.path, FILE, ORIGIN)))
         order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(self.seed))
         shuffled = iter([groups[i] for i in order.tolist()])
         test = self._take(shuffled, self.num_test, "num_test")
@@ -134,10 +133,10 @@ class DART(DataSource):
                     yield part[:-1] + missing * [PADDING], y
 
 
-def _texts_by_triples(path: Path) -> Iterator[list[bytes]]:
+def _texts_by_triples(path: Path, content: bytes) -> Iterator[list[bytes]]:
     """Groups of texts whose entries have the same triples, in the file's order."""
     groups: dict[frozenset, list[bytes]] = {}
-    for number, entry in enumerate(_read(path)):
+    for number, entry in enumerate(_entries(path, content)):
         try:
             triples = [tuple(_line(part) for part in triple) for triple in entry["tripleset"]]
             sentence = _line(entry["annotations"][0]["text"])
@@ -152,15 +151,13 @@ def _texts_by_triples(path: Path) -> Iterator[list[bytes]]:
     yield from groups.values()
 
 
-def _read(path: Path) -> list[Any]:
+def _entries(path: Path, content: bytes) -> list[Any]:
     try:
-        entries = parse_json(read_gzip(path))
+        entries = parse_json(content)
         if not isinstance(entries, list):
             raise ValueError(f"it holds {type(entries).__name__}, not a list of entries")
-    except (OSError, EOFError, zlib.error, ValueError) as error:  # ValueError: JSON or UTF-8
-        raise ValueError(
-            f"'{path}' is damaged, or no JSON compressed by gzip ({error}). Fetch it again."
-        ) from error
+    except ValueError as error:  # of JSON or UTF-8
+        raise ValueError(f"'{path}' is no JSON of DART ({error}). Fetch it again.") from error
     return entries
 
 

@@ -1,15 +1,14 @@
 """Windows of DART's texts: each byte a target once, no triples in two splits, bad files named."""
 
 import gzip
-import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from marglik.data import DART
-from tests.marglik.data.text_and_graphs import dart_entries, write_dart
+from experiments.data.dart import DART
+from tests.experiments.data.text_and_graphs import dart_entries, write_dart
 
 R = 32
 
@@ -113,27 +112,13 @@ def test_impossible_sizes(path, options, message):
         DART(path, **({"context": R} | options)).load()
 
 
-def test_a_missing_file_is_explained(tmp_path, monkeypatch):
-    with pytest.raises(FileNotFoundError, match="is not a file. Get dart-v1.1.1.*--data.path"):
-        DART(tmp_path / "none.gz").load()
-    monkeypatch.delenv("MARGLIK_DATA", raising=False)
-    with pytest.raises(FileNotFoundError, match="No path .* MARGLIK_DATA is not set. Get dart-v1"):
-        DART().load()
-    monkeypatch.setenv("MARGLIK_DATA", str(tmp_path / "elsewhere"))
-    with pytest.raises(FileNotFoundError, match="elsewhere.dart-v1.1.1-full-dev.json.gz'"):
-        DART().load()
-
-
-def test_the_folder_of_the_environment(tmp_path, monkeypatch):
-    write_dart(tmp_path / "dart-v1.1.1-full-dev.json.gz", dart_entries(20))
-    monkeypatch.setenv("MARGLIK_DATA", str(tmp_path))
-    assert len(DART(num_test=5).load().test[0]) == 5
-
-
 BROKEN = {
-    "no gzip": (b"[]", "is damaged, or no JSON compressed by gzip"),
-    "cut off": (gzip.compress(json.dumps(dart_entries(9)).encode())[:-20], "is damaged"),
-    "no JSON": (gzip.compress(b"{entries}"), "is damaged"),
+    "no JSON": (gzip.compress(b"{entries}"), "is no JSON of DART"),
+    "a hundred thousand brackets": (gzip.compress(b"[" * 100_000), "nested"),
+    "half a character": (
+        gzip.compress(b'[{"tripleset": [["a"]], "annotations": [{"text": "\\ud800"}]}]'),
+        "Entry 0 of .* no annotation",
+    ),
     "no list": (gzip.compress(b"{}"), "it holds dict, not a list of entries"),
     "no entries": (gzip.compress(b"[1]"), "Entry 0 of .* has no triples or no annotation"),
     "no text": (

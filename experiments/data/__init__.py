@@ -1,21 +1,22 @@
-"""Where the experiments find their data: files in one folder, CIFAR-10 re-encoded or original."""
+"""Data sets of the experiments: archives in one folder, and the choice of CIFAR-10's images."""
 
 import os
 from pathlib import Path
 from typing import Any, Literal
 
-from marglik.data.source import VARIABLE
-
-__all__ = ["Source", "archive", "data_file", "default_source", "images"]
+__all__ = ["VARIABLE", "Source", "archive", "data_file", "default_source", "images"]
 
 Source = Literal["jpeg", "original"]
 """jpeg: an archive of lossily re-encoded images, labelled "CIFAR-10 (JPEG)"; original: CIFAR-10,
 which torchvision downloads into data/."""
 
+VARIABLE = "MARGLIK_DATA"
+"""Environment variable with the folder of the archives; ../shared/data if it is not set."""
+
 
 def data_file(name: str) -> Path:
-    """A file of data, in ``MARGLIK_DATA`` or else in ../shared/data."""
-    return Path(os.environ.get(VARIABLE, "../shared/data")) / name
+    """Where a file of data is expected."""
+    return Path(os.environ.get(VARIABLE, "../shared/data"), name)
 
 
 def archive() -> Path:
@@ -37,7 +38,5 @@ def images(source: Source, **options: Any) -> dict[str, Any]:
     """
     if source == "original":
         return {"class_path": "marglik.data.CIFAR10", "init_args": options}
-    # Normalised as the original is.
-    fixed = {"mean": [125.3, 123.0, 113.9], "std": [63.0, 62.1, 66.7], "name": "CIFAR-10 (JPEG)"}
-    arguments = {"path": str(archive()), **fixed, **options}
-    return {"class_path": "marglik.data.ImageFolder", "init_args": arguments}
+    arguments = {"path": str(archive()), "name": "CIFAR-10 (JPEG)", **options}
+    return {"class_path": "experiments.data.image_archive.CIFAR10Archive", "init_args": arguments}

@@ -1,0 +1,87 @@
+"""Images in a tar archive, decoded once and then read from a cache."""
+
+import io
+import json
+import os
+from pathlib import Path, PurePosixPath
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from experiments.data.archives import members, unpacked
+from kfac_backend.files import sha256, write_tensors
+from marglik.data.images.image_set import ImageSet
+from marglik.data.images.sources import MEAN, STD, TwoPartData, decode_images
+
+__all__ = ["CIFAR10Archive", "ImageArchive"]
+
+
+class ImageArchive(TwoPartData):
+    """Images of a tar archive, arranged as ``train/CLASS/IMAGE`` and ``test/CLASS/IMAGE``.
+
+    The decoded images are kept in ``$XDG_CACHE_HOME/marglik`` or ``~/.cache/marglik``, under the
+    sum of the archive's path, size and time of change.
+
+    Args:
+        path: the .tar or .tar.gz archive.
+        validation: share of the training images that become the validation set, in [0, 1).
+        max_train: number of training images to use, including validation; all if not given.
+        max_test: number of test images to use; all if not given.
+        seed: seed of the subsets and of the validation split.
+        name: name of the data in tables and figures; the file's name if not given.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        validation: float = 0.0,
+        max_train: int | None = None,
+        max_test: int | None = None,
+        seed: int = 0,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(validation, max_train, max_test, seed)
+        self.path = Path(path).expanduser()
+        self.name = name or self.path.name.partition(".")[0]
+
+    def read(self, part: str) -> tuple[ImageSet, tuple[str, ...]]:
+        """All images of the part.
+
+        Raises:
+            FileNotFoundError: if there is no such archive.
+            ValueError: if it is damaged or has no such images, or one cannot be decoded.
+        """
+        cached = self._cached(part)
+        if not cached.is_file():
+            self._decode(part, cached)
+        with safe_open(cached, framework="pt") as tensors:
+            classes = json.loads(tensors.metadata()["classes"])
+            images = ImageSet(tensors.get_tensor("images"), tensors.get_tensor("labels"))
+        return images, tuple(classes)
+
+    def _cached(self, part: str) -> Path:
+        stat = self.path.stat() if self.path.is_file() else os.stat_result(range(10))
+        key = json.dumps([str(self.path.resolve()), stat.st_size, stat.st_mtime_ns, part])
+        folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        return Path(folder, "marglik", f"{sha256(key.encode())}.safetensors")
+
+    def _decode(self, part: str, cached: Path) -> None:
+        path, content = unpacked(self.path, self.path.name, "the archive of images")
+        found = {PurePosixPath(name): data for name, data in members(path, content).items()}
+        names = sorted(name for name in found if name.parts[-3:-2] == (part,))
+        if not names:
+            raise ValueError(f"'{path}' has no images {part}/CLASS/IMAGE.")
+        classes = sorted({name.parts[-2] for name in names})
+        images = decode_images([io.BytesIO(found[n]) for n in names], [str(n) for n in names])
+        labels = torch.tensor([classes.index(name.parts[-2]) for name in names])
+        tensors = {"images": images, "labels": labels}
+        write_tensors(cached, tensors, {"classes": json.dumps(classes)})
+
+
+class CIFAR10Archive(ImageArchive):
+    """CIFAR-10 in an archive of re-encoded images, normalised as the original is."""
+
+    def statistics(self, images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """The customary numbers."""
+        return MEAN, STD

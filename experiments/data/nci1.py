@@ -1,0 +1,140 @@
+"""NCI1: molecules that are active or inactive against lung cancer cells, as graphs."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from experiments.data.archives import members, unpacked
+from marglik.data.source import DataSource
+from marglik.data.splits import check_fraction, check_seed, stratified
+from marglik.data.tensors import TensorSplits
+from marglik.graphs import Graphs
+from marglik.sizes import check_sizes
+
+__all__ = ["NCI1"]
+
+FILE = "NCI1.tar.gz"
+ORIGIN = "from the TUDataset collection, chrsmrrs.github.io/datasets, as a tar archive"
+PARTS = ("A", "graph_indicator", "graph_labels", "node_labels")
+MOST_KINDS = 1000
+"""Most kinds of nodes and classes. There are 37 and 2, and a node's features are one-hot."""
+
+
+class NCI1(DataSource):
+    """4,110 molecules of the NCI1 screen, in the text files of the TUDataset collection.
+
+    Nodes are atoms, with one-hot features of 37 kinds; edges are bonds, each in both directions,
+    with a single feature of value 1. Source: Wale, Watson & Karypis 2008; Morris et al. 2020
+    (arXiv:2007.08663). The data has no test set, so a stratified part becomes the test set.
+
+    Args:
+        path: the tar archive with NCI1_A.txt, NCI1_graph_indicator.txt, NCI1_graph_labels.txt and
+            NCI1_node_labels.txt; if not given, NCI1.tar.gz in the folder of the data.
+        test: share of all graphs that become the test set, in (0, 1).
+        validation: share of the training graphs that become the validation set, in [0, 1).
+        num_train: number of training graphs to use, including validation; all if not given.
+        seed: seed of the choice of graphs.
+
+    Raises:
+        ValueError: if a fraction, the number or the seed is out of range.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        test: float = 0.2,
+        validation: float = 0.0,
+        num_train: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        check_fraction("test", test, zero=False)
+        check_fraction("validation", validation)
+        check_seed(seed)
+        check_sizes(num_train=num_train)
+        self.path = path
+        self.test = test
+        self.validation = validation
+        self.num_train = num_train
+        self.seed = seed
+
+    def load(self) -> TensorSplits:
+        """Return the graphs.
+
+        Raises:
+            FileNotFoundError: if there is no such archive.
+            ValueError: if it is damaged or lacks a file, if its files do not fit together, or a
+                part would be too small or too large.
+        """
+        graphs, labels, classes = _read(*unpacked(self.path, FILE, ORIGIN))
+
+        def divide(which: Tensor, size: int, cause: str) -> tuple[Tensor, Tensor]:
+            chosen, rest = stratified(labels[which], size, classes, self.seed, cause)
+            return which[chosen], which[rest]
+
+        every = torch.arange(len(labels))
+        test, train = divide(every, round(self.test * len(every)), f"test={self.test}")
+        if self.num_train not in (None, len(train)):
+            train, _ = divide(train, self.num_train, f"num_train={self.num_train}")
+        validation = None
+        if self.validation:
+            size = round(self.validation * len(train))
+            held, train = divide(train, size, f"validation={self.validation}")
+            validation = graphs[held], labels[held]
+        pairs = [(graphs[which], labels[which]) for which in (train, test)]
+        return TensorSplits(pairs[0], validation, pairs[1], "NCI1", classes)
+
+
+def _read(path: Path, content: bytes) -> tuple[Graphs, Tensor, tuple[str, ...]]:
+    """Graphs, labels, class names."""
+    files = {Path(name).name: text for name, text in members(path, content).items()}
+    try:
+        numbers = {part: _numbers(files[f"NCI1_{part}.txt"]) for part in PARTS}
+        return _assembled(**numbers)
+    except KeyError as error:
+        raise ValueError(f"'{path}' lacks {error}. Fetch it again.") from error
+    except (ValueError, IndexError, OverflowError) as error:
+        raise ValueError(f"The files in '{path}' do not fit together: {error}") from error
+
+
+def _numbers(text: bytes) -> np.ndarray:
+    """The numbers of a text, separated by commas or white space."""
+    return np.array([int(number) for number in text.replace(b",", b" ").split()], dtype=np.int64)
+
+
+def _assembled(
+    A: np.ndarray, graph_indicator: np.ndarray, graph_labels: np.ndarray, node_labels: np.ndarray
+) -> tuple[Graphs, Tensor, tuple[str, ...]]:
+    # The files count nodes and graphs from 1.
+    owner = torch.from_numpy(graph_indicator) - 1  # (V,)
+    G, V = len(graph_labels), len(owner)
+    if len(A) % 2 or V != len(node_labels):
+        raise ValueError(
+            f"A has {len(A)} numbers, which should be even; graph_indicator has {V} and "
+            f"node_labels {len(node_labels)}, which should be equal."
+        )
+    # Checked before arrays of the sizes that these numbers name fill the memory.
+    if not V or owner.diff().min() < 0 or owner[0] < 0 or owner[-1] != G - 1:
+        raise ValueError(f"graph_indicator must ascend from 1 to the {G} graphs of graph_labels.")
+    kinds, codes = np.unique(node_labels, return_inverse=True)
+    names, labels = np.unique(graph_labels, return_inverse=True)
+    if max(len(kinds), len(names)) > MOST_KINDS:
+        raise ValueError(
+            f"there are {len(kinds)} kinds of nodes and {len(names)} classes; at most {MOST_KINDS} "
+            "of each are read."
+        )
+    senders, receivers = (torch.from_numpy(A) - 1).view(-1, 2).unbind(1)
+    if len(senders) and not 0 <= senders.min() <= senders.max() < V:
+        raise ValueError(f"A has nodes that are not 1 to {V}.")
+    order = owner[senders].argsort(stable=True)  # `Graphs` needs edges in the order of graphs
+    graphs = Graphs(
+        one_hot(torch.from_numpy(codes), len(kinds)).float(),
+        torch.ones(len(senders), 1),
+        senders[order].contiguous(),
+        receivers[order].contiguous(),
+        owner.bincount(minlength=G),
+        owner[senders].bincount(minlength=G),
+    ).check()
+    return graphs, torch.from_numpy(labels), tuple(str(name) for name in names)

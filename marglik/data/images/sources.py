@@ -1,0 +1,374 @@
+"""Sources of images: scikit-learn's digits, CIFAR-10, SVHN and folders by torchvision."""
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from marglik.data.images.image_set import ImageData, ImageSet, ImageSplits
+from marglik.data.splits import (
+    check_fraction,
+    check_seed,
+    pixel_statistics,
+    split_off,
+    split_off_validation,
+    subset,
+)
+
+__all__ = ["CIFAR10", "SVHN", "Digits", "ImageFolder", "TwoPartData", "decode_images"]
+
+Part = tuple[ImageSet, tuple[str, ...]]
+"""All images of a part, and the class names."""
+
+
+class Digits(ImageData):
+    """The 1,797 handwritten digits of 8×8 pixels that come with scikit-learn.
+
+    Pixels are scaled from 0..16 to 0..255 and rounded. The data has no test set, so a stratified
+    part becomes the test set.
+
+    Args:
+        test_fraction: share of all images that become the test set, in (0, 1).
+        validation: share of the training images that become the validation set, in [0, 1).
+        seed: seed of both splits.
+
+    Raises:
+        ValueError: if a fraction or the seed is out of range.
+    """
+
+    def __init__(self, test_fraction: float = 0.2, validation: float = 0.0, seed: int = 0) -> None:
+        check_fraction("test_fraction", test_fraction, zero=False)
+        check_fraction("validation", validation)
+        check_seed(seed)
+        self.test_fraction = test_fraction
+        self.validation = validation
+        self.seed = seed
+
+    def load(self) -> ImageSplits:
+        """Return the digits; raises a ValueError if a part would be too small."""
+        from sklearn.datasets import load_digits  # it takes a second
+
+        digits = load_digits()
+        pixels = torch.from_numpy(digits.images)  # pyright: ignore[reportAttributeAccessIssue]
+        labels = torch.from_numpy(digits.target)  # pyright: ignore[reportAttributeAccessIssue]
+        images = ImageSet((pixels * 255 / 16).round().to(torch.uint8)[:, None], labels.long())
+        classes = tuple(str(digit) for digit in range(10))
+        size, cause = round(self.test_fraction * len(images)), f"test_fraction={self.test_fraction}"
+        test, train = split_off(images, size, classes, self.seed, cause)
+        train, validation = split_off_validation(train, self.validation, classes, self.seed)
+        mean, std = pixel_statistics(train.images)
+        return ImageSplits(train, validation, test, classes, mean, std, "digits")
+
+
+class TwoPartData(ImageData):
+    """A data set with training and test images, of which a part may be used.
+
+    A subclass has a ``name`` and reads either part.
+
+    Args:
+        validation: share of the training images that become the validation set, in [0, 1).
+        max_train: number of training images to use, including validation; all if not given.
+        max_test: number of test images to use; all if not given.
+        seed: seed of the subsets and of the validation split.
+
+    Raises:
+        ValueError: if the fraction or the seed is out of range.
+    """
+
+    name: str
+    """Name of the data in tables and figures."""
+
+    def __init__(
+        self,
+        validation: float = 0.0,
+        max_train: int | None = None,
+        max_test: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        check_fraction("validation", validation)
+        check_seed(seed)
+        self.validation = validation
+        self.max_train = max_train
+        self.max_test = max_test
+        self.seed = seed
+
+    @abstractmethod
+    def read(self, part: str) -> Part:
+        """All images of the part "train" or "test"."""
+
+    def statistics(self, images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Mean and standard deviation per channel, by default those of the training images."""
+        return pixel_statistics(images)
+
+    def load(self) -> ImageSplits:
+        """Return the images.
+
+        Raises:
+            FileNotFoundError: if they are not there.
+            ValueError: if they cannot be read, do not fit together, or a part would be too small.
+        """
+        train, classes = self.read("train")
+        test, test_classes = self.read("test")
+        if differing := set(classes) ^ set(test_classes):
+            raise ValueError(
+                f"{self.name}: class {min(differing)!r} is in one of train/ and test/ alone. Both "
+                "need the same classes; test images alone can be out-of-distribution data (--ood)."
+            )
+        channels = max(part.images.shape[1] for part in (train, test))  # 1 and 3, or equal
+        train, test = (
+            ImageSet(part.images.expand(-1, channels, -1, -1), part.labels)
+            for part in (train, test)
+        )
+        train = subset(train, self.max_train, classes, self.seed, "max_train")
+        test = subset(test, self.max_test, classes, self.seed, "max_test")
+        train, validation = split_off_validation(train, self.validation, classes, self.seed)
+        mean, std = self.statistics(train.images)
+        return ImageSplits(train, validation, test, classes, mean, std, self.name)
+
+    def load_test(self) -> tuple[ImageSet, str]:
+        """Return the test images and the name of the data; training images may be missing."""
+        test, classes = self.read("test")
+        return subset(test, self.max_test, classes, self.seed, "max_test"), self.name
+
+
+class TorchvisionData(TwoPartData):
+    """A data set that torchvision downloads, checks and reads.
+
+    Args:
+        root: folder that has the files, or to which they are downloaded.
+        download: whether to download the data if it is not there.
+        validation: share of the training images that become the validation set, in [0, 1).
+        max_train: number of training images to use, including validation; all if not given.
+        max_test: number of test images to use; all if not given.
+        seed: seed of the subsets and of the validation split.
+
+    Raises:
+        ValueError: if the fraction or the seed is out of range.
+    """
+
+    def __init__(
+        self,
+        root: str | Path = "data",
+        download: bool = True,
+        validation: float = 0.0,
+        max_train: int | None = None,
+        max_test: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(validation, max_train, max_test, seed)
+        self.root = Path(root).expanduser()
+        self.download = download
+
+    def read(self, part: str) -> Part:
+        """All images of the part; raises a FileNotFoundError if they cannot be had."""
+        try:
+            return self._torchvisions(part)
+        except (OSError, RuntimeError) as error:  # no network; files missing or damaged
+            reason = str(error).partition("\n")[0].rstrip(".")
+            tried = "could not be downloaded" if self.download else "download=False was given"
+            raise FileNotFoundError(
+                f"{self.name} is not in root='{self.root}', and {tried} ({reason}). "
+                f"{self._by_hand(part)}, or use an ImageFolder."
+            ) from error
+
+    @abstractmethod
+    def _torchvisions(self, part: str) -> Part:
+        """The part as torchvision reads it; its errors are passed on."""
+
+    @abstractmethod
+    def _by_hand(self, part: str) -> str:
+        """What a user can do without a download: a sentence without its full stop."""
+
+
+# The usual numbers, as in Daxberger et al. 2021 and the K-FAC paper.
+MEAN = (125.3, 123.0, 113.9)
+STD = (63.0, 62.1, 66.7)
+
+
+class CIFAR10(TorchvisionData):
+    """CIFAR-10: 50,000 training and 10,000 test images of 32×32 pixels, ten classes; 170 MB.
+
+    Source: Krizhevsky 2009, "Learning Multiple Layers of Features from Tiny Images", read from
+    ``cifar-10-batches-py`` in ``root`` by torchvision, which checks the files' MD5 sums. Normalised
+    by mean 125.3, 123.0, 113.9 and standard deviation 63.0, 62.1, 66.7. Arguments and errors are
+    those of `TorchvisionData`.
+    """
+
+    name = "CIFAR-10"
+
+    def statistics(self, images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """The customary numbers."""
+        return MEAN, STD
+
+    def _torchvisions(self, part: str) -> Part:
+        from torchvision import datasets  # importing torchvision takes a second
+
+        data = datasets.CIFAR10(self.root, train=part == "train", download=self.download)
+        pixels = torch.from_numpy(data.data)  # (N, H, W, C)
+        images = ImageSet(pixels.permute(0, 3, 1, 2).contiguous(), torch.tensor(data.targets))
+        return images, tuple(data.classes)
+
+    def _by_hand(self, part: str) -> str:
+        from torchvision import datasets
+
+        folder = self.root / datasets.CIFAR10.base_folder
+        return f"Unpack {datasets.CIFAR10.url} there, so that '{folder}' exists"
+
+
+class SVHN(TorchvisionData):
+    """SVHN: 73,257 training and 26,032 test images of 32×32 pixels, the ten digits; 246 MB.
+
+    Source: Netzer et al. 2011, "Reading Digits in Natural Images with Unsupervised Feature
+    Learning", the cropped digits without the extra set, read from ``train_32x32.mat`` and
+    ``test_32x32.mat`` in ``root`` by torchvision, which checks the files' MD5 sums. Label k is
+    digit k (the files call the zero 10). Normalised by the training pixels' own mean and standard
+    deviation. Arguments and errors are those of `TorchvisionData`.
+    """
+
+    name = "SVHN"
+
+    def _torchvisions(self, part: str) -> Part:
+        from torchvision import datasets  # importing torchvision takes a second
+
+        data = datasets.SVHN(self.root, split=part, download=self.download)
+        pixels = torch.from_numpy(data.data)  # (N, C, H, W), a view of what the file holds
+        images = ImageSet(pixels.contiguous(), torch.from_numpy(data.labels))
+        return images, tuple(str(digit) for digit in range(10))
+
+    def _by_hand(self, part: str) -> str:
+        from torchvision import datasets
+
+        url, file, _ = datasets.SVHN.split_list[part]
+        return f"Fetch {url} as '{self.root / file}'"
+
+
+class ImageFolder(TwoPartData):
+    """Images in a folder, arranged as ``train/CLASS/IMAGE`` and ``test/CLASS/IMAGE``.
+
+    Listed by torchvision's ``ImageFolder``. All images must have the same size. They are decoded to
+    RGB, or to one channel if all of a part are greyscale. Out-of-distribution data needs only
+    test/.
+
+    Args:
+        path: the folder with train/ and test/ in it.
+        validation: share of the training images that become the validation set, in [0, 1).
+        max_train: number of training images to use, including validation; all if not given.
+        max_test: number of test images to use; all if not given.
+        seed: seed of the subsets and of the validation split.
+        name: name of the data in tables and figures; the folder's name if not given.
+
+    Raises:
+        ValueError: if the fraction or the seed is out of range.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        validation: float = 0.0,
+        max_train: int | None = None,
+        max_test: int | None = None,
+        seed: int = 0,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(validation, max_train, max_test, seed)
+        self.path = Path(path).expanduser()
+        self.name = name or self.path.resolve().name
+
+    def read(self, part: str) -> Part:
+        """All images of the part.
+
+        Raises:
+            FileNotFoundError: if the folder is not there, or has no class or an empty one.
+            ValueError: if an image cannot be decoded, or differs in size.
+        """
+        from torchvision import datasets  # importing torchvision takes a second
+
+        folder = self.path / part
+        if not folder.is_dir():
+            raise FileNotFoundError(
+                f"'{folder}' is not a folder. Arrange the images as train/CLASS/IMAGE and "
+                "test/CLASS/IMAGE, and pass the folder that has train/ and test/; unpack an "
+                "archive first."
+            )
+        listed = datasets.ImageFolder(folder)
+        paths = [Path(path) for path, _ in listed.samples]
+        images = decode_images(paths, [str(path.relative_to(self.path)) for path in paths])
+        return ImageSet(images, torch.tensor(listed.targets)), tuple(listed.classes)
+
+
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+"""Pillow would try forty more, whatever a file is called, and run a program for PostScript."""
+GREYSCALE = frozenset({"1", "L", "LA"})
+DEEP = ("I", "F")
+"""Beginnings of modes of more than 8 bits ("I;16"), which Pillow would clip instead of scaling."""
+LARGEST_FILE = 2**28
+"""Most bytes of an image file: those of the most pixels that Pillow decodes, uncompressed. Some of
+its decoders read a file whole before they look at it."""
+
+
+def decode_images(files: Sequence[Path | IO[bytes]], names: Sequence[str]) -> Tensor:
+    """Return images (N, C, H, W), uint8, with three channels, or one if all are greyscale.
+
+    A file's size and its header are looked at before it is decoded.
+
+    Args:
+        files: the paths of regular files, or what they hold.
+        names: what errors call them.
+
+    Raises:
+        ValueError: if one cannot be decoded, is larger than Pillow's limit, is of another size than
+            the first, or has more than 8 bits per channel.
+    """
+    pixels, is_grey = np.empty((0, 0, 0, 0), dtype=np.uint8), True
+    with warnings.catch_warnings():
+        # Pillow warns at its limit of pixels, and raises an error only at twice as many.
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        shown = tqdm(files, unit="image", disable=None)
+        for i, (file, name) in enumerate(zip(shown, names, strict=True)):
+            with _opened(file, name) as image:
+                W, H = image.size
+                if not i:
+                    pixels = np.empty((len(files), H, W, 3), dtype=np.uint8)
+                if (H, W) != pixels.shape[1:3]:
+                    raise ValueError(
+                        f"Image '{name}' has {W}×{H} pixels, but '{names[0]}' has "
+                        f"{pixels.shape[2]}×{pixels.shape[1]}. Resize them to one size beforehand."
+                    )
+                try:
+                    pixels[i] = image.convert("RGB")
+                except Exception as error:  # Pillow's decoders raise almost any exception
+                    raise _undecodable(name, error) from error
+                is_grey = is_grey and image.mode in GREYSCALE
+    channels = 1 if is_grey else 3  # a greyscale image has three equal channels as RGB
+    return torch.from_numpy(pixels[..., :channels]).permute(0, 3, 1, 2).contiguous()
+
+
+def _opened(file: Path | IO[bytes], name: str) -> Image.Image:
+    """The image with its header read."""
+    if isinstance(file, Path) and (not file.is_file() or file.stat().st_size > LARGEST_FILE):
+        raise ValueError(
+            f"Image '{name}' is no regular file of at most {LARGEST_FILE:,} bytes. Replace or "
+            "remove it."
+        )
+    try:
+        image = Image.open(file, formats=FORMATS)
+    except Exception as error:
+        raise _undecodable(name, error) from error
+    if image.mode.startswith(DEEP):
+        raise ValueError(
+            f"Image '{name}' has more than 8 bits per channel (mode {image.mode}). Save it with 8 "
+            "bits, so that its values are scaled as you intend."
+        )
+    return image
+
+
+def _undecodable(name: str, error: Exception) -> ValueError:
+    reason = str(error).partition("\n")[0] or type(error).__name__
+    return ValueError(f"Image '{name}' cannot be decoded ({reason}). Replace or remove it.")
