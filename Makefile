@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: train test test-slow test-lowest lint format house bench bench-quick large-classes growth exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study uci update-step-timing gpt-timing natural-gradient models graph-network-training vision-transformer-training optimizer-comparison optimizer-defaults evidence-from-training ranks-timing simulate-ranks lora lora-memory faults docs gpu
+.PHONY: train test test-slow test-lowest lint format house bench bench-quick large-classes growth exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study uci update-step-timing gpt-timing models graph-network-training vision-transformer-training optimizer-comparison optimizer-defaults evidence-from-training ranks-timing simulate-ranks faults docs gpu
 
 train: $(INSTALLED)  ## train on the built-in digits, learn the weight decays, write runs/digits
 	$(BIN)/marglik train --config digits
@@ -74,15 +74,6 @@ out-of-distribution: $(INSTALLED)  ## calibrated predictives on corrupted and ou
 predictive-study: $(INSTALLED)  ## what each part of a Laplace predictive costs, from the dense GGN to s and τ: a quarter of an hour; resumes
 	$(BIN)/python -m experiments.predictions.predictive_study
 
-natural-gradient: $(INSTALLED)  ## weight decays learned with SGD, AdamW and K-FAC: digits, five seeds; resumes
-	$(BIN)/python -m experiments.weight_decay.natural_gradient
-
-lora: $(INSTALLED)  ## adapters of a small Llama on DART: MAP, dropout, ensemble and Laplace; resumes
-	$(BIN)/python -m experiments.predictions.lora
-
-lora-memory: $(INSTALLED)  ## memory of adapters' factors at a 7B model's widths, whole and sketched
-	$(BIN)/python -m experiments.speed.lora_memory
-
 weight-decay-study: $(INSTALLED)  ## learned weight decays beside a grid search and the default: digits, five seeds; resumes
 	$(BIN)/python -m experiments.weight_decay.weight_decay_study
 
@@ -96,7 +87,7 @@ table2: $(INSTALLED)  ## the paper's Table 2 at a size for two cores: less than 
 	$(BIN)/python -m experiments.table2.marglik_cifar10
 
 uci: $(INSTALLED)  ## UCI regression with learned noise and weight decays beside four rivals: an hour; resumes
-	$(BIN)/python -m experiments.uci.regression --resume
+	$(BIN)/python -m experiments.uci.regression --jobs 2
 
 update-step-timing: $(INSTALLED)  ## the paper's Table 1, a K-FAC step beside the peers' and an SGD step, WRN-16-4: an hour; resumes
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'

@@ -1,4 +1,4 @@
-"""Studies over several seeds: one JSON file for each run, running the missing ones, the report."""
+"""Studies over several seeds: one JSON file for each run, running the missing ones, the tables."""
 
 import argparse
 import io
@@ -6,8 +6,7 @@ import json
 import logging
 import statistics
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,13 +21,15 @@ from marglik.storage.record_file import write_json
 __all__ = [
     "Run",
     "add_study_options",
+    "markdown",
     "mean_with_error",
-    "one_table_study",
+    "of_each_problem",
     "quiet_training",
-    "report_problems",
+    "results_in",
     "run_missing",
     "save_figure",
     "standard_error",
+    "study",
     "study_folder",
 ]
 
@@ -42,11 +43,66 @@ class Run(Protocol):
         ...
 
 
-def add_study_options(parser: argparse.ArgumentParser, jobs: bool = True) -> None:
-    """The options --report, --results and, for `run_missing`, --jobs."""
+Result = dict[str, Any]
+"""What a run leaves as JSON, with its "config" and its "seconds"."""
+
+
+def study(
+    name: str,
+    description: str | None,
+    run: Callable[[Any], Result],
+    tasks: Callable[[argparse.Namespace], Sequence[Run]],
+    table: Callable[[list[Result]], str],
+    arguments: Sequence[str] | None = None,
+    *,
+    problems: Collection[str] = (),
+    default: Sequence[str] | None = None,
+    seeds: int | None = None,
+    figures: Callable[[list[Result]], Mapping[str, Figure]] = lambda found: {},
+) -> int:
+    """The command of a study: run what is missing, write table.md; returns the exit status.
+
+    Args:
+        name: of the folder of results.
+        description: its first paragraph describes the command.
+        run: as in `run_missing`.
+        tasks: from the options (``data``, ``seeds``) to all runs.
+        table: makes Markdown from all results.
+        arguments: the command line's; None for this process's.
+        problems: the choices of --data.
+        default: the default of --data; all problems if not given.
+        seeds: the default of --seeds; None for a study without that option.
+        figures: makes figures from all results, by the names of their files.
+    """
+    parser = argparse.ArgumentParser(description=(description or "").split("\n\n")[0])
+    if problems:
+        chosen = list(default or problems)
+        parser.add_argument(
+            "--data", nargs="*", choices=list(problems), default=chosen,
+            help=f"problems; default: {', '.join(chosen)}",
+        )  # fmt: skip
+    if seeds is not None:
+        parser.add_argument(
+            "--seeds", type=int, default=seeds, help=f"number of seeds; default: {seeds}"
+        )
+    add_study_options(parser)
+    options = parser.parse_args(arguments)
+
+    def report(folder: Path) -> str:
+        found = results_in(folder)
+        text = table(found).rstrip()
+        write_file(folder / "table.md", f"{text}\n".encode())
+        for stem, figure in figures(found).items():
+            save_figure(figure, folder / f"{stem}.png")
+        return text
+
+    return run_missing(run, tasks(options), study_folder(parser, options, name), report, options)
+
+
+def add_study_options(parser: argparse.ArgumentParser) -> None:
+    """The options --report, --jobs and --results."""
     parser.add_argument("--report", action="store_true", help="make the tables from the JSON alone")
-    if jobs:
-        parser.add_argument("--jobs", type=int, default=1, help="runs at a time; default: 1")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; default: 1")
     add_results(parser)
 
 
@@ -59,38 +115,13 @@ def study_folder(parser: argparse.ArgumentParser, options: argparse.Namespace, n
     return folder
 
 
-def one_table_study(
-    name: str,
-    description: str,
-    run: Callable[[Any], dict[str, Any]],
-    tasks: Sequence[Run],
-    table: Callable[[Path], str],
-    arguments: Sequence[str] | None = None,
-) -> int:
-    """The command of a study whose report is one table, ``table.md``; returns the exit status.
-
-    Args:
-        name: of the folder of results.
-        description: its first line describes the command.
-        run: as in `run_missing`.
-        tasks: all runs of the study.
-        table: makes Markdown from the folder of results.
-        arguments: the command line's; None for this process's.
-    """
-    parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    add_study_options(parser)
-    options = parser.parse_args(arguments)
-
-    def report(folder: Path) -> str:
-        text = table(folder)
-        write_file(folder / "table.md", text.encode())
-        return text
-
-    return run_missing(run, tasks, study_folder(parser, options, name), report, options)
+def results_in(folder: Path) -> list[Result]:
+    """The contents of all JSON files, in the order of their names."""
+    return [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))]
 
 
 def run_missing(
-    run: Callable[[Any], dict[str, Any]],
+    run: Callable[[Any], Result],
     tasks: Sequence[Run],
     folder: Path,
     report: Callable[[Path], str],
@@ -118,36 +149,49 @@ def run_missing(
         seconds = found["seconds"]
         total = sum(seconds.values()) if isinstance(seconds, dict) else seconds
         print(f"{task.name}: {total:.0f} s", flush=True)
-    if list(folder.glob("*.json")):
+    if any(folder.rglob("*.json")):
         print(report(folder))
         print(f"Written to {folder}/")
     return 1 if failed else 0
 
 
-def report_problems(
-    folder: Path,
-    problems: Iterable[str],
-    table: Callable[[list[dict[str, Any]]], str],
-    figure: Callable[[list[dict[str, Any]]], Figure],
-) -> str:
-    """Write table.md and a figure for each problem that has results; returns the tables.
+# Tables and figures
+
+
+def of_each_problem(
+    table: Callable[[list[Result]], str], problems: Iterable[str]
+) -> Callable[[list[Result]], str]:
+    """A table of each problem that has results ("data" in their configurations), in that order."""
+
+    def tables(found: list[Result]) -> str:
+        own = ([run for run in found if run["config"]["data"] == name] for name in problems)
+        return "\n\n".join(table(runs) for runs in own if runs)
+
+    return tables
+
+
+def markdown(rows: Iterable[Sequence[str]]) -> str:
+    """A table; the first row is its head."""
+    head, *others = (f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join([head, "|" + "---|" * (head.count(" | ") + 1), *others])
+
+
+def mean_with_error(values: Sequence[float], form: str = "{:.3f}") -> str:
+    """The mean ± its standard error; the mean alone for a single value.
 
     Args:
-        folder: where results are read, and tables and figures written.
-        problems: names of problems ("data" in their configurations), in the tables' order.
-        table: makes Markdown from a problem's results.
-        figure: makes the figure from a problem's results.
+        values: at least one.
+        form: format of the mean. The error has no sign, so a "+" is dropped for it.
     """
-    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for path in sorted(folder.glob("*.json")):
-        run = json.loads(path.read_text(encoding="utf-8"))
-        found[run["config"]["data"]].append(run)
-    there = [name for name in problems if name in found]
-    text = "\n\n".join(table(found[name]) for name in there)
-    write_file(folder / "table.md", (text + "\n").encode())
-    for name in there:
-        save_figure(figure(found[name]), folder / f"{name}.png")
-    return text
+    mean = form.format(statistics.fmean(values))
+    if len(values) == 1:
+        return mean
+    return f"{mean} ± {form.replace('+', '').format(standard_error(values))}"
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Standard error of the mean; 0 for a single value."""
+    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
 def save_figure(figure: Figure, path: Path) -> None:
@@ -167,21 +211,3 @@ def quiet_training() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def mean_with_error(values: Sequence[float], form: str = "{:.3f}") -> str:
-    """The mean ± its standard error; the mean alone for a single value.
-
-    Args:
-        values: at least one.
-        form: format of the mean. The error has no sign, so a "+" is dropped for it.
-    """
-    mean = form.format(statistics.fmean(values))
-    if len(values) == 1:
-        return mean
-    return f"{mean} ± {form.replace('+', '').format(standard_error(values))}"
-
-
-def standard_error(values: Sequence[float]) -> float:
-    """Standard error of the mean; 0 for a single value."""
-    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0

@@ -10,14 +10,12 @@ of training, never test data. The paper has no such experiment.
 ``make optimizer-defaults`` runs the missing parts in a quarter of an hour of one core.
 """
 
-import json
 import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,14 +24,14 @@ from torch import Tensor, nn
 from experiments.data import data_file
 from experiments.data.uci import UCI
 from experiments.optimizers.runs import Candidate, Config, Method, Problem, Schedule, run
-from experiments.studies import one_table_study
+from experiments.studies import markdown, study
 from marglik.data import Digits
 from marglik.data.batches import Splits
 from marglik.data.splits import hold_out
 from marglik.data.tensors import TensorSplits
 from marglik.models import LeNet
 
-__all__ = ["METHODS", "PROBLEMS", "SCHEDULES", "Task", "summary", "table"]
+__all__ = ["METHODS", "PROBLEMS", "SCHEDULES", "Task", "table"]
 
 
 def _digits() -> Splits:
@@ -155,68 +153,55 @@ def run_one(task: Task) -> dict[str, Any]:
     return found | {"schedule": task.schedule}
 
 
-def table(folder: Path) -> str:
+Found = dict[tuple[str, str, str], dict[float, tuple[float, float]]]
+"""Problem, schedule, method -> the last losses of each rate."""
+
+
+def table(found: Sequence[Mapping[str, Any]]) -> str:
     """Last validation and training losses as Markdown: geometric means over the seeds.
 
     The first table divides the losses of all problems and schedules by the lower of tuned SGD's
     and AdamW's.
     """
-    lines = [*summary(folder), ""]
+    losses: Found = {
+        (r["config"]["problem"], r["schedule"], r["config"]["method"]): _losses(r) for r in found
+    }
+    parts = [_summary(losses)]
     for name, problem in PROBLEMS.items():
         for schedule in SCHEDULES:
-            lines += _table_of(folder, name, f"{problem.title}, {schedule}", schedule)
-    return "\n".join(lines)
+            rows = [["", "best", *(f"rate {rate:g}" for rate in KFAC_RATES)]]
+            for method in METHODS:
+                if of_rates := losses.get((name, schedule, method)):
+                    own = [_shown(of_rates[r]) if method not in RATES else "" for r in KFAC_RATES]
+                    rows.append([METHODS[method].title, _shown(min(of_rates.values())), *own])
+            parts += [f"## {problem.title}, {schedule}", markdown(rows)]
+    return "\n\n".join(parts)
 
 
-def summary(folder: Path) -> list[str]:
+def _summary(losses: Found) -> str:
     """Losses of K-FAC over those of tuned SGD or AdamW, whichever is lower, as Markdown.
 
     The columns are geometric means over the results that exist, the number of lower losses, and
     the highest. A ratio counts as at most 100, also if a seed diverged.
     """
-    lines = [
-        "| | validation loss, times | lower | highest | training loss, times | lower | highest |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, method in METHODS.items():
-        if name in RATES:
-            continue
+    rows = [["", "validation loss, times", "lower", "highest"]]
+    rows[0] += ["training loss, times", "lower", "highest"]
+    for name in [name for name in METHODS if name not in RATES]:
         ratios: list[tuple[float, float]] = []
         for problem in PROBLEMS:
             for schedule in SCHEDULES:
-                names = (*RATES, name)
-                paths = [folder / f"{Task(problem, schedule, n).name}.json" for n in names]
-                if not all(path.exists() for path in paths):
-                    continue
-                *tuned, own = [_losses(json.loads(path.read_text())) for path in paths]
-                best = [min(losses[i] for of in tuned for losses in of.values()) for i in (0, 1)]
-                ratios += [(each[0] / best[0], each[1] / best[1]) for each in own.values()]
-        if not ratios:
-            continue
+                own, *tuned = (losses.get((problem, schedule, m), {}) for m in (name, *RATES))
+                if own and all(tuned):
+                    best = [min(each[i] for of in tuned for each in of.values()) for i in (0, 1)]
+                    ratios += [(each[0] / best[0], each[1] / best[1]) for each in own.values()]
         cells = []
-        for i in (0, 1):
+        for i in (0, 1) if ratios else ():
             of = [min(ratio[i], 100.0) for ratio in ratios]
             cells.append(f"{statistics.geometric_mean(of):.2f}")
             cells.append(f"{sum(ratio < 1 for ratio in of)} of {len(of)}")
             cells.append(f"{max(of):.3g}")
-        lines.append(f"| {method.title} | {' | '.join(cells)} |")
-    return lines
-
-
-def _table_of(folder: Path, problem: str, title: str, schedule: str) -> list[str]:
-    columns = " | ".join(f"rate {rate:g}" for rate in KFAC_RATES)
-    lines = [f"## {title}", "", f"| | best | {columns} |", "|---|---|" + "---|" * len(KFAC_RATES)]
-    for name, method in METHODS.items():
-        path = folder / f"{Task(problem, schedule, name).name}.json"
-        if not path.exists():
-            continue
-        found = json.loads(path.read_text(encoding="utf-8"))
-        losses = _losses(found)
-        best = min(losses, key=lambda rate: losses[rate][0])
-        cells = [_shown(losses[best])]
-        cells += [_shown(losses[rate]) if name not in RATES else "" for rate in KFAC_RATES]
-        lines.append(f"| {method.title} | {' | '.join(cells)} |")
-    return [*lines, ""]
+        rows.append([METHODS[name].title, *cells])
+    return markdown(rows)
 
 
 def _losses(found: Mapping[str, Any]) -> dict[float, tuple[float, float]]:
@@ -246,7 +231,7 @@ def _shown(losses: tuple[float, float]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the missing tasks, and report."""
-    return one_table_study("optimizer_defaults", __doc__ or "", run_one, TASKS, table, arguments)
+    return study("optimizer_defaults", __doc__, run_one, lambda options: TASKS, table, arguments)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,11 @@ may jump above the target for a moment.
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from matplotlib import colormaps
-from matplotlib.figure import Figure
 
 from experiments.optimizers.runs import (
     Candidate,
@@ -35,18 +31,18 @@ from experiments.optimizers.runs import (
 )
 from experiments.studies import (
     add_study_options,
+    markdown,
     mean_with_error,
+    results_in,
     run_missing,
-    save_figure,
-    standard_error,
     study_folder,
 )
 from kfac_backend.files import write_file
 
-__all__ = ["Study", "figure", "main", "report", "run_task", "table", "target_of"]
+__all__ = ["Study", "main", "run_task", "table", "tables", "target_of"]
 
 Row = dict[str, Any]
-NO_PAPER = "– | – | –"
+NO_PAPER = ("–", "–", "–")
 
 
 @dataclass(frozen=True)
@@ -63,14 +59,12 @@ class Study:
     """Range of K-FAC's damping that is searched."""
     block: int
     """Steps timed in a row."""
-    paper: Mapping[str, str] = field(default_factory=dict)
-    """The paper's cells by method: steps | % of the reference's steps | % of its time."""
+    paper: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)
+    """The paper's cells by method: steps, % of the reference's steps, % of its time."""
     choose_first: bool = True
     """True chooses the run that reaches the target first, False that with the best last value."""
     given: Mapping[str, float] = field(default_factory=dict)
     """Damping of methods without a search; they take the reference's learning rate."""
-    figure: str = ""
-    """Suffix of the figure's file name, after the problem."""
 
     @property
     def reference(self) -> str:
@@ -114,17 +108,10 @@ def table(found: Sequence[Row], study: Study, problem: str) -> str:
     metric, target = reference["metric"], target_of(reference)
     timing = _timing(found, study, problem)
     base = _steps(reference, target)
-    lines = [
-        f"## {reference['problem']}{study.title}",
-        "",
-        f"Target: {metric} {target:.4f} on the validation data, the median over seeds of the "
-        f"reference's last value. Mean ± standard error over the seeds that reach it, of "
-        f"{len(reference['curves'])}. Steps and time are also in percent of the reference's.",
-        "",
-        "| | reached by | steps | % | time of a step | time, % | last value | test | learning rate "
-        f"| damping |{' paper: steps | % | time, % |' if study.paper else ''}",
-        "|---" * (13 if study.paper else 10) + "|",
-    ]
+    head = ["", "reached by", "steps", "%", "time of a step", "time, %", "last value", "test"]
+    head += ["learning rate", "damping"]
+    head += ["paper: steps", "%", "time, %"] if study.paper else []
+    rows = [head]
     for name, method in study.methods.items():
         if name not in seeds:
             continue
@@ -135,89 +122,56 @@ def table(found: Sequence[Row], study: Study, problem: str) -> str:
         if name in timing:
             pace = timing[name]["median"] / timing[study.reference]["median"]
         time = None if pace is None or share is None else 100 * pace * share
-        cells = [
-            method.title,
-            f"{len(own)} of {len(seeds[name]['curves'])}",
-            _mean(own, "{:,.0f}"),
-            _or_dash(share and 100 * share, "{:.0f}"),
-            _or_dash(pace, "{:.2f}"),
-            _or_dash(time, "{:.0f}"),
-            _mean(_last(seeds[name]), "{:.4f}"),
-            _mean([c["test"][metric] for c in _whole(seeds[name])], "{:.4f}"),
-            f"{chosen['lr']:.3g}",
-            _or_dash(chosen["damping"], "{:.3g}"),
-        ]
-        if study.paper:
-            cells.append(study.paper.get(name, NO_PAPER))
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += [
-        "",
-        "| search | trials | diverged | reach the target | best last value | median |",
-        "|---" * 6 + "|",
-    ]
+        rows.append(
+            [
+                method.title,
+                f"{len(own)} of {len(seeds[name]['curves'])}",
+                _mean(own, "{:,.0f}"),
+                _or_dash(share and 100 * share, "{:.0f}"),
+                _or_dash(pace, "{:.2f}"),
+                _or_dash(time, "{:.0f}"),
+                _mean(_last(seeds[name]), "{:.4f}"),
+                _mean([c["test"][metric] for c in _whole(seeds[name])], "{:.4f}"),
+                f"{chosen['lr']:.3g}",
+                _or_dash(chosen["damping"], "{:.3g}"),
+                *(study.paper.get(name, NO_PAPER) if study.paper else ()),
+            ]
+        )
+    of_search = [["search", "trials", "diverged", "reach the target", "best last value", "median"]]
     for name in study.searched:
         if name in searches:
             last = _last(searches[name])
             number = len(searches[name]["curves"])
-            cells = [
-                study.methods[name].title,
-                str(number),
-                str(number - len(last)),
-                str(len(_steps(searches[name], target))),
-                _or_dash((min if metric == "loss" else max)(last, default=None), "{:.4f}"),
-                _or_dash(statistics.median(last) if last else None, "{:.4f}"),
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+            of_search.append(
+                [
+                    study.methods[name].title,
+                    str(number),
+                    str(number - len(last)),
+                    str(len(_steps(searches[name], target))),
+                    _or_dash((min if metric == "loss" else max)(last, default=None), "{:.4f}"),
+                    _or_dash(statistics.median(last) if last else None, "{:.4f}"),
+                ]
+            )
+    return "\n\n".join(
+        [
+            f"## {reference['problem']}{study.title}",
+            f"Target: {metric} {target:.4f} on the validation data, the median over seeds of the "
+            "reference's last value. Mean ± standard error over the seeds that reach it, of "
+            f"{len(reference['curves'])}. Steps and time are also in percent of the reference's.",
+            markdown(rows),
+            markdown(of_search),
+        ]
+    )
 
 
-def figure(found: Sequence[Row], study: Study, problem: str) -> Figure:
-    """Validation metric over steps and over time: means and standard errors over seeds."""
-    seeds, timing = runs_of(found, problem, "seeds"), _timing(found, study, problem)
-    reference = seeds[study.reference]
-    drawing = Figure(figsize=(10, 3.8), layout="constrained")
-    panels = drawing.subplots(1, 2, sharey=True)
-    for number, (name, method) in enumerate(study.methods.items()):
-        curves = _whole(seeds[name]) if name in seeds else []
-        if not curves:
-            continue
-        values = list(zip(*(c[reference["metric"]] for c in curves), strict=True))
-        mean = [statistics.mean(v) for v in values]
-        error = [standard_error(v) for v in values]
-        color = "black" if name == study.reference else colormaps["tab10"](number - 1)
-        for axes, unit in zip(panels, (1.0, timing.get(name, {}).get("median")), strict=True):
-            if unit is None:
-                continue
-            x = [unit * step for step in curves[0]["step"]]
-            axes.plot(x, mean, color=color, label=method.title)
-            low, high = ([m + s * e for m, e in zip(mean, error, strict=True)] for s in (-1, 1))
-            axes.fill_between(x, low, high, color=color, alpha=0.2)
-    for axes, label in zip(panels, ("steps", "seconds of one processor"), strict=True):
-        axes.axhline(target_of(reference), color="black", ls=":", lw=1)
-        axes.set_xlabel(label)
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel(f"{reference['metric']}, validation")
-    panels[0].legend(fontsize="x-small")
-    drawing.suptitle(f"{reference['problem']}{study.title}")
-    return drawing
-
-
-def report(folder: Path, studies: Sequence[Study], problems: Mapping[str, Problem]) -> str:
-    """Write table.md and a figure for each problem and study; returns the tables."""
-    found, tables = _read(folder), []
-    for problem in problems:
-        for study in studies:
-            if study.reference in runs_of(found, problem, "seeds"):
-                tables.append(table(found, study, problem))
-                drawing = figure(found, study, problem)
-                save_figure(drawing, folder / f"{problem}{study.figure}.png")
-    text = "\n\n".join(tables)
-    write_file(folder / "table.md", (text + "\n").encode())
-    return text
-
-
-def _read(folder: Path) -> list[Row]:
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+def tables(found: Sequence[Row], studies: Sequence[Study], problems: Mapping[str, Problem]) -> str:
+    """A table for each problem and study that has results."""
+    return "\n\n".join(
+        table(found, study, problem)
+        for problem in problems
+        for study in studies
+        if study.reference in runs_of(found, problem, "seeds")
+    )
 
 
 def _timing(found: Sequence[Row], study: Study, problem: str) -> dict[str, dict[str, float]]:
@@ -298,9 +252,13 @@ def main(
     options = parser.parse_args(arguments)
     folder = study_folder(parser, options, name)
 
+    def report(folder: Path) -> str:
+        text = tables(results_in(folder), studies, problems)
+        write_file(folder / "table.md", f"{text}\n".encode())
+        return text
+
     def finish(tasks: Sequence[Config | Timing]) -> int:
-        write = lambda folder: report(folder, studies, problems)  # noqa: E731
-        return run_missing(run_one, tasks, folder, write, options)
+        return run_missing(run_one, tasks, folder, report, options)
 
     if options.report:
         return finish([])
@@ -335,12 +293,12 @@ def _stages(
         return tuple(Candidate(c.lr) for c in found)
 
     yield [task(name, "search", candidates(name), (0,)) for name in study.searched]
-    searches = runs_of(_read(folder), problem, "search")
+    searches = runs_of(results_in(folder), problem, "search")
     best = best_candidate(searches[reference])
     yield [task(reference, "seeds", (best,), seeds)]
     target = None
     if study.choose_first:
-        target = target_of(runs_of(_read(folder), problem, "seeds")[reference])
+        target = target_of(runs_of(results_in(folder), problem, "seeds")[reference])
     chosen = {name: Candidate(best.lr, damping) for name, damping in study.given.items()}
     for name in study.searched[1:]:
         chosen[name] = best_candidate(searches[name], target)

@@ -72,9 +72,9 @@ STUDIES = [
         damping=(1e-4, 1e-2),
         block=50,
         paper={
-            "nadamw": "122,139 ± 1,119 | 100 | 100",
-            "expand": "87,464 ± 245 | 72 | 75",
-            "reduce": "92,550 ± 731 | 76 | 78",
+            "nadamw": ("122,139 ± 1,119", "100", "100"),
+            "expand": ("87,464 ± 245", "72", "75"),
+            "reduce": ("92,550 ± 731", "76", "78"),
         },
     ),
     Study(
@@ -89,12 +89,11 @@ STUDIES = [
         damping=(1e-4, 1e-2),
         block=10,
         paper={
-            "nadamw clipped": "117.4 thousand | 100 | 100",
-            "expand each": "92.6 thousand | 79 | 200",
-            "reduce each": "93.7 thousand | 80 | 148",
+            "nadamw clipped": ("117.4 thousand", "100", "100"),
+            "expand each": ("92.6 thousand", "79", "200"),
+            "reduce each": ("93.7 thousand", "80", "148"),
         },
         given={"expand each": 1e-5, "reduce each": 1e-5},
-        figure="_each_step",
     ),
 ]
 METHODS = {name: method for study in STUDIES for name, method in study.methods.items()}

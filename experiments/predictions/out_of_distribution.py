@@ -10,33 +10,23 @@ All rows use the same outputs and covariances, which take one pass per set of im
 out-of-distribution data are the predictive entropy and its epistemic part, which exists only where
 s > 0.
 
-``make out-of-distribution`` runs digits with three seeds and the ViT with one. Each seed is a JSON
-file in ``results/out_of_distribution/`` of the working directory. The command resumes: it keeps
-finished files and continues trainings in ``runs/out_of_distribution/``.
+``make out-of-distribution`` runs digits with three seeds and the ViT with one. It continues
+trainings in ``runs/out_of_distribution/``.
 """
 
-import argparse
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from experiments.data import archive, data_file
 from experiments.data.image_archive import ImageArchive
-from experiments.studies import (
-    add_study_options,
-    mean_with_error,
-    report_problems,
-    run_missing,
-    study_folder,
-)
+from experiments.studies import markdown, mean_with_error, of_each_problem, study
 from experiments.weight_decay.presets import PRESETS
 from marglik.cli import main as marglik
 from marglik.data import (
@@ -66,7 +56,7 @@ from marglik.runs.build import build_from_spec
 from marglik.storage.provenance import environment
 from marglik.storage.record_file import read_posterior
 
-__all__ = ["PROBLEMS", "Config", "Row", "figure", "predict_rows", "rows_of", "run", "table"]
+__all__ = ["PROBLEMS", "Config", "Row", "predict_rows", "rows_of", "run", "table"]
 
 BATCH_SIZE = 50
 SCORES = ("entropy", "epistemic")
@@ -313,92 +303,47 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
     """One problem as Markdown: means over seeds, with standard errors if there are several."""
     first = runs[0]
     sizes = ", ".join(f"{size:,} {name}" for name, size in first["num_examples"].items())
-    seeds = "one seed" if len(runs) == 1 else f"{len(runs)} seeds, mean ± standard error"
-    lines = [
-        f"### {first['problem']['title']}",
-        "",
-        f"Images: {sizes}; {seeds}.",
-        "",
-        "| | test NLL | accuracy, % | ECE, % | NLL, corrupted | ECE, corrupted, % | s | τ |",
-        "|---" * 8 + "|",
-    ]
-    for name in first["rows"]:
-        own = [run["rows"][name] for run in runs]
-        cells = [
-            _mean([row["test"]["cls/NLL"] for row in own], 3),
-            _mean([100 * row["test"]["cls/accuracy"] for row in own], 1),
-            _mean([100 * row["test"]["cal/ECE"] for row in own], 1),
-            _mean([_corrupted(row, "cls/NLL") for row in own], 3),
-            _mean([100 * _corrupted(row, "cal/ECE") for row in own], 1),
-            *(
-                ", ".join(f"{row['calibration'][key]:.3g}" for row in own)
-                for key in ("covariance_scale", "output_temperature")
-            ),
-        ]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+    several = len(runs) > 1
     outside = list(first["rows"]["MAP"]["ood"])
-    lines += [
-        "",
-        "Out of distribution, AUROC / AUPR / FPR95 in %:",
-        "",
-        f"| | score | {' | '.join(outside)} |",
-        "|---" * (2 + len(outside)) + "|",
-    ]
+    quality = [["", "test NLL", "accuracy, %", "ECE, %", "NLL, corrupted", "ECE, corrupted, %"]]
+    quality[0] += ["s", "τ"]
+    detection = [["", "score", *outside]]
+    differences = [["", "test NLL", "NLL, corrupted", *(f"AUROC, {name}" for name in outside)]]
     for name in first["rows"]:
-        for score in SCORES:
-            cells = [_detection(runs, name, label, score) for label in outside]
-            lines.append(f"| {name} | {score} | {' | '.join(cells)} |")
-    lines += [
-        "",
-        f"Each row minus the temperature-scaled MAP{', paired by seed' if len(runs) > 1 else ''} "
-        "(AUROC by the entropy, percentage points):",
-        "",
-        f"| | test NLL | NLL, corrupted | {' | '.join(f'AUROC, {name}' for name in outside)} |",
-        "|---" * (3 + len(outside)) + "|",
-    ]
-    for name in first["rows"]:
-        if name != REFERENCE:
-            lines.append(f"| {name} | {' | '.join(_differences(runs, name, outside))} |")
-    return "\n".join(lines)
-
-
-def figure(runs: Sequence[dict[str, Any]]) -> Figure:
-    """NLL over the severity of corruptions, and AUROC of each set; means over seeds."""
-    names = list(runs[0]["rows"])
-    outside = list(runs[0]["rows"]["MAP"]["ood"])
-    drawing = Figure(figsize=(11, 4.4), layout="constrained")
-    left, right = drawing.subplots(1, 2)
-    drawing.suptitle(runs[0]["problem"]["title"])
-    for i, name in enumerate(names):
-        own = [run["rows"][name] for run in runs]
-        severities = [
-            statistics.mean(
-                row["shift"][f"{kind}/{s}"]["cls/NLL"] for row in own for kind in CORRUPTIONS
-            )
-            for s in SEVERITIES
-        ]
-        left.plot(SEVERITIES, severities, "o-", ms=3, color=f"C{i}", label=name)
-        for score, marker in zip(SCORES, "os", strict=True):
-            points = [
-                (k + 0.12 * (i - len(names) / 2), statistics.mean(values))
-                for k, label in enumerate(outside)
-                if (values := _values(runs, name, label, score, "ood/AUROC"))
+        own = [run_["rows"][name] for run_ in runs]
+        quality.append(
+            [
+                name,
+                _mean([row["test"]["cls/NLL"] for row in own], 3),
+                _mean([100 * row["test"]["cls/accuracy"] for row in own], 1),
+                _mean([100 * row["test"]["cal/ECE"] for row in own], 1),
+                _mean([_corrupted(row, "cls/NLL") for row in own], 3),
+                _mean([100 * _corrupted(row, "cal/ECE") for row in own], 1),
+                *(
+                    ", ".join(f"{row['calibration'][key]:.3g}" for row in own)
+                    for key in ("covariance_scale", "output_temperature")
+                ),
             ]
-            filled = f"C{i}" if score == "entropy" else "none"
-            right.plot(
-                *zip(*points, strict=True) if points else ([], []),
-                marker,
-                color=f"C{i}",
-                mfc=filled,
-                ls="none",
+        )
+        for score in SCORES:
+            detection.append(
+                [name, score, *(_detection(runs, name, label, score) for label in outside)]
             )
-    left.set(xlabel="severity", ylabel="NLL (nats), mean over four corruptions", xticks=SEVERITIES)
-    left.legend(fontsize="small")
-    right.set(ylabel="AUROC (filled: entropy, open: epistemic part)")
-    right.set_xticks(range(len(outside)), outside)
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-    return drawing
+        if name != REFERENCE:
+            differences.append([name, *_differences(runs, name, outside)])
+    return "\n\n".join(
+        [
+            f"### {first['problem']['title']}",
+            f"Images: {sizes}; "
+            f"{f'{len(runs)} seeds, mean ± standard error' if several else 'one seed'}.",
+            markdown(quality),
+            "Out of distribution, AUROC / AUPR / FPR95 in %:",
+            markdown(detection),
+            f"Each row minus the temperature-scaled MAP{', paired by seed' if several else ''} "
+            "(AUROC by the entropy, percentage points):",
+            markdown(differences),
+        ]
+    )
 
 
 def _corrupted(row: dict[str, Any], key: str) -> float:
@@ -443,33 +388,21 @@ def _mean(values: Sequence[float], digits: int, sign: str = "") -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the missing seeds, write tables and figures; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Calibrated predictives where the data shifts.")
-    parser.add_argument(
-        "--data",
-        nargs="*",
-        choices=list(PROBLEMS),
-        default=list(PROBLEMS),
-        help="problems; default: all",
+    """Run the missing seeds, and write tables; returns the exit status."""
+    return study(
+        "out_of_distribution",
+        __doc__,
+        run,
+        lambda options: [
+            Config(data, seed, corrupted=PROBLEMS[data].corrupted)
+            for data in options.data
+            for seed in range(min(options.seeds, PROBLEMS[data].seeds))
+        ],
+        of_each_problem(table, PROBLEMS),
+        arguments,
+        problems=PROBLEMS,
+        seeds=3,
     )
-    parser.add_argument(
-        "--seeds", type=int, help="number of seeds; default: 3 of digits, 1 of the ViT"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="run only digits with one seed: a minute"
-    )
-    add_study_options(parser)
-    options = parser.parse_args(arguments)
-    folder = study_folder(parser, options, "out_of_distribution")
-    if options.quick:
-        options.data, options.seeds = ["digits"], 1
-    tasks = [
-        Config(data, seed, corrupted=PROBLEMS[data].corrupted)
-        for data in options.data
-        for seed in range(options.seeds or PROBLEMS[data].seeds)
-    ]
-    report = partial(report_problems, problems=PROBLEMS, table=table, figure=figure)
-    return run_missing(run, tasks, folder, report, options)
 
 
 if __name__ == "__main__":

@@ -10,39 +10,25 @@ table.
 Costs are relative to the MAP's. A training's is CPU time of one thread; a prediction's is the
 median of interleaved predictions of one batch.
 
-``make rivals`` runs digits with five seeds, ``--quick`` with two; ``--data`` names other problems.
-Each seed is a JSON file in ``results/predictive_rivals/`` of the working directory. The command
-resumes and keeps finished files; ``--ours`` measures our rows in them again and keeps the rivals'.
+``make rivals`` runs digits with five seeds; ``--data`` names other problems.
 """
 
-import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
 from torch import Tensor, nn
 
 from experiments.data import data_file, images
 from experiments.data.nci1 import NCI1
 from experiments.predictions import rivals
 from experiments.predictions.rivals import Rival, Task
-from experiments.studies import (
-    add_study_options,
-    mean_with_error,
-    report_problems,
-    run_missing,
-    standard_error,
-    study_folder,
-)
+from experiments.studies import markdown, mean_with_error, of_each_problem, study
 from experiments.timing import interleaved, medians
 from kfac_backend.options import CurvatureOptions, KfacApprox
 from marglik.data import DataSource, Digits, ImageSet, Noise
@@ -64,12 +50,11 @@ from marglik.prediction.predictive import (
 )
 from marglik.runs.build import build_from_spec
 from marglik.storage.provenance import environment
-from marglik.storage.record_file import write_json
 from marglik.training.loop import OnlineTraining
 from marglik.training.optimizers import OptimizerConfig, build_optimizer
 from marglik.training.update_schedule import Schedule
 
-__all__ = ["PROBLEMS", "Config", "figure", "ours", "run", "table"]
+__all__ = ["PROBLEMS", "Config", "ours", "run", "table"]
 
 WEIGHT_DECAYS = (5e-5, 2e-4, 5e-4, 2e-3, 5e-3, 2e-2)
 REFERENCE = "temperature scaling"
@@ -184,36 +169,6 @@ def run(config: Config) -> dict[str, Any]:
         **found,
         "versions": found["versions"] | {"ivon-opt": _version("ivon-opt")},
     }
-
-
-def our_rows_again(found: dict[str, Any]) -> dict[str, Any]:
-    """A seed's result with our rows measured again; the rivals', which take most time, are kept.
-
-    The MAP is measured again beside ours. It must be the same network, and its seconds scale ours
-    to the machine's present speed.
-
-    Raises:
-        ValueError: if the MAP differs, so that code or data are not those of the rivals.
-    """
-    config = found["config"]
-    config = Config(**config | {"weight_decays": tuple(config["weight_decays"])})
-    problem, splits, task = _task(config)
-    rivals.map_network(replace(task, epochs=1))  # the first steps of a process take longer
-    made = {"MAP": rivals.map_network(task)} | ours(task, problem)
-    rows = _measured(made, config, problem, splits, task)
-    now, before = rows.pop("MAP"), found["rows"]["MAP"]
-    nll, expected = (row["metrics"]["cls/NLL"] for row in (now, before))
-    if abs(nll - expected) > 1e-6:
-        raise ValueError(
-            f"{config.name}: the MAP's NLL is {nll:.6f}, and the file has {expected:.6f}: code or "
-            "data have changed since. Delete the file, and measure all rows again."
-        )
-    for row in rows.values():
-        for key in ("training_seconds", "search_seconds", "prediction_seconds"):
-            unit = "prediction_seconds" if key == "prediction_seconds" else "training_seconds"
-            row[key] *= before[unit] / now[unit]
-    others = {name: row for name, row in found["rows"].items() if not name.startswith("marglik")}
-    return found | {"rows": others | rows}
 
 
 def _task(config: Config) -> tuple[Problem, Splits, Task]:
@@ -398,120 +353,58 @@ COLUMNS: Mapping[str, tuple[str, str, str]] = {
 def table(runs: Sequence[dict[str, Any]]) -> str:
     """One problem as Markdown: means over seeds ± standard errors; costs as ratios to the MAP's."""
     first = runs[0]
-    columns = {
-        name: column
-        for name, column in COLUMNS.items()
-        if column[1] in first["rows"]["MAP"]["metrics"]
-    }
+    columns = [c for c in COLUMNS.items() if c[1][1] in first["rows"]["MAP"]["metrics"]]
+    head = [*(name for name, _ in columns), "τ", "training", "with search", "prediction"]
+    rows = [["", *head, f"NLL, tempered − {REFERENCE}"]]
+    for name in dict.fromkeys(name for run_ in runs for name in run_["rows"]):
+        own = [run_["rows"] for run_ in runs if name in run_["rows"]]
+        cells = [
+            mean_with_error(
+                [(1 if form == "{:.3f}" else 100) * r[name][kind][key] for r in own], form
+            )
+            for _, (kind, key, form) in columns
+        ]
+        cells.append(f"{statistics.mean(r[name]['temperature'] for r in own):.2f}")
+        costs = [_costs(r[name], r["MAP"]) for r in own]
+        cells += [f"{statistics.mean(column):.1f}" for column in zip(*costs, strict=True)]
+        nll = [[r[row]["tempered"]["cls/NLL"] for row in (name, REFERENCE)] for r in own]
+        cells.append(mean_with_error([of_row - other for of_row, other in nll], "{:+.3f}"))
+        fewer = "" if len(own) == len(runs) else f" ({len(own)} seeds)"
+        rows.append([f"{name}{fewer}", *cells])
     sizes = first["num_examples"]
-    head = [*columns, "τ", "training", "with search", "prediction"]
-    if has_reference := all(REFERENCE in run["rows"] for run in runs):
-        head.append(f"NLL, tempered − {REFERENCE}")
     lines = [
         f"## {first['problem']['title']}",
-        "",
         f"{sizes['train']:,} training, {sizes['validation']:,} held-out, {sizes['test']:,} test "
         f"examples; {first['problem']['epochs']} epochs; {len(runs)} seeds, mean ± standard error. "
         "Costs are multiples of one MAP training and of its prediction.",
-        "",
-        f"| | {' | '.join(head)} |",
-        "|---" * (len(head) + 1) + "|",
+        markdown(rows),
     ]
-    for name in _names(runs):
-        own = [run for run in runs if name in run["rows"]]
-        cells = []
-        for kind, key, form in columns.values():
-            scale = 100 if form != "{:.3f}" else 1
-            cells.append(mean_with_error([scale * r["rows"][name][kind][key] for r in own], form))
-        cells.append(f"{statistics.mean(r['rows'][name]['temperature'] for r in own):.2f}")
-        costs = [_costs(r, name) for r in own]
-        cells += [f"{statistics.mean(column):.1f}" for column in zip(*costs, strict=True)]
-        if has_reference:
-            nll = [[r["rows"][n]["tempered"]["cls/NLL"] for n in (name, REFERENCE)] for r in own]
-            cells.append(mean_with_error([of_row - other for of_row, other in nll], "{:+.3f}"))
-        fewer = "" if len(own) == len(runs) else f" ({len(own)} seeds)"
-        lines.append(f"| {name}{fewer} | {' | '.join(cells)} |")
     missing = {name: why for run in runs for name, why in run["failed"].items()}
-    lines += [f"\nLeft out: {name} ({why})." for name, why in missing.items()]
-    return "\n".join(lines)
+    lines += [f"Left out: {name} ({why})." for name, why in missing.items()]
+    return "\n\n".join(lines)
 
 
-def figure(runs: Sequence[dict[str, Any]]) -> Figure:
-    """NLL and ECE of all rows, raw and tempered; bars are standard errors over seeds."""
-    names = _names(runs)
-    drawing = Figure(figsize=(10, 1.2 + 0.34 * len(names)), layout="constrained")
-    panels = drawing.subplots(1, 2, sharey=True)
-    drawing.suptitle(runs[0]["problem"]["title"])
-    for axes, (key, label) in zip(
-        panels, (("cls/NLL", "test NLL (nats)"), ("cal/ECE", "ECE")), strict=True
-    ):
-        for kind, color, shift in (
-            ("metrics", "tab:orange", -0.12),
-            ("tempered", "tab:blue", 0.12),
-        ):
-            values = [
-                [r["rows"][name][kind][key] for r in runs if name in r["rows"]] for name in names
-            ]
-            axes.errorbar(
-                [statistics.mean(v) for v in values],
-                [i + shift for i in range(len(names))],
-                xerr=[standard_error(v) if len(v) > 1 else 0.0 for v in values],
-                fmt="o",
-                ms=4,
-                color=color,
-                label="raw" if kind == "metrics" else "tempered on held-out data",
-            )
-        axes.set(xlabel=label, xscale="log")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.grid(alpha=0.3)
-    panels[0].set_yticks(range(len(names)), names)
-    panels[0].invert_yaxis()
-    panels[1].legend(fontsize="small")
-    return drawing
-
-
-def _names(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """All rows, in their order."""
-    return list(dict.fromkeys(name for run in runs for name in run["rows"]))
-
-
-def _costs(run: dict[str, Any], name: str) -> tuple[float, float, float]:
+def _costs(row: dict[str, Any], unit: dict[str, Any]) -> tuple[float, float, float]:
     """Training, training with search, and prediction, over the MAP's."""
-    row, unit = run["rows"][name], run["rows"]["MAP"]
-    own, search = row["training_seconds"], row["search_seconds"]
-    one = unit["training_seconds"]
+    own, search, one = (
+        row["training_seconds"], row["search_seconds"], unit["training_seconds"]
+    )  # fmt: skip
     return own / one, (own + search) / one, row["prediction_seconds"] / unit["prediction_seconds"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the missing seeds, write tables and figures; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Our predictives and their rivals.")
-    parser.add_argument(
-        "--data",
-        nargs="*",
-        choices=list(PROBLEMS),
+    """Run the missing seeds, and write tables; returns the exit status."""
+    return study(
+        "predictive_rivals",
+        __doc__,
+        run,
+        lambda options: [Config(data, s) for data in options.data for s in range(options.seeds)],
+        of_each_problem(table, PROBLEMS),
+        arguments,
+        problems=PROBLEMS,
         default=["digits"],
-        help="problems; default: digits",
+        seeds=5,
     )
-    parser.add_argument("--seeds", type=int, default=5, help="number of seeds; default: 5")
-    parser.add_argument("--quick", action="store_true", help="run only two seeds")
-    parser.add_argument(
-        "--ours", action="store_true", help="measure our rows in finished seeds again"
-    )
-    add_study_options(parser)
-    options = parser.parse_args(arguments)
-    folder = study_folder(parser, options, "predictive_rivals")
-    seeds = 2 if options.quick else options.seeds
-    tasks = [Config(data, seed) for data in options.data for seed in range(seeds)]
-    for task in tasks:
-        path = folder / f"{task.name}.json"
-        if options.ours and path.exists():
-            write_json(path, our_rows_again(json.loads(path.read_text(encoding="utf-8"))))
-            print(f"{task.name}: our rows", flush=True)
-    report = partial(report_problems, problems=PROBLEMS, table=table, figure=figure)
-    return run_missing(run, tasks, folder, report, options)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ each network at its MAP, three choices vary:
 - the covariance: the dense GGN, its blocks, K-FAC and EKFAC with both modes, its diagonal, the last
   layer, or only the directions that the data determine,
 - δ: the default, found post hoc, or learned online,
-- s and τ: one of them found on held-out data, both, or none.
+- s and τ: found on held-out data, or 1.
 
 Rows are paired by network.
 
@@ -15,63 +15,46 @@ The finding (see the table) is that the dense GGN has the loss, too, and K-FAC d
 Most of the outputs' variance lies in directions about which the data say less than the prior.
 Calibrating s removes the loss, mostly because s becomes nearly 0.
 
-``make predictive-study`` runs the missing ones; ``--quick`` runs one seed. Each run is a JSON file
-in ``results/predictive_study/`` of the working directory.
+``make predictive-study`` runs the missing ones of 63 runs, a quarter of an hour of one core.
 """
 
-import argparse
-import json
 import math
 import statistics
 import sys
-import tarfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
 from experiments.data import data_file
-from experiments.studies import (
-    add_study_options,
-    mean_with_error,
-    save_figure,
-    standard_error,
-    study_folder,
-)
+from experiments.data.uci import UCI
+from experiments.studies import markdown, mean_with_error, study
 from kfac_backend.correction import corrected_factors
 from kfac_backend.factors import kronecker_factors
-from kfac_backend.files import write_file
 from kfac_backend.options import CurvatureOptions, Likelihood
 from marglik.data.tensors import TensorBatches
 from marglik.models import MLP
-from marglik.posterior.hyperparameters import (
-    LARGEST_PRECISION,
-    SMALLEST_PRECISION,
-    Hyperparameters,
-)
+from marglik.posterior.hyperparameters import Hyperparameters
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import PriorGroups, weight_decay_to_precision
 from marglik.posterior.subset import last_layer
 from marglik.prediction.calibration import HeldOut, fit_calibration
 from marglik.storage.provenance import environment
-from marglik.storage.record_file import write_json
 from marglik.training.loop import OnlineTraining
 from marglik.training.optimizers import OptimizerConfig, build_optimizer
 from marglik.training.post_hoc import maximize_evidence
 from marglik.training.update_schedule import Schedule
 
-__all__ = ["Config", "Dense", "figure", "run", "table"]
+__all__ = ["Config", "Dense", "run", "table"]
 
 TEST = 300
-ROUNDS = (100, 1400), (400,)
-"""Numbers of examples; the extremes run first with all seeds, so that they can be studied early."""
+SIZES = (100, 400, 1400)
+"""Numbers of examples."""
 FLIPPED = 0.2
 
 
@@ -121,12 +104,9 @@ PRECISIONS = {
     "default": "that of the weight decay",
     "scalar": "post hoc, one",
     "layerwise": "post hoc, layerwise",
-    "own": "post hoc, layerwise, each structure's own evidence",
 }
 CALIBRATIONS = {
     "raw": "s = τ = 1",
-    "tau": "τ",
-    "s": "s",
     "both": "s and τ",
     "scaled MAP": "MAP, τ",
     "MAP": "MAP",
@@ -167,7 +147,6 @@ def run(config: Config) -> dict[str, Any]:
     likelihood = PROBLEMS[config.problem].likelihood
     train, held_out, test = _data(config)
     cells: dict[str, dict[str, Any]] = {}
-    networks: dict[str, Any] = {}
     for learned in (False, True):
         torch.manual_seed(config.seed)
         posterior = _train(config, train, learned)
@@ -178,7 +157,7 @@ def run(config: Config) -> dict[str, Any]:
         for precision, structures in _cells(config, learned).items():
             cells[precision] = {}
             for structure in structures:
-                delta, sigma = _hyperparameters(precision, structure, posterior, posteriors, dense)
+                delta, sigma = _hyperparameters(precision, posterior, posteriors)
                 if structure in posteriors or structure == "last expand":
                     own = posteriors[structure.removeprefix("last ")]
                     own.prior_precision, own.sigma_noise = delta, sigma
@@ -192,7 +171,6 @@ def run(config: Config) -> dict[str, Any]:
                     HeldOut(likelihood, f[M:], covariance[M:], test[1], sigma),
                     config,
                 ) | {"delta": delta.tolist(), "sigma": sigma}
-        networks["online" if learned else "default"] = _network(posterior, train, test)
     return {
         "config": asdict(config),
         "problem": {"title": PROBLEMS[config.problem].title, "likelihood": likelihood},
@@ -203,8 +181,7 @@ def run(config: Config) -> dict[str, Any]:
             "test": len(test[1]),
         },
         "cells": cells,
-        "networks": networks,
-        "cpu_seconds": time.process_time() - started,
+        "seconds": time.process_time() - started,
         **environment(torch.device("cpu")),
     }
 
@@ -220,12 +197,10 @@ def _cells(config: Config, learned: bool) -> dict[str, list[str]]:
     if learned:
         return {"online": structures}
     whole = [name for name in structures if name in ("full", "expand", "reduce")]
-    own = ("full", "blocks", "reduce", "diagonal")
     result = {
         "default": whole,
         "scalar": whole,
         "layerwise": structures,
-        "own": [name for name in structures if name in own],
     }
     if PROBLEMS[config.problem].likelihood == "regression":
         del result["default"]  # a default σ would be as arbitrary as δ
@@ -259,18 +234,9 @@ def _data(config: Config) -> tuple[Pair, Pair, Pair]:
 
 def _concrete(split: int) -> tuple[Pair, Pair]:
     """Training and test part of a published split, standardised by the training part."""
-    with tarfile.open(data_file("uci.tar.gz")) as files:
-
-        def read(name: str) -> np.ndarray:
-            return np.loadtxt(files.extractfile(f"uci/concrete/{name}.txt"))  # pyright: ignore
-
-        data, features = read("data"), read("index_features").astype(int)
-        target = read("index_target").astype(int).reshape(-1)
-        rows = [read(f"index_{part}_{split}").astype(int) for part in ("train", "test")]
-    mean, std = data[rows[0]].mean(0), data[rows[0]].std(0)
-    data = torch.from_numpy((data - mean) / std)
-    train, test = ((data[r][:, features], data[r][:, target]) for r in rows)
-    return train, test
+    splits = UCI("concrete", split, data_file("uci.tar.gz")).load()
+    (x, y), (x_test, y_test) = splits.train, splits.test
+    return (x.double(), y.double()), (x_test.double(), y_test.double())
 
 
 def _train(config: Config, train: Pair, learned: bool) -> Posterior:
@@ -312,20 +278,6 @@ def _train(config: Config, train: Pair, learned: bool) -> Posterior:
         .run()
         .laplace
     )
-
-
-def _network(posterior: Posterior, train: Pair, test: Pair) -> dict[str, float]:
-    """The network's RMSE or accuracy on training and test data."""
-    model = posterior.model
-    result = {}
-    for split, (x, y) in {"train": train, "test": test}.items():
-        with torch.no_grad():
-            f = model(x)
-        if posterior.likelihood == "regression":
-            result[f"{split} RMSE"] = (f - y).square().mean().sqrt().item()
-        else:
-            result[f"{split} accuracy"] = (f.argmax(-1) == y).double().mean().item()
-    return result
 
 
 # Posteriors
@@ -447,55 +399,6 @@ class Dense:
         covariance = torch.cholesky_inverse(torch.linalg.cholesky(H + prior.diag()))
         return (J.flatten(0, 1) @ covariance).view_as(J) @ J.mT
 
-    def best_precision(
-        self, delta: Tensor, sigma: float, structure: str = "full"
-    ) -> tuple[Tensor, float]:
-        """δ per tensor, and σ of regression, with the highest Laplace evidence, from a start."""
-        from scipy.optimize import minimize  # imported here, since it takes long
-
-        H, regression = self.masked(structure), self.likelihood == "regression"
-        start = delta.double().expand(len(self.sizes)).log().tolist()
-        bounds = [(math.log(SMALLEST_PRECISION), math.log(LARGEST_PRECISION))] * len(start)
-        if regression:
-            start.append(math.log(sigma))
-            bounds.append((math.log(1e-6), math.log(1e6)))
-        sizes = torch.tensor(self.sizes, dtype=torch.float64)
-
-        def objective(values: np.ndarray) -> tuple[float, np.ndarray]:
-            v = torch.tensor(values, dtype=torch.float64)
-            delta = v[: len(self.sizes)].exp()
-            log_sigma = v[-1].item() if regression else 0.0
-            squared = math.exp(2 * log_sigma)
-            prior = self._diagonal(delta)
-            if structure == "diagonal":
-                precision = H.diagonal() / squared + prior
-                log_det, variances = precision.log().sum(), 1 / precision
-            else:
-                root, fails = torch.linalg.cholesky_ex(H / squared + prior.diag())
-                if (
-                    fails
-                ):  # a step so long that δ is lost in rounding: the search takes a shorter one
-                    return 1e12, np.zeros(len(values))
-                log_det = 2 * root.diagonal().log().sum()
-                variances = torch.cholesky_inverse(root).diagonal()
-            # tr(Σ_gg) δ_g, the share of each tensor that the prior determines.
-            shares = torch.stack([p.sum() for p in variances.split(self.sizes)]) * delta
-            scatter = delta * self.squared_norms
-            value = 0.5 * (log_det - prior.log().sum() + scatter.sum()) + self.loss / squared
-            gradient = 0.5 * (shares - sizes + scatter)
-            if regression:
-                value = value + self.num_targets * log_sigma
-                of_sigma = self.num_targets - 2 * self.loss / squared - (sizes - shares).sum()
-                gradient = torch.cat([gradient, of_sigma[None]])
-            return value.item(), gradient.numpy()
-
-        found = minimize(
-            objective, start, jac=True, method="L-BFGS-B", bounds=bounds,
-            options={"maxiter": 60, "ftol": 1e-8},
-        )  # fmt: skip
-        values = torch.tensor(found.x, dtype=torch.float64).exp()
-        return values[: len(self.sizes)], values[-1].item() if regression else 1.0
-
 
 def _bounds(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
     ends = np.cumsum(sizes).tolist()
@@ -503,23 +406,16 @@ def _bounds(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
 
 
 def _hyperparameters(
-    precision: str,
-    structure: str,
-    posterior: Posterior,
-    posteriors: Mapping[str, Posterior],
-    dense: Dense,
+    precision: str, posterior: Posterior, posteriors: Mapping[str, Posterior]
 ) -> tuple[Tensor, float]:
-    """δ and σ by K-FAC expand's evidence for all structures; "own" uses each structure's."""
+    """δ and σ by K-FAC expand's evidence for all structures."""
     delta, sigma = posterior.prior_precision, float(posterior.sigma_noise)
     if precision in ("online", "default"):
         return delta, sigma
-    own = posteriors[structure if precision == "own" and structure in posteriors else "expand"]
+    own = posteriors["expand"]
     own.prior_precision, own.sigma_noise = delta, sigma
     maximize_evidence(own, "scalar" if precision == "scalar" else "layerwise")
-    delta, sigma = own.prior_precision.expand(own.n_layers), float(own.sigma_noise)
-    if precision == "own" and structure in ("full", "blocks", "diagonal"):
-        return dense.best_precision(delta, sigma, structure)
-    return delta, sigma
+    return own.prior_precision.expand(own.n_layers), float(own.sigma_noise)
 
 
 # Calibration
@@ -528,11 +424,9 @@ def _hyperparameters(
 def _calibrated(held_out: HeldOut, test: HeldOut, config: Config) -> dict[str, Any]:
     """Test NLL of each calibration, with the s and τ (for regression σ) that were found."""
     C = held_out.f.shape[1]
-    few, many = (
-        torch.randn(n, C, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        for n in (config.samples, config.test_samples)
-    )
-    loss, test_loss = held_out.loss("mc", few), test.loss("mc", many)
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(config.test_samples, C, generator=generator, dtype=torch.float64)
+    test_loss = test.loss("mc", noise)
     fit = fit_calibration(held_out, "mc", config.samples)
     sharpness = test.sigma_noise
 
@@ -542,22 +436,8 @@ def _calibrated(held_out: HeldOut, test: HeldOut, config: Config) -> dict[str, A
             calibration.sigma_noise or calibration.output_temperature,
         )
 
-    prior = 2 * len(held_out.f)
-
-    def of_tau(log_tau: float) -> float:
-        tau = sharpness * math.exp(log_tau)
-        return loss(torch.tensor(1.0), torch.tensor(tau)).item() + log_tau**2 / prior
-
-    def of_s(log_s: float) -> float:
-        return loss(torch.tensor(math.exp(log_s)), torch.tensor(sharpness)).item()
-
-    log_tau, _ = _minimize(of_tau, -3, 3)
-    log_s, least = _minimize(of_s, -12, 4)
-    s = 0.0 if loss(None, torch.tensor(sharpness)).item() <= least else math.exp(log_s)
     chosen = {
         "raw": (1.0, sharpness),
-        "tau": (1.0, sharpness * math.exp(log_tau)),
-        "s": (s, sharpness),
         "both": pair(fit.calibration),
         "scaled MAP": pair(fit.map_calibration),
         "MAP": (0.0, sharpness),
@@ -574,106 +454,13 @@ def _calibrated(held_out: HeldOut, test: HeldOut, config: Config) -> dict[str, A
     }
 
 
-def _minimize(f: Callable[[float], float], low: float, high: float) -> tuple[float, float]:
-    """Argument and value of a function's minimum, by a grid and then Brent's method."""
-    from scipy.optimize import minimize_scalar
-
-    grid = np.linspace(low, high, 9)
-    values = [f(v) for v in grid]
-    best = int(np.argmin(values))
-    around = grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]
-    found: Any = minimize_scalar(f, bounds=around, method="bounded", options={"xatol": 0.02})
-    return min((found.x, found.fun), (grid[best], values[best]), key=lambda p: p[1])
-
-
-# Tables and figure, from JSON alone
+# Tables, from JSON alone
 
 Cell = tuple[str, str, str]
 """Precision, structure, calibration."""
 Run = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Factor:
-    """Effect of one choice on the test NLL: the first cell's minus the second's."""
-
-    name: str
-    first: Cell
-    second: Cell
-    problems: tuple[str, ...] = ("mlp", "cnn", "gap", "concrete")
-
-
-def _factors_of_structure(calibration: str) -> list[Factor]:
-    """Effects of the structure, from the dense posterior to the others; with the same δ and σ."""
-
-    def factor(name: str, first: str, second: str, *problems: str) -> Factor:
-        cells = [("layerwise", structure, calibration) for structure in (first, second)]
-        return Factor(name, cells[0], cells[1], problems or Factor.problems)
-
-    shared = "cnn", "gap"
-    return [
-        factor("determined directions alone − full GGN", "determined", "full"),
-        factor("exact blocks − full GGN", "blocks", "full"),
-        factor("Kronecker: expand − exact blocks", "expand", "blocks"),
-        factor("both: expand − full GGN", "expand", "full"),
-        factor("eigenvalue correction of expand", "expand corrected", "expand"),
-        factor("eigenvalue correction of reduce", "reduce corrected", "reduce", *shared),
-        factor("reduce − expand, flattened", "reduce", "expand", "cnn"),
-        factor("reduce − expand, average pooling", "reduce", "expand", "gap"),
-        factor("..., corrected, flattened", "reduce corrected", "expand corrected", "cnn"),
-        factor("..., corrected, average pooling", "reduce corrected", "expand corrected", "gap"),
-        factor("diagonal − full GGN", "diagonal", "full"),
-        factor("last layer − full GGN", "last", "full"),
-        factor("last layer: K-FAC − full GGN", "last expand", "last"),
-    ]
-
-
-def _factors_of_precision(calibration: str) -> list[Factor]:
-    result = [
-        Factor(f"{name}, {STRUCTURES[structure]}", *cells)
-        for structure in ("full", "expand")
-        for name, *cells in (
-            (
-                "default δ − layerwise",
-                ("default", structure, calibration),
-                ("layerwise", structure, calibration),
-            ),
-            (
-                "one δ − layerwise",
-                ("scalar", structure, calibration),
-                ("layerwise", structure, calibration),
-            ),
-            (
-                "its own evidence − K-FAC's",
-                ("own", structure, calibration),
-                ("layerwise", structure, calibration),
-            ),
-            (
-                "learned online − layerwise",
-                ("online", structure, calibration),
-                ("layerwise", structure, calibration),
-            ),
-        )
-        if not (structure == "expand" and name.startswith("its own"))
-    ]
-    own_map = "scaled MAP" if calibration == "both" else "MAP"
-    cells = ("online", "full", own_map), ("layerwise", "full", own_map)
-    return [*result, Factor("learned online, MAP alone", *cells)]
-
-
-def _factors_of_calibration(precision: str, structure: str) -> list[Factor]:
-    def factor(name: str, first: str, second: str) -> Factor:
-        return Factor(name, (precision, structure, first), (precision, structure, second))
-
-    return [
-        factor("Laplace − MAP", "raw", "MAP"),
-        factor("τ alone", "tau", "raw"),
-        factor("s alone", "s", "raw"),
-        factor("s and τ", "both", "raw"),
-        factor("MAP with τ − MAP", "scaled MAP", "MAP"),
-        factor("s and τ − MAP with τ", "both", "scaled MAP"),
-    ]
-
+Difference = tuple[str, Cell, Cell] | tuple[str, Cell, Cell, str]
+"""Name, two cells whose test NLL is subtracted, and the problem if it is one alone."""
 
 REGIMES: Mapping[str, Callable[[dict[str, Any]], bool]] = {
     "all": lambda c: c["problem"] != "concrete",
@@ -686,17 +473,118 @@ REGIMES: Mapping[str, Callable[[dict[str, Any]], bool]] = {
 }
 
 
-def _of_seeds(
-    runs: Sequence[Run], regime: str, value: Callable[[Run], float | None]
-) -> list[float]:
-    """Mean over a seed's runs of a regime, for each seed; runs without a value are left out."""
-    found: dict[int, list[float]] = {}
-    for run_ in runs:
-        if REGIMES[regime](run_["config"]):
-            v = value(run_)
-            if v is not None:
-                found.setdefault(run_["config"]["seed"], []).append(v)
-    return [statistics.mean(values) for values in found.values()]
+def table(runs: Sequence[Run]) -> str:
+    """All tables as Markdown; differences of test NLL in nats, paired, ± standard error."""
+    seeds = len({r["config"]["seed"] for r in runs})
+    parts = [
+        f"{len(runs)} runs, {seeds} seeds. Test NLL in nats; negative differences are gains. Means "
+        "over seeds, of each seed's mean over the runs of a column, ± standard error over seeds. "
+        "The columns but the last are digits; concrete has σ in place of τ.",
+    ]
+    for calibration in ("raw", "both"):
+        title = CALIBRATIONS[calibration]
+        parts += [f"## The structure, {title}", _differences(runs, _of_structures(calibration))]
+        parts += [f"## The precision, {title}", _differences(runs, _of_precisions(calibration))]
+    for precision in ("layerwise", "online"):
+        for structure in ("full", "expand"):
+            parts.append(f"## s and τ: {STRUCTURES[structure]}, δ {PRECISIONS[precision]}")
+            parts.append(_differences(runs, _of_calibrations(precision, structure)))
+        parts.append(f"## Variance: δ {PRECISIONS[precision]}")
+        parts.append(
+            _by_regime(
+                runs,
+                {
+                    "undetermined variance, %, full GGN": lambda r, p=precision: (
+                        100 * _undetermined(r, p)
+                    ),
+                    "s > 0, %, full GGN": lambda r, p=precision: (
+                        100.0 * (r["cells"][p]["full"]["chosen"]["both"][0] > 0)
+                    ),
+                },
+                "{:.0f}",
+            )
+        )
+    return "\n\n".join(parts)
+
+
+def _of_structures(calibration: str) -> list[Difference]:
+    """From the dense posterior to the others, with the same δ and σ."""
+
+    def between(name: str, first: str, second: str, *problem: str) -> Any:
+        return name, *(("layerwise", key, calibration) for key in (first, second)), *problem
+
+    return [
+        between("determined directions alone − full GGN", "determined", "full"),
+        between("exact blocks − full GGN", "blocks", "full"),
+        between("K-FAC expand − exact blocks", "expand", "blocks"),
+        between("K-FAC expand − full GGN", "expand", "full"),
+        between("eigenvalue correction of expand", "expand corrected", "expand"),
+        between("eigenvalue correction of reduce", "reduce corrected", "reduce"),
+        between("reduce − expand, flattened", "reduce", "expand", "cnn"),
+        between("reduce − expand, average pooling", "reduce", "expand", "gap"),
+        between("diagonal − full GGN", "diagonal", "full"),
+        between("last layer − full GGN", "last", "full"),
+        between("last layer: K-FAC − full GGN", "last expand", "last"),
+    ]
+
+
+def _of_precisions(calibration: str) -> list[Difference]:
+    names = {"default": "default δ", "scalar": "one δ", "online": "learned online"}
+    found: list[Difference] = [
+        (
+            f"{name} − layerwise, {STRUCTURES[structure]}",
+            (key, structure, calibration),
+            ("layerwise", structure, calibration),
+        )
+        for structure in ("full", "expand")
+        for key, name in names.items()
+    ]
+    own = "scaled MAP" if calibration == "both" else "MAP"
+    return [
+        *found,
+        ("learned online, MAP alone", ("online", "full", own), ("layerwise", "full", own)),
+    ]
+
+
+def _of_calibrations(precision: str, structure: str) -> list[Difference]:
+    def between(name: str, first: str, second: str) -> Difference:
+        return name, (precision, structure, first), (precision, structure, second)
+
+    return [
+        between("Laplace − MAP", "raw", "MAP"),
+        between("s and τ − Laplace", "both", "raw"),
+        between("MAP with τ − MAP", "scaled MAP", "MAP"),
+        between("s and τ − MAP with τ", "both", "scaled MAP"),
+    ]
+
+
+def _differences(runs: Sequence[Run], differences: Sequence[Difference]) -> str:
+    def value(run_: Run, first: Cell, second: Cell, *problem: str) -> float | None:
+        a, b = _nll(run_, first), _nll(run_, second)
+        if a is None or b is None or run_["config"]["problem"] not in (problem or PROBLEMS):
+            return None
+        return a - b
+
+    rows = {name: (lambda r, cells=cells: value(r, *cells)) for name, *cells in differences}
+    return _by_regime(runs, rows, "{:+.3f}")
+
+
+def _by_regime(
+    runs: Sequence[Run], rows: Mapping[str, Callable[[Run], float | None]], form: str
+) -> str:
+    """A row per value, a column per regime: means over seeds of each seed's mean over its runs."""
+    lines = [["", *REGIMES]]
+    for name, value in rows.items():
+        cells = []
+        for is_in in REGIMES.values():
+            found: dict[int, list[float]] = {}
+            for run_ in runs:
+                if is_in(run_["config"]) and (v := value(run_)) is not None:
+                    found.setdefault(run_["config"]["seed"], []).append(v)
+            means = [statistics.mean(values) for values in found.values()]
+            cells.append(mean_with_error(means, form) if means else "")
+        lines.append([name, *cells])
+    return markdown(lines)
 
 
 def _nll(run_: Run, cell: Cell) -> float | None:
@@ -705,207 +593,28 @@ def _nll(run_: Run, cell: Cell) -> float | None:
     return None if found is None else found["nll"][calibration]
 
 
-def _difference(factor: Factor) -> Callable[[Run], float | None]:
-    def value(run_: Run) -> float | None:
-        first, second = _nll(run_, factor.first), _nll(run_, factor.second)
-        if first is None or second is None or run_["config"]["problem"] not in factor.problems:
-            return None
-        return first - second
-
-    return value
-
-
-def _mean(values: Sequence[float], sign: bool = True) -> str:
-    return mean_with_error(values, "{:+.3f}" if sign else "{:.3f}") if values else ""
-
-
-def _lines(head: str, rows: Mapping[str, Sequence[str]]) -> list[str]:
-    lines = [f"| {head} | {' | '.join(REGIMES)} |", "|---" * (len(REGIMES) + 1) + "|"]
-    return lines + [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
-
-
-def _factor_lines(runs: Sequence[Run], head: str, factors: Sequence[Factor]) -> list[str]:
-    rows = {
-        factor.name: [_mean(_of_seeds(runs, regime, _difference(factor))) for regime in REGIMES]
-        for factor in factors
-    }
-    return _lines(head, rows)
-
-
-def table(runs: Sequence[Run]) -> str:
-    """All tables as Markdown; differences of test NLL in nats, paired, ± standard error."""
-    seeds = len({r["config"]["seed"] for r in runs})
-    lines = [
-        f"{len(runs)} runs, {seeds} seeds. Test NLL in nats; negative differences are gains. Means "
-        "over seeds, of each seed's mean over the runs of a column, ± standard error over seeds. "
-        "The columns but the last are digits; concrete has σ in place of τ.",
-    ]
-    for title, calibration in (("s = τ = 1", "raw"), ("s and τ by held-out data", "both")):
-        lines += ["", f"## The structure, {title}", ""]
-        lines += _factor_lines(runs, "post hoc, layerwise", _factors_of_structure(calibration))
-        lines += ["", f"## The precision, {title}", ""]
-        lines += _factor_lines(runs, "δ", _factors_of_precision(calibration))
-    for precision in ("layerwise", "online"):
-        for structure in ("full", "expand"):
-            lines += ["", f"## s and τ: {STRUCTURES[structure]}, δ {PRECISIONS[precision]}", ""]
-            lines += _factor_lines(runs, "", _factors_of_calibration(precision, structure))
-    for precision in ("layerwise", "online"):
-        lines += ["", f"## s and τ − MAP with τ: δ {PRECISIONS[precision]}", ""]
-        lines += _factor_lines(
-            runs,
-            "",
-            [
-                Factor(name, (precision, key, "both"), (precision, key, "scaled MAP"))
-                for key, name in STRUCTURES.items()
-            ],
-        )
-        rows = {
-            f"s > 0, %, {STRUCTURES[key]}": [
-                _percent(_of_seeds(runs, regime, _positive_scale(precision, key)))
-                for regime in REGIMES
-            ]
-            for key in ("full", "expand", "reduce", "last")
-        }
-        rows["median s, full GGN"] = [
-            _median_scale(runs, regime, precision, "full") for regime in REGIMES
-        ]
-        rows["undetermined variance, %, full GGN"] = [
-            _percent(_of_seeds(runs, regime, _undetermined(precision))) for regime in REGIMES
-        ]
-        lines += ["", *_lines("", rows)]
-        lines += ["", f"## Test NLL, digits: δ {PRECISIONS[precision]}", ""]
-        lines += [
-            f"| | {' | '.join(CALIBRATIONS.values())} |",
-            "|---" * (len(CALIBRATIONS) + 1) + "|",
-        ]
-        for key, name in STRUCTURES.items():
-            cells = [
-                _mean(_of_seeds(runs, "all", lambda r, c=(precision, key, c): _nll(r, c)), False)
-                for c in CALIBRATIONS
-            ]
-            lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _percent(values: Sequence[float]) -> str:
-    return f"{100 * statistics.mean(values):.0f}" if values else ""
-
-
-def _positive_scale(precision: str, structure: str) -> Callable[[Run], float | None]:
-    def value(run_: Run) -> float | None:
-        found = run_["cells"].get(precision, {}).get(structure)
-        return None if found is None else float(found["chosen"]["both"][0] > 0)
-
-    return value
-
-
-def _median_scale(runs: Sequence[Run], regime: str, precision: str, structure: str) -> str:
-    scales = [
-        run_["cells"][precision][structure]["chosen"]["both"][0]
-        for run_ in runs
-        if REGIMES[regime](run_["config"])
-    ]
-    return f"{statistics.median(scales):.2g}" if scales else ""
-
-
-def _undetermined(precision: str) -> Callable[[Run], float | None]:
+def _undetermined(run_: Run, precision: str) -> float:
     """Share of the test outputs' variance in directions about which the prior says more."""
-
-    def value(run_: Run) -> float | None:
-        found = run_["cells"][precision]
-        return 1 - found["determined"]["variance"] / found["full"]["variance"]
-
-    return value
+    found = run_["cells"][precision]
+    return 1 - found["determined"]["variance"] / found["full"]["variance"]
 
 
-def figure(runs: Sequence[Run]) -> Figure:
-    """Figure. Left: effects of the structures, raw. Right: effect of s beside τ, by regime."""
-    drawing = Figure(figsize=(12, 5), layout="constrained")
-    left, right = drawing.subplots(1, 2)
-    factors = [
-        Factor(
-            "Laplace, full GGN − MAP", ("layerwise", "full", "raw"), ("layerwise", "full", "MAP")
-        ),
-        *_factors_of_structure("raw"),
-        *_factors_of_precision("raw"),
-    ]
-    for axes, made in (
-        (left, factors),
-        (
-            right,
-            [
-                Factor(name, ("layerwise", key, "both"), ("layerwise", key, "scaled MAP"))
-                for key, name in STRUCTURES.items()
-            ],
-        ),
-    ):
-        regimes = ("clean", "flipped") if axes is left else ("N = 100", "N = 400", "N = 1,400")
-        for k, regime in enumerate(regimes):
-            points = [
-                (i, values)
-                for i, factor in enumerate(made)
-                if (values := _of_seeds(runs, regime, _difference(factor)))
-            ]
-            axes.errorbar(
-                [statistics.mean(v) for _, v in points],
-                [i + 0.16 * (k - (len(regimes) - 1) / 2) for i, _ in points],
-                xerr=[standard_error(v) if len(v) > 1 else 0.0 for _, v in points],
-                fmt="o",
-                ms=4,
-                label=regime,
-            )
-        axes.axvline(0, color="gray", lw=0.8)
-        axes.set_yticks(range(len(made)), [factor.name for factor in made], fontsize="small")
-        axes.invert_yaxis()
-        axes.legend(fontsize="small")
-        axes.grid(alpha=0.3)
-    left.set(xlabel="nats added to the test NLL, s = τ = 1")
-    right.set(xlabel="nats: s and τ, minus MAP with τ")
-    return drawing
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the missing ones, write table and figure; returns the exit status."""
-    parser = argparse.ArgumentParser(description="What each part of a Laplace predictive costs.")
-    parser.add_argument("--seeds", type=int, default=3, help="number of seeds; default: 3")
-    parser.add_argument(
-        "--quick", action="store_true", help="run only one seed, with 100 and 1,400 examples"
-    )
-    add_study_options(parser, jobs=False)
-    options = parser.parse_args(arguments)
-    folder = study_folder(parser, options, "predictive_study")
-    seeds, rounds = (1, ROUNDS[:1]) if options.quick else (options.seeds, ROUNDS)
-    # All in one process, as a run takes seconds, which is as long as importing torch.
-    for config in [] if options.report else configs(seeds, rounds):
-        path = folder / f"{config.name}.json"
-        if not path.exists():
-            found = run(config)
-            write_json(path, found)
-            print(f"{config.name}: {found['cpu_seconds']:.0f} s", flush=True)
-    print(report(folder))
-    print(f"Written to {folder}/")
-    return 0
-
-
-def configs(seeds: int, rounds: Sequence[Sequence[int]]) -> list[Config]:
+def configs(seeds: int) -> list[Config]:
     """All runs; regression has no labels to flip."""
     return [
         Config(problem, number, flipped, seed)
-        for numbers in rounds
         for seed in range(seeds)
         for problem, made in PROBLEMS.items()
-        for number in numbers
+        for number in SIZES
         for flipped in ((0.0, FLIPPED) if made.likelihood == "classification" else (0.0,))
     ]
 
 
-def report(folder: Path) -> str:
-    """Write table.md and a figure from the existing results; returns the tables."""
-    runs = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    text = table(runs)
-    write_file(folder / "table.md", (text + "\n").encode())
-    save_figure(figure(runs), folder / "factors.png")
-    return text
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the missing ones, and report."""
+    return study(
+        "predictive_study", __doc__, run, lambda o: configs(o.seeds), table, arguments, seeds=3
+    )
 
 
 if __name__ == "__main__":

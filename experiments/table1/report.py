@@ -1,11 +1,8 @@
-"""The tables and the figure of `update_step_timing`, from its JSON files alone."""
+"""The tables of `update_step_timing`, from its JSON files alone."""
 
 import json
 from pathlib import Path
 from typing import Any
-
-import matplotlib.pyplot as plt
-from matplotlib.figure import Figure
 
 __all__ = ["MODES", "write"]
 
@@ -24,7 +21,7 @@ Sizes = dict[int, dict[str, Any]]
 
 
 def write(folder: Path) -> str:
-    """Write ``table.md`` and ``ratios.png`` from the measured parts; returns the tables."""
+    """Write ``table.md`` from the measured parts; returns the tables."""
     parts = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
     sizes = {int(n.split("_")[1]): part for n, part in parts.items() if n.startswith("batch_")}
     sizes = dict(sorted(sizes.items()))
@@ -32,9 +29,6 @@ def write(folder: Path) -> str:
     if sizes:
         text += [ratio_table(sizes), "", seconds_table(sizes), ""]
         text += [f"{name}: left out ({why})." for name, why in _left_out(sizes).items()]
-        figure = plot(sizes)
-        figure.savefig(folder / "ratios.png", dpi=120)
-        plt.close(figure)
     if "memory" in parts:
         text += [memory_table(parts["memory"]), ""]
     (folder / "table.md").write_text("\n".join(text))
@@ -97,42 +91,6 @@ def memory_table(memory: dict[str, Any]) -> str:
     lines.append(f"\nFactors: {memory['factors_mebibytes']:.0f} MiB, inverses or roots as much.")
     lines += [f"{name}: left out ({why})." for name, why in memory["left_out"].items()]
     return "\n".join(lines)
-
-
-def plot(sizes: Sizes) -> Figure:
-    """Figure of times divided by an SGD step's, over the batch size."""
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
-    axes = figure.subplots()
-    names = [n for n in dict.fromkeys(n for p in sizes.values() for n in p["times_sgd"])]
-    colors = {"expand": "tab:blue", "reduce": "tab:orange"}
-    styles = {"marglik": "o-", "curvlinops": "s--", "singd": "^:", "ASDL": "D-."}
-    for name in names:
-        library, *kind = name.split(", ")
-        if library not in styles or kind[1:]:
-            continue
-        points = [(N, p["times_sgd"][name]) for N, p in sizes.items() if name in p["times_sgd"]]
-        style, color = styles[library], colors[kind[0]]
-        axes.plot(*zip(*points, strict=True), style, color=color, ms=4, label=name)
-    for mode in MODES:
-        amortised = {N: p["amortised_times_sgd"] for N, p in sizes.items()}
-        points = [(N, ratios[mode]) for N, ratios in amortised.items() if mode in ratios]
-        label = f"marglik, {mode}, factors every 10, inverses every 50"
-        if points:
-            color = colors[mode]
-            axes.plot(
-                *zip(*points, strict=True), color=color, alpha=0.5, marker="*", ms=8, label=label
-            )
-    axes.axhline(1.0, color="0.5", lw=1)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(list(sizes), [str(N) for N in sizes])
-    ticks = (1, 1.5, 2, 3, 5, 8, 12, 16)
-    axes.set_yticks(ticks, [str(tick) for tick in ticks])
-    axes.minorticks_off()
-    axes.set(xlabel="batch size", ylabel="times an SGD step")
-    axes.grid(alpha=0.3)
-    figure.legend(fontsize=8, loc="outside right upper")
-    return figure
 
 
 def _left_out(sizes: Sizes) -> dict[str, str]:

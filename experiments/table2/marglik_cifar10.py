@@ -7,16 +7,13 @@ without augmentation, .244 ± .004 and 92.52 ± .12 with; reduce .703 ± .012 an
 Two protocols: "full" is the paper's; "scaled" has fewer images and epochs and a smaller network,
 the same algorithm and settings, and takes two cores less than two hours. Both come with the
 settings of the paper and of its predecessor (``marglik/presets``), and with a baseline that keeps
-the initial weight decay. The choices that the paper leaves open are variants, see `settings.py`.
+the initial weight decay.
 
     python -m experiments.table2.marglik_cifar10               # scaled, the paper's settings
     python -m experiments.table2.marglik_cifar10 --protocol full --device cuda --jobs 3
-    python -m experiments.table2.marglik_cifar10 --variants burn-in temperature --seeds 0
-    python -m experiments.table2.marglik_cifar10 --report      # table and figures alone
+    python -m experiments.table2.marglik_cifar10 --report      # the tables alone
 
-Each run keeps its state in ``runs/table2`` and resumes when the command is given again. It writes
-one JSON file into ``results/table2`` of the working directory, from which `report.py`
-makes table and figures. The project's own numbers are in ``experiments/results/table2``.
+Each run keeps its state in ``runs/table2`` and resumes when the command is given again.
 """
 
 import argparse
@@ -24,8 +21,7 @@ import json
 import signal
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -36,16 +32,15 @@ from torch import nn
 
 from experiments.data import Source, default_source
 from experiments.options import add_results
-from experiments.processes import as_they_finish, default_jobs
+from experiments.processes import default_jobs
+from experiments.studies import run_missing
 from experiments.table2.report import write_report
 from experiments.table2.settings import (
     PROTOCOLS,
-    VARIANTS,
     Approach,
     Config,
     Preset,
     Settings,
-    changes_training,
 )
 from marglik.data import ImageData
 from marglik.runs.build import build_from_spec
@@ -170,31 +165,22 @@ def curves(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def configs(options: argparse.Namespace) -> list[Config]:
     """The runs that the options ask for, sorted by seed first."""
-    common = {
-        "protocol": options.protocol,
-        "source": options.source,
-        "device": options.device,
-        "precision": options.precision,
-        "compile": options.compile,
-        "jobs": options.jobs,
-    }
+    names = ("protocol", "source", "device", "precision", "compile", "jobs")
+    common = {name: getattr(options, name) for name in names}
     augment = {"both": (False, True), "on": (True,), "off": (False,)}[options.augment]
-    names = options.variants or [None]
-    asked = [
+    return [
         Config(
             preset=preset,
             approach=approach,
             augment=on,
             seed=seed,
-            variant=variant,
-            predictives=("probit", "bridge", "linearised") if seed == 0 and variant is None else (),
+            predictives=("probit", "bridge", "linearised") if seed == 0 else (),
             **common,
         )
-        for seed, variant, preset, on, approach in product(
-            options.seeds, names, options.presets, augment, options.approaches
+        for seed, preset, on, approach in product(
+            options.seeds, options.presets, augment, options.approaches
         )
     ]
-    return [config for config in asked if changes_training(config)]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -209,7 +195,6 @@ def _parser() -> argparse.ArgumentParser:
         help="default: all")  # fmt: skip
     add("--augment", choices=("both", "on", "off"), default="both", help="default: both")
     add("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
-    add("--variants", nargs="+", choices=VARIANTS, help="choices that the paper leaves open")
     add("--source", choices=get_args(Source), default=default_source(),
         help="re-encoded images or the original; default on this machine: %(default)s")  # fmt: skip
     add("--device", choices=("cpu", "cuda"), default=device, help="default here: %(default)s")
@@ -217,63 +202,20 @@ def _parser() -> argparse.ArgumentParser:
         help="precision of the network's steps; default: 32-true")  # fmt: skip
     add("--compile", choices=("default", "reduce-overhead"), help="torch.compile's mode")
     add("--jobs", type=int, help="runs at a time; default: one per core, or one on a GPU")
-    add("--list", action="store_true", help="list the runs and whether they are finished")
-    add("--report", action="store_true", help="make table and figures from the results that exist")
+    add("--report", action="store_true", help="make the tables from the results that exist")
     add_results(parser)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the options ask for, write results, table and figures; returns the exit status."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if options.jobs is not None and options.jobs < 1:
-        parser.error(f"--jobs must be at least 1, not {options.jobs}")
+    """Run what the options ask for, and write results and tables; returns the exit status."""
+    options = _parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the processes, too
     options.jobs = options.jobs or default_jobs(options.device)
-    asked, failed = configs(options), 0
-    paths = {config: options.results / "table2" / f"{config.name}.json" for config in asked}
-    if options.list:
-        for config, path in paths.items():
-            print(f"{'finished' if path.exists() else 'to do   '}  {config.name}")
-        return 0
-    try:
-        if not options.report:
-            failed = _run_all(paths, options.jobs)
-    except KeyboardInterrupt:
-        finished = sum(path.exists() for path in paths.values())
-        print(
-            f"interrupted; {finished} of {len(asked)} runs are finished; the same command resumes.",
-            file=sys.stderr,
-        )
-        failed = len(asked)
-        if not finished:
-            return 1
-    folder = options.results / "table2" / options.protocol
-    try:
-        print(write_report(folder))
-    except (FileNotFoundError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(f"Written to {folder}/")
-    return 1 if failed else 0
-
-
-def _run_all(paths: Mapping[Config, Path], jobs: int) -> int:
-    """Run the configurations and write each one's results to its path; returns how many failed."""
-    asked, failed = list(paths), 0
-    print(f"{len(asked)} runs, {jobs} at a time", flush=True)
-    with closing(as_they_finish(run, asked, jobs)) as finished:
-        for number, (config, found) in enumerate(finished, 1):
-            line = f"{number}/{len(asked)} {config.name}: "
-            if isinstance(found, Exception):
-                failed += 1
-                print(f"{line}{type(found).__name__}: {found}", file=sys.stderr, flush=True)
-                continue
-            write_json(paths[config], found)
-            nll = found["metrics"]["MAP"]["test/cls/NLL"]
-            print(f"{line}test NLL {nll:.3f}, {found['seconds'] / 60:.1f} min", flush=True)
-    return failed
+    folder = options.results / "table2"
+    return run_missing(
+        run, configs(options), folder, lambda _: write_report(folder / options.protocol), options
+    )
 
 
 if __name__ == "__main__":

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.studies import mean_with_error, save_figure
-from experiments.table2.figures import curves_figure, weight_decay_figure
+from experiments.studies import markdown, mean_with_error
 from kfac_backend.files import write_file
 
 __all__ = ["PAPER", "Setting", "gains", "load", "report", "write_report"]
@@ -16,36 +15,41 @@ __all__ = ["PAPER", "Setting", "gains", "load", "report", "write_report"]
 # Eschenhagen et al. 2023, Table 2: test NLL and accuracy (%) of three seeds, by approach and
 # augmentation; and seconds per update on an A100.
 PAPER = {
-    ("expand", False): ((0.422, 0.013), (88.89, 0.24)),
-    ("expand", True): ((0.244, 0.004), (92.52, 0.12)),
-    ("reduce", False): ((0.703, 0.012), (86.71, 0.13)),
-    ("reduce", True): ((0.352, 0.008), (93.50, 0.06)),
+    ("expand", False): ("0.422 ± 0.013", "88.89 ± 0.24"),
+    ("expand", True): ("0.244 ± 0.004", "92.52 ± 0.12"),
+    ("reduce", False): ("0.703 ± 0.012", "86.71 ± 0.13"),
+    ("reduce", True): ("0.352 ± 0.008", "93.50 ± 0.06"),
 }
 PAPER_UPDATE = {"expand": (196, 22), "reduce": (99, 23)}
-PRESETS = {"paper": "the paper's settings", "redux": "the predecessor's settings"}
+PRESETS = {"paper": "The paper's settings", "redux": "The predecessor's settings"}
 NLL, ACCURACY, ECE = "test/cls/NLL", "test/cls/accuracy", "test/cal/ECE"
 TEMPERED = "MAP, temperature-scaled"
+Result = dict[str, Any]
 
 
 class Setting(NamedTuple):
     """The settings that runs of different seeds share."""
 
     preset: str
-    variant: str | None
     approach: str
     augment: bool
 
+    @property
+    def cells(self) -> tuple[str, str]:
+        """The first two of a table's row."""
+        return self.approach, "yes" if self.augment else "no"
 
-Runs = Mapping[Setting, Sequence[dict[str, Any]]]
+
+Runs = Mapping[Setting, Sequence[Result]]
 
 
-def load(folder: Path) -> dict[Setting, list[dict[str, Any]]]:
+def load(folder: Path) -> dict[Setting, list[Result]]:
     """Results below a protocol's folder by setting, sorted by seed.
 
     Raises:
         ValueError: if runs of one setting differ in more than their seeds.
     """
-    runs: dict[Setting, list[dict[str, Any]]] = defaultdict(list)
+    runs: dict[Setting, list[Result]] = defaultdict(list)
     for path in sorted(folder.rglob("*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))
         group = runs[Setting(*(found["config"][field] for field in Setting._fields))]
@@ -55,12 +59,10 @@ def load(folder: Path) -> dict[Setting, list[dict[str, Any]]]:
                 "the seed; move one of them away."
             )
         group.append(found)
-    for group in runs.values():
-        group.sort(key=lambda found: found["config"]["seed"])
-    return dict(sorted(runs.items(), key=lambda item: tuple(str(part) for part in item[0])))
+    return dict(sorted(runs.items()))
 
 
-def _apart_from_seed(found: dict[str, Any]) -> Any:
+def _apart_from_seed(found: Result) -> Any:
     settings = json.loads(json.dumps(found["settings"]))
     del settings["run"]["seed"]
     settings["prior"].pop("sigma_noise", None)  # of regression alone; early runs do not have it
@@ -68,154 +70,115 @@ def _apart_from_seed(found: dict[str, Any]) -> Any:
 
 
 def write_report(folder: Path) -> str:
-    """Write table.md and the figures of a protocol's results into its folder; returns the table.
-
-    Raises:
-        FileNotFoundError: if the folder has no result.
-    """
-    runs = load(folder)
-    if not runs:
-        raise FileNotFoundError(
-            f"No result in {folder}; run python -m experiments.table2.marglik_cifar10 --protocol "
-            f"{folder.name}."
-        )
-    text = report(runs)
-    write_file(folder / "table.md", (text + "\n").encode())
-    for preset in PRESETS:
-        own = {s: found for s, found in runs.items() if s.preset == preset and s.variant is None}
-        learned = {
-            s: found
-            for s, found in own.items()
-            if s.approach != "fixed" and found[0]["curves"]["updates"]
-        }
-        if not own:
-            continue
-        title = f"{_data(own)}, {PRESETS[preset]}"
-        save_figure(curves_figure(own, title), folder / f"curves_{preset}.png")
-        if learned:
-            save_figure(weight_decay_figure(learned, title), folder / f"weight_decay_{preset}.png")
+    """Write table.md of a protocol's results into its folder, and return it."""
+    text = report(load(folder))
+    write_file(folder / "table.md", f"{text}\n".encode())
     return text
 
 
 def report(runs: Runs) -> str:
     """All tables as Markdown: mean ± standard error over seeds."""
-    parts = [_described(runs)]
-    for preset, words in PRESETS.items():
-        own = {s: found for s, found in runs.items() if s.preset == preset and s.variant is None}
+    first = next(iter(runs.values()))[0]
+    everything = [found for group in runs.values() for found in group]
+    data = ", ".join(sorted({found["data"] for found in everything}))
+    devices = ", ".join(sorted({found["device"] for found in everything}))
+    scale = first["settings"]
+    parts = [
+        f'# Table 2, protocol "{first["config"]["protocol"]}"',
+        f"WRN-{scale['depth']}-{scale['widen_factor']} Fixup, {first['num_data']} training images "
+        f"of {data}, {scale['max_test'] or 'all'} test images, {scale['epochs']} epochs, an update "
+        f"every {scale['every']}; {devices}, torch {first['versions']['torch']}, "
+        f"{first['config']['jobs']} runs at a time. Mean ± standard error over seeds, the paper's "
+        "as printed; NLL in nats per image. The Laplace predictive and the evidence of the fixed "
+        "weight decay are reduce's.",
+    ]
+    for preset, title in PRESETS.items():
+        own = {setting: found for setting, found in runs.items() if setting.preset == preset}
         if own:
-            parts += [f"## {words[0].upper()}{words[1:]}", _main_table(own)]
-            tables = gains(own), _calibrated(own), _updates(own), _predictives(own)
-            parts += [table for table in tables if table]
-    variants = _variants(runs)
-    if variants:
-        parts += ["## What the paper leaves open", variants]
+            tables = _main_table(own), gains(own), _calibrated(own), _updates(own), _several(own)
+            parts += [f"## {title}", *(table for table in tables if table)]
     return "\n\n".join(parts)
 
 
-def _described(runs: Runs) -> str:
-    first = next(iter(runs.values()))[0]
-    scale = first["settings"]
-    devices = sorted({found["device"] for group in runs.values() for found in group})
-    images = f"{first['num_data']} training images of {_data(runs)}"
-    test = "all" if scale["max_test"] is None else scale["max_test"]
-    return (
-        f'# Table 2, protocol "{first["config"]["protocol"]}"\n\n'
-        f"WRN-{scale['depth']}-{scale['widen_factor']} Fixup, {images}, {test} test images, "
-        f"{scale['epochs']} epochs, an update every {scale['every']}; {', '.join(devices)}, torch "
-        f"{first['versions']['torch']}, {first['config']['jobs']} runs at a time. Mean ± standard "
-        "error over seeds, the paper's as printed; NLL in nats per image. The Laplace predictive "
-        "and the evidence of the fixed weight decay are reduce's."
-    )
-
-
 def _main_table(runs: Runs) -> str:
-    rows = [
+    rows: list[Sequence[str]] = [
         ("weight decay", "augmented", "NLL, MAP", "accuracy, MAP", "NLL, Laplace",
          "accuracy, Laplace", "paper: NLL", "paper: accuracy", "evidence / N", "seeds")
     ]  # fmt: skip
     for setting, found in runs.items():
-        nll, accuracy = PAPER.get((setting.approach, setting.augment), (None, None))
-        rows.append(
-            (
-                setting.approach,
-                "yes" if setting.augment else "no",
-                _mean(found, lambda r: r["metrics"]["MAP"][NLL], 3),
-                _mean(found, lambda r: 100 * r["metrics"]["MAP"][ACCURACY], 2),
-                _mean(found, lambda r: r["metrics"][_laplace(r)][NLL], 3),
-                _mean(found, lambda r: 100 * r["metrics"][_laplace(r)][ACCURACY], 2),
-                f"{nll[0]:.3f} ± {nll[1]:.3f}" if nll else "",
-                f"{accuracy[0]:.2f} ± {accuracy[1]:.2f}" if accuracy else "",
-                _mean(found, lambda r: r["evidence_per_example"], 3),
-                str(len(found)),
+        own = [r["metrics"]["MAP"] for r in found], [r["metrics"][_laplace(r)] for r in found]
+        cells = [
+            cell
+            for metrics in own
+            for cell in (
+                mean_with_error([m[NLL] for m in metrics]),
+                mean_with_error([100 * m[ACCURACY] for m in metrics], "{:.2f}"),
             )
-        )
-    return _markdown(rows)
+        ]
+        paper = PAPER.get((setting.approach, setting.augment), ("", ""))
+        evidence = mean_with_error([r["evidence_per_example"] for r in found])
+        rows.append((*setting.cells, *cells, *paper, evidence, str(len(found))))
+    return markdown(rows)
 
 
 def gains(runs: Runs) -> str:
     """Table of the NLL with the learned weight decay minus the fixed one's, paired by seed."""
-    rows = [("learned against fixed", "augmented", "NLL of the MAP, difference", "lower in")]
+    rows: list[Sequence[str]] = [
+        ("learned against fixed", "augmented", "NLL of the MAP, difference", "lower in")
+    ]
     for setting, found in runs.items():
         fixed = _by_seed(runs.get(setting._replace(approach="fixed"), ()))
-        pairs = [(r, fixed[s]) for s, r in _by_seed(found).items() if s in fixed]
-        if setting.approach == "fixed" or not pairs:
-            continue
         differences = [
-            one["metrics"]["MAP"][NLL] - other["metrics"]["MAP"][NLL] for one, other in pairs
+            result["metrics"]["MAP"][NLL] - fixed[seed]["metrics"]["MAP"][NLL]
+            for seed, result in _by_seed(found).items()
+            if seed in fixed and setting.approach != "fixed"
         ]
-        lower = sum(d < 0 for d in differences)
-        rows.append(
-            (
-                setting.approach,
-                "yes" if setting.augment else "no",
-                _mean(differences, float, 3, sign="+"),
-                f"{lower} of {len(differences)} seeds",
-            )
-        )
-    if len(rows) < 2:
-        return ""
-    return (
-        f"{_markdown(rows)}\n\nDifferences are paired by seed. Paired runs share the initial "
-        "parameters, and the batches up to the first update."
+        if differences:
+            lower = f"{sum(d < 0 for d in differences)} of {len(differences)} seeds"
+            rows.append((*setting.cells, mean_with_error(differences, "{:+.3f}"), lower))
+    return _with_note(
+        rows,
+        "Differences are paired by seed. Paired runs share the initial parameters, and the batches "
+        "up to the first update.",
     )
 
 
 def _calibrated(runs: Runs) -> str:
     """The calibrated predictive beside the MAP at its best temperature, both on held-out images."""
-    rows: list[tuple[str, ...]] = [
+    rows: list[Sequence[str]] = [
         ("weight decay", "augmented", "NLL, MAP", "NLL, temperature-scaled", "NLL, Laplace",
          "Laplace - temperature-scaled", "ECE, %: MAP", "temperature-scaled", "Laplace")
     ]  # fmt: skip
+    share = 0.1
     for setting, found in runs.items():
         found = [r for r in found if TEMPERED in r["metrics"]]
         if not found:
             continue
-        three = [lambda r: "MAP", lambda r: TEMPERED, _laplace]
-        nlls = [_mean(found, lambda r, of=of: r["metrics"][of(r)][NLL], 3) for of in three]
-        errors = [_mean(found, lambda r, of=of: 100 * r["metrics"][of(r)][ECE], 1) for of in three]
-        differences = [r["metrics"][_laplace(r)][NLL] - r["metrics"][TEMPERED][NLL] for r in found]
-        gain = _mean(differences, float, 4, sign="+")
-        augmented = "yes" if setting.augment else "no"
-        rows.append((setting.approach, augmented, *nlls, gain, *errors))
-    if len(rows) < 2:
-        return ""
-    return (
-        f"{_markdown(rows)}\n\nTemperature, and scale of the covariance, fitted on the held-out "
-        f"{_share(runs)} of the training images."
+        share = found[0]["settings"].get("held_out", 0.1)
+        names: list[Callable[[Result], str]] = [lambda r: "MAP", lambda r: TEMPERED, _laplace]
+        nlls = [[r["metrics"][of(r)][NLL] for r in found] for of in names]
+        errors = [[100 * r["metrics"][of(r)][ECE] for r in found] for of in names]
+        gain = [laplace - tempered for tempered, laplace in zip(*nlls[1:], strict=True)]
+        rows.append(
+            (
+                *setting.cells,
+                *map(mean_with_error, nlls),
+                mean_with_error(gain, "{:+.4f}"),
+                *(mean_with_error(values, "{:.1f}") for values in errors),
+            )
+        )
+    part = "tenth" if share == 0.1 else f"{share:.0%}".replace("%", " %")
+    return _with_note(
+        rows,
+        f"Temperature, and scale of the covariance, fitted on the held-out {part} of the training "
+        "images.",
     )
-
-
-def _share(runs: Runs) -> str:
-    """The share that was held out, the same for all runs of a protocol."""
-    share = next(r["settings"].get("held_out", 0.1) for found in runs.values() for r in found)
-    return "tenth" if share == 0.1 else f"{share:.0%}".replace("%", " %")
 
 
 def _updates(runs: Runs) -> str:
     """Table of the seconds of an update's parts with expand and reduce, and their paired ratio."""
-    rows: list[tuple[str, ...]] = [
-        ("seconds of an update", "pass", "eigenvalues", "steps", "all", "paper (A100)")
-    ]
+    parts = ("pass", "eigenvalues", "steps", "all")
+    rows: list[Sequence[str]] = [("seconds of an update", *parts, "paper (A100)")]
     whole: dict[str, dict[Any, float]] = {}
     for approach, paper in PAPER_UPDATE.items():
         found = [
@@ -223,28 +186,32 @@ def _updates(runs: Runs) -> str:
             if r["seconds_per_update"]
         ]  # fmt: skip
         if found:
-            parts = ("pass", "eigenvalues", "steps", "all")
             cells = [
-                _mean(found, lambda r, part=p: r["seconds_per_update"][part], 2) for p in parts
+                mean_with_error([r["seconds_per_update"][part] for r in found], "{:.2f}")
+                for part in parts
             ]
             rows.append((approach, *cells, f"{paper[0]} ± {paper[1]}"))
-            whole[approach] = {
-                (r["config"]["augment"], r["config"]["seed"]): r["seconds_per_update"]["all"]
-                for r in found
-            }
-    expand, reduce = whole.get("expand", {}), whole.get("reduce", {})
-    ratios = [reduce[key] / expand[key] for key in reduce if key in expand]
+        whole[approach] = {
+            (r["config"]["augment"], r["config"]["seed"]): r["seconds_per_update"]["all"]
+            for r in found
+        }
+    ratios = [
+        seconds / whole["expand"][key]
+        for key, seconds in whole["reduce"].items()
+        if key in whole["expand"]
+    ]
     if not ratios:
-        return _markdown(rows) if whole else ""
+        return _with_note(rows, "Medians of each run's updates.")
     paper = PAPER_UPDATE["reduce"][0] / PAPER_UPDATE["expand"][0]
-    return (
-        f"{_markdown(rows)}\n\nMedians of each run's updates. Reduce takes "
+    return _with_note(
+        rows,
+        "Medians of each run's updates. Reduce takes "
         f"{statistics.median(ratios):.2f} of expand's time (median of {len(ratios)} pairs; paper: "
-        f"{paper:.2f})."
+        f"{paper:.2f}).",
     )
 
 
-def _predictives(runs: Runs) -> str:
+def _several(runs: Runs) -> str:
     """Table of the test NLL of all predictives of the same posteriors, for runs with several."""
     several = {
         setting: [r for r in found if sum(n.startswith("Laplace") for n in r["metrics"]) > 1]
@@ -254,54 +221,23 @@ def _predictives(runs: Runs) -> str:
     if not several:
         return ""
     names = list(next(iter(several.values()))[0]["metrics"])
-    rows = [("test NLL", "augmented", *names)]
+    rows: list[Sequence[str]] = [("test NLL", "augmented", *names)]
     for setting, found in several.items():
-        cells = [_mean(found, lambda r, name=n: r["metrics"][name][NLL], 3) for n in names]
-        rows.append((setting.approach, "yes" if setting.augment else "no", *cells))
+        cells = [mean_with_error([r["metrics"][name][NLL] for r in found]) for name in names]
+        rows.append((*setting.cells, *cells))
     seeds = sorted({r["config"]["seed"] for found in several.values() for r in found})
-    return f"{_markdown(rows)}\n\nSeed {', '.join(map(str, seeds))}."
+    return _with_note(rows, f"Seed {', '.join(map(str, seeds))}.")
 
 
-def _variants(runs: Runs) -> str:
-    """Table of each variant's change of the NLL, on the seeds that it shares with the preset."""
-    rows = [
-        ("variant", "weight decay", "augmented", "NLL, MAP", "difference", "NLL, Laplace",
-         "difference", "seeds")
-    ]  # fmt: skip
-    for setting, found in runs.items():
-        base = _by_seed(runs.get(setting._replace(variant=None), ()))
-        pairs = [(r, base[s]) for s, r in _by_seed(found).items() if s in base]
-        if setting.variant is None or not pairs:
-            continue
-        cells = []
-        for of in (lambda r: r["metrics"]["MAP"][NLL], lambda r: r["metrics"][_laplace(r)][NLL]):
-            cells.append(_mean([own for own, _ in pairs], of, 3))
-            differences = [of(own) - of(other) for own, other in pairs]
-            cells.append(_mean(differences, float, 3, sign="+"))
-        name = f"{setting.variant} ({setting.preset})"
-        augmented = "yes" if setting.augment else "no"
-        rows.append((name, setting.approach, augmented, *cells, str(len(pairs))))
-    return _markdown(rows) if len(rows) > 1 else ""
+def _with_note(rows: Sequence[Sequence[str]], note: str) -> str:
+    """The table and a sentence below it; nothing for a table without rows."""
+    return f"{markdown(rows)}\n\n{note}" if len(rows) > 1 else ""
 
 
-def _laplace(found: dict[str, Any]) -> str:
+def _laplace(found: Result) -> str:
     """The name of the preset's own Laplace predictive, the first of all."""
     return next(name for name in found["metrics"] if name.startswith("Laplace"))
 
 
-def _data(runs: Runs) -> str:
-    return ", ".join(sorted({found["data"] for group in runs.values() for found in group}))
-
-
-def _by_seed(found: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+def _by_seed(found: Iterable[Result]) -> dict[int, Result]:
     return {r["config"]["seed"]: r for r in found}
-
-
-def _mean(found: Sequence[Any], value: Callable[[Any], float], digits: int, sign: str = "") -> str:
-    """Mean ± standard error; the mean alone for a single run."""
-    return mean_with_error([value(r) for r in found], f"{{:{sign}.{digits}f}}")
-
-
-def _markdown(rows: Sequence[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])

@@ -1,6 +1,6 @@
-"""The settings of `marglik_cifar10`: sizes, presets, and the choices that the paper leaves open."""
+"""The settings of `marglik_cifar10`: sizes and presets."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Literal
 
@@ -13,13 +13,11 @@ from marglik.training.optimizers import OptimizerConfig
 
 __all__ = [
     "PROTOCOLS",
-    "VARIANTS",
     "Approach",
     "Config",
     "Preset",
     "Protocol",
     "Settings",
-    "changes_training",
 ]
 
 Preset = Literal["paper", "redux"]
@@ -61,7 +59,6 @@ class Config:
     approach: Approach = "reduce"
     augment: bool = True
     seed: int = 0
-    variant: str | None = None
     source: Source = "jpeg"
     device: Literal["cpu", "cuda"] = "cpu"
     precision: Literal["32-true", "bf16-mixed"] = "32-true"
@@ -83,7 +80,7 @@ class Config:
     def name(self) -> str:
         """Path of the run below the folder of all runs."""
         setting = f"{self.approach}_{'augmented' if self.augment else 'plain'}_seed{self.seed}"
-        parts = (self.preset, self.variant, "original" if self.source == "original" else None,
+        parts = (self.preset, "original" if self.source == "original" else None,
                  "bf16" if self.precision == "bf16-mixed" else None, self.compile)  # fmt: skip
         return f"{self.protocol}/{'_'.join(part for part in parts if part)}/{setting}"
 
@@ -91,31 +88,6 @@ class Config:
 ON_GPU = {"batch_size": 1000, "backward_precision": "tf32"}
 """Options of the curvature pass on a GPU. Small batches would leave it waiting for the next kernel;
 TF32 is torch's default in convolutions."""
-
-VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
-    "burn-in": {"prior": {"burn_in": 20}},
-    "temperature": {"prior": {"temperature": 0.1}},
-    "curvature-without-augmentation": {"curvature": {"augment": False}},
-    "validation-split": {"data": {"validation": 0.1}},
-}
-"""Choices that the paper leaves open: name -> what differs from the preset. (The predictive is
-another such choice; several are evaluated on the same posterior.)"""
-
-
-def changes_training(config: Config) -> bool:
-    """Whether a variant's run differs from the preset's own.
-
-    A fixed weight decay has no update whose time or curvature could change, and the predecessor's
-    preset has a burn-in already.
-    """
-    if config.variant is None:
-        return True
-    own, base = Settings.of(config), Settings.of(replace(config, variant=None))
-    if config.approach == "fixed":
-        return own.data != base.data
-    if config.variant == "curvature-without-augmentation":
-        return config.augment
-    return own != base
 
 
 @dataclass(frozen=True)
@@ -134,14 +106,13 @@ class Settings:
 
     @classmethod
     def of(cls, config: Config) -> "Settings":
-        """The preset's settings at the protocol's size, with the variant's changes."""
+        """The preset's settings at the protocol's size."""
         preset = yaml.safe_load(
             (files("marglik.presets") / f"cifar10_{config.preset}.yaml").read_text("utf-8")
         )
         scale, learned = config.size, config.approach != "fixed"
-        variant = VARIANTS[config.variant] if config.variant else {}
-        prior = preset["prior"] | {"every": scale.every} | variant.get("prior", {})
-        # Presets and the variant count burn-in epochs of a run of a hundred.
+        prior = preset["prior"] | {"every": scale.every}
+        # Presets count burn-in epochs of a run of a hundred.
         prior |= {"burn_in": prior["burn_in"] * scale.epochs // 100}
         if not learned:
             prior |= {"method": "fixed"}
@@ -153,10 +124,10 @@ class Settings:
         number = {"max_train": scale.max_train, "max_test": scale.max_test}
         return cls(
             model=model | {"init_args": model["init_args"] | size},
-            data=images(config.source, **number, **variant.get("data", {})),
+            data=images(config.source, **number),
             optimizer=OptimizerConfig(**preset["optimizer"]),
             prior=PriorConfig(**prior),
-            curvature=CurvatureConfig(**preset["curvature"] | mode | variant.get("curvature", {})),
+            curvature=CurvatureConfig(**preset["curvature"] | mode),
             predictive=PredictiveConfig(**preset["predictive"]),
             batch_size=preset["batch_size"],
         )

@@ -28,44 +28,30 @@ How settings were chosen:
 The choices are not blind to the test parts. Concrete's first results gave the reason to study the
 updates, and energy's and yacht's first had been seen, with older settings, before the last choice.
 
-    python -m experiments.uci.regression --resume   # all splits; resumes
-    python -m experiments.uci.regression --quick    # two splits, shorter training
-    python -m experiments.uci.regression --report   # table and figure from the JSON alone
-
-Each split's result is kept in ``runs/uci``; ``results/uci`` has the summary, a table and a figure.
-``--resume`` takes a split from either, if its settings are the current ones.
+``make uci`` runs the sets that are missing, an hour of two cores; ``--seeds 2`` two splits of each.
 """
 
-import argparse
 import math
-import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from experiments.data import VARIABLE, data_file
+from experiments.data import data_file
 from experiments.data.uci import FILE, UCI, StandardisedSplits
-from experiments.options import add_results
-from experiments.processes import as_they_finish, default_jobs
-from experiments.studies import quiet_training
-from experiments.uci.report import write_report
+from experiments.studies import quiet_training, study
+from experiments.uci.report import report
 from experiments.uci.rivals import Gaussian, Pair, Training, grid_and_ensemble, post_hoc
-from kfac_backend.files import parse_json
 from marglik import Hyperparameters, OnlineTraining, Posterior, PriorGroups, Schedule
 from marglik.prediction.metrics import regression_metrics
 from marglik.storage.provenance import environment
-from marglik.storage.record_file import write_json
 
-__all__ = ["FOLDERS", "Config", "main", "run"]
+__all__ = ["FOLDERS", "Config", "Task", "main", "run"]
 
-RUNS = Path("runs/uci")
 FOLDERS = {
     "concrete": "concrete",
     "energy": "energy",
@@ -105,11 +91,6 @@ class Config:
     regularised."""
 
     @property
-    def name(self) -> str:
-        """Name of its file and in log lines."""
-        return f"{self.dataset.replace(' ', '_')}_{self.split}"
-
-    @property
     def training(self) -> Training:
         """Settings that train each network; protein is large and has a wider network."""
         large = self.dataset == "protein"
@@ -122,19 +103,35 @@ class Config:
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Some splits of a set, which one process takes, and where their results are kept."""
+class Task:
+    """The first splits of one set."""
 
-    configs: tuple[Config, ...]
-    folder: Path
+    data: str
+    splits: int
 
     @property
     def name(self) -> str:
-        """Name of its file and in log lines."""
-        return self.configs[0].name
+        """The name of its file, without its ending."""
+        return self.data.replace(" ", "_")
 
 
-def run(config: Config) -> dict[str, Any]:
+@quiet_training()
+def run(task: Task) -> dict[str, Any]:
+    """Run the splits of a set, one after the other."""
+    torch.set_num_threads(1)
+    started = time.perf_counter()
+    configs = [
+        Config(task.data, split, STEPS[task.data], LR[task.data]) for split in range(task.splits)
+    ]
+    return {
+        "config": asdict(task),
+        "splits": [run_split(config) for config in configs],
+        "seconds": time.perf_counter() - started,
+        **environment(torch.device("cpu")),
+    }
+
+
+def run_split(config: Config) -> dict[str, Any]:
     """Train ours and the rivals on a split; metrics in the target's units, nats per example."""
     splits = UCI(FOLDERS[config.dataset], config.split, data_file(FILE)).load()
     (x, y), (x_test, y_test) = ((x.double(), y.double()) for x, y in (splits.train, splits.test))
@@ -229,98 +226,20 @@ def _metrics(found: Gaussian, splits: StandardisedSplits, y: Tensor) -> dict[str
     }
 
 
-@quiet_training()
-def run_chunk(chunk: Chunk) -> list[str]:
-    """Run splits one after the other and write their results; returns their names."""
-    torch.set_num_threads(1)
-    for config in chunk.configs:
-        found = run(config)
-        write_json(chunk.folder / f"{config.name}.json", found)
-        ours_, grid = (found["methods"][name]["log_likelihood"] for name in ("ours", "grid search"))
-        print(f"{config.name}: log likelihood {ours_:.3f}, grid search {grid:.3f}", flush=True)
-    return [config.name for config in chunk.configs]
-
-
-def configs(datasets: Sequence[str], quick: bool, num_splits: int | None = None) -> list[Config]:
-    """The splits that are asked for, the first of each set before the second."""
-    most = min(2, num_splits or 2) if quick else num_splits or 20
-    return [
-        Config(name, split, STEPS[name] // 4 if quick else STEPS[name], LR[name])
-        for split in range(most)
-        for name in datasets
-        if split < (5 if name == "protein" else 20)
-    ]
-
-
-def kept(
-    config: Config, folder: Path, summary: Sequence[dict[str, Any]] = ()
-) -> dict[str, Any] | None:
-    """The split's result with this configuration, from its file or else from an earlier summary."""
-    path = folder / f"{config.name}.json"
-    found = [parse_json(path.read_bytes())] if path.exists() else []
-    return next((r for r in (*found, *summary) if r["config"] == asdict(config)), None)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all splits, and write the summary, table and figure; returns the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    add = parser.add_argument
-    add("--datasets", nargs="+", choices=list(FOLDERS), default=list(FOLDERS))
-    add("--splits", type=int, help="only the first N splits of each set", metavar="N")
-    add("--quick", action="store_true", help="two splits, a quarter of the steps")
-    add("--resume", action="store_true", help="keep the splits that are finished")
-    add("--report", action="store_true", help="make table and figure from the JSON alone")
-    add(
-        "--jobs",
-        type=int,
-        default=default_jobs("cpu"),
-        help="number of processes; default on this machine: %(default)s",
+    """Run the missing sets, and write the tables; returns the exit status."""
+    return study(
+        "uci",
+        __doc__,
+        run,
+        lambda options: [
+            Task(name, min(options.seeds, 5 if name == "protein" else 20)) for name in options.data
+        ],
+        report,
+        arguments,
+        problems=FOLDERS,
+        seeds=20,
     )
-    add_results(parser)
-    options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the processes, too
-    folder, runs = options.results / "uci", RUNS / ("quick" if options.quick else "full")
-    path = folder / ("quick.json" if options.quick else "uci.json")
-    if not options.report:
-        archive = data_file(FILE)
-        if not archive.is_file():
-            parser.error(
-                f"'{archive}' is not there; put the archive of the UCI sets there (marglik.data."
-                f"UCI says which), or set {VARIABLE} to its folder"
-            )
-        asked = configs(options.datasets, options.quick, options.splits)
-        earlier = parse_json(path.read_bytes())["runs"] if path.exists() else []
-        todo = [c for c in asked if not (options.resume and kept(c, runs, earlier))]
-        print(f"{len(todo)} splits, {options.jobs} at a time", flush=True)
-        failed = 0
-        for errors in _run_all(todo, runs, options.jobs):
-            failed += errors
-            # All finished splits with these settings, also of sets that this call did not ask for.
-            known = (kept(c, runs, earlier) for c in configs(list(FOLDERS), options.quick))
-            found = [result for result in known if result is not None]
-            write_json(path, {"environment": environment(torch.device("cpu")), "runs": found})
-    elif not path.exists():
-        parser.error(f"--report: no {path}; run without --report first")
-    else:
-        failed = 0
-    try:
-        print(write_report(path))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 1 if failed else 0
-
-
-def _run_all(todo: Sequence[Config], runs: Path, jobs: int) -> Iterator[int]:
-    """Run splits in chunks, as a process takes seconds to start; yields 1 for each failed chunk."""
-    size = max(1, min(8, len(todo) // (2 * jobs)))
-    chunks = [Chunk(tuple(todo[i : i + size]), runs) for i in range(0, len(todo), size)]
-    yield 0  # the finished splits
-    with closing(as_they_finish(run_chunk, chunks, jobs)) as finished:
-        for chunk, found in finished:
-            if isinstance(found, Exception):
-                print(f"{chunk.name}: {type(found).__name__}: {found}", file=sys.stderr, flush=True)
-            yield int(isinstance(found, Exception))
 
 
 if __name__ == "__main__":

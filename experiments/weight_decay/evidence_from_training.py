@@ -9,14 +9,12 @@ experiment.
 ``make evidence-from-training`` runs the missing parts in five minutes of one core.
 """
 
-import json
 import math
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from experiments.studies import mean_with_error, one_table_study, quiet_training
+from experiments.studies import markdown, mean_with_error, quiet_training, study
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from kfac_backend.options import CurvatureOptions
 from marglik import Hyperparameters, OnlineTraining, Posterior, PriorGroups, Schedule
@@ -127,34 +125,30 @@ def _digits(size: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     return (x[:size], y[:size]), (x[1400:], y[1400:])
 
 
-def table(folder: Path) -> str:
+def table(found: Sequence[dict[str, Any]]) -> str:
     """Means ± standard errors over seeds, in Markdown; times and decays relative to the passes'."""
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     lines = [
-        "| examples | updates from | processor time | test NLL of the MAP | accuracy "
-        "| evidence per example | weight decays off by a factor of |",
-        "|---|---|---|---|---|---|---|",
-    ]
+        ["examples", "updates from", "processor time", "test NLL of the MAP", "accuracy",
+         "evidence per example", "weight decays off by a factor of"]
+    ]  # fmt: skip
     for size in SIZES:
         runs = [result["rows"] for result in found if result["config"]["size"] == size]
-        if not runs:
-            continue
-        for name in CASES:
-            rows = [run[name] for run in runs]
-            times = [
-                row["processor_seconds"] / run["passes"]["processor_seconds"]
-                for row, run in zip(rows, runs, strict=True)
-            ]
-            off = [_off(row, run["passes"]) for row, run in zip(rows, runs, strict=True)]
-            cells = [
-                mean_with_error(times, "{:.2f}"),
-                mean_with_error([row["nll"] for row in rows]),
-                mean_with_error([row["accuracy"] for row in rows]),
-                mean_with_error([row["evidence"] for row in rows]),
-                mean_with_error(off, "{:.1f}"),
-            ]
-            lines.append(f"| {size} | {name} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        for name in CASES if runs else ():
+            pairs = [(run[name], run["passes"]) for run in runs]
+            times = [row["processor_seconds"] / unit["processor_seconds"] for row, unit in pairs]
+            lines.append(
+                [
+                    str(size),
+                    name,
+                    mean_with_error(times, "{:.2f}"),
+                    *(
+                        mean_with_error([row[key] for row, _ in pairs])
+                        for key in ("nll", "accuracy", "evidence")
+                    ),
+                    mean_with_error([_off(*pair) for pair in pairs], "{:.1f}"),
+                ]
+            )
+    return markdown(lines)
 
 
 def _off(row: dict[str, Any], other: dict[str, Any]) -> float:
@@ -165,7 +159,7 @@ def _off(row: dict[str, Any], other: dict[str, Any]) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the missing tasks, and report."""
-    return one_table_study("evidence_from_training", __doc__ or "", run, CONFIGS, table, arguments)
+    return study("evidence_from_training", __doc__, run, lambda options: CONFIGS, table, arguments)
 
 
 if __name__ == "__main__":

@@ -10,27 +10,18 @@ of the scaled MAP, and the temperature and covariance scale of the Laplace predi
 trains again on all N, with the temperature and scale found before. Labels are flipped in the
 training and the held-out data, never in the test data.
 
-The variants of learning (``--part variants``) look for a better learned way. Each is one training
-on the same four fifths that changes one setting. They are compared by held-out NLL; the test NLL
-beside it checks the choice.
-
 Seconds are CPU time of one thread. Eschenhagen et al. 2023 have no such table.
 
-``make weight-decay-study`` runs digits with five seeds, ``--quick`` with two; ``--data`` names
-other problems. Each seed of each size is a JSON file in ``results/weight_decay_study/`` of the
-working directory. The command resumes and keeps finished files.
+``make weight-decay-study`` runs digits with five seeds; ``--data`` names other problems.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -39,15 +30,13 @@ from torch import nn
 from experiments.data import data_file, images
 from experiments.data.nci1 import NCI1
 from experiments.studies import (
-    add_study_options,
+    markdown,
     mean_with_error,
+    of_each_problem,
     quiet_training,
-    run_missing,
-    save_figure,
     standard_error,
-    study_folder,
+    study,
 )
-from kfac_backend.files import write_file
 from marglik.data import DataSource, Digits, ImageData
 from marglik.data.batches import Splits, split_batches
 from marglik.data.images.image_set import ImageSet
@@ -72,7 +61,7 @@ from marglik.storage.provenance import environment
 from marglik.training.loop import OnlineResult
 from marglik.training.optimizers import OptimizerConfig
 
-__all__ = ["PROBLEMS", "VARIANTS", "WEIGHT_DECAYS", "Config", "figure", "run", "summary", "table"]
+__all__ = ["PROBLEMS", "WEIGHT_DECAYS", "Config", "run", "summary", "table"]
 
 DEFAULT = 5e-4
 WEIGHT_DECAYS = (1.6e-4, DEFAULT, 1.6e-3, 5e-3, 1.6e-2, 5e-2, 1.6e-1)
@@ -83,7 +72,6 @@ UPDATES = 8
 """Updates of the prior in a run, as in the preset for digits."""
 BATCH_SIZE = 64
 
-Part = Literal["ways", "variants"]
 Row = dict[str, Any]
 
 
@@ -139,58 +127,21 @@ PROBLEMS = {
 
 
 @dataclass(frozen=True)
-class Variant:
-    """A variant of learning; ``prior`` and ``curvature`` replace fields of the configuration."""
-
-    prior: Mapping[str, Any] = field(default_factory=dict)
-    curvature: Mapping[str, Any] = field(default_factory=dict)
-    epochs: float = 1.0
-    """Factor on the problem's epochs."""
-    updates: int = UPDATES
-    burn_in: float = 0.0
-    """Share of the epochs before the first update."""
-
-
-VARIANTS = {
-    "base": Variant(),
-    "keep the best": Variant({"keep": "best"}),
-    "keep the last": Variant({"keep": "last"}),
-    "burn-in of half the epochs": Variant(burn_in=0.5),
-    "20 updates": Variant(updates=20),
-    "4 updates": Variant(updates=4),
-    "10 steps per update": Variant({"steps": 10}),
-    "MacKay's fixed point": Variant({"method": "mackay"}),
-    "T = 0.5": Variant({"temperature": 0.5}),
-    "T = 0.2": Variant({"temperature": 0.2}),
-    "T = 0.1": Variant({"temperature": 0.1}),
-    "twice the epochs": Variant(epochs=2.0),
-    "one weight decay for all": Variant({"structure": "scalar"}),
-    "weights, biases": Variant({"structure": "kind"}),
-    "reduce": Variant(curvature={"kfac_approx": "reduce"}),
-    "from 5e-5": Variant({"weight_decay": 5e-5}),
-    "from 5e-3": Variant({"weight_decay": 5e-3}),
-}
-"""Changes of the way "learned" in the table, which is "base"."""
-
-
-@dataclass(frozen=True)
 class Config:
-    """Configuration of one seed and size of one problem, with the ways or the variants."""
+    """Configuration of one seed and size of one problem."""
 
     data: str = "digits"
     seed: int = 0
-    part: Part = "ways"
     size: int | None = 400
     """Number of training examples; None for all."""
     weight_decays: tuple[float, ...] = WEIGHT_DECAYS
-    variants: tuple[str, ...] = tuple(VARIANTS)
     epochs: float = 1.0
     """Factor on the problem's epochs."""
 
     @property
     def name(self) -> str:
         """The name of its file, without its ending."""
-        return f"{self.data}_{self.part}_{self.size or 'all'}_{self.seed}"
+        return f"{self.data}_ways_{self.size or 'all'}_{self.seed}"
 
 
 def run(config: Config) -> dict[str, Any]:
@@ -199,12 +150,11 @@ def run(config: Config) -> dict[str, Any]:
     started = time.perf_counter()
     problem = PROBLEMS[config.data]
     rows: list[Row] = []
-    measure = _ways if config.part == "ways" else _variants
     for flipped in problem.flipped:
         task = Task.of(config, problem, flipped)
         here = {"size": task.num_examples, "flipped": flipped}
         with quiet_training():
-            rows += [here | row for row in measure(task, config)]
+            rows += [here | row for row in _ways(task, config)]
     return {
         "config": asdict(config),
         "title": problem.title,
@@ -244,31 +194,19 @@ class Task:
         """N."""
         return split_batches(self.everything, "train", 1).num_examples
 
-    def learned(self, variant: Variant) -> PriorConfig:
+    def learned(self) -> PriorConfig:
         """The prior's options in a run of this length."""
-        epochs = round(self.epochs * variant.epochs)
-        every = max(1, epochs // variant.updates)
-        return PriorConfig(
-            weight_decay=variant.prior.get("weight_decay", DEFAULT),
-            every=every,
-            burn_in=round(variant.burn_in * epochs),
-            **{key: value for key, value in variant.prior.items() if key != "weight_decay"},
-        )
+        return PriorConfig(weight_decay=DEFAULT, every=max(1, self.epochs // UPDATES))
 
-    def train(
-        self,
-        splits: Splits,
-        prior: PriorConfig,
-        variant: Variant = Variant(),  # noqa: B008
-    ) -> "Trained":
+    def train(self, splits: Splits, prior: PriorConfig) -> "Trained":
         """Train once, as `marglik train` does."""
-        fabric = build_fabric("cpu")
-        epochs = round(self.epochs * variant.epochs)
         setup = TrainingSetup(
-            splits, 0, self.problem.optimizer, prior,
-            replace(self.problem.curvature, **variant.curvature), PredictiveConfig(),
+            splits, 0, self.problem.optimizer, prior, self.problem.curvature, PredictiveConfig(),
             EvaluationConfig(), None,
-            RunConfig(epochs=epochs, batch_size=BATCH_SIZE, seed=self.seed, progress=False), fabric,
+            RunConfig(
+                epochs=self.epochs, batch_size=BATCH_SIZE, seed=self.seed, progress=False
+            ),
+            build_fabric("cpu"),
         )  # fmt: skip
         torch.manual_seed(self.seed)
         model = self.problem.make_model()
@@ -354,7 +292,7 @@ def _predictives(task: Task, trained: Trained, fit: CalibrationFit) -> dict[str,
 
 
 def _ways(task: Task, config: Config) -> list[Row]:
-    """Rows of the table: each way, trained on four fifths and on all data."""
+    """Rows of the table: each way chooses on four fifths, and trains on all data."""
     fixed = {
         decay: task.train(task.parted, PriorConfig(weight_decay=decay, method="fixed"))
         for decay in config.weight_decays
@@ -363,7 +301,7 @@ def _ways(task: Task, config: Config) -> list[Row]:
     held_out = {way: {decay: nll[way] for decay, nll in by_decay.items()} for way in GRIDS}
     chosen = {way: min(nlls, key=nlls.__getitem__) for way, nlls in held_out.items()}
     search = sum(trained.seconds for trained in fixed.values())
-    learn = task.learned(Variant())
+    learn = task.learned()
     ways = {
         "default": (fixed[DEFAULT], PriorConfig(weight_decay=DEFAULT, method="fixed")),
         **{
@@ -376,58 +314,29 @@ def _ways(task: Task, config: Config) -> list[Row]:
     on_all: dict[PriorConfig, Trained] = {}
     for way, (first, prior) in ways.items():
         fit = _calibrated(task, first)
-        searched = search if way in GRIDS else first.seconds
         if prior not in on_all:
             on_all[prior] = task.train(task.everything, prior)
-        again = on_all[prior]
-        for data, trained, seconds in (
-            ("four fifths", first, searched),
+        trained = on_all[prior]
+        row = {
+            "way": way,
             # Without a temperature only the grid needs the first trainings.
-            ("all", again, again.seconds + (search if way in GRIDS else 0.0)),
-        ):
-            row = {
-                "way": way,
-                "trained_on": data,
-                "seconds": seconds,
-                "calibration": asdict(fit),
-                **trained.of_the_prior(),
-            }
-            for name, predict in _predictives(task, trained, fit).items():
-                row[name] = task.metrics(predict, "test")
-            rows.append(row)
+            "seconds": trained.seconds + (search if way in GRIDS else 0.0),
+            "calibration": asdict(fit),
+            **trained.of_the_prior(),
+        }
+        for name, predict in _predictives(task, trained, fit).items():
+            row[name] = task.metrics(predict, "test")
+        rows.append(row)
         if way in GRIDS:
             rows[-1]["held_out"] = {f"{decay:g}": nll for decay, nll in held_out[way].items()}
             rows[-1]["chosen"] = chosen[way]
     return rows
 
 
-def _variants(task: Task, config: Config) -> list[Row]:
-    """A row for each variant, and one for the default, which learns nothing."""
-    rows: list[Row] = []
-    for name in ("default", *config.variants):
-        variant = Variant() if name == "default" else VARIANTS[name]
-        prior = task.learned(variant)
-        if name == "default":
-            prior = PriorConfig(method="fixed")
-        trained = task.train(task.parted, prior, variant)
-        fit = _calibrated(task, trained)
-        row = {
-            "way": name,
-            "seconds": trained.seconds,
-            "calibration": asdict(fit),
-            **trained.of_the_prior(),
-        }
-        held_out = {"MAP": fit.nll_map, "scaled": fit.nll_scaled_map, "Laplace": fit.nll}
-        for kind, predict in _predictives(task, trained, fit).items():
-            row[kind] = task.metrics(predict, "test") | {"held_out": held_out[kind]}
-        rows.append(row)
-    return rows
-
-
 # Tables and figures, from JSON alone
 
 PREDICTIVES = {"MAP": "MAP", "scaled": "scaled MAP", "Laplace": "Laplace, calibrated"}
-NLLS = " | ".join(f"NLL, {name}" for name in PREDICTIVES.values())
+NLLS = [f"NLL, {name}" for name in PREDICTIVES.values()]
 SUMMARY = {
     "default": "default, 5e-4",
     "grid, scaled": "grid, held-out data",
@@ -440,11 +349,6 @@ WAYS = {
     "grid, scaled": "grid of seven, by the scaled NLL",
     "learned": "learned",
 }
-RUNS: dict[str, dict[str, int]] = {
-    "four fifths": dict.fromkeys(GRIDS, 7),
-    "all": dict.fromkeys(GRIDS, 8),
-}
-"""Number of trainings of the ways that take more than one."""
 COLORS = {
     "default": "tab:gray",
     "grid": "tab:cyan",
@@ -461,130 +365,55 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
     Args:
         runs: one per seed, of all sizes that it has.
     """
-    lines = [
-        f"## {runs[0]['title']}",
-        "",
-        "Mean ± standard error; NLL in nats. Runs are the trainings that the MAP takes; the scaled "
-        "MAP and Laplace take a second one if the default or the learned way trains on all. CPU "
-        "time is that of the MAP's runs, divided by that of a training with the default on all.",
+    rows = [
+        ["N", "flipped", "seeds", "weight decay", *NLLS, "accuracy, %", "τ", "runs", "CPU time"]
     ]
-    for data in ("all", "four fifths"):
-        lines += [
-            "",
-            f"Trained on {'all N' if data == 'all' else 'the four fifths that are not held out'}:",
-            "",
-            f"| N | flipped | seeds | weight decay | {NLLS} | accuracy, % | τ | runs | CPU time |",
-            "|---" * 11 + "|",
-        ]
-        for condition in _conditions(runs):
-            own = _having(runs, condition)
-            unit = [_row(run, condition, "default", "all")["seconds"] for run in own]
-            for way, name in WAYS.items():
-                rows = [_row(run, condition, way, data) for run in own]
-                cells = [mean_with_error([r[p]["nll"] for r in rows]) for p in PREDICTIVES]
-                cells.append(mean_with_error([100 * r["MAP"]["accuracy"] for r in rows], "{:.1f}"))
-                cells.append(f"{statistics.mean(_tau(r) for r in rows):.2f}")
-                cells.append(str(RUNS[data].get(way, 1)))
-                costs = [r["seconds"] / u for r, u in zip(rows, unit, strict=True)]
-                cells.append(f"{statistics.median(costs):.1f}")
-                head = f"{_title(condition)} | {len(own)} | {name}"
-                lines.append(f"| {head} | {' | '.join(cells)} |")
-    lines += [
-        "",
-        "The learned way minus another, paired by seed (negative: learning is better), on all N:",
-        "",
-        f"| N | flipped | minus | {NLLS} | accuracy, % |",
-        "|---" * 7 + "|",
-    ]
+    minus = [["N", "flipped", "minus", *NLLS, "accuracy, %"]]
     for condition in _conditions(runs):
-        for other in ("default", *GRIDS):
-            pairs = [
-                [_row(run, condition, way, "all") for way in ("learned", other)]
-                for run in _having(runs, condition)
-            ]
-            cells = [
-                mean_with_error([a[p]["nll"] - b[p]["nll"] for a, b in pairs], SIGNED)
-                for p in PREDICTIVES
-            ]
-            accuracy = [100 * (a["MAP"]["accuracy"] - b["MAP"]["accuracy"]) for a, b in pairs]
-            cells.append(mean_with_error(accuracy, "{:+.1f}"))
-            lines.append(f"| {_title(condition)} | {WAYS[other]} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def variants_table(runs: Sequence[dict[str, Any]]) -> str:
-    """One problem's variants as Markdown; differences from the first that learns."""
-    base = runs[0]["config"]["variants"][0]
-    conditions = _conditions(runs)
-    runs = [run for run in runs if _conditions([run]) == conditions]
-    lines = [
-        f"## {runs[0]['title']}: variants of learning",
-        "",
-        f"{_seeds(runs)}; trained on four fifths. The scaled MAP's NLL minus that of "
-        f'"{base}", paired: held-out / test; over all columns with its standard error over seeds.',
-        "",
-        f"| | {' | '.join(f'N = {n:,}, {_percent(f)} flipped' for n, f in conditions)} "
-        "| all, held-out | all, test | MAP, test | Laplace, test | τ | epoch kept |",
-        "|---" * (len(conditions) + 7) + "|",
-    ]
-    for name in ("default", *runs[0]["config"]["variants"]):
-        by_seed = [[(_row(r, c, name), _row(r, c, base)) for c in conditions] for r in runs]
-
-        def difference(
-            kind: str, of: str, by_seed: list[list[tuple[Row, Row]]] = by_seed
-        ) -> list[list[float]]:
-            """Seeds × conditions."""
-            return [[a[kind][of] - b[kind][of] for a, b in pairs] for pairs in by_seed]
-
-        columns = [difference("scaled", of) for of in ("held_out", "nll")]
-        cells = [
-            " / ".join(f"{statistics.mean(seed[i] for seed in found):+.3f}" for found in columns)
-            for i in range(len(conditions))
-        ]
-        columns += [difference(kind, "nll") for kind in ("MAP", "Laplace")]
-        cells += [
-            mean_with_error([statistics.mean(seed) for seed in found], SIGNED) for found in columns
-        ]
-        own = [row for pairs in by_seed for row, _ in pairs]
-        cells.append(f"{statistics.mean(_tau(row) for row in own):.2f}")
-        cells.append(f"{statistics.mean(row['epoch'] for row in own):.0f}")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def figure(runs: Sequence[dict[str, Any]]) -> Figure:
-    """NLL over N for each share of flipped labels; bars are standard errors over seeds."""
-    shares = sorted({share for _, share in _conditions(runs)})
-    drawing = Figure(figsize=(1 + 4 * len(shares), 3.6), layout="constrained")
-    panels = drawing.subplots(1, len(shares), squeeze=False)[0]
-    drawing.suptitle(f"{runs[0]['title']}, trained on all")
-    for axes, share in zip(panels, shares, strict=True):
-        sizes = [n for n, f in _conditions(runs) if f == share]
+        own = [run for run in runs if condition in _conditions([run])]
+        found = {way: [_row(run, condition, way) for run in own] for way in WAYS}
         for way, name in WAYS.items():
-            for kind, line in (("MAP", ":"), ("scaled", "-")):
-                values = [
-                    [
-                        _row(run, (n, share), way, "all")[kind]["nll"]
-                        for run in _having(runs, (n, share))
-                    ]
-                    for n in sizes
+            costs = [
+                row["seconds"] / unit["seconds"]
+                for row, unit in zip(found[way], found["default"], strict=True)
+            ]
+            taus = [r["calibration"]["map_calibration"]["output_temperature"] for r in found[way]]
+            rows.append(
+                [
+                    *_title(condition),
+                    str(len(own)),
+                    name,
+                    *(mean_with_error([r[p]["nll"] for r in found[way]]) for p in PREDICTIVES),
+                    mean_with_error([100 * r["MAP"]["accuracy"] for r in found[way]], "{:.1f}"),
+                    f"{statistics.mean(taus):.2f}",
+                    "8" if way in GRIDS else "1",
+                    f"{statistics.median(costs):.1f}",
                 ]
-                axes.errorbar(
-                    sizes,
-                    [statistics.mean(v) for v in values],
-                    yerr=[standard_error(v) for v in values],
-                    fmt=f"o{line}",
-                    ms=4,
-                    color=COLORS[way],
-                    label=f"{name}, {PREDICTIVES[kind]}",
-                )
-        axes.set(xscale="log", xlabel="N", title=f"{_percent(share)} of the labels flipped")
-        axes.set_xticks(sizes, [f"{n:,}" for n in sizes], minor=False)
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel("test NLL (nats)")
-    panels[0].legend(fontsize="x-small")
-    return drawing
+            )
+        for other in ("default", *GRIDS):
+            pairs = list(zip(found["learned"], found[other], strict=True))
+            nlls = [[a[p]["nll"] - b[p]["nll"] for a, b in pairs] for p in PREDICTIVES]
+            accuracy = [100 * (a["MAP"]["accuracy"] - b["MAP"]["accuracy"]) for a, b in pairs]
+            minus.append(
+                [
+                    *_title(condition),
+                    WAYS[other],
+                    *(mean_with_error(values, "{:+.3f}") for values in nlls),
+                    mean_with_error(accuracy, "{:+.1f}"),
+                ]
+            )
+    return "\n\n".join(
+        [
+            f"## {runs[0]['title']}",
+            "Mean ± standard error; NLL in nats; trained on all N. Runs are the trainings that the "
+            "MAP takes; the scaled MAP and Laplace take another one with the default or the "
+            "learned way. CPU time is that of the MAP's runs, divided by that of a training with "
+            "the default.",
+            markdown(rows),
+            "The learned way minus another, paired by seed (negative: learning is better):",
+            markdown(minus),
+        ]
+    )
 
 
 def summary(runs: Sequence[dict[str, Any]]) -> Figure:
@@ -601,8 +430,9 @@ def summary(runs: Sequence[dict[str, Any]]) -> Figure:
         for way, name in SUMMARY.items():
             rows = [
                 [
-                    _row(run, (n, share), way, "all")["scaled"]["nll"]
-                    for run in _having(runs, (n, share))
+                    _row(run, (n, share), way)["scaled"]["nll"]
+                    for run in runs
+                    if (n, share) in _conditions([run])
                 ]
                 for n in sizes
             ]
@@ -619,8 +449,7 @@ def summary(runs: Sequence[dict[str, Any]]) -> Figure:
     panels[-2].legend(fontsize="small", loc="lower left")
     for i, way in enumerate(SUMMARY):
         costs = [
-            _row(run, condition, way, "all")["seconds"]
-            / _row(run, condition, "default", "all")["seconds"]
+            _row(run, condition, way)["seconds"] / _row(run, condition, "default")["seconds"]
             for run in runs
             for condition in _conditions([run])
         ]
@@ -635,97 +464,59 @@ def summary(runs: Sequence[dict[str, Any]]) -> Figure:
     return drawing
 
 
-SIGNED = "{:+.3f}"
-
-
 def _conditions(runs: Sequence[dict[str, Any]]) -> list[Condition]:
     return sorted({(row["size"], row["flipped"]) for run in runs for row in run["rows"]})
 
 
-def _having(runs: Sequence[dict[str, Any]], condition: Condition) -> list[dict[str, Any]]:
-    return [run for run in runs if condition in _conditions([run])]
+def _row(run: dict[str, Any], condition: Condition, way: str) -> Row:
+    rows = (row for row in run["rows"] if (row["size"], row["flipped"]) == condition)
+    return next(row for row in rows if row["way"] == way)
 
 
-def _row(run: dict[str, Any], condition: Condition, way: str, trained_on: str | None = None) -> Row:
-    (found,) = (
-        row
-        for row in run["rows"]
-        if (row["size"], row["flipped"]) == condition
-        and row["way"] == way
-        and row.get("trained_on") == trained_on
-    )
-    return found
-
-
-def _tau(row: Row) -> float:
-    return row["calibration"]["map_calibration"]["output_temperature"]
-
-
-def _seeds(runs: Sequence[Any]) -> str:
-    return f"{len(runs)} seed{'s' if len(runs) > 1 else ''}"
-
-
-def _title(condition: Condition) -> str:
-    return f"{condition[0]:,} | {_percent(condition[1])}"
+def _title(condition: Condition) -> tuple[str, str]:
+    return f"{condition[0]:,}", _percent(condition[1])
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def report(folder: Path) -> str:
-    """Write table.md and a figure for each problem that has results; returns the tables."""
-    found: dict[tuple[str, str], dict[int, dict[str, Any]]] = defaultdict(dict)
-    for path in sorted(folder.glob("*.json")):
-        result = json.loads(path.read_text())
-        config = result["config"]
-        of_seed = found[config["data"], config["part"]].setdefault(config["seed"], result)
-        if of_seed is not result:
-            of_seed["rows"] += result["rows"]
-    tables = []
-    for name in PROBLEMS:
-        if runs := list(found[name, "ways"].values()):
-            tables.append(table(runs))
-            if len({size for size, _ in _conditions(runs)}) > 1:
-                save_figure(figure(runs), folder / f"{name}.png")
-                save_figure(summary(runs), folder / f"{name}_summary.png")
-        if runs := list(found[name, "variants"].values()):
-            tables.append(variants_table(runs))
-    text = "\n\n".join(tables)
-    write_file(folder / "table.md", (text + "\n").encode())
-    return text
+def _by_seed(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One problem's results, with the rows of all sizes of a seed together."""
+    seeds: dict[int, dict[str, Any]] = {}
+    for result in found:
+        of_seed = seeds.setdefault(result["config"]["seed"], result | {"rows": []})
+        of_seed["rows"] += result["rows"]
+    return list(seeds.values())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the missing tasks, write tables and figures; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])  # pyright: ignore[reportOptionalMemberAccess]
-    parser.add_argument(
-        "--data",
-        nargs="*",
-        choices=list(PROBLEMS),
+    """Run the missing tasks, write tables and the figure; returns the exit status."""
+
+    def tasks(options: argparse.Namespace) -> list[Config]:
+        return [
+            Config(data, seed, size)
+            for data in options.data
+            for seed in range(options.seeds)
+            for size in PROBLEMS[data].epochs
+        ]
+
+    def figures(found: list[dict[str, Any]]) -> dict[str, Figure]:
+        digits = [run_ for run_ in found if run_["config"]["data"] == "digits"]
+        return {"digits_summary": summary(_by_seed(digits))} if digits else {}
+
+    return study(
+        "weight_decay_study",
+        __doc__,
+        run,
+        tasks,
+        of_each_problem(lambda found: table(_by_seed(found)), PROBLEMS),
+        arguments,
+        problems=PROBLEMS,
         default=["digits"],
-        help="problems; default: digits",
+        seeds=5,
+        figures=figures,
     )
-    parser.add_argument(
-        "--part", choices=["ways", "variants"], default="ways", help="default: ways"
-    )
-    parser.add_argument(
-        "--sizes", nargs="*", type=int, help="training-set sizes, of the problem's; default: all"
-    )
-    parser.add_argument("--seeds", type=int, default=5, help="number of seeds; default: 5")
-    parser.add_argument("--quick", action="store_true", help="run only two seeds")
-    add_study_options(parser)
-    options = parser.parse_args(arguments)
-    folder = study_folder(parser, options, "weight_decay_study")
-    seeds = 2 if options.quick else options.seeds
-    tasks = [
-        Config(data, seed, options.part, size)
-        for data in options.data
-        for seed in range(seeds)
-        for size in PROBLEMS[data].epochs
-        if options.sizes is None or size in options.sizes
-    ]
-    return run_missing(run, tasks, folder, report, options)
 
 
 if __name__ == "__main__":

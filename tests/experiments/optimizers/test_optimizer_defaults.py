@@ -1,24 +1,23 @@
 """The table of K-FAC's defaults, from files, and a run of a few steps."""
 
 import dataclasses
-import json
 
 import pytest
 
 from experiments.optimizers import optimizer_defaults as study
 from experiments.optimizers.runs import Schedule
-from experiments.options import SHIPPED
 
 
-def test_the_table_is_of_means_over_seeds_and_names_what_diverges(tmp_path):
+def test_the_table_is_of_means_over_seeds_and_names_what_diverges():
     def curve(lr, loss, diverged=None):
         curve = {"candidate": {"lr": lr}, "diverged": diverged}
         return curve | ({} if diverged else {"loss": [9.0, loss], "train loss": [9.0, loss / 2]})
 
     curves = [curve(0.03, 4.0), curve(0.03, 1.0), curve(0.1, 1.0), curve(0.1, 1.0, "step 2: NaN")]
     curves.append(curve(0.3, 5.0))
-    (tmp_path / "lenet_cosine_peak.json").write_text(json.dumps({"curves": curves}))
-    (row,) = [line for line in study.table(tmp_path).splitlines() if "peak_kl_clip 0.01" in line]
+    config = {"problem": "lenet", "method": "peak"}
+    text = study.table([{"config": config, "schedule": "cosine", "curves": curves}])
+    *_, row = [line for line in text.splitlines() if "peak_kl_clip 0.01" in line]
     cells = [cell.strip() for cell in row.split("|")[2:-1]]
     assert cells == ["2 (1)", "2 (1)", "diverges", "5 (2.5)"]
 
@@ -40,9 +39,3 @@ def test_the_options_that_matter_are_named():
         if method.kfac_approx is not None:
             named = {"norm_control", "norm_limit", "ema_decay", "factor_every", "update_every"}
             assert set(dataclasses.asdict(method)["options"]) == named
-
-
-def test_the_summary_is_quoted():
-    page = (SHIPPED.parent / "README.md").read_text()
-    for row in study.summary(SHIPPED / "optimizer_defaults"):
-        assert row in page, row

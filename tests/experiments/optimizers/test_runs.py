@@ -150,7 +150,7 @@ STUDY = Study(
     lr={"tiny": (1e-2, 1e-1), "reduce": (1e-3, 1e-2)},
     damping=(1e-2, 1.0),
     block=10,
-    paper={"sgd": "100 | 100 | 100"},
+    paper={"sgd": ("100", "100", "100")},
     given={"given": 0.5},
 )
 
@@ -189,7 +189,6 @@ def test_a_study_is_resumed_and_its_tables_are_made_from_the_json_alone(
     assert files["tiny_reduce_seeds"]["curves"][0]["step"][-1] == 6
     table = (tmp_path / "study" / "table.md").read_text()
     assert f"Target: loss {target:.4f}" in table
-    assert (tmp_path / "study" / "tiny.png").stat().st_size > 1000
     # Again: nothing runs; a file that is gone is run anew.
     in_this_process.clear()
     (tmp_path / "study" / "tiny_reduce_search.json").unlink()

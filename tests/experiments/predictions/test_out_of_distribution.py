@@ -131,8 +131,3 @@ def test_a_run_measures_every_row():
     scaled, plain = (found["rows"][name] for name in ("MAP, temperature-scaled", "MAP"))
     assert scaled["test"]["cls/accuracy"] == plain["test"]["cls/accuracy"]
     json.dumps(found)
-
-
-def test_sets_that_are_sorted_by_class_are_thinned_evenly():
-    assert out_of_distribution._spread(10, 4).tolist() == [0, 2, 5, 7]
-    assert out_of_distribution._spread(3, 4).tolist() == [0, 1, 2]

@@ -48,5 +48,5 @@ def test_a_run_of_two_images_and_its_report(tmp_path, monkeypatch):
     }
     (tmp_path / "memory.json").write_text(json.dumps(memory))
     text = report.write(tmp_path)
-    assert (tmp_path / "ratios.png").exists() and "| marglik, reduce |" in text
+    assert "| marglik, reduce |" in text
     assert f"| SGD | 10 | 16 | 3.0 | {(24 * 1024 - 10) / 3 + 2:.0f} |" in text

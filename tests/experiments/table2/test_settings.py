@@ -1,11 +1,9 @@
-"""The settings of the paper's Table 2: the presets', at another size, and what variants change."""
+"""The settings of the paper's Table 2: the presets', at another size."""
 
-from dataclasses import asdict, replace
-
-import pytest
+from dataclasses import replace
 
 from experiments.table2.marglik_cifar10 import _parser, configs
-from experiments.table2.settings import PROTOCOLS, VARIANTS, Config, Settings
+from experiments.table2.settings import PROTOCOLS, Config, Settings
 
 
 def options(*arguments):
@@ -48,32 +46,10 @@ def test_fixed_never_updates():
     assert replace(fixed, method="adam") == learned
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_variant_changes_what_it_says(variant):
-    own, base = (asdict(Settings.of(Config(variant=v))) for v in (variant, None))
-    changed = {
-        (group, name)
-        for group in ("prior", "curvature", "optimizer", "predictive")
-        for name in own[group]
-        if own[group][name] != base[group][name]
-    }
-    if own["data"] != base["data"]:
-        changed.add(("data", "validation"))
-    expected = {
-        "burn-in": ("prior", "burn_in"),
-        "temperature": ("prior", "temperature"),
-        "curvature-without-augmentation": ("curvature", "augment"),
-        "validation-split": ("data", "validation"),
-    }
-    assert changed == {expected[variant]}
-    if variant == "burn-in":
-        assert own["prior"]["burn_in"] == 0.2 * PROTOCOLS["scaled"].epochs
-
-
 def test_images_say_what_they_are():
     jpeg = Settings.of(Config(source="jpeg")).data
     assert jpeg["init_args"]["name"] == "CIFAR-10 (JPEG)"
-    assert jpeg["init_args"]["mean"] == [125.3, 123.0, 113.9]
+    assert jpeg["class_path"].endswith("CIFAR10Archive")
     assert Settings.of(Config(source="original")).data["class_path"] == "marglik.data.CIFAR10"
 
 
@@ -97,24 +73,3 @@ def test_options_select():
         )
     )
     assert [config.name for config in asked] == ["full/redux/reduce_plain_seed3"]
-    variants = configs(
-        options(
-            "--variants", *VARIANTS, *("--seeds", "0", "--approaches", "reduce", "--source", "jpeg")
-        )
-    )
-    names = [config.name for config in variants]
-    assert "scaled/paper_burn-in/reduce_plain_seed0" in names
-    # Nothing to leave out without augmentation.
-    assert "scaled/paper_curvature-without-augmentation/reduce_plain_seed0" not in names
-    assert len(names) == 2 * len(VARIANTS) - 1
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [["--protocol", "half"], ["--approaches", "diag"], ["--variants", "x"], ["--seed", "1"]],
-)
-def test_wrong_options(wrong, capsys):
-    with pytest.raises(SystemExit) as end:
-        options(*wrong)
-    assert end.value.code == 2
-    assert wrong[-1] in capsys.readouterr().err

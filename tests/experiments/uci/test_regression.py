@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from experiments.options import SHIPPED
 from experiments.uci import regression as uci
 from experiments.uci import report as uci_report
 from experiments.uci import rivals as uci_rivals
-from marglik.storage.record_file import write_json
 
 TRAINING = uci_rivals.Training(hidden=4, steps=12, batch_size=8, lr=0.05)
 
@@ -84,7 +82,9 @@ def test_metrics_are_in_the_targets_units():
 
 def test_a_split(uci_archive):
     uci_archive("yacht", torch.cat(data(40), 1).numpy(), num_train=32)
-    found = json.loads(json.dumps(uci.run(uci.Config("yacht", 0, steps=40, lr=0.03, updates=4))))
+    found = json.loads(
+        json.dumps(uci.run_split(uci.Config("yacht", 0, steps=40, lr=0.03, updates=4)))
+    )
     assert list(found["methods"]) == [
         "ours", "MAP, learned σ", "laplace-torch, post hoc", "grid search", "ensemble of five",
     ]  # fmt: skip
@@ -97,35 +97,15 @@ def test_a_split(uci_archive):
     assert len(learned["updates"]) == 4
 
 
-def test_results_are_kept_if_their_configuration_is_the_same(tmp_path):
-    config = uci.Config("yacht", 3, 2, 0.1)
-    assert uci.kept(config, tmp_path) is None
-    summary = [{"config": uci.asdict(config) | change} for change in ({"split": 2}, {})]
-    assert uci.kept(config, tmp_path, summary) == summary[1]
-    assert uci.kept(config, tmp_path, summary[:1]) is None
-    write_json(tmp_path / "yacht_3.json", {"config": uci.asdict(config), "methods": {}})
-    assert uci.kept(config, tmp_path)["methods"] == {}
-    assert uci.kept(uci.Config("yacht", 3, 1, 0.1), tmp_path) is None
-    assert uci.kept(uci.Config("yacht", 3, 2, 0.2), tmp_path) is None
-
-
-def test_splits_that_are_asked_for():
-    every = uci.configs(list(uci.FOLDERS), quick=False)
-    assert len(every) == len(set(every)) == 7 * 20 + 5
-    assert [c.dataset for c in every[:8]] == list(uci.FOLDERS)
-    assert len(uci.configs(["protein", "yacht"], quick=True)) == 4
+def test_a_set_is_all_of_its_splits(monkeypatch):
+    monkeypatch.setattr(uci, "run_split", uci.asdict)
+    found = uci.run(uci.Task("protein", 3))
+    assert [split["split"] for split in found["splits"]] == [0, 1, 2]
+    assert {split["steps"] for split in found["splits"]} == {20_000}
     assert uci_report.RECORDED.keys() == uci.FOLDERS.keys()
 
 
-def test_no_data_is_a_clear_error(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("MARGLIK_DATA", str(tmp_path))
-    with pytest.raises(SystemExit):
-        uci.main(["--datasets", "yacht"])
-    error = capsys.readouterr().err
-    assert "uci.tar.gz" in error and "MARGLIK_DATA" in error
-
-
-def test_the_tables(tmp_path):
+def test_the_tables():
     def split(number, ours, grid):
         methods = {
             name: {"log_likelihood": value, "rmse": 0.5, "seconds": 3.0, "trainings": 1}
@@ -138,9 +118,8 @@ def test_the_tables(tmp_path):
             "grid search": {"sigma_noise": 0.5},
         }
 
-    path = tmp_path / "uci.json"
-    write_json(path, {"runs": [split(0, -1.0, -1.5), split(1, -2.0, -1.9)]})
-    text = uci_report.write_report(path)
+    splits = [split(0, -1.0, -1.5), split(1, -2.0, -1.9)]
+    text = uci_report.report([{"config": {"data": "yacht"}, "splits": splits}])
     assert "| yacht | 2 | -1.25 ± 0.01 | -1.50 ± 0.50 | 0.00 ± 0.00 |" in text
     assert "| yacht | -1.500 ± 0.500 | -1.500 ± 0.500 | +0.200 ± 0.300 |" in text
     assert (
@@ -148,15 +127,3 @@ def test_the_tables(tmp_path):
         "grid search's minus one standard error of the difference for 1 of 1 sets (yacht).\n"
     ) in text
     assert "| yacht | 0.250 ± 0.000 | 0.500 ± 0.000 | 31 |" in text
-    assert (tmp_path / "table.md").read_text() == text + "\n"
-    assert (tmp_path / "log_likelihood.png").exists()
-
-
-def test_the_readme_has_the_shipped_numbers():
-    runs = uci_report.runs_of(SHIPPED / "uci" / "uci.json")
-    readme = (SHIPPED.parent / "README.md").read_text()
-    text = uci_report.report(runs)
-    assert (SHIPPED / "uci" / "table.md").read_text() == text + "\n"
-    for line in text.split("\n\nRMSE")[0].splitlines()[5:]:
-        assert line in readme, line
-    assert uci_report.verdict(runs) in " ".join(readme.split())
