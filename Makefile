@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: train test test-slow test-lowest lint format house bench bench-quick large-classes growth exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study uci update-step-timing gpt-timing models graph-network-training vision-transformer-training optimizer-comparison optimizer-defaults evidence-from-training ranks-timing simulate-ranks faults docs gpu
+.PHONY: train test test-slow test-lowest lint format house bench bench-quick large-classes growth exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study uci update-step-timing gpt-timing models graph-network-training vision-transformer-training optimizer-comparison optimizer-defaults evidence-from-training ranks-timing faults docs gpu
 
 train: $(INSTALLED)  ## train on the built-in digits, learn the weight decays, write runs/digits
 	$(BIN)/marglik train --config digits
@@ -79,9 +79,6 @@ weight-decay-study: $(INSTALLED)  ## learned weight decays beside a grid search 
 
 ranks-timing: $(INSTALLED)  ## a curvature pass on two ranks against one, and the share of communication: two minutes
 	$(BIN)/python -m experiments.ranks.ranks_timing
-
-simulate-ranks: $(INSTALLED)  ## simulate an update on up to a thousand GPUs: seconds
-	$(BIN)/python -m experiments.ranks.simulate_ranks
 
 table2: $(INSTALLED)  ## the paper's Table 2 at a size for two cores: less than two hours; resumes
 	$(BIN)/python -m experiments.table2.marglik_cifar10

@@ -15,8 +15,7 @@ defined as in the paper: the median over seeds of the tuned reference's last ave
 row "× 0.75" is not in the paper's figure. It is the reference tuned again for .75 of the steps; the
 paper says that none of those runs reached its target.
 
-``make graph-network-training`` runs the missing parts. ``--data molpcba`` takes ogbg-molpcba
-through the package ogb, at the paper's size.
+``make graph-network-training`` runs the missing parts.
 """
 
 import sys
@@ -24,47 +23,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from experiments.data import data_file
 from experiments.data.nci1 import NCI1
 from experiments.optimizers import steps_to_target
 from experiments.optimizers.runs import Config, Method, Problem, Schedule, Timing
 from experiments.optimizers.steps_to_target import Study
 from marglik.data.tensors import TensorSplits
-from marglik.graphs import Graphs
 from marglik.models import GraphNetwork
 
-__all__ = ["METHODS", "PROBLEMS", "STUDY", "ogbg_molpcba"]
-
-
-def ogbg_molpcba() -> TensorSplits:
-    """The data set of the paper, which the package ogb downloads; unknown targets are -1."""
-    from ogb.graphproppred import GraphPropPredDataset  # pyright: ignore[reportMissingImports]
-
-    data = GraphPropPredDataset("ogbg-molpcba")
-    which = data.get_idx_split()
-
-    def pair(indices: Sequence[int]) -> tuple[Graphs, Tensor]:
-        graphs, labels = zip(*(data[int(i)] for i in indices), strict=True)
-        nodes = torch.tensor([graph["num_nodes"] for graph in graphs])
-        first = (nodes.cumsum(0) - nodes).tolist()
-        ends = [
-            torch.as_tensor(graph["edge_index"]) + start
-            for graph, start in zip(graphs, first, strict=True)
-        ]
-        senders, receivers = torch.cat(ends, 1)
-        y = torch.stack([torch.as_tensor(label).float() for label in labels])
-        v, e = (
-            torch.cat([torch.as_tensor(graph[kind]).float() for graph in graphs])
-            for kind in ("node_feat", "edge_feat")
-        )
-        counts = torch.tensor([edges.shape[1] for edges in ends])
-        return Graphs(v, e, senders, receivers, nodes, counts), y.nan_to_num(-1.0)
-
-    train, validation, test = (pair(which[split]) for split in ("train", "valid", "test"))
-    return TensorSplits(train, validation, test, "ogbg-molpcba")
+__all__ = ["METHODS", "PROBLEMS", "STUDY"]
 
 
 def _nci1() -> TensorSplits:
@@ -81,10 +48,6 @@ PROBLEMS = {
         "NCI1", _nci1, partial(_network, targets=1, dim=32, depth=2),
         "bernoulli", 64, "average precision",
     ),
-    "molpcba": Problem(
-        "ogbg-molpcba", ogbg_molpcba, partial(_network, targets=128, dim=256, depth=5),
-        "bernoulli", 512, "average precision",
-    ),
 }  # fmt: skip
 
 MOMENTUM, WEIGHT_DECAY = 0.9449369031171744, 1.2859640541025928e-7
@@ -97,14 +60,13 @@ METHODS = {
     "reduce": _method("K-FAC-reduce", kfac_approx="reduce", options=EVERY, pace=0.75),
 }
 SCHEDULE = Schedule(60_000, 3_000, "linear", end=1e-3, fall=0.861509027839639)
-"""The paper's cells."""
 STUDY = Study(
     title="",
     methods=METHODS,
-    schedules={"nci1": SCHEDULE.times(0.01), "molpcba": SCHEDULE},
+    schedules={"nci1": SCHEDULE.times(0.01)},
     # The paper's range for K-FAC was [.1, 10]. On NCI1 most of it kills the ReLUs, with Nesterov's
     # SGD as with K-FAC; there all methods have the same range, a hundred times lower.
-    lr={"nci1": (1e-3, 1.0), "molpcba": (0.1, 10.0)},
+    lr={"nci1": (1e-3, 1.0)},
     damping=(1e-3, 1.0),
     block=20,
     paper={

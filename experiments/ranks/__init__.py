@@ -1,1 +1,1 @@
-"""Several ranks: what a pass and its communication take, measured and simulated."""
+"""Several ranks: what a pass and its communication take."""

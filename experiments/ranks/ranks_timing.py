@@ -5,7 +5,7 @@ all images while the others wait. Then all pass over their parts and reduce, and
 timed by itself. Eigenvalues are timed alone and shared out, the eigenvectors of a predictive shared
 out. The network is WRN-16-4 Fixup with CIFAR-10 shapes in float32. The proofs of a pass's first
 batch are made before. Bytes sent are those that the machine's loopback device counts, which other
-programs may use, too; they are written beside those of the formulas in `simulate_ranks`.
+programs may use, too; they are written beside those of the formulas in ``docs/scaling.md``.
 
 Run it with ``make ranks-timing`` on an otherwise idle machine: two minutes. It writes
 ``results/ranks_timing.json`` (of the working directory). With ``--ranks 4`` it is
@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, distributed, multiprocessing
 
 from experiments.options import add_results
-from experiments.ranks.simulate_ranks import Layer, bytes_of_factors
 from experiments.speed.contenders import network
 from experiments.timing import medians
 from kfac_backend.blocks.block import (
@@ -169,11 +168,13 @@ def _measured(config: Config, ranks: Ranks) -> dict[str, Any]:
     shares = [0] * ranks.size
     for cost, owner in zip(costs, ranks.owners(costs), strict=True):
         shares[owner] += cost
-    layers = [Layer(b.A.shape[-1], b.B.shape[-1]) for b in blocks if b.A is not None]
+    # 4 Σ (d_in² + d_out²)
+    widths = [F.shape[-1] for b in blocks if b.A is not None for F in (b.A, b.B)]
+    formula = sum(4 * width**2 for width in widths)
     return {
         "seconds": times,
         "bytes_reduced": sum(F.nbytes for F in summed),
-        "bytes_of_the_formula": bytes_of_factors(layers),
+        "bytes_of_the_formula": formula,
         "bytes_sent": sent,
         "busiest_share": max(shares) / sum(costs),
         "load_before": os.getloadavg()[0],

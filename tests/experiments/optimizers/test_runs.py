@@ -2,11 +2,8 @@
 
 import json
 import math
-import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -30,8 +27,7 @@ from experiments.optimizers.runs import (
 from experiments.optimizers.steps_to_target import Study, target_of
 from kfac_backend.options import Likelihood
 from marglik.data.tensors import TensorSplits
-from marglik.graphs import Graphs
-from marglik.models import MLP, GraphNetwork
+from marglik.models import MLP
 
 SCHEDULE = Schedule(8, 2)
 
@@ -252,54 +248,11 @@ def test_the_vision_transformer_trains(tiny_cifar10, monkeypatch):
     assert curve["diverged"] is None
 
 
-def test_ogbg_molpcba(monkeypatch):
-    """Three molecules from a stand-in for the package, one after the other; -1 is unknown."""
-    edges = [np.array([[0, 1], [1, 0]]), np.array([[0], [2]]), np.zeros((2, 0), int)]
-    molecules = [
-        {"edge_index": e, "edge_feat": np.full((e.shape[1], 3), i), "num_nodes": n,
-         "node_feat": np.full((n, 9), i)}
-        for i, (n, e) in enumerate(zip((2, 3, 1), edges, strict=True))
-    ]  # fmt: skip
-    labels = [np.array([float(i % 2)] * 127 + [np.nan]) for i in range(3)]
-
-    class Molecules(list):
-        def get_idx_split(self):
-            return {
-                "train": np.array([1, 0, 2]),
-                "valid": np.array([1, 2]),
-                "test": np.array([0, 1]),
-            }
-
-    data = Molecules(zip(molecules, labels, strict=True))
-    module = SimpleNamespace(GraphPropPredDataset=lambda name: data)
-    monkeypatch.setitem(sys.modules, "ogb", SimpleNamespace(graphproppred=module))
-    monkeypatch.setitem(sys.modules, "ogb.graphproppred", module)
-    splits = graph_study.ogbg_molpcba()
-    graphs, y = splits.train
-    assert isinstance(graphs, Graphs)
-    assert graphs.nodes[:, 0].tolist() == [1, 1, 1, 0, 0, 2]
-    assert (graphs.senders.tolist(), graphs.receivers.tolist()) == ([0, 3, 4], [2, 4, 3])
-    assert graphs.edge_counts.tolist() == [1, 2, 0]
-    assert y.shape == (3, 128)
-    assert y[:, 0].tolist() == [1, 0, 0] and (y[:, -1] == -1).all()
-    small = replace(
-        graph_study.PROBLEMS["molpcba"],
-        load=lambda: splits,
-        make_model=lambda _: GraphNetwork(9, 128, 3, dim=4, depth=1),
-        batch_size=3,
-    )
-    found = run(small, graph_study.METHODS["reduce"], config(candidates=(Candidate(1e-3, 1.0),)))
-    (curve,) = found["curves"]
-    assert curve["diverged"] is None
-    # The last target, of which nothing is known, does not count.
-    assert 0.5 <= curve["test"]["average precision"] <= 1.0
-
-
 def test_the_studies_are_the_papers():
     expand = graph_study.METHODS["expand"]
     every = {"factor_every": 10, "update_every": 10, "ema_decay": 0.0, "norm_control": "none"}
     assert (expand.pace, dict(expand.options)) == (0.75, every)
-    assert graph_study.STUDY.schedules["molpcba"].times(0.75).steps == 45_000
+    assert graph_study.SCHEDULE.times(0.75).steps == 45_000
     every, each = vision_study.STUDIES
     assert every.methods["reduce"].options["factor_every"] == 50
     assert each.methods["reduce each"].options["ema_decay"] == each.methods["reduce each"].betas[1]
