@@ -125,9 +125,9 @@ def _assembled(
             f"there are {len(kinds)} kinds of nodes and {len(names)} classes; at most {MOST_KINDS} "
             "of each are read."
         )
-    senders, receivers = (torch.from_numpy(A) - 1).view(-1, 2).unbind(1)
-    if len(senders) and not 0 <= senders.min() <= senders.max() < V:
+    if len(A) and not 1 <= A.min() <= A.max() <= V:
         raise ValueError(f"A has nodes that are not 1 to {V}.")
+    senders, receivers = (torch.from_numpy(A) - 1).view(-1, 2).unbind(1)
     order = owner[senders].argsort(stable=True)  # `Graphs` needs edges in the order of graphs
     graphs = Graphs(
         one_hot(torch.from_numpy(codes), len(kinds)).float(),

@@ -35,8 +35,8 @@ def flipped(place):
 
 
 DAMAGE = {
-    "cut off": cut(0.6), "nearly whole": cut(0.99), "empty": cut(0), "no archive": lambda _: b"no",
-    "another header": flipped(10),
+    "cut off": cut(0.3), "without its end mark": cut(0.35), "empty": cut(0),
+    "no archive": lambda _: b"no", "another header": flipped(10),
 }  # fmt: skip
 
 

@@ -31,7 +31,7 @@ WRONG = {
         "MLP cannot take inputs of shape (1, 8, 8)",
     ),
     "wrong number of classes": (["--model.num_classes", "7"], "set --model.num_classes 10"),
-    "missing archive": ([*FOLDER, "/no/such.tar.gz"], "'/no/such.tar.gz' does not exist"),
+    "missing folder": ([*FOLDER, "/no/such"], "'/no/such/train' is not a folder"),
     "validation takes all": (["--data.validation", "1.0"], "validation=1.0: must be a fraction in"),
     "samples for no machine": (
         ["--predictive.samples", "1000000000000"],
