@@ -9,7 +9,6 @@ from kfac_backend.options import check_option, check_positive
 __all__ = [
     "DampingOn",
     "Interval",
-    "InverseOwners",
     "NormControl",
     "PreconditionerOptions",
     "interval_at",
@@ -17,7 +16,6 @@ __all__ = [
 
 DampingOn = Literal["factors", "product"]
 NormControl = Literal["none", "kl_clip", "peak_kl_clip", "gradient_clip", "graft"]
-InverseOwners = Literal["all", "one"]
 Interval = int | Callable[[int], int]
 """A number of steps, or a function of the step (from 0) that returns it."""
 
@@ -32,11 +30,10 @@ class PreconditionerOptions:
 
     Args:
         damping: λ > 0, added to the curvature of the mean loss. Tune it first.
-        damping_on: "factors" adds √λ to B and to A and inverts both (by Cholesky, about twenty
-            times cheaper than eigenvectors). "product" adds λ to B ⊗ A itself, exactly as a prior
-            of precision N·λ would.
-        balanced: for "factors", whether B and A get √λ/π and π√λ with π² = (tr A/d_in)/(tr B/d_out)
-            (Martens & Grosse 2015, section 6.3), so that both are damped alike; π = 1 otherwise.
+        damping_on: "factors" adds √λ/π to B and π√λ to A, with π² = (tr A/d_in)/(tr B/d_out), and
+            inverts both (by Cholesky, about twenty times cheaper than eigenvectors; Martens &
+            Grosse 2015, section 6.3). "product" adds λ to B ⊗ A itself, exactly as a prior of
+            precision N·λ would.
         factor_every: number of steps between new factors. A function of the step makes a schedule.
         update_every: number of steps between new preconditioners, from the latest factors.
         ema_decay: ρ of the factors' moving average F ← ρF + (1 − ρ)F_batch, corrected for its
@@ -58,12 +55,6 @@ class PreconditionerOptions:
         norm_limit: see ``norm_control``; None is 0.01 nats for "peak_kl_clip", and 0.001 for the
             others. Regression is taken to have noise 1, so that κ is in squared units of the
             targets.
-        inverse_owners: which of several ranks keep the inverse of a block, which one of them
-            computes. "all": it is sent to the others when it is new, and steps in between need no
-            communication; the ranks' steps are equal up to the rounding of one product. "one": it
-            stays where it was computed, and preconditioned gradients are sent in every step, equal
-            to the bit; each of n ranks then holds an n-th of the inverses (Pauloski et al. 2021,
-            arXiv:2107.01739).
 
     Raises:
         ValueError: an option that is not supported.
@@ -71,20 +62,17 @@ class PreconditionerOptions:
 
     damping: float = 0.1
     damping_on: DampingOn = "factors"
-    balanced: bool = True
     factor_every: Interval = 10
     update_every: Interval = 10
     ema_decay: float = 0.9
     norm_control: NormControl = "kl_clip"
     norm_limit: float | None = None
-    inverse_owners: InverseOwners = "all"
 
     def __post_init__(self) -> None:
         check_positive("damping", self.damping)
         check_positive("norm_limit", self.limit)
         check_option("damping_on", self.damping_on, DampingOn)
         check_option("norm_control", self.norm_control, NormControl)
-        check_option("inverse_owners", self.inverse_owners, InverseOwners)
         if not 0 <= self.ema_decay < 1:
             raise ValueError(f"ema_decay must be in [0, 1), not {self.ema_decay}.")
         for name in ("factor_every", "update_every"):

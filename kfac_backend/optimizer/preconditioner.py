@@ -4,9 +4,11 @@ Between ``loss.backward()`` and the optimiser's step it replaces each gradient g
 where F is the parameter's block of the K-FAC curvature of the mean loss.
 """
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from fnmatch import fnmatchcase
 from typing import Any, Unpack
 
@@ -18,15 +20,13 @@ from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.distributed import ProcessGroupOption, Ranks
 from kfac_backend.model.checks import check_module
 from kfac_backend.optimizer.damped_inverse import (
-    DampedInverse,
-    EigenInverse,
-    FactorInverse,
-    FactorSolve,
+    Inverse,
     clip_factor,
     damped_inverse,
     diverging,
     empty_inverse,
     kl_clip_factor,
+    precondition,
 )
 from kfac_backend.optimizer.options import PreconditionerOptions, interval_at
 from kfac_backend.optimizer.training_pass import MeanOver, TrainingPass
@@ -37,11 +37,11 @@ from kfac_backend.options import (
     check_option,
     check_positive,
 )
+from kfac_backend.precision import at_least_float32
 from kfac_backend.threads import map_on_cores
 
 __all__ = ["KfacPreconditioner"]
 
-FORMAT_VERSION = 1
 KL_CLIPS = ("kl_clip", "peak_kl_clip")
 
 
@@ -123,11 +123,11 @@ class KfacPreconditioner:
     ) -> None:
         check_module(model)
         check_option("mean_over", mean_over, MeanOver)
-        rank = curvature.but(**keywords).sketch_rank
-        if rank is not None:
+        curvature = curvature.but(**keywords)
+        if curvature.sketch_rank is not None:
             raise ValueError(
-                f"sketch_rank={rank} is not for preconditioning, whose inverses need whole "
-                "factors; use None, or exclude wide layers."
+                f"sketch_rank={curvature.sketch_rank} is not for preconditioning, whose inverses "
+                "need whole factors; use None, or exclude wide layers."
             )
         self.options = options
         """As given."""
@@ -139,7 +139,7 @@ class KfacPreconditioner:
         self._pass = TrainingPass(
             model,
             likelihood,
-            curvature.but(**keywords),
+            curvature,
             self._generator,
             _matching(exclude, parameters),
             mean_over,
@@ -153,9 +153,19 @@ class KfacPreconditioner:
         # The sum of the weights in the moving average, 1 − ρᵏ after k batches. Dividing by it
         # corrects for the start at zero.
         self._weight = 0.0
-        self._inverses: dict[str, DampedInverse] = {}
-        self._owners: dict[str, int] = {}  # the rank that computes each inverse
-        self._once = False  # whether the inverses are used in one step only
+        self._inverses: dict[str, Inverse] = {}
+        # What a state must have in common with this preconditioner. It is taken before the first
+        # batch, which may show that a parameter has no block.
+        self._made_with = {
+            "the likelihood": likelihood,
+            "mean_over": mean_over,
+            "damping_on": options.damping_on,
+            **{f.name: repr(getattr(curvature, f.name)) for f in fields(curvature)},
+            **{
+                f"parameter '{n}'": f"{tuple(parameters[n].shape)}, {parameters[n].dtype}"
+                for n in self.names
+            },
+        }
 
     @property
     def ranks(self) -> Ranks:
@@ -262,10 +272,10 @@ class KfacPreconditioner:
         """All that a run needs to go on to the bit: tensors, numbers and strings only.
 
         Call it between steps, not between the backward passes of one. It is the same on all ranks,
-        and for any number of ranks. With ``inverse_owners="one"`` all ranks must call it.
+        and for any number of ranks.
         """
         return {
-            "version": FORMAT_VERSION,
+            "made_with": self._made_with,
             "step": self._step,
             "weight": self._weight,
             "damping": self._damping,
@@ -275,86 +285,98 @@ class KfacPreconditioner:
                 name: {"B": block.B} if block.A is None else {"B": block.B, "A": block.A}
                 for name, block in self._blocks.items()
             },
-            "inverses": {n: inverse.tensors() for n, inverse in self._all_inverses().items()},
+            "inverses": self._inverses,
         }
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise a ValueError unless `load_state_dict` can take the state; nothing is changed."""
+        expected = self.state_dict()
+        if state.keys() != expected.keys():
+            raise ValueError(
+                "This is no state of a K-FAC preconditioner of this version: its keys are "
+                f"{', '.join(map(str, state)) or 'none'}, expected {', '.join(expected)}."
+            )
+        theirs = state["made_with"]
+        for what in dict.fromkeys([*self._made_with, *theirs]):
+            if theirs.get(what) != self._made_with.get(what):
+                raise ValueError(
+                    f"The state is of another K-FAC: {what} is {theirs.get(what)} there and "
+                    f"{self._made_with.get(what)} here. Load it with the model and the options "
+                    "that it was saved with."
+                )
+        step, weight, blocks, inverses = (
+            state[key] for key in ("step", "weight", "blocks", "inverses")
+        )
+        # Every step but the first has inverses. The blocks are dropped before new ones are due if
+        # there is no moving average.
+        if not (
+            step >= 0
+            and 0 <= weight <= 1
+            and set(blocks) in (set(), set(inverses))
+            and bool(inverses) == (step > 0)
+            and set(inverses) <= set(self.names)
+        ):
+            raise ValueError(
+                f"The state of K-FAC is damaged: step {step}, weight {weight} of the moving "
+                f"average, {len(blocks)} blocks and {len(inverses)} inverses do not go together."
+            )
+        for name, tensors in [*blocks.items(), *inverses.items()]:
+            fault = _fault(tensors, self._parameters[name])
+            if fault:
+                raise ValueError(f"The state of K-FAC is damaged: the factors of '{name}' {fault}.")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken, with the same model and options.
 
+        The next steps are those of the uninterrupted run to the bit. The damping is the state's.
+
         Raises:
-            ValueError: a state of another model, of another damping_on, or of a later version.
+            ValueError: a state of another model or other options, or a damaged one; nothing is
+                changed then.
         """
-        if state["version"] > FORMAT_VERSION:
-            raise ValueError(
-                f"The state is of version {state['version']}, later than {FORMAT_VERSION}; update."
-            )
-        inverses: Mapping[str, Mapping[str, Tensor]] = state["inverses"]
-        for kind in ("blocks", "inverses"):
-            # A parameter may be missing from the state: the first batch may show that it has no
-            # block.
-            others = set(state[kind]) - set(self.names)
-            if others:
-                raise _another_model(others)
-        kinds = {kind for tensors in inverses.values() for kind in tensors}
-        by_eigenvectors = "spectrum" in kinds
-        if inverses and by_eigenvectors != (self.options.damping_on == "product"):
-            raise ValueError(
-                f"The state has damping_on={'product' if by_eigenvectors else 'factors'!r}, the "
-                f"options have {self.options.damping_on!r}; use the former."
-            )
-        inverse_type = FactorSolve if "L_B" in kinds else FactorInverse
-        inverse_type = EigenInverse if by_eigenvectors else inverse_type
+        self.check_state(state)
         device = self._generator.device
         self._step, self._weight = int(state["step"]), float(state["weight"])
-        self._pass.seen = tuple(state.get("seen", self._pass.seen))  # not in older states
+        self._pass.seen = tuple(state["seen"])
         damping = state["damping"]
         self._damping = dict(damping) if isinstance(damping, Mapping) else float(damping)
         self._generator.set_state(state["generator"].cpu())
         self._blocks = {
             name: KroneckerBlock(name, tensors["B"], tensors.get("A"))
-            for name, tensors in _to(state["blocks"], device).items()
+            for name, tensors in _copies(state["blocks"], device).items()
         }
-        self._share_out()
-        self._once = inverse_type is FactorSolve
-        self._inverses = {
-            name: inverse_type.from_tensors(tensors)
-            for name, tensors in _to(inverses, device).items()
-            if self._keeps(name)
-        }
+        self._inverses = _copies(state["inverses"], device)
         self._pass.reset()
         self._pass.is_due = self._every(self.options.factor_every, "factor_every")
 
     def _every(self, interval: Any, name: str) -> bool:
         return self._step % interval_at(interval, self._step, name) == 0
 
-    def _share_out(self) -> None:
-        """Decide which rank computes which inverse."""
-        blocks = self._blocks.values()
-        owners = self.ranks.owners([block.cost for block in blocks])
-        self._owners = dict(zip(self._blocks, owners, strict=True))
-
-    def _keeps(self, name: str) -> bool:
-        """Whether this rank has the inverse of a block between updates."""
-        return self.options.inverse_owners == "all" or self._owners[name] == self.ranks.rank
-
-    def _new_inverses(self) -> dict[str, DampedInverse]:
-        """Parameter name -> the damped inverse of its block, for blocks that this rank keeps."""
-        self._share_out()
-        self._once = interval_at(self.options.update_every, self._step, "update_every") == 1
-        own = {n: b for n, b in self._blocks.items() if self._owners[n] == self.ranks.rank}
+    def _new_inverses(self) -> dict[str, Inverse]:
+        """Parameter name -> the damped inverse of its block."""
+        blocks, on = self._blocks, self.options.damping_on
+        once = interval_at(self.options.update_every, self._step, "update_every") == 1
         if self.ranks.size == 1:
-            return self._inverses_of(own)
-        with self.ranks.failing_together("inverses of the curvature"):
-            inverses = self._inverses_of(own)
-        return self._sent(inverses) if self.options.inverse_owners == "all" else inverses
+            return self._inverses_of(blocks, once)
+        # Each rank inverts some of the blocks and sends the results to the others, which need no
+        # communication in the steps in between.
+        owners = dict(
+            zip(blocks, self.ranks.owners([b.cost for b in blocks.values()]), strict=True)
+        )
+        own = {name: b for name, b in blocks.items() if owners[name] == self.ranks.rank}
+        computed = self._inverses_of(own, once)
+        inverses = {n: computed.get(n) or empty_inverse(b, on, once) for n, b in blocks.items()}
+        sent = [(t, owners[name]) for name, inverse in inverses.items() for t in inverse.values()]
+        self.ranks.exchange_([t for t, _ in sent], [owner for _, owner in sent], "inverses")
+        return inverses
 
-    def _inverses_of(self, blocks: Mapping[str, KroneckerBlock]) -> dict[str, DampedInverse]:
+    def _inverses_of(self, blocks: Mapping[str, KroneckerBlock], once: bool) -> dict[str, Inverse]:
         """The damped inverses of these blocks, computed at once on several cores of a CPU."""
-        options, damping = self.options, self._damping
+        on, damping = self.options.damping_on, self._damping
 
-        def invert(block: KroneckerBlock) -> DampedInverse:
+        def invert(block: KroneckerBlock) -> Inverse:
             own = damping[block.name] if isinstance(damping, dict) else damping
-            return damped_inverse(block, own, options.damping_on, options.balanced, self._once)
+            return damped_inverse(block, own, on, once)
 
         with torch.no_grad():
             if self._generator.device.type != "cpu":
@@ -365,28 +387,6 @@ class KfacPreconditioner:
         by_name = {block.name: inverse for block, inverse in zip(largest, inverses, strict=True)}
         return {name: by_name[name] for name in blocks}
 
-    def _all_inverses(self) -> dict[str, DampedInverse]:
-        """Those of all blocks, fetched from the ranks that keep them."""
-        if self.options.inverse_owners == "all" or self.ranks.size == 1 or not self._owners:
-            return self._inverses
-        return self._sent(self._inverses)
-
-    def _sent(self, own: Mapping[str, DampedInverse]) -> dict[str, DampedInverse]:
-        """The inverses of all blocks, each sent to all ranks by the one that computed it."""
-        on, once = self.options.damping_on, self._once
-        inverses = {
-            name: own[name] if name in own else empty_inverse(block, on, once)
-            for name, block in self._blocks.items()
-        }
-        tensors = [
-            (tensor, self._owners[name])
-            for name, inverse in inverses.items()
-            for tensor in inverse.tensors().values()
-        ]
-        owners = [owner for _, owner in tensors]
-        self.ranks.exchange_([tensor for tensor, _ in tensors], owners, "inverses")
-        return inverses
-
     def _average(self, new: dict[str, KroneckerBlock]) -> None:
         """F ← ρF + (1 − ρ)F_batch for B and A, divided by the sum of the weights; in place."""
         rho = self.options.ema_decay
@@ -394,8 +394,7 @@ class KfacPreconditioner:
         if not rho or not self._blocks:
             self._blocks = new
             return
-        if set(new) != set(self._blocks):
-            raise _another_model(set(new) ^ set(self._blocks))
+        assert set(new) == set(self._blocks)
         # The stored average is divided by the sum of weights already. With this share of the new
         # factors it stays so.
         share = (1 - rho) / self._weight
@@ -414,8 +413,11 @@ class KfacPreconditioner:
         control, limit = self.options.norm_control, self.options.limit
         clips = control in KL_CLIPS
         before, after = [], []
-        for name, p in self._preconditioned(with_gradient):
+        for name, inverse in self._inverses.items():
+            if name not in with_gradient:
+                continue
             g = with_gradient[name]
+            p = precondition(inverse, g)
             if clips:
                 before.append((p * g).sum(dtype=torch.float32))
             elif control == "graft":
@@ -429,22 +431,6 @@ class KfacPreconditioner:
             every = list(with_gradient.values())
             torch._foreach_mul_(every, clip_factor(every, limit))
 
-    def _preconditioned(self, gradients: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Name and (F + λI)⁻¹ g of each block whose parameter has a gradient, one at a time."""
-        names = [name for name in self._owners if name in gradients]
-        if self.options.inverse_owners == "all" or self.ranks.size == 1:
-            yield from ((name, self._inverses[name](gradients[name])) for name in names)
-            return
-        results = {
-            name: self._inverses[name](gradients[name])
-            if name in self._inverses
-            else torch.empty_like(gradients[name])
-            for name in names
-        }
-        owners = [self._owners[name] for name in names]
-        self.ranks.exchange_(list(results.values()), owners, "preconditioned gradients")
-        yield from results.items()
-
     def _tell_plain(self, exclude: Sequence[str]) -> None:
         left_out = _matching(exclude, self._parameters)
         plain = [n for n in self._parameters if n not in self.names and n not in left_out]
@@ -454,12 +440,6 @@ class KfacPreconditioner:
                 "them to say the same.",
                 stacklevel=3,
             )
-
-
-def _another_model(names: set[str]) -> ValueError:
-    return ValueError(
-        f"The state is of another model, or of other excluded parameters: {min(names)}."
-    )
 
 
 def _matching(patterns: Sequence[str], names: Mapping[str, object]) -> frozenset[str]:
@@ -492,7 +472,30 @@ def _size(block: KroneckerBlock) -> int:
     return max(F.shape[-1] for F, _ in block.named_factors())
 
 
-def _to(
+def _fault(tensors: Mapping[str, Tensor], p: Tensor) -> str | None:
+    """What is wrong with the tensors of a parameter's block or inverse, if anything is.
+
+    A factor and its inverse are positive semidefinite, so that no entry of their diagonals is
+    negative; neither is one of a Cholesky root, or of a damped spectrum.
+    """
+    factors = [F for kind, F in tensors.items() if kind != "spectrum"]  # over rows, over columns
+    sizes = [factors[0].shape[:-1].numel(), *[F.shape[-1] for F in factors[1:]]]
+    square = all(F.dim() in (2, 3) and F.shape[-1] == F.shape[-2] for F in factors)
+    entries = {math.prod(sizes), tensors.get("spectrum", p).numel()}
+    if not square or entries != {p.numel()}:
+        return f"have shapes {[tuple(F.shape) for F in tensors.values()]}"
+    for kind, F in tensors.items():
+        if F.dtype != at_least_float32(p.detach()).dtype:
+            return f"have dtype {F.dtype}, for a parameter of dtype {p.dtype}"
+        if not torch.isfinite(F).all():
+            return "are not finite"
+        values = F if kind == "spectrum" else F.diagonal(dim1=-2, dim2=-1)
+        if not kind.startswith("Q") and (values < 0).any():
+            return "have a negative diagonal"
+    return None
+
+
+def _copies(
     by_name: Mapping[str, Mapping[str, Tensor]], device: torch.device
 ) -> dict[str, dict[str, Tensor]]:
     """Copies on the device."""

@@ -109,8 +109,8 @@ class TrainingPass(CurvaturePass):
         self._probe = next(model.parameters(), None)
         self.is_due = True
         """Whether forward passes are to be seen."""
-        self.seen = 0, 0, 0
-        """Examples, loss terms and outputs of the last `mean_blocks`, of all ranks."""
+        self.seen = 0, 0, 0, options.kfac_approx
+        """Examples, loss terms, outputs and mode of the last `mean_blocks`, of all ranks."""
         super().__init__(
             model, likelihood, options, generator=generator, process_group=process_group
         )
@@ -161,7 +161,7 @@ class TrainingPass(CurvaturePass):
         if not sums.num_data:
             raise RuntimeError("No rank has seen a backward pass since the last step.")
         number = max(sums.num_loss_terms if self._mean_over == "terms" else sums.num_data, 1)
-        self.seen = sums.num_data, sums.num_loss_terms, sums.num_outputs
+        self.seen = sums.num_data, sums.num_loss_terms, sums.num_outputs, sums.kfac_approx
         # The training's own gradients are those of a mean over T terms, b/T, so that the mean of
         # b bᵀ is T Σ (b/T)(b/T)ᵀ. With several ranks each one's loss is a mean over its own terms,
         # and its gradients are too large by the number of ranks, for the mean over all.
@@ -187,7 +187,7 @@ class TrainingPass(CurvaturePass):
             num_data: N.
             loss: Σ ℓ (nats) over the N examples.
         """
-        examples, terms, outputs = self.seen
+        examples, terms, outputs, kfac_approx = self.seen
         num_loss_terms = num_data * terms / examples
         number = num_loss_terms if self._mean_over == "terms" else num_data
         return KroneckerFactors(
@@ -198,7 +198,7 @@ class TrainingPass(CurvaturePass):
             num_loss_terms=num_loss_terms,
             loss=loss,
             likelihood=self._likelihood,
-            options=self._options.but(kfac_approx=self._kfac_approx),
+            options=self._options.but(kfac_approx=kfac_approx),
         )
 
     def _assign(self) -> RuleAssignment:

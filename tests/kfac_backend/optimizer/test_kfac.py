@@ -139,30 +139,6 @@ def test_frozen_parameters_stay():
     assert sum(len(group["params"]) for group in optimizer.param_groups) == 9
 
 
-@pytest.mark.parametrize("base", BASES)
-def test_resume_to_the_bit(base, tmp_path):
-    x, y = data()
-    x = x.float()  # torch's NAdam loses a bit of its own state in float64
-
-    def fresh():
-        model = network().float()
-        return model, KFAC(model, "classification", 0.01, base=base, options=OPTIONS)
-
-    whole, optimizer = fresh()
-    train(whole, optimizer, 8, x, y)
-    first, optimizer = fresh()
-    train(first, optimizer, 5, x, y)
-    torch.save([first.state_dict(), optimizer.state_dict()], tmp_path / "run.pt")
-    second, optimizer = fresh()
-    states = torch.load(tmp_path / "run.pt", weights_only=True)
-    for part, state in zip((second, optimizer), states, strict=True):
-        part.load_state_dict(state)
-    assert optimizer.param_groups is optimizer.base.param_groups
-    train(second, optimizer, 3, x, y)
-    for p, q in zip(whole.parameters(), second.parameters(), strict=True):
-        assert torch.equal(p, q)
-
-
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_fabric_with_accumulation_and_clipping(precision):
     """Two halves of a batch under Fabric are the whole batch by hand."""

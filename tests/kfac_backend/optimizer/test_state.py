@@ -1,0 +1,226 @@
+"""A resumed run is the uninterrupted one to the bit; a state that does not fit changes nothing."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from kfac_backend.optimizer import KFAC, KfacPreconditioner, PreconditionerOptions
+from tests.kfac_backend.networks import Functional
+from tests.kfac_backend.optimizer.resumes import (
+    CASES,
+    fresh,
+    of_half_the_cases,
+    steps_that_differ,
+    train,
+)
+from tests.random_numbers import normal
+
+OPTIONS = {"factor_every": 1, "update_every": 1}
+REDUCE = {"kfac_approx": "reduce"}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+def test_resumes_at_every_step_to_the_bit(case):
+    assert steps_that_differ(case) == []
+
+
+def test_resumes_at_every_step_to_the_bit_on_two_ranks(worlds):
+    use = "tests.kfac_backend.optimizer.resumes:of_half_the_cases"
+    assert worlds.all(2, use) == [[], []]
+
+
+@pytest.mark.parametrize("base", ["sgd", "nadamw"])
+def test_resumes_from_a_file_and_needs_the_state(base):
+    """Drawn labels continue, too; without the preconditioner's state the run is another."""
+    options = PreconditionerOptions(factor_every=2, update_every=3)
+
+    def anew():
+        model = fresh({})[0].float()
+        return model, KFAC(model, "classification", base=base, options=options, fisher="mc")
+
+    def steps(model, optimizer, numbers):
+        for number in numbers:
+            optimizer.zero_grad()
+            x = normal(8, 4, seed=number).float()
+            F.cross_entropy(model(x), torch.arange(8) % 4).backward()
+            optimizer.step()
+
+    whole, optimizer = anew()
+    steps(whole, optimizer, range(5))
+    file = io.BytesIO()
+    torch.save([whole.state_dict(), optimizer.state_dict()], file)
+    steps(whole, optimizer, range(5, 9))
+    ends = []
+    for without in (False, True):
+        second, optimizer = anew()
+        file.seek(0)
+        weights, state = torch.load(file, weights_only=True)
+        second.load_state_dict(weights)
+        if without:
+            state["preconditioner"] = optimizer.state_dict()["preconditioner"]
+        optimizer.load_state_dict(state)
+        assert optimizer.param_groups is optimizer.base.param_groups
+        steps(second, optimizer, range(5, 9))
+        ends.append(torch.equal(whole[0].weight, second[0].weight))
+    assert ends == [True, False]
+
+
+def trained(layers=None, dtype=torch.float64, base="sgd", options=OPTIONS, **more):
+    """A state after two steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layers or [nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)])).to(dtype)
+    optimizer = KFAC(
+        model, "classification", base=base, options=PreconditionerOptions(**options), **more
+    )
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(model(normal(8, 4).to(dtype)), torch.arange(8) % 4).backward()
+        optimizer.step()
+    return optimizer
+
+
+def changed(change):
+    """A function of a state that changes its part of the preconditioner."""
+
+    def of(state):
+        change(state["preconditioner"])
+        return state
+
+    return of
+
+
+def of_plain_sgd(_):
+    p = [nn.Parameter(torch.ones(2)) for _ in range(4)]
+    return torch.optim.SGD(p, 0.1).state_dict()
+
+
+def of_a_wider_momentum(state):
+    state["state"][0]["momentum_buffer"] = torch.ones(9, 4)
+    return state
+
+
+WIDER = [nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 4)]
+REFUSED = {
+    "expand into reduce": (lambda _: trained(kfac_approx="expand").state_dict(), "'expand'"),
+    "another Fisher": (lambda _: trained(**REDUCE, fisher="exact").state_dict(), "fisher"),
+    "another mean": (lambda _: trained(**REDUCE, mean_over="examples").state_dict(), "mean_over"),
+    "another damping": (
+        lambda _: trained(options={**OPTIONS, "damping_on": "product"}, **REDUCE).state_dict(), "damping_on",
+    ),
+    "float32": (lambda _: trained(dtype=torch.float32, **REDUCE).state_dict(), "float32"),
+    "a wider network": (lambda _: trained(WIDER, **REDUCE).state_dict(), r"\(9, 4\)"),
+    "excluded parameters": (lambda _: trained(exclude=["2.*"], **REDUCE).state_dict(), "'2.weight'"),
+    "plain SGD": (of_plain_sgd, "no 'preconditioner'"),
+    "another base": (lambda _: trained(base="nadamw", **REDUCE).state_dict(), "another base optimiser"),
+    "a wider momentum": (of_a_wider_momentum, r"\(9, 4\)"),
+    "a key too few": (changed(lambda s: s.pop("weight")), "its keys are"),
+    "a negative weight": (changed(lambda s: s.update(weight=-1.0)), "weight -1"),
+    "a weight of NaN": (changed(lambda s: s.update(weight=float("nan"))), "weight nan"),
+    "a negative step": (changed(lambda s: s.update(step=-1)), "step -1"),
+    "no inverses": (changed(lambda s: s.update(inverses={}, blocks={})), "0 inverses"),
+    "fewer blocks": (changed(lambda s: s["blocks"].popitem()), "3 blocks"),
+    "a negated B": (changed(lambda s: s["blocks"]["0.weight"]["B"].neg_()), "negative diagonal"),
+    "a negated inverse": (
+        changed(lambda s: s["inverses"]["0.weight"]["L_A"].neg_()), "negative diagonal",
+    ),
+    "NaN": (changed(lambda s: s["blocks"]["2.bias"]["B"].fill_(torch.nan)), "not finite"),
+    "float32 factors": (
+        changed(lambda s: s["blocks"]["0.bias"].update(B=torch.eye(8))), "dtype torch.float32",
+    ),
+    "wider factors": (
+        changed(lambda s: s["blocks"]["0.bias"].update(B=torch.eye(9).double())), r"\(9, 9\)",
+    ),
+    "an inverse that is not square": (
+        changed(lambda s: s["inverses"]["0.bias"].update(L_B=torch.ones(8, 2).double())), "shapes",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(name):
+    make, words = REFUSED[name]
+    optimizer = trained(**REDUCE)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=words):
+        optimizer.load_state_dict(make(copy.deepcopy(before)))
+    assert_equal(optimizer.state_dict(), before)
+
+
+def test_its_own_state_is_taken():
+    """Negative control of the refusals: the same state, unchanged."""
+    optimizer = trained(**REDUCE)
+    state = copy.deepcopy(optimizer.state_dict())
+    other = trained(**REDUCE, seed=3)
+    other.load_state_dict(state)
+    assert_equal(other.state_dict(), state)
+
+
+def test_a_state_whose_base_has_other_groups_changes_nothing():
+    optimizer, fewer = trained(), trained([nn.Linear(4, 4)])
+    before = copy.deepcopy(optimizer.state_dict())
+    mixed = {**fewer.state_dict(), "preconditioner": before["preconditioner"]}
+    with pytest.raises(ValueError, match="group"):
+        optimizer.load_state_dict(mixed)
+    assert_equal(optimizer.state_dict(), before)
+
+
+def assert_equal(found, expected):
+    assert type(found) is type(expected)
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key in expected:
+            assert_equal(found[key], expected[key])
+    elif isinstance(expected, list | tuple):
+        for one, other in zip(found, expected, strict=True):
+            assert_equal(one, other)
+    elif isinstance(expected, torch.Tensor):
+        assert torch.equal(found, expected)
+    else:
+        assert found == expected
+
+
+def test_resumes_with_parameters_that_turn_out_to_have_no_block():
+    """Their names are in `names` until the first batch, and in no state's blocks."""
+    model, x, y = Functional(False).double(), normal(4, 3), torch.tensor([0, 1, 1, 0])
+    options = PreconditionerOptions(**OPTIONS, norm_control="none")
+    first = KfacPreconditioner(model, "classification", options)
+    with pytest.warns(UserWarning, match="No hook sees the uses of fc.weight"):
+        F.cross_entropy(model(x), y).backward()
+    first.damping = dict.fromkeys(first.names, 0.1)
+    first.step()
+    first.detach()
+    second = KfacPreconditioner(model, "classification", options)
+    second.load_state_dict(first.state_dict())
+    model.zero_grad()
+    with pytest.warns(UserWarning, match="No hook sees the uses of fc.weight"):
+        F.cross_entropy(model(x), y).backward()
+    second.step()
+    assert list(second.blocks) == ["first.weight", "first.bias"]
+
+
+def test_factors_of_a_resumed_auto_run_have_their_mode():
+    first, second = trained(kfac_approx="auto"), trained(kfac_approx="auto")
+    mode = first.preconditioner.factors(8, 1.0).options.kfac_approx
+    assert mode in ("expand", "reduce")
+    anew = trained(kfac_approx="auto")
+    anew.preconditioner._pass.seen = (0, 0, 0, "auto")
+    anew.load_state_dict(second.state_dict())
+    assert anew.preconditioner.factors(8, 1.0).options.kfac_approx == mode
+
+
+def test_training_resumes_after_a_refusal():
+    """The optimiser that refused a state goes on as if it had not been asked."""
+    ends = []
+    for refused in (False, True):
+        _, whole, optimizer = fresh(OPTIONS)
+        train(whole, optimizer, range(2))
+        if refused:
+            with pytest.raises(ValueError, match="preconditioner"):
+                optimizer.load_state_dict(of_plain_sgd(None))
+        train(whole, optimizer, range(2, 4))
+        ends.append(whole[0].weight.detach())
+    assert torch.equal(*ends)
