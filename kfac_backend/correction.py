@@ -13,7 +13,6 @@ from kfac_backend.blocks.corrected import CorrectedBlock
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.covariance.eigenbasis import LARGEST_PRODUCT
 from kfac_backend.covariance.second_moments import LayerMoments
-from kfac_backend.distributed import ProcessGroupOption
 from kfac_backend.factors import CurvaturePass
 from kfac_backend.layers import ExactRule, Use
 from kfac_backend.model.batches import each_batch
@@ -23,7 +22,7 @@ from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer, ass
 from kfac_backend.model.targets import split_batch
 from kfac_backend.options import CurvatureKeywords, CurvatureOptions
 from kfac_backend.precision import exact_arithmetic
-from kfac_backend.rank_sums import PassSums
+from kfac_backend.ranks import PassSums, ProcessGroupOption
 
 __all__ = ["CorrectionPass", "check_read_twice", "corrected_factors"]
 
@@ -78,10 +77,8 @@ def corrected_factors(
         factors, model, options, generator=generator, process_group=process_group, **keywords
     )
     dict_key_y = correction.options.dict_key_y
-    with correction.ranks.failing_together("a pass for corrected eigenvalues"):
-        for batch in each_batch(data, "Eigenvalue correction", progress):
-            correction.add(*split_batch(batch, dict_key_y))
-            correction.ranks.beat()
+    for batch in each_batch(data, "Eigenvalue correction", progress):
+        correction.add(*split_batch(batch, dict_key_y))
     return correction.factors()
 
 

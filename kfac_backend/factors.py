@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from kfac_backend.block_assembly import assemble_blocks, check_memory, collect_sums, make_rules
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.blocks.kronecker import KroneckerFactors
-from kfac_backend.distributed import ProcessGroupOption, Ranks
 from kfac_backend.layers import Rule, Use
 from kfac_backend.layers.uses import PositionSums
 from kfac_backend.loss.hessian import check_targets, counted_terms, loss_sum, num_counted_terms
@@ -57,7 +56,7 @@ from kfac_backend.precision import (
     exact_arithmetic,
     full_float32,
 )
-from kfac_backend.rank_sums import PassSums, sum_over_ranks
+from kfac_backend.ranks import PassSums, ProcessGroupOption, Ranks, sum_over_ranks
 from kfac_backend.threads import turn_of
 
 __all__ = [
@@ -128,16 +127,14 @@ def kronecker_factors(
         NotImplementedError: a parameter without a rule, or used in a way that cannot be followed.
         torch.OutOfMemoryError: a batch that is too large, with a batch size that fits; factors that
             do not fit whatever the batch size, before the first batch.
-        RankError: another rank has failed or is gone, or has another model or other options.
+        RankError: another rank is gone, or has another model or other options.
     """
     options = options.but(**keywords)
     curvature = CurvaturePass(
         model, likelihood, options, generator=generator, process_group=process_group
     )
-    with curvature.ranks.failing_together("a curvature pass"):
-        for batch in each_batch(data, "Curvature", progress):
-            curvature.add(*split_batch(batch, options.dict_key_y))
-            curvature.ranks.beat()
+    for batch in each_batch(data, "Curvature", progress):
+        curvature.add(*split_batch(batch, options.dict_key_y))
     return curvature.factors()
 
 

@@ -19,7 +19,7 @@ from marglik.commands.option_parsing import HelpFormatter, whole_names
 from marglik.commands.several_ranks import (
     is_another_rank,
     launch,
-    leave_last_words,
+    leave_message,
     number_to_launch,
 )
 from marglik.runs.terminal import harmless_output, progress_lines
@@ -90,7 +90,8 @@ def _requests_to_end() -> Iterator[list[int]]:
     """Treat requests to end like Ctrl-C; yields the list of signals received so far.
 
     A signal that is ignored (nohup) or has another handler (of a scheduler's wrapper) is left
-    alone. Only the main thread may set handlers.
+    alone. So is a rank of torchrun, which may wait for another in code that runs no handler. Only
+    the main thread may set handlers.
     """
     received: list[int] = []
 
@@ -99,7 +100,8 @@ def _requests_to_end() -> Iterator[list[int]]:
         raise KeyboardInterrupt
 
     ours = []
-    if threading.current_thread() is threading.main_thread():
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and "TORCHELASTIC_RUN_ID" not in os.environ:
         ours = [s for s in REQUESTS_TO_END if signal.getsignal(s) is signal.SIG_DFL]
     for number in ours:
         signal.signal(number, interrupt)
@@ -131,7 +133,8 @@ def _run(arguments: Sequence[str] | None, received: Sequence[int]) -> int:
         module, options = _module(asked), options[asked]
         check_values(own[asked], options)
         if number := number_to_launch(options):
-            return launch(["-m", "marglik", *arguments], number)
+            launch(["-m", "marglik", *arguments], number)
+            return 0
         # tqdm hides its bars where stderr is a file or a pipe, so lines take their place.
         lines = options.get("progress", False) and not sys.stderr.isatty() and not is_another_rank()
         with progress_lines() if lines else nullcontext():
@@ -141,13 +144,14 @@ def _run(arguments: Sequence[str] | None, received: Sequence[int]) -> int:
     except BrokenPipeError:  # nobody reads stdout any more, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end
         return 128 + signal.SIGPIPE
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         way_out = GOES_ON.get(asked or "", "what was written so far is kept")
-        what = f"ended by {signal.Signals(received[0]).name}" if received else "interrupted"
-        said = f"\nmarglik: {what}; {way_out}."
-        if not leave_last_words(said) and not is_another_rank():
-            print(said, file=sys.stderr)
-        return 128 + (received[0] if received else signal.SIGINT)
+        number = next(iter([*received, *interrupt.args]), signal.SIGINT)
+        asked_to = number != signal.SIGINT
+        what = f"ended by {signal.Signals(number).name}" if asked_to else "interrupted"
+        if not leave_message(f"{what}; {way_out}."):
+            print(f"\nmarglik: {what}; {way_out}.", file=sys.stderr)
+        return 128 + number
     except ArgumentError as error:
         of_none = asked is not None and str(error).startswith("argument subcommand:")
         said = explained(error, None if of_none else own.get(asked or ""), arguments)
@@ -159,9 +163,8 @@ def _run(arguments: Sequence[str] | None, received: Sequence[int]) -> int:
             raise
         if os.environ.get(TRACEBACK_VARIABLE) == "1":
             raise
-        if not _is_said_by_the_first_rank(error):
-            said = explained(error, own.get(asked or ""), arguments)
-            _print_error(said + _way_out(asked, error))
+        said = explained(error, own.get(asked or ""), arguments)
+        _print_error(said + _way_out(asked, error), _is_lost_rank(error))
         return 2
     except MemoryError as error:
         _print_error(
@@ -173,39 +176,35 @@ def _run(arguments: Sequence[str] | None, received: Sequence[int]) -> int:
 
 def _is_named(error: RuntimeError) -> bool:
     """Whether a RuntimeError is one of ours, whose message a user can act on."""
-    from kfac_backend.distributed import RankError  # late: imports torch, slow for marglik --help
-
-    return isinstance(error, (NotImplementedError, RankError))
+    return isinstance(error, NotImplementedError) or _is_lost_rank(error)
 
 
-def _is_said_by_the_first_rank(error: Exception) -> bool:
-    if not is_another_rank():
-        return False
-    from marglik.training.ranks import known_to_rank_0  # late: imports torch
+def _is_lost_rank(error: Exception) -> bool:
+    from kfac_backend.ranks import RankError  # late: imports torch, slow for marglik --help
 
-    return known_to_rank_0(error)
+    return isinstance(error, RankError)
 
 
 def _way_out(asked: str | None, error: Exception) -> str:
     """What to add to an error that the user can recover from: a full disk, or a lost rank."""
-    from kfac_backend.distributed import RankError  # late: imports torch, slow for marglik --help
-    from kfac_backend.files import DiskFullError
+    from kfac_backend.files import DiskFullError  # late: imports torch
 
     if asked not in GOES_ON:
         return ""
-    if isinstance(error, (RankError, ChildProcessError)):
+    if isinstance(error, ChildProcessError):  # the way out of a rank's own message is in it
+        is_said = GOES_ON[asked] in str(error).lower()
+        return "" if is_said else f" {GOES_ON[asked][0].upper()}{GOES_ON[asked][1:]}."
+    if _is_lost_rank(error):
         waits = " If a rank was only slow, pass a longer --rank_timeout."
-        return f" {GOES_ON[asked][0].upper()}{GOES_ON[asked][1:]}." + (
-            waits if "the timeout of torch.distributed" in str(error) else ""
-        )
+        return f" {GOES_ON[asked][0].upper()}{GOES_ON[asked][1:]}.{waits}"
     return f" After that, {GOES_ON[asked]}." if isinstance(error, DiskFullError) else ""
 
 
-def _print_error(message: str) -> None:
-    which = f" on rank {os.environ['RANK']}" if is_another_rank() else ""
-    said = f"marglik: error{which}: {' '.join(message.split())}"
-    if not leave_last_words(said):
-        print(said, file=sys.stderr)
+def _print_error(message: str, is_consequence: bool = False) -> None:
+    message = " ".join(message.split())
+    if not leave_message(message, is_consequence):
+        which = f" on rank {os.environ['RANK']}" if is_another_rank() else ""
+        print(f"marglik: error{which}: {message}", file=sys.stderr)
 
 
 def _short_help() -> str:

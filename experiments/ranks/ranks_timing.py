@@ -34,8 +34,8 @@ from kfac_backend.blocks.block import (
     compute_eigenvalues,
     decompose_on_ranks,
 )
-from kfac_backend.distributed import Ranks
 from kfac_backend.factors import CurvaturePass
+from kfac_backend.ranks import Ranks
 from marglik.storage.provenance import environment
 from marglik.storage.record_file import write_json
 

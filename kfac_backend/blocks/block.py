@@ -16,7 +16,7 @@ from kfac_backend.blocks.sketch import (
     add_factors,
     whole,
 )
-from kfac_backend.distributed import Ranks
+from kfac_backend.ranks import Ranks
 from kfac_backend.threads import map_on_cores
 
 __all__ = [
@@ -305,7 +305,7 @@ def compute_eigenvalues(blocks: Iterable[KroneckerBlock], ranks: Ranks | None = 
 
     Raises:
         ValueError: a factor that is not finite.
-        RankError: another rank has such a factor, or is gone.
+        RankError: another rank is gone, or has such a factor.
     """
     blocks = [block for block in blocks if not block.knows_eigenvalues]
     factors: dict[object, tuple[Factor, str]] = {}
@@ -337,8 +337,7 @@ def _solve_on_ranks(
     what = "eigenvalues"
     owners = ranks.owners([_cost(F) for F, _ in factors])
     own = [i for i, owner in enumerate(owners) if owner == ranks.rank]
-    with ranks.failing_together(what), ranks.beating():
-        solved = dict(zip(own, _solve([factors[i] for i in own]), strict=True))
+    solved = dict(zip(own, _solve([factors[i] for i in own]), strict=True))
     values = [
         solved[i][0]
         if i in solved
@@ -362,7 +361,7 @@ def decompose_on_ranks(blocks: Iterable[KroneckerBlock], ranks: Ranks) -> dict[s
 
     Raises:
         ValueError: a factor that is not finite.
-        RankError: another rank has such a factor, or is gone.
+        RankError: another rank is gone, or has such a factor.
     """
     blocks, what = list(blocks), "eigenvectors"
     if ranks.size == 1:
@@ -378,11 +377,10 @@ def decompose_on_ranks(blocks: Iterable[KroneckerBlock], ranks: Ranks) -> dict[s
                 whole.setdefault(_identity(F), (F, name))
     factors = list(whole.values())
     owners = ranks.owners([_cost(F) for F, _ in factors])
-    with ranks.failing_together(what), ranks.beating():
-        solved = [
-            eigh(F, name)[:2] if owner == ranks.rank else _unsolved(F)
-            for (F, name), owner in zip(factors, owners, strict=True)
-        ]
+    solved = [
+        eigh(F, name)[:2] if owner == ranks.rank else _unsolved(F)
+        for (F, name), owner in zip(factors, owners, strict=True)
+    ]
     tensors = [tensor for of_factor in solved for tensor in of_factor]
     ranks.exchange_(tensors, [owner for owner in owners for _ in range(2)], what)
     by_factor = dict(zip(whole, solved, strict=True))

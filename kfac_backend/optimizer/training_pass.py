@@ -32,7 +32,6 @@ from torch.utils.hooks import RemovableHandle
 from kfac_backend.block_assembly import assemble_blocks
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.blocks.kronecker import KroneckerFactors
-from kfac_backend.distributed import ProcessGroupOption
 from kfac_backend.factors import CurvaturePass
 from kfac_backend.layers import Use
 from kfac_backend.loss.hessian import IGNORED, check_targets, num_counted_terms
@@ -57,6 +56,7 @@ from kfac_backend.model.targets import counting, mask_of
 from kfac_backend.optimizer.damped_inverse import diverging
 from kfac_backend.options import CurvatureOptions, Likelihood, automatic_mode
 from kfac_backend.precision import backward_arithmetic, full_float32
+from kfac_backend.ranks import ProcessGroupOption
 from kfac_backend.threads import turn_of
 
 __all__ = ["MeanOver", "TrainingPass"]

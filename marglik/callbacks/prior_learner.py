@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.distributed import Ranks
 from kfac_backend.loss.hessian import counted_terms
 from kfac_backend.model.checks import check_module
 from kfac_backend.model.targets import Targets, split_batch
 from kfac_backend.optimizer.training_pass import MeanOver
 from kfac_backend.options import CurvatureOptions, Likelihood, check_option, check_positive
+from kfac_backend.ranks import Ranks
 from marglik.posterior.hyperparameters import Hyperparameters, UpdateMethod
 from marglik.posterior.posterior import Posterior, parameter_vector
 from marglik.posterior.prior import (

@@ -26,11 +26,11 @@ from kfac_backend.covariance.joint import JointCovariance
 from kfac_backend.covariance.last_layer import LastLayerCovariance
 from kfac_backend.covariance.linearised import linearised_outputs
 from kfac_backend.covariance.output_covariance import OutputCovariance, check_tolerance
-from kfac_backend.distributed import ProcessGroupOption, Ranks
 from kfac_backend.factors import kronecker_factors
 from kfac_backend.model.checks import check_module
 from kfac_backend.options import CurvatureOptions, Likelihood, check_option, check_positive
 from kfac_backend.precision import at_least_float32
+from kfac_backend.ranks import ProcessGroupOption, Ranks
 from kfac_backend.threads import turn_of
 from marglik.eval_mode import in_eval_mode
 from marglik.posterior import evidence

@@ -30,11 +30,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import cross_entropy, logsigmoid
 
-from kfac_backend.distributed import Ranks
 from kfac_backend.loss.hessian import check_targets, counted_terms
 from kfac_backend.model.batches import each_batch
 from kfac_backend.model.targets import Targets, split_batch
 from kfac_backend.options import Likelihood
+from kfac_backend.ranks import Ranks
 from marglik.eval_mode import in_eval_mode
 from marglik.posterior.calibration import Calibration, CalibrationFit
 from marglik.posterior.posterior import Posterior
@@ -188,9 +188,8 @@ class HeldOut:
         for batch in each_batch(batches, "Calibrating", progress):
             x, y = split_batch(batch, options.dict_key_y)
             part = None
-            with ranks.failing_together("calibration"):
-                if len(y) or ranks.size == 1:
-                    part = of_batch(x, y)
+            if len(y) or ranks.size == 1:
+                part = of_batch(x, y)
             f, spread, y = _gathered(part, ranks, posterior.mean.device)
             kept = (torch.arange(seen, seen + len(f), device=f.device) % stride) == 0
             seen += len(f)

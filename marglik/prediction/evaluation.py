@@ -6,11 +6,11 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from kfac_backend.distributed import Ranks
 from kfac_backend.loss.hessian import counted_terms
 from kfac_backend.model.batches import each_batch
 from kfac_backend.model.targets import Targets, split_batch
 from kfac_backend.options import Likelihood, TargetKeywords, TargetOptions
+from kfac_backend.ranks import Ranks
 from marglik.prediction.curves import coverage_curve, reliability
 from marglik.prediction.links import Prediction
 from marglik.prediction.metrics import (
@@ -72,11 +72,10 @@ def predict_all(
             continue
         x, y = split_batch(batch, targets.dict_key_y)
         part: tuple[Prediction, Tensor] | None = None
-        with ranks.failing_together("predictions"):
-            if len(y) or ranks.size == 1:
-                part = _of_counted_terms(
-                    predict(x).to("cpu"), targets_of(model, x, y).cpu(), likelihood
-                )
+        if len(y) or ranks.size == 1:
+            part = _of_counted_terms(
+                predict(x).to("cpu"), targets_of(model, x, y).cpu(), likelihood
+            )
         parts = [one for one in ranks.gather(part, "predictions") if one is not None]
         prediction, y = parts[0] if len(parts) == 1 else _joined(parts)
         found.append((prediction, y))

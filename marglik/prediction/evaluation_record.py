@@ -13,11 +13,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kfac_backend.distributed import Ranks
 from kfac_backend.files import sha256_of_tensors
 from kfac_backend.loss.hessian import counted_terms
 from kfac_backend.model.batches import each_batch
 from kfac_backend.options import Likelihood, check_option
+from kfac_backend.ranks import Ranks
 from marglik.data import (
     CORRUPTIONS,
     SEVERITIES,

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.covariance.output_covariance import check_tolerance, default_memory
-from kfac_backend.distributed import Ranks
 from kfac_backend.model.batches import examples, to_device
 from kfac_backend.model.calls import call_with, num_examples
 from kfac_backend.model.checks import check_module, check_output
 from kfac_backend.options import Likelihood, check_option, check_positive
 from kfac_backend.precision import at_least_float32
+from kfac_backend.ranks import Ranks
 from marglik.eval_mode import in_eval_mode
 from marglik.posterior.calibration import Calibration, CalibrationFit
 from marglik.posterior.posterior import Posterior

@@ -11,7 +11,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from kfac_backend.distributed import RankError, Ranks
+from kfac_backend.ranks import RankError, Ranks
 from marglik.data import DataSource
 from marglik.runs.config import Accelerator, Precision
 
@@ -75,7 +75,7 @@ def build_fabric(
     accelerator: Accelerator,
     precision: Precision = "32-true",
     devices: int | None = None,
-    rank_timeout: float = 40.0,
+    rank_timeout: float = 600.0,
 ) -> "Fabric":
     """A launched Fabric: device and precision of training steps, and the other processes, if any.
 
@@ -125,7 +125,7 @@ def build_fabric(
 
 
 def join_ranks(
-    accelerator: Accelerator, devices: int | None = None, rank_timeout: float = 40.0
+    accelerator: Accelerator, devices: int | None = None, rank_timeout: float = 600.0
 ) -> tuple[torch.device, Ranks]:
     """The device of this process, and the ranks that it shares the work with, once it joined them.
 

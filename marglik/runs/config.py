@@ -167,8 +167,7 @@ class RunConfig:
             since it lacks float64, which the evidence needs.)
         devices: number of processes that share the work, one per GPU, or all on the CPU; each
             processes a part of every batch. null takes the number that torchrun has started, or 1.
-        rank_timeout: number of seconds that a process waits for one that makes no progress, before
-            all processes end.
+        rank_timeout: largest number of seconds that a process waits for another, before all end.
         precision: precision of the training steps, by Lightning's name; parameters, curvature and
             predictions stay in float32.
         channels_last: whether to store images as (N, H, W, C), which makes convolutions faster; for
@@ -192,7 +191,7 @@ class RunConfig:
     tensorboard: bool = False
     accelerator: Accelerator = "auto"
     devices: int | None = None
-    rank_timeout: float = 40.0
+    rank_timeout: float = 600.0
     precision: Precision = "32-true"
     channels_last: bool = False
     compile: CompileMode | None = None
@@ -262,8 +261,7 @@ class PostHocRunConfig:
         overwrite: whether to replace a run that is already in that folder.
         accelerator: cpu or cuda; auto takes cuda if it is available.
         devices: number of processes that share the work, one per GPU, or all on the CPU.
-        rank_timeout: number of seconds that a process waits for one that makes no progress, before
-            all processes end.
+        rank_timeout: largest number of seconds that a process waits for another, before all end.
         progress: whether to show progress bars on a terminal, and lines of text elsewhere.
     """
 
@@ -273,7 +271,7 @@ class PostHocRunConfig:
     overwrite: bool = False
     accelerator: Accelerator = "auto"
     devices: int | None = None
-    rank_timeout: float = 40.0
+    rank_timeout: float = 600.0
     progress: bool = True
 
     def __post_init__(self) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from kfac_backend.distributed import Ranks
 from kfac_backend.files import parse_json, sha256
 from kfac_backend.options import Likelihood, check_positive
+from kfac_backend.ranks import Ranks
 from marglik import data as sources
 from marglik import models
 from marglik.data import DataSource, ImageData, Splits
@@ -56,7 +56,7 @@ def evaluate_run(
     output: str | None = None,
     accelerator: Accelerator = "auto",
     devices: int | None = None,
-    rank_timeout: float = 40.0,
+    rank_timeout: float = 600.0,
     seed: int = 0,
     progress: bool = True,
 ) -> dict[str, Any]:
@@ -89,8 +89,7 @@ def evaluate_run(
             own.
         accelerator: cpu or cuda; auto takes cuda if it is available.
         devices: number of processes that share the work, one per GPU, or all on the CPU.
-        rank_timeout: number of seconds that a process waits for one that makes no progress, before
-            all processes end.
+        rank_timeout: largest number of seconds that a process waits for another, before all end.
         seed: seed of the random numbers of sampling.
         progress: whether to show progress bars on a terminal, and lines of text elsewhere.
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from kfac_backend.distributed import Ranks
 from kfac_backend.options import Likelihood
+from kfac_backend.ranks import Ranks
 from marglik.data import Batches, DataSource, Splits
 from marglik.data.batches import split_batches
 from marglik.data.record import data_record
@@ -174,7 +174,7 @@ def fit(
                 progress_bar=run.progress,
                 corrected=curvature.corrected,
             )
-            with failing_as_one(ranks, "keeping the curvature"), ranks.beating():
+            with failing_as_one(ranks, "keeping the curvature"):
                 if leads:
                     # In a folder with an old run (--overwrite), that is kept until this fit is
                     # complete; `begin` below replaces it.

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from kfac_backend.distributed import RankError, Ranks
 from kfac_backend.files import parse_json, sha256_of_tensors
+from kfac_backend.ranks import RankError, Ranks
 from marglik.data import ImageSplits, Splits
 from marglik.data.images.out_of_distribution import OutOfDistributionImages
 from marglik.data.record import tensors_in

@@ -181,14 +181,13 @@ def train(
             posterior = ""
             if leads:
                 record = data_record(splits, provenance.data)
-                with ranks.beating():
-                    posterior = save_posterior(
-                        learned.laplace,
-                        folder.path,
-                        model=provenance.model,
-                        data=record,
-                        frozen=True,
-                    )
+                posterior = save_posterior(
+                    learned.laplace,
+                    folder.path,
+                    model=provenance.model,
+                    data=record,
+                    frozen=True,
+                )
                 folder.vouch(POSTERIOR, posterior)
             saved = time.perf_counter()
             scores: dict[str, dict[str, Tensor]] = {}

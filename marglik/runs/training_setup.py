@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.distributed import Ranks
 from kfac_backend.options import Likelihood
+from kfac_backend.ranks import Ranks
 from marglik.data import Batches, Splits
 from marglik.data.batches import split_batches
 from marglik.data.images.out_of_distribution import OutOfDistributionImages

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
-from kfac_backend.distributed import Ranks
 from kfac_backend.files import parse_json, write_tensors
+from kfac_backend.ranks import Ranks
 from marglik.storage.model_state import read_safetensors
 from marglik.storage.record_file import read_record, write_record
 
@@ -215,15 +215,12 @@ class CheckpointsOfRanks:
 
     def exists(self) -> bool:
         """Whether there is a state; see `Checkpoints.exists`."""
-        with self._ranks.failing_together("the search for a checkpoint"):
-            found = self._checkpoints.exists()
-        return self._ranks.gather(found, "the search for a checkpoint")[0]
+        return self._ranks.gather(self._checkpoints.exists(), "the search for a checkpoint")[0]
 
     def save(self, state: dict[str, Any]) -> None:
         """Replace the state by that of rank 0; see `Checkpoints.save`."""
-        with self._ranks.failing_together("writing a checkpoint"), self._ranks.beating():
-            if self._ranks.rank == 0:
-                self._checkpoints.save(state)
+        if self._ranks.rank == 0:
+            self._checkpoints.save(state)
 
     def load(self, device: torch.device | str = "cpu") -> dict[str, Any]:
         """The state, on all ranks; see `Checkpoints.load`.
@@ -231,9 +228,8 @@ class CheckpointsOfRanks:
         Raises:
             RankError: ranks have read different states.
         """
-        with self._ranks.failing_together("reading a checkpoint"), self._ranks.beating():
-            state = self._checkpoints.load(device)
-            number = self._checkpoints.check()["number"] if self._ranks.size > 1 else 0
+        state = self._checkpoints.load(device)
+        number = self._checkpoints.check()["number"] if self._ranks.size > 1 else 0
         self._ranks.agree({"the number of the checkpoint": number}, "reading a checkpoint")
         return state
 

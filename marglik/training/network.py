@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DistributedSampler
 
-from kfac_backend.distributed import Ranks
 from kfac_backend.loss.hessian import check_targets, counted_terms, loss_sum
 from kfac_backend.model.batches import each_batch
 from kfac_backend.model.calls import arguments, logits_of
 from kfac_backend.model.targets import Targets, split_batch
 from kfac_backend.optimizer import KFAC
 from kfac_backend.options import Likelihood, TargetOptions
+from kfac_backend.ranks import Ranks
 from marglik.training.loaders import Loader
 from marglik.training.penalty import Decay, add_penalty, check_no_weight_decay, stable_decays
 from marglik.training.random_state import samplers_of

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from kfac_backend.distributed import Ranks
+from kfac_backend.ranks import Ranks
 from marglik.posterior import evidence
 from marglik.posterior.hyperparameters import LARGEST_PRECISION, SMALLEST_PRECISION
 from marglik.posterior.posterior import Posterior

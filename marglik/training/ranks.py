@@ -16,8 +16,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.utils.data import DistributedSampler
 
-from kfac_backend.distributed import RankError, Ranks
 from kfac_backend.model.targets import split_batch
+from kfac_backend.ranks import RankError, Ranks
 from marglik.training.loaders import Loader, count_examples
 from marglik.training.random_state import random_state, samplers_of, set_random_state
 
@@ -31,7 +31,6 @@ __all__ = [
     "copy_from_rank_0",
     "count_on_ranks",
     "failing_as_one",
-    "known_to_rank_0",
     "own_random_numbers",
     "ranks_of",
     "step_errors",
@@ -97,13 +96,10 @@ def check_shards(ranks: Ranks, **loaders: Loader) -> None:
     """
     if ranks.size == 1:
         return
-    # Together, since a sampler may be wrong on one rank alone, and the others would wait for it in
-    # the exchange below.
-    with ranks.failing_together("the check of the loaders"):
-        for name, loader in loaders.items():
-            for sampler in samplers_of(loader):
-                if isinstance(sampler, DistributedSampler):
-                    _check_sampler(sampler, name, ranks)
+    for name, loader in loaders.items():
+        for sampler in samplers_of(loader):
+            if isinstance(sampler, DistributedSampler):
+                _check_sampler(sampler, name, ranks)
     for name, loader in loaders.items():
         numbers = ranks.gather(_num_batches(loader), "the check of the loaders")
         if len(set(numbers)) > 1:
@@ -153,24 +149,8 @@ def _num_batches(loader: Any) -> int:
 
 @contextmanager
 def failing_as_one(ranks: Ranks, what: str) -> Iterator[None]:
-    """`Ranks.failing_together`, with errors marked so that rank 0 alone prints them.
-
-    All ranks end with an error here, and rank 0's says what happened (its own failure, or that of
-    the rank that it quotes), so that the command line need not print it once per rank; see
-    `known_to_rank_0`. Nothing inside may be collective: a rank that fails would leave the others
-    waiting in it.
-    """
-    try:
-        with ranks.failing_together(what):
-            yield
-    except Exception as error:
-        error.__dict__["known_to_rank_0"] = True
-        raise
-
-
-def known_to_rank_0(error: BaseException) -> bool:
-    """Whether rank 0 has ended with the same error, or with one that quotes it."""
-    return getattr(error, "known_to_rank_0", False)
+    """Nothing any more: a rank that fails ends, and torchrun then ends the others."""
+    yield
 
 
 class WithExamples:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
-from kfac_backend.distributed import Ranks
+from kfac_backend.ranks import Ranks
 from marglik.posterior.hyperparameters import Hyperparameters
 from marglik.posterior.prior import precision_to_weight_decay
 from marglik.training.loaders import Loader

@@ -1,17 +1,19 @@
 """What goes wrong on one of two ranks, and what each is told; see `tests.worlds`."""
 
 import os
+import signal
+import sys
 import time
-from contextlib import nullcontext
 
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from kfac_backend import kronecker_factors
-from kfac_backend.blocks.block import compute_eigenvalues, decompose_on_ranks
-from kfac_backend.distributed import Ranks
+from kfac_backend.optimizer import KFAC
+from kfac_backend.ranks import Ranks
 from tests.kfac_backend.networks import data, network
 
 
@@ -37,11 +39,8 @@ def told_of_each() -> dict[str, str]:
     ranks = Ranks()
     first = ranks.rank == 0
     model, (x, y) = network(), data(8)
-    wrong = y if first else y + 5
-    broken = kronecker_factors(model, [(x, y)], "classification", process_group=None)
-    broken.blocks["8.weight"].A.fill_(torch.nan)  # one rank of two has it to solve
 
-    def passes(model=model, y=y, x=x, **options):
+    def passes(model=model, x=x, **options):
         return kronecker_factors(model, [(x, y)] if len(x) else [], "classification", **options)
 
     moved = network()
@@ -49,13 +48,13 @@ def told_of_each() -> dict[str, str]:
         moved[8].weight.mul_(1.0 if first else 1.1)
     other = nn.Sequential(nn.Flatten(), nn.Linear(32, 3 if first else 4)).double()
     uses = {
-        "a wrong label": lambda: passes(y=wrong),
         "other options": lambda: passes(kfac_approx="expand" if first else "reduce"),
         "another model": lambda: passes(model=other),
         "other weights": lambda: passes(model=moved),
         "no data": lambda: passes(x=x[:0]),
-        "eigenvalues": lambda: compute_eigenvalues(broken.blocks.values(), ranks),
-        "eigenvectors": lambda: decompose_on_ranks(broken.blocks.values(), ranks),
+        "one has a value more": lambda: ranks.agree(
+            {"a": 1} if first else {"a": 1, "b": 2}, "a test"
+        ),
         "under DDP": lambda: passes(model=DistributedDataParallel(model)),
         "in parts": lambda: passes(model=spread(network())),
         "control": passes,
@@ -70,13 +69,36 @@ def told_of_each() -> dict[str, str]:
     return found | {"gone": told(lambda: ranks.gather(0, "a test"))}
 
 
-def late(seconds: float, how: str) -> tuple[str, float]:
+def late(seconds: float) -> tuple[str, float]:
     """What a rank is told, and after how long, when rank 1 comes late to a meeting."""
     ranks, start = Ranks(), time.monotonic()
     if ranks.rank == 1:
-        with ranks.beating() if how == "beating" else nullcontext():
-            for _ in range(20):
-                time.sleep(seconds / 20)
-                if how == "beats":
-                    ranks.beat()
+        time.sleep(seconds)
     return told(lambda: ranks.gather(0, "a test")), time.monotonic() - start
+
+
+def main(fault: str) -> None:
+    """A program under torchrun, whose rank 1 fails in its 15th forward pass."""
+    dist.init_process_group("gloo")
+    model, (x, y) = network(), data(8)
+    optimizer = KFAC(model, "classification")
+    calls = []
+
+    def fail(*_) -> None:
+        calls.append(1)
+        if len(calls) == 15 and dist.get_rank() == 1:
+            if fault == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("a fault of rank 1")
+
+    model.register_forward_pre_hook(fail)
+    for _ in range(30):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+        optimizer.step()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

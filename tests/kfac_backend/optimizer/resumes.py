@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kfac_backend.distributed import Ranks
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
+from kfac_backend.ranks import Ranks
 from tests.random_numbers import normal
 
 EVERY = [(1, 1), (1, 5), (5, 1), (2, 3), (3, 2)]

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from kfac_backend.distributed import Ranks
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
+from kfac_backend.ranks import Ranks
 from tests.kfac_backend.networks import data, network
 
 SETTINGS = [

@@ -1,7 +1,6 @@
 """K-FAC steps on several ranks are those of one process with the batches of all."""
 
 import pytest
-import torch
 from torch.testing import assert_close
 
 WORLDS = (1, 2, 4)

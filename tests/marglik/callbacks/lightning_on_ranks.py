@@ -4,7 +4,7 @@ import lightning.pytorch as L
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from kfac_backend.distributed import Ranks
+from kfac_backend.ranks import Ranks
 from marglik.callbacks.lightning import MarginalLikelihood
 from tests.marglik.callbacks.online import EPOCHS, OPTIONS, dataset, network, sgd
 

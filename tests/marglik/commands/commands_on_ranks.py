@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 from tqdm import tqdm
 
-from kfac_backend.distributed import Ranks
+from kfac_backend.ranks import Ranks
 from marglik.cli import main
 from marglik.prediction import evaluation_record
 from marglik.storage.checkpoint import Checkpoints

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kfac_backend.blocks import block
-from kfac_backend.distributed import Ranks
+from kfac_backend.ranks import Ranks
 from marglik import KronLaplace, PredictiveConfig, laplace_predictive
 from tests.kfac_backend.networks import data, network
 

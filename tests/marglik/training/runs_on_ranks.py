@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from kfac_backend.distributed import Ranks
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from kfac_backend.options import CurvatureOptions
+from kfac_backend.ranks import Ranks
 from marglik import (
     Hyperparameters,
     OnlineTraining,

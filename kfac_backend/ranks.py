@@ -1,0 +1,393 @@
+"""The ranks of torch.distributed: sums over their shards of the data, and work that they share.
+
+Each rank sees its own part of the data, its shard. The sums of a pass are additive over shards, so
+that one reduction at the end gives the pass over all the data, with unequal shards and with ranks
+that have no data. Means and scalings come after it: a mean of the ranks' means would weigh examples
+by the size of their shard.
+
+A method is collective if it exchanges data between ranks: all of the group must call it, in the
+same order. A rank that fails ends, and torchrun then ends the others; those that wait for one that
+hangs fail after the timeout of the process group.
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from kfac_backend.blocks.sketch import Factor, add_factors
+from kfac_backend.options import KfacApprox
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from kfac_backend.block_assembly import Part
+
+__all__ = ["PassSums", "ProcessGroupOption", "RankError", "Ranks", "share_out", "sum_over_ranks"]
+
+ProcessGroupOption: TypeAlias = "ProcessGroup | Literal['default'] | None"
+"""The ranks that share the data: a process group, the default one if there is one, or none."""
+
+BUCKET = 32 * 2**20
+"""Bytes up to which tensors are sent together; a larger tensor is sent alone."""
+
+
+class RankError(RuntimeError):
+    """Ranks disagree, or this one has lost another."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that have a shard of the data each; only this one if there is no group.
+
+    Args:
+        process_group: the group of these processes. "default" is the default group of
+            `torch.distributed`, looked up at each use, since a group may begin and end while a
+            model lives.
+    """
+
+    process_group: ProcessGroupOption = "default"
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        group = self._group
+        return 1 if group is None else dist.get_world_size(group)
+
+    @property
+    def rank(self) -> int:
+        """This one's number, from 0."""
+        group = self._group
+        return 0 if group is None else dist.get_rank(group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Ranks":
+        """The same ranks: a process group cannot be copied."""
+        return copy(self)
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """The values of all ranks, ordered by rank; collective.
+
+        Args:
+            value: anything that can be pickled; small, as it is sent to all.
+            what: the work that is being done, for errors.
+        """
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        with self._named_errors(what):
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def agree(self, value: Mapping[str, Any], what: str) -> None:
+        """Raise a `RankError` on all ranks unless all give the same; collective.
+
+        Args:
+            value: what must be the same, by the names that the error gives them.
+            what: the work that is being done, for errors.
+        """
+        _check_same(self.gather(dict(value), what), what)
+
+    def sum_(self, tensors: Sequence[Tensor], what: str) -> None:
+        """Replace each tensor by its sum over all ranks, the same to the bit on each; collective.
+
+        Args:
+            tensors: of the same shapes and dtypes on all ranks. One that comes twice is summed
+                once.
+            what: the work that is being done, for errors.
+        """
+        group, once = self._group, list({id(tensor): tensor for tensor in tensors}.values())
+        if self.size > 1:
+            self._send(
+                [(once, lambda flat: dist.all_reduce(flat, group=group, async_op=True))], what
+            )
+
+    def owners(self, costs: Sequence[float]) -> list[int]:
+        """The rank that does each piece of work, see `share_out`; not collective."""
+        return share_out(costs, self.size)
+
+    def exchange_(self, tensors: Sequence[Tensor], owners: Sequence[int], what: str) -> None:
+        """Fill each tensor with its owner's values, to the bit; collective.
+
+        Args:
+            tensors: of the same shapes and dtypes on all ranks.
+            owners: the rank that has each one's values, as of `owners`.
+            what: the work that is being done, for errors.
+        """
+        group = self._group
+        if group is None or self.size == 1:
+            return
+
+        def from_rank(owner: int) -> Callable[[Tensor], Any]:
+            source = dist.get_global_rank(group, owner)
+            return lambda flat: dist.broadcast(flat, source, group=group, async_op=True)
+
+        of_ranks = [
+            ([t for t, o in zip(tensors, owners, strict=True) if o == owner], from_rank(owner))
+            for owner in range(self.size)
+        ]
+        self._send(of_ranks, what)
+
+    def generator(self, common: torch.Generator) -> torch.Generator:
+        """A generator of this rank alone, seeded by the state of one that all ranks have alike.
+
+        Its numbers depend on that state, the rank and the number of ranks; ``common`` is not
+        changed.
+        """
+        state = common.get_state().numpy().tobytes()
+        word = blake2b(state + f"{self.rank} of {self.size}".encode(), digest_size=7).digest()
+        return torch.Generator(common.device).manual_seed(int.from_bytes(word, "big"))
+
+    @property
+    def _group(self) -> "ProcessGroup | None":
+        if self.process_group != "default":
+            return self.process_group
+        there = dist.is_available() and dist.is_initialized()
+        return dist.group.WORLD if there else None
+
+    def _send(
+        self, parts: Sequence[tuple[Sequence[Tensor], Callable[[Tensor], Any]]], what: str
+    ) -> None:
+        """Run a collective call on each bucket of tensors, in place."""
+        with self._named_errors(what), torch.no_grad():
+            waiting = []  # all buckets are started before the first is waited for
+            for tensors, start in parts:
+                for bucket in _buckets(tensors):
+                    alone = len(bucket) == 1
+                    flat = (
+                        bucket[0].contiguous()
+                        if alone
+                        else torch.cat([t.flatten() for t in bucket])
+                    )
+                    waiting.append((start(flat), flat, bucket))
+            for work, flat, bucket in waiting:
+                work.wait()
+                split = flat.flatten().split([tensor.numel() for tensor in bucket])
+                for tensor, part in zip(bucket, split, strict=True):
+                    if tensor.data_ptr() != part.data_ptr():
+                        tensor.copy_(part.view(tensor.shape))
+
+    @contextmanager
+    def _named_errors(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # also torch.distributed's own, which are RuntimeErrors
+            raise RankError(
+                f"Rank {self.rank} of {self.size} lost the others in {what}: {error}\n"
+                "One of them has failed, died or hung, or does something else; its own output says "
+                "why. End all ranks and start anew, where a run was kept with resume. (How long a "
+                "rank waits is the timeout of torch.distributed.init_process_group.)"
+            ) from error
+
+
+def share_out(costs: Sequence[float], ranks: int) -> list[int]:
+    """The rank that does each piece of work: the largest first, to the rank with the least so far.
+
+    The last rank finishes after at most 4/3 of the shortest possible time (Graham 1969, "Bounds on
+    multiprocessing timing anomalies").
+    """
+    loads = [(0.0, rank) for rank in range(ranks)]
+    owners = [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        load, rank = heapq.heappop(loads)
+        owners[index] = rank
+        heapq.heappush(loads, (load + costs[index], rank))
+    return owners
+
+
+@dataclass
+class PassSums:
+    """A pass's sums over the data that one process, or all of them, have seen."""
+
+    blocks: "dict[str, list[Part]]"
+    """Parameter name -> the sums of its layers."""
+    others: dict[str, Tensor]
+    """Name -> a sum of any shape, such as a diagonal."""
+    kfac_approx: KfacApprox
+    """The mode; "auto" if no batch has decided it yet."""
+    num_outputs: int
+    num_data: int
+    num_loss_terms: int
+    loss: float
+    """Σ ℓ (nats)."""
+    trace: float = 0.0
+    trace_left_out: float = 0.0
+
+    def map(self, change: Callable[..., Any], *others: "PassSums") -> "PassSums":
+        """The sums with each leaf, a tensor, a sketch or a number of terms, replaced.
+
+        Args:
+            change: called with a leaf and those at the same place in ``others``.
+            others: sums with the same blocks.
+        """
+
+        def of_part(part: "Part", *same: "Part") -> "Part":
+            B, A, terms = (
+                None if leaves[0] is None else change(*leaves)
+                for leaves in zip(part.sums, *(p.sums for p in same), strict=True)
+            )
+            return part._replace(sums=type(part.sums)(B, A, terms))
+
+        blocks = {
+            name: [of_part(*p) for p in zip(parts, *(o.blocks[name] for o in others), strict=True)]
+            for name, parts in self.blocks.items()
+        }
+        rest = {
+            name: change(t, *(o.others[name] for o in others)) for name, t in self.others.items()
+        }
+        return replace(self, blocks=blocks, others=rest)
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors. One that a weight and its bias share comes twice."""
+        found: list[Tensor] = []
+        self.map(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else leaf)
+        return found
+
+
+class _Message(NamedTuple):
+    """What a rank sends to the others before the sums themselves."""
+
+    same: dict[str, Any]
+    """What must be the same on all ranks."""
+    norms: dict[str, float]
+    """The norm of each trainable parameter, which must agree up to rounding."""
+    sums: PassSums | None
+    """The rank's counts and sketches, with its tensors on the meta device, which have shapes but no
+    entries; None without data."""
+    first_of: list[int]
+    """For each tensor, the index of the first one that is the same object."""
+
+
+def sum_over_ranks(
+    sums: PassSums, ranks: Ranks, model: nn.Module, same: Mapping[str, Any]
+) -> PassSums:
+    """The sums over all ranks' data, in place, the same to the bit on each rank; collective.
+
+    Args:
+        sums: this rank's sums.
+        ranks: all ranks.
+        model: the model, which must be the same on all ranks, up to rounding.
+        same: what else must be the same, such as options, by the names that errors use.
+
+    Raises:
+        RankError: a rank is gone, or has another model, other options or another version.
+    """
+    if ranks.size == 1:
+        return sums
+    what = "a curvature pass"
+    # Step 1: a small message with counts and shapes. Ranks must agree before they reduce.
+    messages = ranks.gather(_message(sums, model, same), what)
+    _check(messages, what)
+    with_data = [(m.sums, m.first_of) for m in messages if m.sums is not None]
+    if not with_data:
+        return sums
+    # Step 2: all ranks need the same tensors. One without data takes zeros in the others' shapes.
+    first, first_of = with_data[0]
+    if not sums.num_data:
+        device = next(model.parameters()).device
+        zeros = [torch.zeros_like(tensor, device=device) for tensor in first.tensors()]
+        rest = iter(zeros[i] for i in first_of)
+        sums = first.map(lambda leaf: next(rest) if isinstance(leaf, Tensor) else leaf)
+    if any(other != first_of for _, other in with_data):
+        # One rank has two tensors where another shares one between a weight and its bias: whether
+        # B is shared depends on the batches. All must reduce the same number, so all get two.
+        sums = sums.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
+    # Step 3: the sums, in large buckets. Sketches came with the messages, since their sum is not a
+    # sum of entries (`blocks.sketch`); neither they nor the counts need a reduction.
+    ranks.sum_(sums.tensors(), what)
+    sums = sums.map(_total, *(of_rank for of_rank, _ in with_data))
+    counts = ("num_data", "num_loss_terms", "loss", "trace", "trace_left_out")
+    totals: Any = {name: sum(getattr(one, name) for one, _ in with_data) for name in counts}
+    return replace(sums, **totals)
+
+
+def _total(own: Factor | float, *of_ranks: Any) -> Any:
+    if isinstance(own, Tensor):
+        return own  # reduced already
+    if isinstance(own, int | float):
+        return sum(of_ranks)
+    total = of_ranks[0]
+    for other in of_ranks[1:]:
+        total = add_factors(total, other)
+    return total.to(own.U.device)
+
+
+def _message(sums: PassSums, model: nn.Module, same: Mapping[str, Any]) -> _Message:
+    trainable = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    same = {
+        "the version of torch": str(torch.__version__),
+        "the trainable parameters": {name: tuple(p.shape) for name, p in trainable.items()},
+        **same,
+    }
+    norms = torch.stack([torch.linalg.vector_norm(p).double() for p in trainable.values()])
+    by_name = dict(zip(trainable, norms.tolist(), strict=True))
+    if not sums.num_data:
+        return _Message(same, by_name, None, [])
+    positions: dict[int, int] = {}
+    first_of = [positions.setdefault(id(tensor), i) for i, tensor in enumerate(sums.tensors())]
+
+    def shape_alone(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return torch.empty_like(leaf, device="meta")
+        return leaf if isinstance(leaf, int | float) else leaf.to("cpu")
+
+    return _Message(same, by_name, sums.map(shape_alone), first_of)
+
+
+def _check(messages: Sequence[_Message], what: str) -> None:
+    """Raise a RankError if a rank differs from the first."""
+    _check_same([message.same for message in messages], what)
+    for name, norm in messages[0].norms.items():
+        for rank, message in enumerate(messages):
+            if not math.isclose(norm, message.norms[name], rel_tol=1e-3):
+                raise RankError(
+                    f"Ranks disagree in {what}: parameter '{name}' has norm {norm:.6g} on rank 0 "
+                    f"and {message.norms[name]:.6g} on rank {rank}. Give all the same weights "
+                    "first: train with DistributedDataParallel, or send rank 0's to the others "
+                    "(torch.distributed.broadcast)."
+                )
+    decided_by_data = [
+        {
+            "the mode": sums.kfac_approx,
+            "the number of outputs": sums.num_outputs,
+            "the factors' parameters": list(sums.blocks) + list(sums.others),
+            "the layers of each parameter": {
+                n: [p.slot for p in sums.blocks[n]] for n in sums.blocks
+            },
+            "the factors' shapes and dtypes": [(tuple(t.shape), t.dtype) for t in sums.tensors()],
+        }
+        for sums in (message.sums for message in messages)
+        if sums is not None
+    ]
+    _check_same(decided_by_data, what)
+
+
+def _check_same(values: Sequence[Mapping[str, Any]], what: str) -> None:
+    """Raise a `RankError` that names the first difference between ranks, if there is any."""
+    for name in dict.fromkeys(name for value in values for name in value):
+        first = values[0].get(name)
+        for rank, other in enumerate(values):
+            if other.get(name) != first:
+                raise RankError(
+                    f"Ranks disagree in {what}: {name} is {first!r} on rank 0 and "
+                    f"{other.get(name)!r} on rank {rank}. All must run the same program, on the "
+                    "same model."
+                )
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Groups of tensors of one dtype and device, of at most `BUCKET` bytes or one tensor."""
+    begun: dict[tuple, list[Tensor]] = {}
+    for tensor in tensors:
+        kind = tensor.dtype, tensor.device
+        if kind in begun and sum(t.nbytes for t in begun[kind]) + tensor.nbytes > BUCKET:
+            yield begun.pop(kind)
+        begun.setdefault(kind, []).append(tensor)
+    yield from begun.values()
