@@ -37,7 +37,7 @@ from kfac_backend.model.calls import call_with, forked_random_numbers, restorati
 from kfac_backend.model.capture import Capture, unknown_examples
 from kfac_backend.model.checks import check_finite, check_module
 from kfac_backend.model.diagonals import squared_gradients
-from kfac_backend.model.memory import give_back_free_memory, is_out_of_memory, out_of_memory
+from kfac_backend.model.memory import is_out_of_memory, out_of_memory
 from kfac_backend.model.proof.verification import Proof, verify_independence
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer, assign_rules
 from kfac_backend.model.targets import Targets, counting, mask_of, split_batch
@@ -57,7 +57,6 @@ from kfac_backend.precision import (
     full_float32,
 )
 from kfac_backend.ranks import PassSums, ProcessGroupOption, Ranks, sum_over_ranks
-from kfac_backend.threads import turn_of
 
 __all__ = [
     "CurvaturePass",
@@ -83,7 +82,8 @@ def kronecker_factors(
     reduce where positions are summed or averaged into one output per example. Source: Eschenhagen
     et al. 2023 (arXiv:2311.00636), sections 3.2 and 3.3.
 
-    The model runs in the mode (train or eval) it is in; dropout that is on stays on.
+    The model runs in the mode (train or eval) it is in; dropout that is on stays on. No other
+    thread may use the model meanwhile.
 
     Before the pass, up to eight examples of the first batch run a few times through the model (the
     whole batch, if it cannot be split). They prove that the hooks see all uses of the parameters
@@ -179,8 +179,7 @@ class CurvaturePass:
         self._targets = Targets(likelihood, options)
         self._model = model
         self._kfac_approx: KfacApprox = options.kfac_approx
-        with turn_of(model):
-            self._proof = Proof(model, self._assign())
+        self._proof = Proof(model, self._assign())
         self._mask_verified = False
         # Wrong names of layers and factors that cannot fit are reported before any data is read.
         # With "auto" the mode is not known yet; except those of embeddings, factors have the same
@@ -208,9 +207,6 @@ class CurvaturePass:
     def add(self, x: Any, y: Any) -> None:
         """Add one batch: forward passes of its parts, and one backward pass per vector.
 
-        It waits for other threads' passes over layers of this model, and for all other passes if
-        this pass or one of them has another backward_precision than float32.
-
         Raises:
             torch.OutOfMemoryError: naming a batch size that fits.
             RuntimeError: after a batch that failed, until `reset`.
@@ -225,7 +221,7 @@ class CurvaturePass:
         # Until all of the batch is added. An error or Ctrl-C in between would leave a part of it in
         # the sums, and the caller could go on with wrong numbers.
         self._failed = True
-        with turn_of(self._model, self._options.backward_precision != "float32"), full_float32():
+        with full_float32():
             layers = (tracked.layer for tracked in self._assignment.layers)
             restore = restoration(self._model, *layers)
             try:
@@ -235,7 +231,6 @@ class CurvaturePass:
             finally:
                 restore()
         self._failed = False
-        give_back_free_memory()
 
     def _check_whole(self) -> None:
         if self._failed:

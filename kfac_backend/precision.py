@@ -4,23 +4,48 @@ TF32 keeps ten bits of mantissa and bfloat16 seven, too few for a Gram matrix, w
 eigenvalues are differences of large numbers. A backward pass bears it: its errors average out.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from kfac_backend.options import BackwardPrecision, check_option
-from kfac_backend.threads import SharedSetting
 
 __all__ = [
+    "Setting",
     "at_least_float32",
     "backward_arithmetic",
     "check_precision",
     "exact_arithmetic",
     "full_float32",
 ]
+
+T = TypeVar("T")
+
+
+class Setting(Generic[T]):
+    """A setting of the process that some work needs at one value.
+
+    Args:
+        read: returns the present value.
+        write: sets it.
+        value: the value to hold.
+    """
+
+    def __init__(self, read: Callable[[], T], write: Callable[[T], None], value: T) -> None:
+        self._read, self._write, self._value = read, write, value
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """A context in which the setting has the value."""
+        before = self._read()
+        self._write(self._value)
+        try:
+            yield
+        finally:
+            self._write(before)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -29,20 +54,13 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def full_float32() -> AbstractContextManager[None]:
-    """Multiply float32 in full precision, whatever the user has set.
-
-    The user's setting is restored when the last thread leaves.
-    """
+    """Multiply float32 in full precision, whatever the user has set."""
     return _full_float32.held()
 
 
 @contextmanager
 def backward_arithmetic(precision: BackwardPrecision) -> Iterator[None]:
-    """Multiply float32 in the backward passes' precision.
-
-    The setting belongs to the process, so a thread that enters with anything but "float32" must
-    have its turn alone (`threads.turn_of`).
-    """
+    """Multiply float32 in the backward passes' precision."""
     if precision == "float32":
         yield
         return
@@ -100,4 +118,4 @@ def _write(precisions: list[str]) -> None:
         backend.fp32_precision = precision
 
 
-_full_float32 = SharedSetting(_read, _write, ["ieee"] * 4)
+_full_float32 = Setting(_read, _write, ["ieee"] * 4)

@@ -12,10 +12,12 @@ hangs fail after the timeout of the process group.
 
 import heapq
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import reduce
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
@@ -23,13 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from kfac_backend.blocks.sketch import Factor, add_factors
 from kfac_backend.options import KfacApprox
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from kfac_backend.block_assembly import Part
 
 __all__ = ["PassSums", "ProcessGroupOption", "RankError", "Ranks", "share_out", "sum_over_ranks"]
 
@@ -206,8 +205,8 @@ def share_out(costs: Sequence[float], ranks: int) -> list[int]:
 class PassSums:
     """A pass's sums over the data that one process, or all of them, have seen."""
 
-    blocks: "dict[str, list[Part]]"
-    """Parameter name -> the sums of its layers."""
+    blocks: dict[str, list[Any]]
+    """Parameter name -> the sums of its layers, each a `block_assembly.Part`."""
     others: dict[str, Tensor]
     """Name -> a sum of any shape, such as a diagonal."""
     kfac_approx: KfacApprox
@@ -228,7 +227,7 @@ class PassSums:
             others: sums with the same blocks.
         """
 
-        def of_part(part: "Part", *same: "Part") -> "Part":
+        def of_part(part: Any, *same: Any) -> Any:
             B, A, terms = (
                 None if leaves[0] is None else change(*leaves)
                 for leaves in zip(part.sums, *(p.sums for p in same), strict=True)
@@ -308,15 +307,11 @@ def sum_over_ranks(
     return replace(sums, **totals)
 
 
-def _total(own: Factor | float, *of_ranks: Any) -> Any:
+def _total(own: Any, *of_ranks: Any) -> Any:
     if isinstance(own, Tensor):
         return own  # reduced already
-    if isinstance(own, int | float):
-        return sum(of_ranks)
-    total = of_ranks[0]
-    for other in of_ranks[1:]:
-        total = add_factors(total, other)
-    return total.to(own.U.device)
+    total = reduce(operator.add, of_ranks)
+    return total if isinstance(total, int | float) else total.to(own.device)
 
 
 def _message(sums: PassSums, model: nn.Module, same: Mapping[str, Any]) -> _Message:

@@ -8,7 +8,6 @@ from typing import ParamSpec, TypeVar
 from torch import nn
 
 from kfac_backend.model.calls import restoration
-from kfac_backend.threads import turn_of
 
 __all__ = ["eval_mode", "in_eval_mode", "kept_mode"]
 
@@ -44,7 +43,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def in_eval_mode(model: nn.Module, function: Callable[P, T]) -> Callable[P, T]:
-    """The function, wrapped to run with the model in eval mode, in one thread at a time.
+    """The function, wrapped to run with the model in eval mode.
 
     Afterwards, also after an error, the model is what it was before: its modes, its hooks and its
     parameter objects. The last two matter for functions of laplace-torch, which may leave some.
@@ -52,12 +51,11 @@ def in_eval_mode(model: nn.Module, function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        with turn_of(model):
-            restore = restoration(model)
-            try:
-                model.eval()
-                return function(*args, **kwargs)
-            finally:
-                restore()
+        restore = restoration(model)
+        try:
+            model.eval()
+            return function(*args, **kwargs)
+        finally:
+            restore()
 
     return run

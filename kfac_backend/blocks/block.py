@@ -7,7 +7,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kfac_backend.blocks.eigen import check_finite_factor, check_gram, eigenvalues, eigh
+from kfac_backend.blocks.eigen import (
+    check_finite_factor,
+    check_gram,
+    eigenvalues,
+    eigh,
+    map_on_cores,
+)
 from kfac_backend.blocks.sketch import (
     Basis,
     Factor,
@@ -17,7 +23,6 @@ from kfac_backend.blocks.sketch import (
     whole,
 )
 from kfac_backend.ranks import Ranks
-from kfac_backend.threads import map_on_cores
 
 __all__ = [
     "EigenBlock",

@@ -15,7 +15,6 @@ from kfac_backend.blocks.corrected import CorrectedBlock
 from kfac_backend.blocks.sketch import Factor, SketchedFactor
 from kfac_backend.files import parse_json, read_tensors, write_tensors
 from kfac_backend.options import CurvatureOptions, Likelihood, check_option, check_positive
-from kfac_backend.threads import turn_of
 
 __all__ = ["KroneckerFactors"]
 
@@ -175,8 +174,7 @@ class KroneckerFactors:
 
         laplace-torch pairs blocks and parameters by their position, without any check.
         """
-        with turn_of(model):
-            shapes = {n: p.shape for n, p in model.named_parameters() if p.requires_grad}
+        shapes = {n: p.shape for n, p in model.named_parameters() if p.requires_grad}
         differ = [n for n in shapes if n not in self.blocks or not self.blocks[n].fits(shapes[n])]
         if differ or list(self.blocks) != list(shapes):
             raise ValueError(

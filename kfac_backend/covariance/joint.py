@@ -33,7 +33,6 @@ from kfac_backend.model.capture import Capture
 from kfac_backend.model.checks import check_output
 from kfac_backend.model.rule_assignment import TrackedLayer
 from kfac_backend.precision import at_least_float32, full_float32
-from kfac_backend.threads import turn_of
 
 __all__ = ["JointCovariance", "joint_covariance"]
 
@@ -81,7 +80,6 @@ class JointCovariance:
                 "least one input: x[None] for a single set."
             )
         with (
-            turn_of(self._model),
             full_float32(),
             plain_attention.held(),
             torch.inference_mode(False),

@@ -30,7 +30,6 @@ from kfac_backend.model.capture import first_input
 from kfac_backend.model.checks import check_output
 from kfac_backend.model.comparison import close
 from kfac_backend.precision import at_least_float32, full_float32
-from kfac_backend.threads import turn_of
 
 __all__ = ["LastLayerCovariance"]
 
@@ -94,7 +93,7 @@ class LastLayerCovariance:
             NotImplementedError: a weight that is shared with another layer, in a layer whose
                 outputs are not the model's.
         """
-        with turn_of(self._model), full_float32(), torch.inference_mode(False):
+        with full_float32(), torch.inference_mode(False):
             x = detached(x, next(self._model.parameters()).device)
             check_not_empty(x)
             restore = restoration(self._model)

@@ -18,7 +18,6 @@ from kfac_backend.model.batches import detached, examples, make_plan
 from kfac_backend.model.calls import call_with, num_examples, plain_attention
 from kfac_backend.model.checks import check_output
 from kfac_backend.precision import at_least_float32, full_float32
-from kfac_backend.threads import turn_of
 
 __all__ = ["linearised_outputs"]
 
@@ -46,7 +45,7 @@ def linearised_outputs(
         NotImplementedError: an operation that cannot be differentiated twice.
     """
     device = next(model.parameters()).device
-    with torch.inference_mode(False), turn_of(model), full_float32(), plain_attention.held():
+    with torch.inference_mode(False), full_float32(), plain_attention.held():
         x = detached(x, device)
         parts = _parts(model, list(changes), x, memory or default_memory(device))
         found = [_outputs(model, changes, part) for part in parts]

@@ -34,11 +34,10 @@ from kfac_backend.model.batches import Plan, detached, example_shapes, examples,
 from kfac_backend.model.calls import call_with, num_examples, restoration
 from kfac_backend.model.capture import Capture, unknown_examples
 from kfac_backend.model.checks import check_module, check_output
-from kfac_backend.model.memory import give_back_free_memory, total_memory
+from kfac_backend.model.memory import total_memory
 from kfac_backend.model.proof.verification import Proof
 from kfac_backend.model.rule_assignment import TrackedLayer, assignment_of_blocks
 from kfac_backend.precision import at_least_float32, full_float32
-from kfac_backend.threads import turn_of
 
 __all__ = [
     "OutputCovariance",
@@ -192,7 +191,7 @@ class OutputCovariance:
             ValueError: no examples; positions or classes that the outputs do not have.
         """
         # Inference mode would record no graph for the backward passes.
-        with turn_of(self._model), full_float32(), torch.inference_mode(False):
+        with full_float32(), torch.inference_mode(False):
             device = next(self._model.parameters()).device
             x = detached(x, device)
             check_not_empty(x)
@@ -215,7 +214,6 @@ class OutputCovariance:
                     result[0][part.numbers], result[1][part.numbers] = f, covariance
             finally:
                 restore()
-        give_back_free_memory()
         assert result is not None  # a position is chosen
         outputs, covariances = result
         return outputs.unflatten(0, shape), covariances.unflatten(0, shape)
@@ -496,8 +494,7 @@ def proof_for(model: nn.Module, precision: PosteriorPrecision) -> Proof:
     """
     check_module(model)
     sizes = {name: block.numel for name, (block, _) in precision.items()}
-    with turn_of(model):
-        return Proof(model, assignment_of_blocks(model, sizes))
+    return Proof(model, assignment_of_blocks(model, sizes))
 
 
 def default_memory(device: torch.device) -> int:

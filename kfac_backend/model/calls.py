@@ -18,7 +18,7 @@ from torch.backends import cuda
 
 from kfac_backend.model.memory import is_out_of_memory
 from kfac_backend.model.rule_assignment import RuleAssignment
-from kfac_backend.threads import SharedSetting, turn_of
+from kfac_backend.precision import Setting
 
 __all__ = [
     "arguments",
@@ -136,7 +136,7 @@ def _called(
             if p.dim() == 4 and name not in parameters:
                 values[name] = p.contiguous(memory_format=torch.channels_last)
     state = _tied(model, values) | _changing_buffers(model)
-    with turn_of(model), _no_fused_path.held(), uncompiled():
+    with _no_fused_path.held(), uncompiled():
         # functional_call leaves its own tensors in place of the parameters if Ctrl-C interrupts it
         # while it exchanges them.
         exchanged = [m._parameters for m in model.modules()]
@@ -265,7 +265,7 @@ def _changing_buffers(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-_no_fused_path = SharedSetting(
+_no_fused_path = Setting(
     torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False
 )
 """PyTorch's fused inference path off: it would run a transformer's layers without their hooks."""
@@ -280,7 +280,7 @@ def uncompiled() -> AbstractContextManager[None]:
     return _eager.held() if "torch._dynamo" in sys.modules else nullcontext()
 
 
-_eager: SharedSetting[Any] = SharedSetting(
+_eager: Setting[Any] = Setting(
     # set_stance takes effect when it is called, and returns an object that restores the former one.
     lambda: torch.compiler.set_stance("force_eager"),
     lambda stance: stance and stance.__exit__(None, None, None),
@@ -304,6 +304,6 @@ def _set_attentions(enabled: tuple[bool, ...]) -> None:
     cuda.enable_math_sdp(enabled[3])
 
 
-plain_attention = SharedSetting(_attentions, _set_attentions, (False, False, False, True))
+plain_attention = Setting(_attentions, _set_attentions, (False, False, False, True))
 """Attention by its plain formula: fused attention, also on a CPU, can neither be differentiated
 twice nor under vmap."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.blocks.block import KroneckerBlock
+from kfac_backend.blocks.eigen import map_on_cores
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.model.checks import check_module
 from kfac_backend.optimizer.damped_inverse import (
@@ -38,7 +39,6 @@ from kfac_backend.options import (
 )
 from kfac_backend.precision import at_least_float32
 from kfac_backend.ranks import ProcessGroupOption, Ranks
-from kfac_backend.threads import map_on_cores
 
 __all__ = ["KfacPreconditioner"]
 

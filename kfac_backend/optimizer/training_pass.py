@@ -57,7 +57,6 @@ from kfac_backend.optimizer.damped_inverse import diverging
 from kfac_backend.options import CurvatureOptions, Likelihood, automatic_mode
 from kfac_backend.precision import backward_arithmetic, full_float32
 from kfac_backend.ranks import ProcessGroupOption
-from kfac_backend.threads import turn_of
 
 __all__ = ["MeanOver", "TrainingPass"]
 
@@ -388,7 +387,7 @@ class TrainingPass(CurvaturePass):
         self.is_due = False  # not to see the proof's own forward passes
         try:
             self._model.eval()
-            with turn_of(self._model), full_float32():
+            with full_float32():
                 self._prove_some(x, N)
                 if mask is not None:
                     self._prove_mask(x, mask)

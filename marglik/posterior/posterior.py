@@ -31,7 +31,6 @@ from kfac_backend.model.checks import check_module
 from kfac_backend.options import CurvatureOptions, Likelihood, check_option, check_positive
 from kfac_backend.precision import at_least_float32
 from kfac_backend.ranks import ProcessGroupOption, Ranks
-from kfac_backend.threads import turn_of
 from marglik.eval_mode import in_eval_mode
 from marglik.posterior import evidence
 from marglik.posterior.evidence import EvidenceTerms
@@ -241,25 +240,24 @@ class Posterior:
         if corrected:
             self._check_corrected(adds=not override and self.factors is not None)
             check_read_twice(train_loader)
-        with turn_of(self.model, alone=self.options.backward_precision != "float32"):
-            factors = in_eval_mode(self.model, kronecker_factors)(
+        factors = in_eval_mode(self.model, kronecker_factors)(
+            self.model,
+            train_loader,
+            self.likelihood,
+            self.options,
+            generator=self.generator,
+            progress=progress_bar,
+            process_group=self.ranks.process_group,
+        )
+        if corrected:
+            factors = in_eval_mode(self.model, corrected_factors)(
+                factors,
                 self.model,
                 train_loader,
-                self.likelihood,
-                self.options,
                 generator=self.generator,
                 progress=progress_bar,
                 process_group=self.ranks.process_group,
             )
-            if corrected:
-                factors = in_eval_mode(self.model, corrected_factors)(
-                    factors,
-                    self.model,
-                    train_loader,
-                    generator=self.generator,
-                    progress=progress_bar,
-                    process_group=self.ranks.process_group,
-                )
         if not override and self.factors is not None:
             factors = self.factors + factors
         if self.ranks.size > 1:

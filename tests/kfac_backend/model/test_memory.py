@@ -8,13 +8,9 @@ import torch
 from torch import nn
 
 from experiments.timing import peak_memory
-from kfac_backend import kronecker_factors
-from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.factors import CurvaturePass
-from kfac_backend.model import memory
 from tests.kfac_backend.block_checks import MODES
-from tests.kfac_backend.covariance.posteriors import precision_of
-from tests.kfac_backend.networks import data, images, network, wide_resnet
+from tests.kfac_backend.networks import images, wide_resnet
 
 
 def test_peak_memory_is_that_of_a_training_step_and_the_factors():
@@ -69,46 +65,6 @@ except torch.OutOfMemoryError as error:
         done.stderr
     )
     assert "seen 512" in done.stdout, done.stdout + done.stderr
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc and malloc_trim")
-def test_holes_of_the_heap_go_back_to_the_system():
-    """Every second of 400 MiB in blocks of one is freed: glibc itself gives nothing back."""
-    code = """
-import torch
-from kfac_backend.model.memory import give_back_free_memory
-
-def resident():
-    return int(open("/proc/self/statm").read().split()[1]) // 256  # MiB
-
-torch.ones(2**22)  # from here on, blocks of up to 16 MiB come from the heap
-give_back_free_memory()  # tells what is usual
-start = resident()
-blocks = [torch.ones(2**18) for _ in range(400)]
-give_back_free_memory()
-give_back_free_memory()  # so much is usual now
-print(resident() - start)
-del blocks[::2]
-print(resident() - start)
-more = [torch.ones(2**20 + 2**10) for _ in range(60)]  # too large for the holes
-print(resident() - start)
-give_back_free_memory()
-print(resident() - start, all(bool((block == 1).all()) for block in blocks))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    full, freed, frayed, after, whole = done.stdout.split()
-    assert 390 <= int(full) <= 420 and int(freed) >= 390 and int(frayed) >= 600
-    assert int(after) <= 470 and whole == "True"  # 200 + 240, and not 640
-
-
-def test_every_batch_says_that_it_is_over(monkeypatch):
-    over = []
-    monkeypatch.setattr(memory._heap, "end_of_batch", lambda: over.append(1))
-    model, batch = network(), data()
-    factors = kronecker_factors(model, [batch] * 3, "classification")
-    assert len(over) == 3
-    OutputCovariance(model, precision_of(factors))(batch[0])
-    assert len(over) == 4
 
 
 @pytest.mark.parametrize("mapping", [False, True])

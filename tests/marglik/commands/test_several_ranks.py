@@ -197,7 +197,7 @@ class Net(MLP):
 
     def forward(self, x):
         Net.calls += 1
-        if Net.calls == 15 and os.environ.get("RANK") == "1" and not os.path.exists("mended"):
+        if Net.calls == 60 and os.environ.get("RANK") == "1" and not os.path.exists("mended"):
             {fault}
         return super().forward(x)
 """
@@ -206,7 +206,7 @@ class Net(MLP):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_rank_that_fails_ends_the_run_which_resumes(alone, tmp_path, name):
-    """In its 15th forward pass: one message with the cause, soon, and no process is left."""
+    """In a forward pass: one message with the cause, soon, and no process is left."""
     fault, words = FAULTS[name]
     (tmp_path / "net.py").write_text(NET.format(fault=fault))
     options = ["net.Net" if option == "marglik.models.MLP" else option for option in OPTIONS]
