@@ -35,7 +35,7 @@ from kfac_backend.model.batches import (
 )
 from kfac_backend.model.calls import call_with, forked_random_numbers, restoration
 from kfac_backend.model.capture import Capture, unknown_examples
-from kfac_backend.model.checks import check_finite, check_module
+from kfac_backend.model.checks import check_finite, check_inputs, check_module
 from kfac_backend.model.diagonals import squared_gradients
 from kfac_backend.model.memory import is_out_of_memory, out_of_memory
 from kfac_backend.model.proof.verification import Proof, verify_independence
@@ -216,6 +216,7 @@ class CurvaturePass:
         if isinstance(y, Tensor) and y.dim() and not len(y):
             raise ValueError("A batch has no examples; drop it, or check the loader's sampler.")
         x = detached(x, self._device)
+        check_inputs(x)
         if isinstance(y, Tensor) and y.is_inference():
             y = y.clone()
         # Until all of the batch is added. An error or Ctrl-C in between would leave a part of it in

@@ -57,7 +57,15 @@ def each_batch(
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """The value on the device: objects with a method ``to``, and those that a mapping holds."""
+    """The value on the device: objects with a method ``to``, and those that a mapping holds.
+
+    Raises:
+        TypeError: an array of NumPy.
+    """
+    if hasattr(value, "__array__") and not isinstance(value, Tensor):
+        raise TypeError(
+            f"A batch has {type(value).__name__}; tensors are needed: torch.from_numpy(array)."
+        )
     if hasattr(value, "to"):
         return value.to(device)
     if isinstance(value, Mapping):

@@ -8,6 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy as copy_of
 from functools import partial
 from operator import call
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.backends import cuda
 
+from kfac_backend.model.checks import check_output
 from kfac_backend.model.memory import is_out_of_memory
 from kfac_backend.model.rule_assignment import RuleAssignment
 from kfac_backend.precision import Setting
@@ -71,10 +73,10 @@ def call_with(
     x: Any,
     channels_last: bool = False,
     keywords: Mapping[str, Any] | None = None,
-) -> Any:
+) -> Tensor:
     """The model's output at x with these parameters, and its other parameters as constants.
 
-    A mapping is the model's one argument, unless its forward names the mapping's keys, as models of
+    The model gets a copy of the input, as a forward may change that in place. A mapping is the model's one argument, unless its forward names the mapping's keys, as models of
     Hugging Face do. Where the output has ``logits``, these are returned. Nothing is written into
     the model's own parameters.
 
@@ -84,10 +86,15 @@ def call_with(
         x: the input.
         channels_last: give convolutions' weights that memory format.
         keywords: further arguments of the forward.
+
+    Raises:
+        TypeError: an output that is not a tensor of real numbers.
     """
     args, kwargs = arguments(model, x)
     kwargs = {**kwargs, **(keywords or {})}
-    return logits_of(_called(model, parameters, args, kwargs, channels_last))
+    f = logits_of(_called(model, parameters, args, kwargs, channels_last))
+    check_output(f)
+    return f
 
 
 def takes_labels(model: nn.Module, x: Any) -> bool:
@@ -116,7 +123,8 @@ def own_loss(model: nn.Module, x: Any, y: Tensor) -> tuple[Tensor, Tensor] | Non
         if _takes_anything(parameters) and not is_out_of_memory(error):
             return None  # a wrapper, of a model that takes no labels
         raise
-    f, loss = logits_of(output), getattr(output, "loss", None)
+    f = logits_of(output)
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(f, Tensor) or not isinstance(loss, Tensor) or loss.numel() != 1:
         return None
     return f, loss
@@ -129,7 +137,8 @@ def _called(
     kwargs: dict[str, Any],
     channels_last: bool = False,
 ) -> Any:
-    """What the model returns."""
+    """What the model returns; its arguments are copied, since it may change them in place."""
+    args, kwargs = _copied((args, kwargs), {})
     values = {name: p.detach() for name, p in model.named_parameters()} | parameters
     if channels_last:  # a convolution's output takes its weight's memory format
         for name, p in values.items():
@@ -148,9 +157,41 @@ def _called(
             restore()
 
 
+def _copied(value: Any, known: dict[int, Any]) -> Any:
+    """A value whose tensors are copies, also inside of lists, mappings and objects that hold them.
+
+    Args:
+        value: tensors keep their graph.
+        known: id of a value -> its copy: a tensor that is passed twice stays one.
+    """
+    if id(value) in known:
+        return known[id(value)]
+    if isinstance(value, Tensor):
+        copy = value.clone()
+    elif isinstance(value, Mapping):
+        copy = {key: _copied(entry, known) for key, entry in value.items()}
+    elif isinstance(value, list | tuple):
+        entries = [_copied(entry, known) for entry in value]
+        # A named tuple takes its fields one by one.
+        copy = type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
+    elif hasattr(value, "clone"):  # graphs
+        copy = value.clone()
+    elif hasattr(value, "to") and hasattr(value, "__dict__") and not isinstance(value, nn.Module):
+        # a user's object of tensors
+        copy = copy_of(value)
+        vars(copy).update({key: _copied(entry, known) for key, entry in vars(value).items()})
+    else:
+        return value
+    known[id(value)] = copy
+    return copy
+
+
 def logits_of(output: Any) -> Any:
-    """A model's output, or the ``logits`` of an output that is an object with them."""
-    logits = getattr(output, "logits", None)
+    """A model's output, or the ``logits`` of an output that is an object or a mapping with them."""
+    if isinstance(output, Mapping):
+        logits = output.get("logits")
+    else:
+        logits = getattr(output, "logits", None)
     return logits if isinstance(logits, Tensor) and not isinstance(output, Tensor) else output
 
 

@@ -144,10 +144,12 @@ class Capture:
         self._listens = True
 
     def forget(self) -> None:
-        """Drop the graph, and report no gradient from now on."""
-        self._listens = False
-        self._sources.clear()
-        self._nodes.clear()
+        """Drop the graph, and report nothing from now on."""
+        self._clear()
+        # Hooks stay on a graph as long as its output lives, and they reach this object. A callback
+        # that holds the output would close a circle that Python's garbage collector cannot see.
+        self._on_input = self._on_gradient = _ignore
+        self._follower, self._make_follower = None, Follower
 
     def forward(self, x: Any) -> Any:
         """The model's output at x, with a graph down to the first tracked outputs."""
@@ -166,7 +168,7 @@ class Capture:
         These are name -> (N, ...), one copy for each example, so that the examples' gradients are
         not added up.
         """
-        self.forget()
+        self._clear()
         if not self._in_training:
             self.listen()
         self.folds = False
@@ -232,6 +234,11 @@ class Capture:
         for vector in vectors:
             propagate(vector)
             end_vector()
+
+    def _clear(self) -> None:
+        self._listens = False
+        self._sources.clear()
+        self._nodes.clear()
 
     @property
     def runs(self) -> dict[TrackedLayer, list[Run]]:
@@ -557,6 +564,10 @@ class _Show(torch.autograd.Function):
         return b, 0
 
 
+def _ignore(*_: object) -> None:
+    """The callback of a capture that is over."""
+
+
 def _other_runs(tracked: TrackedLayer, how: str) -> NotImplementedError:
     """The error for a layer whose runs differ from those that were found on the first batch."""
     return NotImplementedError(
@@ -580,6 +591,11 @@ def check_before(tracked: TrackedLayer, a: Tensor) -> None:
         raise TypeError(
             f"Layer {tracked} got an input of dtype {a.dtype}; it needs {needs}. "
             f"Convert the data, for example {way_out}."
+        )
+    if torch._C._functorch.is_functorch_wrapped_tensor(a):
+        raise NotImplementedError(
+            f"Layer {tracked} runs inside of torch.func.vmap or another transform, where hooks see "
+            "one example or none. Call it on the whole batch, or freeze it (requires_grad_(False))."
         )
     if not torch.is_grad_enabled():
         raise NotImplementedError(

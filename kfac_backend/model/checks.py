@@ -11,10 +11,11 @@ __all__ = ["check_batch_norm", "check_finite", "check_inputs", "check_module", "
 
 
 def check_module(model: object) -> None:
-    """Raise an error unless this is a module that lies whole in this process.
+    """Raise an error unless this is a module that lies whole in this process, and runs as Python.
 
     Raises:
         TypeError: not a module, or one that contains a wrapper for several devices.
+        ValueError: parameters on the meta device, which have no values.
         NotImplementedError: parameters that are spread over ranks (FSDP, tensor parallelism).
     """
     if not isinstance(model, nn.Module):
@@ -36,7 +37,19 @@ def check_module(model: object) -> None:
                 f"step. Pass what it holds, {inner}: the curvature's sums are reduced over the "
                 "ranks all the same."
             )
+        if isinstance(module, torch.jit.ScriptModule) and any(
+            p.requires_grad for p in module.parameters()
+        ):
+            raise NotImplementedError(
+                f"{which} was compiled by torch.jit, which takes no hooks. Pass the module that it "
+                "was made from, or freeze it (requires_grad_(False))."
+            )
     for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(
+                f"Parameter '{name}' is on the meta device and has no values. Move the model to a "
+                "device (model.to_empty), and load its weights."
+            )
         if hasattr(parameter, "full_tensor") or type(parameter).__name__ == "FlatParameter":
             raise NotImplementedError(
                 f"Parameter '{name}' is spread over ranks (FSDP or tensor parallelism), and hooks "
@@ -47,15 +60,21 @@ def check_module(model: object) -> None:
             )
 
 
-def check_batch_norm(model: nn.Module) -> None:
-    """Raise a ValueError if a BatchNorm of the model mixes the examples of a batch."""
+def check_batch_norm(model: nn.Module, way_out: str = "") -> None:
+    """Raise a ValueError if a BatchNorm of the model mixes the examples of a batch.
+
+    Args:
+        model: the model.
+        way_out: another one than eval mode, for the error.
+    """
     for name, module in model.named_modules():
         if not isinstance(module, _BatchNorm):
             continue
         if module.training:
             raise ValueError(
                 f"Layer '{name}' ({type(module).__name__}) is in train mode, where it mixes the "
-                "examples of a batch and the GGN is not defined. Call model.eval() first."
+                "examples of a batch and the exact GGN is not defined. Call model.eval() first"
+                f"{f', or {way_out}' if way_out else ''}."
             )
         if module.running_mean is None:
             raise ValueError(
@@ -65,11 +84,16 @@ def check_batch_norm(model: nn.Module) -> None:
 
 
 def check_output(output: object) -> None:
-    """Raise a TypeError unless a model's output is a tensor."""
+    """Raise a TypeError unless a model's output is a tensor of real numbers."""
     if not isinstance(output, Tensor):
         raise TypeError(
             f"The model returned {type(output).__name__}; a tensor of outputs (N, ..., C) is "
             "needed. Wrap it in a module that returns its logits alone."
+        )
+    if output.is_complex():
+        raise TypeError(
+            f"The model's output is complex ({output.dtype}), and likelihoods are of real outputs. "
+            "Return real and imaginary parts as outputs: torch.view_as_real(f).flatten(-2)."
         )
 
 
@@ -93,8 +117,12 @@ def check_finite(model: nn.Module, f: Tensor, x: Any) -> None:
 
 
 def check_inputs(x: Any) -> None:
-    """Raise a ValueError if the inputs have NaN or infinity."""
-    tensors = x.values() if isinstance(x, Mapping) else [x]
-    for tensor in tensors:
-        if isinstance(tensor, Tensor) and not torch.isfinite(tensor).all():
+    """Raise a ValueError if the inputs have NaN or infinity; −∞ is allowed in an entry "...mask"."""
+    entries = x.items() if isinstance(x, Mapping) else [("", x)]
+    for key, value in entries:
+        if not isinstance(value, Tensor) or torch.isfinite(value.sum()):
+            continue
+        if "mask" in str(key):  # added to the scores of attention
+            value = value.masked_fill(value == -torch.inf, 0)
+        if not torch.isfinite(value).all():
             raise ValueError("The inputs contain NaN or infinity; clean the data.")

@@ -128,8 +128,8 @@ class RuleAssignment:
     runs: Mapping[nn.Module, tuple[Run, ...]] = field(default_factory=dict)
     """Layer -> the kinds of its runs in a forward pass, in their order. A layer that is missing has
     only runs on rows of examples. See `verification.find_runs`."""
-    unknown: Mapping[str, NotImplementedError] = field(default_factory=dict)
-    """Parameters without a rule -> the error to raise if their uses cannot be followed."""
+    unknown: Mapping[str, str] = field(default_factory=dict)
+    """Parameters without a rule -> the message if their uses cannot be followed."""
     operations: Operations = field(default_factory=Operations)
     """Parameters whose uses are followed operation by operation; filled by the proof."""
     unsupported: Unsupported = "error"
@@ -166,22 +166,14 @@ class Refusal(NotImplementedError):
     """Parameters whose uses cannot be followed.
 
     Args:
-        errors: name -> the error that says why.
+        errors: name -> the message that says why. Messages and not exceptions, which would keep the
+            frames, and so the network, in which they were raised.
         divided: layers that compute something other than their parts do.
     """
 
-    def __init__(
-        self,
-        errors: Mapping[str, NotImplementedError],
-        divided: Collection[DividedLayer] = (),
-    ) -> None:
+    def __init__(self, errors: Mapping[str, str], divided: Collection[DividedLayer] = ()) -> None:
         self.errors, self.divided = dict(errors), divided
-        super().__init__(str(self.first))
-
-    @property
-    def first(self) -> NotImplementedError:
-        """The error that is raised if the refusal is not handled."""
-        return next(iter(self.errors.values()))
+        super().__init__(next(iter(self.errors.values()), ""))
 
 
 def assign_rules(
@@ -217,6 +209,12 @@ def assign_rules(
         if is_lazy(p):
             raise ValueError(
                 f"Parameter '{name}' has no shape yet; run a batch through the model first."
+            )
+        if p.is_complex():
+            raise NotImplementedError(
+                f"Parameter '{name}' is complex ({p.dtype}), for which there is no rule. Keep its "
+                "real and imaginary parts as a real parameter (torch.view_as_real), or freeze it "
+                "(requires_grad_(False))."
             )
         if p.dim() == 0:
             raise ValueError(
@@ -268,7 +266,7 @@ def assign_rules(
     # any data is read.
     hidden = [n for _, module, n in without_rule if isinstance(module, RNNBase | RNNCellBase)]
     if hidden and unsupported == "error":
-        raise unknown[hidden[0]]
+        raise NotImplementedError(unknown[hidden[0]])
     return RuleAssignment(
         layers,
         own_parameters,
@@ -375,7 +373,7 @@ def _with_parameters(
     ]
 
 
-def _no_rule(module_name: str, module: nn.Module, parameter: str) -> NotImplementedError:
+def _no_rule(module_name: str, module: nn.Module, parameter: str) -> str:
     hint = ""
     if isinstance(module, RNNBase | RNNCellBase):
         hint = (
@@ -384,7 +382,7 @@ def _no_rule(module_name: str, module: nn.Module, parameter: str) -> NotImplemen
         )
     else:
         hint = " Or say how it is used: register_rule, register_parameters."
-    return NotImplementedError(
+    return (
         f"Parameter '{parameter}' of layer '{module_name}' ({type(module).__name__}) has no K-FAC "
         f"rule. Supported: {', '.join(supported_layers())}. Freeze it (requires_grad_(False)), or "
         f'pass unsupported="freeze" or unsupported="diagonal".{hint}'

@@ -44,7 +44,7 @@ from kfac_backend.model.calls import (
     uncompiled,
 )
 from kfac_backend.model.capture import Capture
-from kfac_backend.model.checks import check_output
+from kfac_backend.model.checks import check_batch_norm, check_output
 from kfac_backend.model.proof.verification import verify_independence
 from kfac_backend.model.rule_assignment import (
     Operations,
@@ -71,8 +71,10 @@ class TrainingPass(CurvaturePass):
     their plain gradients. A layer whose rows belong to unknown examples is an error.
 
     Args:
-        model: the model that is trained. BatchNorm may be in train mode; its batch statistics then
-            count as constants.
+        model: the model that is trained. BatchNorm may be in train mode, except with
+            fisher="exact": vectors then go back through the batch's statistics, as the training's
+            gradients do. A row n of a layer acts on the outputs m of all examples, and the factors
+            are those of the batch's loss, B = Σ_n Σ_m J_mnᵀ Λ_m J_mn.
         likelihood: of the loss.
         options: all choices of the pass.
         generator: source of fisher="mc"'s labels, on the model's device.
@@ -205,7 +207,7 @@ class TrainingPass(CurvaturePass):
         only = {
             name
             for name, p in self._model.named_parameters()
-            if p.requires_grad and p.dim() and name not in self._left_out
+            if p.requires_grad and p.dim() and not p.is_complex() and name not in self._left_out
         }
         restore = restoration(self._model)
         try:
@@ -239,6 +241,10 @@ class TrainingPass(CurvaturePass):
                 the `_Forward`, which closes them after the forward pass.
         """
         self._prove(x)
+        if self._options.fisher == "exact":
+            # One vector has a column of each example's root. Behind statistics of the batch the
+            # products of different examples' columns would not vanish, not even on average.
+            check_batch_norm(self._model, "pass fisher='mc'")
         forward = _Forward(
             Capture(
                 self._model,

@@ -34,8 +34,8 @@ def follow(
     model: nn.Module,
     assignment: RuleAssignment,
     x: Any,
-    candidates: Mapping[str, NotImplementedError],
-    shared: Mapping[str, NotImplementedError],
+    candidates: Mapping[str, str],
+    shared: Mapping[str, str],
 ) -> RuleAssignment:
     """The assignment with parameters that are followed operation by operation.
 
@@ -45,7 +45,7 @@ def follow(
         model: the model.
         assignment: its tracked layers, with their runs.
         x: some examples.
-        candidates: the parameters to follow -> the error to raise if that fails.
+        candidates: the parameters to follow -> the message if that fails.
         shared: the same for parameters of layers that run once for all examples and whose output is
             followed, see `find_runs`.
 
@@ -98,7 +98,7 @@ def follow(
     if why:
         raise Refusal(
             {
-                name: NotImplementedError(f"{error} What it does: '{name}' {why[name]}.")
+                name: f"{error} What it does: '{name}' {why[name]}."
                 for name, error in errors.items()
                 if name in why
             }
@@ -117,7 +117,7 @@ def verify_followed(
     model: nn.Module,
     assignment: RuleAssignment,
     x: Any,
-    candidates: Mapping[str, NotImplementedError],
+    candidates: Mapping[str, str],
 ) -> None:
     """Prove that the uses that were found are all uses of the followed parameters.
 

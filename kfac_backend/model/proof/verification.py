@@ -208,7 +208,7 @@ class Proof:
             verify_divided(self._model, assignment, x)
             f, assignment, candidates = verify_uses(self._model, assignment, x)
             self.output_dim = f.dim() if isinstance(f, Tensor) else 0
-            shared: dict[str, NotImplementedError] = {}
+            shared: dict[str, str] = {}
             if by_example:
                 assignment, shared = find_runs(self._model, assignment, x)
             if candidates or shared:
@@ -244,13 +244,13 @@ class Proof:
         """
         assignment, names = self.assignment, refusal.errors
         if assignment.unsupported == "error" or not names:
-            raise refusal.first from refusal.__cause__
+            raise NotImplementedError(str(refusal)) from refusal.__cause__
         if assignment.unsupported == "freeze":
             # "freeze" is for layers without a rule. A layer with one whose uses cannot be proved is
             # more likely a mistake than a choice.
             with_rule = [name for name in names if name not in assignment.unknown]
             if with_rule:
-                raise names[with_rule[0]] from refusal.__cause__
+                raise NotImplementedError(names[with_rule[0]]) from refusal.__cause__
             warnings.warn(
                 f"Treated as constants, having no K-FAC rule: {', '.join(names)}.", stacklevel=2
             )
@@ -291,7 +291,7 @@ def _without_folds(assignment: RuleAssignment, mixed: _Mixed) -> RuleAssignment:
 
 def verify_uses(
     model: nn.Module, assignment: RuleAssignment, x: Any
-) -> tuple[Any, RuleAssignment, dict[str, NotImplementedError]]:
+) -> tuple[Any, RuleAssignment, dict[str, str]]:
     """Prove with a forward pass which parameters act through their own layer alone.
 
     A hook detaches each tracked layer's output. If the next layer's input, or the model's output,
@@ -299,7 +299,7 @@ def verify_uses(
 
     Returns:
         The model's output, the assignment with the rules that derived layers match, and the
-        parameters that must be followed operation by operation, each with the error to raise if
+        parameters that must be followed operation by operation, each with the message if
         that fails. A parameter is among them if it is used outside of its layer's forward, if its
         layer computes something other than its rule assumes, or if it has no rule.
     """
@@ -311,7 +311,7 @@ def verify_uses(
     }
     rules: dict[TrackedLayer, list[type[Rule]]] = {}  # those that match all runs so far
     unmatched: set[TrackedLayer] = set()
-    outside: dict[str, NotImplementedError] = {}
+    outside: dict[str, str] = {}
 
     def before(tracked: TrackedLayer) -> Callable[..., None]:
         def hook(layer: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -366,7 +366,7 @@ def verify_uses(
         # A user registered this rule for this very layer: the rule is wrong, which must be said. A
         # rule of ours may just not be for a derived class; following can still find its block.
         if t in unmatched and not t.built_in:
-            raise _something_else(t)
+            raise NotImplementedError(_something_else(t))
         if t in unmatched:
             candidates |= dict.fromkeys(t.parameters.values(), _something_else(t))
         elif t in rules:
@@ -386,8 +386,8 @@ def verify_uses(
     return f, replace(assignment, layers=layers), candidates
 
 
-def _something_else(tracked: TrackedLayer) -> NotImplementedError:
-    return NotImplementedError(
+def _something_else(tracked: TrackedLayer) -> str:
+    return (
         f"Layer {tracked} computes something other than its class "
         f"{tracked.layer_type.__name__} and the rule for it (an overridden forward, a "
         "hook, or computed weights), so that its rule would give wrong numbers. "
@@ -555,7 +555,12 @@ def verify_independence(
         # Random gradients, since ones would cancel in a layer such as softmax, whose outputs have a
         # constant sum. Terms that do not count propagate nothing back in the pass either.
         u = noise_like(f)
-        if ignored is not None and ignored[numbers].shape == f.shape[:-1]:
+        # Labels that do not fit the outputs are reported by `check_targets`.
+        if (
+            ignored is not None
+            and ignored.shape[1:] == f.shape[1:-1]
+            and int(numbers.max()) < len(ignored)
+        ):
             u = u * ~ignored[numbers][..., None]
         is_first = numbers == 0
         of_first = is_first.view(-1, *[1] * (f.dim() - 1))
@@ -671,7 +676,7 @@ def with_first_again(x: Any, splits: bool = True, copies: int = 2) -> tuple[Any,
 
 def find_runs(
     model: nn.Module, assignment: RuleAssignment, x: Any
-) -> tuple[RuleAssignment, dict[str, NotImplementedError]]:
+) -> tuple[RuleAssignment, dict[str, str]]:
     """The assignment, completed by the runs of layers that have another input than one row each.
 
     The model runs on one example and on the same example twice:
@@ -691,7 +696,7 @@ def find_runs(
 
     Returns:
         The assignment, and the parameters of layers whose output must be followed, each with the
-        error to raise if that fails.
+        message if that fails.
     """
     try:
         one, twins = (examples(x, torch.tensor(numbers)) for numbers in ([0], [0, 0]))
@@ -732,7 +737,7 @@ def find_runs(
     )
     names = [name for tracked in layers for name in tracked.parameters.values()]
     known = _with_runs(assignment, _with_folds(runs, shapes, shapes_of_two))
-    return known, dict.fromkeys(names, NotImplementedError(message))
+    return known, dict.fromkeys(names, message)
 
 
 def _with_folds(
@@ -810,14 +815,12 @@ def _error_with_copies(
     return None
 
 
-def _used_outside(
-    parameters: dict[str, Tensor], value: Tensor, where: str
-) -> dict[str, NotImplementedError]:
-    """The parameters that a value depends on although it should on none, and an error for each."""
+def _used_outside(parameters: dict[str, Tensor], value: Tensor, where: str) -> dict[str, str]:
+    """The parameters that a value depends on although it should on none, and a message for each."""
     leaves = list(parameters.values())
     grads = torch.autograd.grad(value.sum(), leaves, retain_graph=True, allow_unused=True)
     return {
-        name: NotImplementedError(
+        name: (
             f"'{name}' reached {where} outside of the forward of its own layer (used "
             "functionally, by a layer without a rule, or in a compiled model), where hooks cannot "
             "see it. Call the layer itself, pass the model before torch.compile, or freeze the "
@@ -859,7 +862,7 @@ def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None
                 for module, mode in modes:
                     module.training = mode
             if not same_with_derivatives(should, does, own, used.tolerance):
-                error = NotImplementedError(
+                error = (
                     f"Layer '{d.name}' ({type(layer).__name__}) computes something other than "
                     f"{type(d.by_parts).__name__} (an overridden forward, other options, or wrong "
                     "parts). Register parts for its class (register_rule), or freeze it "
@@ -923,9 +926,9 @@ def verify_own_parameters(model: nn.Module, assignment: RuleAssignment, x: Any) 
         raise Refusal(dict.fromkeys(names, no_copies(names)))
 
 
-def no_copies(names: list[str]) -> NotImplementedError:
-    """The error for own parameters that the forward does not take a copy of for each example."""
-    return NotImplementedError(
+def no_copies(names: list[str]) -> str:
+    """The message for own parameters that the forward does not take a copy of for each example."""
+    return (
         f"The forward does not take a copy for each example of {', '.join(map(repr, names))}: with "
         "(N, ...) in place of (1, ...) its output is another, or examples mix. Use them "
         "elementwise, give register_parameters the shape as which they are broadcast, or freeze "

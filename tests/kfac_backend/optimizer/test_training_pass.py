@@ -241,21 +241,30 @@ def test_train_mode_and_random_numbers_stay():
     assert curvature.mean_blocks()["2.weight"].B.any()
 
 
-def test_batch_norm_in_train_mode_counts_its_statistics_as_constants():
-    """Equal to a model whose running statistics are those of the batch."""
-    build = lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=1.0), nn.Linear(4, 2))  # noqa: E731
-    model, x, y = build().double().train(), normal(6, 3), torch.tensor([0, 1, 1, 0, 0, 1])
-    curvature = training_pass(model)
-    loss_of(model(x), y).backward()
-    blocks = curvature.mean_blocks()
-    curvature.detach()
-    fixed = build().double()
-    fixed.load_state_dict(model.state_dict())
-    fixed[1].running_var.mul_(5 / 6)  # torch keeps the unbiased estimate
-    factors = kronecker_factors(fixed.eval(), [(x, y)], "classification")
-    for name in ("1.weight", "1.bias", "2.weight", "2.bias"):
-        assert_close(blocks[name].to_dense(), factors.to_dense(name) / 6)
-    assert not torch.equal(model[1].running_mean, torch.zeros(4).double())
+def test_batch_norm_in_train_mode_passes_gradients_through_its_statistics():
+    """B = Σ_n Σ_m J_mnᵀ Λ_m J_mn of the batch's function, as an expectation over all labels."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x, labels = normal(4, 3), torch.cartesian_prod(*4 * [torch.arange(2)])
+    p = model(x).softmax(-1).detach()
+    found, z = 0.0, model[0](x).detach()
+    for y in labels:  # fisher="mc" draws these, each with its probability
+        blocks = in_training(model, x, y, fisher="empirical")
+        found = found + p[torch.arange(4), y].prod() * blocks["0.weight"].B
+    Lambda = torch.diag_embed(p) - p[:, :, None] * p[:, None]
+    J = torch.autograd.functional.jacobian(model[1:], z)  # (m, c, n, d)
+    assert_close(found, torch.einsum("mcnd,mck,mkne->de", J, Lambda, J) / 4)
+    J = J.diagonal(dim1=0, dim2=2)  # (c, d, n): without what n does to the others' outputs
+    alone = torch.einsum("cdn,nck,ken->de", J, Lambda, J)
+    assert (alone / 4 - found).norm() > 0.1 * found.norm()
+
+
+def test_exact_vectors_of_different_examples_would_mix_in_batch_norm():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    training_pass(model)
+    with pytest.raises(ValueError, match="'1' .BatchNorm1d.*fisher='mc'"):
+        model(torch.randn(6, 3))
+    model.eval()(torch.randn(6, 3))
 
 
 class Checkpointed(nn.Module):
@@ -295,6 +304,8 @@ CHECKPOINTED = {
 @pytest.mark.parametrize("name", CHECKPOINTED)
 def test_checkpoints_change_no_number(name, fisher, monkeypatch):
     make, shape = CHECKPOINTED[name]
+    if name == "batch norm" and fisher == "exact":
+        pytest.skip("an error in train mode")
     torch.manual_seed(0)
     model = Checkpointed(make()).double()
     x, y = normal(6, *shape), torch.tensor([0, 1, 1, 0, 1, 0])

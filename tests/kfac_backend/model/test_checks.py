@@ -1,0 +1,111 @@
+"""Models, inputs and outputs that are refused, by a message with the way out."""
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from kfac_backend import kronecker_factors
+from kfac_backend.covariance.output_covariance import OutputCovariance
+from tests.kfac_backend.covariance.posteriors import precision_of
+from tests.random_numbers import normal
+
+X, Y = normal(8, 4), torch.arange(8) % 3
+SPOILT = X.masked_fill(torch.eye(8, 4).bool(), torch.inf)
+
+
+def network():
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+class Forward(nn.Module):
+    """A linear layer, used as a function says."""
+
+    def __init__(self, forward, **parameters):
+        super().__init__()
+        self.layer, self.how = nn.Linear(4, 3).double(), forward
+        for name, value in parameters.items():
+            setattr(self, name, nn.Parameter(value))
+
+    def forward(self, x):
+        return self.how(self, x)
+
+
+COMPLEX = torch.ones(3, dtype=torch.complex128)
+REFUSED = {
+    "complex outputs": (
+        lambda: Forward(lambda self, x: torch.complex(self.layer(x), self.layer(x))),
+        X, normal(8, 3), "regression", TypeError, r"complex.*view_as_real",
+    ),
+    "complex parameter": (
+        lambda: Forward(lambda self, x: (self.layer(x) * self.scale).real, scale=COMPLEX),
+        X, normal(8, 3), "regression", NotImplementedError, r"'scale' is complex.*freeze",
+    ),
+    "vmap": (
+        lambda: Forward(lambda self, x: torch.func.vmap(self.layer)(x)),
+        X, Y, "classification", NotImplementedError, r"'layer'.*vmap.*whole batch",
+    ),
+    "script": (
+        lambda: torch.jit.script(network()),
+        X, Y, "classification", NotImplementedError, r"torch.jit.*made from",
+    ),
+    "a scripted layer": (
+        lambda: nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 3))).double(),
+        X, Y, "classification", NotImplementedError, r"'1'.*torch.jit.*freeze",
+    ),
+    "meta": (lambda: network().to("meta"), X, Y, "classification", ValueError, r"meta.*to_empty"),
+    "numpy": (network, X.numpy(), Y, "classification", TypeError, r"ndarray.*from_numpy"),
+    "labels of numpy": (network, X, Y.numpy(), "classification", TypeError, r"from_numpy"),
+    "fewer labels": (network, X, Y[:5], "classification", ValueError, r"\(5,\).*\(8,\)"),
+    "more labels": (network, X[:5], Y, "classification", ValueError, r"\(8,\).*\(5,\)"),
+    "infinite inputs": (network, SPOILT, Y, "classification", ValueError, "inputs.*clean"),
+    "not a number": (network, SPOILT * 0, Y, "classification", ValueError, "inputs.*clean"),
+    "infinite targets": (
+        network, X, SPOILT[:, :3], "regression", ValueError, "targets.*clean",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_with_the_way_out(case):
+    make, x, y, likelihood, error, match = REFUSED[case]
+    with pytest.raises(error, match=f"(?s){match}"):
+        kronecker_factors(make(), [(x, y)], likelihood)
+
+
+def test_infinity_in_a_later_batch():
+    with pytest.raises(ValueError, match=r"inputs.*clean"):
+        kronecker_factors(network(), [(X, Y), (SPOILT, Y)], "classification")
+
+
+def test_a_mask_of_attention_may_hold_minus_infinity():
+    model = Forward(lambda self, x: self.layer((x["mask"] == 0) * x["x"]))
+    model.forward = lambda x: model.how(model, x)
+    mask = torch.zeros(8, 4).masked_fill(torch.eye(8, 4).bool(), -torch.inf)
+    batch = {"x": X, "mask": mask, "labels": Y}
+    factors = kronecker_factors(model, [batch], "classification", dict_key_mask=None)
+    expected = kronecker_factors(model.layer, [((mask == 0) * X, Y)], "classification")
+    assert_close(factors.to_dense("layer.weight"), expected.to_dense("weight"))
+    with pytest.raises(ValueError, match=r"inputs.*clean"):
+        kronecker_factors(model, [batch | {"x": mask}], "classification", dict_key_mask=None)
+
+
+def test_a_frozen_scripted_layer_is_a_constant():
+    torch.manual_seed(0)
+    inner = nn.Linear(4, 4).double().requires_grad_(False)
+    with pytest.warns(FutureWarning):
+        model = nn.Sequential(torch.jit.script(inner), nn.Linear(4, 3).double())
+    factors = kronecker_factors(model, [(X, Y)], "classification")
+    expected = kronecker_factors(model[1], [(inner(X), Y)], "classification")
+    assert_close(factors.to_dense("1.weight"), expected.to_dense("weight"))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: {"logits": f}, lambda f: {"loss": 0.0, "logits": f}])
+def test_a_mapping_with_logits_is_the_logits(wrap):
+    model = Forward(lambda self, x: wrap(self.layer(x)))
+    factors = kronecker_factors(model, [(X, Y)], "classification")
+    expected = kronecker_factors(model.layer, [(X, Y)], "classification")
+    assert_close(factors.to_dense("layer.weight"), expected.to_dense("weight"))
+    f, _ = OutputCovariance(model, precision_of(factors))(X)
+    assert_close(f, model.layer(X).detach())
