@@ -1,7 +1,5 @@
-"""The same a thousand times over in one process, and Ctrl-C at any time: nothing is left behind."""
+"""The same a thousand times over in one process: nothing is left behind."""
 
-import random
-import signal
 from collections import Counter
 from itertools import cycle
 
@@ -10,10 +8,9 @@ import torch
 from torch import nn
 
 from kfac_backend import kronecker_factors
-from marglik import KronLaplace, PredictiveConfig, laplace_predictive
 from marglik.storage.checkpoint import Checkpoints
 from tests.faults.soak import soak
-from tests.interrupts import everything_of, interrupt, points_of, settings_of_torch
+from tests.interrupts import everything_of
 from tests.marglik.training.online_runs import CASES, make
 
 pytestmark = [
@@ -107,68 +104,6 @@ def test_loops_leave_nothing(times, tmp_path):
     for i in range(len(names)):
         loop(i)  # what a kind keeps for good, it keeps from its first run on
     soak(loop, times)
-
-
-@pytest.mark.parametrize("most", [10, pytest.param(200, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", ["SGD", "K-FAC"])
-def test_an_interrupted_loop_leaves_no_hook_flag_or_mode(case, most):
-    """The parameters are those of the step that it had come to."""
-    of_this_one = []
-
-    def run():
-        of_this_one.clear()
-        training = make(case)
-        training.model[2].eval()  # a mode of the user's own
-        of_this_one[:] = training.model, flags(training.model)
-        training.run()
-
-    def flags(model):
-        found = everything_of(model)
-        return {
-            key: value[:3] if isinstance(key, tuple) and isinstance(value, tuple) else value
-            for key, value in found.items()
-            if "values" not in key
-        }
-
-    points = points_of(run)
-    assert len(points) > 100
-    for point in points[:: -(-len(points) // most)]:
-        interrupt(run, point)
-        if of_this_one:
-            model, before = of_this_one
-            after = flags(model)
-            assert after == before, [key for key in before if before[key] != after.get(key)]
-
-
-@pytest.mark.parametrize("times", [20, pytest.param(400, marks=pytest.mark.slow)])
-def test_signals_at_random_times_leave_the_model_as_it_was(times):
-    """Real ones, wherever they come: in a pass, and among samples of the posterior."""
-    model = network()
-    la = KronLaplace(model, "classification")
-    la.fit([(X, Y)])
-    uses = {
-        "a pass": lambda: kronecker_factors(model, [(X, Y)], "classification"),
-        "samples": lambda: la.predictive_samples(X, pred_type="nn", n_samples=20),
-        "linearised": lambda: laplace_predictive(la, PredictiveConfig("linearised", networks=3))(X),
-    }
-    before, handler = everything_of(model), signal.getsignal(signal.SIGALRM)
-    signal.signal(signal.SIGALRM, signal.default_int_handler)
-    draw, hits = random.Random(0), 0
-    try:
-        for name in [*uses] * (times // len(uses)):
-            with settings_of_torch():
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-4, 0.02))
-                    uses[name]()
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-                except KeyboardInterrupt:
-                    hits += 1
-            after = everything_of(model)
-            assert after == before, (name, [k for k in before if before[k] != after.get(k)])
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-    assert hits > times // 10  # they came
 
 
 def test_the_soak_sees_a_leak():

@@ -4,14 +4,12 @@ import pytest
 import torch
 from torch import nn
 
+from kfac_backend import corrected_factors, kronecker_factors
 from kfac_backend.covariance.output_covariance import OutputCovariance
-from kfac_backend.factors import CurvaturePass, kronecker_factors
 from kfac_backend.model.calls import call_with
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
-from tests.interrupts import check_interrupts, everything_of
+from tests.interrupts import everything_of
 from tests.kfac_backend.covariance.posteriors import precision_of
-
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 @pytest.fixture
@@ -31,23 +29,6 @@ def model():
 
 
 X, Y = torch.linspace(-1, 1, 18, dtype=torch.float64).reshape(3, 2, 3), torch.tensor([0, 1, 2])
-
-
-def test_an_interrupted_pass(model):
-    check_interrupts(model, lambda: CurvaturePass(model, "classification").add(X, Y), 20)
-
-
-def test_an_interrupted_covariance(model):
-    factors = kronecker_factors(model, [(X, Y)], "classification")
-    covariance = OutputCovariance(model, precision_of(factors))
-    expected = covariance(X)
-    check_interrupts(model, lambda: covariance(X))
-    assert all(torch.equal(a, b) for a, b in zip(covariance(X), expected, strict=True))
-
-
-def test_an_interrupted_call(model):
-    other = {"3.weight": torch.zeros(3, 8, dtype=torch.float64)}
-    check_interrupts(model, lambda: call_with(model, other, X))
 
 
 def test_an_interrupted_step_of_kfac_is_forgotten_by_the_next_forward(model):
@@ -74,38 +55,49 @@ def test_an_interrupted_step_of_kfac_is_forgotten_by_the_next_forward(model):
     assert not model._forward_pre_hooks and not model._forward_hooks
 
 
+class Fails(nn.Module):
+    """The identity, which raises an error at one of its calls."""
+
+    calls, at, error = 0, 0, RuntimeError
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == self.at:
+            raise self.error
+        return x
+
+
+def corrected(model):
+    factors = kronecker_factors(model, [(X, Y)], "classification")
+    return lambda: corrected_factors(factors, model, [(X, Y)])
+
+
+def covariance(model):
+    factors = kronecker_factors(model, [(X, Y)], "classification")
+    return lambda: OutputCovariance(model, precision_of(factors))(X)
+
+
+USES = {
+    "pass": lambda model: lambda: kronecker_factors(model, [(X, Y)], "classification"),
+    "correction": corrected,
+    "covariance": covariance,
+    "call": lambda model: lambda: call_with(model, {"4.weight": model[4].weight * 0}, X),
+}
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_failed_pass(model, error):
-    class Fails(nn.Module):
-        calls, at = 0, 0
-
-        def forward(self, x):
-            Fails.calls += 1
-            if Fails.calls == Fails.at:
-                raise error
-            return x
-
-    model.insert(2, Fails())
+@pytest.mark.parametrize("use", USES)
+def test_a_forward_that_fails(model, use, error):
+    """At each forward pass of a proof and of what follows it."""
+    fails = Fails()
+    model.insert(2, fails)
+    use, fails.calls = USES[use](model), 0
     before = everything_of(model)
-    CurvaturePass(model, "classification").add(X, Y)
-    for at in range(1, Fails.calls + 1):
-        Fails.calls, Fails.at = 0, at
+    use()
+    for at in range(1, fails.calls + 1):
+        fails.calls, fails.at, fails.error = 0, at, error
         try:
-            CurvaturePass(model, "classification").add(X, Y)
+            use()
         except error:
             pass
-        assert Fails.calls >= at and everything_of(model) == before
-
-
-def test_the_harness_sees_what_is_left_behind(model):
-    """Negative control: clean-ups in Python."""
-
-    def leaves_a_hook():
-        handle = model[0].register_forward_hook(lambda *_: None)
-        try:
-            call_with(model, {}, X)
-        finally:
-            handle.remove()
-
-    with pytest.raises(AssertionError, match="_forward_hooks"):
-        check_interrupts(model, leaves_a_hook, most=10_000)
+        assert fails.calls >= at and everything_of(model) == before

@@ -5,19 +5,16 @@ import torch
 from torch import nn
 
 from marglik import KronLaplace, PredictiveConfig, laplace_predictive, map_predictive
-from marglik.posterior.subset import last_layer
-from tests.interrupts import check_interrupts, everything_of
+from tests.interrupts import everything_of
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.filterwarnings("ignore:By default `link_approx`"),
 ]
 
 X, Y = torch.linspace(-1, 1, 12).reshape(4, 3), torch.tensor([0, 1, 2, 0])
 NN = {"pred_type": "nn", "n_samples": 2}
 USES = {
-    "fit": lambda la: la.fit([(X, Y)]),
     "glm": lambda la: la(X),
     "nn": lambda la: la(X, link_approx="mc", **NN),
     "functional samples": lambda la: la.functional_samples(X, **NN),
@@ -27,7 +24,6 @@ USES = {
     )(X),
     "our probit": lambda la: laplace_predictive(la)(X),
     "MAP": lambda la: map_predictive(la.model)(X),
-    "last layer": lambda la: last_layer(la.model, X),
     "a grid": lambda la: la.optimize_prior_precision(
         pred_type="nn", method="gridsearch", val_loader=[(X, Y)], grid_size=2, n_samples=2,
         link_approx="mc",
@@ -45,13 +41,8 @@ def la():
     return la
 
 
-@pytest.mark.parametrize("use", USES)
-def test_interrupts(la, use):
-    check_interrupts(la.model, lambda: USES[use](la))
-
-
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("use", [use for use in USES if use not in ("fit", "last layer")])
+@pytest.mark.parametrize("use", USES)
 def test_a_forward_that_fails(la, use, error):
     """In the second network, where the first has been sampled."""
     calls = 0
