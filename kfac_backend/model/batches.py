@@ -143,7 +143,8 @@ def make_plan(model: nn.Module, x: Any, device: torch.device) -> Plan:
         if isinstance(output, Tensor):
             largest = max(largest, output.nbytes)
 
-    handles = [module.register_forward_hook(hook) for module in model.modules()]
+    modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+    handles = [module.register_forward_hook(hook) for module in modules]
     try:
         # Dropout that is on must not use up the user's random numbers.
         with torch.no_grad(), forked_random_numbers(model):

@@ -76,9 +76,10 @@ def call_with(
 ) -> Tensor:
     """The model's output at x with these parameters, and its other parameters as constants.
 
-    The model gets a copy of the input, as a forward may change that in place. A mapping is the model's one argument, unless its forward names the mapping's keys, as models of
-    Hugging Face do. Where the output has ``logits``, these are returned. Nothing is written into
-    the model's own parameters.
+    The model gets a copy of the input, which a forward may change in place. A mapping is the
+    model's one argument, unless its forward names the mapping's keys, as models of Hugging Face do.
+    Where the output has ``logits``, these are returned. Nothing is written into the model's own
+    parameters.
 
     Args:
         model: the model.

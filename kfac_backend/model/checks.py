@@ -117,7 +117,7 @@ def check_finite(model: nn.Module, f: Tensor, x: Any) -> None:
 
 
 def check_inputs(x: Any) -> None:
-    """Raise a ValueError if the inputs have NaN or infinity; −∞ is allowed in an entry "...mask"."""
+    """Raise a ValueError if the inputs have NaN or infinity; a mapping's masks may have −∞."""
     entries = x.items() if isinstance(x, Mapping) else [("", x)]
     for key, value in entries:
         if not isinstance(value, Tensor) or torch.isfinite(value.sum()):
