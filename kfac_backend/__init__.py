@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from kfac_backend.blocks.block import EigenBlock, KroneckerBlock
 from kfac_backend.blocks.kronecker import KroneckerFactors
-from kfac_backend.correction import corrected_factors
-from kfac_backend.factors import kronecker_factors
+from kfac_backend.curvature import kronecker_factors
+from kfac_backend.eigenvalue_correction import corrected_factors
 from kfac_backend.layers import register_parameters, register_rule
 from kfac_backend.layers.rows import counted_positions, examples_of_rows
 from kfac_backend.options import CurvatureOptions, PassOptions, TargetOptions

@@ -34,8 +34,8 @@ from torch.func import functional_call, jacrev, vmap
 from experiments.data import data_file
 from experiments.data.uci import UCI
 from experiments.studies import markdown, mean_with_error, study
-from kfac_backend.correction import corrected_factors
-from kfac_backend.factors import kronecker_factors
+from kfac_backend.curvature import kronecker_factors
+from kfac_backend.eigenvalue_correction import corrected_factors
 from kfac_backend.options import CurvatureOptions, Likelihood
 from marglik.data.tensors import TensorBatches
 from marglik.models import MLP

@@ -34,7 +34,7 @@ from kfac_backend.blocks.block import (
     compute_eigenvalues,
     decompose_on_ranks,
 )
-from kfac_backend.factors import CurvaturePass
+from kfac_backend.curvature import CurvaturePass
 from kfac_backend.ranks import Ranks
 from marglik.storage.provenance import environment
 from marglik.storage.record_file import write_json

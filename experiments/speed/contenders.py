@@ -15,7 +15,7 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
-from kfac_backend.factors import CurvaturePass
+from kfac_backend.curvature import CurvaturePass
 from kfac_backend.laplace_torch.interface import KfacGGN
 from marglik.models import GPT, WideResNetFixup
 from marglik.training.loaders import Loader

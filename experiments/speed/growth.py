@@ -37,7 +37,7 @@ from experiments.speed.contenders import (
 )
 from experiments.timing import interleaved, medians, peak_memory
 from kfac_backend.blocks.kronecker import KroneckerFactors
-from kfac_backend.factors import CurvaturePass
+from kfac_backend.curvature import CurvaturePass
 from marglik.models import GPT
 from marglik.storage.provenance import environment
 from marglik.storage.record_file import write_json

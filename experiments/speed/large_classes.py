@@ -37,7 +37,7 @@ from experiments.speed.contenders import (
 )
 from experiments.timing import interleaved, median_ratios, medians, peak_memory
 from kfac_backend.blocks.kronecker import KroneckerFactors
-from kfac_backend.factors import CurvaturePass
+from kfac_backend.curvature import CurvaturePass
 from kfac_backend.options import Mode
 from marglik import KronLaplace
 from marglik.models import GPT

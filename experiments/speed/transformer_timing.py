@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from experiments.data.dart import DART, IGNORED
 from experiments.options import add_results
 from experiments.timing import CLOCKS, interleaved, median_ratios, medians
-from kfac_backend.factors import CurvaturePass
+from kfac_backend.curvature import CurvaturePass
 from kfac_backend.optimizer import KfacPreconditioner, PreconditionerOptions
 from kfac_backend.options import Mode
 from marglik.models import GPT, VisionTransformer

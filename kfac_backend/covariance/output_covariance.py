@@ -35,7 +35,7 @@ from kfac_backend.model.calls import call_with, num_examples, restoration
 from kfac_backend.model.capture import Capture, unknown_examples
 from kfac_backend.model.checks import check_module, check_output
 from kfac_backend.model.memory import total_memory
-from kfac_backend.model.proof.verification import Proof
+from kfac_backend.model.proof import Proof
 from kfac_backend.model.rule_assignment import TrackedLayer, assignment_of_blocks
 from kfac_backend.precision import at_least_float32, full_float32
 

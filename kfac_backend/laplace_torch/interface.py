@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
-from kfac_backend.factors import CurvaturePass
+from kfac_backend.curvature import CurvaturePass
 from kfac_backend.laplace_torch.kron import FactorKron, laplace
 from kfac_backend.options import CurvatureOptions, Fisher, KfacApprox
 from kfac_backend.ranks import ProcessGroupOption, Ranks

@@ -34,7 +34,7 @@ from kfac_backend.layers import FunctionalLayer, Use
 from kfac_backend.layers.elementwise import OwnParameter
 from kfac_backend.layers.rows import Rows, Run, SharedAxes, current_rows, folded_rows
 from kfac_backend.model.calls import call_with, explicit_forwards, num_examples
-from kfac_backend.model.proof.operations import Expression, Follower, LayerRun
+from kfac_backend.model.operations import Expression, Follower, LayerRun
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
 from kfac_backend.precision import at_least_float32
 

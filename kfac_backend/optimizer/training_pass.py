@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from kfac_backend.block_assembly import assemble_blocks
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.blocks.kronecker import KroneckerFactors
-from kfac_backend.factors import CurvaturePass
+from kfac_backend.curvature import CurvaturePass
 from kfac_backend.layers import Use
 from kfac_backend.loss.hessian import IGNORED, check_targets, num_counted_terms
 from kfac_backend.model.batches import detached
@@ -45,7 +45,7 @@ from kfac_backend.model.calls import (
 )
 from kfac_backend.model.capture import Capture
 from kfac_backend.model.checks import check_batch_norm, check_output
-from kfac_backend.model.proof.verification import verify_independence
+from kfac_backend.model.proof import verify_independence
 from kfac_backend.model.rule_assignment import (
     Operations,
     RuleAssignment,

@@ -21,12 +21,12 @@ from kfac_backend.blocks.block import (
     decompose_on_ranks,
 )
 from kfac_backend.blocks.kronecker import KroneckerFactors
-from kfac_backend.correction import check_read_twice, corrected_factors
 from kfac_backend.covariance.joint import JointCovariance
 from kfac_backend.covariance.last_layer import LastLayerCovariance
 from kfac_backend.covariance.linearised import linearised_outputs
 from kfac_backend.covariance.output_covariance import OutputCovariance, check_tolerance
-from kfac_backend.factors import kronecker_factors
+from kfac_backend.curvature import kronecker_factors
+from kfac_backend.eigenvalue_correction import check_read_twice, corrected_factors
 from kfac_backend.model.checks import check_module
 from kfac_backend.options import CurvatureOptions, Likelihood, check_option, check_positive
 from kfac_backend.precision import at_least_float32

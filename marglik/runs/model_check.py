@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.blocks.sketch import Factor, SketchedFactor
-from kfac_backend.correction import CorrectionPass
 from kfac_backend.covariance.output_covariance import OutputCovariance, PosteriorPrecision
-from kfac_backend.factors import CurvaturePass
+from kfac_backend.curvature import CurvaturePass
+from kfac_backend.eigenvalue_correction import CorrectionPass
 from kfac_backend.loss.hessian import check_targets
 from kfac_backend.model.memory import total_memory
 from kfac_backend.model.targets import Targets

@@ -17,7 +17,7 @@ from kfac_backend import (
 from kfac_backend.blocks.corrected import CorrectedBlock
 from kfac_backend.covariance.last_layer import LastLayerCovariance
 from kfac_backend.covariance.output_covariance import OutputCovariance
-from kfac_backend.factors import CurvaturePass
+from kfac_backend.curvature import CurvaturePass
 from kfac_backend.optimizer import KfacPreconditioner, PreconditionerOptions
 from marglik.models import GPT
 from tests import oracles

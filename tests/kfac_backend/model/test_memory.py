@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from experiments.timing import peak_memory
-from kfac_backend.factors import CurvaturePass
+from kfac_backend.curvature import CurvaturePass
 from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.networks import images, wide_resnet
 

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from kfac_backend import CurvatureOptions
-from kfac_backend.correction import corrected_factors
+from kfac_backend.eigenvalue_correction import corrected_factors
 from marglik import KronLaplace, Posterior, maximize_evidence
 from marglik.posterior.posterior_file import load_posterior, save_posterior
 from marglik.storage.record_file import read_posterior

@@ -11,7 +11,7 @@ from kfac_backend.covariance.output_covariance import OutputCovariance
 from marglik import KronLaplace
 from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.covariance.posteriors import brute_force, dense_precision, precision_of
-from tests.kfac_backend.model.proof.models import Gain, Model, assert_same_blocks, factors, noise
+from tests.kfac_backend.model.odd_models import Gain, Model, assert_same_blocks, factors, noise
 
 
 def test_sums_over_many_rows_in_half_precision():

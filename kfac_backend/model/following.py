@@ -18,7 +18,7 @@ from kfac_backend.model.calls import call_with, explicit_forwards, forked_random
 from kfac_backend.model.capture import Capture
 from kfac_backend.model.comparison import DtypesInUse, close, noise_like
 from kfac_backend.model.memory import is_out_of_memory
-from kfac_backend.model.proof.operations import Follower, Shapes, Trial
+from kfac_backend.model.operations import Follower, Shapes, Trial
 from kfac_backend.model.rule_assignment import (
     Operations,
     Refusal,

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from kfac_backend import KroneckerFactors, corrected_factors, kronecker_factors
 from kfac_backend.blocks.corrected import CorrectedBlock
-from kfac_backend.correction import CorrectionPass
+from kfac_backend.eigenvalue_correction import CorrectionPass
 from tests import oracles
 from tests.kfac_backend.block_checks import MODES, OTHER, basis
 from tests.kfac_backend.layer_cases import CASES, case

@@ -10,13 +10,13 @@ from torch.testing import assert_close
 
 from kfac_backend import examples_of_rows, kronecker_factors, register_parameters
 from kfac_backend.covariance.output_covariance import OutputCovariance
-from kfac_backend.factors import CurvaturePass
+from kfac_backend.curvature import CurvaturePass
 from kfac_backend.laplace_torch.interface import KfacGGN
 from kfac_backend.layers import Scale
-from kfac_backend.model.proof.verification import with_first_again
+from kfac_backend.model.proof import with_first_again
 from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.covariance.posteriors import precision_of
-from tests.kfac_backend.model.proof.models import Gain, Model, assert_same_blocks, factors, noise
+from tests.kfac_backend.model.odd_models import Gain, Model, assert_same_blocks, factors, noise
 
 
 def covariance(model, x, found):

@@ -45,9 +45,9 @@ from kfac_backend.model.calls import (
 from kfac_backend.model.capture import Capture, check_before, first_input, rows_of
 from kfac_backend.model.checks import check_inputs
 from kfac_backend.model.comparison import DtypesInUse, close, noise_like, same_with_derivatives
+from kfac_backend.model.earlier_proofs import Key, findings_of, proof_key, recall, remember
+from kfac_backend.model.following import follow, verify_followed
 from kfac_backend.model.memory import is_out_of_memory
-from kfac_backend.model.proof.earlier_proofs import Key, findings_of, proof_key, recall, remember
-from kfac_backend.model.proof.following import follow, verify_followed
 from kfac_backend.model.rule_assignment import DividedLayer, Refusal, RuleAssignment, TrackedLayer
 
 __all__ = [

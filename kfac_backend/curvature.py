@@ -38,7 +38,7 @@ from kfac_backend.model.capture import Capture, unknown_examples
 from kfac_backend.model.checks import check_finite, check_inputs, check_module
 from kfac_backend.model.diagonals import squared_gradients
 from kfac_backend.model.memory import is_out_of_memory, out_of_memory
-from kfac_backend.model.proof.verification import Proof, verify_independence
+from kfac_backend.model.proof import Proof, verify_independence
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer, assign_rules
 from kfac_backend.model.targets import Targets, counting, mask_of, split_batch
 from kfac_backend.options import (

@@ -13,7 +13,7 @@ from kfac_backend.blocks.corrected import CorrectedBlock
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.covariance.eigenbasis import LARGEST_PRODUCT
 from kfac_backend.covariance.second_moments import LayerMoments
-from kfac_backend.factors import CurvaturePass
+from kfac_backend.curvature import CurvaturePass
 from kfac_backend.layers import ExactRule, Use
 from kfac_backend.model.batches import each_batch
 from kfac_backend.model.capture import unknown_examples
