@@ -5,7 +5,7 @@ update. What holds for all values of the parameters need not be found again: how
 which rule a derived layer matches, which runs work on inputs that all examples share. It is kept
 here under a description of the model's structure: everything that its modules hold (classes, modes,
 hooks, settings, shapes) except the numbers in its tensors. What other numbers can change, such as a
-gate that was zero, is proved in each pass, see `verification.Proof`.
+gate that was zero, is proved in each pass, see `proof.Proof`.
 
 A proof calls `recall` with its `proof_key` before it runs anything. It calls `remember` after it
 passed, or to forget findings that did not hold again. Findings are dropped with the model, to which

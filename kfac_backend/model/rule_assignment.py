@@ -127,7 +127,7 @@ class RuleAssignment:
     """All parameters that get a block, in the order of ``model.named_parameters()``."""
     runs: Mapping[nn.Module, tuple[Run, ...]] = field(default_factory=dict)
     """Layer -> the kinds of its runs in a forward pass, in their order. A layer that is missing has
-    only runs on rows of examples. See `verification.find_runs`."""
+    only runs on rows of examples. See `proof.find_runs`."""
     unknown: Mapping[str, str] = field(default_factory=dict)
     """Parameters without a rule -> the message if their uses cannot be followed."""
     operations: Operations = field(default_factory=Operations)

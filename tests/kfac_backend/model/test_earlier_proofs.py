@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from kfac_backend import kronecker_factors
-from kfac_backend.model.proof import earlier_proofs, verification
+from kfac_backend.model import earlier_proofs, proof
 
 
 class Mixing(nn.Module):
@@ -122,8 +122,8 @@ def whole(monkeypatch):
         made.append(args)
         return find_runs(*args)
 
-    find_runs = verification.find_runs
-    monkeypatch.setattr(verification, "find_runs", counted)
+    find_runs = proof.find_runs
+    monkeypatch.setattr(proof, "find_runs", counted)
     return made
 
 
@@ -161,8 +161,8 @@ def test_without_the_second_proof_changed_numbers_would_go_unseen(monkeypatch):
     model = Mixing().double()
     outcome(model)
     CHANGES["buffer"](model)
-    monkeypatch.setattr(verification.Proof, "_holds_again", lambda proof, x, ignored: True)
-    monkeypatch.setattr(verification.Proof, "is_made", lambda proof, N: proof._is_known)
+    monkeypatch.setattr(proof.Proof, "_holds_again", lambda self, x, ignored: True)
+    monkeypatch.setattr(proof.Proof, "is_made", lambda self, N: self._is_known)
     assert isinstance(outcome(model), dict)
 
 

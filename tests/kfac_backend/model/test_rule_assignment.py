@@ -307,12 +307,6 @@ def test_nan_in_weights_and_overflow_are_told_apart():
         factors(overflow)
 
 
-def test_model_that_returns_an_object():
-    model = Lambda(lambda m, x: {"logits": m.fc(x)}, fc=nn.Linear(3, 2))
-    with pytest.raises(TypeError, match="returned dict.*returns logits"):
-        factors(model)
-
-
 def test_hooks_are_removed_after_an_error():
     model = nn.Sequential(nn.Linear(3, 2))
     with pytest.raises(ValueError, match="Label 5 is out of range"):
