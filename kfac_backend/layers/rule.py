@@ -38,7 +38,7 @@ class ExampleGradients(NamedTuple):
 class Rule(ABC):
     """Sums up, for one layer and one pass, what its inputs and output gradients add to its blocks.
 
-    A rule need not know the kind of Fisher or autocast: the pass takes care of both (`curvature.py`).
+    A rule need not know the kind of Fisher or autocast: the pass (`curvature`) takes care of both.
     It knows parameters by their local names ("weight", not "block.0.weight"). The tensors that it
     receives are detached; their first axis is the examples, or the rows.
 
