@@ -153,6 +153,9 @@ class TorchvisionData(TwoPartData):
         ValueError: if the fraction or the seed is out of range.
     """
 
+    files: str
+    """What torchvision reads, for errors."""
+
     def __init__(
         self,
         root: str | Path = "data",
@@ -174,17 +177,14 @@ class TorchvisionData(TwoPartData):
             reason = str(error).partition("\n")[0].rstrip(".")
             tried = "could not be downloaded" if self.download else "download=False was given"
             raise FileNotFoundError(
-                f"{self.name} is not in root='{self.root}', and {tried} ({reason}). "
-                f"{self._by_hand(part)}, or use an ImageFolder."
+                f"{self.name} is not in root='{self.root}', and {tried} ({reason}). Put its "
+                f"{self.files} there (torchvision.datasets.{type(self).__name__} has the address), "
+                "or use an ImageFolder."
             ) from error
 
     @abstractmethod
     def _torchvisions(self, part: str) -> Part:
         """The part as torchvision reads it; its errors are passed on."""
-
-    @abstractmethod
-    def _by_hand(self, part: str) -> str:
-        """What a user can do without a download: a sentence without its full stop."""
 
 
 # The usual numbers, as in Daxberger et al. 2021 and the K-FAC paper.
@@ -202,6 +202,7 @@ class CIFAR10(TorchvisionData):
     """
 
     name = "CIFAR-10"
+    files = "folder cifar-10-batches-py"
 
     def statistics(self, images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """The customary numbers."""
@@ -215,12 +216,6 @@ class CIFAR10(TorchvisionData):
         images = ImageSet(pixels.permute(0, 3, 1, 2).contiguous(), torch.tensor(data.targets))
         return images, tuple(data.classes)
 
-    def _by_hand(self, part: str) -> str:
-        from torchvision import datasets
-
-        folder = self.root / datasets.CIFAR10.base_folder
-        return f"Unpack {datasets.CIFAR10.url} there, so that '{folder}' exists"
-
 
 class SVHN(TorchvisionData):
     """SVHN: 73,257 training and 26,032 test images of 32×32 pixels, the ten digits; 246 MB.
@@ -233,6 +228,7 @@ class SVHN(TorchvisionData):
     """
 
     name = "SVHN"
+    files = "train_32x32.mat and test_32x32.mat"
 
     def _torchvisions(self, part: str) -> Part:
         from torchvision import datasets  # importing torchvision takes a second
@@ -241,12 +237,6 @@ class SVHN(TorchvisionData):
         pixels = torch.from_numpy(data.data)  # (N, C, H, W), a view of what the file holds
         images = ImageSet(pixels.contiguous(), torch.from_numpy(data.labels))
         return images, tuple(str(digit) for digit in range(10))
-
-    def _by_hand(self, part: str) -> str:
-        from torchvision import datasets
-
-        url, file, _ = datasets.SVHN.split_list[part]
-        return f"Fetch {url} as '{self.root / file}'"
 
 
 class ImageFolder(TwoPartData):

@@ -1,6 +1,5 @@
 """Where each mode is exact, as the experiment finds it; its table and figures from JSON alone."""
 
-import copy
 import json
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from experiments.exactness import modes as exactness
 from experiments.exactness.modes import Config, exact_blocks, main, run
 from experiments.exactness.networks import cases
-from experiments.exactness.report import EXACT, blocks_figure, exact_modes, report
+from experiments.exactness.report import EXACT, exact_modes
 from tests import oracles
 
 TINY = Config(
@@ -101,87 +100,6 @@ def test_exact_blocks_are_those_of_the_oracle():
         blocks = exact_blocks(model, x)
         for name, block in oracles.dense_ggn_blocks(model, x, "regression").items():
             torch.testing.assert_close(blocks[name], block)
-
-
-def test_exact_blocks_of_graphs_are_the_sum_over_the_graphs():
-    case = [case for case in cases(TINY) if "GraphNetwork" in case.network][-1]
-    torch.manual_seed(0)
-    model, batch = case.build()
-    total = dict.fromkeys(dict(model.named_parameters()), 0.0)
-    for n in range(len(batch["labels"])):
-        nodes = batch["graph_of_node"] == n
-        edges = nodes[batch["receiver"]]
-        first = int(nodes.nonzero()[0])
-        alone = {
-            "nodes": batch["nodes"][nodes],
-            "edges": batch["edges"][edges],
-            "sender": batch["sender"][edges] - first,
-            "receiver": batch["receiver"][edges] - first,
-            "graph_of_node": torch.zeros(int(nodes.sum()), dtype=torch.long),
-            "labels": batch["labels"][n : n + 1],
-        }
-        for name, block in exact_blocks(model, alone).items():
-            total[name] = total[name] + block
-    for name, block in exact_blocks(model, batch).items():
-        torch.testing.assert_close(block, total[name])
-
-
-def test_results_name_their_settings(found):
-    found = json.loads(json.dumps(found, allow_nan=False))
-    assert found["config"]["nodes"] == [2, 3, 5]
-    assert {"versions", "device", "seconds", "python"} <= set(found)
-    assert list(found["matrices"]) == ["expand", "reduce"]
-    layer = found["matrices"]["expand"]["layer 3"]
-    assert torch.tensor(layer["exact"]).shape == (8, 8)
-    assert torch.tensor(layer["reduce"]["B"]).shape == (2, 2)
-    B, A = (torch.tensor(layer["expand"][F], dtype=torch.float64) for F in "BA")
-    exact = torch.tensor(layer["exact"], dtype=torch.float64)
-    torch.testing.assert_close(torch.kron(B, A), exact)
-
-
-def test_table_and_figures_come_from_the_json_alone(found, tmp_path, monkeypatch):
-    for function in ("cases", "exact_blocks", "kronecker_factors"):
-        monkeypatch.delattr(exactness, function)
-    folder = tmp_path / "exactness"
-    folder.mkdir()
-    (folder / "exactness.json").write_text(json.dumps(found))
-    main(["--report", "--results", str(tmp_path)])
-    assert (folder / "table.md").read_text() == report(found) + "\n"
-    for setting in ("expand", "reduce"):
-        png = (folder / f"{setting}_setting.png").read_bytes()
-        assert png.startswith(b"\x89PNG")
-
-
-def test_rows_of_the_table(found):
-    read = copy.deepcopy(found)
-    read["errors"] = [
-        {
-            "network": "one",
-            "setting": "reduce",
-            "layers": {
-                "first": {"expand": [0.5, 0.25, 1.0], "reduce": [1e-16, 3e-16, 2e-16]},
-                "second": {"expand": [1e-16, 0.5, 0.5], "reduce": [1e-16, 1e-16, 1e-16]},
-            },
-        }
-    ]
-    lines = report(read).splitlines()
-    assert "| one | first |  |  |  | 50 % (25 – 100) | **3e-16** | reduce |" in lines
-    assert "|  | second |  |  |  | 50 % (0 – 50) | **1e-16** | reduce |" in lines
-
-
-def test_panels_of_a_figure(found):
-    figure = blocks_figure(found["matrices"]["expand"], "expand")
-    *panels, colorbar = figure.axes
-    assert len(panels) == 3 * 5
-    images = [axes.images[0] for axes in panels]
-    assert len({(image.norm.vmin, image.norm.vmax) for image in images}) == 1
-    assert images[0].norm.vmin == -images[0].norm.vmax
-    exact, expand, its_error, _, error_of_reduce = (image.get_array() for image in images[:5])
-    assert abs(exact).max() == 1
-    assert abs(exact - expand).max() < 1e-12
-    assert its_error.max() < 1e-12
-    assert error_of_reduce.max() > 0.1
-    assert "%" in panels[4].get_xlabel() and "e-1" in panels[2].get_xlabel()
 
 
 def test_the_program(tmp_path, monkeypatch, capsys):

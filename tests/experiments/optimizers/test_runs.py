@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from experiments.data import images
-from experiments.optimizers import graph_network_training as graph_study
 from experiments.optimizers import optimizer_comparison, steps_to_target
 from experiments.optimizers import vision_transformer_training as vision_study
 from experiments.optimizers.runs import (
@@ -246,14 +245,3 @@ def test_the_vision_transformer_trains(tiny_cifar10, monkeypatch):
     whole = replace(vision_study.PROBLEMS["cifar10"], batch_size=8)
     (curve,) = run(whole, vision_study.METHODS["reduce each"], config(measure_every=8))["curves"]
     assert curve["diverged"] is None
-
-
-def test_the_studies_are_the_papers():
-    expand = graph_study.METHODS["expand"]
-    every = {"factor_every": 10, "update_every": 10, "ema_decay": 0.0, "norm_control": "none"}
-    assert (expand.pace, dict(expand.options)) == (0.75, every)
-    assert graph_study.SCHEDULE.times(0.75).steps == 45_000
-    every, each = vision_study.STUDIES
-    assert every.methods["reduce"].options["factor_every"] == 50
-    assert each.methods["reduce each"].options["ema_decay"] == each.methods["reduce each"].betas[1]
-    assert each.given == {"expand each": 1e-5, "reduce each": 1e-5}

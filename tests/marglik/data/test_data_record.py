@@ -100,16 +100,6 @@ def test_images_are_normalised_as_in_training():
     assert other.mean == (10.0,)
 
 
-def test_without_a_record_data_stays_as_it_is():
-    splits = images()
-    assert as_trained(splits, None) is splits
-
-
-def test_tensors_stay_as_they_are():
-    splits = tensors()
-    assert as_trained(splits, recorded(tensors("other waves"))) is splits
-
-
 @pytest.mark.parametrize(
     ("splits", "trained", "message"),
     [

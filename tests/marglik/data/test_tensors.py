@@ -51,24 +51,6 @@ def test_splits_are_the_tensors_of_the_file(tmp_path):
             assert tensor.dtype == torch.float64
 
 
-def test_validation_is_optional_and_the_name_can_be_given(tmp_path):
-    path = tmp_path / "energy.safetensors"
-    assert saved(path, **NO_VALIDATION).load().validation is None
-    assert TensorFile(str(path), name="Energy").load().name == "Energy"
-
-
-def test_integers_several_labels_and_sequences_are_kept(tmp_path):
-    labels = {
-        "y_train": torch.randint(2, (TRAIN, 5)).bool(),
-        "y_test": torch.randint(2, (TEST, 5)).bool(),
-        "x_train": torch.randint(99, (TRAIN, 7, 2)),
-        "x_test": torch.randint(99, (TEST, 7, 2)),
-    }
-    splits = saved(tmp_path / "tags.safetensors", **labels, **NO_VALIDATION).load()
-    assert torch.equal(splits.train[1], labels["y_train"])
-    assert torch.equal(splits.test[0], labels["x_test"])
-
-
 @pytest.mark.parametrize(("batch_size", "sizes"), [(4, [4, 4, 2]), (5, [5, 5]), (64, [10])])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_batches_are_the_examples_each_once(tmp_path, batch_size, sizes, shuffle):
@@ -82,35 +64,6 @@ def test_batches_are_the_examples_each_once(tmp_path, batch_size, sizes, shuffle
     rows = torch.cat([x, y], 1).tolist()  # targets stay with their inputs
     assert sorted(rows) == sorted(torch.cat(splits.train, 1).tolist())
     assert torch.equal(concatenated(splits.batches("test", batch_size))[0], splits.test[0])
-
-
-def test_same_seed_same_sequence_of_orders(tmp_path):
-    splits = saved(tmp_path / "energy.safetensors").load()
-    state = torch.get_rng_state()
-    loader, same, other = (
-        splits.batches("train", 4, shuffle=True, seed=seed) for seed in (1, 1, 2)
-    )
-    first, second = concatenated(loader)[0], concatenated(loader)[0]
-    assert not torch.equal(first, second)
-    assert torch.equal(concatenated(same)[0], first)
-    assert torch.equal(concatenated(same)[0], second)
-    assert not torch.equal(concatenated(other)[0], first)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(x.device.type == "meta" for x, _ in splits.batches("test", 2, device="meta"))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("validation", 4), "energy has no split 'validation'; it has train, test"),
-        (("testing", 4), "energy has no split 'testing'"),
-        (("train", 0), "batch_size=0: must be at least 1"),
-    ],
-)
-def test_impossible_batches_are_named(tmp_path, arguments, message):
-    splits = saved(tmp_path / "energy.safetensors", **NO_VALIDATION).load()
-    with pytest.raises(ValueError, match=message):
-        splits.batches(*arguments)
 
 
 BAD_TENSORS = {
@@ -215,13 +168,6 @@ def of_sequences(**changes):
         "ignore_index": -1,
     }
     return TensorSplits(**(options | changes))
-
-
-def test_terms_that_count():
-    assert of_sequences().num_terms == 4
-    assert of_graphs().num_terms == 4
-    everything = of_sequences(ignore_index=None, classes=None)
-    assert everything.num_terms == 6
 
 
 def test_batches_of_graphs():

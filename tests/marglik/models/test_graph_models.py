@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call, jacrev
 from torch.testing import assert_close
 
 from kfac_backend.layers.rows import current_rows
@@ -119,20 +118,6 @@ def test_every_layer_on_nodes_or_edges_declares_whose_rows_it_sees():
     assert len(layers) == len(set(seen)) == 4 + 2 * 6 + 1
 
 
-def test_nodes_of_the_gcn_belong_to_its_one_example():
-    model, graph, seen = gcn(depth=3), some_graphs()[2], []
-
-    def look(module, args):
-        rows = current_rows()
-        assert rows is not None
-        seen.append((rows.num_examples, rows.index.tolist()))
-
-    for layer in model.layers:
-        layer.register_forward_pre_hook(look)
-    model(graph)
-    assert seen == [(1, [0, 0, 0, 0])] * 3
-
-
 @pytest.mark.parametrize("shapes", [[(2, ()), (0, ()), (1, ())], [(0, ())]])
 def test_graphs_without_any_edge(shapes):
     model = graph_network()
@@ -192,28 +177,6 @@ def test_parameters_of_the_graph_network():
     assert {"node_encoder.0.weight", "blocks.1.global_update.norm.bias", "head.bias"} <= set(names)
 
 
-def test_parameters_of_the_gcn():
-    """Cora's: 1,433 features, 7 classes, 16 hidden features."""
-    assert sum(p.numel() for p in GCN(1433, 7).parameters()) == 1433 * 16 + 16 + 16 * 7 + 7
-    assert [tuple(layer.weight.shape) for layer in GCN(8, 3, 5, depth=3).layers] == [
-        (5, 8),
-        (5, 5),
-        (3, 5),
-    ]
-
-
-@pytest.mark.parametrize("build", [graph_network, gcn])
-def test_jacobians_by_functional_transforms(build):
-    model, graphs = build(), some_graphs()
-    graphs = graphs[0] if build is gcn else graphs[:3]
-    parameters = {k: p.detach() for k, p in model.named_parameters()}
-    jacobians = jacrev(lambda p: functional_call(model, p, (graphs,)).flatten())(parameters)
-    for c, output in enumerate(model(graphs).flatten()):
-        grads = torch.autograd.grad(output, list(model.parameters()), retain_graph=True)
-        for (name, _), grad in zip(model.named_parameters(), grads, strict=True):
-            assert_close(jacobians[name][c], grad)
-
-
 def test_graph_network_learns_what_only_the_edges_tell():
     """Directed cycles of six nodes, or pairs of cycles of three: alike but for who knows whom."""
     six = tuple((i, (i + 1) % 6) for i in range(6))
@@ -223,36 +186,3 @@ def test_graph_network_learns_what_only_the_edges_tell():
     nodes = torch.eye(6).repeat(12, 1)  # each node knows its number
     graphs = replace(some_graphs(shapes), nodes=nodes, edges=torch.ones(72, 1)).check()
     assert trained_loss(GraphNetwork(6, 2), graphs, torch.arange(12) % 2) < 0.2
-
-
-def test_gcn_learns():
-    torch.manual_seed(0)
-    pairs = tuple((i, j) for i in range(12) for j in range(12) if i // 6 == j // 6 and i != j)
-    graph = some_graphs([(12, pairs)]).to(torch.float32)
-    assert trained_loss(GCN(3, 2), graph, torch.arange(12) // 6) < 0.3
-
-
-@pytest.mark.parametrize("argument", ["node_features", "num_classes", "edge_features", "depth"])
-def test_graph_network_sizes_must_be_positive(argument):
-    with pytest.raises(ValueError, match=f"{argument}=0: must be at least 1"):
-        GraphNetwork(**{"node_features": 3, "num_classes": 2, argument: 0})
-
-
-@pytest.mark.parametrize("argument", ["in_features", "num_classes", "dim", "depth"])
-def test_gcn_sizes_must_be_positive(argument):
-    with pytest.raises(ValueError, match=f"{argument}=0: must be at least 1"):
-        GCN(**{"in_features": 3, "num_classes": 2, argument: 0})
-
-
-def test_graphs_with_other_features_are_named():
-    with pytest.raises(ValueError, match="4 features per node and 2 per edge, .* for 3 and 2"):
-        graph_network()(some_graphs(node_features=4))
-    with pytest.raises(ValueError, match="3 features per node and 1 per edge"):
-        graph_network()(some_graphs(edge_features=1))
-    with pytest.raises(ValueError, match="nodes with 2 features and was built for 3"):
-        gcn()(some_graphs(node_features=2)[0])
-
-
-def test_gcn_takes_one_graph():
-    with pytest.raises(ValueError, match=r"got 6 graphs; it takes one.*graphs\[0\]"):
-        gcn()(some_graphs())

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 from torch.nn.functional import avg_pool2d, conv2d, relu
 
-from marglik.models import MLP, LeNet, WideResNetFixup
+from marglik.models import GCN, GPT, MLP, GraphNetwork, LeNet, VisionTransformer, WideResNetFixup
 from marglik.models.wide_resnet_fixup import FixupBlock
+from tests.marglik.some_graphs import some_graphs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -113,18 +114,6 @@ def test_wrn_learns():
     assert all(p.grad is not None and p.grad.any() for p in model.parameters())
 
 
-@pytest.mark.parametrize("depth", [4, 15, 17, 18, 0, -2])
-def test_wrn_of_impossible_depth_is_named(depth):
-    with pytest.raises(ValueError, match=rf"depth={depth}: .*10, 16, 22"):
-        WideResNetFixup(depth)
-
-
-@pytest.mark.parametrize("argument", ["widen_factor", "num_classes", "in_channels"])
-def test_wrn_sizes_must_be_positive(argument):
-    with pytest.raises(ValueError, match=f"{argument}=0"):
-        WideResNetFixup(**{argument: 0})
-
-
 def test_models_leave_their_inputs_alone():
     """An in-place ReLU would break hooks that keep a layer's input."""
     models = [WideResNetFixup(10, 1, in_channels=1), LeNet(image_size=8), MLP(64, (5,))]
@@ -148,15 +137,6 @@ def test_lenet_takes_images_of_any_size(image_size, in_channels):
     assert model.fc1.in_features == 16 * (image_size // 4) ** 2
 
 
-def test_lenet_errors_name_the_value():
-    with pytest.raises(ValueError, match="image_size=3: .* at least 4"):
-        LeNet(image_size=3)
-    with pytest.raises(ValueError, match="num_classes=0"):
-        LeNet(num_classes=0)
-    with pytest.raises(ValueError, match=r"\(1, 28, 28\) .* built for \(1, 8, 8\)"):
-        LeNet(image_size=8)(torch.randn(2, 1, 28, 28))
-
-
 @pytest.mark.parametrize(
     ("activation", "function"), [("relu", relu), ("tanh", torch.tanh), ("gelu", nn.functional.gelu)]
 )
@@ -173,8 +153,34 @@ def test_mlp_without_hidden_layers_is_linear():
     assert [tuple(p.shape) for p in model.parameters()] == [(3, 4), (3,)]
 
 
-def test_mlp_errors_name_the_value():
-    with pytest.raises(ValueError, match=r"hidden=\(5, 0\)"):
-        MLP(4, hidden=(5, 0))
-    with pytest.raises(ValueError, match="activation='sine'.*relu"):
-        MLP(4, activation="sine")  # pyright: ignore[reportArgumentType]
+IMAGES, TOKENS = torch.zeros(2, 1, 28, 28), torch.zeros(2, 7, dtype=torch.int64)
+BAD = [
+    (WideResNetFixup, {"depth": 15}, None, "depth=15: .*6 n \\+ 4"),
+    (WideResNetFixup, {"widen_factor": 0}, None, "widen_factor=0"),
+    (LeNet, {"image_size": 3}, None, "image_size=3: .* at least 4"),
+    (LeNet, {"num_classes": 0}, None, "num_classes=0"),
+    (LeNet, {"image_size": 8}, IMAGES, r"\(1, 28, 28\) .* built for \(1, 8, 8\)"),
+    (MLP, {"in_features": 4, "hidden": (5, 0)}, None, r"hidden=\(5, 0\)"),
+    (MLP, {"in_features": 4, "activation": "sine"}, None, "activation='sine'.*relu"),
+    (VisionTransformer, {"heads": 5}, None, "heads=5 does not divide dim=64.* 1, 2, 4, 8"),
+    (VisionTransformer, {"patch_size": 5}, None, "patch_size=5 does not divide image_size=32"),
+    (VisionTransformer, {"mlp_ratio": 0.0}, None, "mlp_ratio=0.0 gives 0 hidden features"),
+    (VisionTransformer, {"pool": "max"}, None, "pool='max' .*'mean', 'class_token'"),
+    (VisionTransformer, {"depth": 0}, None, "depth=0"),
+    (VisionTransformer, {}, IMAGES, r"\(1, 28, 28\) and was built for \(3, 32, 32\)"),
+    (GPT, {"heads": 0}, None, "heads=0: must be at least 1"),
+    (GPT, {"vocab_size": 0}, None, "vocab_size=0"),
+    (GPT, {"context": 6}, TOKENS, r"shape \(2, 7\); .* at most context=6: cut"),
+    (GPT, {"context": 6}, TOKENS[0], r"shape \(7,\)"),
+    (GraphNetwork, {"node_features": 0, "num_classes": 2}, None, "node_features=0"),
+    (GraphNetwork, {"node_features": 4, "num_classes": 2}, some_graphs(), "3 features per node"),
+    (GCN, {"in_features": 3, "num_classes": 0}, None, "num_classes=0"),
+    (GCN, {"in_features": 2, "num_classes": 2}, some_graphs()[0], "3 features and was built for 2"),
+    (GCN, {"in_features": 3, "num_classes": 2}, some_graphs(), r"got 6 graphs; .*graphs\[0\]"),
+]
+
+
+@pytest.mark.parametrize(("model", "arguments", "inputs", "message"), BAD)
+def test_what_does_not_fit_is_named(model, arguments, inputs, message):
+    with pytest.raises(ValueError, match=message):
+        model(**arguments)(inputs)

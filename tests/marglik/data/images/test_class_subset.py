@@ -5,7 +5,7 @@ import torch
 from jsonargparse import ArgumentParser
 
 from marglik.data import ClassSubset, Digits, ImageData, ImageFolder
-from tests.marglik.data.image_helpers import TEST, TRAIN, splits_of
+from tests.marglik.data.image_helpers import splits_of
 
 
 @pytest.mark.parametrize("classes", [["3", "1", "7"], ["1", "3", "7"], ["9"]])
@@ -24,26 +24,11 @@ def test_images_of_the_classes_keep_their_order_and_get_new_numbers(classes):
         assert kept.labels.tolist() == [label for _, label in expected]
 
 
-def test_order_of_the_classes_matters():
-    first, second = (ClassSubset(Digits(), c).load().test for c in (["3", "1"], ["1", "3"]))
-    assert torch.equal(first.images, second.images)
-    assert torch.equal(first.labels, 1 - second.labels)
-
-
 def test_statistics_stay_those_of_the_whole_data():
     digits, zeros = Digits().load(), ClassSubset(Digits(), ["0"]).load()
     assert (zeros.mean, zeros.std) == (digits.mean, digits.std)
     own = zeros.train.images.double()
     assert zeros.mean != pytest.approx([own.mean().item()], rel=1e-3)  # negative control
-
-
-def test_classes_have_names_and_no_validation_stays_none(pets):
-    splits = ClassSubset(ImageFolder(pets), ["test", "cat"]).load()
-    assert splits.validation is None
-    assert splits.name == "pets (test, cat)"
-    assert splits.train.labels.bincount().tolist() == [TRAIN] * 2
-    assert splits.test.labels.bincount().tolist() == [TEST] * 2
-    assert ClassSubset(ClassSubset(ImageFolder(pets), ["test", "cat"]), ["cat"]).load().test
 
 
 @pytest.mark.parametrize("classes", [[], ["1", "2", "1"], [1, "1"], "12"])
