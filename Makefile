@@ -64,7 +64,7 @@ exactness: $(INSTALLED)  ## where expand and reduce are exact, after the paper's
 presets: $(INSTALLED)  ## learned against initial weight decay for a ViT, a GPT and a GraphNetwork: half an hour
 	$(BIN)/python -m experiments.weight_decay.presets
 
-rivals: $(INSTALLED)  ## predictives beside ensembles, SWAG, IVON, dropout and laplace-torch: digits, five seeds
+rivals: $(INSTALLED)  ## predictives beside temperature scaling, ensembles, dropout and laplace-torch: digits, five seeds
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
 	$(BIN)/python -m experiments.predictions.predictive_rivals
 

@@ -1,7 +1,7 @@
 """Ours beside the usual ways to class probabilities on small data: quality and cost.
 
 The rivals are the MAP with a default and with a chosen weight decay, temperature scaling, a deep
-ensemble of five, SWAG, IVON, MC dropout, and laplace-torch with all layers and with the last (all
+ensemble of five, MC dropout, and laplace-torch with all layers and with the last (all
 in `rivals.py`). Ours learns its weight decays while the network trains, and is given uncalibrated
 and calibrated. All have the same network, epochs, training and held-out data. Every row is given
 raw and with its probabilities tempered on the held-out data. Eschenhagen et al. 2023 have no such
@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -147,7 +146,6 @@ def run(config: Config) -> dict[str, Any]:
     problem, splits, task = _task(config)
     made, failed = _rows(task, problem, config)
     rows = _measured(made, config, problem, splits, task)
-    found = environment(torch.device("cpu"))
     return {
         "config": asdict(config),
         "problem": {
@@ -166,8 +164,7 @@ def run(config: Config) -> dict[str, Any]:
         "rows": rows,
         "failed": failed,
         "seconds": time.perf_counter() - started,
-        **found,
-        "versions": found["versions"] | {"ivon-opt": _version("ivon-opt")},
+        **environment(torch.device("cpu")),
     }
 
 
@@ -292,8 +289,6 @@ def _rows(task: Task, problem: Problem, config: Config) -> tuple[dict[str, Rival
         f"deep ensemble of {config.members}": lambda: rivals.deep_ensemble(
             task, start, config.members
         ),
-        "SWAG": lambda: rivals.swag(task, start),
-        "IVON": lambda: rivals.ivon(task, start),
         "MC dropout": lambda: rivals.mc_dropout(task, start),
         "laplace-torch": lambda: rivals.laplace_torch(task, start),
         "laplace-torch, last layer": lambda: rivals.laplace_torch(task, start, "last_layer"),
@@ -328,13 +323,6 @@ def _metrics(
     if outside is not None:
         found |= out_of_distribution_metrics(prediction.entropy, outside.entropy)
     return found
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 # Tables and figures, from JSON alone

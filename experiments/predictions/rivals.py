@@ -6,8 +6,6 @@ A `Rival` is called like `marglik.map_predictive`'s result and also tells what i
 - `map_network`: one network with a default or a chosen weight decay; most others start from it.
 - `temperature_scaled`: any of them with its outputs divided by τ (Guo et al. 2017).
 - `deep_ensemble`: five networks (Lakshminarayanan et al. 2017, arXiv:1612.01474).
-- `swag`: samples of a Gaussian fitted to the path of SGD (Maddox et al. 2019, arXiv:1902.02476).
-- `ivon`: variational learning (Shen et al. 2024, arXiv:2402.17641), by its authors' package.
 - `mc_dropout`: dropout that stays on (Gal & Ghahramani 2016, arXiv:1506.02142).
 - `laplace_torch`: laplace-torch as it comes, all layers or the last.
 
@@ -19,7 +17,6 @@ import copy
 import math
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -27,8 +24,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from kfac_backend.model.calls import call_with
 from kfac_backend.options import Likelihood
@@ -41,16 +36,13 @@ from marglik.training.optimizers import OptimizerConfig, build_optimizer
 
 __all__ = [
     "Rival",
-    "Swag",
     "Task",
     "best_temperature",
     "deep_ensemble",
-    "ivon",
     "laplace_torch",
     "map_network",
     "mc_dropout",
     "mixture_predictive",
-    "swag",
     "temper",
     "tempered",
     "temperature_scaled",
@@ -73,7 +65,7 @@ class Task:
         optimizer: of one training; the learning rate falls by a cosine.
         weight_decay: where it is not chosen; coupled, so that the objective is the mean loss plus
             ½ weight_decay ‖θ‖².
-        samples: networks in SWAG, IVON and MC dropout.
+        samples: networks in MC dropout.
         seed: of everything.
     """
 
@@ -216,153 +208,6 @@ def mixture_predictive(model: nn.Module, networks: Sequence[Mapping[str, Tensor]
     return in_eval_mode(model, predict)
 
 
-# SWAG
-
-
-class Swag:
-    """The Gaussian of SWAG, N(θ̄, ½ (Σ_diag + D Dᵀ / (K − 1))), from parameters along a path.
-
-    θ̄ and the mean of θ² run over all points, the start included; Σ_diag is the mean of
-    θ² minus θ̄². The columns of D are the last K deviations, each from θ̄ at that time. All is
-    float64, as Σ_diag is a small difference.
-
-    This is our own code, since torch-uncertainty 0.13 draws the factors of D separately for each
-    tensor, which drops the correlations between tensors.
-    Source: Maddox et al. 2019, algorithm 1 and eq. 1.
-
-    Args:
-        start: (P,), the first point of the path.
-        rank: largest K, at least 2.
-    """
-
-    def __init__(self, start: Tensor, rank: int = 20) -> None:
-        if rank < 2:
-            raise ValueError(f"rank={rank}: a covariance needs two deviations or more.")
-        start = start.detach().double()
-        self.count = 1
-        self.mean, self.mean_of_squares = start.clone(), start.square()
-        self.deviations: deque[Tensor] = deque(maxlen=rank)
-
-    def collect(self, vector: Tensor) -> None:
-        """Add a point (P,) of the path."""
-        vector = vector.detach().double()
-        self.count += 1
-        self.mean = self.mean + (vector - self.mean) / self.count
-        change = vector.square() - self.mean_of_squares
-        self.mean_of_squares = self.mean_of_squares + change / self.count
-        self.deviations.append(vector - self.mean)
-
-    @property
-    def variance(self) -> Tensor:
-        """The diagonal Σ_diag, (P,)."""
-        return (self.mean_of_squares - self.mean.square()).clamp(min=0)
-
-    def sample(self, generator: torch.Generator) -> Tensor:
-        """θ̄ + √½ Σ_diag^½ z₁ + D z₂ / √(2 (K − 1)), (P,)."""
-        K = len(self.deviations)
-        if K < 2:
-            raise ValueError(f"{K} points were collected after the start; SWAG needs two or more.")
-        z1 = torch.randn(len(self.mean), generator=generator, dtype=torch.float64)
-        z2 = torch.randn(K, generator=generator, dtype=torch.float64)
-        low_rank = torch.stack(list(self.deviations), 1) @ z2
-        return self.mean + (self.variance / 2).sqrt() * z1 + low_rank / math.sqrt(2 * (K - 1))
-
-
-def swag(
-    task: Task, start: Rival, rates: Sequence[float] = (0.1, 0.3, 1.0, 3.0), rank: int = 20
-) -> Rival:
-    """SWAG from a trained network: half as many epochs again, at a constant learning rate.
-
-    A point is collected after every epoch. The learning rate, a share of the training's first, is
-    chosen on held-out data.
-
-    Raises:
-        ValueError: a network with batch norm, each sample of which would need a pass for its
-            statistics; fewer than four epochs.
-    """
-    norms = (nn.modules.batchnorm._BatchNorm,)
-    if any(isinstance(module, norms) for module in start.model.modules()):
-        raise ValueError("swag is for networks without batch norm here; use LayerNorm or Fixup.")
-    weight_decay = start.chosen.get("weight_decay", task.weight_decay)
-
-    def fit(rate: float) -> Rival:
-        started = time.process_time()
-        model = copy.deepcopy(start.model)
-        gaussian = Swag(parameters_to_vector(model.parameters()), rank)
-        config = replace(task.optimizer, lr=rate * task.optimizer.lr, min_lr=0.0)
-        optimizer, _ = build_optimizer(model, config, 1)
-        _run(
-            task, model, task.epochs // 2, _step(model, optimizer, weight_decay),
-            lambda: gaussian.collect(parameters_to_vector(model.parameters())),
-        )  # fmt: skip
-        generator = torch.Generator().manual_seed(task.seed)
-        samples = [gaussian.sample(generator) for _ in range(task.samples)]
-        networks = [_from_vector(model, sample) for sample in samples]
-        seconds = start.training_seconds + time.process_time() - started
-        return Rival(mixture_predictive(model, networks), model, seconds)
-
-    candidates = [(lambda r=r: fit(r), {"rate": r}) for r in rates]
-    return _with_search(_best(task, candidates, shared=start.training_seconds), start)
-
-
-# Variational learning
-
-
-def ivon(
-    task: Task,
-    start: Rival,
-    rates: Sequence[float] = (0.2, 0.5, 1.0),
-    hessians: Sequence[float] = (0.2, 1.0, 5.0),
-    beta2: float = 0.9995,
-) -> Rival:
-    """IVON with its mean-field posterior; learning rate and initial Hessian are chosen.
-
-    It is trained from scratch; ``start`` gives its weight decay, δ = N · weight decay as for a MAP.
-
-    The posterior is of the whole data, ess = N. ``beta2`` is smaller than the package's 0.99999,
-    with which a few hundred steps would leave the Hessian at its initial value. The rates are
-    larger than SGD's with momentum 0.9, since IVON's momentum is a mean of gradients and not a sum.
-
-    Raises:
-        ImportError: if the package ivon-opt is missing.
-    """
-    try:
-        import ivon as package  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ImportError("ivon needs ivon-opt; install it, or marglik[bench].") from error
-
-    weight_decay = start.chosen.get("weight_decay", task.weight_decay)
-
-    def fit(rate: float, hessian: float) -> Rival:
-        started = time.process_time()
-        torch.manual_seed(task.seed)
-        model = task.make_model()
-        loader = task.make_loader(task.seed)
-        optimizer = package.IVON(
-            model.parameters(), rate, ess=loader.num_examples, hess_init=hessian, beta2=beta2,
-            weight_decay=weight_decay,
-        )  # fmt: skip
-        scheduler = CosineAnnealingLR(optimizer, task.epochs * len(loader))
-
-        def step(x: Any, y: Tensor) -> None:
-            with optimizer.sampled_params(train=True):
-                optimizer.zero_grad()
-                cross_entropy(model(x), y).backward()
-            optimizer.step()
-            scheduler.step()
-
-        _run(task, model, task.epochs, step, loader=loader)
-        networks = []
-        for _ in range(task.samples):
-            with optimizer.sampled_params():
-                networks.append(_state(model))
-        seconds = time.process_time() - started
-        return Rival(mixture_predictive(model, networks), model, seconds)
-
-    grid = [{"rate": r, "hessian": h} for r in rates for h in hessians]
-    return _with_search(_best(task, [(lambda c=c: fit(**c), c) for c in grid]), start)
-
-
 # Dropout
 
 
@@ -463,57 +308,31 @@ def _network(task: Task, weight_decay: float, seed: int) -> Rival:
     model = task.make_model()
     loader = task.make_loader(seed)
     optimizer, scheduler = build_optimizer(model, task.optimizer, task.epochs * len(loader))
-    step = _step(model, optimizer, weight_decay, scheduler)
-    _run(task, model, task.epochs, step, loader=loader)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    model.train()
+    for _ in range(task.epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            for p in parameters:
+                assert p.grad is not None
+                # Coupled, also for Adam: that is the MAP.
+                p.grad.add_(p.detach(), alpha=weight_decay)
+            optimizer.step()
+            scheduler.step()
     seconds = time.process_time() - started
     return Rival(map_predictive(model), model, seconds, chosen={"weight_decay": weight_decay})
-
-
-def _step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, weight_decay: float, scheduler: Any = None
-) -> Callable[[Any, Tensor], None]:
-    parameters = [p for p in model.parameters() if p.requires_grad]
-
-    def step(x: Any, y: Tensor) -> None:
-        optimizer.zero_grad()
-        cross_entropy(model(x), y).backward()
-        for p in parameters:
-            assert p.grad is not None
-            p.grad.add_(p.detach(), alpha=weight_decay)  # coupled, also for Adam: that is the MAP
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-
-    return step
-
-
-def _run(
-    task: Task,
-    model: nn.Module,
-    epochs: int,
-    step: Callable[[Any, Tensor], None],
-    after_epoch: Callable[[], None] = lambda: None,
-    loader: Batches | None = None,
-) -> None:
-    loader = task.make_loader(task.seed) if loader is None else loader
-    model.train()
-    for _ in range(epochs):
-        for x, y in loader:
-            step(x, y)
-        after_epoch()
 
 
 def _best(
     task: Task,
     candidates: Sequence[tuple[Callable[[], Rival], Mapping[str, float]]],
-    shared: float = 0.0,
 ) -> Rival:
     """The candidate with the lowest held-out NLL; its search has the others' seconds.
 
     Args:
         task: has the held-out data.
         candidates: functions that make them, with the choices that they stand for.
-        shared: seconds of the start that all share, counted once.
     """
     started = time.process_time()
     best, lowest = None, math.inf
@@ -527,7 +346,7 @@ def _best(
             best, lowest = replace(rival, chosen={**rival.chosen, **chosen}), nll
     if best is None:
         raise FloatingPointError("Every candidate diverged; lower the learning rate.")
-    search = time.process_time() - started - (best.training_seconds - shared)
+    search = time.process_time() - started - best.training_seconds
     return replace(best, search_seconds=search)
 
 
@@ -543,13 +362,6 @@ def _with_search(rival: Rival, start: Rival) -> Rival:
 def _state(model: nn.Module) -> dict[str, Tensor]:
     """Copies of all parameters and buffers, by name."""
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def _from_vector(model: nn.Module, vector: Tensor) -> dict[str, Tensor]:
-    """The state of a network with these parameters."""
-    other = copy.deepcopy(model)
-    vector_to_parameters(vector.to(next(model.parameters())), other.parameters())
-    return _state(other)
 
 
 def _log(probabilities: Tensor) -> Tensor:

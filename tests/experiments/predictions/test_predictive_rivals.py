@@ -34,16 +34,18 @@ def seed(number, rows, failed=()):
 def test_the_table():
     scaled = {"temperature scaling": row(0.2)}
     runs = [
-        seed(0, {"MAP": row(0.2), "SWAG": row(0.1, seconds=4.0)} | scaled),
-        seed(1, {"MAP": row(0.4)} | scaled, [("SWAG", "ValueError: no")]),
+        seed(0, {"MAP": row(0.2), "MC dropout": row(0.1, seconds=4.0)} | scaled),
+        seed(1, {"MAP": row(0.4)} | scaled, [("MC dropout", "ValueError: no")]),
     ]
     *_, map_row, swag_row, _, _, missing = table(runs).splitlines()
     assert map_row == (
         "| MAP | 0.300 ± 0.100 | 0.150 ± 0.050 | 90.00 ± 0.00 | 2.0 ± 0.0 | 2.0 ± 0.0 "
         "| 0.100 ± 0.000 | 2.00 | 1.0 | 4.0 | 1.0 | +0.050 ± 0.050 |"
     )
-    assert swag_row.startswith("| SWAG (1 seeds) | 0.100 | 0.050 | 90.00 | 2.0 | 2.0 | 0.100 |")
-    assert missing == "Left out: SWAG (ValueError: no)."
+    assert swag_row.startswith(
+        "| MC dropout (1 seeds) | 0.100 | 0.050 | 90.00 | 2.0 | 2.0 | 0.100 |"
+    )
+    assert missing == "Left out: MC dropout (ValueError: no)."
 
 
 def test_a_run_measures_every_row_but_of_a_rival_that_fails(monkeypatch, capsys):
@@ -52,13 +54,15 @@ def test_a_run_measures_every_row_but_of_a_rival_that_fails(monkeypatch, capsys)
 
     tiny = replace(PROBLEMS["digits"], make_model=lambda: MLP(64, (6,)))
     monkeypatch.setitem(PROBLEMS, "digits", tiny)
-    monkeypatch.setattr(rivals, "ivon", fails)
+    monkeypatch.setattr(rivals, "laplace_torch", fails)
     config = Config(epochs=4, samples=2, members=2, weight_decays=(5e-4, 5e-2), repetitions=1)
     found = predictive_rivals.run(config)
     rows = found["rows"]
-    assert found["failed"] == {"IVON": "NotImplementedError: graphs"}
-    assert "digits_0: IVON" in capsys.readouterr().err
-    assert len(rows) == 15 and "ivon-opt" in found["versions"]
+    assert found["failed"] == dict.fromkeys(
+        ("laplace-torch", "laplace-torch, last layer"), "NotImplementedError: graphs"
+    )
+    assert "digits_0: laplace-torch" in capsys.readouterr().err
+    assert len(rows) == 12
     assert found["num_examples"] == {"train": 629, "validation": 270, "test": 898}
     # Temperature scaling as a row and as a column are one thing.
     scaled, raw = rows["temperature scaling"], rows["MAP, chosen weight decay"]

@@ -1,7 +1,6 @@
 """Each rival on a tiny problem, against a statement of what it is by brute force, in float64."""
 
 import copy
-import math
 from dataclasses import replace
 
 import pytest
@@ -12,9 +11,8 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, TensorDataset
 
 from experiments.predictions import rivals
-from experiments.predictions.rivals import Swag, Task
+from experiments.predictions.rivals import Task
 from marglik.data.tensors import TensorBatches
-from marglik.prediction.evaluation import predict_all
 from marglik.prediction.links import predict_from_outputs
 from marglik.training.optimizers import OptimizerConfig
 
@@ -133,65 +131,6 @@ def test_an_ensemble_is_the_mean_of_probabilities(task, start):
     assert not torch.allclose(found(x).mean, of_logits, atol=1e-4)
     assert (found(x).epistemic > 0).all()
     assert found.training_seconds > start.training_seconds
-
-
-# SWAG
-
-
-@pytest.mark.parametrize(("points", "rank"), [(4, 10), (9, 3)])
-def test_swag_is_the_gaussian_of_its_definition(points, rank):
-    generator = torch.Generator().manual_seed(points)
-    path = torch.randn(points + 1, 6, generator=generator, dtype=torch.float64)
-    gaussian = Swag(path[0], rank)
-    for point in path[1:]:
-        gaussian.collect(point)
-    columns = [path[i] - path[: i + 1].mean(0) for i in range(1, points + 1)][-rank:]
-    D = torch.stack(columns, 1)
-    diagonal = path.square().mean(0) - path.mean(0) ** 2
-    covariance = 0.5 * (diagonal.diag() + D @ D.T / (D.shape[1] - 1))
-    samples = torch.stack([gaussian.sample(generator) for _ in range(40_000)])
-    spread = covariance.diagonal().sqrt()
-    assert ((samples.mean(0) - path.mean(0)).abs() < 5 * spread / 200).all()
-    error = (samples.T.cov() - covariance).abs() / (spread[:, None] * spread)
-    assert error.max() < 5 * math.sqrt(2) / 200
-    # The diagonal alone is another Gaussian, which the same tolerance tells apart.
-    alone = (covariance.diagonal().diag() - covariance).abs() / (spread[:, None] * spread)
-    assert alone.max() > 10 * math.sqrt(2) / 200
-
-
-def test_swag_averages_networks_near_the_one_it_starts_from(task, start):
-    before = parameters_to_vector(start.model.parameters()).detach().clone()
-    found = rivals.swag(task, start, rates=(0.1, 1.0))
-    assert found.chosen["rate"] in (0.1, 1.0)
-    torch.testing.assert_close(parameters_to_vector(start.model.parameters()).detach(), before)
-    prediction, _ = predict_all(found, task.held_out)
-    assert (prediction.epistemic > 0).any()
-    assert found.training_seconds > start.training_seconds
-
-
-# IVON
-
-
-def test_ivon_averages_its_samples(task, start, monkeypatch):
-    package = pytest.importorskip("ivon", reason="needs ivon-opt, of marglik[bench]")
-    drawn = []
-
-    class Spy(package.IVON):
-        def _sample_params(self):
-            found = super()._sample_params()
-            drawn.append([p.detach().clone() for g in self.param_groups for p in g["params"]])
-            return found
-
-    monkeypatch.setattr(package, "IVON", Spy)
-    found = rivals.ivon(task, start, rates=(0.5,), hessians=(1.0,))
-    x, _ = held_out(task)
-    expected = 0
-    for parameters in drawn[-task.samples :]:
-        w1, b1, w2, b2 = parameters
-        expected = expected + torch.softmax(torch.tanh(x @ w1.T + b1) @ w2.T + b2, -1)
-    torch.testing.assert_close(found(x).mean, expected / task.samples)
-    assert not torch.allclose(found(x).mean, probabilities(found.model, x), atol=1e-4)
-    assert found.chosen == {"weight_decay": 5e-4, "rate": 0.5, "hessian": 1.0}
 
 
 # Dropout
