@@ -131,7 +131,7 @@ def test_the_table():
     values = "+0.400 ± 0.100"  # 0.5 and 0.3
     row = f"| K-FAC expand − full GGN | {values} | {values} |  |  | {values} |  |  |"
     assert row in lines
-    assert "| s > 0, %, full GGN | 50 | 50 |  |  | 50 |  |  |" in lines
+    assert "| s > 0, %, full GGN | 50 ± 50 | 50 ± 50 |  |  | 50 ± 50 |  |  |" in lines
 
 
 def test_concrete_comes_from_the_folder_that_the_environment_names(
