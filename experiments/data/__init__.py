@@ -4,7 +4,17 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["VARIABLE", "Source", "archive", "data_file", "default_source", "images"]
+from marglik.data.images.image_set import ImageData
+
+__all__ = [
+    "VARIABLE",
+    "Source",
+    "archive",
+    "data_file",
+    "default_source",
+    "images",
+    "specification",
+]
 
 Source = Literal["jpeg", "original"]
 """jpeg: an archive of lossily re-encoded images, labelled "CIFAR-10 (JPEG)"; original: CIFAR-10,
@@ -29,14 +39,22 @@ def default_source() -> Source:
     return "jpeg" if archive().exists() else "original"
 
 
-def images(source: Source, **options: Any) -> dict[str, Any]:
-    """The specification that loads the images, ``{"class_path": ..., "init_args": ...}``.
+def specification(source: Source, **options: Any) -> dict[str, Any]:
+    """How to load the images, ``{"class_path": ..., "init_args": ...}``.
 
     Args:
         source: which images.
-        options: max_train, max_test, validation.
+        options: max_train, max_test, validation, seed.
     """
     if source == "original":
         return {"class_path": "marglik.data.CIFAR10", "init_args": options}
     arguments = {"path": str(archive()), "name": "CIFAR-10 (JPEG)", **options}
     return {"class_path": "experiments.data.image_archive.CIFAR10Archive", "init_args": arguments}
+
+
+def images(source: Source, **options: Any) -> ImageData:
+    """The source of the images; options are those of `specification`."""
+    from marglik.runs.build import build_from_spec  # imported here, since it takes seconds
+
+    spec = specification(source, **options)
+    return build_from_spec(ImageData, spec, named=[spec["class_path"]])

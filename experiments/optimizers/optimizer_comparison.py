@@ -23,9 +23,7 @@ from experiments.optimizers.runs import Config, Method, Problem, Schedule, Timin
 from experiments.optimizers.steps_to_target import Study
 from marglik.data import Digits
 from marglik.data.batches import Splits
-from marglik.data.images.image_set import ImageData
 from marglik.models import GPT, LeNet, WideResNetFixup
-from marglik.runs.build import build_from_spec
 
 __all__ = ["METHODS", "PROBLEMS", "STUDY"]
 
@@ -35,8 +33,7 @@ def _digits() -> Splits:
 
 
 def _cifar10() -> Splits:
-    options = images(default_source(), max_train=4_000, max_test=1_000, validation=0.25)
-    return build_from_spec(ImageData, options).load()
+    return images(default_source(), max_train=4_000, max_test=1_000, validation=0.25).load()
 
 
 def _dart() -> Splits:

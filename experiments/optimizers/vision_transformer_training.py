@@ -29,16 +29,15 @@ from experiments.data import default_source, images
 from experiments.optimizers import steps_to_target
 from experiments.optimizers.runs import Config, Method, Problem, Schedule, Timing
 from experiments.optimizers.steps_to_target import Study
-from marglik.data.images.image_set import ImageData, ImageSplits
+from marglik.data.images.image_set import ImageSplits
 from marglik.models import VisionTransformer
-from marglik.runs.build import build_from_spec
 
 __all__ = ["METHODS", "PROBLEMS", "STUDIES"]
 
 
 def _cifar10() -> ImageSplits:
-    options = images(default_source(), max_train=10_000, max_test=2_000, validation=0.2)
-    return build_from_spec(ImageData, options).load()
+    source = images(default_source(), max_train=10_000, max_test=2_000, validation=0.2)
+    return source.load()
 
 
 def _network(splits: Any) -> VisionTransformer:

@@ -282,7 +282,8 @@ def _trained(config: Config, problem: Problem) -> tuple[Posterior, ImageSplits]:
         raise RuntimeError(f"marglik train for {config.name} ended with status {status}.")
     record = read_posterior(config.folder)
     model = build_from_spec(nn.Module, record["model"])
-    splits = build_from_spec(ImageData, record["data"]["source"]).load()
+    source = record["data"]["source"]  # as we have just written it
+    splits = build_from_spec(ImageData, source, named=[source["class_path"]]).load()
     return load_posterior(config.folder, model, "cpu"), splits
 
 

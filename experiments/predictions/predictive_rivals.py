@@ -47,7 +47,6 @@ from marglik.prediction.predictive import (
     laplace_predictive,
     map_predictive,
 )
-from marglik.runs.build import build_from_spec
 from marglik.storage.provenance import environment
 from marglik.training.loop import OnlineTraining
 from marglik.training.optimizers import OptimizerConfig, build_optimizer
@@ -81,9 +80,7 @@ class Problem:
 
 
 def _cifar10(seed: int) -> DataSource:
-    return build_from_spec(
-        ImageData, images("jpeg", max_train=4000, max_test=2000, validation=0.2, seed=seed)
-    )
+    return images("jpeg", max_train=4000, max_test=2000, validation=0.2, seed=seed)
 
 
 PROBLEMS = {

@@ -39,10 +39,9 @@ from experiments.options import parse_options, parts_parser, parts_to_measure
 from experiments.speed.contenders import limit, network, training_step
 from experiments.timing import interleaved, medians, peak_memory, seconds
 from marglik import marglik_training
-from marglik.data import ImageData, TensorBatches
+from marglik.data import TensorBatches
 from marglik.data.batches import split_batches
 from marglik.posterior.kron_laplace import KronLaplace
-from marglik.runs.build import build_from_spec
 from marglik.storage.provenance import environment
 from marglik.storage.record_file import write_json
 
@@ -218,7 +217,7 @@ def _train_loader(config: Config, device: torch.device) -> Any:
         x = torch.randn(config.train_images, 3, 32, 32, device=device)
         y = torch.randint(config.num_classes, (len(x),), device=device)
         return TensorBatches(x, y, 64, shuffle=True, seed=config.seed)
-    splits = build_from_spec(ImageData, images("jpeg", max_train=config.train_images)).load()
+    splits = images("jpeg", max_train=config.train_images).load()
     return split_batches(splits, "train", 64, device=device)
 
 
@@ -226,7 +225,7 @@ def _images(config: Config, device: torch.device) -> tuple[str, list[Tensor]]:
     if default_source() != "jpeg":
         x = torch.randn(config.num_images, 3, 32, 32, device=device)
         return "noise", list(x.split(config.batch_size))
-    splits = build_from_spec(ImageData, images("jpeg")).load()
+    splits = images("jpeg").load()
     batches = split_batches(splits, "test", config.batch_size, device=device)
     number = -(-config.num_images // config.batch_size)
     return splits.name, [x for x, _ in batches if isinstance(x, Tensor)][:number]

@@ -68,7 +68,7 @@ def run(config: Config, folder: Path | None = None) -> dict[str, Any]:
     torch.manual_seed(config.seed)  # of the initial parameters
     results = train(
         build_from_spec(nn.Module, settings.model),
-        build_from_spec(ImageData, settings.data),
+        build_from_spec(ImageData, settings.data, named=[settings.data["class_path"]]),
         settings.optimizer,
         settings.prior,
         settings.curvature,
@@ -121,6 +121,7 @@ def _of_other_predictives(
             return found["metrics"]
     others = evaluate_run(
         str(folder),
+        data=settings.data["class_path"],
         methods=list(config.predictives),
         predictive=settings.predictive,
         output=str(folder / "predictives"),

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import yaml
 
-from experiments.data import Source, images
+from experiments.data import Source, specification
 from marglik.prediction.predictive import PredictiveConfig, PredictiveMethod
 from marglik.runs.config import CurvatureConfig, PriorConfig
 from marglik.training.optimizers import OptimizerConfig
@@ -124,7 +124,7 @@ class Settings:
         number = {"max_train": scale.max_train, "max_test": scale.max_test}
         return cls(
             model=model | {"init_args": model["init_args"] | size},
-            data=images(config.source, **number),
+            data=specification(config.source, **number),
             optimizer=OptimizerConfig(**preset["optimizer"]),
             prior=PriorConfig(**prior),
             curvature=CurvatureConfig(**preset["curvature"] | mode),

@@ -37,7 +37,7 @@ from experiments.studies import (
     standard_error,
     study,
 )
-from marglik.data import DataSource, Digits, ImageData
+from marglik.data import DataSource, Digits
 from marglik.data.batches import Splits, split_batches
 from marglik.data.images.image_set import ImageSet
 from marglik.data.splits import hold_out
@@ -54,7 +54,7 @@ from marglik.prediction.predictive import (
     laplace_predictive,
     map_predictive,
 )
-from marglik.runs.build import build_fabric, build_from_spec
+from marglik.runs.build import build_fabric
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
 from marglik.runs.training_setup import TrainingSetup
 from marglik.storage.provenance import environment
@@ -96,7 +96,7 @@ def _digits(seed: int) -> DataSource:
 
 
 def _cifar10(seed: int) -> DataSource:
-    return build_from_spec(ImageData, images("jpeg", max_train=4000, max_test=2000, seed=seed))
+    return images("jpeg", max_train=4000, max_test=2000, seed=seed)
 
 
 DIGITS_EPOCHS: Mapping[int | None, int] = {100: 160, 400: 80, 1400: 40}

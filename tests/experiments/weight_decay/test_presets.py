@@ -40,7 +40,7 @@ def test_one_seed_has_no_error():
 
 def test_a_run_that_ends_with_an_error_is_named(monkeypatch):
     monkeypatch.setattr(presets, "marglik", lambda arguments: 2)
-    with pytest.raises(RuntimeError, match="--config gpt_dart.yaml ended with status 2"):
+    with pytest.raises(RuntimeError, match="gpt_dart.yaml ended with status 2"):
         presets.run(presets.Config("gpt_dart", 0))
 
 
