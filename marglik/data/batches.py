@@ -102,6 +102,7 @@ class ImageBatches:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         # Drawn here, since the body of a generator function would run only at the first batch.
         n, device = len(self.dataset), self.dataset.images.device
+        # For all ranks alike: each then takes its part of every batch.
         order = torch.randperm(n, generator=self.generator) if self.shuffle else torch.arange(n)
         distortions = self._draw_distortions(n) if self.augment == "crop_flip" else ()
         return self._batches(order.to(device), tuple(d.to(device) for d in distortions))
@@ -120,6 +121,7 @@ class ImageBatches:
             if distortions:
                 top, left, flip = (d[batch] for d in distortions)
                 images = crop_and_flip(images, top, left, flip, PADDING)
+            # Floating point only now: the data set stays at a byte a pixel.
             x = images.to(torch.float32, memory_format=self._memory_format)
             yield x.sub_(self._mean).div_(self._std), self.dataset.labels[order[batch]]
 
@@ -145,6 +147,7 @@ def crop_and_flip(
         padding: number of zeros at each side.
     """
     _, channels, height, width = images.shape
+    # The window's rows and columns in the padded image; a mirrored one is read backwards.
     rows = top[:, None] + torch.arange(height, device=images.device)  # (B, H)
     columns = torch.arange(width, device=images.device).expand(len(images), width)
     columns = left[:, None] + torch.where(flip[:, None], width - 1 - columns, columns)  # (B, W)

@@ -61,6 +61,7 @@ def as_trained(splits: Splits, record: dict[str, Any] | None) -> Splits:
                 f"{splits.name} holds {what if here else f'no {what}'}, unlike {record['name']}, "
                 "which the network was trained on. Pass data of its kind (--data)."
             )
+    # A file's labels have no names: nothing to compare.
     classes = record.get("classes")
     if classes and splits.classes and list(splits.classes) != classes:
         raise ValueError(

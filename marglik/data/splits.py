@@ -159,6 +159,7 @@ def stratified(
 
     _check_sizes(len(labels), size, len(classes), cause)
     _check_classes(labels, classes, 2, cause)
+    # scikit-learn's rounding of each class's share: part of what a seed means.
     chosen, rest = train_test_split(
         torch.arange(len(labels)).numpy(),
         train_size=size,
@@ -192,6 +193,7 @@ def pixel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ..
     Computed in float64 from a histogram with 256 bins, so that the images are never copied to
     floating point. The standard deviation is the population's (divided by N H W).
     """
+    # Sums of counts are exact, where a float32 mean of 150 million pixels is not.
     values = torch.arange(256, dtype=torch.float64)
     mean, std = [], []
     for channel in range(images.shape[1]):

@@ -137,6 +137,7 @@ class TensorSplits:
                     f"{self.name}: x_{split} has {len(x)} examples and y_{split} {len(y)}; each "
                     "input needs one target."
                 )
+            # A network that takes one split's examples must take the others', too.
             for which, values, trained_on in zip("xy", (x, y), self.train, strict=True):
                 if described(values) != described(trained_on):
                     raise ValueError(

@@ -60,6 +60,7 @@ class GCN(nn.Module):
             )
         node_graph, last = graph.node_graph, len(self.layers) - 1
         for i, linear in enumerate(self.layers):
+            # Â (x Wᵀ) = (Â x) Wᵀ; in this order nodes mix before the layer, not behind it.
             x = propagate(graph, x)
             with examples_of_rows(node_graph, 1):
                 x = linear(x)
@@ -75,6 +76,7 @@ def propagate(graph: Graphs, x: Tensor) -> Tensor:
     """
     ones = x.new_ones(len(graph.receivers), 1)
     scale = (1 + sum_by(graph.receivers, ones, len(x))).rsqrt()  # (R, 1), D^(-1/2)
+    # The self-loop adds a node's own scaled row to those that its edges bring.
     scaled = scale * x
     incoming = scaled.index_select(0, graph.senders)
     return scale * (scaled + sum_by(graph.receivers, incoming, len(x)))

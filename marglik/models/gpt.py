@@ -52,10 +52,12 @@ class GPT(nn.Module):
         self.blocks = nn.Sequential(*blocks)
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, vocab_size, bias=False)
+        # One parameter, used twice: curvature sees the sum over both uses.
         if tied:
             self.head.weight = self.token_embedding.weight
         self.apply(_initialise)
         for block in blocks:
+            # 2 depth branches add up; scaled like this, their sum has the variance of one.
             for last in (block.attention.projection, block.fc2):
                 nn.init.normal_(last.weight, std=0.02 * (2 * depth) ** -0.5)
 

@@ -55,12 +55,15 @@ class GraphNetworkBlock(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return e' (E, d), v' (V, d) and u' (G, d) of e (E, d), v (V, d) and u (G, d or 0)."""
         node_graph, edge_graph, G = graphs.node_graph, graphs.edge_graph, len(graphs)
+        # Each edge is updated from itself, its two ends and its graph: (E, 3 d + d_u).
         ends = v.index_select(0, graphs.senders), v.index_select(0, graphs.receivers)
         with examples_of_rows(edge_graph, G):
             e = self.edge_update(e, *ends, u.index_select(0, edge_graph))
+        # Then each node from the new edges that point to it: (V, 2 d + d_u).
         incoming = sum_by(graphs.receivers, e, len(v))
         with examples_of_rows(node_graph, G):
             v = self.node_update(v, incoming, u.index_select(0, node_graph))
+        # And each graph from all that is new in it. A graph is one row: nothing to declare.
         u = self.global_update(u, sum_by(node_graph, v, G), sum_by(edge_graph, e, G))
         return e, v, u
 
@@ -130,7 +133,7 @@ class GraphNetwork(nn.Module):
             v = self.node_encoder(graphs.nodes)  # (V, d)
         with examples_of_rows(graphs.edge_graph, G):
             e = self.edge_encoder(graphs.edges)  # (E, d)
-        u = v.new_zeros(G, 0)
+        u = v.new_zeros(G, 0)  # graphs have no features before the first block
         for block in self.blocks:
             e, v, u = block(graphs, e, v, u)
         return self.head(u)

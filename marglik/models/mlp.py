@@ -44,6 +44,7 @@ class MLP(nn.Module):
                 f"activation={activation!r} is unknown; choose one of {get_args(Activation)}."
             )
         *inner, last = [nn.Linear(d_in, d_out) for d_in, d_out in pairwise(widths)]
+        # The last layer has no activation: its outputs are logits.
         layers: list[nn.Module] = [nn.Flatten()]
         for linear in inner:
             layers += [linear, _ACTIVATIONS[activation]()]

@@ -31,7 +31,9 @@ class SelfAttention(nn.Module):
         """Return the attended values (N, R, d) of x (N, R, d)."""
         heads = self.qkv(x).unflatten(-1, (3, self.heads, x.shape[-1] // self.heads))
         q, k, v = heads.permute(2, 0, 3, 1, 4).unbind()  # each (N, h, R, d/h)
+        # Softmax over the positions s of q_r k_sᵀ / √(d/h), by torch's own kernel.
         attended = scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        # Heads side by side again: (N, R, d).
         return self.projection(attended.transpose(1, 2).flatten(2))
 
 

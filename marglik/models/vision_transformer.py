@@ -81,6 +81,7 @@ class VisionTransformer(nn.Module):
         self.image_size = image_size
         self.patch_embedding = nn.Conv2d(in_channels, dim, patch_size, patch_size)
         self.class_token = nn.Parameter(torch.zeros(1, 1, dim)) if pool == "class_token" else None
+        # One position per patch, and one for the class token.
         R = (image_size // patch_size) ** 2 + (pool == "class_token")
         self.position_embedding = nn.Parameter(0.02 * torch.randn(1, R, dim))
         self.blocks = nn.Sequential(*[TransformerBlock(dim, heads, mlp_dim) for _ in range(depth)])
@@ -98,6 +99,7 @@ class VisionTransformer(nn.Module):
             )
         x = self.patch_embedding(x).flatten(2).mT.contiguous()  # (N, R, d), patches row by row
         if self.class_token is not None:
+            # A copy for each example, as curvature takes bare parameters to be used per example.
             x = torch.cat([self.class_token.expand(len(x), -1, -1), x], dim=1)
         x = self.norm(self.blocks(x + self.position_embedding))  # (N, R, d)
         return self.head(x.mean(dim=1) if self.class_token is None else x[:, 0])

@@ -44,6 +44,7 @@ class FixupBlock(nn.Module):
         )
         # L^(-1/(2m-2)) with m = 2 layers in a branch: updates of the L branches add up to O(1).
         nn.init.normal_(self.conv1.weight, std=_he_std(self.conv1) * num_blocks**-0.5)
+        # Zero, so that each block is its shortcut at first and gradients neither grow nor vanish.
         nn.init.zeros_(self.conv2.weight)
         if self.shortcut is not None:
             nn.init.normal_(self.shortcut.weight, std=_he_std(self.shortcut))
@@ -107,12 +108,14 @@ class WideResNetFixup(nn.Module):
         self.stage3 = _stage(widths[2], widths[3], n, stride=2)
         self.bias_out = Bias()
         self.fc = nn.Linear(widths[3], num_classes)
+        # Logits of zero: the first loss is log C, whatever the depth.
         nn.init.zeros_(self.fc.weight)
         nn.init.zeros_(self.fc.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits (N, C) of images (N, in_channels, H, W)."""
-        x = self.bias(self.conv(x))
+        x = self.bias(self.conv(x))  # (N, 16, H, W)
+        # Each stage doubles the channels; the second and third halve the resolution.
         x = self.stage3(self.stage2(self.stage1(x)))  # (N, 64 widen_factor, H/4, W/4)
         x = relu(x).mean(dim=(2, 3))  # (N, 64 widen_factor)
         return self.fc(self.bias_out(x))

@@ -96,6 +96,7 @@ def _corruption(
     if kind == "noise":
         return partial(_in_float, partial(functional.gaussian_noise, sigma=strength))
     if kind == "blur":
+        # torchvision takes an odd kernel size, and pads by its radius.
         radius = round(BLUR_TRUNCATION * strength)
         # Reflection padding cannot be wider than the image.
         size = [2 * min(radius, side - 1) + 1 for side in (width, height)]

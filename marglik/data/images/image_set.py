@@ -168,5 +168,6 @@ def map_in_chunks(
         function: from images (M, C, H, W) to images (M, D, I, J).
         images: the images.
     """
+    # At least one image, however large.
     size = max(1, CHUNK // max(1, images[:1].numel()))
     return torch.cat([function(part) for part in images.split(size)])

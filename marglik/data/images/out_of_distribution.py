@@ -113,6 +113,7 @@ class ClassSubset(ImageData):
 def _select(images: ImageSet, kept: list[int]) -> ImageSet:
     """The images whose label is in ``kept``, in order; the new label is the position in it."""
     old = torch.tensor(kept, device=images.labels.device)
+    # Which of the kept classes each image has; at most one.
     is_class = images.labels[:, None] == old  # (N, classes)
     chosen = is_class.any(1)
     return ImageSet(images.images[chosen], is_class[chosen].int().argmax(1))
@@ -148,6 +149,7 @@ def out_of_distribution_images(source: ImageData, like: ImageSplits) -> OutOfDis
         ValueError: if the source has no test images, or a number of channels that cannot be made
             into that of ``like``.
     """
+    # Resized, noise would be smooth, and easy to tell from noise.
     if isinstance(source, Noise):
         return OutOfDistributionImages(source.draw(*like.image_shape), NAME, None)
     test, name = source.load_test()

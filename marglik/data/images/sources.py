@@ -121,6 +121,7 @@ class TwoPartData(ImageData):
                 f"{self.name}: class {min(differing)!r} is in one of train/ and test/ alone. Both "
                 "need the same classes; test images alone can be out-of-distribution data (--ood)."
             )
+        # Greyscale images beside coloured ones are coloured, too.
         channels = max(part.images.shape[1] for part in (train, test))  # 1 and 3, or equal
         train, test = (
             ImageSet(part.images.expand(-1, channels, -1, -1), part.labels)
@@ -128,6 +129,7 @@ class TwoPartData(ImageData):
         )
         train = subset(train, self.max_train, classes, self.seed, "max_train")
         test = subset(test, self.max_test, classes, self.seed, "max_test")
+        # From the subset, so that validation images are not those that were left out.
         train, validation = split_off_validation(train, self.validation, classes, self.seed)
         mean, std = self.statistics(train.images)
         return ImageSplits(train, validation, test, classes, mean, std, self.name)
