@@ -334,7 +334,7 @@ def decode_images(files: Sequence[Path | IO[bytes]], names: Sequence[str]) -> Te
                         f"{pixels.shape[2]}×{pixels.shape[1]}. Resize them to one size beforehand."
                     )
                 try:
-                    pixels[i] = image.convert("RGB")
+                    pixels[i] = np.asarray(image.convert("RGB"))
                 except Exception as error:  # Pillow's decoders raise almost any exception
                     raise _undecodable(name, error) from error
                 is_grey = is_grey and image.mode in GREYSCALE
