@@ -334,7 +334,7 @@ REFUSED = {
     ),
     "an unknown class held out": (
         [*HELD_OUT[:-1], "[8, ten]"],
-        "digits has no class 'ten'; its classes are '0', '1'",
+        "digits has no class ['ten'], but ['0', '1'",
     ),
 }
 

@@ -36,6 +36,11 @@ KINDS = {
     ),
     "graphs": ("experiments.data.nci1.NCI1", "NodeCounts", ["--data.validation", "0.2"]),
 }  # fmt: skip
+# A folder alone may not choose what code runs.
+NAMED = {
+    kind: ["--model", f"tests.marglik.linear_networks.{model}", "--data", data]
+    for kind, (data, model, _) in KINDS.items()
+}
 SIZES = {"sequences": (54, 6, 20), "graphs": (38, 10, 12)}
 
 
@@ -129,7 +134,7 @@ def test_it_is_evaluated_as_at_its_end(kind, run, capsys):
     options = ["--progress", "false", "--predictive.networks", "2"]  # as of the run
     if kind == "sequences":
         options += ["--predictive.method", "linearised"]
-    assert main(["evaluate", str(run), *options]) == 0
+    assert main(["evaluate", str(run), *NAMED[kind], *options]) == 0
     after = evaluated(run)
     for key in before.keys() - {"config", "predictives"}:
         assert after[key] == before[key], key
@@ -246,22 +251,26 @@ def test_wrong_turns_of_sequences(commands, trained, tmp_path, capsys):
     assert message in refusal(capsys, *command, "--predictive.method", "mc")
     assert not (tmp_path / "run").exists()
     assert "'probit' needs the covariances" in refusal(
-        capsys, "evaluate", str(trained / "sequences"), "--output", str(tmp_path / "elsewhere")
-    )
+        capsys, "evaluate", str(trained / "sequences"), *NAMED["sequences"],
+        "--output", str(tmp_path / "elsewhere"),
+    )  # fmt: skip
     message = refusal(capsys, *command, "--model.num_tokens", "300")
     assert "but DART has 256 classes; give the model 256 outputs" in message
 
 
 def test_other_data_is_refused(files, trained, capsys):
     """Neither images for graphs nor graphs for sequences."""
-    message = refusal(capsys, "evaluate", str(trained / "graphs"), "--data", "Digits")
+    graphs, sequences = (
+        ["evaluate", str(trained / kind), *NAMED[kind][:2]] for kind in ("graphs", "sequences")
+    )
+    message = refusal(capsys, *graphs, "--data", "Digits")
     assert "digits holds images, unlike NCI1" in message
     options = ["--data", "experiments.data.nci1.NCI1", "--data.path", str(files["graphs"])]
-    message = refusal(capsys, "evaluate", str(trained / "sequences"), *options)
+    message = refusal(capsys, *sequences, *options)
     assert "NCI1 holds graphs, unlike DART" in message
     options = ["--data", "experiments.data.dart.DART", "--data.path", str(files["sequences"])]
     options += ["--data.num_test", "2"]
-    message = refusal(capsys, "evaluate", str(trained / "graphs"), *options)
+    message = refusal(capsys, *graphs, *options)
     assert "DART holds no graphs, unlike NCI1" in message
 
 

@@ -92,4 +92,4 @@ def test_number_of_classes_of_a_folder(tmp_path, capsys):
     assert "has 2 classes; set --model.num_classes 2" in message
     fits = ["--model.num_classes", "2"]
     message = refusal(capsys, *SMALL, *FOLDER, str(folder), *options, *fits)
-    assert "held_out=0.1: 8 training images would be divided into 7 and 1" in message
+    assert "held_out=0.1: 8 examples would be divided into 1 and 7" in message
