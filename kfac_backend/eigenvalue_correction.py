@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from kfac_backend.blocks.block import decompose_on_ranks
 from kfac_backend.blocks.corrected import CorrectedBlock
 from kfac_backend.blocks.kronecker import KroneckerFactors
+from kfac_backend.covariance.corrected_eigenvalues import CorrectedEigenvalues
 from kfac_backend.covariance.eigenbasis import LARGEST_PRODUCT
-from kfac_backend.covariance.second_moments import LayerMoments
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.layers import ExactRule, Use
 from kfac_backend.model.batches import each_batch
@@ -134,7 +134,7 @@ class CorrectionPass(CurvaturePass):
     def reset(self) -> None:
         """Forget the batches seen so far, and any failure."""
         super().reset()
-        self._made_moments: LayerMoments | None = None
+        self._made_moments: CorrectedEigenvalues | None = None
 
     def factors(self) -> KroneckerFactors:
         """The factors with corrected eigenvalues, from all batches; the pass is reset.
@@ -169,11 +169,11 @@ class CorrectionPass(CurvaturePass):
         return sums
 
     @property
-    def _moments(self) -> LayerMoments:
+    def _moments(self) -> CorrectedEigenvalues:
         """The sums; made after the proof, which may find other rules for derived layers."""
         if self._made_moments is None:
             bases = {name: self._bases[name] for name in self._basis_names}
-            self._made_moments = LayerMoments(
+            self._made_moments = CorrectedEigenvalues(
                 self._assignment, bases, self._at_once, self._product_bytes
             )
         return self._made_moments

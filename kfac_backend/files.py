@@ -156,7 +156,9 @@ def read_tensors(
         raise _damaged(path, what, "it has no checksum")
     if expected is not None and expected != _checksum(tensors, metadata):
         raise _damaged(path, what, "its checksum differs")
-    return {key: tensor.to(device) for key, tensor in tensors.items()}, metadata
+    # Copies: the tensors are views of the file in memory, which may change, at addresses that are
+    # not aligned. BLAS rounds differently there, and a loaded posterior would not be the same.
+    return {key: tensor.to(device, copy=True) for key, tensor in tensors.items()}, metadata
 
 
 def _damaged(path: str | Path, what: str, reason: str) -> ValueError:

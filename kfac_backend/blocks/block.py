@@ -1,6 +1,6 @@
 """The curvature block of one parameter tensor: B ⊗ A, B alone, or a diagonal."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -17,20 +17,16 @@ from kfac_backend.blocks.eigen import (
 from kfac_backend.blocks.sketch import (
     Basis,
     Factor,
-    Frame,
     SketchedFactor,
     add_factors,
+    dense,
+    diagonal_of,
+    times_counted,
     whole,
 )
 from kfac_backend.ranks import Ranks
 
-__all__ = [
-    "EigenBlock",
-    "KroneckerBlock",
-    "compute_eigenvalues",
-    "coordinates",
-    "decompose_on_ranks",
-]
+__all__ = ["EigenBlock", "KroneckerBlock", "compute_eigenvalues", "decompose_on_ranks"]
 
 
 @dataclass(frozen=True)
@@ -69,18 +65,12 @@ class KroneckerBlock:
 
     def check(self) -> None:
         """Raise a ValueError unless a pass can have made the block; for factors from a file."""
-        terms = torch.tensor(_terms(self), dtype=torch.float64)
-        if (
-            len(terms) not in (1, *self.B.shape[:-2])
-            or not (terms >= 0).all()
-            or terms.isinf().any()
-        ):
+        terms = torch.tensor(self._terms, dtype=torch.float64)
+        right = (terms >= 0).all() and not terms.isinf().any()
+        if not right or len(terms) not in (1, *self.B.shape[:-2]):
             raise ValueError(f"The block of '{self.name}' has num_terms={self.num_terms}.")
         for F, name in self.named_factors():
-            if isinstance(F, SketchedFactor):
-                F.check(name)
-            else:
-                check_gram(F, name)
+            F.check(name) if isinstance(F, SketchedFactor) else check_gram(F, name)
 
     @property
     def numel(self) -> int:
@@ -98,31 +88,46 @@ class KroneckerBlock:
 
     def to_dense(self) -> Tensor:
         """The block as a (P, P) matrix."""
-        B = _dense(self.B)
+        B = dense(self.B)
         B = B.reshape(-1, *B.shape[-2:])
         if self.A is None:
             return torch.block_diag(*B)
-        A = _dense(self.A)
+        A = dense(self.A)
         A = A.expand(len(B), *A.shape[-2:])  # groups may share one
         return torch.block_diag(*(torch.kron(b, a) for b, a in zip(B, A, strict=True)))
 
     def matvec(self, v: Tensor) -> Tensor:
         """(B ⊗ A) v for vectors v (..., P)."""
-        V = self._as_matrices(v)
-        V = self.B.times(V.mT).mT if isinstance(self.B, SketchedFactor) else self.B @ V
+        columns = 1 if self.A is None else self.A.shape[-1]
+        V = v.reshape(*v.shape[:-1], *self.B.shape[:-1], columns)  # (..., G, d_out, d_in)
+        V = (V.mT @ self.B).mT  # B V, since B is symmetric
         if self.A is not None:
-            V = self.A.times(V) if isinstance(self.A, SketchedFactor) else V @ self.A.mT
+            V = V @ self.A
         return V.reshape(v.shape)
 
     def scale(self, weight: float) -> "KroneckerBlock":
         """The block of the same data with a weight ≥ 0, which multiplies B and A's terms."""
-        terms = tuple(number * weight for number in _terms(self))
-        return replace(self, B=self.B * weight, num_terms=terms[0] if len(terms) == 1 else terms)
+        terms = tuple(number * weight for number in self._terms)
+        return replace(self, B=self.B * weight, num_terms=_one_or_all(terms))
 
     def add(self, other: "KroneckerBlock") -> "KroneckerBlock":
         """The block of the union of both data sets: B is summed, A averaged over all terms."""
-        kinds = {type(block) for block in (self, other)}
-        if len(kinds) > 1:
+        self._check_same_kind(other)
+        B = add_factors(self.B, other.B)
+        if self.A is None or other.A is None:
+            return replace(self, B=B)
+        terms = tuple(m + t for m, t in zip(self._terms, other._terms, strict=True))
+        # The share of the other block in each group's terms; 0 where neither has a term.
+        share = torch.tensor(
+            [t / n if n else 0.0 for t, n in zip(other._terms, terms, strict=True)]
+        )
+        share = (share[:, None, None] if len(terms) > 1 else share[0]).to(self.A.device)
+        A = add_factors(self.A * (1 - share), other.A * share)
+        return replace(self, B=B, A=A.to(dtype=self.A.dtype), num_terms=_one_or_all(terms))
+
+    def _check_same_kind(self, other: "KroneckerBlock") -> None:
+        """Raise a ValueError that says why two blocks have no sum."""
+        if type(self) is not type(other):
             raise ValueError(
                 f"One of the blocks of '{self.name}' has corrected eigenvalues and the other has "
                 "none. Add the factors as they are, and correct the sum over all the data."
@@ -132,40 +137,23 @@ class KroneckerBlock:
                 f"The blocks of '{self.name}' and '{other.name}' differ in shape; only factors of "
                 "the same model can be added."
             )
-        for mine, theirs in ((self.B, other.B), (self.A, other.A)):
-            if mine is not None and theirs is not None and mine.dtype != theirs.dtype:
+        for (F, name), (G, _) in zip(self.named_factors(), other.named_factors(), strict=True):
+            if type(F) is not type(G):
                 raise ValueError(
-                    f"The blocks of '{self.name}' are in {mine.dtype} and {theirs.dtype}, whose "
-                    f"sum would have the digits of neither. Take factors.to(dtype={mine.dtype}) of "
-                    "both."
+                    f"One of the factors '{name}' is a sketch and the other is whole. Make both "
+                    "with the same sketch_rank."
                 )
-        if [type(F) for F in (self.B, self.A)] != [type(F) for F in (other.B, other.A)]:
-            raise ValueError(
-                f"One of the blocks of '{self.name}' has a sketched factor where the other has a "
-                "whole one. Make both with the same sketch_rank."
-            )
-        if self.A is None or other.A is None:
-            return replace(self, B=add_factors(self.B, other.B))
+            if F.dtype != G.dtype:
+                raise ValueError(
+                    f"The factors '{name}' are in {F.dtype} and {G.dtype}, and their sum would "
+                    f"have the digits of neither. Take factors.to(dtype={F.dtype}) of both."
+                )
         for block in (self, other):
-            if not any(_terms(block)) and block.B.any() and block.A is not None and block.A.any():
+            if block.A is not None and not any(block._terms) and block.B.any() and block.A.any():
                 raise ValueError(
                     f"The block of '{self.name}' needs num_terms for its mean A to be added. That "
                     "of a tensor used in two ways has none: pass all the data at once."
                 )
-        pairs = list(zip(_terms(self), _terms(other), strict=True))
-        terms = tuple(mine + theirs for mine, theirs in pairs)
-        # The share of the other block in each group's terms; 0 where neither has a term.
-        shares = [
-            pair[1] / total if total else 0.0 for pair, total in zip(pairs, terms, strict=True)
-        ]
-        B = add_factors(self.B, other.B)
-        if isinstance(self.A, SketchedFactor) or isinstance(other.A, SketchedFactor):
-            A = add_factors(self.A * (1 - shares[0]), other.A * shares[0])
-        else:
-            share = torch.tensor(shares, dtype=torch.float64)
-            share = (share[:, None, None] if len(terms) > 1 else share).to(self.A)
-            A = self.A * (1 - share) + other.A * share
-        return replace(self, B=B, A=A, num_terms=terms[0] if len(terms) == 1 else terms)
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -177,9 +165,8 @@ class KroneckerBlock:
     @property
     def sketches(self) -> dict[str, SketchedFactor]:
         """Which of "B" and "A" are sketches -> the factor."""
-        return {
-            which: F for which, F in (("B", self.B), ("A", self.A)) if isinstance(F, SketchedFactor)
-        }
+        factors = (("B", self.B), ("A", self.A))
+        return {which: F for which, F in factors if isinstance(F, SketchedFactor)}
 
     def whole_factors(self, what: str) -> tuple[Tensor, Tensor | None]:
         """B and A as matrices, where something cannot use sketches.
@@ -204,22 +191,13 @@ class KroneckerBlock:
         return sum(_cost(F) for F, _ in self.named_factors())
 
     @property
-    def knows_eigenvalues(self) -> bool:
-        """Whether the eigenvalues are computed already."""
-        # Not a field: it is a cache, which comparing and copying blocks must leave out.
-        return "_known" in self.__dict__
+    def _terms(self) -> tuple[float, ...]:
+        """The numbers of terms as a tuple: one for all groups, or one for each."""
+        return self.num_terms if isinstance(self.num_terms, tuple) else (self.num_terms,)
 
-    @property
-    def knows_eigenvectors(self) -> bool:
-        """Whether `decompose` costs nothing, since the eigenvectors are stored."""
-        return False
-
-    def keep_eigenvalues(self, known: list[tuple[Tensor, int]]) -> None:
-        """Keep the eigenvalues of each factor, and how many of them were clipped."""
-        self.__dict__["_known"] = known
-
-    def _eigenvalues(self) -> list[tuple[Tensor, int]]:
-        if not self.knows_eigenvalues:
+    def _solved(self) -> list[tuple[Tensor, ...]]:
+        """Each factor's eigenvalues and how many of them were clipped; computed once."""
+        if "_known" not in self.__dict__:  # not a field, which comparing and copying would see
             compute_eigenvalues([self])
         return self.__dict__["_known"]
 
@@ -228,7 +206,7 @@ class KroneckerBlock:
 
         Without α, β has the block's eigenvalues themselves.
         """
-        values = [values for values, _ in self._eigenvalues()]
+        values = [values for values, _ in self._solved()]
         return values[0], values[1] if len(values) == 2 else None
 
     def eigenvalues(self) -> Tensor:
@@ -238,62 +216,11 @@ class KroneckerBlock:
 
     def num_clipped(self) -> int:
         """The number of the factors' eigenvalues that rounding made negative (they count as 0)."""
-        return sum(clipped for _, clipped in self._eigenvalues())
+        return sum(int(clipped) for _, clipped in self._solved())
 
     def decompose(self) -> "EigenBlock":
         """Eigenvalues and eigenvectors of the factors."""
-        of_B = _decomposed(self.B, f"{self.name}, B")
-        of_A = (None, None) if self.A is None else _decomposed(self.A, f"{self.name}, A")
-        return EigenBlock(*of_B, *of_A)
-
-    def _as_matrices(self, v: Tensor) -> Tensor:
-        """(..., P) as (..., d_out, d_in), with G before d_out if there are groups."""
-        columns = 1 if self.A is None else self.A.shape[-1]
-        return v.reshape(*v.shape[:-1], *self.B.shape[:-1], columns)
-
-
-def _dense(factor: Factor) -> Tensor:
-    return factor.to_dense() if isinstance(factor, SketchedFactor) else factor
-
-
-def _decomposed(factor: Factor, name: str) -> tuple[Tensor, Basis]:
-    if isinstance(factor, SketchedFactor):
-        check_finite_factor(torch.tensor(factor.trace), name)
-        return factor.decompose()
-    found = eigh(factor, name)
-    return found.values, found.vectors
-
-
-def _unsolved(factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Uninitialised eigenvalues and eigenvectors, to receive another rank's."""
-    return torch.empty_like(factor[..., 0]), torch.empty_like(factor)
-
-
-def _eigenvalues(factor: Factor, name: str) -> tuple[Tensor, int]:
-    """Eigenvalues, ascending, and how many were clipped; a sketch knows its own."""
-    if isinstance(factor, SketchedFactor):
-        check_finite_factor(torch.tensor(factor.trace), name)
-        return factor.eigenvalues(), 0
-    return eigenvalues(factor, name)
-
-
-def _identity(factor: Factor) -> object:
-    """A key that is equal for factors in the same memory, such as two views of one tensor."""
-    if isinstance(factor, SketchedFactor):
-        return id(factor)
-    return factor.data_ptr(), factor.device, factor.dtype, factor.shape, factor.stride()
-
-
-def _cost(factor: Factor) -> int:
-    """G d³ for G groups; 0 for a sketch, which is stored by its eigenvectors."""
-    if isinstance(factor, SketchedFactor):
-        return 0
-    return factor.shape[:-2].numel() * factor.shape[-1] ** 3
-
-
-def _terms(block: KroneckerBlock) -> tuple[float, ...]:
-    """The numbers of terms as a tuple: one for all groups, or one for each."""
-    return block.num_terms if isinstance(block.num_terms, tuple) else (block.num_terms,)
+        return EigenBlock(*(part for F in self.named_factors() for part in _eigh(*F)))
 
 
 def compute_eigenvalues(blocks: Iterable[KroneckerBlock], ranks: Ranks | None = None) -> None:
@@ -312,22 +239,68 @@ def compute_eigenvalues(blocks: Iterable[KroneckerBlock], ranks: Ranks | None = 
         ValueError: a factor that is not finite.
         RankError: another rank is gone, or has such a factor.
     """
-    blocks = [block for block in blocks if not block.knows_eigenvalues]
-    factors: dict[object, tuple[Factor, str]] = {}
+    # A corrected block knows them: they are its own.
+    blocks = [b for b in blocks if type(b) is KroneckerBlock and "_known" not in b.__dict__]
+
+    def unsolved(F: Factor) -> tuple[Tensor, Tensor]:
+        count = torch.zeros((), dtype=torch.int64, device=F.device)
+        return torch.empty(F.shape[:-1], dtype=torch.float64, device=F.device), count
+
+    solved = _solve(blocks, _all_eigenvalues, unsolved, ranks, "eigenvalues")
     for block in blocks:
-        for F, name in block.named_factors():
-            factors.setdefault(_identity(F), (F, name))
-    ordered = sorted(factors.values(), key=lambda factor: -factor[0].shape[-1])
-    if ranks is None or ranks.size == 1:
-        solved = _solve(ordered)
-    else:
-        solved = _solve_on_ranks(ordered, ranks)
-    by_factor = dict(zip((_identity(F) for F, _ in ordered), solved, strict=True))
-    for block in blocks:
-        block.keep_eigenvalues([by_factor[_identity(F)] for F, _ in block.named_factors()])
+        block.__dict__["_known"] = [solved[_identity(F)] for F, _ in block.named_factors()]
 
 
-def _solve(factors: Sequence[tuple[Factor, str]]) -> list[tuple[Tensor, int]]:
+def decompose_on_ranks(blocks: Iterable[KroneckerBlock], ranks: Ranks) -> dict[str, "EigenBlock"]:
+    """Name -> eigenvalues and eigenvectors of each block; as `compute_eigenvalues` otherwise."""
+    blocks = list(blocks)
+    known = {b.name: b.decompose() for b in blocks if type(b) is not KroneckerBlock}
+
+    def unsolved(F: Factor) -> tuple[Tensor, Tensor]:
+        assert isinstance(F, Tensor)
+        return torch.empty_like(F[..., 0]), torch.empty_like(F)
+
+    left = [b for b in blocks if b.name not in known]
+    solved = _solve(left, lambda all: [_eigh(*F) for F in all], unsolved, ranks, "eigenvectors")
+    for block in left:
+        of_factors = [solved[_identity(F)] for F, _ in block.named_factors()]
+        known[block.name] = EigenBlock(*(part for of_one in of_factors for part in of_one))
+    return {block.name: known[block.name] for block in blocks}
+
+
+def _solve(
+    blocks: Iterable[KroneckerBlock],
+    solve: Callable[[list[tuple[Factor, str]]], list[tuple[Tensor, ...]]],
+    unsolved: Callable[[Factor], tuple[Tensor, ...]],
+    ranks: Ranks | None,
+    what: str,
+) -> dict[object, tuple[Any, ...]]:
+    """What ``solve`` finds for each distinct factor, by `_identity`.
+
+    Args:
+        blocks: the blocks.
+        solve: the work on a list of factors and their names, the largest first.
+        unsolved: tensors in the shapes of its result for a factor, to receive another rank's.
+        ranks: the ranks that share the work; None: this process alone.
+        what: the work, for errors of ranks.
+    """
+    ranks = ranks or Ranks(None)
+    factors = {_identity(F): (F, name) for b in blocks for F, name in b.named_factors()}
+    # Sketches store their eigenvectors, so that each rank has them already.
+    shared = [key for key, (F, _) in factors.items() if isinstance(F, Tensor)]
+    shared.sort(key=lambda key: -_cost(factors[key][0]))
+    owners = ranks.owners([_cost(factors[key][0]) for key in shared])
+    own = [key for key, owner in zip(shared, owners, strict=True) if owner == ranks.rank]
+    own += [key for key in factors if key not in shared]
+    found = dict(zip(own, solve([factors[key] for key in own]), strict=True))
+    for key in factors:
+        found.setdefault(key, unsolved(factors[key][0]))
+    by_owner = [(t, owner) for key, owner in zip(shared, owners, strict=True) for t in found[key]]
+    ranks.exchange_([t for t, _ in by_owner], [owner for _, owner in by_owner], what)
+    return found
+
+
+def _all_eigenvalues(factors: list[tuple[Factor, str]]) -> list[tuple[Tensor, ...]]:
     """The eigenvalues of named factors, and how many were clipped; the largest factor is first."""
     small = not factors or factors[0][0].shape[-1] < 256
     if small or factors[0][0].device.type != "cpu":
@@ -335,65 +308,40 @@ def _solve(factors: Sequence[tuple[Factor, str]]) -> list[tuple[Tensor, int]]:
     return map_on_cores(lambda factor: _eigenvalues(*factor), factors)
 
 
-def _solve_on_ranks(
-    factors: Sequence[tuple[Factor, str]], ranks: Ranks
-) -> list[tuple[Tensor, int]]:
-    """`_solve`, with each factor solved by one rank and sent to the others."""
-    what = "eigenvalues"
-    owners = ranks.owners([_cost(F) for F, _ in factors])
-    own = [i for i, owner in enumerate(owners) if owner == ranks.rank]
-    solved = dict(zip(own, _solve([factors[i] for i in own]), strict=True))
-    values = [
-        solved[i][0]
-        if i in solved
-        else torch.empty(F.shape[:-1], dtype=torch.float64, device=F.device)
-        for i, (F, _) in enumerate(factors)
-    ]
-    ranks.exchange_(values, owners, what)
-    clipped: dict[int, int] = {}
-    for of_rank in ranks.gather({i: number for i, (_, number) in solved.items()}, what):
-        clipped |= of_rank
-    return [(of_factor, clipped[i]) for i, of_factor in enumerate(values)]
+def _eigenvalues(factor: Factor, name: str) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, ascending, and how many were clipped; a sketch knows its own."""
+    if isinstance(factor, SketchedFactor):
+        check_finite_factor(torch.tensor(factor.trace), name)
+        values, clipped = factor.eigenvalues(), 0
+    else:
+        values, clipped = eigenvalues(factor, name)
+    return values, torch.tensor(clipped, device=values.device)
 
 
-def decompose_on_ranks(blocks: Iterable[KroneckerBlock], ranks: Ranks) -> dict[str, "EigenBlock"]:
-    """Name -> eigenvalues and eigenvectors of each block; each whole factor is solved by one rank.
+def _eigh(factor: Factor, name: str) -> tuple[Any, ...]:
+    """Eigenvalues and eigenvectors; a sketch knows its own."""
+    if isinstance(factor, SketchedFactor):
+        check_finite_factor(torch.tensor(factor.trace), name)
+        return factor.decompose()
+    return eigh(factor, name)[:2]
 
-    The ranks share the work, the largest factors first by d³. The factor beside a sketch is an
-    exception: each rank solves it. A factor that a weight and its bias
-    share is solved once. All ranks must have the same blocks and call this; all get the same
-    numbers to the bit.
 
-    Raises:
-        ValueError: a factor that is not finite.
-        RankError: another rank is gone, or has such a factor.
-    """
-    blocks, what = list(blocks), "eigenvectors"
-    if ranks.size == 1:
-        return {block.name: block.decompose() for block in blocks}
-    # Corrected blocks and sketches store their eigenvectors. (The whole factor beside a sketch is
-    # the narrow one, such as an adapter's of a few rows.)
-    found = {b.name: b.decompose() for b in blocks if b.knows_eigenvectors or b.sketches}
-    whole: dict[object, tuple[Tensor, str]] = {}
-    for block in blocks:
-        if block.name not in found:
-            for F, name in block.named_factors():
-                assert isinstance(F, Tensor)
-                whole.setdefault(_identity(F), (F, name))
-    factors = list(whole.values())
-    owners = ranks.owners([_cost(F) for F, _ in factors])
-    solved = [
-        eigh(F, name)[:2] if owner == ranks.rank else _unsolved(F)
-        for (F, name), owner in zip(factors, owners, strict=True)
-    ]
-    tensors = [tensor for of_factor in solved for tensor in of_factor]
-    ranks.exchange_(tensors, [owner for owner in owners for _ in range(2)], what)
-    by_factor = dict(zip(whole, solved, strict=True))
-    for block in blocks:
-        if block.name not in found:
-            of_factors = [by_factor[_identity(F)] for F, _ in block.named_factors()]
-            found[block.name] = EigenBlock(*(part for of_one in of_factors for part in of_one))
-    return {block.name: found[block.name] for block in blocks}
+def _identity(factor: Factor) -> object:
+    """A key that is equal for factors in the same memory, such as two views of one tensor."""
+    if isinstance(factor, SketchedFactor):
+        return id(factor)
+    return factor.data_ptr(), factor.device, factor.dtype, factor.shape, factor.stride()
+
+
+def _cost(factor: Factor) -> int:
+    """G d³ for G groups; 0 for a sketch, which is stored by its eigenvectors."""
+    if isinstance(factor, SketchedFactor):
+        return 0
+    return factor.shape[:-2].numel() * factor.shape[-1] ** 3
+
+
+def _one_or_all(terms: tuple[float, ...]) -> float | tuple[float, ...]:
+    return terms[0] if len(terms) == 1 else terms
 
 
 @dataclass(frozen=True)
@@ -469,42 +417,29 @@ class EigenBlock:
         return self.beta[..., :, None] * self.alpha[..., None, :] + delta
 
     def log_det(self, spectrum: Tensor) -> Tensor:
-        """Log det of Q diag(spectrum) Qᵀ, in float64.
-
-        A frame has d equal entries for the d − k directions outside of U, so that each of these
-        entries counts (d − k)/d times.
-        """
+        """Log det of Q diag(spectrum) Qᵀ, in float64."""
         logs = spectrum.double().log()
-        for axis, Q in ((-2, self.Q_B), (-1, self.Q_A)):
-            if isinstance(Q, Frame):
-                d, k = Q.U.shape
-                weights = logs.new_full((k + d,), (d - k) / d)
-                weights[:k] = 1
-                logs = logs * (weights[:, None] if axis == -2 else weights)
+        logs = logs * times_counted(self.Q_B, logs)[:, None]
+        if self.Q_A is not None:
+            logs = logs * times_counted(self.Q_A, logs)
         return logs.sum()
 
     def power_matvec(self, v: Tensor, spectrum: Tensor, exponent: float) -> Tensor:
         """Q diag(spectrum ** exponent) Qᵀ v for vectors v (..., P), with Q = Q_B ⊗ Q_A."""
-        V = v.reshape(*v.shape[:-1], *self.spectrum_shape)
-        Q_B, Q_A = self.Q_B, self.Q_A
-        V = Q_B.coordinates(V.mT).mT if isinstance(Q_B, Frame) else Q_B.mT @ V
-        if Q_A is not None:
-            V = coordinates(V, Q_A)
+        V = v.reshape(*v.shape[:-1], *self.spectrum_shape)  # (..., d_out, d_in)
+        # Q_Bᵀ V Q_A; rows are multiplied from the right, which is what frames can do.
+        V = (V.mT @ self.Q_B).mT
+        if self.Q_A is not None:
+            V = V @ self.Q_A
         V = V * spectrum.pow(exponent)
-        V = Q_B.rows(V.mT).mT if isinstance(Q_B, Frame) else Q_B @ V
-        if Q_A is not None:
-            V = Q_A.rows(V) if isinstance(Q_A, Frame) else V @ Q_A.mT
+        V = (V.mT @ self.Q_B.mT).mT
+        if self.Q_A is not None:
+            V = V @ self.Q_A.mT
         return V.reshape(v.shape)
 
     def diagonal(self, spectrum: Tensor, exponent: float = 1.0) -> Tensor:
         """The diagonal (P,) of Q diag(spectrum ** exponent) Qᵀ."""
-        d, Q_B, Q_A = spectrum.pow(exponent), self.Q_B, self.Q_A
-        d = Q_B.squares(d.mT).mT if isinstance(Q_B, Frame) else Q_B.square() @ d
-        if Q_A is not None:
-            d = Q_A.squares(d) if isinstance(Q_A, Frame) else d @ Q_A.square().mT
+        d = diagonal_of(spectrum.pow(exponent).mT, self.Q_B).mT
+        if self.Q_A is not None:
+            d = diagonal_of(d, self.Q_A)
         return d.flatten()
-
-
-def coordinates(x: Tensor, Q: Basis) -> Tensor:
-    """X Q: the coordinates of rows x."""
-    return Q.coordinates(x) if isinstance(Q, Frame) else x @ Q

@@ -105,16 +105,6 @@ class CorrectedBlock(KroneckerBlock):
         moved = super().to(device, dtype)
         return replace(moved, eigen=self.eigen.to(device, dtype))
 
-    @property
-    def knows_eigenvalues(self) -> bool:
-        """Always true."""
-        return True
-
-    @property
-    def knows_eigenvectors(self) -> bool:
-        """Always true."""
-        return True
-
     def factor_eigenvalues(self) -> tuple[Tensor, None]:
         """All P eigenvalues ≥ 0, in float64, and None: they are not products of factors'."""
         return self._corrected.double().flatten(), None

@@ -3,8 +3,7 @@
 A row without entries off the diagonal belongs to an eigenvector that is a unit vector. There may be
 many such rows: the taps of a convolution that see only padding, dead units, all inputs of an
 embedding. The solvers get only the other rows, which saves time; with thousands of zero rows
-LAPACK's divide and conquer may also fail to converge. Where no solver converges, Jacobi's method
-does.
+LAPACK's divide and conquer may also fail to converge.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,9 +27,6 @@ __all__ = [
 S = TypeVar("S")
 T = TypeVar("T")
 
-JACOBI_BLOCK = 128
-"""Largest number of rows in a block of Jacobi's method."""
-
 
 class EigenDecomposition(NamedTuple):
     """Q diag(values) Qᵀ, batched over leading axes."""
@@ -53,12 +49,13 @@ def eigenvalues(matrix: Float[Tensor, "*G d d"], name: str) -> tuple[Float[Tenso
 
     Raises:
         ValueError: a matrix that is not finite.
+        LinAlgError: no solver converges.
     """
     check_finite_factor(matrix, name)
     alone, coupled = _rows_apart(matrix)
     values = matrix.diagonal(dim1=-2, dim2=-1)[..., alone].double()
     if len(coupled):
-        of_rest, _ = _solve(_among(matrix, coupled), (torch.float64,), vectors=False)
+        of_rest, _ = _solve(_among(matrix, coupled), (torch.float64,), name, vectors=False)
         values = torch.cat([values, of_rest], -1)
     values = values.sort(-1).values
     return values.clamp(min=0.0), int((values < 0).sum())
@@ -67,17 +64,18 @@ def eigenvalues(matrix: Float[Tensor, "*G d d"], name: str) -> tuple[Float[Tenso
 def eigh(matrix: Float[Tensor, "*G d d"], name: str) -> EigenDecomposition:
     """Eigenvalues (ascending, clipped at 0) and eigenvectors in the matrix's dtype.
 
-    Falls back to float64, to the CPU, and to Jacobi's method. Arguments and errors are those of
-    `eigenvalues`.
+    Falls back to float64, and to the CPU. Arguments and errors are those of `eigenvalues`.
     """
     check_finite_factor(matrix, name)
     alone, coupled = _rows_apart(matrix)
     values = matrix.diagonal(dim1=-2, dim2=-1)[..., alone]
-    vectors = torch.zeros_like(matrix)
+    # In rows, as a file has them: products of the other layout are rounded differently.
+    vectors = torch.zeros_like(matrix, memory_format=torch.contiguous_format)
     k = len(alone)
     vectors[..., alone, torch.arange(k, device=matrix.device)] = 1
     if len(coupled):
-        of_rest, Q = _solve(_among(matrix, coupled), (matrix.dtype, torch.float64), vectors=True)
+        dtypes = (matrix.dtype, torch.float64)
+        of_rest, Q = _solve(_among(matrix, coupled), dtypes, name, vectors=True)
         values = torch.cat([values.to(of_rest), of_rest], -1)
         vectors[..., coupled, k:] = Q.to(matrix.dtype)
     values, order = values.sort(-1)
@@ -136,12 +134,13 @@ def _among(matrix: Tensor, rows: Tensor) -> Tensor:
     return matrix if len(rows) == matrix.shape[-1] else matrix[..., rows[:, None], rows]
 
 
-def _solve(matrix: Tensor, dtypes: tuple[torch.dtype, ...], vectors: bool) -> tuple[Tensor, Tensor]:
+def _solve(
+    matrix: Tensor, dtypes: tuple[torch.dtype, ...], name: str, *, vectors: bool
+) -> tuple[Tensor, Tensor]:
     """Eigenvalues, ascending, and eigenvectors (empty unless asked for), by what converges first.
 
-    The order is: the matrix's device in each dtype, then the CPU, then one matrix after the other
-    of a batch, then Jacobi's method. The solvers read only one triangle, so that rounding cannot
-    make their input unsymmetric.
+    The order is the matrix's device in each dtype, then the CPU in each. The solvers read only one
+    triangle, so that rounding cannot make their input unsymmetric.
     """
     for device in dict.fromkeys((matrix.device, torch.device("cpu"))):
         for dtype in dict.fromkeys(dtypes):
@@ -155,61 +154,11 @@ def _solve(matrix: Tensor, dtypes: tuple[torch.dtype, ...], vectors: bool) -> tu
                 continue
             if torch.isfinite(values).all() and torch.isfinite(Q).all():
                 return values.to(matrix.device), Q.to(matrix.device)
-    if matrix.dim() > 2:
-        parts = zip(*(_solve(M.double(), dtypes[-1:], vectors) for M in matrix), strict=True)
-        values, Q = (torch.stack(part) for part in parts)
-        return values, Q
-    values, Q = _jacobi(matrix.to("cpu", torch.float64))
-    return values.to(matrix.device), Q.to(matrix.device)
-
-
-def _jacobi(matrix: Float[Tensor, "d d"]) -> tuple[Float[Tensor, "d"], Float[Tensor, "d d"]]:
-    """Eigenvalues, ascending, and eigenvectors by Jacobi's method, which always converges.
-
-    The rows form m blocks. Each step takes the pair of blocks with the largest sum of squares off
-    the diagonal, and diagonalises their submatrix. That removes a share of at least 2/m² of all
-    squares off the diagonal, and later far more. It is slow: minutes where LAPACK takes half a
-    minute. Source: Golub & Van Loan 2013, "Matrix computations", section 8.5.
-    """
-    d = len(matrix)
-    largest = matrix.abs().max().clamp(min=torch.finfo(matrix.dtype).tiny)  # squares must be finite
-    M = matrix.tril() / largest
-    M = M + M.tril(-1).mT
-    if d == 2:  # rotate by half the angle whose tangent is 2b / (a − c)
-        half, middle = (M[0, 0] - M[1, 1]) / 2, (M[0, 0] + M[1, 1]) / 2
-        radius, angle = torch.hypot(half, M[0, 1]), torch.atan2(M[0, 1], half) / 2
-        x, y = angle.cos(), angle.sin()
-        values = torch.stack([middle - radius, middle + radius])
-        return values * largest, torch.stack([-y, x, x, y]).view(2, 2)
-    block_of = torch.arange(d) // max(1, min(JACOBI_BLOCK, d // 4))
-    m = int(block_of[-1]) + 1
-
-    def off_diagonal(rows: Tensor) -> Tensor:
-        """Squares off the diagonal of these rows, summed over the blocks of columns: (rows, m)."""
-        squares = M[rows].square()
-        squares[torch.arange(len(rows)), rows] = 0
-        return squares.new_zeros(len(rows), m).index_add_(1, block_of, squares)
-
-    Q = torch.eye(d, dtype=M.dtype)
-    enough = (4 * torch.finfo(M.dtype).eps * M.norm()).square()
-    every = torch.arange(d)
-    W = M.new_zeros(m, m).index_add_(0, block_of, off_diagonal(every))
-    for _ in range(100 * m * m):  # a limit, since rounding could keep the rest above the bound
-        if W.sum() <= enough:
-            break
-        within = W.diagonal()
-        p, q = divmod(int((2 * W + within + within[:, None]).fill_diagonal_(-1).argmax()), m)
-        rows = every[(block_of == p) | (block_of == q)]
-        values, R = _solve(M[rows[:, None], rows], (M.dtype,), vectors=True)
-        rotated = R.mT @ M[rows]
-        rotated[:, rows] = torch.diag(values)
-        M[rows], M[:, rows] = rotated, rotated.mT
-        Q[:, rows] = Q[:, rows] @ R
-        W[[p, q]] = 0
-        W.index_add_(0, block_of[rows], off_diagonal(rows))
-        W[:, [p, q]] = W[[p, q]].mT
-    values, order = M.diagonal().sort()
-    return values * largest, Q[:, order]
+    raise torch.linalg.LinAlgError(
+        f"No solver converges for the curvature factor of '{name}', {tuple(matrix.shape)} with "
+        f"finite entries up to {float(matrix.abs().max()):.3g}. Freeze the layer "
+        "(requires_grad_(False)), or keep only the factor's diagonal (diagonal_above)."
+    )
 
 
 def map_on_cores(function: Callable[[S], T], items: Iterable[S]) -> list[T]:

@@ -23,10 +23,10 @@ Giving Δ back to the kept directions is the "compensative" variant of Desai, Gh
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kfac_backend.blocks.eigen import check_orthonormal
@@ -39,6 +39,10 @@ __all__ = [
     "Sketch",
     "SketchedFactor",
     "add_factors",
+    "dense",
+    "diagonal_of",
+    "rows_of",
+    "times_counted",
     "whole",
 ]
 
@@ -51,49 +55,84 @@ class Frame:
     """Q = (U, I − U Uᵀ): the eigenvectors of a `SketchedFactor` and all that is outside of them.
 
     Q is (d, k + d) with Q Qᵀ = I. If the last d entries of c are equal, Q diag(c) Qᵀ has the
-    eigenvalues c_1..c_k on U and that number outside. So a frame can be used wherever orthonormal
-    eigenvectors are, with k + d entries in place of d. The matrix Q itself is never formed.
+    eigenvalues c_1..c_k on U and that number outside. So a frame takes the place of a matrix of
+    orthonormal eigenvectors, with k + d entries instead of d: rows X have the coordinates X @ Q,
+    and Y @ Q.mT are the rows that have coordinates Y. The matrix itself is never formed.
     """
 
-    U: Float[Tensor, "d k"]
+    U: Float[Tensor, "*G d k"]
+    is_transposed: bool = False
+    """Whether this is Qᵀ."""
 
     @property
     def shape(self) -> torch.Size:
-        """(d, k + d)."""
-        d, k = self.U.shape
-        return torch.Size((d, k + d))
+        """(..., d, k + d), or (..., k + d, d)."""
+        *G, d, k = self.U.shape
+        return torch.Size((*G, k + d, d) if self.is_transposed else (*G, d, k + d))
+
+    def dim(self) -> int:
+        """The number of axes."""
+        return self.U.dim()
 
     @property
     def dtype(self) -> torch.dtype:
         """That of the eigenvectors."""
         return self.U.dtype
 
+    @property
+    def mT(self) -> "Frame":
+        """Qᵀ."""
+        return Frame(self.U, not self.is_transposed)
+
+    def __getitem__(self, index: Any) -> "Frame":
+        """Q[None] or Q[g], as of a tensor: with an axis of groups, or one group of it."""
+        return Frame(self.U[index], self.is_transposed)
+
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> "Frame":
         """The frame on another device or in another dtype."""
-        return Frame(self.U.to(device, dtype))
+        return Frame(self.U.to(device, dtype), self.is_transposed)
 
-    def coordinates(self, x: Float[Tensor, "*rows d"]) -> Float[Tensor, "*rows kd"]:
-        """X Q: the coordinates of rows x."""
-        inside = x @ self.U
-        return torch.cat([inside, x - inside @ self.U.mT], -1)
-
-    def rows(self, y: Float[Tensor, "*rows kd"]) -> Float[Tensor, "*rows d"]:
-        """Y Qᵀ: the rows that have these coordinates, which may have been scaled in between."""
-        k = self.U.shape[1]
-        inside, outside = y[..., :k], y[..., k:]
+    def __rmatmul__(self, x: Tensor) -> Tensor:
+        """X Q for rows x (..., d), or Y Qᵀ for coordinates y (..., k + d)."""
+        if not self.is_transposed:
+            inside = x @ self.U
+            return torch.cat([inside, x - inside @ self.U.mT], -1)
+        k = self.U.shape[-1]
+        inside, outside = x[..., :k], x[..., k:]  # which may have been scaled in between
         return (inside - outside @ self.U) @ self.U.mT + outside
-
-    def squares(self, c: Float[Tensor, "*rows kd"]) -> Float[Tensor, "*rows d"]:
-        """The diagonals of Q diag(c) Qᵀ for rows c that are constant outside of U."""
-        k, squared = self.U.shape[1], self.U.square()
-        outside = c[..., k:]
-        return c[..., :k] @ squared.mT + outside * (1 - squared.sum(1))
 
 
 Basis = Tensor | Frame
 """Orthonormal eigenvectors (d, d) or (G, d, d), or a frame."""
+
+
+def diagonal_of(c: Float[Tensor, "*rows k"], Q: Basis) -> Float[Tensor, "*rows d"]:
+    """The diagonals of Q diag(c) Qᵀ for rows c, of a frame constant outside of U."""
+    if not isinstance(Q, Frame):
+        return c @ Q.square().mT
+    k, squared = Q.U.shape[-1], Q.U.square()
+    return c[..., :k] @ squared.mT + c[..., k:] * (1 - squared.sum(-1))
+
+
+def rows_of(Q: Basis, indices: Int[Tensor, "*rows"]) -> Float[Tensor, "*rows k"]:
+    """Rows of Q: the coordinates of unit vectors."""
+    if not isinstance(Q, Frame):
+        return Q[indices]
+    return torch.nn.functional.one_hot(indices, Q.shape[0]).to(Q.dtype) @ Q
+
+
+def times_counted(Q: Basis, like: Tensor) -> Tensor:
+    """How many eigenvalues each of Q's entries stands for: 1, but (d − k)/d outside of a frame.
+
+    A frame has d equal entries for the d − k directions outside of U.
+    """
+    counts = like.new_ones(Q.shape[-1])
+    if isinstance(Q, Frame):
+        d, k = Q.U.shape[-2:]
+        counts[k:] = (d - k) / d
+    return counts
 
 
 @dataclass(frozen=True)
@@ -176,14 +215,12 @@ class SketchedFactor:
 
     def to_dense(self) -> Float[Tensor, "d d"]:
         """F̂ as a matrix; for tests, and where d is small."""
-        values, frame = self.decompose()
-        scaled = frame.coordinates(torch.eye(len(self.U), dtype=self.dtype, device=self.device))
-        return frame.rows(scaled * values)
+        return torch.eye(len(self.U), dtype=self.dtype, device=self.device) @ self
 
-    def times(self, x: Float[Tensor, "*rows d"]) -> Float[Tensor, "*rows d"]:
+    def __rmatmul__(self, x: Float[Tensor, "*rows d"]) -> Float[Tensor, "*rows d"]:
         """X F̂ for rows x."""
-        values, frame = self.decompose()
-        return frame.rows(frame.coordinates(x) * values)
+        values, Q = self.decompose()
+        return (x @ Q * values) @ Q.mT
 
     def __mul__(self, weight: float) -> "SketchedFactor":
         """F̂ times a number ≥ 0."""
@@ -215,10 +252,6 @@ class SketchedFactor:
         """The factor on another device or in another dtype; eigenvalues stay in float64."""
         return replace(self, U=self.U.to(device, dtype), kept=self.kept.to(device))
 
-    def detach(self) -> "SketchedFactor":
-        """The factor, which has no graph."""
-        return self
-
 
 Factor = Tensor | SketchedFactor
 """A factor of a block, whole or sketched."""
@@ -226,10 +259,13 @@ Factor = Tensor | SketchedFactor
 
 def add_factors(first: Factor, second: Factor) -> Factor:
     """The sum of two factors of one kind."""
-    if isinstance(first, SketchedFactor) or isinstance(second, SketchedFactor):
-        assert isinstance(first, SketchedFactor) and isinstance(second, SketchedFactor)
-        return first + second
-    return first + second
+    assert isinstance(first, Tensor) == isinstance(second, Tensor)
+    return first + second  # pyright: ignore[reportOperatorIssue]
+
+
+def dense(factor: Factor) -> Tensor:
+    """The factor as a matrix; for tests, and where d is small."""
+    return factor.to_dense() if isinstance(factor, SketchedFactor) else factor
 
 
 def whole(factor: Factor, name: str, what: str) -> Tensor:

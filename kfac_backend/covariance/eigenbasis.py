@@ -7,29 +7,24 @@ held at once.
 
 from collections.abc import Iterator, Sequence
 from itertools import product
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from kfac_backend.blocks.block import EigenBlock
-from kfac_backend.blocks.sketch import Basis, Frame
+from kfac_backend.blocks.sketch import Basis
 
 __all__ = [
     "LARGEST_PRODUCT",
-    "Bases",
     "bases",
-    "by_group",
     "bytes_per_example",
-    "dense_in_basis",
     "examples_at_once",
     "grouped",
     "products",
     "rotated",
 ]
-
-Bases = Tensor | list[Frame]
-"""The eigenvectors of G groups: (G, d, d), or a frame for each group."""
 
 LARGEST_PRODUCT = {"cpu": 2 * 2**20, "cuda": 256 * 2**20}
 """Bytes of G̃ to compute at once: few enough for a CPU's cache, and enough to keep a GPU busy."""
@@ -37,7 +32,7 @@ LARGEST_PRODUCT = {"cpu": 2 * 2**20, "cuda": 256 * 2**20}
 
 def bases(
     block: EigenBlock, spectrum: Tensor, transposed: bool
-) -> tuple[Bases | None, Bases | None, Tensor]:
+) -> tuple[Basis | None, Basis | None, Tensor]:
     """Eigenvectors (G, d_out, d_out) and (G, d_in, d_in), and the spectrum (G, d_out, d_in).
 
     They are views. The eigenvectors are None for a diagonal factor, such as that of an embedding's
@@ -49,8 +44,8 @@ def bases(
         transposed: whether the parameter is stored inputs first, (d_in, d_out).
     """
     assert block.Q_A is not None
-    Q_B, Q_A = by_group(block.Q_B), by_group(block.Q_A)
-    if isinstance(Q_B, Tensor) and Q_B.shape[-1] == 1 and len(Q_B) > len(Q_A):
+    Q_B, Q_A = grouped(block.Q_B), grouped(block.Q_A)
+    if Q_B.shape[-1] == 1 and Q_B.shape[0] > Q_A.shape[0]:
         # A diagonal over the rows is stored as groups of one entry, (rows, 1, 1), with one Q_A for
         # all; the spectrum is (rows, 1, ...). Here it is one group with the identity as its basis.
         apart = spectrum[:, 0]
@@ -90,35 +85,18 @@ def examples_at_once(device: torch.device, N: int, size: int) -> Sequence[int | 
     return [slice(n, n + size) for n in range(0, N, size)]
 
 
-def dense_in_basis(
-    gradients: Float[Tensor, "N C P"], block: EigenBlock, spectrum: Tensor
-) -> Float[Tensor, "N C *spectrum"]:
-    """G̃ of dense gradients, for tensors that are used in several ways."""
-    Q_B, Q_A = block.Q_B, block.Q_A
-    assert isinstance(Q_B, Tensor) and not isinstance(Q_A, Frame)  # such tensors have no sketch
-    in_basis = Q_B.mT @ gradients.to(Q_B.dtype).unflatten(-1, spectrum.shape)
-    return in_basis if Q_A is None else in_basis @ Q_A
-
-
-def rotated(x: Float[Tensor, "G *rows d"], Q: Bases | None) -> Float[Tensor, "G *rows k"]:
+def rotated(x: Float[Tensor, "G *rows d"], Q: Basis | None) -> Float[Tensor, "G *rows k"]:
     """X Q per group, the coordinates of rows x; x itself if Q is None."""
     if Q is None:
         return x
-    if not isinstance(Q, Tensor):
-        return torch.stack([q.coordinates(rows) for q, rows in zip(Q, x, strict=True)])
     if len(x) == 1:  # a plain product is faster than a batch of one
         return (x[0].flatten(0, -2) @ Q[0]).view(*x.shape[:-1], Q.shape[-1])
     return (x.flatten(1, -2) @ Q).view(*x.shape[:-1], Q.shape[-1])
 
 
-def by_group(Q: Basis) -> Bases:
-    """The basis with an axis of groups, also for a single group; a view."""
-    return [Q] if isinstance(Q, Frame) else grouped(Q)
-
-
-def grouped(matrix: Tensor) -> Tensor:
-    """The matrix with an axis of groups, (G, ..., ...), also for a single group; a view."""
-    return matrix if matrix.dim() == 3 else matrix[None]
+def grouped(Q: Any) -> Any:
+    """A matrix or a basis with an axis of groups, (G, ..., ...), also for a single group."""
+    return Q if Q.dim() == 3 else Q[None]
 
 
 def bytes_per_example(positions: int, outputs: int, d_out: int, d_in: int, itemsize: int) -> int:

@@ -1,9 +1,10 @@
 """The outputs' covariance if only the last layer is uncertain: a forward pass, no backward pass.
 
 If the outputs are what a linear layer or a convolution computes, f_r = W a_r + b, the gradient of
-f_rc in W is e_c ⊗ a_r, and that in b is e_c. `gradient_covariance` turns these into the covariance
-of position r. Nothing is propagated back, and positions do not depend on each other. The variances
-alone are Σ_i (Q_B)_ci² Σ_j ã_j² / s_ij for all outputs at once, without a C×C array.
+f_rc in W is e_c ⊗ a_r, and that in b is e_c. In the eigenbasis of W's block, the covariance of
+outputs c and c' at position r is Σ_i (Q_B)_ci (Q_B)_c'i w_i with w_i = Σ_j ã_j² / s_ij. Nothing is
+propagated back, and positions do not depend on each other. The variances alone, c = c', need no C×C
+array.
 """
 
 from typing import Any
@@ -12,10 +13,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from kfac_backend.blocks.sketch import Frame
-from kfac_backend.covariance.eigenbasis import bases, by_group, rotated
-from kfac_backend.covariance.gradient_covariance import gradient_covariance
-from kfac_backend.covariance.layer_gradients import PosteriorPrecision
+from kfac_backend.blocks.sketch import Basis, diagonal_of, rows_of
+from kfac_backend.covariance.eigenbasis import bases, rotated
+from kfac_backend.covariance.gradients import PosteriorPrecision
 from kfac_backend.covariance.output_covariance import (
     OutputCovariance,
     check_classes,
@@ -23,7 +23,7 @@ from kfac_backend.covariance.output_covariance import (
     check_positions,
     default_memory,
 )
-from kfac_backend.layers import ExampleGradients, WeightSharingRule, registered
+from kfac_backend.layers import WeightSharingRule, registered
 from kfac_backend.model.batches import detached
 from kfac_backend.model.calls import call_with, restoration
 from kfac_backend.model.capture import first_input
@@ -178,70 +178,54 @@ class LastLayerCovariance:
         if columns is not None:
             columns = columns.to(f.device)
             f = f.gather(1, columns)
-        wide = at_least_float32(f)
-        K = f.shape[1]
-        result = wide.new_empty(len(f), K) if variance_only else wide.new_empty(len(f), K, K)
-        memory = self._memory or default_memory(f.device)
+        K, wide = f.shape[1], at_least_float32(f)
+        result = wide.new_empty((len(f), K) if variance_only else (len(f), K, K))
+        memory, itemsize = self._memory or default_memory(f.device), wide.element_size()
         weight = self._parameters.get("weight")
         d_in = 1 if weight is None else self._precision[weight][0].numel // C
-        # For each position: its one-hot vectors, these in the basis twice, and its input twice.
-        of_one = wide.element_size() * ((0 if variance_only else 3 * K * C) + 2 * (d_in + C))
+        # For each position: K rows of the basis, these weighted, and its input twice.
+        of_one = itemsize * ((0 if variance_only else 3 * K * C) + 2 * (d_in + C))
         size = max(1, memory // of_one)
         by_example = mask.flatten(1) if mask.dim() > 1 else mask[:, None]
-        examples = max(1, memory // (wide.element_size() * by_example.shape[1] * (d_in + 1)))
-        one_hot, done = None, 0
-        if not variance_only:
-            one_hot = torch.eye(C, dtype=wide.dtype, device=f.device)
+        examples = max(1, memory // (itemsize * by_example.shape[1] * (d_in + 1)))
+        done = 0
         for start in range(0, len(a), examples):
             some = by_example[start : start + examples]
             if not some.any():
                 continue
-            inputs = None
-            if weight is not None:
-                inputs = rule.inputs(a[start : start + examples])[0][some]  # (m, d_in)
-            for first in range(0, int(some.sum()), size):
-                m = min(size, int(some.sum()) - first)
-                now = None if inputs is None else inputs[first : first + m]
-                of_some = slice(done, done + m)
-                if one_hot is None:
-                    variance = self._variances(wide.new_zeros(m, C), now, rule.transposed)
-                    result[of_some] = (
-                        variance if columns is None else variance.gather(1, columns[of_some])
-                    )
-                else:
-                    b = one_hot.expand(m, C, C)
-                    if columns is not None:
-                        b = one_hot[columns[of_some]]  # (m, K, C)
-                    result[of_some] = self._covariance(b, now, rule.transposed)
-                done += m
+            inputs = rule.inputs(a[start : start + examples])[0][some]  # (m, d_in)
+            for now in inputs.to(wide.dtype).split(size):
+                of_now = slice(done, done + len(now))
+                wanted = None if columns is None else columns[of_now]
+                result[of_now] = self._some(now, wanted, C, rule.transposed, variance_only)
+                done += len(now)
         return f.unflatten(0, shape), result.unflatten(0, shape)
 
-    def _covariance(self, b: Tensor, inputs: Tensor | None, transposed: bool) -> Tensor:
-        """Covariances (m, K, K) of m positions, from one-hot vectors (m, K, C) and their inputs."""
-        total = b.new_zeros(len(b), b.shape[1], b.shape[1])
-        for local, name in self._parameters.items():
-            a = inputs[None, :, None] if local == "weight" and inputs is not None else None
-            gradients = ExampleGradients(b[None, :, None], a)
-            block, spectrum = self._precision[name]
-            total += gradient_covariance(gradients, block, spectrum, transposed=transposed)
-        return total
-
-    def _variances(self, total: Tensor, inputs: Tensor | None, transposed: bool) -> Tensor:
-        """Variances of m positions, added to ``total`` (m, C), from their inputs (m, d_in)."""
+    def _some(
+        self, a: Tensor, columns: Tensor | None, C: int, transposed: bool, variance_only: bool
+    ) -> Tensor:
+        """Covariances (m, K, K) or variances (m, K) of the outputs at m positions' inputs a."""
+        if columns is None and not variance_only:
+            columns = torch.arange(C, device=a.device).expand(len(a), C)
+        total = a.new_zeros(())
         for local, name in self._parameters.items():
             block, spectrum = self._precision[name]
-            if local == "weight" and inputs is not None:
-                Q_B, Q_A, s = bases(block, spectrum, transposed)
-                a = rotated(inputs.to(spectrum.dtype)[None], Q_A)[0].square()
-                weights = a @ s[0].reciprocal().mT  # (m, d_out) in the basis of Q_B
-            elif block.Q_B.shape[-1] == 1:  # a diagonal
-                Q_B, weights = None, spectrum.reciprocal().reshape(1, -1)
+            Q: Basis | None = block.Q_B if block.Q_B.dim() == 2 else None  # of a diagonal
+            w = spectrum.reciprocal().reshape(1, -1).expand(len(a), -1)  # (m, k)
+            if local == "weight":
+                Q_B, Q_A, spectrum = bases(block, spectrum, transposed)
+                w = rotated(a[None], Q_A)[0].square() @ spectrum[0].reciprocal().mT
+                Q = None if Q_B is None else Q_B[0]
+            if columns is None:
+                total = total + (w if Q is None else diagonal_of(w, Q))
+            elif variance_only:
+                total = total + (w if Q is None else diagonal_of(w, Q)).gather(1, columns)
+            elif Q is None:
+                same = columns[:, :, None] == columns[:, None]
+                total = total + same * w.gather(1, columns)[:, None]
             else:
-                Q_B, weights = by_group(block.Q_B), spectrum.reciprocal().reshape(1, -1)
-            if Q_B is not None:
-                Q = Q_B[0]
-                weights = Q.squares(weights) if isinstance(Q, Frame) else weights @ Q.square().mT
-            total += weights
+                rows = rows_of(Q, columns)  # (m, K, k)
+                total = total + (rows * w[:, None]) @ rows.mT
         return total
 
 

@@ -116,10 +116,16 @@ def _check(model: nn.Module, names: list[str], x: Any) -> int:
     Raises:
         NotImplementedError: the test fails.
     """
-    f, u, products = _transposed(model, names, x)
+    storages: dict[int, int] = {}
+
+    def count(saved: Tensor) -> Tensor:
+        storages[saved.untyped_storage().data_ptr()] = saved.untyped_storage().nbytes()
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda saved: saved):
+        f, u, products = _transposed(model, names, x)
     if not products:
         return 0
-    held = _bytes_held(products.values())
     noise = torch.Generator(f.device).manual_seed(0)
     *v, other = (
         torch.randn(t.shape, generator=noise, device=t.device, dtype=t.dtype)
@@ -147,27 +153,6 @@ def _check(model: nn.Module, names: list[str], x: Any) -> int:
     is_cut = bool(difference.abs() > torch.finfo(f.dtype).eps ** 0.5 * left.norm())
     if is_cut or any(g.any() for name, g in J_t.items() if name not in products):
         raise _as_named(model, RuntimeError("a function of it cannot be differentiated twice"))
-    return held
-
-
-def _bytes_held(outputs: Any) -> int:
-    """Bytes of the tensors that the graph of these outputs holds, parameters included."""
-    storages: dict[int, int] = {}
-    seen: set[Any] = set()
-    waiting = [output.grad_fn for output in outputs]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
-        saved += getattr(node, "saved_tensors", ())
-        for value in saved:
-            for tensor in value if isinstance(value, tuple | list) else (value,):
-                if isinstance(tensor, Tensor):
-                    storage = tensor.untyped_storage()
-                    storages[storage.data_ptr()] = storage.nbytes()
-        waiting += [following for following, _ in node.next_functions]
     return sum(storages.values())
 
 

@@ -21,7 +21,6 @@ from kfac_backend.blocks.block import (
     decompose_on_ranks,
 )
 from kfac_backend.blocks.kronecker import KroneckerFactors
-from kfac_backend.covariance.joint import JointCovariance
 from kfac_backend.covariance.last_layer import LastLayerCovariance
 from kfac_backend.covariance.linearised import linearised_outputs
 from kfac_backend.covariance.output_covariance import OutputCovariance, check_tolerance
@@ -320,7 +319,7 @@ class Posterior:
         """Drop everything that was computed from factors; they are new, or on another device."""
         self._eigen: dict[str, EigenBlock] = {}
         self._covariances: dict[Any, tuple[tuple, OutputCovariance | LastLayerCovariance]] = {}
-        self._joint: tuple[tuple, JointCovariance] | None = None
+        self._joint: tuple[tuple, OutputCovariance] | None = None
         self._terms: EvidenceTerms | None = None
         self._means: tuple[Tensor, ...] = ()
 
@@ -558,7 +557,7 @@ class Posterior:
 
         Row p·K + c of a covariance (..., q·K, q·K) is output c at input p. Both results are
         differentiable in inputs that require a gradient, as acquisition functions of Bayesian
-        optimisation need; the Jacobian J is never stored, see `kfac_backend.covariance.joint`.
+        optimisation need; the Jacobian J is never stored, see `OutputCovariance.joint`.
 
         Args:
             x: sets of inputs, each input a vector, on the model's device. The results have the
@@ -581,9 +580,9 @@ class Posterior:
             # inference_mode.
             with torch.inference_mode(False), torch.no_grad():
                 blocks = self.precision_blocks()
-            self._joint = state, JointCovariance(self.model, blocks)
+            self._joint = state, OutputCovariance(self.model, blocks)
         sets = x.to(self._dtype).reshape(-1, *x.shape[-2:])
-        f, covariance = in_eval_mode(self.model, self._joint[1])(sets, classes)
+        f, covariance = in_eval_mode(self.model, self._joint[1].joint)(sets, classes)
         batch = x.shape[:-2]
         f = f.reshape(*batch, *f.shape[1:])
         return f.to(x.dtype), covariance.reshape(*batch, *covariance.shape[1:]).to(x.dtype)

@@ -9,8 +9,8 @@ from torch import nn
 from torch.testing import assert_close
 
 from kfac_backend.blocks.sketch import Frame
-from kfac_backend.covariance.joint import JointCovariance, joint_covariance
 from kfac_backend.covariance.output_covariance import OutputCovariance
+from kfac_backend.covariance.parameter_covariance import joint_covariance
 from kfac_backend.layers import ExampleGradients
 from tests.kfac_backend.covariance.posteriors import NETWORKS, jacobians, posterior
 from tests.kfac_backend.networks import OwnNorm
@@ -103,7 +103,7 @@ def test_equals_the_dense_jacobian_and_so_do_its_derivatives(name):
     """By central differences: autograd through jacrev of layer_norm is wrong (PyTorch 2.15)."""
     model, x = case(name)
     blocks, dense = posterior(model, x.flatten(0, 1))
-    joint = JointCovariance(model, blocks)
+    joint = OutputCovariance(model, blocks).joint
     f, covariance = joint(x)
     assert not covariance.requires_grad and not f.requires_grad
     expected = brute_force(model, x, dense)
@@ -140,7 +140,7 @@ def test_equals_the_dense_jacobian_and_so_do_its_derivatives(name):
 def test_gradients_are_those_of_finite_differences(name):
     model, x = case(name)
     blocks, _ = posterior(model, x.flatten(0, 1))
-    joint = JointCovariance(model, blocks)
+    joint = OutputCovariance(model, blocks).joint
     joint(x)  # the proof
     assert torch.autograd.gradcheck(joint, (x[:1].requires_grad_(),))
 
@@ -149,14 +149,14 @@ def test_sketched_factors():
     model, x = case("wide")
     blocks, dense = posterior(model, x.flatten(0, 1), sketch_rank=2)
     assert any(isinstance(eigen.Q_A, Frame) for eigen, _ in blocks.values())
-    _, covariance = JointCovariance(model, blocks)(x)
+    _, covariance = OutputCovariance(model, blocks).joint(x)
     assert_close(covariance, brute_force(model, x, dense), rtol=1e-10, atol=1e-12)
 
 
 def test_some_outputs():
     model, x = case("mlp")
     blocks, _ = posterior(model, x.flatten(0, 1))
-    joint = JointCovariance(model, blocks)
+    joint = OutputCovariance(model, blocks).joint
     f, covariance = joint(x)
     some, of_some = joint(x, [2, 0])
     chosen = [2, 0, 5, 3]
@@ -189,7 +189,7 @@ def test_leaves_model_and_memory_as_they_were():
     """A graph holds hooks that hold what they saw; nothing stays once the results are gone."""
     model, x = case("mlp")
     blocks, _ = posterior(model, x.flatten(0, 1))
-    joint = JointCovariance(model, blocks)
+    joint = OutputCovariance(model, blocks).joint
     activations = []
     model[1].register_forward_hook(lambda m, a, out: activations.append(weakref.ref(out)))
     f, covariance = joint(x.requires_grad_())
@@ -204,7 +204,7 @@ def test_leaves_model_and_memory_as_they_were():
 def test_what_it_cannot_do_is_named():
     model, x = case("mlp")
     blocks, _ = posterior(model, x.flatten(0, 1))
-    joint = JointCovariance(model, blocks)
+    joint = OutputCovariance(model, blocks).joint
     with pytest.raises(ValueError, match=r"x has shape \(4, 6\); sets of inputs"):
         joint(x.flatten(0, 1))
     with pytest.raises(NotImplementedError, match="joint covariances support outputs"):

@@ -11,7 +11,6 @@ from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
 from kfac_backend.covariance import output_covariance
-from kfac_backend.covariance.joint import JointCovariance
 from kfac_backend.covariance.last_layer import LastLayerCovariance
 from kfac_backend.covariance.linearised import linearised_outputs
 from kfac_backend.covariance.output_covariance import OutputCovariance
@@ -40,10 +39,8 @@ def test_equals_the_dense_jacobian(name, kfac_approx):
     blocks, dense = posterior(model, x, kfac_approx)
     parts = covariance_parts(model, x, dense)
     expected = sum(parts.values())
-    memory = {"expand": (None, None), "reduce": (1, 3_000)}[kfac_approx]
-    ways = ({"memory": memory[0]}, {"memory": memory[1], "batched": True})
-    for start, options in enumerate(ways):
-        covariance = OutputCovariance(model, blocks, **options)
+    for start, memory in enumerate({"expand": (None, 3_000), "reduce": (1, None)}[kfac_approx]):
+        covariance = OutputCovariance(model, blocks, memory=memory)
         f, found = covariance(x)
         assert_close(f, model(x).detach())
         assert_close(found, expected, rtol=1e-10, atol=1e-12)
@@ -52,12 +49,12 @@ def test_equals_the_dense_jacobian(name, kfac_approx):
         assert not found.requires_grad and not variance.requires_grad
         some = dict(list(blocks.items())[start::2])  # the others' parameters are constants
         if some:
-            found = OutputCovariance(model, some, **options)(x)[1]
+            found = OutputCovariance(model, some, memory=memory)(x)[1]
             assert_close(found, sum(parts[name] for name in some), rtol=1e-10, atol=1e-12)
     # Negative control: eigenvalues that belong to other eigenvectors.
     wrong = {n: (eigen, spectrum.flip(-2, -1)) for n, (eigen, spectrum) in blocks.items()}
-    for batched in (False, True) if name not in ("scalars", "depthwise") else ():
-        covariance = OutputCovariance(model, wrong, batched=batched)
+    if name not in ("scalars", "depthwise"):
+        covariance = OutputCovariance(model, wrong)
         assert error(covariance(x)[1], expected) > 1e-3
         assert error(covariance(x, variance_only=True)[1], variance) > 1e-3
 
@@ -69,9 +66,7 @@ def test_large_elementwise_parameters(monkeypatch, name):
     blocks, dense = posterior(model, x)
     assert any(len(eigen.Q_B) > 1 == eigen.Q_B.shape[-1] for eigen, _ in blocks.values())
     expected = brute_force(model, x, dense)
-    for batched in (False, True):
-        covariance = OutputCovariance(model, blocks, batched=batched)(x)[1]
-        assert_close(covariance, expected, rtol=1e-9, atol=1e-11)
+    assert_close(OutputCovariance(model, blocks)(x)[1], expected, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize(("rows", "space"), [MODES, MODES[::-1]])
@@ -89,10 +84,9 @@ def test_a_graph_without_edges_alone():
     expected = brute_force(model, batch, dense)
     alone = {key: value[2:] for key, value in batch.items()}
     assert not alone["edges"].any()
-    for batched in (False, True):
-        covariance = OutputCovariance(model, blocks, batched=batched)
-        for batch_or_one, wanted in ((alone, expected[2:]), (batch, expected)) * 2:
-            assert_close(covariance(batch_or_one)[1], wanted, rtol=1e-9, atol=1e-11)
+    covariance = OutputCovariance(model, blocks)
+    for batch_or_one, wanted in ((alone, expected[2:]), (batch, expected)) * 2:
+        assert_close(covariance(batch_or_one)[1], wanted, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("name", ["all layers", "groups", "tokens"])
@@ -193,14 +187,13 @@ def fails(model, blocks, x):
     [
         lambda model, blocks, x: OutputCovariance(model, blocks)(x),
         lambda model, blocks, x: OutputCovariance(model, blocks, memory=1)(x),
-        lambda model, blocks, x: OutputCovariance(model, blocks, batched=True)(x),
         fails,
-        lambda model, blocks, x: JointCovariance(model, blocks)(x[None]),
-        lambda model, blocks, x: JointCovariance(model, blocks)(x[None].requires_grad_()),
+        lambda model, blocks, x: OutputCovariance(model, blocks).joint(x[None]),
+        lambda model, blocks, x: OutputCovariance(model, blocks).joint(x[None].requires_grad_()),
         lambda model, blocks, x: LastLayerCovariance(model, "2", of_layer(blocks, model, "2"))(x),
         lambda model, blocks, x: linearised_outputs(model, {"2.bias": torch.ones(2, 3)}, x),
     ],
-    ids=["plain", "little memory", "batched", "error", "joint", "with graph", "last", "linearised"],
+    ids=["plain", "little memory", "error", "joint", "with graph", "last", "linearised"],
 )
 def test_a_network_that_had_a_predictive_is_freed(use):
     kept = []

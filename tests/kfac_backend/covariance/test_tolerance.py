@@ -5,9 +5,9 @@ import torch
 from torch.testing import assert_close
 
 from kfac_backend.blocks.block import EigenBlock
-from kfac_backend.covariance import gradient_covariance as module
-from kfac_backend.covariance.gradient_covariance import gradient_covariance
+from kfac_backend.covariance import parameter_covariance as module
 from kfac_backend.covariance.output_covariance import OutputCovariance
+from kfac_backend.covariance.parameter_covariance import gradient_covariance
 from kfac_backend.layers import ExampleGradients
 from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.covariance.posteriors import brute_force as dense_covariance

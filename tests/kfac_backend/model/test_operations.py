@@ -516,14 +516,12 @@ PREDICTED = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("case", PREDICTED)
-def test_the_covariance_of_the_predictive(case, batched):
+def test_the_covariance_of_the_predictive(case):
     function, own = PREDICTED[case]
     model, x = Model(function, **{"head": head(), **own}), normal(5, 4, 3)
     found = factors(model, x)
-    f, does = OutputCovariance(model, precision_of(found, 0.7), batched=batched)(x)
+    f, does = OutputCovariance(model, precision_of(found, 0.7))(x)
     assert_close(f, model(x).detach())
     assert_close(does, brute_force(model, x, dense_precision(found, 0.7)))
 

@@ -1,9 +1,10 @@
-"""The gradients in each parameter, example by example, from the uses of its layers."""
+"""Each example's gradient in each parameter, by its factors, from the uses of the layers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from kfac_backend.blocks.block import EigenBlock
@@ -11,65 +12,73 @@ from kfac_backend.layers import ExampleGradients, Rule, Use
 from kfac_backend.layers.rule import dense_gradients
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
 
-__all__ = ["ParameterGradients", "Place", "Seen", "SumOfUses", "group_of", "some_examples"]
+__all__ = ["LayerGradients", "ParameterGradients", "PosteriorPrecision", "Seen", "some_examples"]
 
+PosteriorPrecision = Mapping[str, tuple[EigenBlock, Tensor]]
+"""Parameter name -> its block's eigenvectors, and the precision's eigenvalues > 0 in their basis,
+(..., d_out, d_in) as `EigenBlock.spectrum` returns them."""
 Seen = tuple[TrackedLayer, Use, Tensor]
 """A layer's use, and its `Rule.position_gradients` for C outputs or vectors (M, R, C, d_out)."""
-Place = tuple[str, tuple[int, int]]
-"""A parameter's name, and (index, count) of a row block of it; (0, 1) for a tensor with one map."""
 
 
-class _Term(NamedTuple):
-    """The part of one use in the gradients of a parameter."""
+class ParameterGradients(NamedTuple):
+    """The examples' gradients in a parameter, or in one of the maps that it holds: a sum of uses.
 
-    gradients: ExampleGradients
-    transposed: bool
+    With the eigenvectors Q = Q_B ⊗ Q_A of the parameter's block, and a number for each of them.
+    """
 
+    block: EigenBlock
+    spectrum: Float[Tensor, "*G rows columns"]
+    uses: list[tuple[ExampleGradients, bool]]
+    """Each use's gradients, and whether the parameter is stored inputs first there."""
 
-class SumOfUses(NamedTuple):
-    """The examples' gradients in a parameter: a sum over all its uses."""
-
-    terms: list[_Term]
-
-    def in_one_way(self) -> tuple[ExampleGradients, bool] | None:
+    def joined(self) -> tuple[ExampleGradients, bool] | None:
         """The uses' positions concatenated, and whether the parameter is stored inputs first.
 
         None if it is used in both orientations, so that the gradients have no common factors.
         """
-        ways = {term.transposed for term in self.terms if term.gradients.a is not None}
-        if len(ways) > 1:
+        if len({transposed for g, transposed in self.uses if g.a is not None}) > 1:
             return None
-        gradients = [term.gradients for term in self.terms]
-        return _joined(gradients), self.terms[0].transposed
+        if len(self.uses) == 1:
+            return self.uses[0]
+        b = torch.cat([g.b for g, _ in self.uses], 2)
+        inputs = [g.a for g, _ in self.uses if g.a is not None]
+        return ExampleGradients(b, torch.cat(inputs, 2) if inputs else None), self.uses[0][1]
 
-    def dense(self, most_bytes: int) -> Iterator[Tensor]:
-        """The dense gradients (n, C, P) of n examples after the other.
+    def dense_in_basis(self, most_bytes: int) -> Iterator[Float[Tensor, "n C *spectrum"]]:
+        """Qᵀ g of the dense gradients g of n examples after the other, in the spectrum's shape.
 
         Args:
             most_bytes: bytes that those of n examples may take; n is at least one.
         """
-        b, a = self.terms[0].gradients
-        G, N, _, C, d_out = b.shape
-        P = G * d_out * (1 if a is None else a.shape[-1])
-        size = max(1, most_bytes // (C * P * b.element_size()))
+        _, N, _, C, _ = self.uses[0][0].b.shape
+        Q_B, Q_A = self.block.Q_B, self.block.Q_A
+        size = max(1, most_bytes // (C * self.spectrum.numel() * Q_B.dtype.itemsize))
         for start in range(0, N, size):
             some = slice(start, start + size)
-            parts = [dense_gradients(_of_some(g, some), way) for g, way in self.terms]
-            yield torch.stack(parts).sum(0)
+            g = sum(dense_gradients(_of_some(of_use, some), way) for of_use, way in self.uses)
+            assert isinstance(g, Tensor)
+            g = g.to(Q_B.dtype).unflatten(-1, self.spectrum.shape)
+            g = (g.mT @ Q_B).mT
+            yield g if Q_A is None else g @ Q_A
 
 
-class ParameterGradients:
+class LayerGradients:
     """Collects the uses of layers, parameter by parameter.
 
     Args:
         assignment: the layers.
+        spectra: parameter name -> its block's eigenvectors, and a number for each of them.
     """
 
-    def __init__(self, assignment: RuleAssignment) -> None:
+    def __init__(
+        self, assignment: RuleAssignment, spectra: Mapping[str, tuple[EigenBlock, Tensor]]
+    ) -> None:
         self.rules: dict[TrackedLayer, Rule] = {
             tracked: tracked.rule(tracked.layer, "expand", tracked.parameters)
             for tracked in assignment.all
         }
+        self._spectra = spectra
         places = [place for tracked in self.rules for place in _places(tracked)]
         self._tied = {place for place in places if places.count(place) > 1}
 
@@ -77,17 +86,19 @@ class ParameterGradients:
         """Whether no other use contributes to the gradients in the layer's parameters."""
         return uses == 1 and not self._tied.intersection(_places(tracked))
 
-    def of_uses(self, seen: list[Seen]) -> Iterator[tuple[Place, SumOfUses]]:
+    def of_uses(self, seen: list[Seen]) -> Iterator[ParameterGradients]:
         """Each parameter's gradients, summed over the given uses."""
-        terms: dict[Place, list[_Term]] = {}
+        uses: dict[tuple[str, tuple[int, int]], list[tuple[ExampleGradients, bool]]] = {}
         for tracked, use, rows in seen:
             rule = self.rules[tracked]
             for local, gradients in rule.example_gradients(use.a, rows).items():
                 place = tracked.parameters[local], tracked.slots.get(local, (0, 1))
-                term = _Term(_by_example(gradients, use), rule.transposed)
-                terms.setdefault(place, []).append(term)
-        for place, of_place in terms.items():
-            yield place, SumOfUses(of_place)
+                uses.setdefault(place, []).append((_by_example(gradients, use), rule.transposed))
+        for (name, (slot, slots)), of_place in uses.items():
+            block, spectrum = self._spectra[name]
+            if slots > 1:  # a tensor that holds several maps, one below the other
+                block, spectrum = _group_of(block, slot), spectrum[slot]
+            yield ParameterGradients(block, spectrum, of_place)
 
 
 def some_examples(seen: Seen, size: int) -> Iterator[tuple[slice, Seen]]:
@@ -101,13 +112,11 @@ def some_examples(seen: Seen, size: int) -> Iterator[tuple[slice, Seen]]:
         yield chunk, (tracked, Use(use.a[chunk]), rows[chunk])
 
 
-def group_of(block: EigenBlock, g: int) -> EigenBlock:
+def _group_of(block: EigenBlock, g: int) -> EigenBlock:
     """The eigenvectors of one of a block's groups."""
-    Q_B, Q_A = block.Q_B, block.Q_A
-    assert isinstance(Q_B, Tensor)  # packed tensors have no sketch
-    if block.alpha is None or not isinstance(Q_A, Tensor):
-        return EigenBlock(block.beta[g], Q_B[g])
-    return EigenBlock(block.beta[g], Q_B[g], block.alpha[g], Q_A[g])
+    if block.alpha is None or block.Q_A is None:
+        return EigenBlock(block.beta[g], block.Q_B[g])
+    return EigenBlock(block.beta[g], block.Q_B[g], block.alpha[g], block.Q_A[g])
 
 
 def _places(tracked: TrackedLayer) -> list[tuple[str, tuple[int, int] | None]]:
@@ -131,12 +140,3 @@ def _by_example(gradients: ExampleGradients, use: Use) -> ExampleGradients:
     return ExampleGradients(
         padded(gradients.b), None if gradients.a is None else padded(gradients.a)
     )
-
-
-def _joined(gradients: list[ExampleGradients]) -> ExampleGradients:
-    """Gradients concatenated along the positions."""
-    if len(gradients) == 1:
-        return gradients[0]
-    inputs = [g.a for g in gradients if g.a is not None]
-    b = torch.cat([g.b for g in gradients], 2)
-    return ExampleGradients(b, torch.cat(inputs, 2) if inputs else None)

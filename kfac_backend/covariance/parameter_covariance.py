@@ -1,4 +1,4 @@
-"""J Σ Jᵀ of one parameter tensor, from its gradients' factors.
+"""One parameter's part of J Σ Jᵀ, from the factors of its gradients.
 
 In the eigenbasis of the posterior precision Q diag(s) Qᵀ, with Q = Q_B ⊗ Q_A, the gradient of
 output c is G̃_nc = Σ_r (Q_Bᵀ b_nrc) (Q_Aᵀ a_nr)ᵀ, and the covariance of outputs c and c' is
@@ -11,6 +11,11 @@ is the prior's: s_ij = s₀ for all output directions i of most input directions
 directions needs no eigenvectors: Σ_rr' ⟨b_rc, b_r'c'⟩ ⟨a⊥_r, a⊥_r'⟩ / s₀, with a⊥ the part of an
 input in their span. They are treated in this way where s_ij equals s₀ up to rounding, or is at most
 (1 + tolerance) s₀, which makes a variance too large by at most the share ``tolerance``.
+
+`joint_covariance` is that of the outputs of several inputs. With one position two examples n and m
+have Σ_i b̃_nci b̃_mdi Σ_j ã_nj ã_mj / s_ij, which needs no gradient (d_out, d_in) of any example.
+With several positions the gradients are computed some rows at a time, and again in a backward pass
+instead of being kept.
 """
 
 import math
@@ -18,26 +23,47 @@ import math
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from kfac_backend.blocks.block import EigenBlock
+from kfac_backend.blocks.sketch import Basis
 from kfac_backend.covariance.eigenbasis import (
     LARGEST_PRODUCT,
-    Bases,
     bases,
-    by_group,
-    dense_in_basis,
     examples_at_once,
     grouped,
     products,
     rotated,
 )
+from kfac_backend.covariance.gradients import ParameterGradients
 from kfac_backend.layers import ExampleGradients
 
-__all__ = ["dense_covariance", "gradient_covariance"]
+__all__ = ["gradient_covariance", "joint_covariance", "joint_part", "parameter_covariance"]
 
 DOUBLE_TAKES = {"cpu": 2, "cuda": 32}
 """How many times as long a product takes in float64 as in float32. On a few GPUs the ratio is 2, on
 many it is even more than 32. Other devices may have no float64."""
+
+
+def parameter_covariance(
+    gradients: ParameterGradients,
+    product_bytes: int,
+    *,
+    tolerance: float = 0.0,
+    variance_only: bool = False,
+) -> Float[Tensor, "N C *other"]:
+    """J Σ Jᵀ (N, C, C), or its diagonals (N, C); arguments as of `gradient_covariance`."""
+    joined, spectrum = gradients.joined(), gradients.spectrum
+    if joined is not None:
+        return gradient_covariance(
+            joined[0], gradients.block, spectrum, product_bytes,
+            tolerance=tolerance, transposed=joined[1], variance_only=variance_only,
+        )  # fmt: skip
+    found = []
+    for part in gradients.dense_in_basis(product_bytes):
+        scaled = (part * spectrum.rsqrt()).flatten(2)
+        found.append(_paired(scaled, scaled, variance_only))
+    return torch.cat(found)
 
 
 def gradient_covariance(
@@ -52,8 +78,7 @@ def gradient_covariance(
 ) -> Float[Tensor, "N C *other"]:
     """J Σ Jᵀ (N, C, C), or its diagonals (N, C), for the uncertainty of one parameter.
 
-    Exact up to rounding if the tolerance is 0. Biases and factors without a basis of eigenvectors
-    (diagonals, sketches) are exact for any tolerance.
+    Exact up to rounding if the tolerance is 0. Biases and diagonals are exact for any tolerance.
 
     Args:
         gradients: the outputs' gradients in the parameter.
@@ -71,7 +96,7 @@ def gradient_covariance(
         if block.Q_B.shape[-1] == 1:  # a diagonal, for P groups of one entry or one of P
             b = b.movedim(0, 2).flatten(2)  # (N, C, P)
             return _paired(b / spectrum.flatten(), b, variance_only)
-        b = rotated(b, by_group(block.Q_B))
+        b = rotated(b, grouped(block.Q_B))
         return _paired(b / grouped(spectrum)[:, None, None, :, 0], b, variance_only).sum(0)
     a = gradients.a.to(block.Q_A.dtype)
     Q_B, Q_A, spectrum = bases(block, spectrum, transposed)
@@ -122,15 +147,16 @@ def _reached(b: Float[Tensor, "G N R C d_out"]) -> Bool[Tensor, "R"]:
 
 
 def _prior_like(
-    Q_A: Bases | None, spectrum: Float[Tensor, "G d_out d_in"], tolerance: float
+    Q_A: Basis | None, spectrum: Float[Tensor, "G d_out d_in"], tolerance: float
 ) -> tuple[Float[Tensor, "G"], int]:
     """The smallest eigenvalue s₀ of each group, and the number of leading input directions with it.
 
     The factors' eigenvectors are sorted by their eigenvalues, so that all such directions come
     first. Corrected eigenvalues need not be sorted; then some such directions may not be counted.
+    Those of a sketch descend: its directions count all or not at all.
     """
     floor = spectrum.amin((1, 2))
-    if not isinstance(Q_A, Tensor):
+    if Q_A is None:
         return floor, 0
     rounding = 4 * torch.finfo(spectrum.dtype).eps
     known = (spectrum > (1 + tolerance + rounding) * floor[:, None, None]).flatten(0, 1).any(0)
@@ -138,14 +164,14 @@ def _prior_like(
 
 
 def _parts(
-    x: Float[Tensor, "G *n d"], Q_A: Bases | None, start: int
+    x: Float[Tensor, "G *n d"], Q_A: Basis | None, start: int
 ) -> tuple[Float[Tensor, "G *n d_known"], Float[Tensor, "G *n d_rest"] | None]:
     """The coordinates along the eigenvectors from ``start`` on, and the rest; None if start is 0.
 
     The rest is the part of x in the span of the first eigenvectors, in whichever basis is cheaper:
     only its inner products are used.
     """
-    if start == 0 or not isinstance(Q_A, Tensor):
+    if start == 0 or Q_A is None:
         return rotated(x, Q_A), None
     if start == Q_A.shape[-1]:
         return x[..., :0], x
@@ -174,7 +200,7 @@ def _cheapest(R: int, d_b: int, d_in: int, start: int, double: float) -> tuple[i
     """
 
     def multiplications(start: int, inputs_first: bool) -> float:
-        known = d_in - start
+        known = max(0, d_in - start)
         rotation = d_in * min(d_in, 2 * known)
         if not inputs_first:
             return R * d_in * d_b + d_b * rotation
@@ -208,18 +234,6 @@ def _add_prior_like(
             covariance[n] += _paired(left, right, covariance.dim() == 2).to(covariance.dtype)
 
 
-def dense_covariance(
-    gradients: Float[Tensor, "N C P"],
-    block: EigenBlock,
-    spectrum: Float[Tensor, "*G rows columns"],
-    *,
-    variance_only: bool = False,
-) -> Float[Tensor, "N C *other"]:
-    """`gradient_covariance` from dense gradients, for tensors that are used in several ways."""
-    scaled = (dense_in_basis(gradients, block, spectrum) * spectrum.rsqrt()).flatten(2)
-    return _paired(scaled, scaled, variance_only)
-
-
 def _paired(
     left: Float[Tensor, "*n C d"], right: Float[Tensor, "*n C d"], variance_only: bool
 ) -> Tensor:
@@ -234,3 +248,81 @@ def _squared(gradient: Float[Tensor, "*n C rows d"], variance_only: bool) -> Ten
     """
     gradient = gradient.flatten(-2)
     return _paired(gradient, gradient, variance_only)
+
+
+def joint_part(
+    gradients: ParameterGradients, q: int, product_bytes: int
+) -> Float[Tensor, "T q_C q_C"]:
+    """J(X) Σ J(X)ᵀ of T sets of q examples; arguments as of `joint_covariance`."""
+    joined, spectrum = gradients.joined(), gradients.spectrum
+    if joined is None:
+        everything = 8 * spectrum.numel() * gradients.uses[0][0].b.shape[1:4].numel()
+        (dense,) = gradients.dense_in_basis(everything)
+        return _gram((dense * spectrum.rsqrt()).flatten(2), q)
+    return joint_covariance(
+        joined[0], gradients.block, spectrum, q, product_bytes, transposed=joined[1]
+    )
+
+
+def joint_covariance(
+    gradients: ExampleGradients,
+    block: EigenBlock,
+    spectrum: Float[Tensor, "*G rows columns"],
+    q: int,
+    product_bytes: int = 8 * 2**20,
+    *,
+    transposed: bool = False,
+) -> Float[Tensor, "T q_C q_C"]:
+    """J(X) Σ J(X)ᵀ of T sets X of q examples, for the uncertainty of one parameter; exact.
+
+    Args:
+        gradients: the outputs' gradients in the parameter, of N = T·q examples.
+        block: eigenvectors of the parameter's posterior precision.
+        spectrum: its eigenvalues > 0, see `EigenBlock.spectrum`.
+        q: the number of consecutive examples in a set.
+        product_bytes: bytes of the gradients that are computed at once, but at least one row.
+        transposed: whether the parameter is stored inputs first, (d_in, d_out).
+    """
+    b = gradients.b.to(block.Q_B.dtype)
+    if gradients.a is None or block.Q_A is None:
+        b = b.sum(2)  # (G, N, C, d_out)
+        if block.Q_B.shape[-1] == 1:  # a diagonal, for P groups of one entry or one of P
+            return _gram(b.movedim(0, 2).flatten(2) * spectrum.flatten().rsqrt(), q)
+        b = rotated(b, grouped(block.Q_B)) * grouped(spectrum)[:, None, None, :, 0].rsqrt()
+        return _gram(b.movedim(0, 2).flatten(2), q)
+    Q_B, Q_A, spectrum = bases(block, spectrum, transposed)
+    a = rotated(gradients.a.to(block.Q_A.dtype), Q_A)
+    b = rotated(b, Q_B)
+    G, N, R, C, d_out = b.shape
+    d_in = a.shape[-1]
+    # For large sets of small layers the gradients take less memory than the products of pairs.
+    if R == 1 and q * (d_in + C * d_out) <= C * d_in * d_out:
+        b, a = b[:, :, 0].unflatten(1, (-1, q)), a[:, :, 0].unflatten(1, (-1, q))
+        pairs = a[:, :, :, None] * a[:, :, None]  # (G, T, q, q, d_in)
+        weights = pairs @ spectrum.reciprocal().mT[:, None, None]  # (G, T, q, q, d_out)
+        scaled = weights[..., None, :] * b[:, :, :, None]  # (G, T, q, q, C, d_out)
+        return torch.einsum("gtprco,gtrdo->tpcrd", scaled, b).flatten(3).flatten(1, 2)
+
+    def of_rows(b: Tensor, a: Tensor, spectrum: Tensor) -> Tensor:
+        in_basis = torch.einsum("nrco,nri->ncoi", b, a) * spectrum.rsqrt()
+        return _gram(in_basis.flatten(2), q)
+
+    rows = max(1, product_bytes // (N * C * d_in * b.element_size()))
+    total = b.new_zeros(())
+    for g in range(G):
+        for start in range(0, d_out, rows):
+            some = slice(start, start + rows)
+            part = b[g, ..., some], a[g], spectrum[g, some]
+            again = b.requires_grad or a.requires_grad
+            total = total + (
+                checkpoint(of_rows, *part, use_reentrant=False, preserve_rng_state=False)
+                if again
+                else of_rows(*part)
+            )
+    return total
+
+
+def _gram(features: Float[Tensor, "N C P"], q: int) -> Float[Tensor, "T q_C q_C"]:
+    """The inner products between all outputs of a set's examples."""
+    rows = features.unflatten(0, (-1, q)).flatten(1, 2)
+    return rows @ rows.mT

@@ -18,10 +18,10 @@ from kfac_backend.model.calls import call_with, forked_random_numbers, num_examp
 from kfac_backend.model.comparison import close
 from kfac_backend.model.memory import is_out_of_memory
 
-__all__ = ["UncoveredGradients"]
+__all__ = ["GradientsWithoutRule"]
 
 
-class UncoveredGradients:
+class GradientsWithoutRule:
     """A function to the outputs' gradients in some parameters, in the form for diagonal blocks.
 
     They are differentiable in the inputs if these have a graph.
@@ -54,7 +54,7 @@ class UncoveredGradients:
         N, K = f.shape
         apart = num_examples(x) == N
         self._at_once = self._at_once and apart and isinstance(x, Tensor | Mapping)
-        start = 0
+        start = 0 if self._parameters else N
         while start < N:
             jacobians = None
             size = max(1, self._most_bytes // max(1, K * self._bytes)) if apart else N

@@ -16,27 +16,20 @@ from kfac_backend.blocks.block import EigenBlock
 from kfac_backend.covariance.eigenbasis import (
     LARGEST_PRODUCT,
     bases,
-    by_group,
     bytes_per_example,
-    dense_in_basis,
+    grouped,
     products,
     rotated,
 )
-from kfac_backend.covariance.parameter_gradients import (
-    ParameterGradients,
-    Seen,
-    SumOfUses,
-    group_of,
-    some_examples,
-)
+from kfac_backend.covariance.gradients import LayerGradients, Seen, some_examples
 from kfac_backend.layers import ExampleGradients
 from kfac_backend.model.rule_assignment import RuleAssignment
 
-__all__ = ["LayerMoments", "add_second_moments"]
+__all__ = ["CorrectedEigenvalues", "add_second_moments"]
 
 
-class LayerMoments(ParameterGradients):
-    """Turns output gradients of layers into the second moments of their parameters' gradients.
+class CorrectedEigenvalues(LayerGradients):
+    """Sums up the squares of gradients in the eigenbasis, from output gradients of layers.
 
     Args:
         assignment: the layers.
@@ -52,12 +45,11 @@ class LayerMoments(ParameterGradients):
         memory: int,
         product_bytes: int,
     ) -> None:
-        super().__init__(assignment)
-        self.bases = bases
-        self._memory = memory
-        self._product_bytes = product_bytes
         self.moments = {name: torch.zeros_like(block.spectrum()) for name, block in bases.items()}
         """Parameter name -> the sums so far, in the shape of `EigenBlock.spectrum`."""
+        super().__init__(assignment, {n: (block, self.moments[n]) for n, block in bases.items()})
+        self._memory = memory
+        self._product_bytes = product_bytes
 
     def add_one(self, seen: Seen) -> None:
         """Add the part of a layer that shares no parameter, some examples at a time."""
@@ -71,20 +63,15 @@ class LayerMoments(ParameterGradients):
 
     def add(self, seen: list[Seen]) -> None:
         """Add the part of several uses; the gradients in a tied parameter are summed first."""
-        for (name, (slot, slots)), gradients in self.of_uses(seen):
-            block, moments = self.bases[name], self.moments[name]
-            if slots > 1:
-                block, moments = group_of(block, slot), moments[slot]
-            self._add(moments, gradients, block)
-
-    def _add(self, moments: Tensor, gradients: SumOfUses, block: EigenBlock) -> None:
-        one_way = gradients.in_one_way()
-        if one_way is None:
-            for part in gradients.dense(self._product_bytes):
-                moments += dense_in_basis(part, block, moments).square_().sum((0, 1))
-            return
-        joined, transposed = one_way
-        add_second_moments(moments, joined, block, self._product_bytes, transposed=transposed)
+        for gradients in self.of_uses(seen):
+            joined, moments = gradients.joined(), gradients.spectrum  # a view of the sums
+            if joined is not None:
+                add_second_moments(
+                    moments, joined[0], gradients.block, self._product_bytes, transposed=joined[1]
+                )
+                continue
+            for part in gradients.dense_in_basis(self._product_bytes):
+                moments += part.square_().sum((0, 1))
 
 
 def add_second_moments(
@@ -108,7 +95,7 @@ def add_second_moments(
     if gradients.a is None or block.Q_A is None:
         b = b.sum(2)  # (G, N, V, d_out)
         if block.Q_B.shape[-1] > 1:  # else a diagonal, for P groups of one entry
-            b = rotated(b, by_group(block.Q_B))
+            b = rotated(b, grouped(block.Q_B))
         moments += b.square().sum((1, 2)).view_as(moments)
         return
     a = gradients.a.to(block.Q_A.dtype)
