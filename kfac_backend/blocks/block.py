@@ -118,12 +118,13 @@ class KroneckerBlock:
             return replace(self, B=B)
         terms = tuple(m + t for m, t in zip(self._terms, other._terms, strict=True))
         # The share of the other block in each group's terms; 0 where neither has a term.
-        share = torch.tensor(
-            [t / n if n else 0.0 for t, n in zip(other._terms, terms, strict=True)]
-        )
-        share = (share[:, None, None] if len(terms) > 1 else share[0]).to(self.A.device)
+        shares = [t / n if n else 0.0 for t, n in zip(other._terms, terms, strict=True)]
+        share: Any = shares[0]
+        if len(shares) > 1:
+            of_groups = torch.tensor(shares, dtype=self.A.dtype, device=self.A.device)
+            share = of_groups[:, None, None]
         A = add_factors(self.A * (1 - share), other.A * share)
-        return replace(self, B=B, A=A.to(dtype=self.A.dtype), num_terms=_one_or_all(terms))
+        return replace(self, B=B, A=A, num_terms=_one_or_all(terms))
 
     def _check_same_kind(self, other: "KroneckerBlock") -> None:
         """Raise a ValueError that says why two blocks have no sum."""
