@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from kfac_backend import corrected_factors, kronecker_factors
-from kfac_backend.covariance.joint import JointCovariance
 from kfac_backend.covariance.linearised import linearised_outputs
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
@@ -79,7 +78,7 @@ def covariance(model, x, factors):
 
 
 def joint(model, x, factors):
-    return list(JointCovariance(model, precision_of(factors))(x[None]))
+    return list(OutputCovariance(model, precision_of(factors)).joint(x[None]))
 
 
 def predictive(model, x, factors):
