@@ -7,18 +7,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kfac_backend.layers.gram.gram import Gram
-from kfac_backend.layers.gram.patch_gram import ImageGram, PatchGram, UnfoldedGram
+from kfac_backend.layers.gram.patch_gram import PatchGram
 from kfac_backend.layers.gram.window import Window, patch_sums, patches, windows
 from kfac_backend.layers.uses import Use
 from kfac_backend.layers.weight_sharing import WeightSharingRule
 from kfac_backend.precision import at_least_float32
 
-__all__ = ["Conv1dRule", "Conv2dRule", "Conv3dRule", "ImageRule", "new_patch_gram", "one_high"]
+__all__ = ["ConvolutionRule", "ImageRule"]
 
 SHAPES = {1: "(N, C, L)", 2: "(N, C, H, W)", 3: "(N, C, D, H, W)"}
 """A batch of images, by their number of axes."""
-
-Axes = tuple[Window, ...]
 
 
 class ImageRule(WeightSharingRule):
@@ -52,75 +50,38 @@ class ImageRule(WeightSharingRule):
 
 
 class ConvolutionRule(ImageRule):
-    """A convolution with any stride, padding, dilation, groups and padding mode.
+    """nn.Conv1d, 2d and 3d with any stride, padding, dilation, groups and padding mode.
 
     R is the number of output pixels, d_in = channels per group × kernel, in the order of
     ``weight.flatten(1)``. Means of patches are box sums (`patch_sums`). Their Gram matrix is
-    computed in the cheapest of several ways (`new_patch_gram`).
+    computed in the cheapest of several ways (`PatchGram`).
     """
-
-    def image(self, a: Tensor) -> tuple[Tensor, Axes]:
-        """The layer's input, and how the kernel meets its axes."""
-        return a, windows(self.layer, a)
 
     def inputs(self, a: Tensor) -> Tensor:
         """(N, C, ...) as patches (G, N, R, d_in)."""
-        image, axes = self.image(a)
-        return patches(image, self.groups, *axes)
+        return patches(a, self.groups, *windows(self.layer, a))
 
     def mean_inputs(self, a: Tensor) -> tuple[Tensor, int]:
         """Mean patches (G, N, d_in), and R."""
-        image, axes = self.image(a)
+        axes = windows(self.layer, a)
         R = _num_positions(axes)
-        means = patch_sums(at_least_float32(image), *axes) / R  # (N, C, *kernel)
+        means = patch_sums(at_least_float32(a), *axes) / R  # (N, C, *kernel)
         return means.flatten(1).unflatten(1, (self.groups, -1)).movedim(1, 0), R
 
     def new_input_gram(self) -> Gram:
         """The Gram matrix of patches for expand, of their means for reduce."""
         if self.by_example:
             return super().new_input_gram()
-        return new_patch_gram(self.layer.in_channels, self.layer.kernel_size, self.groups)
+        return PatchGram(self.layer.kernel_size, self.groups)
 
     def add_input_gram(self, a: Tensor) -> int:
         """Add all patches to A; returns R."""
-        image, axes = self.image(a)
-        assert isinstance(self.A.gram, ImageGram)
-        self.A.gram.add_images(at_least_float32(image), *axes)
+        axes = windows(self.layer, a)
+        assert isinstance(self.A.gram, PatchGram)
+        self.A.gram.add_images(a, *axes)
         return _num_positions(axes)
 
 
-class Conv1dRule(ConvolutionRule):
-    """nn.Conv1d, as a convolution of images of height 1."""
-
-    def image(self, a: Tensor) -> tuple[Tensor, Axes]:
-        """(N, C, L) as (N, C, 1, L)."""
-        return one_high(a, *windows(self.layer, a))
-
-
-class Conv2dRule(ConvolutionRule):
-    """nn.Conv2d; with groups, expand unfolds patches, some examples at a time."""
-
-
-class Conv3dRule(ConvolutionRule):
-    """nn.Conv3d; expand unfolds patches, some examples at a time."""
-
-
-def new_patch_gram(channels: int, kernel_size: Sequence[int], groups: int) -> ImageGram:
-    """An empty Gram matrix of patches, to which ``add_images(image, *axes)`` adds.
-
-    It chooses among several ways for one axis (see `one_high`) or two without groups, and unfolds
-    patches otherwise.
-    """
-    if groups > 1 or len(kernel_size) > 2:
-        return UnfoldedGram(groups)
-    return PatchGram(channels, (1, *kernel_size)[-2:])
-
-
-def one_high(a: Float[Tensor, "N C L"], x: Window) -> tuple[Float[Tensor, "N C 1 L"], Axes]:
-    """Lines as images of height 1, for a kernel of that height."""
-    return a[:, :, None], (Window(1, 1, 1, 1, 0, 0, x.padding_mode), x)
-
-
-def _num_positions(axes: Axes) -> int:
+def _num_positions(axes: Sequence[Window]) -> int:
     """R, over all axes."""
     return math.prod(window.positions for window in axes)

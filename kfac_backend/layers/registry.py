@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import nn
 
 from kfac_backend.layers.attention import AttentionByParts, SequenceFirst
-from kfac_backend.layers.convolution import Conv1dRule, Conv2dRule, Conv3dRule
+from kfac_backend.layers.convolution import ConvolutionRule
 from kfac_backend.layers.elementwise import (
     BatchNormRule,
     BiasRule,
@@ -39,9 +39,9 @@ T = TypeVar("T", bound=type)
 RULES: dict[type[nn.Module], AnyRule] = {
     nn.Linear: LinearRule,
     LinearPart: LinearRule,
-    nn.Conv1d: Conv1dRule,
-    nn.Conv2d: Conv2dRule,
-    nn.Conv3d: Conv3dRule,
+    nn.Conv1d: ConvolutionRule,
+    nn.Conv2d: ConvolutionRule,
+    nn.Conv3d: ConvolutionRule,
     nn.ConvTranspose1d: ConvTransposeRule,
     nn.ConvTranspose2d: ConvTransposeRule,
     nn.ConvTranspose3d: ConvTransposeRule,

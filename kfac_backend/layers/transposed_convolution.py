@@ -7,8 +7,8 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from kfac_backend.layers.convolution import Axes, ImageRule, new_patch_gram, one_high
-from kfac_backend.layers.gram.patch_gram import ImageGram
+from kfac_backend.layers.convolution import ImageRule
+from kfac_backend.layers.gram.patch_gram import PatchGram
 from kfac_backend.layers.gram.window import Window, patch_sums, patches
 from kfac_backend.layers.rows import Rows
 from kfac_backend.layers.rule import ExampleGradients
@@ -39,7 +39,7 @@ class ConvTransposeRule(ImageRule):
         # come to `example_gradients` without it, with their pixels in one axis.
         self._sizes: dict[tuple[int, ...], tuple[int, ...]] = {}
         if not self.by_example:
-            gram = new_patch_gram(layer.out_channels, layer.kernel_size, layer.groups)
+            gram = PatchGram(layer.kernel_size, layer.groups)
             self.B_weight = GradientFactor(gram, by_example=False)
 
     def inputs(self, a: Tensor) -> Tensor:
@@ -53,11 +53,10 @@ class ConvTransposeRule(ImageRule):
 
     def weight_gradients(self, b: Tensor) -> Float[Tensor, "G M R d_out"]:
         """The patches of output gradients (M, C_out, ...) that the input's pixels write to."""
-        image, axes = self.image(b)
-        return patches(image, self.groups, *axes)
+        return patches(b, self.groups, *self.axes(b))
 
-    def image(self, b: Tensor) -> tuple[Tensor, Axes]:
-        """Output gradients, and how the kernel meets their axes, as if they were convolved."""
+    def axes(self, b: Tensor) -> tuple[Window, ...]:
+        """How the kernel meets the axes of output gradients, as if they were convolved."""
         layer, axes = self.layer, []
         for size, kernel, stride, dilation, padding, surplus in zip(
             b.shape[2:],
@@ -78,7 +77,7 @@ class ConvTransposeRule(ImageRule):
                 f"{layer} made an output of shape {tuple(b.shape)}, which does not follow from its "
                 "output_padding. Where that is at least the stride, call it without output_size."
             )
-        return one_high(b, *axes) if len(axes) == 1 else (b, tuple(axes))
+        return tuple(axes)
 
     def add_input(self, use: Use) -> None:
         """Add one use's input."""
@@ -95,14 +94,12 @@ class ConvTransposeRule(ImageRule):
             self._add_bias_gradient(self.B_bias, use, b, sums)
         b = reduced if rows is None else rows.counting(reduced)
         if "weight" in self.names:
-            image, axes = self.image(at_least_float32(b))
-            assert isinstance(self.B_weight.gram, ImageGram)
-            self.B_weight.gram.add_images(image, *axes)
+            assert isinstance(self.B_weight.gram, PatchGram)
+            self.B_weight.gram.add_images(b, *self.axes(b))
 
     def _weight_rows(self, b: Tensor, mode: str, sums: PositionSums, rows: Rows | None) -> Tensor:
         assert mode == "reduce"
-        image, axes = self.image(at_least_float32(b))
-        of_patches = patch_sums(image, *axes).flatten(1)  # (M, C_out·kernel)
+        of_patches = patch_sums(at_least_float32(b), *self.axes(b)).flatten(1)  # (M, C_out·kernel)
         if rows is not None:
             of_patches = rows.sums(of_patches)
         return of_patches.unflatten(1, (self.groups, -1)).movedim(1, 0)

@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from kfac_backend.layers import FunctionalLayer, Rule
-from kfac_backend.layers.convolution import Conv1dRule, Conv2dRule, Conv3dRule
+from kfac_backend.layers.convolution import ConvolutionRule
 from kfac_backend.layers.embedding import EmbeddingRule
 from kfac_backend.layers.weight_sharing import LinearRule, TransposedLinearRule
 from kfac_backend.model.comparison import DtypesInUse, close
@@ -704,9 +704,9 @@ PRODUCTS: set[Callable[..., Any]] = {
 matrix, so an expression may meet the examples here only as a layer's weight."""
 WEIGHTS: dict[Callable[..., Any], tuple[type[Rule], tuple[str, ...]]] = {
     F.linear: (LinearRule, ("input", "weight", "bias")),
-    F.conv1d: (Conv1dRule, _CONVOLUTION),
-    F.conv2d: (Conv2dRule, _CONVOLUTION),
-    F.conv3d: (Conv3dRule, _CONVOLUTION),
+    F.conv1d: (ConvolutionRule, _CONVOLUTION),
+    F.conv2d: (ConvolutionRule, _CONVOLUTION),
+    F.conv3d: (ConvolutionRule, _CONVOLUTION),
     F.embedding: (
         EmbeddingRule,
         ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq"),

@@ -31,8 +31,6 @@ __all__ = [
     "lags",
     "left_out",
     "num_frequencies",
-    "unfold_width",
-    "unfolded_gram",
     "with_zeros",
     "zeros_behind",
 ]
@@ -41,26 +39,8 @@ Lines = Float[Tensor, "*rows W C"]
 """Lines of images; their pixels are those of `Window.content` along the width."""
 
 
-def unfolded_gram(upper: Tensor, lower: Tensor, x: Window, same: bool) -> Tensor:
-    """Σ over lines of the blocks of all pairs of offsets (b in the upper, b' in the lower line).
-
-    Args:
-        upper: lines (L, padded W, C), with their padding.
-        lower: the same number of lines.
-        x: the axis of the width.
-        same: whether ``upper`` and ``lower`` are the same lines.
-
-    Returns:
-        (k2, C, k2, C).
-    """
-    C = upper.shape[-1]
-    left = unfold_width(upper, x)
-    right = left if same else unfold_width(lower, x)
-    return tall_product(left, right).view(x.kernel, C, x.kernel, C)
-
-
 class LineCorrelation(ABC):
-    """The sum over lines of what `unfolded_gram` returns, at stride 1, without unfolding."""
+    """Σ over lines of the blocks of all pairs of offsets, at stride 1, without unfolding."""
 
     def __init__(self, x: Window, same: bool) -> None:
         """Empty sums.
@@ -264,17 +244,6 @@ def left_out(window: Window, offset: int, lag: int, device: torch.device) -> Ten
     shift = lag * window.dilation
     missing = [v - content.start for v in content if v not in seen and v + shift in content]
     return torch.tensor(missing, device=device) if missing else None
-
-
-def unfold_width(lines: Float[Tensor, "L padded C"], x: Window) -> Float[Tensor, "M k2C"]:
-    """One row per line and position, (b, channel) in the columns."""
-    of_line, of_pixel, of_channel = lines.stride()
-    patches = lines.as_strided(
-        (len(lines), x.positions, x.kernel, lines.shape[-1]),
-        (of_line, of_pixel * x.stride, of_pixel * x.dilation, of_channel),
-        lines.storage_offset(),
-    )
-    return patches.reshape(len(lines) * x.positions, x.kernel * lines.shape[-1])
 
 
 def _added(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:

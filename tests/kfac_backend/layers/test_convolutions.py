@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.testing import assert_close
 
-from kfac_backend.layers.convolution import Conv1dRule, Conv2dRule, Conv3dRule
+from kfac_backend.layers.convolution import ConvolutionRule
 from kfac_backend.layers.gram import patch_gram
-from kfac_backend.layers.gram.patch_gram import UnfoldedGram
+from kfac_backend.layers.gram.patch_gram import PatchGram
 from kfac_backend.layers.gram.window import windows
 from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.layers.convolution_checks import (
@@ -19,7 +19,7 @@ from tests.kfac_backend.layers.convolution_checks import (
 from tests.kfac_backend.layers.rule_checks import assert_gradients, assert_sums, some_vectors
 from tests.random_numbers import normal
 
-RULES = {nn.Conv1d: Conv1dRule, nn.Conv2d: Conv2dRule, nn.Conv3d: Conv3dRule}
+RULES = dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), ConvolutionRule)
 
 LINES = {
     "no bias": {"kernel_size": 3, "bias": False},
@@ -105,7 +105,7 @@ def test_unfolds_some_images_at_a_time(monkeypatch, groups):
 
     def gram(patch_bytes):
         monkeypatch.setitem(patch_gram.PATCH_BYTES, "cpu", patch_bytes)
-        added, total = [], UnfoldedGram(groups)
+        added, total = [], PatchGram(layer.kernel_size, groups)
         monkeypatch.setattr(total, "add", lambda rows: added.append(rows.shape[1]))
         total.add_images(images, *windows(layer, images))
         monkeypatch.undo()

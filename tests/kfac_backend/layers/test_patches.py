@@ -8,9 +8,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from kfac_backend.layers.gram import line_gram, patch_gram
-from kfac_backend.layers.gram.patch_gram import WAYS, PatchGram, cheapest_way
+from kfac_backend.layers.gram.patch_gram import PatchGram, cheapest_way
 from kfac_backend.layers.gram.window import patch_sums, windows
 
+WAYS = ("unfold", "shifts", "frequencies")
 MODES = ["zeros", "reflect", "replicate", "circular"]
 
 
@@ -35,13 +36,13 @@ def unfolded(layer, a):
 def possible(way, layer):
     """Whether the way can take the layer's strides."""
     y, x = layer.stride
-    return {"rows": y == 1, "shifts": y == x == 1, "frequencies": y == x == 1}.get(way, True)
+    return way == "unfold" or y == x == 1
 
 
 def gram(layer, images, way, monkeypatch):
     """The Gram matrix of all images' patches, by one way alone."""
     monkeypatch.setattr(patch_gram, "cheapest_way", lambda *a: way)
-    total = PatchGram(layer.in_channels, layer.kernel_size)
+    total = PatchGram(layer.kernel_size)
     for image in images:
         total.add_images(image, *windows(layer, image))
     return total.total()[0]
@@ -118,12 +119,12 @@ def test_lines_and_images_that_are_not_padded_do_not_mix(way, monkeypatch):
     torch.testing.assert_close(found, torch.diag(torch.tensor([1.0, 0, 0, 1.0]).double()))
 
 
-@pytest.mark.parametrize("way", ["shifts", "frequencies"])
+@pytest.mark.parametrize("way", WAYS)
 def test_sizes_may_change_and_totals_be_asked_for_in_between(way, monkeypatch):
     layer = nn.Conv2d(3, 2, 3, padding=1)
     images = [torch.randn(2, 3, size, 6, dtype=torch.float64) for size in (5, 7, 7, 5)]
     monkeypatch.setattr(patch_gram, "cheapest_way", lambda *a: way)
-    total, expected = PatchGram(3, (3, 3)), torch.zeros(27, 27, dtype=torch.float64)
+    total, expected = PatchGram((3, 3)), torch.zeros(27, 27, dtype=torch.float64)
     for image in images:
         total.add_images(image, *windows(layer, image))
         rows = unfolded(layer, image).flatten(0, 1)
@@ -151,12 +152,12 @@ def test_frequencies_round_as_shifts_do(monkeypatch):
     ("channels", "size", "options", "way"),
     [
         (3, 8, {"kernel_size": 3, "padding": 1}, "unfold"),
-        (3, 32, {"kernel_size": 3, "padding": 1}, "rows"),
+        (3, 32, {"kernel_size": 3, "padding": 1}, "unfold"),
         (64, 32, {"kernel_size": 3, "padding": 1}, "frequencies"),
         (256, 8, {"kernel_size": 3, "padding": 1}, "frequencies"),
-        (64, 32, {"kernel_size": 3, "padding": 1, "stride": 2}, "pairs"),
+        (64, 32, {"kernel_size": 3, "padding": 1, "stride": 2}, "unfold"),
         (64, 32, {"kernel_size": 1, "stride": 2}, "unfold"),
-        (8, 16, {"kernel_size": 5, "padding": 2}, "rows"),
+        (8, 16, {"kernel_size": 5, "padding": 2}, "unfold"),
         (8, 4, {"kernel_size": 3}, "unfold"),
     ],
 )
