@@ -138,18 +138,23 @@ class ElementwiseRule(ExactRule):
     def normalised(self, a: Tensor) -> Tensor:
         """What the weight multiplies, z(x), in the shape of the output."""
 
-    def shared(self, x: Tensor) -> list[int]:
-        """The axes over which an example's entries share a parameter: all but first and second."""
-        return list(range(2, x.dim()))
+    def own_axes(self, dimensions: int) -> range:
+        """The axes along which there are separate parameters; the others but the first share them.
 
-    def first_own_axis(self, dimensions: int) -> int:
-        """The first axis that has parameters of its own."""
-        return 1
+        By default the second, which is that of the channels.
+        """
+        return range(1, 2)
 
     def gradients(self, use: Use, b: Tensor, sums: PositionSums) -> dict[str, Tensor]:
         """Sums over the shared axes of b ∘ z and of b."""
-        self._check_rows(use, b)
-        b, axes = at_least_float32(b), self.shared(b)
+        own, rows = self.own_axes(b.dim()), 1 if use.rows is None else len(use.rows.axes)
+        if rows > self.own_axes(b.dim() + rows - 1).start:
+            raise NotImplementedError(
+                f"{self.layer} has separate parameters along an axis that examples_of_rows or "
+                f"counted_positions takes for rows: one of the first {rows}. Call the layer "
+                "outside of it, or flatten the rows to one axis."
+            )
+        b, axes = at_least_float32(b), [axis for axis in range(1, b.dim()) if axis not in own]
         gradients = {}
         if "weight" in self.names:
             z = at_least_float32(self.normalised(use.a))
@@ -159,26 +164,13 @@ class ElementwiseRule(ExactRule):
             gradients["bias"] = _sum_over(b, axes)
         return gradients
 
-    def _check_rows(self, use: Use, b: Tensor) -> None:
-        number = 1 if use.rows is None else len(use.rows.axes)
-        if number > self.first_own_axis(b.dim() + number - 1):
-            raise NotImplementedError(
-                f"{self.layer} has separate parameters along an axis that examples_of_rows or "
-                f"counted_positions takes for rows: one of the first {number}. Call the layer "
-                "outside of it, or flatten the rows to one axis."
-            )
-
 
 class LayerNormRule(ElementwiseRule):
     """nn.LayerNorm: the last axes have parameters, which the axes before them share."""
 
-    def shared(self, x: Tensor) -> list[int]:
-        """The axes between the first and the normalised ones."""
-        return list(range(1, self.first_own_axis(x.dim())))
-
-    def first_own_axis(self, dimensions: int) -> int:
-        """The first of the normalised axes."""
-        return dimensions - len(self.layer.normalized_shape)
+    def own_axes(self, dimensions: int) -> range:
+        """The normalised axes, which are the last."""
+        return range(dimensions - len(self.layer.normalized_shape), dimensions)
 
     def normalised(self, a: Tensor) -> Tensor:
         """The input with mean 0 and variance 1."""
@@ -197,8 +189,7 @@ class ChannelsFirstLayerNormRule(LayerNormRule):
     """Derived layers that normalise the second axis of (N, C, ...), as those of ConvNeXt do."""
 
     features = 1
-    shared = ElementwiseRule.shared
-    first_own_axis = ElementwiseRule.first_own_axis
+    own_axes = ElementwiseRule.own_axes
 
     def normalised(self, a: Tensor) -> Tensor:
         """The input normalised over the second axis."""
@@ -235,7 +226,7 @@ class InstanceNormRule(ElementwiseRule):
 class BatchNormRule(ElementwiseRule):
     """nn.BatchNorm1d, 2d, 3d in eval mode: a fixed map per channel.
 
-    In train mode, which only the optimiser takes, the batch's statistics count as constants.
+    In train mode, which only the optimiser takes, the batch's own statistics normalise the input.
     """
 
     def normalised(self, a: Tensor) -> Tensor:
@@ -251,13 +242,10 @@ class PReLURule(ElementwiseRule):
 
     parameter_names = frozenset({"weight"})
 
-    def shared(self, x: Tensor) -> list[int]:
-        """All axes, or all but the channels'."""
-        return list(range(1 if self.layer.num_parameters == 1 else 2, x.dim()))
-
-    def first_own_axis(self, dimensions: int) -> int:
-        """The channels', if they have a slope each."""
-        return dimensions if self.layer.num_parameters == 1 else 1
+    def own_axes(self, dimensions: int) -> range:
+        """The channels', if they have a slope each; otherwise none."""
+        none = range(dimensions, dimensions)
+        return none if self.layer.num_parameters == 1 else super().own_axes(dimensions)
 
     def normalised(self, a: Tensor) -> Tensor:
         """The negative part."""

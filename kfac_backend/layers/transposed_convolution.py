@@ -8,11 +8,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kfac_backend.layers.convolution import ImageRule
+from kfac_backend.layers.gram.gram import Gram
 from kfac_backend.layers.gram.patch_gram import PatchGram
 from kfac_backend.layers.gram.window import Window, patch_sums, patches
-from kfac_backend.layers.rows import Rows
 from kfac_backend.layers.rule import ExampleGradients
-from kfac_backend.layers.uses import GradientFactor, PositionSums, Use
+from kfac_backend.layers.uses import Use
 from kfac_backend.options import Approximation
 from kfac_backend.precision import at_least_float32
 
@@ -38,9 +38,6 @@ class ConvTransposeRule(ImageRule):
         # Size of an input image -> size of its output, () while that has not been seen. Gradients
         # come to `example_gradients` without it, with their pixels in one axis.
         self._sizes: dict[tuple[int, ...], tuple[int, ...]] = {}
-        if not self.by_example:
-            gram = PatchGram(layer.kernel_size, layer.groups)
-            self.B_weight = GradientFactor(gram, by_example=False)
 
     def inputs(self, a: Tensor) -> Tensor:
         """The pixels (G, N, R, d_in) of (N, C_in, ...)."""
@@ -84,25 +81,21 @@ class ConvTransposeRule(ImageRule):
         self._sizes.setdefault(tuple(use.a.shape[2:]), ())
         super().add_input(use)
 
-    def add_gradient(self, use: Use, b: Tensor, sums: PositionSums) -> None:
-        """Add the patches of b to the weight's B, and b itself to the bias's."""
-        reduced, rows, mode = self.reduced_axes(b, use.rows, mean=False)
-        if mode == "reduce":
-            super().add_gradient(use, b, sums)
-            return
-        if "bias" in self.names:
-            self._add_bias_gradient(self.B_bias, use, b, sums)
-        b = reduced if rows is None else rows.counting(reduced)
-        if "weight" in self.names:
-            assert isinstance(self.B_weight.gram, PatchGram)
-            self.B_weight.gram.add_images(b, *self.axes(b))
+    def new_gradient_gram(self) -> Gram:
+        """The Gram matrix of patches for expand, of their sums for reduce."""
+        if self.by_example:
+            return super().new_gradient_gram()
+        return PatchGram(self.layer.kernel_size, self.groups)
 
-    def _weight_rows(self, b: Tensor, mode: str, sums: PositionSums, rows: Rows | None) -> Tensor:
-        assert mode == "reduce"
-        of_patches = patch_sums(at_least_float32(b), *self.axes(b)).flatten(1)  # (M, C_out·kernel)
-        if rows is not None:
-            of_patches = rows.sums(of_patches)
-        return of_patches.unflatten(1, (self.groups, -1)).movedim(1, 0)
+    def add_gradient_gram(self, b: Tensor) -> None:
+        """Add the patches of output gradients."""
+        assert isinstance(self.B_weight.gram, PatchGram)
+        self.B_weight.gram.add_images(b, *self.axes(b))
+
+    def weight_gradient_sums(self, b: Tensor) -> Float[Tensor, "G M d_out"]:
+        """The sums of all patches, without unfolding them."""
+        sums = patch_sums(at_least_float32(b), *self.axes(b)).flatten(1)  # (M, C_out·kernel)
+        return sums.unflatten(1, (self.groups, -1)).movedim(1, 0)
 
     def position_gradients(self, use: Use, b: Tensor) -> Float[Tensor, "M R_out C_out"]:
         """The gradients at the output's pixels, from which those of both parameters follow."""

@@ -134,8 +134,7 @@ class GradientFactor:
 class InputFactor:
     """Σ a aᵀ over positions, or over examples' means â of the positions of all uses.
 
-    In the first case a rule adds to ``gram`` itself. In the second it calls `add_means` or
-    `add_sums`.
+    In the first case a rule adds to ``gram`` itself. In the second it calls `add_sums`.
 
     Args:
         gram: sums the outer products.
@@ -153,16 +152,14 @@ class InputFactor:
         """Forget the uses of the last forward pass."""
         self._counts, self._waiting = 0, None
 
-    def add_means(self, means: Float[Tensor, "G N d"], positions: int) -> None:
-        """Add one use's means of each example over ``positions`` positions."""
-        # Back to sums, so that uses with different R are weighted by their positions.
-        self._add(at_least_float32(means) * positions, positions, by_roots=False)
+    def add_sums(
+        self, sums: Float[Tensor, "G N d"], positions: int | Tensor, by_roots: bool
+    ) -> None:
+        """Add one use's sums of each example over ``positions``, or (N,) of them.
 
-    def add_sums(self, sums: Float[Tensor, "G N d"], positions: Tensor, by_roots: bool) -> None:
-        """Add one use's sums of each example over (N,) ``positions``, to be scaled later."""
-        self._add(at_least_float32(sums), positions, by_roots)
-
-    def _add(self, sums: Tensor, positions: int | Tensor, by_roots: bool) -> None:
+        They are scaled in `end_forward`, so that uses with different R are weighted by their
+        positions.
+        """
         if self._by_roots not in (None, by_roots):
             raise NotImplementedError(
                 "A weight's inputs are scaled by 1/√R_n in one use (examples_of_rows) and not in "

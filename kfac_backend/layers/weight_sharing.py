@@ -7,13 +7,14 @@ has the order in which a pass calls these methods.
 
 from abc import abstractmethod
 from collections.abc import Collection
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
 
-from kfac_backend.blocks.sketch import Factor, SketchedFactor, add_factors
+from kfac_backend.blocks.sketch import Factor, SketchedFactor
 from kfac_backend.expand_and_reduce import gradient_sums, input_means
 from kfac_backend.layers.gram.gram import DenseGram, DiagonalGram, Gram, SketchGram
 from kfac_backend.layers.rows import Rows
@@ -49,18 +50,13 @@ class WeightSharingRule(Rule):
         last = mode if isinstance(mode, str) else list(mode.values())[-1]
         self.by_example = last == "reduce" and (isinstance(mode, str) or not self.separate_axes)
         self.A = InputFactor(self.new_input_gram())
-        # With one group, the weight's and the bias's B are usually sums over the same rows. They
-        # are then summed once, in `B_both`. `block_sums` adds it to what lies in the other two: a
-        # pass may use both ways, since whether the rows are the same can differ between batches.
-        self.B_weight = GradientFactor(DenseGram(), self.by_example)
-        self.B_bias = GradientFactor(DenseGram(), self.by_example)
-        self.B_both = GradientFactor(DenseGram(), self.by_example)
+        self.B_weight = GradientFactor(self.new_gradient_gram(), self.by_example)
+        # With one group, B of weight and bias are usually sums over the same rows: they are one
+        # sum until something comes that tells them apart (`_separate`).
+        one = self.groups == 1 and self.same_gradients and len(names) == 2
+        self.B_bias = self.B_weight if one else GradientFactor(DenseGram(), self.by_example)
         self._given_away: set[str] = set()  # parameters that another rule reports
         self._rows_apart = False  # whether the factor over the weight's rows is a diagonal
-        self._one_B = self.groups == 1 and self.same_gradients and len(names) == 2
-        # `_one_B` is about the layer, and `share` can end it for the whole pass; `_one_B_now` is
-        # about the present forward pass: `add_input` ends it where rows are given.
-        self._one_B_now = self._one_B
 
     @abstractmethod
     def inputs(self, a: Tensor) -> Tensor:
@@ -80,18 +76,19 @@ class WeightSharingRule(Rule):
         rows = b.movedim(self.features, -1)  # no copy if the features lie last
         return rows.flatten(1, -2) if rows.dim() > 2 else rows[:, None]
 
+    def weight_gradient_sums(self, b: Tensor) -> Float[Tensor, "G M d_out"]:
+        """The sums of `weight_gradients` over positions."""
+        return gradient_sums(self.weight_gradients(b))
+
     def use_diagonals(self, above: int | None) -> None:
         """Keep the diagonal of the factor over the weight's rows: B, or A if it is transposed."""
         groups, rows = self._whole_sizes()[0]
         self._rows_apart = above is not None and groups == 1 and rows > above
-        if not self._rows_apart:
-            return
-        if self.transposed:
-            self.A = InputFactor(DiagonalGram())
-        else:
-            self.B_weight, self.B_bias, self.B_both = (
-                GradientFactor(DiagonalGram(), self.by_example) for _ in range(3)
-            )
+        if self._rows_apart and self.transposed:
+            self.A.gram = DiagonalGram()
+        elif self._rows_apart:
+            for B in self._gradient_factors:
+                B.gram = DiagonalGram()
 
     @property
     def groups(self) -> int:
@@ -102,11 +99,19 @@ class WeightSharingRule(Rule):
         """The Gram matrix that inputs are added to."""
         return DenseGram()
 
+    def new_gradient_gram(self) -> Gram:
+        """The Gram matrix that the weight's gradients are added to."""
+        return DenseGram()
+
     def add_input_gram(self, a: Tensor) -> int:
         """Add the inputs of all positions to A; returns R."""
         rows = self.inputs(a)
         self.A.gram.add(rows.flatten(1, 2))
         return rows.shape[2]
+
+    def add_gradient_gram(self, b: Tensor) -> None:
+        """Add the gradients at all of the weight's positions to its B."""
+        self.B_weight.add(self.weight_gradients(b).flatten(1, 2))
 
     def reduced_axes(
         self, x: Tensor, rows: Rows | None, *, mean: bool
@@ -149,35 +154,46 @@ class WeightSharingRule(Rule):
             x = x.mean(axes) if mean else x.sum(axes)
         return x, None, "expand"
 
+    @property
+    def _gradient_factors(self) -> list[GradientFactor]:
+        """B of the weight and of the bias, or the one of both."""
+        return list(dict.fromkeys((self.B_weight, self.B_bias)))
+
+    def _separate(self) -> None:
+        """Give the bias a B of its own, which begins with what both have in common so far."""
+        if self.B_bias is self.B_weight:
+            self.B_bias = deepcopy(self.B_weight)
+
     def begin_forward(self) -> None:
         """Reset the counts of uses and positions."""
-        self._one_B_now = self._one_B
-        for sums in (self.A, self.B_weight, self.B_bias, self.B_both):
+        for sums in (self.A, *self._gradient_factors):
             sums.begin_forward()
 
     def add_input(self, use: Use) -> None:
         """Add the weight's inputs to A; a bias has no input factor."""
-        for sums in (self.B_weight, self.B_bias, self.B_both):
-            sums.count_use()
-        if use.rows is not None and self.mode != "expand":
-            # Reduce divides the weight's sums by √R_n, but not the bias's. One such use is enough
-            # to separate them for all uses of this forward pass: an example's sum goes over all of
-            # them.
-            self._one_B_now = False
+        if use.rows is not None and use.rows.by_roots and self.mode != "expand":
+            # Reduce divides the weight's sums by √R_n, but not the bias's, which has no input
+            # factor that would take the other √R_n.
+            self._separate()
+        for B in self._gradient_factors:
+            B.count_use()
         if "weight" not in self.names:
             return
+        # Step 1: axes with a mode of their own are reduced.
         a, rows, mode = self.reduced_axes(use.a, use.rows, mean=True)
+        # Step 2, expand: each position that counts is a row of the Gram matrix.
         if mode == "expand":
-            if rows is not None:
-                a = rows.counting(a)
+            a = a if rows is None else rows.counting(a)
             self.A.num_terms += len(a) * self.add_input_gram(a)
             return
+        # Step 2, reduce: the sum over each example's positions waits for those of other uses. A row
+        # may have R positions of its own; R_n counts all of them.
         means, R = self.mean_inputs(a)
+        sums = at_least_float32(means) * R  # (G, M, d_in)
         if rows is None:
-            self.A.add_means(means, R)
-        else:  # a row may have R positions of its own; R_n counts all of them
-            sums = rows.sums(means.movedim(1, 0) * R).movedim(0, 1)
-            self.A.add_sums(sums, rows.counts * R, rows.by_roots)
+            self.A.add_sums(sums, R, by_roots=False)
+        else:
+            self.A.add_sums(_by_example(rows, sums), rows.counts * R, rows.by_roots)
 
     def end_forward(self) -> None:
         """Add the examples' means to A, and set by what the gradients' sums are divided."""
@@ -187,58 +203,48 @@ class WeightSharingRule(Rule):
 
     def add_gradient(self, use: Use, b: Tensor, sums: PositionSums) -> None:
         """Add to B: per group for the weight, over all outputs for the bias."""
-        if self._one_B_now:
-            self._add_bias_gradient(self.B_both, use, b, sums)
-            return
         if "bias" in self.names:
-            self._add_bias_gradient(self.B_bias, use, b, sums)
-        if "weight" in self.names:
-            reduced, rows, mode = self.reduced_axes(b, use.rows, mean=False)
-            if mode == "expand" and rows is not None:
-                reduced = rows.counting(reduced)
-            # The cache belongs to the tensor b; another tensor must not push b out of it.
-            known = sums if reduced is b else PositionSums()
-            self.B_weight.add(self._weight_rows(reduced, mode, known, rows))
+            self._add_gradient(self.B_bias, False, use, b, sums)
+        if "weight" in self.names and not ("bias" in self.names and self.B_bias is self.B_weight):
+            self._add_gradient(self.B_weight, True, use, b, sums)
 
-    def _add_bias_gradient(
-        self, total: GradientFactor, use: Use, b: Tensor, sums: PositionSums
+    def _add_gradient(
+        self, total: GradientFactor, of_weight: bool, use: Use, b: Tensor, sums: PositionSums
     ) -> None:
-        # Plain sums, not divided by √R_n: a bias has no input factor that would take the other
-        # √R_n.
-        plain = None if use.rows is None else replace(use.rows, by_roots=False)
-        reduced, rows, mode = self.reduced_axes(b, plain, mean=False)
-        if mode == "expand" and rows is not None:
-            reduced = rows.counting(reduced)
-        of_bias = self._bias_rows(reduced, mode, sums if reduced is b else PositionSums())
-        if mode == "reduce" and rows is not None:
-            of_bias = rows.sums(of_bias[0])[None]
-        total.add(of_bias)
-
-    def _bias_rows(self, b: Tensor, mode: str, sums: PositionSums) -> Float[Tensor, "1 M d_out"]:
-        if mode == "reduce":
-            return sums(b, self.features)[None]
-        return self.bias_gradients(b).flatten(0, 1)[None]
-
-    def _weight_rows(self, b: Tensor, mode: str, sums: PositionSums, rows: Rows | None) -> Tensor:
+        # Step 1: axes with a mode of their own are reduced. A bias's sums are plain.
+        rows = use.rows
+        if rows is not None and not of_weight:
+            rows = replace(rows, by_roots=False)
+        x, rows, mode = self.reduced_axes(b, rows, mean=False)
+        # Step 2, expand: each position that counts is a row of the Gram matrix.
         if mode == "expand":
-            return self.weight_gradients(b).flatten(1, 2)
-        if self.same_gradients:  # sum first (cached, see `PositionSums`), then split into groups
-            by_group = sums(b, self.features).unflatten(-1, (self.groups, -1)).movedim(1, 0)
+            x = x if rows is None else rows.counting(x)
+            if of_weight:
+                self.add_gradient_gram(x)
+            else:
+                total.add(self.bias_gradients(x).flatten(0, 1)[None])
+            return
+        # Step 2, reduce: the sum over positions, and over the rows of each example.
+        if of_weight and not self.same_gradients:
+            summed = self.weight_gradient_sums(x)
         else:
-            by_group = gradient_sums(self.weight_gradients(b))
-        return by_group if rows is None else rows.sums(by_group.movedim(1, 0)).movedim(0, 1)
+            # The cache belongs to the tensor b; another tensor must not push b out of it.
+            known = sums if x is b else PositionSums()
+            groups = self.groups if of_weight else 1
+            summed = known(x, self.features).unflatten(-1, (groups, -1)).movedim(1, 0)
+        total.add(summed if rows is None else _by_example(rows, summed))  # (G, V·N, d_out)
 
     def end_vector(self) -> None:
         """Add the sums that waited for other uses."""
-        for sums in (self.B_weight, self.B_bias, self.B_both):
-            sums.end_vector()
+        for B in self._gradient_factors:
+            B.end_vector()
 
     def share(self, name: str, other: Rule, others_name: str) -> None:
         """Add to the sums of another layer's weight or bias."""
         assert isinstance(other, WeightSharingRule) and name == others_name
         # A shared weight need not have a shared bias: their sums go over different uses now.
         for rule in (self, other):
-            rule._one_B = False
+            rule._separate()
         if name == "weight":
             self.A, self.B_weight = other.A, other.B_weight
         else:
@@ -264,21 +270,19 @@ class WeightSharingRule(Rule):
 
     def block_sums(self) -> dict[str, BlockSums]:
         """Both blocks' sums."""
-        both = self.B_both.gram.total()
-        B_weight = _either(both, self.B_weight.gram.total())
-        A = self.A.gram.total()
+        rows, columns, of_bias = self._sizes()
+        B_weight, A = self.B_weight.gram.total(), self.A.gram.total()
+        one = self.B_bias is self.B_weight
+        B = B_weight if one else self.B_bias.gram.total()
         sums = {}
         if "bias" in self.names:
-            B = _either(both, self.B_bias.gram.total())
-            sums["bias"] = BlockSums(self._zeros(*self._bias_size()) if B is None else B)
+            sums["bias"] = BlockSums(self._zeros(*of_bias) if B is None else B)
         if "weight" in self.names:
-            rows, columns = self._factor_sizes()
             if self.transposed:  # its rows are the inputs
                 # The second factor is divided by the number of terms, in place. The bias's B, which
                 # may be the same tensor, must not be.
-                if B_weight is both and isinstance(both, Tensor):
-                    B_weight = both.clone()
-                first, second = A, B_weight
+                shared = one and "bias" in self.names and isinstance(B_weight, Tensor)
+                first, second = A, B_weight.clone() if shared else B_weight
             else:
                 first, second = B_weight, A
             sums["weight"] = BlockSums(
@@ -290,28 +294,33 @@ class WeightSharingRule(Rule):
 
     def factor_sizes(self) -> dict[tuple[str, str], tuple[int, int]]:
         """The sizes of the weight's two factors, and of the bias's B if it has one of its own."""
-        sizes, own = {}, [name for name in self.names if name not in self._given_away]
-        if "weight" in own:
-            order = ("A", "B") if self.transposed else ("B", "A")
-            for which, size in zip(order, self._factor_sizes(), strict=True):
-                sizes["weight", which] = size
-        if "bias" in own and not self._one_B:
-            sizes["bias", "B"] = self._bias_size()
-        return sizes
+        rows, columns, of_bias = self._sizes()
+        of_rows, of_columns = "AB" if self.transposed else "BA"
+        sizes = {("weight", of_rows): rows, ("weight", of_columns): columns, ("bias", "B"): of_bias}
+        own = set(self.names) - self._given_away
+        if "weight" in own and self.B_bias is self.B_weight:
+            own -= {"bias"}
+        return {place: size for place, size in sizes.items() if place[0] in own}
 
     def _whole_sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """(G, d) of the factors over the weight's rows and columns, if both are kept whole."""
         weight = self.layer.weight
         return (self.groups, len(weight) // self.groups), (self.groups, weight[0].numel())
 
-    def _factor_sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(G, d) of both factors as they are kept; a diagonal is d groups of one entry."""
-        (groups, rows), columns = self._whole_sizes()
-        return (rows, 1) if self._rows_apart else (groups, rows), columns
+    def _sizes(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+        """(G, d) of the factors over the weight's rows and columns, and of the bias's B.
 
-    def _bias_size(self) -> tuple[int, int]:
-        d_out = len(self.layer.bias)
-        return (d_out, 1) if self._rows_apart and not self.transposed else (1, d_out)
+        As they are kept: a diagonal is d groups of one entry.
+        """
+        (groups, rows), columns = self._whole_sizes()
+        bias = getattr(self.layer, "bias", None)
+        d_out = 0 if bias is None else len(bias)
+        apart = self._rows_apart and not self.transposed
+        return (
+            (rows, 1) if self._rows_apart else (groups, rows),
+            columns,
+            (d_out, 1) if apart else (1, d_out),
+        )
 
     def _zeros(self, groups: int, size: int) -> Factor:
         """The sum for a layer that saw no rows."""
@@ -337,11 +346,10 @@ class LinearRule(WeightSharingRule):
         (_, first), (_, second) = self._whole_sizes()
         d_out, d_in = (second, first) if self.transposed else (first, second)
         if self._is_wide(d_in):
-            self.A = InputFactor(SketchGram(rank))
+            self.A.gram = SketchGram(rank)
         if self._is_wide(d_out):
-            self.B_weight, self.B_bias, self.B_both = (
-                GradientFactor(SketchGram(rank), self.by_example) for _ in range(3)
-            )
+            for B in self._gradient_factors:
+                B.gram = SketchGram(rank)
 
     def factor_sizes(self) -> dict[tuple[str, str], tuple[int, int]]:
         """The sizes of those factors that are not sketched."""
@@ -365,8 +373,6 @@ class TransposedLinearRule(LinearRule):
     transposed = True
 
 
-def _either(first: Factor | None, second: Factor | None) -> Factor | None:
-    """The sum of both, or the one that is not None."""
-    if first is None or second is None:
-        return second if first is None else first
-    return add_factors(first, second)
+def _by_example(rows: Rows, x: Float[Tensor, "G M d"]) -> Float[Tensor, "G N d"]:
+    """Each example's sum over its rows, for V vectors (G, V·M, d) as (G, V·N, d)."""
+    return rows.sums(x.movedim(1, 0)).movedim(0, 1)

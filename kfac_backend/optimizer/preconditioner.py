@@ -82,7 +82,8 @@ class KfacPreconditioner:
     Martens & Grosse 2015 (arXiv:1503.05671).
 
     Args:
-        model: the model; see `kronecker_factors`, except that BatchNorm may be in train mode.
+        model: the model; see `kronecker_factors`, except that BatchNorm may be in train mode: its
+            statistics then pass the vectors on, as they do the training's gradients.
             Parameters without a rule keep their plain gradients, and one warning names them.
         likelihood: "classification", "regression" or "bernoulli", as of `kronecker_factors`.
         options: how factors become a preconditioner; damping first.
