@@ -60,10 +60,7 @@ class ExactRule(Rule):
 
     @abstractmethod
     def gradients(self, use: Use, b: Tensor, sums: PositionSums) -> dict[str, Tensor]:
-        """The gradients (V·M, P) in each of the parameters ``names``, from output gradients b.
-
-        That of a scalar may have k columns (V·M, k), whose sum is the gradient.
-        """
+        """The gradients (V·M, P) in each of the parameters ``names``, from output gradients b."""
 
     def begin_forward(self) -> None:
         """Reset the counts of uses."""
@@ -113,11 +110,7 @@ class ExactRule(Rule):
     def position_gradients(self, use: Use, b: Tensor) -> Tensor:
         """The gradients of all parameters, concatenated, as those of one position (M, 1, P)."""
         gradients = self.gradients(use, b, PositionSums())
-        whole = [
-            gradients[name] if self.size(name) > 1 else gradients[name].sum(-1, keepdim=True)
-            for name in self.sums
-        ]
-        return torch.cat(whole, -1)[:, None]
+        return torch.cat([gradients[name] for name in self.sums], -1)[:, None]
 
     def example_gradients(self, a: Tensor, b: Tensor) -> dict[str, ExampleGradients]:
         """The gradients (N, 1, C, P) themselves."""
@@ -258,12 +251,12 @@ class BiasRule(ExactRule):
     parameter_names = frozenset({"bias"})
 
     def gradients(self, use: Use, b: Tensor, sums: PositionSums) -> dict[str, Tensor]:
-        """Σ b_n, in parts."""
+        """Σ b_n."""
         if b.dim() <= 2:  # nothing to share, and b itself must not wait
             return {"bias": at_least_float32(b).reshape(len(b), -1).sum(1, keepdim=True)}
         # Summed by features first: the convolution or linear layer in front needs that sum, too,
         # and `PositionSums` keeps it.
-        return {"bias": sums(b, features=1 if b.dim() == 4 else -1)}
+        return {"bias": sums(b, features=1 if b.dim() == 4 else -1).sum(1, keepdim=True)}
 
 
 class ScaleRule(ExactRule):
@@ -273,14 +266,14 @@ class ScaleRule(ExactRule):
     needs_input = True
 
     def gradients(self, use: Use, b: Tensor, sums: PositionSums) -> dict[str, Tensor]:
-        """a_n · b_n, in parts."""
+        """a_n · b_n."""
         a, b = at_least_float32(use.a), at_least_float32(b)
         if a.dim() == 1:
             a, b = a[:, None], b[:, None]
         if not a.is_contiguous():  # channels last: bring both into the order in memory
             a, b = a.movedim(1, -1), b.movedim(1, -1)
         a, b = a.flatten(1), b.flatten(1).unflatten(0, (-1, len(a)))
-        return {"scale": _inner_products(a, b).flatten(0, 1)}
+        return {"scale": _inner_products(a, b).flatten()[:, None]}
 
 
 class OwnParameter(nn.Module):
@@ -342,11 +335,11 @@ def _sum_over(x: Tensor, axes: list[int]) -> Tensor:
     return (x.sum(axes) if axes else x).reshape(len(x), -1)
 
 
-def _inner_products(a: Float[Tensor, "N D"], b: Float[Tensor, "V N D"]) -> Float[Tensor, "V N k"]:
-    """a_n · b_vn as k partial sums, which halves the memory traffic of (a * b).sum().
+def _inner_products(a: Float[Tensor, "N D"], b: Float[Tensor, "V N D"]) -> Float[Tensor, "V N"]:
+    """a_n · b_vn, with half the memory traffic of (a * b).sum().
 
-    They are the diagonals of k×k products of a and b, each cut into k pieces.
+    It is the trace of a k×k product of a and b, each cut into k pieces.
     """
     k = next(k for k in (4, 2, 1) if a.shape[-1] % k == 0)
     a, b = a.unflatten(-1, (k, -1)), b.unflatten(-1, (k, -1))
-    return (a @ b.mT).diagonal(dim1=-2, dim2=-1)
+    return (a @ b.mT).diagonal(dim1=-2, dim2=-1).sum(-1)

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kfac_backend.blocks.sketch import Factor
-from kfac_backend.layers.gram.gram import Gram, ScalarGram
+from kfac_backend.layers.gram.gram import Gram
 from kfac_backend.layers.rows import Rows
 from kfac_backend.precision import at_least_float32
 
@@ -107,7 +107,7 @@ class GradientFactor:
         if not self.by_example or self._uses <= 1:
             self.gram.add(self._scaled(rows))
             return
-        rows = at_least_float32(rows.sum(-1, keepdim=True) if self._of_parts else rows)
+        rows = at_least_float32(rows)
         # A clone, since `rows` may be the tensor that autograd or `PositionSums` still holds.
         self._waiting = rows.clone() if self._waiting is None else self._waiting.add_(rows)
         self._seen += 1
@@ -125,10 +125,6 @@ class GradientFactor:
             return rows
         by_vector = at_least_float32(rows).unflatten(1, (-1, len(self.roots)))
         return (by_vector / self.roots[:, None].to(by_vector.dtype)).flatten(1, 2)
-
-    @property
-    def _of_parts(self) -> bool:
-        return isinstance(self.gram, ScalarGram)
 
 
 class InputFactor:

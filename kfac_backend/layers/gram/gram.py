@@ -1,6 +1,6 @@
 """Gram matrices Σ x xᵀ of rows that are added batch by batch, in place.
 
-A block's factor is dense, a sketch, a diagonal, one number, or counts of tokens. Each kind has its
+A block's factor is dense, a sketch, a diagonal, or counts of tokens. Each kind has its
 own `Gram` with the same two methods. Those of convolutions' patches are in `patch_gram`.
 """
 
@@ -18,7 +18,6 @@ __all__ = [
     "DenseGram",
     "DiagonalGram",
     "Gram",
-    "ScalarGram",
     "SketchGram",
     "gram_of_gradients",
     "is_tall",
@@ -37,9 +36,6 @@ STRIP = 64
 
 LARGEST_SQUARE = 2**19
 """Entries that `DiagonalGram` squares at once."""
-
-MOST_WAITING = 32
-"""Calls of `ScalarGram.add` whose rows are squared together: fewer, larger operations."""
 
 
 class Gram(ABC):
@@ -141,32 +137,6 @@ class DiagonalGram(Gram):
         return None if self._total is None else self._total[:, None, None]
 
 
-class ScalarGram(Gram):
-    """Σ_m (Σ_k x_mk)²: the Gram matrix (1, 1, 1) of one number per row, given as k summands."""
-
-    def __init__(self) -> None:
-        self._total: Tensor | None = None
-        self._waiting: list[Tensor] = []
-
-    def add(self, rows: Float[Tensor, "1 M k"]) -> None:
-        """Add the squares of the rows' sums; the rows wait, since there are many small calls."""
-        self._waiting.append(rows[0])
-        if len(self._waiting) == MOST_WAITING:
-            self._add_waiting()
-
-    def total(self) -> Float[Tensor, "1 1 1"] | None:
-        """The sum so far, None before the first rows."""
-        self._add_waiting()
-        return None if self._total is None else self._total.reshape(1, 1, 1)
-
-    def _add_waiting(self) -> None:
-        if not self._waiting:
-            return
-        squares = torch.stack([part.sum(1).square().sum() for part in _by_length(self._waiting)])
-        self._total = squares.sum() if self._total is None else self._total + squares.sum()
-        self._waiting = []
-
-
 class CountGram(Gram):
     """Σ of one-hot tokens' Gram matrices, a diagonal: (V, 1, 1), V groups of one entry."""
 
@@ -186,8 +156,6 @@ class CountGram(Gram):
 
 def gram_of_gradients(size: int) -> Gram:
     """An empty Gram matrix for the gradients of an elementwise parameter with ``size`` entries."""
-    if size == 1:
-        return ScalarGram()
     return DenseGram() if size <= LARGEST_DENSE else DiagonalGram()
 
 
@@ -242,9 +210,3 @@ def _strips(gram: Float[Tensor, "G d d"]) -> list[tuple[int, int]]:
         return [(0, d)]
     size = max(STRIP, -(-d // 8))
     return [(start, min(start + size, d)) for start in range(0, d, size)]
-
-
-def _by_length(rows: list[Tensor]) -> list[Tensor]:
-    """The matrices with the same number of columns, concatenated."""
-    lengths = dict.fromkeys(matrix.shape[1] for matrix in rows)
-    return [torch.cat([m for m in rows if m.shape[1] == length]) for length in lengths]
