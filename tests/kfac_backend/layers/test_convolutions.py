@@ -1,25 +1,52 @@
-"""Conv1d, Conv2d, Conv3d against loops over positions and autograd, in float64."""
+"""Convolutions and transposed convolutions: the same properties over one table of cases.
+
+The oracle is loops over positions (`tests.positions`), the dense GGN, or autograd, in float64.
+"""
 
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.testing import assert_close
 
-from kfac_backend.layers.convolution import ConvolutionRule
+from kfac_backend import kronecker_factors
+from kfac_backend.covariance.output_covariance import OutputCovariance
+from kfac_backend.layers import Use
 from kfac_backend.layers.gram import patch_gram
 from kfac_backend.layers.gram.patch_gram import PatchGram
 from kfac_backend.layers.gram.window import windows
-from tests.kfac_backend.block_checks import MODES
-from tests.kfac_backend.layers.convolution_checks import (
-    SIZES,
-    assert_blocks_of_convolution,
-    network,
+from kfac_backend.layers.registry import RULES
+from kfac_backend.layers.rows import Rows
+from kfac_backend.layers.transposed_convolution import ConvTransposeRule
+from kfac_backend.layers.uses import PositionSums
+from tests import oracles
+from tests.kfac_backend.block_checks import (
+    MODES,
+    assert_batches_do_not_matter,
+    assert_blocks,
 )
-from tests.kfac_backend.layers.rule_checks import assert_gradients, assert_sums, some_vectors
-from tests.random_numbers import normal
+from tests.kfac_backend.covariance.posteriors import brute_force, posterior
+from tests.kfac_backend.layers.exact_models import PixelsLast
+from tests.kfac_backend.layers.rule_checks import (
+    assert_gradients,
+    assert_sums,
+    some_vectors,
+    sums_of,
+)
+from tests.oracles import kfac_blocks_from_uses, layer_blocks, layer_uses, loss_hessians
+from tests.positions import CONVOLUTIONS, TRANSPOSED
+from tests.random_numbers import error, normal
 
-RULES = dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), ConvolutionRule)
+SIZES = {
+    nn.Conv1d: (6,),
+    nn.Conv2d: (5, 4),
+    nn.Conv3d: (2, 3, 2),
+    nn.ConvTranspose1d: (4,),
+    nn.ConvTranspose2d: (3, 2),
+    nn.ConvTranspose3d: (2, 2, 2),
+}
+
 
 LINES = {
     "no bias": {"kernel_size": 3, "bias": False},
@@ -47,49 +74,113 @@ VOLUMES = {
     "groups": {"kernel_size": 2, "groups": 2, "stride": 2, "bias": False},
     "circular": {"kernel_size": 2, "padding": 1, "padding_mode": "circular", "groups": 2},
 }
-KINDS = zip(RULES, (LINES, IMAGES, VOLUMES), strict=True)
+OPTIONS = {
+    "plain": {"kernel_size": 2},
+    "kernel = stride": {"kernel_size": 2, "stride": 2},
+    "stride beyond the kernel": {"kernel_size": 2, "stride": 3},
+    "cropped": {"kernel_size": 3, "stride": 2, "padding": 1},
+    "cropped more than a kernel": {"kernel_size": 2, "stride": 3, "padding": 2},
+    "output padding": {"kernel_size": 3, "stride": 2, "padding": 1, "output_padding": 1},
+    "pixels beyond all patches": {"kernel_size": 1, "stride": 3, "output_padding": 2},
+    "output padding of two strides": {"kernel_size": 2, "dilation": 3, "output_padding": 2},
+    "output padding beyond the stride": {
+        "kernel_size": 2, "stride": 2, "dilation": 4, "output_padding": 3, "padding": 1,
+    },
+    "groups": {"kernel_size": 2, "groups": 2, "stride": 2, "padding": 1},
+    "groups, output padding": {
+        "kernel_size": 2, "groups": 2, "dilation": 3, "output_padding": 1, "bias": False,
+    },
+}  # fmt: skip
+UNEVEN = [
+    (1, {"kernel_size": (2, 3), "stride": (3, 1), "padding": (0, 1), "output_padding": (2, 0)}),
+    (1, {"kernel_size": (3, 1), "dilation": (2, 3), "output_padding": (1, 2)}),
+    (2, {"kernel_size": (1, 2, 3), "stride": (1, 3, 2), "padding": (0, 1, 2), "groups": 2}),
+]
+OF_MORE_AXES = ["cropped", "groups, output padding"]
 CASES = {
     f"{layer_type.__name__}, {case}": (layer_type, options)
-    for layer_type, cases in KINDS
+    for layer_type, cases in zip(CONVOLUTIONS, (LINES, IMAGES, VOLUMES), strict=True)
     for case, options in cases.items()
 }
+CASES |= {f"ConvTranspose1d, {case}": (TRANSPOSED[0], options) for case, options in OPTIONS.items()}
+CASES |= {
+    f"ConvTranspose{n}d, {case}": (TRANSPOSED[n - 1], OPTIONS[case])
+    for n in (2, 3)
+    for case in OF_MORE_AXES
+}
+CASES |= {f"uneven {i}": (TRANSPOSED[axis], options) for i, (axis, options) in enumerate(UNEVEN)}
 
 
-@pytest.mark.parametrize("mode", MODES)
+def network(layer):
+    """The layer as the third of a network, and images for it."""
+    size = SIZES[type(layer)]
+    pointwise = CONVOLUTIONS[len(size) - 1](2, layer.in_channels, 1)
+    model = nn.Sequential(
+        pointwise, nn.Tanh(), layer, nn.Tanh(), nn.Flatten(), nn.LazyLinear(2)
+    ).double()
+    x = normal(3, 2, *size)
+    model(x)
+    return model, x
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_blocks_are_those_of_loops_over_positions(case, mode):
+def test_blocks_and_covariances(case):
+    """Blocks are those of loops over positions, however the data is batched.
+
+    Under reduce biases, which have one input, 1, are exact. The covariance of the outputs is that
+    of the dense Jacobian, by single examples and batched.
+    """
     layer_type, options = CASES[case]
-    assert_blocks_of_convolution(*network(layer_type(4, 4, **options)), mode)
+    model, x = network(layer_type(4, 4, **options))
+    y, ggn = torch.arange(len(x)) % 2, oracles.dense_ggn_blocks(model, x, "classification")
+    for mode in MODES:
+        factors = kronecker_factors(model, [(x, y)], "classification", kfac_approx=mode)
+        assert_blocks(factors, layer_blocks(model, "2", x, "classification", mode))
+        if mode == "reduce":
+            assert_blocks(factors, {name: ggn[name] for name in ggn if name.endswith("bias")})
+        split = [(x[:1], y[:1]), (x[1:], y[1:])]
+        assert_batches_do_not_matter(model, split, "classification", mode, factors)
+    blocks, dense = posterior(model, x)
+    expected = brute_force(model, x, dense)
+    for way in ({"memory": 1}, {"batched": True}):
+        covariance = OutputCovariance(model, blocks, **way)
+        assert_close(covariance(x)[1], expected, rtol=1e-10, atol=1e-12)
 
 
 @st.composite
 def layers(draw):
-    """A convolution of any options, and the size of an image that it takes."""
-    layer_type = draw(st.sampled_from([nn.Conv1d, nn.Conv2d, nn.Conv2d, nn.Conv3d]))
+    """A layer of any options, and the size of an image that it takes."""
+    layer_type = draw(st.sampled_from(list(SIZES)))
     axes = len(SIZES[layer_type])
 
     def for_each_axis(least, most):
         return draw(st.tuples(*[st.integers(least, most)] * axes))
 
-    kernel, dilation, size = for_each_axis(1, 3), for_each_axis(1, 3), for_each_axis(2, 4)
-    mode = draw(st.sampled_from(["zeros", "reflect", "replicate", "circular"]))
-    stride, padding = (1,) * axes, draw(st.sampled_from(["same", "valid", "numbers"]))
+    kernel, stride, dilation = for_each_axis(1, 3), for_each_axis(1, 3), for_each_axis(1, 4)
+    groups, bias = draw(st.sampled_from([1, 2])), draw(st.booleans())
+    if layer_type in TRANSPOSED:
+        padding, size = for_each_axis(0, 2), for_each_axis(1, 3)
+        surplus = tuple(
+            draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True)
+        )
+        options = zip(size, stride, padding, dilation, kernel, surplus, strict=True)
+        assume(all((n - 1) * s - 2 * p + d * (k - 1) + o + 1 >= 1 for n, s, p, d, k, o in options))
+        return layer_type(2, 4, kernel, stride, padding, surplus, groups, bias, dilation), size
+    size, padding = for_each_axis(2, 4), draw(st.sampled_from(["same", "valid", "numbers"]))
     reach = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
     if padding == "same":
-        pads = [(r + 1) // 2 for r in reach]
+        stride, pads = (1,) * axes, [(r + 1) // 2 for r in reach]
     else:
-        stride = for_each_axis(1, 3)
         padding = for_each_axis(0, 2) if padding == "numbers" else padding
         pads = [0] * axes if padding == "valid" else list(padding)
         assume(all(s + 2 * p > r for s, p, r in zip(size, pads, reach, strict=True)))
-    assume(
-        all(p < s for p, s in zip(pads, size, strict=True))
-    )  # torch's limit of reflect, circular
-    groups, bias = draw(st.sampled_from([1, 2])), draw(st.booleans())
+    # torch's limit of reflect and circular
+    assume(all(p < s for p, s in zip(pads, size, strict=True)))
+    mode = draw(st.sampled_from(["zeros", "reflect", "replicate", "circular"]))
     return layer_type(2, 4, kernel, stride, padding, dilation, groups, bias, mode), size
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(layer=layers(), mode=st.sampled_from(MODES))
 def test_any_shape(layer, mode):
     layer, size = layer
@@ -120,3 +211,183 @@ def test_unfolds_some_images_at_a_time(monkeypatch, groups):
     assert all_at_once[0] == [5 * R]
     assert_close(one_by_one[1], all_at_once[1])
     assert_close(some[1], all_at_once[1])
+
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return x.flatten(2).mean(2)
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "end"),
+    [
+        ("expand", {"kernel_size": 3}, PixelsLast()),  # patches that overlap
+        ("reduce", {"kernel_size": 3, "padding": 1}, Mean()),
+    ],
+    ids=["overlapping patches", "cropped patches"],
+)
+@pytest.mark.parametrize("layer_type", TRANSPOSED[:2])
+def test_exact_only_where_all_positions_are_alike(layer_type, mode, options, end):
+    """Negative controls of the cases in which a mode is exact, see `exact_models`."""
+    layer = layer_type(3, 2, stride=2, **options)
+    model, x = (
+        nn.Sequential(CONVOLUTIONS[TRANSPOSED.index(layer_type)](2, 3, 1), layer, end).double(),
+        normal(2, 2, 3, 2),
+    )
+    x = x if layer_type is nn.ConvTranspose2d else x[..., 0]
+    data = [(x, torch.zeros_like(model(x)))]
+    factors = kronecker_factors(model, data, "regression", kfac_approx=mode)
+    exact = oracles.dense_ggn_blocks(model, x, "regression")["1.weight"]
+    assert error(factors.to_dense("1.weight"), exact) > 0.05
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layer_type", TRANSPOSED)
+def test_output_size_in_place_of_output_padding(layer_type, mode):
+    plain = layer_type(2, 4, 2, stride=3)
+    padded = layer_type(2, 4, 2, stride=3, output_padding=2)
+    a, vectors = some_vectors(padded, SIZES[layer_type])
+    found = sums_of(ConvTransposeRule, plain, mode, a, vectors)
+    expected = sums_of(ConvTransposeRule, padded, mode, a, vectors)
+    for name in expected:
+        assert_close(found[name], expected[name])
+    plain, output_size = plain.double(), list(vectors.shape[3:])
+    assert_gradients(ConvTransposeRule, plain, a, vectors, lambda a: plain(a, output_size))
+
+
+def test_an_output_size_that_says_nothing_of_the_inputs_is_named():
+    layer = nn.ConvTranspose1d(1, 1, 2, dilation=3, output_padding=2).double()
+    a = torch.zeros(1, 1, 4, dtype=torch.float64)
+    rule = ConvTransposeRule(layer, "expand", {"weight"})
+    rule.add_input(Use(a))
+    with pytest.raises(NotImplementedError, match="at least the stride, call it without output_s"):
+        rule.add_gradient(Use(a), layer(a, [7]).detach(), PositionSums())
+
+
+@pytest.mark.parametrize(
+    ("mode", "by_roots"), [("expand", True), ("reduce", False), ("reduce", True)]
+)
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("layer_type", SIZES)
+def test_rows_of_an_example(layer_type, groups, mode, by_roots):
+    """Two examples of one and three images, and an image that does not count."""
+    layer = layer_type(2, 4, 2, stride=2, padding=1, groups=groups)
+    rows = Rows((5,), torch.tensor([1, 0, 2, 1, 1]), 2, all_count=False, by_roots=by_roots)
+    a, vectors = some_vectors(layer, SIZES[layer_type], N=5)
+    assert_sums(RULES[layer_type], layer, mode, a, vectors, rows)
+
+
+@pytest.mark.parametrize("of_pixels", MODES)
+@pytest.mark.parametrize("layer_type", SIZES)
+def test_a_mode_for_rows_and_one_for_pixels(layer_type, of_pixels):
+    layer = layer_type(2, 4, 3, padding=1, groups=2)
+    a, vectors = some_vectors(layer, SIZES[layer_type], N=4)
+    rows = Rows((4,), torch.tensor([0, 0, 1, 1]), 2, all_count=True)
+    rule_type, mode = RULES[layer_type], {"views": "reduce", "pixels": of_pixels}
+    found = sums_of(rule_type, layer, mode, a, vectors, rows)
+    views = a.unflatten(0, (2, 2)).mean(1), vectors.unflatten(1, (2, 2)).sum(2)
+    expected = sums_of(rule_type, layer, of_pixels, *views)
+    for name in expected:
+        assert_close(found[name], expected[name])
+
+
+def uses_of_both(model, x, *layers):
+    """Of the weight that two layers share."""
+    return [layer_uses(model, name, x)[f"{name}.weight", 0][0] for name in layers]
+
+
+class Twice(nn.Module):
+    """Two layers of other options with one weight."""
+
+    def __init__(self, layer_type, first, second):
+        super().__init__()
+        self.first = layer_type(2, 2, 2, bias=False, **first)
+        self.second = layer_type(2, 2, 2, bias=False, **second)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x))).square().flatten(2).mean(2)
+
+
+OPTIONS_OF_BOTH = {  # R of both is the same, as loops without rows want it
+    "convolution": ({"padding": 1}, {"dilation": 2, "padding": 1}),
+    "transposed": ({"stride": 2}, {"dilation": 2, "output_padding": 1}),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layer_type", SIZES)
+def test_one_weight_in_layers_of_other_options(layer_type, mode):
+    """Both uses are one more shared axis; each is unfolded by its own options."""
+    kind = "transposed" if RULES[layer_type] is ConvTransposeRule else "convolution"
+    model = Twice(layer_type, *OPTIONS_OF_BOTH[kind]).double()
+    x = normal(3, 2, *[2] * len(SIZES[layer_type]))
+    factors = kronecker_factors(model, [(x, torch.zeros(3, 2))], "regression", kfac_approx=mode)
+    uses = {("first.weight", 0): uses_of_both(model, x, "first", "second")}
+    hessians = loss_hessians(list(model(x).detach()), "regression")
+    assert_blocks(factors, kfac_blocks_from_uses(uses, hessians, mode))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("layer_type", "back", "outputs"),
+    [
+        (nn.Conv1d, nn.ConvTranspose1d, 6),
+        (nn.Conv2d, nn.ConvTranspose2d, 12),
+        (nn.Conv3d, nn.ConvTranspose3d, 24),
+    ],
+)
+def test_one_weight_in_a_convolution_and_in_a_transposed_one(layer_type, back, outputs, mode):
+    """As in an autoencoder: the nearest Kronecker product of both uses' blocks."""
+    encoder, decoder = layer_type(2, 3, 2, bias=False), back(3, 2, 2, bias=False)
+    decoder.weight = encoder.weight
+    model = nn.Sequential(encoder, nn.Tanh(), decoder, nn.Flatten(), nn.Linear(outputs, 2))
+    x = normal(3, 2, 3, *[2] * (len(SIZES[back]) - 1))
+    model = model.double()
+    factors = kronecker_factors(model, [(x, torch.zeros(3, 2))], "regression", kfac_approx=mode)
+    uses = {("0.weight", 0): uses_of_both(model, x, "0", "2")}
+    hessians = loss_hessians(list(model(x).detach()), "regression")
+    assert_blocks(factors, kfac_blocks_from_uses(uses, hessians, mode))
+
+
+@pytest.mark.parametrize("half", ["2.weight", "2.bias"])
+@pytest.mark.parametrize("layer_type", SIZES)
+def test_half_frozen_layer(layer_type, half):
+    model, x = network(layer_type(4, 2, 2, stride=2, padding=1))
+    expected = [layer_blocks(model, "2", x, "classification", mode)[half] for mode in MODES]
+    assert error(*expected) > 0.02  # the modes differ
+    for name, p in model[2].named_parameters(prefix="2"):
+        p.requires_grad_(name == half)
+    for mode, block in zip(MODES, expected, strict=True):
+        blocks, dense = posterior(model, x, mode)
+        assert [name for name in blocks if name.startswith("2.")] == [half]
+        data = [(x, torch.arange(3) % 2)]
+        factors = kronecker_factors(model, data, "classification", kfac_approx=mode)
+        assert_blocks(factors, {half: block})
+        assert_close(OutputCovariance(model, blocks)(x)[1], brute_force(model, x, dense))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("groups", "dtype"), [(1, torch.bfloat16), (2, torch.float16)])
+@pytest.mark.parametrize("layer_type", SIZES)
+def test_half_precision_is_summed_in_float32(layer_type, groups, mode, dtype):
+    layer = layer_type(2, 2, 2, groups=groups)
+    a, vectors = some_vectors(layer, SIZES[layer_type])
+    a, vectors = a.to(dtype), vectors.to(dtype)
+    found = sums_of(RULES[layer_type], layer, mode, a, vectors)["weight"]
+    expected = sums_of(RULES[layer_type], layer, mode, a.double(), vectors.double())["weight"]
+    assert found.A.dtype == found.B.dtype == torch.float32
+    assert error(found.A.double(), expected.A) < 1e-5
+    assert error(found.B.double(), expected.B) < 1e-5
+
+
+SHAPES = {1: r"\(N, C, L\)", 2: r"\(N, C, H, W\)", 3: r"\(N, C, D, H, W\)"}
+
+
+@pytest.mark.parametrize("names", [{"weight", "bias"}, {"bias"}])
+@pytest.mark.parametrize("layer_type", SIZES)
+def test_an_image_without_a_batch_axis_is_named(layer_type, names):
+    rule, size = RULES[layer_type](layer_type(2, 2, 2), "reduce", names), SIZES[layer_type]
+    needed = SHAPES[len(size)]
+    with pytest.raises(ValueError, match=rf"Conv.* got shape \(2, .*; needs a batch {needed}"):
+        rule.add_input(Use(torch.zeros(2, *size)))
