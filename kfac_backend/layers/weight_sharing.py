@@ -270,7 +270,7 @@ class WeightSharingRule(Rule):
 
     def block_sums(self) -> dict[str, BlockSums]:
         """Both blocks' sums."""
-        rows, columns, of_bias = self._sizes()
+        rows, columns, of_bias = self._kept_sizes()
         B_weight, A = self.B_weight.gram.total(), self.A.gram.total()
         one = self.B_bias is self.B_weight
         B = B_weight if one else self.B_bias.gram.total()
@@ -294,7 +294,7 @@ class WeightSharingRule(Rule):
 
     def factor_sizes(self) -> dict[tuple[str, str], tuple[int, int]]:
         """The sizes of the weight's two factors, and of the bias's B if it has one of its own."""
-        rows, columns, of_bias = self._sizes()
+        rows, columns, of_bias = self._kept_sizes()
         of_rows, of_columns = "AB" if self.transposed else "BA"
         sizes = {("weight", of_rows): rows, ("weight", of_columns): columns, ("bias", "B"): of_bias}
         own = set(self.names) - self._given_away
@@ -307,7 +307,7 @@ class WeightSharingRule(Rule):
         weight = self.layer.weight
         return (self.groups, len(weight) // self.groups), (self.groups, weight[0].numel())
 
-    def _sizes(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+    def _kept_sizes(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
         """(G, d) of the factors over the weight's rows and columns, and of the bias's B.
 
         As they are kept: a diagonal is d groups of one entry.
