@@ -107,8 +107,8 @@ def launch(command: Sequence[str], number: int) -> None:
                 "system, for example because memory ran out, or by a user."
             ) from error
         if isinstance(failure.message, dict):
-            said = failure.message["message"]
-            raise ChildProcessError(f"Rank {rank} of {number}: {said}") from error
+            said = failure.message["message"].rstrip(".")
+            raise ChildProcessError(f"Rank {rank} of {number}: {said}.") from error
         raise ChildProcessError(
             f"Rank {rank} of {number} ended with exit status {status}; its output above says why."
         ) from error
