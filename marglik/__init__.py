@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from marglik.callbacks.prior_learner import PriorLearner
     from marglik.posterior.evidence import EvidenceTerms, log_marginal_likelihood
     from marglik.posterior.hyperparameters import Hyperparameters
-    from marglik.posterior.kron_laplace import KronLaplace
+    from marglik.posterior.laplace_torch import KronLaplace
     from marglik.posterior.posterior import Posterior
     from marglik.posterior.posterior_file import load_posterior, save_posterior
     from marglik.posterior.prior import (
@@ -60,7 +60,7 @@ __all__ = [
 _MODULES = {
     "EvidenceTerms": "posterior.evidence",
     "Hyperparameters": "posterior.hyperparameters",
-    "KronLaplace": "posterior.kron_laplace",
+    "KronLaplace": "posterior.laplace_torch",
     "OnlineResult": "training.loop",
     "OnlineTraining": "training.loop",
     "Posterior": "posterior.posterior",

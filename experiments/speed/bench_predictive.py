@@ -41,7 +41,7 @@ from experiments.timing import interleaved, medians, peak_memory, seconds
 from marglik import marglik_training
 from marglik.data import TensorBatches
 from marglik.data.batches import split_batches
-from marglik.posterior.kron_laplace import KronLaplace
+from marglik.posterior.laplace_torch import KronLaplace
 from marglik.storage.provenance import environment
 from marglik.storage.record_file import write_json
 

@@ -39,7 +39,7 @@ from kfac_backend import kronecker_factors
 from kfac_backend.optimizer import KFAC
 from marglik.data import ImageBatches, ImageSet
 from marglik.models import GPT, VisionTransformer
-from marglik.posterior.kron_laplace import KronLaplace
+from marglik.posterior.laplace_torch import KronLaplace
 from marglik.storage.provenance import environment
 from marglik.storage.record_file import write_json
 

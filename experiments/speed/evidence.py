@@ -20,7 +20,7 @@ from experiments.speed.contenders import Work
 from kfac_backend.blocks.eigen import eigenvalues, eigh
 from kfac_backend.options import KfacApprox, Mode
 from marglik.posterior.hyperparameters import Hyperparameters
-from marglik.posterior.kron_laplace import KronLaplace
+from marglik.posterior.laplace_torch import KronLaplace
 from marglik.posterior.prior import PriorGroups
 from marglik.training.update import update_prior
 

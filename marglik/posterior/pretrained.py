@@ -1,7 +1,6 @@
 """Parameters of networks that were trained elsewhere, from the usual checkpoint files."""
 
 import re
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,21 +30,36 @@ def load_pretrained(model: nn.Module, path: str | Path) -> str | None:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a file that is damaged, holds more than tensors, or fits another network.
+        ValueError: a file that is damaged, holds more than tensors, or fits another network; a
+            tensor of another kind of number than the network's, or a sparse one.
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"No checkpoint at {path}.")
     own = model.state_dict()
-    state, note = _without_prefix(_read(path), set(own))
+    state, taken = _read(path), ""
+    while not own.keys() & state.keys():
+        prefix = next((p for p in PREFIXES if all(name.startswith(p) for name in state)), None)
+        if prefix is None:
+            break
+        state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+        taken += prefix
     check_state(model, state, str(path))
-    model.load_state_dict(state)
-    cast = [n for n, t in state.items() if t.is_floating_point() and t.dtype != own[n].dtype]
+    notes = [f"the prefix {taken!r} was removed from all names"] if taken else []
+    cast = [name for name, tensor in state.items() if tensor.dtype != own[name].dtype]
+    for name, tensor in state.items():
+        # Real floats may become other real floats; load_state_dict would cast anything.
+        fits = name not in cast or (tensor.is_floating_point() and own[name].is_floating_point())
+        if not fits or tensor.layout != torch.strided:
+            raise ValueError(
+                f"{path} has '{name}' in {tensor.dtype}, {tensor.layout}; {type(model).__name__} "
+                f"has {own[name].dtype}. Save it as a dense tensor of that dtype."
+            )
     if cast:
         was, now = state[cast[0]].dtype, own[cast[0]].dtype
-        casting = f"{len(cast)} tensors were cast from {was} to {now}"
-        return f"{note}; {casting}" if note else casting
-    return note
+        notes.append(f"{len(cast)} tensors were cast from {was} to {now}")
+    model.load_state_dict(state)
+    return "; ".join(notes) or None
 
 
 def _read(path: Path) -> dict[str, Tensor]:
@@ -55,9 +69,7 @@ def _read(path: Path) -> dict[str, Tensor]:
             "network's state_dict() as one of them."
         )
     if path.suffix == ".safetensors":
-        return _checked(read_safetensors(path), path)
-    if zipfile.is_zipfile(path):
-        _check_stored(path)
+        return read_safetensors(path)
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises whatever the broken file leads to
@@ -74,47 +86,15 @@ def _read(path: Path) -> dict[str, Tensor]:
     for key in NESTED:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
-    return _checked(content, path)
-
-
-def _check_stored(path: Path) -> None:
-    """Raise a ValueError if tensors are compressed, which torch.save never does.
-
-    A few kilobytes could then take all memory before any shape is seen.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            packed = [i for i in archive.infolist() if i.compress_type != zipfile.ZIP_STORED]
-    except (zipfile.BadZipFile, OSError, ValueError):
-        return  # torch.load says what is wrong
-    if packed:
-        raise ValueError(
-            f"{path} was not written by torch.save, as '{packed[0].filename}' in it is compressed. "
-            "Save the network's state_dict(), preferably as safetensors."
+    if (
+        not isinstance(content, Mapping)
+        or not content
+        or not all(
+            isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
         )
-
-
-def _checked(content: Any, path: Path) -> dict[str, Tensor]:
-    tensors = isinstance(content, Mapping) and all(
-        isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
-    )
-    if not tensors or not content:
+    ):
         raise ValueError(
             f"{path} holds no state dict, neither at the top nor under {', '.join(NESTED)}. Save "
             "the network's state_dict()."
         )
     return dict(content)
-
-
-def _without_prefix(
-    state: dict[str, Tensor], names: set[str]
-) -> tuple[dict[str, Tensor], str | None]:
-    """The state without the prefixes of wrappers, and a note on them; unchanged if a name fits."""
-    taken = ""
-    while not names & set(state):
-        prefix = next((p for p in PREFIXES if all(name.startswith(p) for name in state)), None)
-        if prefix is None:
-            break
-        state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
-        taken += prefix
-    return state, f"the prefix {taken!r} was removed from all names" if taken else None

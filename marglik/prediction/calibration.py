@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import cross_entropy, logsigmoid
+from torch.nn.functional import logsigmoid
 
 from kfac_backend.loss.hessian import check_targets, counted_terms
 from kfac_backend.model.batches import each_batch
@@ -228,9 +228,47 @@ class HeldOut:
         """The mean NLL of a link, as a function of (s, τ), or of (s, σ) for regression."""
         if self.likelihood == "regression":
             return self._regression_loss()
+        f, y, variance = self.f, self.targets, self._variance
+        # Samples d of the outputs' deviations at s = 1, (S, M, C), and their weights; where there
+        # is a closed form, none.
+        samples, weights = self.deviations, None
+        if samples is None and link == "mc" and self.likelihood == "bernoulli":
+            nodes, weights = quadrature(f)
+            samples = variance.sqrt() * nodes
+        elif samples is None and link == "mc":
+            assert self.covariance is not None
+            samples = deviations(self.covariance, noise)
+        if samples is not None and weights is None:
+            weights = f.new_full((len(samples), 1, 1), 1 / len(samples))
+        # Each term's probabilities of its possible targets, and the share of each in the target:
+        # a label is one of them; a Bernoulli output has two, so that y may lie between 0 and 1.
+        shares = torch.ones(1, 1).to(f)
         if self.likelihood == "bernoulli":
-            return self._bernoulli_loss(link)
-        return self._classification_loss(link, noise)
+            shares = torch.stack([y.to(f), 1 - y.to(f)], -1).flatten(1)  # (M, 2C)
+
+        def log_p(outputs: Tensor) -> Tensor:
+            if self.likelihood == "bernoulli":
+                return torch.stack([logsigmoid(outputs), logsigmoid(-outputs)], -1).flatten(-2)
+            labels = y.expand(outputs.shape[:-1])[..., None]
+            return outputs.gather(-1, labels) - outputs.logsumexp(-1, keepdim=True)  # (..., M, 1)
+
+        def loss(scale: Tensor | None, temperature: Tensor) -> Tensor:
+            if scale is None:
+                terms = log_p(f / temperature)
+            elif samples is not None:
+                outputs = (f + scale.sqrt() * samples) / temperature
+                assert weights is not None
+                terms = (log_p(outputs) + weights.log()).logsumexp(0)
+            elif link == "bridge":
+                assert self.covariance is not None
+                scaled = scale / temperature**2 * self.covariance
+                terms = log_p(bridge_log_counts(f / temperature, scaled))
+            else:
+                scaled = scale / temperature**2 * variance
+                terms = log_p(probit_outputs(f / temperature, scaled))
+            return -(shares * terms).sum() / len(f)
+
+        return loss
 
     @property
     def _variance(self) -> Float[Tensor, "M C"]:
@@ -239,51 +277,6 @@ class HeldOut:
             return self.covariance if is_variance else self.covariance.diagonal(dim1=1, dim2=2)
         assert self.deviations is not None
         return self.deviations.var(0, correction=0)
-
-    def _classification_loss(self, link: Link, noise: Tensor) -> Loss:
-        f, covariance, y, variance = self.f, self.covariance, self.targets, self._variance
-        spread = self.deviations  # (S, M, C)
-        if covariance is not None:
-            spread = deviations(covariance, noise) if link == "mc" else None
-
-        def loss(scale: Tensor | None, temperature: Tensor) -> Tensor:
-            if scale is None:
-                return cross_entropy(f / temperature, y)
-            if spread is None and link == "probit":
-                return cross_entropy(
-                    probit_outputs(f / temperature, scale / temperature**2 * variance), y
-                )
-            if spread is None:
-                assert covariance is not None
-                counts = bridge_log_counts(f / temperature, scale / temperature**2 * covariance)
-                return cross_entropy(counts, y)
-            outputs = (f + scale.sqrt() * spread) / temperature
-            of_label = outputs.gather(-1, y.expand(len(outputs), -1)[..., None]).squeeze(-1)
-            log_p = of_label - outputs.logsumexp(-1)  # (S, M)
-            return math.log(len(outputs)) - log_p.logsumexp(0).mean()
-
-        return loss
-
-    def _bernoulli_loss(self, link: Link) -> Loss:
-        f, y = self.f, self.targets.to(self.f)
-        variance = self._variance
-        nodes, weights = quadrature(f)
-        if self.deviations is not None:
-            weights = f.new_full((len(self.deviations), 1, 1), 1 / len(self.deviations))
-
-        def loss(scale: Tensor | None, temperature: Tensor) -> Tensor:
-            if scale is None or (link == "probit" and self.deviations is None):
-                scaled = 0 if scale is None else scale / temperature**2 * variance
-                outputs = probit_outputs(f / temperature, torch.as_tensor(scaled))
-                of_one, of_zero = logsigmoid(outputs), logsigmoid(-outputs)
-            else:
-                spread = variance.sqrt() * nodes if self.deviations is None else self.deviations
-                outputs = (f + scale.sqrt() * spread) / temperature  # (K, M, C)
-                of_one = (logsigmoid(outputs) + weights.log()).logsumexp(0)
-                of_zero = (logsigmoid(-outputs) + weights.log()).logsumexp(0)
-            return -(y * of_one + (1 - y) * of_zero).sum(-1).mean()
-
-        return loss
 
     def _regression_loss(self) -> Loss:
         residual, variance = self.targets - self.f, self._variance

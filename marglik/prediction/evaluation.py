@@ -1,6 +1,6 @@
 """Predictions for whole data sets, and their metrics."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Unpack
 
 import torch
@@ -32,8 +32,6 @@ def predict_all(
     *,
     targets: TargetOptions = TargetOptions(),  # noqa: B008
     progress: bool = False,
-    earlier: Sequence[tuple[Prediction, Tensor]] = (),
-    on_batch: Callable[[Prediction, Tensor], None] | None = None,
     ranks: Ranks = Ranks(None),  # noqa: B008
     **keywords: Unpack[TargetKeywords],
 ) -> tuple[Prediction, Tensor]:
@@ -49,9 +47,6 @@ def predict_all(
             `map_predictive` and `laplace_predictive`; with other predictives, targets are not
             shifted.
         progress: whether to show a bar.
-        earlier: predictions and targets of the first batches, if they are known; these batches are
-            skipped.
-        on_batch: called with the prediction and the targets of each further batch.
         ranks: the ranks that each predict a contiguous part of every batch, which may be empty; the
             loader yields this rank's (see `marglik.data.shard`). All ranks get all predictions, in
             the order of the data.
@@ -66,26 +61,21 @@ def predict_all(
         targets = targets.but(shift_labels=False)
     likelihood: Likelihood = getattr(predict, "likelihood", "classification")
     targets_of = Targets(likelihood, targets)
-    found = list(earlier)
-    for i, batch in enumerate(each_batch(batches, "Predicting", progress)):
-        if i < len(earlier):
-            continue
+    found: list[tuple[Prediction, Tensor]] = []
+    for batch in each_batch(batches, "Predicting", progress):
         x, y = split_batch(batch, targets.dict_key_y)
         part: tuple[Prediction, Tensor] | None = None
         if len(y) or ranks.size == 1:
             part = _of_counted_terms(
                 predict(x).to("cpu"), targets_of(model, x, y).cpu(), likelihood
             )
-        parts = [one for one in ranks.gather(part, "predictions") if one is not None]
-        prediction, y = parts[0] if len(parts) == 1 else _joined(parts)
-        found.append((prediction, y))
-        if on_batch is not None:
-            on_batch(prediction, y)
+        found += [one for one in ranks.gather(part, "predictions") if one is not None]
     if not found:
         raise ValueError("The data is empty: the loader yields no batch.")
     if not sum(len(y) for _, y in found):
         raise ValueError("No target counts: all labels are marked as ignored, or hidden by a mask.")
-    return _joined(found)
+    predictions, all_targets = zip(*found, strict=True)
+    return Prediction.cat(list(predictions)), torch.cat(all_targets)
 
 
 def _of_counted_terms(
@@ -100,11 +90,6 @@ def _of_counted_terms(
     if prediction.mean.dim() > 2:
         return prediction.terms(), y.flatten(0, prediction.mean.dim() - 2)
     return prediction, y
-
-
-def _joined(parts: Sequence[tuple[Prediction, Tensor]]) -> tuple[Prediction, Tensor]:
-    predictions, targets = zip(*parts, strict=True)
-    return Prediction.cat(list(predictions)), torch.cat(targets)
 
 
 def compute_metrics(

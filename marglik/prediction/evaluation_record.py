@@ -16,7 +16,7 @@ from torch import Tensor
 from kfac_backend.files import sha256_of_tensors
 from kfac_backend.loss.hessian import counted_terms
 from kfac_backend.model.batches import each_batch
-from kfac_backend.options import Likelihood, check_option
+from kfac_backend.options import Likelihood
 from kfac_backend.ranks import Ranks
 from marglik.data import (
     CORRUPTIONS,
@@ -80,8 +80,6 @@ IN_SAMPLE = (
 )
 """Note to print beside such metrics."""
 
-Score = Literal["entropy", "epistemic"]
-
 
 @dataclass(frozen=True)
 class EvaluationConfig:
@@ -90,17 +88,13 @@ class EvaluationConfig:
     Args:
         shift: whether to evaluate on corrupted test images as well: noise, blur, lower contrast and
             JPEG artefacts, at five severities each. This is twenty times the work.
-        ood_score: score by which out-of-distribution images are detected: the predictive entropy,
-            or its epistemic part.
         uncertain: number of the most uncertain test images that the report shows.
     """
 
     shift: bool = False
-    ood_score: Score = "entropy"
     uncertain: int = 12
 
     def __post_init__(self) -> None:
-        check_option("evaluation.ood_score", self.ood_score, Score)
         if self.uncertain < 0:
             raise ValueError(f"evaluation.uncertain must be 0 or more, not {self.uncertain}.")
 
@@ -134,12 +128,12 @@ def evaluate(
         splits: the data; images are normalised by its mean and std.
         likelihood: likelihood of the predictives.
         config: what is evaluated besides the test set.
-        ood: out-of-distribution images.
+        ood: out-of-distribution images, told by the predictive entropy.
         batch_size: number of test examples in a batch.
         device: device on which batches are made.
         progress: whether to show progress bars.
-        checkpoints: where to keep the state between batches. If there is a state, the evaluation
-            continues from it, and makes the same predictions.
+        checkpoints: where to keep the state between predictives. If there is a state, the
+            evaluation continues from it.
         ranks: the ranks that each predict a part of every batch; all get the same record, except
             for seconds.
         scores: a mapping to add to: predictive -> name of a metric -> its value for each test
@@ -155,79 +149,79 @@ def evaluate(
         sequences have the same number of them.
 
     Raises:
-        ValueError: shifts or out-of-distribution data without images, or with regression.
+        ValueError: shifts or out-of-distribution data without images, or with regression; shifts of
+            images with neither one nor three channels.
     """
     images = splits if isinstance(splits, ImageSplits) else None
     if images is None and (config.shift or ood is not None):
         raise ValueError(
             f"{splits.name} holds no images; shift and ood are for images. Leave them out."
         )
-    states = None if checkpoints is None else CheckpointsOfRanks(checkpoints, ranks)
-    work = _Evaluation(
-        splits, likelihood, batch_size, torch.device(device), progress, states, ranks
-    )
     config.check(splits)
     ood_images = ood if isinstance(ood, OutOfDistributionImages) else None
     if isinstance(ood, ImageData) and images is not None:
         ood_images = out_of_distribution_images(ood, images)
-    record: dict[str, Any] = {
+    data = _TestData(splits, likelihood, batch_size, torch.device(device), progress, ranks)
+    # What a later process continues from: the entries of finished predictives, the images on which
+    # the latest of them is most uncertain, and each test example's scores.
+    state: dict[str, Any] = {"finished": {}, "uncertain": None, "scores": {}}
+    states = None if checkpoints is None else CheckpointsOfRanks(checkpoints, ranks)
+    if states is not None and states.exists():
+        state = states.load()
+    for label, predict in predictives.items():
+        if label in state["finished"]:
+            continue
+        _logger.info("evaluating %s on %s", label, splits.name)
+        # The first call computes eigenvectors; the time of the test set must not include that.
+        predict(data.two_inputs())
+        start = time.perf_counter()
+        prediction, targets = data.predict("test", predict)
+        seconds = time.perf_counter() - start
+        entry, of_examples = _entry_of_test(data, prediction, targets)
+        if of_examples is not None:
+            state["scores"][label] = of_examples
+            first = next(iter(state["scores"]))
+            if first != label:
+                found = compared(of_examples, state["scores"][first])
+                entry["against"] = {"predictive": first, "differences": found}
+        if splits.validation is not None:
+            of_validation = compute_metrics(*data.predict("validation", predict), likelihood)
+            entry["metrics"] |= _prefixed("validation", of_validation)
+        if ood_images is not None:
+            _add_ood(entry, prediction, data.predict_images(ood_images.images, predict), likelihood)
+        if config.shift:
+            entry["metrics"] |= _shifted(data, predict)
+        if images is not None and likelihood == "classification" and config.uncertain:
+            examples = _most_uncertain(prediction, images, config.uncertain)
+            state["uncertain"] = {"predictive": label, "examples": examples}
+        state["finished"][label] = entry | {"seconds": seconds}
+        if states is not None and states.is_due:
+            states.save(state)
+    if scores is not None:
+        scores |= state["scores"]
+    record = {
         "format": "marglik.evaluation",
         "version": 1,
         "data": splits.name,
         "likelihood": likelihood,
         "classes": None if splits.classes is None else list(splits.classes),
-        **work.sizes(),
-        "predictives": work.finished,
+        **data.sizes(),
+        "predictives": state["finished"],
         "ood": None,
         "shift": None,
-        "uncertain": None,
+        "uncertain": state["uncertain"],
     }
-    for label, predict in predictives.items():
-        if label in work.finished:  # by the process that was interrupted
-            continue
-        _logger.info("evaluating %s on %s", label, splits.name)
-        # The first call computes eigenvectors; the time of the test set must not include that.
-        predict(work.two_inputs())
-        prediction, targets = work.predict("test", predict)
-        found = _prefixed("test", compute_metrics(prediction, targets, likelihood))
-        if splits.validation is not None:
-            of_validation = compute_metrics(*work.predict("validation", predict), likelihood)
-            found |= _prefixed("validation", of_validation)
-        entry: dict[str, Any] = work.intervals(label, prediction, targets)
-        entry["reliability"] = reliability_curve(prediction, targets, likelihood)
-        if likelihood == "classification":
-            entry["risk_coverage"] = risk_coverage_curve(prediction.mean, targets)
-            entry["classes"] = errors_by_class(prediction.mean, targets)
-        if likelihood != "regression":
-            entry["entropy"] = _entropies(prediction, likelihood)
-        if ood_images is not None:
-            of_ood = work.predict_images("ood", ood_images.images, predict)
-            inside, outside = (_score(p, config.ood_score) for p in (prediction, of_ood))
-            found |= out_of_distribution_metrics(inside, outside)
-            entry["roc"] = roc_curve(inside, outside)
-            ends_of_ood = out_of_distribution_intervals(inside, outside).items()
-            entry["intervals"] |= {name: list(ends) for name, ends in ends_of_ood}
-            entry["entropy"]["ood"] = _entropies(of_ood, likelihood)["test"]
-        if config.shift:
-            found |= work.shifted(predict)
-        if images is not None and likelihood == "classification" and config.uncertain:
-            examples = _most_uncertain(prediction, images, config.uncertain)
-            work.uncertain = {"predictive": label, "examples": examples}
-        work.finish(label, {"metrics": found, **entry, "seconds": work.seconds["test"]})
-    record["uncertain"] = work.uncertain
     if ood_images is not None:
         record["ood"] = {
             "name": ood_images.name,
             "num_examples": len(ood_images.images),
-            "score": config.ood_score,
+            "score": "entropy",
             "note": ood_images.note,
             "sha256": sha256_of_tensors([ood_images.images]),
         }
-    if scores is not None:
-        scores |= work.scores
     if config.shift:
         record["shift"] = {"kinds": list(CORRUPTIONS), "severities": list(SEVERITIES)}
-    return record | environment(work.device)
+    return record | environment(data.device)
 
 
 def evaluate_network(
@@ -279,8 +273,6 @@ def evaluate_network(
         # Only what changes predictions: `combined` replaces a result whose options differ.
         without_effect = ("batch_size", "memory")
         plain = {name: v for name, v in asdict(one).items() if name not in without_effect}
-        if not one.tolerance:  # evaluations of older versions lack the key
-            del plain["variance_tolerance"]
         plain["calibration"] = None if found is None else asdict(found.calibration)
         how[label] = plain | {"seed": seed}
     record = evaluate(predictives, splits, likelihood, config, **options)
@@ -314,9 +306,6 @@ def combined(found: dict[str, Any], earlier: dict[str, Any]) -> tuple[dict[str, 
     replaced, entries = [], {}
     stays = found["ood"] is None or found["ood"] == earlier["ood"]
     for label, former in earlier["predictives"].items():
-        options = former.get("options", {})
-        if label.startswith("Laplace") and options and "calibration" not in options:
-            label += ", uncalibrated"  # older versions had no calibration, and no such label
         entry = found["predictives"].get(label)
         if entry is not None and entry["options"] != former["options"]:
             before, now = former["options"], entry["options"]
@@ -364,95 +353,20 @@ def _ood_name(ood: dict[str, Any]) -> str:
     return f"{ood['num_examples']} of {ood['name']}, detected by {ood['score']}"
 
 
-class _Evaluation:
-    """The data, how to go through it, and the results so far, which are the state to resume from.
+@dataclass(frozen=True)
+class _TestData:
+    """The data, and how predictives go through it."""
 
-    Predictives are evaluated one after the other, and `finish` ends each. What belongs to the
-    current one alone (seconds, predictions of each part of the data, metrics of shifts) is dropped
-    then; what belongs to all (entries, images, scores) is kept. A state may be saved after any
-    batch: it has the predictions so far, so that a process that resumes repeats none of them, and
-    draws no random numbers twice.
-    """
+    splits: Splits
+    likelihood: Likelihood
+    batch_size: int
+    device: torch.device
+    progress: bool
+    ranks: Ranks
 
-    def __init__(
-        self,
-        splits: Splits,
-        likelihood: Likelihood,
-        batch_size: int,
-        device: torch.device,
-        progress: bool,
-        checkpoints: CheckpointsOfRanks | None,
-        ranks: Ranks,
-    ) -> None:
-        self.splits = splits
-        self.likelihood: Likelihood = likelihood
-        self.batch_size = batch_size
-        self.device = device
-        self.progress = progress
-        self._checkpoints = checkpoints
-        self._ranks = ranks
-        self._shard = Shard(ranks.rank, ranks.size)
-        state = checkpoints.load() if checkpoints is not None and checkpoints.exists() else {}
-        self.finished: dict[str, Any] = state.get("finished", {})
-        """Name of a predictive -> its entry in the record."""
-        self.uncertain: dict[str, Any] | None = state.get("uncertain")
-        """The images on which the latest of them is most uncertain."""
-        self.scores: dict[str, dict[str, Tensor]] = state.get("scores", {})
-        """Name of a predictive -> metric -> its value for each test example, (N,). The others are
-        compared with the first."""
-        # Of the current predictive, by part of the data:
-        self.seconds: dict[str, float] = state.get("seconds", {})
-        self._batches: dict[str, list[tuple[Prediction, Tensor]]] = {
-            part: [(Prediction(*values), y) for *values, y in batches]
-            for part, batches in state.get("batches", {}).items()
-        }
-        self._shifted: dict[str, float] = state.get("shifted", {})
-
-    def finish(self, label: str, entry: dict[str, Any]) -> None:
-        """Store the entry of a predictive, and forget what belongs to it alone."""
-        self.finished[label] = entry
-        self.seconds, self._batches, self._shifted = {}, {}, {}
-
-    def _save(self) -> None:
-        assert self._checkpoints is not None
-        batches = {
-            part: [(p.mean, p.aleatoric, p.epistemic, y) for p, y in found]
-            for part, found in self._batches.items()
-        }
-        self._checkpoints.save(
-            {
-                "finished": self.finished,
-                "uncertain": self.uncertain,
-                "scores": self.scores,
-                "seconds": self.seconds,
-                "batches": batches,
-                "shifted": self._shifted,
-            }
-        )
-
-    def _predict_all(
-        self, part: str, predict: Predictive, batches: Any, **options: Any
-    ) -> tuple[Prediction, Tensor]:
-        """Predictions and targets of a part of the data; batches that a state holds are skipped."""
-        kept = self._batches.setdefault(part, [])
-        # Seconds add up over the processes that have worked on this part.
-        before, start = self.seconds.get(part, 0.0), time.perf_counter()
-
-        def keep(prediction: Prediction, y: Tensor) -> None:
-            kept.append((prediction, y))
-            self.seconds[part] = before + time.perf_counter() - start
-            if self._checkpoints is not None and self._checkpoints.is_due:
-                self._save()
-
-        return predict_all(
-            predict,
-            batches,
-            earlier=[*kept],  # a copy, since `keep` appends to the list
-            on_batch=keep,
-            progress=self.progress,
-            ranks=self._ranks,
-            **options,
-        )
+    @property
+    def _shard(self) -> Shard:
+        return Shard(self.ranks.rank, self.ranks.size)
 
     def predict(
         self, split: Literal["validation", "test"], predict: Predictive
@@ -460,7 +374,28 @@ class _Evaluation:
         batches = split_batches(
             self.splits, split, self.batch_size, device=self.device, shard=self._shard
         )
-        return self._predict_all(split, predict, batches, targets=self.splits.targets)
+        return predict_all(
+            predict,
+            batches,
+            targets=self.splits.targets,
+            progress=self.progress,
+            ranks=self.ranks,
+        )
+
+    def predict_images(self, images: Tensor, predict: Predictive) -> Prediction:
+        assert isinstance(self.splits, ImageSplits)
+        batches = ImageBatches(
+            ImageSet(images, torch.zeros(len(images), dtype=torch.int64)),
+            self.splits.mean,
+            self.splits.std,
+            self.batch_size,
+            device=self.device,
+            shard=self._shard,
+        )
+        return predict_all(predict, batches, progress=self.progress, ranks=self.ranks)[0]
+
+    def two_inputs(self) -> Any:
+        return next(iter(split_batches(self.splits, "test", 2, device=self.device)))[0]
 
     def sizes(self) -> dict[str, int | None]:
         """The numbers of test examples and, for sequences, of positions that count."""
@@ -470,30 +405,7 @@ class _Evaluation:
         several = self.likelihood == "classification" and y.dim() > 1
         return {"num_test": len(y), "num_positions": self.splits.num_terms if several else None}
 
-    def intervals(self, label: str, prediction: Prediction, targets: Tensor) -> dict[str, Any]:
-        """Intervals of a predictive's metrics, and of the differences from the first predictive's.
-
-        Empty for sequences with different numbers of positions that count: the rows of a prediction
-        do not say which sequence they belong to.
-        """
-        positions = self._positions(len(targets))
-        if positions is None:
-            return {"intervals": {}}
-        of_rows = example_scores(prediction, targets, self.likelihood)
-        scores = {name: of_examples(values, positions).cpu() for name, values in of_rows.items()}
-        plain = {name: list(ends) for name, ends in intervals(scores).items()}
-        if self.likelihood == "classification":
-            confidence, correct = prediction.mean.amax(dim=1), of_rows["cls/accuracy"].bool()
-            if ends := risk_interval(confidence, correct, positions):
-                plain["cls/AURC"] = list(ends)
-        found: dict[str, Any] = {"intervals": _prefixed("test", plain)}
-        self.scores[label] = scores
-        of = next(iter(self.scores))
-        if of != label:
-            found["against"] = {"predictive": of, "differences": compared(scores, self.scores[of])}
-        return found
-
-    def _positions(self, rows: int) -> int | None:
+    def positions(self, rows: int) -> int | None:
         """Rows of predictions per test example; None if the number differs between examples."""
         if isinstance(self.splits, ImageSplits):
             return 1
@@ -502,38 +414,63 @@ class _Evaluation:
         alike = rows % len(y) == 0 and (counted is None or bool(counted.all()))
         return rows // len(y) if alike else None
 
-    def two_inputs(self) -> Any:
-        return next(iter(split_batches(self.splits, "test", 2, device=self.device)))[0]
 
-    def predict_images(self, part: str, images: Tensor, predict: Predictive) -> Prediction:
-        assert isinstance(self.splits, ImageSplits)
-        unlabelled = ImageSet(images, torch.zeros(len(images), dtype=torch.int64))
-        batches = ImageBatches(
-            unlabelled,
-            self.splits.mean,
-            self.splits.std,
-            self.batch_size,
-            device=self.device,
-            shard=self._shard,
-        )
-        return self._predict_all(part, predict, batches)[0]
+def _entry_of_test(
+    data: _TestData, prediction: Prediction, targets: Tensor
+) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
+    """Metrics, intervals and curves of the test set, and each example's scores, (N,).
 
-    def shifted(self, predict: Predictive) -> dict[str, float]:
-        """The metrics on the corrupted test sets."""
-        assert isinstance(self.splits, ImageSplits)
-        test = self.splits.test
-        shifts = [*product(CORRUPTIONS, SEVERITIES)]
-        for kind, severity in each_batch(shifts, "Shifted test sets", self.progress, unit="set"):
-            part = f"shift/{kind}/{severity}"
-            if any(name.startswith(f"{part}/") for name in self._shifted):
-                continue
-            _logger.info("evaluating on %s of severity %d", kind, severity)
-            images = corrupt(test.images, kind, severity)
-            prediction = self.predict_images(part, images, predict)
-            found = compute_metrics(prediction, test.labels, self.likelihood)
-            self._shifted |= _prefixed(part, found)
-            del self._batches[part]  # else the state would grow to twenty times the test set's
-        return self._shifted
+    Without intervals and scores for sequences with different numbers of positions that count: the
+    rows of a prediction do not say which sequence they belong to.
+    """
+    likelihood = data.likelihood
+    entry: dict[str, Any] = {
+        "metrics": _prefixed("test", compute_metrics(prediction, targets, likelihood)),
+        "intervals": {},
+        "reliability": reliability_curve(prediction, targets, likelihood),
+    }
+    if likelihood != "regression":
+        entry["entropy"] = _entropies(prediction, likelihood)
+    if likelihood == "classification":
+        entry["risk_coverage"] = risk_coverage_curve(prediction.mean, targets)
+        entry["classes"] = errors_by_class(prediction.mean, targets)
+    positions = data.positions(len(targets))
+    if positions is None:
+        return entry, None
+    of_rows = example_scores(prediction, targets, likelihood)
+    scores = {name: of_examples(values, positions).cpu() for name, values in of_rows.items()}
+    ends = {name: list(pair) for name, pair in intervals(scores).items()}
+    if likelihood == "classification":
+        confidence, correct = prediction.mean.amax(dim=1), of_rows["cls/accuracy"].bool()
+        if pair := risk_interval(confidence, correct, positions):
+            ends["cls/AURC"] = list(pair)
+    entry["intervals"] = _prefixed("test", ends)
+    return entry, scores
+
+
+def _add_ood(
+    entry: dict[str, Any], inside: Prediction, outside: Prediction, likelihood: Likelihood
+) -> None:
+    """Add how well the entropy tells out-of-distribution data from the test set."""
+    scores = [p.entropy if p.entropy.dim() == 1 else p.entropy.sum(1) for p in (inside, outside)]
+    entry["metrics"] |= out_of_distribution_metrics(*scores)
+    entry["roc"] = roc_curve(*scores)
+    ends = out_of_distribution_intervals(*scores).items()
+    entry["intervals"] |= {name: list(pair) for name, pair in ends}
+    entry["entropy"]["ood"] = _entropies(outside, likelihood)["test"]
+
+
+def _shifted(data: _TestData, predict: Predictive) -> dict[str, float]:
+    """The metrics on the corrupted test sets."""
+    assert isinstance(data.splits, ImageSplits)
+    test, found = data.splits.test, {}
+    shifts = [*product(CORRUPTIONS, SEVERITIES)]
+    for kind, severity in each_batch(shifts, "Shifted test sets", data.progress, unit="set"):
+        _logger.info("evaluating on %s of severity %d", kind, severity)
+        prediction = data.predict_images(corrupt(test.images, kind, severity), predict)
+        metrics = compute_metrics(prediction, test.labels, data.likelihood)
+        found |= _prefixed(f"shift/{kind}/{severity}", metrics)
+    return found
 
 
 def compared(
@@ -546,11 +483,6 @@ def compared(
 
 def _prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{prefix}/{key}": value for key, value in values.items()}
-
-
-def _score(prediction: Prediction, kind: Score) -> Tensor:
-    score = prediction.entropy if kind == "entropy" else prediction.epistemic
-    return score if score.dim() == 1 else score.sum(1)
 
 
 def _entropies(prediction: Prediction, likelihood: Likelihood) -> dict[str, list]:

@@ -42,12 +42,8 @@ LEVEL = 0.95
 RESAMPLES = 1000
 """Number of bootstrap resamples. The seed is fixed: the same predictions get the same intervals."""
 
-NUMBERS_AT_A_TIME = 200_000
-"""Numbers that are drawn at once, in working arrays of about 20 MB. With two million, which do not
-fit in the processor's cache, the same resamples took 1.5 to 1.8 times as long."""
-
 MANY = 20_000
-"""Number of predictions above which resampling takes about a second and a log line announces it."""
+"""Number of predictions above which resampling takes seconds and a log line announces it."""
 
 Interval = tuple[float, float]
 """Lower and upper end."""
@@ -220,29 +216,30 @@ def risk_interval(confidence: Tensor, correct: Tensor, positions: int = 1) -> In
     harmonic = np.cumsum([0, *(1 / np.arange(1, len(p) + 1))])
     cells = 2 * group + ~correct.cpu().numpy()  # (N,)
 
-    def statistic(cells: Integers, axis: int) -> Floats:
-        counts = _counts(cells, 2 * len(levels)).reshape(-1, len(levels), 2)
-        return aurc(counts.sum(axis=2), counts[..., 1], harmonic)[None]
+    def statistic(counts: Integers) -> list[float]:
+        counts = counts.reshape(len(levels), 2)
+        return [aurc(counts.sum(axis=1), counts[:, 1], harmonic)]
 
-    return _bootstrap(["cls/AURC"], [cells.reshape(-1, positions).T], statistic).get("cls/AURC")
+    sample = cells.reshape(-1, positions).T
+    return _bootstrap(["cls/AURC"], [sample], 2 * len(levels), statistic).get("cls/AURC")
 
 
-def aurc(sizes: Integers, errors: Integers, harmonic: Floats) -> Floats:
-    """The AURC of B resamples of a data set, given how often each example occurs, (B,).
+def aurc(sizes: Integers, errors: Integers, harmonic: Floats) -> float:
+    """The AURC of a resample of a data set, given how often each example occurs in it.
 
     A group of w equal confidences with e errors, after W examples with E errors, adds
     Σ_{m=1..w} (E + m e/w) / (W + m) = e + (E − W e/w) (H_{W+w} − H_W), H_k = 1 + 1/2 + ... + 1/k.
 
     Args:
-        sizes: (B, G) numbers w of examples in each group, the most confident first; may be 0.
-        errors: (B, G) numbers e of wrong ones among them.
-        harmonic: (N + 1,) H_0 to H_N, where each resample has N examples.
+        sizes: (G,) numbers w of examples in each group, the most confident first; may be 0.
+        errors: (G,) numbers e of wrong ones among them.
+        harmonic: (N + 1,) H_0 to H_N, where the resample has N examples.
     """
-    ends, errors_before = sizes.cumsum(axis=1), errors.cumsum(axis=1) - errors
+    ends, errors_before = sizes.cumsum(), errors.cumsum() - errors
     starts = ends - sizes
     excess = errors_before - starts * (errors / np.maximum(sizes, 1))
-    areas = errors + excess * (harmonic[ends] - harmonic[starts])  # (B, G)
-    return areas.sum(axis=1) / (len(harmonic) - 1)
+    areas = errors + excess * (harmonic[ends] - harmonic[starts])  # (G,)
+    return areas.sum() / (len(harmonic) - 1)
 
 
 def out_of_distribution_intervals(inside: Tensor, outside: Tensor) -> dict[str, Interval]:
@@ -267,37 +264,28 @@ def out_of_distribution_intervals(inside: Tensor, outside: Tensor) -> dict[str, 
     both = torch.cat([as_finite("inside", inside), as_finite("outside", outside)]).numpy()
     thresholds, group = np.unique(-both, return_inverse=True)  # group 0 has the largest score
 
-    def statistic(inside: Integers, outside: Integers, axis: int) -> Floats:
-        return np.stack(detection(*(_counts(side, len(thresholds)) for side in (inside, outside))))
-
     sides = np.split(group[None], [len(inside)], axis=1)
-    return found | _bootstrap(["ood/AUPR", "ood/FPR95"], sides, statistic)
+    return found | _bootstrap(["ood/AUPR", "ood/FPR95"], sides, len(thresholds), detection)
 
 
-def detection(inside: Integers, outside: Integers) -> tuple[Floats, Floats]:
-    """AUPR and FPR95 of B resamples of a data set, given how often each score occurs, (B,) each.
+def detection(inside: Integers, outside: Integers) -> tuple[float, float]:
+    """AUPR and FPR95 of a resample of a data set, given how often each score occurs in it.
 
     Args:
-        inside: (B, G) numbers of in-distribution examples with each score, the largest first.
-        outside: (B, G) numbers of out-of-distribution examples with each score.
+        inside: (G,) numbers of in-distribution examples with each score, the largest first.
+        outside: (G,) numbers of out-of-distribution examples with each score.
     """
-    false, true = inside.cumsum(axis=1), outside.cumsum(axis=1)  # flagged at each threshold
-    recall = true / true[:, -1:]
-    precision = true / np.maximum(true + false, 1)
-    aupr = (outside * precision).sum(axis=1) / true[:, -1]
-    threshold = (recall >= 0.95).argmax(axis=1)[:, None]  # the first, so the largest
-    return aupr, np.take_along_axis(false, threshold, axis=1)[:, 0] / false[:, -1]
-
-
-def _counts(groups: Integers, num_groups: int) -> Integers:
-    """How often each group was drawn, (B, num_groups), from the groups drawn, (positions, B, N)."""
-    rows = groups.shape[1]
-    cells = groups + num_groups * np.arange(rows)[:, None]
-    return np.bincount(cells.ravel(), minlength=rows * num_groups).reshape(rows, num_groups)
+    false, true = inside.cumsum(), outside.cumsum()  # flagged at each threshold
+    aupr = (outside * true / np.maximum(true + false, 1)).sum() / true[-1]
+    threshold = (true / true[-1] >= 0.95).argmax()  # the first, so the largest
+    return aupr, false[threshold] / false[-1]
 
 
 def _bootstrap(
-    names: Sequence[str], samples: Sequence[Integers], statistic: Callable[..., Floats]
+    names: Sequence[str],
+    samples: Sequence[Integers],
+    num_groups: int,
+    statistic: Callable[..., Sequence[float]],
 ) -> dict[str, Interval]:
     """Percentile intervals of metrics, without those whose ends coincide.
 
@@ -305,26 +293,24 @@ def _bootstrap(
         names: names of the metrics.
         samples: for each sample, the group of each example, (positions, N). Each sample is
             resampled with replacement on its own.
-        statistic: function from resamples, (positions, B, N) each, to metrics, (names, B).
+        num_groups: number of groups.
+        statistic: function from how often a resample has each group, (num_groups,) for each
+            sample, to the metrics.
     """
-    from scipy.stats import bootstrap
-
     if min(sample.shape[1] for sample in samples) < 2:
         return {}
     size = sum(sample.size for sample in samples)
     if size >= MANY:
         _logger.info("resampling %d predictions %d times for intervals", size, RESAMPLES)
-    ends = bootstrap(
-        samples,
-        statistic,
-        n_resamples=RESAMPLES,
-        batch=max(1, NUMBERS_AT_A_TIME // size),
-        axis=-1,
-        vectorized=True,
-        confidence_level=LEVEL,
-        method="percentile",
-        # scipy 1.14 does not know the newer name, rng.
-        random_state=np.random.default_rng(0),  # pyright: ignore[reportCallIssue]
-    ).confidence_interval
-    pairs = zip(names, ends.low.tolist(), ends.high.tolist(), strict=True)
-    return {name: (low, high) for name, low, high in pairs if low < high}
+    random = np.random.default_rng(0)
+
+    def resampled(sample: Integers) -> Integers:
+        drawn = sample[:, random.integers(sample.shape[1], size=sample.shape[1])]
+        return np.bincount(drawn.ravel(), minlength=num_groups)
+
+    values = [statistic(*map(resampled, samples)) for _ in range(RESAMPLES)]
+    tails = 50 * (1 - LEVEL), 50 * (1 + LEVEL)
+    lows, highs = np.percentile(values, tails, axis=0).tolist()
+    return {
+        name: (low, high) for name, low, high in zip(names, lows, highs, strict=True) if low < high
+    }

@@ -44,8 +44,8 @@ PredictiveMethod = Literal["probit", "bridge", "mc", "linearised"]
 CalibrationMethod = Literal["held_out", "none"]
 Predictive = Callable[[Any], Prediction]
 
-COPIES = {"classification": 4, "bernoulli": 6, "regression": 2}
-"""Most arrays of the size of all sampled networks' outputs that exist at once, as measured."""
+MOST_SAMPLES = 100_000
+"""Most samples, and most networks. They are held at once, and the error falls as 1/√samples."""
 
 COPIES_OF_SAMPLES, COPIES_OF_COVARIANCE = 3, 6
 """Most arrays of the size of the outputs' samples, and of their covariances, that exist at once."""
@@ -119,6 +119,8 @@ class PredictiveConfig:
             check_positive(f"predictive.{name}", value)
             if not isinstance(value, int):
                 raise TypeError(f"predictive.{name} must be a whole number, not {value!r}.")
+            if name in ("samples", "networks") and value > MOST_SAMPLES:
+                raise ValueError(f"predictive.{name} must be at most {MOST_SAMPLES}, not {value}.")
         check_tolerance(self.tolerance, "predictive.variance_tolerance")
         if self.tolerance and (self.method == "linearised" or self.layers == "last"):
             raise ValueError(
@@ -173,59 +175,6 @@ class PredictiveConfig:
                 passes,
                 self.networks,
             )
-
-    def check_memory(
-        self,
-        outputs: int,
-        examples: int,
-        parameters: int,
-        likelihood: Likelihood,
-        memory: int,
-        itemsize: int = 4,
-        positions: int = 1,
-    ) -> None:
-        """Raise a ValueError if the samples do not fit into memory.
-
-        Args:
-            outputs: number of outputs of an example, C, or R·C for a sequence.
-            examples: number of examples in the data, which limits the size of a batch.
-            parameters: number of trainable parameters.
-            likelihood: likelihood of the predictive.
-            memory: bytes of memory in the machine or GPU.
-            itemsize: bytes per number.
-            positions: R.
-        """
-        batch, fixed, option, count = min(self.batch_size, examples), 0, "samples", self.samples
-        what = f"batches of {batch} examples with {outputs} outputs"
-        smaller = "smaller batches (predictive.batch_size)"
-        if self.method == "linearised":
-            option, count = "networks", self.networks
-            of_one = 3 * parameters + COPIES[likelihood] * batch * outputs
-        else:
-            terms = batch
-            if positions > 1:  # they can be processed one at a time
-                outputs, terms = outputs // positions, 1
-                columns = outputs if likelihood == "classification" else 1  # variances alone
-                fixed = COPIES_OF_COVARIANCE * outputs * columns
-                what = f"one of {positions} positions with {outputs} outputs"
-                smaller = "--predictive.method linearised"
-            # Standard normal numbers; where there is no closed form, each example's outputs.
-            sampled = likelihood == "classification" and self.method != "bridge"
-            of_one = outputs + (COPIES_OF_SAMPLES * terms * outputs if sampled else 0)
-        needed = (count * of_one + fixed) * itemsize
-        if needed <= memory:
-            return
-        # A third of the memory, since other things need some, too.
-        fitting = max(0, memory // 3 - fixed * itemsize) // (of_one * itemsize)
-        way_out = f"Take {smaller}"
-        if fitting:
-            fitting = _rounded_down(fitting)
-            way_out = f"{fitting} fit (--predictive.{option} {fitting}), more with {smaller}"
-            way_out = way_out.replace(" (predictive.batch_size)", "")
-        raise ValueError(
-            f"predictive.{option} {count} takes about {needed / 2**20:,.0f} MiB for {what}, and "
-            f"there are {memory / 2**20:,.0f} MiB. {way_out}."
-        )
 
     @property
     def label(self) -> str:
@@ -403,9 +352,3 @@ def _with_axes(prediction: Prediction, axes: list[int]) -> Prediction:
     return Prediction(
         *(getattr(prediction, part.name).unflatten(0, (-1, *axes)) for part in fields(prediction))
     )
-
-
-def _rounded_down(number: int) -> int:
-    """The number rounded down to one significant digit."""
-    power = 10 ** (len(str(number)) - 1)
-    return number // power * power

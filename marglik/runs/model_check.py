@@ -12,11 +12,9 @@ from kfac_backend.covariance.output_covariance import OutputCovariance, Posterio
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.eigenvalue_correction import CorrectionPass
 from kfac_backend.loss.hessian import check_targets
-from kfac_backend.model.memory import total_memory
 from kfac_backend.model.targets import Targets
 from kfac_backend.options import Likelihood
-from kfac_backend.precision import at_least_float32
-from marglik.data import ImageSet, ImageSplits, Splits
+from marglik.data import ImageSplits, Splits
 from marglik.data.batches import split_batches
 from marglik.data.tensors import described
 from marglik.eval_mode import eval_mode
@@ -55,7 +53,7 @@ def check_model(
     Raises:
         ValueError: a network that cannot take the inputs, or does not return (N, C) with one output
             per class, or (N, R, C) for class labels (N, R); targets that do not fit the likelihood;
-            a predictive that does not support such outputs, or whose samples do not fit in memory.
+            a predictive that does not support such outputs.
         TypeError: class labels that are not integers.
         NotImplementedError: a layer without a K-FAC rule, or one that cannot predict.
     """
@@ -86,7 +84,6 @@ def check_model(
         check_targets(f, y, likelihood, may_ignore=targets.may_ignore)
         if predictive is not None:
             predictive.check_cost(f[0, ..., 0].numel(), f.shape[-1], likelihood)
-            _check_memory(predictive, model, splits, f, likelihood)
         if curvature_pass is not None:
             curvature_pass.add(x, y)
             corrects = isinstance(curvature, PostHocCurvatureConfig) and curvature.corrected
@@ -103,28 +100,6 @@ def check_model(
                 first = torch.zeros(f.shape[:-1], dtype=torch.bool)
                 first.view(len(f), -1)[:, 0] = True
                 covariance(x, first, torch.arange(min(2, f.shape[-1])))
-
-
-def _check_memory(
-    predictive: PredictiveConfig,
-    model: nn.Module,
-    splits: Splits,
-    f: Tensor,
-    likelihood: Likelihood,
-) -> None:
-    memory = total_memory(f.device)
-    if memory is None:
-        return
-    parts = [part for part in (splits.train, splits.validation, splits.test) if part is not None]
-    predictive.check_memory(
-        f[0].numel(),
-        max(len(part if isinstance(part, ImageSet) else part[1]) for part in parts),
-        sum(p.numel() for p in model.parameters() if p.requires_grad),
-        likelihood,
-        memory,
-        at_least_float32(f).element_size(),
-        positions=f[0, ..., 0].numel(),
-    )
 
 
 def _unit_factors(factors: KroneckerFactors) -> KroneckerFactors:

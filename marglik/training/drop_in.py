@@ -13,7 +13,7 @@ from kfac_backend.laplace_torch.kron import laplace as laplace_torch
 from kfac_backend.model.checks import check_module
 from kfac_backend.options import CurvatureOptions, Likelihood
 from marglik.posterior.hyperparameters import Hyperparameters
-from marglik.posterior.kron_laplace import KronLaplace
+from marglik.posterior.laplace_torch import KronLaplace
 from marglik.posterior.prior import PriorGroups, PriorStructure
 from marglik.training.loaders import CountedLoader
 from marglik.training.loop import OnlineTraining

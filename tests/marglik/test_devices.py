@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from marglik.cli import main
 from marglik.posterior.hyperparameters import Hyperparameters
-from marglik.posterior.kron_laplace import KronLaplace
+from marglik.posterior.laplace_torch import KronLaplace
 from marglik.posterior.posterior_file import load_posterior, save_posterior
 from marglik.posterior.prior import PriorGroups
 from marglik.prediction.calibration import calibrate

@@ -275,15 +275,6 @@ def test_predictives_refuse_what_would_not_end(monkeypatch, caplog):
     assert "12 backward passes" in caplog.text and "linearised takes about 2" in caplog.text
 
 
-def test_positions_that_no_memory_holds_are_refused():
-    """One at a time is enough, and less than that there is not."""
-    config, sizes = PredictiveConfig("mc", samples=10), ("classification", 2**20)
-    config.check_memory(64 * 100, 1000, 10**5, *sizes, positions=64)
-    with pytest.raises(ValueError, match="one of 64 positions with 1000 outputs, and there are 1 "
-                       "MiB. Take --predictive.method linearised"):  # fmt: skip
-        config.check_memory(64 * 1000, 1000, 10**5, *sizes, positions=64)
-
-
 @pytest.mark.parametrize(
     ("model", "message"),
     [

@@ -71,7 +71,7 @@ def interrupted(where: str, stop: int, arguments: list[str]) -> dict[str, Any]:
         stop: the number of records, written or in a state, or of an evaluation's states.
         arguments: of the command.
     """
-    epochs, kept, seen = [], [], []
+    epochs, predicted, seen = [], [], []
     train, write, save = NetworkTraining.epoch, RunLog.write, Checkpoints.save
     predict = evaluation_record.predict_all
 
@@ -79,9 +79,9 @@ def interrupted(where: str, stop: int, arguments: list[str]) -> dict[str, Any]:
         epochs.append(number)
         return train(self, number, *given)
 
-    def counted_predictions(*given, earlier, **keywords):
-        kept.append(len(earlier))
-        return predict(*given, earlier=earlier, **keywords)
+    def counted_predictions(*given, **keywords):
+        predicted.append(given)
+        return predict(*given, **keywords)
 
     def interrupting_write(self, record):
         write(self, record)
@@ -104,7 +104,7 @@ def interrupted(where: str, stop: int, arguments: list[str]) -> dict[str, Any]:
         patch.object(Checkpoints, "save", interrupting_save),
     ):
         status, _, said = command(*arguments)
-    return {"status": status, "said": said, "epochs": epochs, "kept": kept}
+    return {"status": status, "said": said, "epochs": epochs, "predicted": len(predicted)}
 
 
 def killed_after(seconds: float, rank: int, arguments: list[str]) -> tuple[int, str, str]:

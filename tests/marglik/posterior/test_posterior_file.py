@@ -1,13 +1,12 @@
 """A posterior comes back from its folder to the bit, and damage to it is found."""
 
-import json
 import math
+from itertools import product
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.testing import assert_close
 
 from kfac_backend.options import CurvatureOptions
 from marglik import KronLaplace
@@ -38,40 +37,20 @@ def test_round_trip(case, tmp_path):
     loaded = load_posterior(tmp_path / "run", model)
 
     x, _ = data(laplace.likelihood, laplace.mean.dtype)
-    after = predictions(loaded, x)
-    for method, prediction in predictions(laplace, x).items():
-        for part in ("mean", "aleatoric", "epistemic"):
-            assert torch.equal(getattr(prediction, part), getattr(after[method], part)), method
+    before, after = predictions(laplace, x), predictions(loaded, x)
+    for method, part in product(before, ("mean", "aleatoric", "epistemic")):
+        assert torch.equal(getattr(before[method], part), getattr(after[method], part)), method
     assert torch.equal(loaded.log_marginal_likelihood(), laplace.log_marginal_likelihood())
-    assert torch.equal(loaded.log_likelihood, laplace.log_likelihood)
-    assert torch.equal(loaded.effective_parameters(), laplace.effective_parameters())
     assert torch.equal(loaded.mean, laplace.mean)
-    tensors = len(laplace.factors.blocks)
-    assert torch.equal(loaded.prior_precision, laplace.prior_precision.expand(tensors))
     for name in ("likelihood", "sigma_noise", "prior_mean", "temperature", "damping", "n_data"):
         assert getattr(loaded, name) == getattr(laplace, name), name
-    for name in ("options", "num_loss_terms", "loss"):
-        assert getattr(loaded.factors, name) == getattr(laplace.factors, name), name
     assert [p.requires_grad for p in model.parameters()] == [
         p.requires_grad for p in laplace.model.parameters()
     ]
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case != "classification"])
-def test_every_case_predicts_otherwise(case):
-    """Negative control of the round trip: none of the cases' options could get lost unnoticed."""
-    options = CASES[case]
-    laplace = fitted(**options)
-    x, _ = data(laplace.likelihood, laplace.mean.dtype)
-    plain = fitted(laplace.likelihood) if len(options) > 1 else fitted()
-    before, after = (predictions(la, x.to(la.mean))["mc"] for la in (plain, laplace))
-    if case == "prior mean":  # it moves the evidence alone
+    # Negative control: none of the case's options could get lost unnoticed.
+    if case != "classification":
+        plain = fitted(laplace.likelihood) if len(CASES[case]) > 1 else fitted()
         assert plain.log_marginal_likelihood() != laplace.log_marginal_likelihood()
-        return
-    assert not all(
-        torch.equal(getattr(before, part), getattr(after, part).float())
-        for part in ("mean", "aleatoric", "epistemic")
-    )
 
 
 def test_a_loaded_posterior_can_be_saved_and_adapted(folder, tmp_path):
@@ -83,20 +62,6 @@ def test_a_loaded_posterior_can_be_saved_and_adapted(folder, tmp_path):
     assert torch.equal(first.log_marginal_likelihood(), second.log_marginal_likelihood())
     second.fit([data("classification")], override=False)
     assert second.n_data == 2 * first.n_data
-
-
-@pytest.mark.parametrize("case", ["expand", "empirical Fisher", "Monte Carlo Fisher", "rank"])
-def test_a_loaded_posterior_is_fitted_anew_as_before(case, tmp_path):
-    rank = {"backend_kwargs": {"rank_tolerance": 0.6}}
-    laplace = fitted(**(rank if case == "rank" else CASES[case]))
-    save_posterior(laplace, tmp_path)
-    loaded = load_posterior(tmp_path, network())
-    torch.manual_seed(2)
-    loaded.fit([data("classification")])
-    assert torch.equal(loaded.log_marginal_likelihood(), laplace.log_marginal_likelihood())
-    torch.manual_seed(2)
-    plain = fitted()  # Negative control: the options matter.
-    assert loaded.log_marginal_likelihood() != plain.log_marginal_likelihood()
 
 
 OPTIONS = {
@@ -175,66 +140,37 @@ def test_the_record_says_what_a_reader_needs(folder):
     assert record["model"] == {"class_path": "torch.nn.Linear"}
     assert record["data"] == {"name": "d"}
     assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
+    assert load_posterior(str(folder), network(), "cpu").mean.device == torch.device("cpu")
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("size", [0, 7, -1])
-def test_truncated_files(name, size, folder):
-    content = (folder / name).read_bytes()
-    (folder / name).write_bytes(content[:size])
-    if name == POSTERIOR and size == -1:  # the last byte is a line's end
-        (folder / name).write_bytes(content[:-2])
-    with pytest.raises(ValueError, match=f"{name} is not .*altered"):
-        load_posterior(folder, network())
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_any_byte_that_is_altered(name, folder):
-    content, record, unnoticed = (folder / name).read_bytes(), read_posterior(folder), 0
-    step = 3 if name == POSTERIOR else len(content) // 40
-    for position in range(0, len(content), step):
-        altered = bytearray(content)
-        altered[position] ^= 1
-        (folder / name).write_bytes(altered)
-        try:
-            # The last of a number's digits may stand for the same float64.
-            assert read_posterior(folder) == record
-            unnoticed += 1
-        except ValueError as error:
-            assert any(way in str(error) for way in ("Fit again", "update", "make one with"))
-    assert unnoticed <= (5 if name == POSTERIOR else 0)
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_missing_files(name, folder):
-    (folder / name).unlink()
-    with pytest.raises(FileNotFoundError, match=name):
-        load_posterior(folder, network())
-
-
-def test_files_of_another_run(folder, tmp_path):
-    save_posterior(fitted(prior_precision=2.0, temperature=0.5), tmp_path / "other")
-    torch.manual_seed(9)
-    other = tmp_path / "other" / "model.safetensors"
-    other.replace(folder / "model.safetensors")
-    load_posterior(folder, network())  # the same network: nothing is wrong
-    save_posterior(fitted("regression"), tmp_path / "other")
-    (tmp_path / "other" / "posterior.safetensors").replace(folder / "posterior.safetensors")
-    with pytest.raises(ValueError, match="posterior.safetensors is not the one .*from another run"):
-        load_posterior(folder, network())
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut", "a byte", "another run's"])
+def test_damaged_files_are_found(name, damage, folder, tmp_path):
+    path, model = folder / name, network(seed=5)
+    content = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    elif damage == "another run's":
+        save_posterior(fitted("regression", seed=3), tmp_path / "other")
+        path.write_bytes((tmp_path / "other" / name).read_bytes())
+    else:
+        middle = len(content) // 2
+        altered = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+        path.write_bytes({"empty": b"", "cut": content[:-9], "a byte": altered}[damage])
+    with pytest.raises((ValueError, FileNotFoundError), match=f"{name}|other files") as caught:
+        load_posterior(folder, model)
+    assert any(way in str(caught.value) for way in ("Fit again", "make one with"))
+    assert torch.equal(model[0].weight, network(seed=5)[0].weight)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ('{"format": "marglik.posterior", "version": 2}', "version 2, this release reads up to 1;"),
-        ('{"format": "marglik.posterior", "version": 1}', "was altered"),
         ('{"format": "marglik.evaluation", "version": 1}', "describes no posterior"),
-        ('{"format": ', "is not JSON"),
     ],
 )
 def test_other_json(content, message, folder):
-    """What is no JSON at all is looked at in the tests of checkpoints."""
     (folder / POSTERIOR).write_text(content)
     with pytest.raises(ValueError, match=message):
         read_posterior(folder)
@@ -292,21 +228,6 @@ def test_an_interrupted_save_is_no_posterior(stage, old, tmp_path, monkeypatch):
     assert load_posterior(tmp_path, network()).likelihood == "regression"
 
 
-def not_fitted():
-    return KronLaplace(network(), "classification")
-
-
-def vector_mean():
-    return fitted(prior_mean=torch.zeros(69))
-
-
-def trained_on():
-    laplace = fitted()
-    with torch.no_grad():
-        laplace.model[0].bias[0] += 1e-3
-    return laplace
-
-
 class WithExtraState(nn.Linear):
     def get_extra_state(self):
         return {"steps": 3}
@@ -315,39 +236,36 @@ class WithExtraState(nn.Linear):
         pass
 
 
-def extra_state():
-    laplace = KronLaplace(nn.Sequential(nn.Flatten(), WithExtraState(16, 3)), "classification")
-    laplace.fit([data("classification")])
+def unsavable(kind):
+    if kind == "extra state":
+        model = nn.Sequential(nn.Flatten(), WithExtraState(16, 3))
+        laplace = KronLaplace(model, "classification")
+        laplace.fit([data("classification")])
+        return laplace
+    if kind == "not fitted":
+        return KronLaplace(network(), "classification")
+    laplace = fitted(prior_mean=torch.zeros(69) if kind == "a mean for each" else 0.0)
+    if kind == "trained on":
+        with torch.no_grad():
+            laplace.model[0].bias[0] += 1e-3
     return laplace
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "message"),
+    ("kind", "error", "message"),
     [
-        (extra_state, ValueError, "'1._extra_state' in the state dict of Sequential is a dict"),
-        (not_fitted, AttributeError, "call fit\\(\\) first"),
-        (vector_mean, ValueError, "has 69 entries; a saved posterior has one number"),
-        (trained_on, ValueError, "no longer those that the posterior was fitted at"),
+        ("extra state", ValueError, "_extra_state' in the state dict of Sequential is a dict"),
+        ("not fitted", AttributeError, "call fit\\(\\) first"),
+        ("a mean for each", ValueError, "has 69 entries"),
+        ("trained on", ValueError, "no longer those that the posterior was fitted at"),
+        ("no JSON", TypeError, "JSON"),
     ],
 )
-def test_what_cannot_be_saved_leaves_the_old_posterior(make, error, message, folder):
+def test_what_cannot_be_saved_leaves_the_old_posterior(kind, error, message, folder):
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(error, match=message):
-        save_posterior(make(), folder)
+        save_posterior(unsavable(kind), folder, data={"x": folder} if kind == "no JSON" else None)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-
-
-def test_what_json_does_not_know_leaves_the_old_posterior(folder):
-    with pytest.raises(TypeError, match="JSON"):
-        save_posterior(fitted("regression"), folder, data={"path": folder})
-    assert load_posterior(folder, network()).likelihood == "classification"
-
-
-def test_a_device_is_taken(folder):
-    loaded = load_posterior(str(folder), network(), "cpu")
-    assert loaded.mean.device == torch.device("cpu")
-    assert_close(loaded.mean, fitted().mean)
-    assert json.loads((folder / POSTERIOR).read_text())["device"].startswith("cpu")
 
 
 def lora(rank=2, seed=0):
@@ -420,5 +338,3 @@ def test_a_network_of_other_adapters(on_base, tmp_path):
     save_posterior(on_base, tmp_path)
     with pytest.raises(ValueError, match="'down.weight' has shape \\(2, 16\\)"):
         load_posterior(tmp_path, lora(rank=3))
-    with pytest.raises(ValueError, match="of another network: Sequential has no 'down.weight'"):
-        load_posterior(tmp_path, network())

@@ -238,7 +238,8 @@ def aurc_by_counts(p, y, counts, decimals=9):
     levels = np.unique(p[:, 0].round(decimals))[::-1]
     members = (p[:, :1].round(decimals) == levels).astype(int)  # (N, G)
     harmonic = np.array([math.fsum(1 / k for k in range(1, n + 1)) for n in range(len(p) + 1)])
-    return aurc(counts @ members, (counts * y) @ members, harmonic)
+    resamples = zip(counts @ members, (counts * y) @ members, strict=True)
+    return np.array([aurc(*resample, harmonic) for resample in resamples])
 
 
 @pytest.mark.parametrize("decimals", [9, 1])
@@ -273,7 +274,8 @@ def test_detection_of_repeated_examples(ties):
     counts = [
         np.stack([(one[i][:, None] == thresholds).sum(0) for one in resamples]) for i in (0, 1)
     ]
-    found = dict(zip(("ood/AUPR", "ood/FPR95"), detection(*counts), strict=True))
+    values = zip(*map(detection, *counts), strict=True)
+    found = dict(zip(("ood/AUPR", "ood/FPR95"), values, strict=True))
     for i, one in enumerate(resamples):
         expected = out_of_distribution_metrics(*map(torch.from_numpy, one))
         for name, values in found.items():
@@ -281,7 +283,7 @@ def test_detection_of_repeated_examples(ties):
     if ties:  # the control: each example a threshold of its own, ours last
         scores, is_ood = np.concatenate(sides), np.repeat([0, 1], (90, 60))
         is_ood = is_ood[np.lexsort((-is_ood, -scores))]
-        ungrouped = detection(1 - is_ood[None], is_ood[None])
+        ungrouped = [[value] for value in detection(1 - is_ood, is_ood)]
         for values, (name, grouped) in zip(ungrouped, found.items(), strict=True):
             assert abs(values[0] - grouped[0]) > 1e-3, name
 

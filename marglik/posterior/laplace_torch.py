@@ -1,4 +1,4 @@
-"""`KronLaplace`: the posterior with the interface of laplace-torch's class of that name.
+"""`KronLaplace`: `Posterior` in the interface of laplace-torch's class of that name.
 
 Training, fitting and predicting use `Posterior` instead, and so do not import laplace-torch.
 """
@@ -6,7 +6,6 @@ Training, fitting and predicting use `Posterior` instead, and so do not import l
 from typing import Any, cast
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
@@ -198,34 +197,22 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
         **model_kwargs: Any,
     ) -> Tensor:
         """Outputs (S, N, C) of sampled networks, without writing samples into the model."""
-        x = to_device(X, self._device)
-        outputs = (
-            self._sampled_outputs(sample, x, **model_kwargs)
-            for sample in self.sample(n_samples, generator)
-        )
-        return torch.stack([f if self.enable_backprop else f.detach() for f in outputs])
+        x, sizes = to_device(X, self._device), [p.numel() for p in self.params]
+        outputs = []
+        for sample in self.sample(n_samples, generator):
+            named = zip(self.fitted_factors().blocks, self.params, sample.split(sizes), strict=True)
+            values = {name: part.view_as(p).to(p.dtype) for name, p, part in named}
+            f = call_with(self.model, values, x, keywords=model_kwargs)
+            check_output(f)
+            outputs.append(at_least_float32(f if self.enable_backprop else f.detach()))
+        return torch.stack(outputs)
 
     def _nn_predictive_classification(
         self, X: Any, n_samples: int = 100, **model_kwargs: Any
     ) -> Tensor:
-        """Mean class probabilities (N, C) of sampled networks, with one in memory at a time."""
-        x = to_device(X, self._device)
-        total: Any = 0.0
-        for sample in self.sample(n_samples):
-            f = self._sampled_outputs(sample, x, **model_kwargs).detach()
-            total = total + torch.softmax(f, dim=-1)
-        return total / n_samples
-
-    def _sampled_outputs(self, sample: Float[Tensor, "P"], x: Any, **model_kwargs: Any) -> Tensor:
-        """The network's output at x with a sample as its parameters, at least in float32."""
-        parts = sample.split([p.numel() for p in self.params])
-        values = {
-            name: part.view_as(p).to(p.dtype)
-            for name, p, part in zip(self.fitted_factors().blocks, self.params, parts, strict=True)
-        }
-        f = call_with(self.model, values, x, keywords=model_kwargs)
-        check_output(f)
-        return at_least_float32(f)
+        """Mean class probabilities (N, C) of sampled networks."""
+        outputs = self._nn_functional_samples(X, n_samples, **model_kwargs)
+        return torch.softmax(outputs.detach(), dim=-1).mean(0)
 
     def _glm_functional_samples(
         self,
