@@ -41,6 +41,12 @@ class Calibration:
             if self.sigma_noise is None
             else f"noise of standard deviation {self.sigma_noise:.3g}"
         )
+        if self.covariance_scale == 0:
+            return (
+                f"s = 0, {outputs}: the covariance did not help, so that epistemic uncertainty is "
+                "zero and regression's intervals are all as wide. For out-of-distribution scores "
+                "take the uncalibrated predictive"
+            )
         return f"covariances times {self.covariance_scale:.3g}, {outputs}"
 
 

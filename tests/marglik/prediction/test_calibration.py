@@ -12,6 +12,8 @@ from marglik.posterior.calibration import Calibration
 from marglik.posterior.posterior_file import load_posterior, save_posterior
 from marglik.prediction import calibration
 from marglik.prediction.calibration import (
+    PRIOR_OF_SCALE,
+    PRIOR_OF_SHARPNESS,
     HeldOut,
     calibrate,
     fit_calibration,
@@ -64,25 +66,61 @@ def nll(data, link, calibration):
     return -normal.logpdf(data.targets).sum(1).mean()
 
 
+def cost(calibration):
+    """Of the prior, in nats."""
+    sharp = calibration.sigma_noise or calibration.output_temperature
+    log_scale = math.log(max(calibration.covariance_scale, math.exp(-3)))
+    return (PRIOR_OF_SHARPNESS * math.log(sharp) ** 2 + PRIOR_OF_SCALE * log_scale**2) / 2
+
+
 @pytest.mark.parametrize(("likelihood", "link"), EVERY)
 def test_no_grid_point_is_better(likelihood, link):
-    """Of the NLL that the predictive itself has, but for what the prior of τ costs."""
+    """Of the NLL that the predictive itself has, with the prior of s and τ."""
     data = held_out(likelihood)
     fit = fit_calibration(data, link, SAMPLES)
     assert_close(fit.nll, float(nll(data, link, fit.calibration)), rtol=1e-6, atol=1e-6)
-    assert fit.nll <= fit.nll_scaled_map
     assert (fit.map_calibration.covariance_scale, fit.num_terms) == (0, 60)
-    sharp = fit.calibration.sigma_noise or fit.calibration.output_temperature
-    cost = 0.5 * math.log(sharp) ** 2 / len(data.f)
-    for scale in (0.0, *torch.logspace(-3, 2, 12).tolist()):
+    best = fit.nll + cost(fit.calibration) / 60
+    scales = [0.0, 1.0] if link == "bridge" else [0.0, *torch.logspace(-3, 2, 12).tolist()]
+    for scale in scales:
         for value in torch.logspace(-1, 1, 15).tolist():
             tried = (
                 Calibration(scale, 1.0, value)
                 if likelihood == "regression"
                 else Calibration(scale, value)
             )
-            at_point = nll(data, link, tried) + 0.5 * math.log(value) ** 2 / len(data.f)
-            assert at_point >= fit.nll + cost - 1e-5  # nats
+            at_point = nll(data, link, tried) + cost(tried) / 60
+            assert at_point >= best - 1e-5  # nats
+
+
+def of_few(n, draws=60):
+    """Mean coverage of 90 % intervals, and NLL, after calibration with n examples; s = 1 is true.
+
+    Both are expectations over new targets y ~ N(f, V + σ²).
+    """
+    f, covariance = gaussians(1, draws * n)
+    variance = covariance[:, :, 0]  # (N, 1)
+    generator = torch.Generator().manual_seed(5)
+    noise = torch.randn(f.shape, dtype=torch.float64, generator=generator)
+    true = variance + 0.49
+    y, coverages, nlls = f + true.sqrt() * noise, [], []
+    for some in torch.arange(draws * n).split(n):
+        data = HeldOut("regression", f[some], covariance[some], y[some], 0.7)
+        found = fit_calibration(data).calibration
+        total = found.covariance_scale * variance + found.sigma_noise**2
+        z = torch.special.ndtri(torch.tensor(0.95, dtype=torch.float64)) * (total / true).sqrt()
+        coverages.append((2 * torch.special.ndtr(z) - 1).mean().item())
+        nlls.append(0.5 * (true / total + (2 * math.pi * total).log()).mean().item())
+    return sum(coverages) / draws, sum(nlls) / draws
+
+
+def test_few_examples_leave_a_right_posterior_nearly_as_it_is(monkeypatch):
+    coverage, found = of_few(30)
+    assert 0.885 < coverage < 0.915
+    monkeypatch.setattr(calibration, "PRIOR_OF_SCALE", 0.0)
+    monkeypatch.setattr(calibration, "PRIOR_OF_SHARPNESS", 1.0)
+    worse, without = of_few(30)  # the control: the NLL nearly alone
+    assert worse < coverage - 0.005 and without > found + 0.005
 
 
 def test_it_finds_the_scale_and_the_noise_that_made_the_data():
@@ -119,6 +157,7 @@ def test_a_useless_covariance_brings_nothing():
     y = torch.multinomial((f / 1.7).softmax(-1), 1, generator=torch.Generator()).squeeze(1)
     fit = fit_calibration(HeldOut("classification", f, covariance, y), "probit")
     assert fit.nll > fit.nll_scaled_map - 3 / 4000
+    assert fit.calibration.covariance_scale < 0.1
     assert fit.map_calibration.output_temperature == pytest.approx(1.7, rel=0.05)
     assert fit.nll < fit.nll_uncalibrated - 0.01
 
@@ -127,8 +166,8 @@ def test_few_examples_do_not_lead_to_absurd_temperatures():
     """All are right, so that the likelihood alone would make τ zero."""
     f, covariance = gaussians(3, 20)
     fit = fit_calibration(HeldOut("classification", f, covariance, f.argmax(1)), "mc", 50)
-    assert fit.calibration.output_temperature > 0.05
-    assert fit.nll < fit.nll_map
+    assert 0.05 < fit.calibration.output_temperature < 1
+    assert fit.nll < fit.nll_uncalibrated
 
 
 @pytest.mark.parametrize("method", ["probit", "linearised"])
@@ -159,6 +198,23 @@ def test_the_calibrated_predictive_is_what_the_fit_speaks_of(likelihood, method)
     of_map = map_predictive(la.model, likelihood, sigma, scaled.output_temperature)
     found = compute_metrics(*predict_all(of_map, batches), likelihood)[key]
     assert found == pytest.approx(calibrated.fit.nll_scaled_map, rel=1e-5)
+
+
+def test_where_the_covariance_does_not_help_scores_keep_their_width(caplog, monkeypatch):
+    """One sentence says so; the uncalibrated predictive still tells inputs apart."""
+    la, x = fitted("regression", sigma_noise=0.3)
+    f = la.model.eval()(x).detach()
+    for residual, zero in ((1e-3, True), (3.0, False)):
+        caplog.clear()
+        sign = torch.where(torch.arange(len(x)) % 2 == 0, 1.0, -1.0)[:, None]
+        repeated = [(x, f + residual * sign)] * 100
+        found = calibrate(la, repeated)
+        assert (found.calibration.covariance_scale == 0) is zero
+        assert ("epistemic uncertainty is zero" in caplog.text) is zero
+        assert (found(x).epistemic == 0).all() == zero
+        plain = laplace_predictive(la, PredictiveConfig(calibration="none"))(x)
+        assert_close(found.uncalibrated(x).epistemic, plain.epistemic)
+        assert plain.epistemic.std() > 1e-3
 
 
 def test_a_posterior_remembers_its_calibration_and_forgets_it_with_what_it_was_of(tmp_path):
