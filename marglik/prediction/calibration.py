@@ -15,10 +15,10 @@ Few held-out examples say little about s and τ: the least NLL of a hundred is o
 numbers, such as τ → 0, or s = 0 with intervals that cover too little. Both therefore have a prior
 at the uncalibrated s = τ = 1: what is minimised is
 
-    NLL + (`PRIOR_OF_SHARPNESS` (log τ)² + `PRIOR_OF_SCALE` (log max(s, s₀))²) / (2 M)
+    NLL + (`PRIOR_OF_SHARPNESS` (log τ)² + `PRIOR_OF_SCALE` (√s − 1)²) / (2 M)
 
 for M loss terms (log σ relative to the posterior's own in regression). It is negligible beside a
-thousand examples. s₀ = e⁻³ makes it finite at s = 0, which is always tried.
+hundred examples. It is finite at s = 0, which is always tried.
 """
 
 import logging
@@ -72,10 +72,8 @@ LOG_SCALES = math.log(1e-6), math.log(1e4)
 LOG_SHARPNESS = math.log(1e-3), math.log(1e3)
 """Bounds of the search for log τ, and for log σ relative to the posterior's."""
 PRIOR_OF_SHARPNESS, PRIOR_OF_SCALE = 3.0, 3.0
-"""Precisions of the prior of log τ (log σ) and log s. They were chosen on four UCI sets with 30, 90
-and 300 held-out examples, and checked on four others; see docs/calibration.md."""
-LOG_SMALL_SCALE = -3.0
-"""Log s₀, below which the prior is constant."""
+"""Precisions of the prior of log τ (log σ) and √s. They were chosen on six data sets with 30, 90 and
+300 held-out examples, and checked on five others; see docs/calibration.md."""
 STARTS = (1.0, 0.1, 0.01)
 """Scales from which the search starts, as the NLL may have several valleys in s."""
 ROUGH_TERMS = 1000
@@ -431,9 +429,8 @@ def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100
 
         def objective(v: Tensor) -> Tensor:
             nll = loss(v[0].exp() if len(v) == 2 else None, v[-1].exp())
-            prior = PRIOR_OF_SHARPNESS * (v[-1] - own) ** 2
-            log_scale = v[0].clamp(min=LOG_SMALL_SCALE) if len(v) == 2 else LOG_SMALL_SCALE
-            prior = prior + PRIOR_OF_SCALE * log_scale**2
+            root = (0.5 * v[0]).exp() if len(v) == 2 else torch.zeros(())
+            prior = PRIOR_OF_SHARPNESS * (v[-1] - own) ** 2 + PRIOR_OF_SCALE * (root - 1) ** 2
             return nll + 0.5 * prior / len(data.f)
 
         return _minimize(objective, start, [scale, sharpness][-len(start) :])
