@@ -13,7 +13,7 @@ from kfac_backend.laplace_torch.interface import KfacGGN, KfacInterface
 from kfac_backend.laplace_torch.kron import EigenKron, FactorKron, laplace
 from kfac_backend.model.batches import to_device
 from kfac_backend.model.calls import call_with
-from kfac_backend.model.checks import check_module, check_output
+from kfac_backend.model.checks import check_module
 from kfac_backend.options import KfacApprox, Likelihood, check_option, check_positive
 from kfac_backend.precision import at_least_float32
 from marglik.eval_mode import in_eval_mode
@@ -203,7 +203,6 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
             named = zip(self.fitted_factors().blocks, self.params, sample.split(sizes), strict=True)
             values = {name: part.view_as(p).to(p.dtype) for name, p, part in named}
             f = call_with(self.model, values, x, keywords=model_kwargs)
-            check_output(f)
             outputs.append(at_least_float32(f if self.enable_backprop else f.detach()))
         return torch.stack(outputs)
 

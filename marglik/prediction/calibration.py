@@ -72,8 +72,8 @@ LOG_SCALES = math.log(1e-6), math.log(1e4)
 LOG_SHARPNESS = math.log(1e-3), math.log(1e3)
 """Bounds of the search for log τ, and for log σ relative to the posterior's."""
 PRIOR_OF_SHARPNESS, PRIOR_OF_SCALE = 3.0, 3.0
-"""Precisions of the prior of log τ (log σ) and √s. They were chosen on six data sets with 30, 90 and
-300 held-out examples, and checked on five others; see docs/calibration.md."""
+"""Precisions of the prior of log τ (log σ) and √s. They were chosen on six data sets with 30, 90
+and 300 held-out examples, and checked on five others; see docs/calibration.md."""
 STARTS = (1.0, 0.1, 0.01)
 """Scales from which the search starts, as the NLL may have several valleys in s."""
 ROUGH_TERMS = 1000

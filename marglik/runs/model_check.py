@@ -68,7 +68,7 @@ def check_model(
             curvature_pass = CurvaturePass(model, likelihood, of_pass, process_group=None)
         try:
             with torch.no_grad():
-                f: Any = model(x)
+                f: Any = model(x.clone())  # a forward may change its input in place
         except (RuntimeError, IndexError, TypeError, AttributeError) as error:
             inputs = described(x)
             if isinstance(x, Tensor):

@@ -15,7 +15,7 @@ from kfac_backend import corrected_factors, kronecker_factors
 from kfac_backend.covariance.linearised import linearised_outputs
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
-from marglik.posterior.kron_laplace import KronLaplace
+from marglik.posterior.laplace_torch import KronLaplace
 from tests.kfac_backend.covariance.posteriors import precision_of
 from tests.kfac_backend.networks import OwnNorm
 from tests.random_numbers import normal

@@ -95,8 +95,6 @@ def test_evaluations_add_to_each_other(run, capsys):
         assert "shift/noise/5/cls/NLL" in ours["metrics"]
     added = both["predictives"]["Laplace, mc"]["metrics"]
     assert "shift/noise/5/cls/NLL" in added and "ood/AUROC" not in added
-    # Evaluations from before the option have no key for it, and are to be added to.
-    assert "variance_tolerance" not in both["predictives"]["Laplace, probit"]["options"]
     wider = ["--predictive.variance_tolerance", "0.5", *UNCALIBRATED]
     assert main(["evaluate", str(run), *QUIET, *wider]) == 0
     label = "Laplace, probit, tolerance 0.5, uncalibrated"

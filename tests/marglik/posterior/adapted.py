@@ -1,17 +1,7 @@
-"""Tiny networks of transformers with peft's LoRA, and padded batches for them.
-
-As a script, ``python -m tests.marglik.posterior.adapted FOLDER``: load the posterior there in a
-process of its own and save what it predicts; prints how many objects were unpickled.
-"""
-
-import sys
-from pathlib import Path
+"""Tiny networks of transformers with peft's LoRA, and padded batches for them."""
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-
-from marglik import laplace_predictive, load_posterior
 
 WORDS, CLASSES, WIDTH, RANK = 40, 4, 16, 2
 
@@ -55,20 +45,3 @@ def batch(N: int = 6, seed: int = 0) -> dict[str, Tensor]:
     mask = (torch.arange(7) < torch.randint(3, 8, (N, 1), generator=generator)).long()
     labels = torch.randint(CLASSES, (N,), generator=generator)
     return {"input_ids": words * mask, "attention_mask": mask, "labels": labels}
-
-
-def main(folder: str) -> None:
-    """Load, predict, save."""
-    model = classifier(seed=7)  # of the same base, with an own head and own adapters
-    unpickled = []
-    sys.addaudithook(lambda event, _: event == "pickle.find_class" and unpickled.append(event))
-    posterior = load_posterior(folder, model)
-    x = load_file(Path(folder) / "x.safetensors")
-    mean = laplace_predictive(posterior)(x).mean
-    evidence = posterior.log_marginal_likelihood()
-    save_file({"mean": mean, "evidence": evidence}, Path(folder) / "found.safetensors")
-    print(len(unpickled))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -111,14 +111,6 @@ def test_modes_are_restored_and_dropout_is_off():
     assert_close(samples[0], samples[1])
 
 
-def test_modes_are_restored_after_an_error():
-    model = network().train()
-    la = KronLaplace(model, "classification")
-    with pytest.raises(ValueError, match="The data is empty"):
-        la.fit([])
-    assert all(module.training for module in model.modules())
-
-
 def test_eigenvectors_wait_for_a_predictive(monkeypatch):
     dataset = data("classification")
     la = KronLaplace(network(), "classification")
@@ -191,16 +183,6 @@ def test_sampled_networks_leave_mean_and_parameters_apart():
             p.add_(1.0)
     assert_close(la.mean, mean)
     assert len({p.untyped_storage().data_ptr() for p in model.parameters()}) == 6
-
-
-def test_tuning_by_validation_restores_the_mode():
-    model, dataset = network().train(), data("classification")
-    la = KronLaplace(model, "classification")
-    la.fit([dataset.tensors])
-    la.optimize_prior_precision(
-        method="gridsearch", val_loader=DataLoader(dataset, 9), grid_size=3, n_steps=1
-    )
-    assert model.training
 
 
 def test_noise_of_a_classifier_is_refused_before_it_is_set():

@@ -43,53 +43,11 @@ def test_to_double(likelihood):
     assert torch.equal(*both)
 
 
-def test_to_double_and_back_is_the_same_posterior():
-    laplace = fitted(prior_precision=torch.tensor([0.1, 3.0, 1 / 3, 70.0]))
-    x, _ = data("classification")
-    before, evidence = predictions(laplace, x), laplace.log_marginal_likelihood()
-    laplace.to(dtype=torch.float64).to(dtype=torch.float32)
-    for method, prediction in predictions(laplace, x).items():
-        assert torch.equal(prediction.mean, before[method].mean)
-    assert torch.equal(laplace.log_marginal_likelihood(), evidence)
-
-
 def test_to_a_narrow_dtype_keeps_wide_factors():
     laplace = fitted().to(dtype=torch.bfloat16)
     assert dtypes(laplace) == {torch.bfloat16}
     assert {block.B.dtype for block in laplace.factors.blocks.values()} == {torch.float32}
     assert laplace.log_marginal_likelihood().isfinite()
-
-
-@pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
-def test_to_the_same_device_changes_nothing(device):
-    laplace = fitted()
-    x, _ = data("classification")
-    before, model = predictions(laplace, x), laplace.model
-    laplace.to(device)
-    assert laplace.model is model and dtypes(laplace) == {torch.float32}
-    for method, prediction in predictions(laplace, x).items():
-        assert torch.equal(prediction.mean, before[method].mean)
-
-
-def test_to_before_the_fit():
-    laplace = KronLaplace(network(), "classification", prior_precision=0.7)
-    laplace.to(dtype=torch.float64)
-    laplace.fit([data("classification", torch.float64)])
-    expected = fitted(dtype=torch.float64)
-    assert laplace.factors.blocks["0.weight"].A.dtype == torch.float64
-    assert_close(laplace.log_marginal_likelihood(), expected.log_marginal_likelihood())
-
-
-@pytest.mark.parametrize("likelihood", LIKELIHOODS)
-def test_restored_factors_are_a_fit(likelihood):
-    laplace = fitted(likelihood)
-    other = KronLaplace(network(), likelihood, prior_precision=0.7)
-    other.restore(laplace.factors)
-    x, _ = data(likelihood)
-    for method, prediction in predictions(laplace, x).items():
-        assert torch.equal(prediction.mean, predictions(other, x, [method])[method].mean)
-    assert torch.equal(other.log_marginal_likelihood(), laplace.log_marginal_likelihood())
-    assert (other.n_data, other.n_outputs, other.loss) == (10, 3, laplace.loss)
 
 
 def test_restore_forgets_what_was_fitted_before():

@@ -1,12 +1,9 @@
 """The posterior of peft's adapters alone: no line but KronLaplace, files without the base."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.func import functional_call, jacrev
 from torch.testing import assert_close
@@ -14,8 +11,6 @@ from torch.testing import assert_close
 from kfac_backend.blocks.sketch import SketchedFactor
 from marglik import (
     KronLaplace,
-    calibrate,
-    laplace_predictive,
     load_posterior,
     maximize_evidence,
     save_posterior,
@@ -128,46 +123,6 @@ def test_damping_with_sketches():
     expected = laplace.log_likelihood - 0.5 * (log_det + scatter)
     assert_close(laplace.log_marginal_likelihood(), expected)
     assert_close(laplace.log_det_posterior_precision, log_det)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_fresh_process_loads_the_adapters_on_its_own_base(case, tmp_path):
-    """With another random head and other adapters, which the file replaces."""
-    model = classifier()
-    laplace = fitted(model, CASES[case])
-    calibrate(laplace, [batch(20, seed=5)])
-    save_posterior(laplace, tmp_path)
-    x = {key: value for key, value in batch(4, seed=6).items() if key != "labels"}
-    save_file(x, tmp_path / "x.safetensors")
-    printed = subprocess.run(
-        [sys.executable, "-m", "tests.marglik.posterior.adapted", str(tmp_path)],
-        check=True, cwd=ROOT, capture_output=True, text=True,
-    ).stdout  # fmt: skip
-    found = load_file(tmp_path / "found.safetensors")
-    assert int(printed.split()[-1]) == 0
-    assert torch.equal(found["evidence"], laplace.log_marginal_likelihood())
-    assert_close(found["mean"], laplace_predictive(laplace)(x).mean)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_files_hold_adapters_and_factors_alone(case, tmp_path):
-    model = classifier()
-    laplace = fitted(model, CASES[case])
-    save_posterior(laplace, tmp_path)
-    state = load_file(tmp_path / "model.safetensors")
-    assert {name for name in state} == set(laplace.factors.blocks)
-    numbers = laplace.n_params
-    r = 3
-    for block in laplace.factors.blocks.values():
-        for F in (block.B, block.A):
-            wide = isinstance(F, SketchedFactor)
-            # Sketches: r vectors in float32, and r eigenvalues in float64.
-            numbers += len(F.U) * r + 2 * r if wide else F.numel()
-    sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
-    written = sizes["model.safetensors"] + sizes["posterior.safetensors"]
-    assert written - 8_000 < 4 * numbers <= written  # headers besides
-    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    assert frozen > 4 * laplace.n_params
 
 
 def test_another_base_is_refused_but_another_head_is_none(tmp_path):

@@ -1,7 +1,6 @@
 """The outputs' Gaussian against laplace-torch's Jacobians and dense algebra."""
 
 import copy
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -14,8 +13,7 @@ from kfac_backend.blocks import block, eigen
 from marglik import KronLaplace
 from marglik.posterior.subset import last_layer
 from tests import oracles
-from tests.kfac_backend.networks import images, wide_resnet
-from tests.marglik.small_laplace import DELTAS, TakesMapping, data, fitted, network
+from tests.marglik.small_laplace import DELTAS, data, fitted, network
 
 
 def by_jacobians(la, x, **options):
@@ -71,17 +69,6 @@ def test_equals_dense_algebra(likelihood, sigma, temperature, kfac_approx):
             assert (found - total).norm() > 0.01 * total.norm()
 
 
-@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
-def test_wide_residual_network(kfac_approx):
-    model = wide_resnet()
-    la = KronLaplace(model, "classification", prior_precision=5.0, kfac_approx=kfac_approx)
-    la.fit([images(3, size=8)])
-    x = images(2, size=8)[0]
-    expected = by_jacobians(la, x)
-    for found, wanted in zip(la.output_distribution(x), expected, strict=True):
-        assert_close(found, wanted, rtol=1e-9, atol=1e-12)
-
-
 def test_float32():
     la, x = fitted(dtype=torch.float32)
     f, covariance = la.output_distribution(x)
@@ -95,17 +82,6 @@ def test_float32():
     wide = la.output_distribution(x.double())[1]
     assert wide.dtype == torch.float64
     assert_close(wide, by_jacobians(la, x.double())[1], rtol=1e-10, atol=1e-13)
-
-
-@pytest.mark.parametrize("layers", ["all", "last"])
-def test_does_not_depend_on_batches(layers):
-    la, x = fitted()
-    f, covariance = la.output_distribution(x, layers)
-    for size in (1, 3):
-        parts = [la.output_distribution(part, layers) for part in x.split(size)]
-        assert_close(torch.cat([p[0] for p in parts]), f)
-        assert_close(torch.cat([p[1] for p in parts]), covariance)
-    assert_close(la.output_distribution(x, layers)[1], covariance)
 
 
 @pytest.mark.parametrize("layers", ["all", "last"])
@@ -158,20 +134,6 @@ def test_last_layer_is_a_laplace_approximation_of_it_alone():
     assert_close(la.output_distribution(x, "last")[1], covariance)
     with pytest.raises(ValueError, match="layers='first' is not supported; choose one of 'all'"):
         la.output_distribution(x, "first")
-
-
-def test_threads_take_turns_with_one_posterior():
-    """Each restores the mode that it found: without turns, dropout would come on for another."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Dropout(0.5), nn.Linear(20, 2)).double()
-    la = KronLaplace(model, "classification")
-    x = torch.randn(8, 3, dtype=torch.float64)
-    la.fit([(x, torch.zeros(8).long())])
-    expected = la(x)
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: la(x), range(40)))
-    assert all(torch.equal(one, expected) for one in found)
-    assert all(module.training for module in model.modules())
 
 
 def test_last_layer_decomposes_its_own_factors_alone(monkeypatch):
@@ -261,14 +223,3 @@ def test_without_gradients(context, layers):
     la.log_marginal_likelihood(delta).backward()
     assert delta.grad is not None
     assert not la.output_distribution(x, layers)[1].requires_grad  # though δ does
-
-
-def test_mappings():
-    x, y = data()
-    la = KronLaplace(TakesMapping(network()), "classification", prior_precision=DELTAS)
-    la.fit([{"pixels": x, "labels": y}])
-    plain, _ = fitted()
-    for layers in ("all", "last"):
-        expected = plain.output_distribution(x, layers)
-        assert_close(la.output_distribution({"pixels": x, "labels": y}, layers), expected)
-    assert_close(la({"pixels": x}), plain(x))

@@ -1,7 +1,10 @@
 """A posterior comes back from its folder to the bit, and damage to it is found."""
 
 import math
+import pickle
+import sys
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -51,6 +54,15 @@ def test_round_trip(case, tmp_path):
     if case != "classification":
         plain = fitted(laplace.likelihood) if len(CASES[case]) > 1 else fitted()
         assert plain.log_marginal_likelihood() != laplace.log_marginal_likelihood()
+
+
+def test_loading_unpickles_nothing(folder):
+    unpickled = []
+    sys.addaudithook(lambda event, _: event == "pickle.find_class" and unpickled.append(event))
+    load_posterior(folder, network())
+    assert not unpickled
+    pickle.loads(pickle.dumps(Path("control")))
+    assert unpickled  # the control
 
 
 def test_a_loaded_posterior_can_be_saved_and_adapted(folder, tmp_path):

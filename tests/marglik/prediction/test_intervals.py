@@ -384,13 +384,3 @@ def test_resamples_of_what_does_not_vary():
         out_of_distribution_intervals(torch.zeros(0), torch.zeros(3))
     with pytest.raises(ValueError, match="expected numbers in"):
         risk_interval(confidence - 3, right)
-
-
-def test_many_predictions_are_said_to_take_time(few_resamples, monkeypatch, caplog):
-    monkeypatch.setattr("marglik.prediction.intervals.MANY", 100)
-    p, y = (torch.from_numpy(values) for values in ranked(100, 9))
-    with caplog.at_level("INFO", "marglik"):
-        risk_interval(p[:99, 0], y[:99] == 0)
-        assert caplog.text == ""
-        risk_interval(p[:, 0], y == 0)
-    assert "resampling 100 predictions 200 times" in caplog.text

@@ -161,15 +161,6 @@ def test_classification_does_not_depend_on_the_order_of_the_data(data):
     assert classification_metrics(p[order], y[order]) == pytest.approx(classification_metrics(p, y))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("index", [torch.int64, torch.int32, torch.uint8])
-def test_dtypes(dtype, index):
-    p, y = classified(num_classes=10)
-    expected = classification_metrics(p, y)
-    metrics = classification_metrics(p.to(dtype).requires_grad_(), y.to(index))
-    assert metrics == pytest.approx(expected, abs=0.02 if dtype.itemsize == 2 else 1e-5)
-
-
 def test_bernoulli_by_hand():
     p = tensor([0.8, 0.3], [0.6, 0.1])
     metrics = bernoulli_metrics(p, tensor([1, 0], [0, 1]))
@@ -230,14 +221,6 @@ def test_an_impossible_side_costs_the_smallest_number_of_the_dtype(dtype, target
     metrics = bernoulli_metrics(p, torch.tensor([[target]]))
     assert metrics["cls/NLL"] == pytest.approx(-math.log(torch.finfo(dtype).tiny))
     assert metrics["cls/Brier"] == 1
-
-
-def test_bernoulli_does_not_depend_on_the_order_of_the_data():
-    generator = torch.Generator().manual_seed(0)
-    p = torch.randint(11, (50, 2), generator=generator).double() / 10
-    y = torch.rand(50, 2, generator=generator) < 0.5
-    order = torch.randperm(50, generator=generator)
-    assert bernoulli_metrics(p[order], y[order]) == pytest.approx(bernoulli_metrics(p, y))
 
 
 def test_regression_by_hand():
@@ -311,17 +294,6 @@ def test_the_first_threshold_counts_on_a_straight_curve():
     """With equal scores on both sides the curve is one line, that could be drawn by its ends."""
     x = torch.arange(100)
     assert out_of_distribution_metrics(x, x)["ood/FPR95"] == 0.95
-
-
-def test_large_scores_do_not_saturate():
-    inside, outside = torch.linspace(100, 101, 20), torch.linspace(102, 103, 30)
-    metrics = out_of_distribution_metrics(inside, outside)
-    assert metrics == pytest.approx({"ood/AUROC": 1, "ood/AUPR": 1, "ood/FPR95": 0})
-    # Negative control: torchmetrics takes such scores for logits, and their sigmoid is 1.
-    labels = torch.cat([torch.zeros(20), torch.ones(30)]).long()
-    assert binary_auroc(torch.cat([inside, outside]), labels) == 0.5
-    swapped = out_of_distribution_metrics(outside, inside)
-    assert swapped["ood/AUROC"] == 0 and swapped["ood/FPR95"] == 1
 
 
 @settings(deadline=None, max_examples=60)

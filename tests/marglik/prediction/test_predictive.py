@@ -230,19 +230,6 @@ def test_mappings(method):
     assert_close(values(found(batch)), values(expected(x)))
 
 
-def test_float64_after_float32():
-    la, x = fitted(dtype=torch.float32)
-    single = predictive(la, "mc")(x)
-    assert single.mean.dtype == torch.float32
-    la.to(dtype=torch.float64)
-    x = x.double()
-    double = predictive(la, "probit")(x)
-    f, covariance = la.output_distribution(x)
-    variance = covariance.diagonal(dim1=1, dim2=2)
-    expected = torch.softmax(f / (1 + math.pi / 8 * variance).sqrt(), -1)
-    assert_close(double.mean, expected, rtol=1e-12, atol=0)
-
-
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_map_is_the_networks_own_prediction(likelihood):
     model = network().train()
@@ -301,6 +288,33 @@ def test_not_fitted(method):
     la = KronLaplace(network(), "classification")
     with pytest.raises(AttributeError, match="is not fitted; call fit\\(\\) first"):
         predictive(la, method)
+
+
+class InPlace(nn.Sequential):
+    """Changes its input in place, as normalisation at the start of a forward does."""
+
+    def forward(self, x):
+        return super().forward(x.sub_(0.5).div_(0.25))
+
+
+@pytest.mark.parametrize("method", ["probit", "mc", "linearised", "last", "MAP"])
+def test_a_model_that_changes_its_input_in_place(method):
+    (x, y), model = data(), network()
+    plain, _ = fitted(model=nn.Sequential(nn.Identity(), *model))
+    plain.fit([((x - 0.5) / 0.25, y)])
+    la = KronLaplace(InPlace(nn.Identity(), *model), "classification", prior_precision=DELTAS)
+    la.fit([(x, y)])
+    config = {"layers": "last"} if method == "last" else {"method": method}
+    means = []
+    for each, inputs in ((la, x), (plain, (x - 0.5) / 0.25)):
+        before = inputs.clone()
+        if method == "MAP":
+            predict = map_predictive(each.model)
+        else:
+            predict = calibrate(each, [(inputs, y)], PredictiveConfig(**config))
+        means.append(predict(inputs).mean)
+        assert torch.equal(inputs, before)
+    assert_close(*means)
 
 
 class Twice(nn.Sequential):
