@@ -1,7 +1,7 @@
 """K-FAC with expand and reduce modes, for torch models and as a backend of laplace-torch.
 
-`expand_and_reduce` says what the two modes are. `KfacGGN` and `KfacEF` are imported when first
-used, since laplace-torch takes seconds to import.
+`expand_and_reduce` says what the two modes are. What needs more modules is imported when first
+used; laplace-torch takes seconds to import.
 """
 
 from importlib import import_module
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from kfac_backend.blocks.block import EigenBlock, KroneckerBlock
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.curvature import kronecker_factors
-from kfac_backend.eigenvalue_correction import corrected_factors
 from kfac_backend.layers import register_parameters, register_rule
 from kfac_backend.layers.rows import counted_positions, examples_of_rows
 from kfac_backend.options import CurvatureOptions, PassOptions, TargetOptions
 
 if TYPE_CHECKING:
+    from kfac_backend.eigenvalue_correction import corrected_factors
     from kfac_backend.laplace_torch.interface import KfacEF, KfacGGN
 
 __all__ = [
@@ -36,7 +36,14 @@ __all__ = [
 ]
 
 
+_WHEN_FIRST_USED = {
+    "KfacEF": "kfac_backend.laplace_torch.interface",
+    "KfacGGN": "kfac_backend.laplace_torch.interface",
+    "corrected_factors": "kfac_backend.eigenvalue_correction",
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name in ("KfacEF", "KfacGGN"):
-        return getattr(import_module("kfac_backend.laplace_torch.interface"), name)
+    if name in _WHEN_FIRST_USED:
+        return getattr(import_module(_WHEN_FIRST_USED[name]), name)
     raise AttributeError(f"module 'kfac_backend' has no attribute '{name}'")

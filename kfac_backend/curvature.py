@@ -12,8 +12,8 @@ The rules hold the sums. They are made with the first batch and not earlier: onl
 the rules of derived layers, and only the first outputs decide kfac_approx="auto".
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Unpack
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,13 @@ from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.layers import Rule, Use
 from kfac_backend.layers.uses import PositionSums
-from kfac_backend.loss.hessian import check_targets, counted_terms, loss_sum, num_counted_terms
-from kfac_backend.loss.vectors import BackwardVectors
+from kfac_backend.loss import (
+    BackwardVectors,
+    check_targets,
+    counted_terms,
+    loss_sum,
+    num_counted_terms,
+)
 from kfac_backend.model.batches import (
     detached,
     each_batch,
@@ -33,17 +38,15 @@ from kfac_backend.model.batches import (
     splits_by_example,
     to_device,
 )
-from kfac_backend.model.calls import call_with, forked_random_numbers, restoration
+from kfac_backend.model.calls import call_with, forked_random_numbers
 from kfac_backend.model.capture import Capture, unknown_examples
 from kfac_backend.model.checks import check_finite, check_inputs, check_module
-from kfac_backend.model.diagonals import squared_gradients
 from kfac_backend.model.memory import is_out_of_memory, out_of_memory
 from kfac_backend.model.proof import Proof, verify_independence
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer, assign_rules
 from kfac_backend.model.targets import Targets, counting, mask_of, split_batch
 from kfac_backend.options import (
     Approximation,
-    CurvatureKeywords,
     CurvatureOptions,
     KfacApprox,
     Likelihood,
@@ -60,7 +63,6 @@ from kfac_backend.ranks import PassSums, ProcessGroupOption, Ranks, sum_over_ran
 
 __all__ = [
     "CurvaturePass",
-    "ggn_diagonal",
     "kronecker_factors",
 ]
 
@@ -74,7 +76,7 @@ def kronecker_factors(
     generator: torch.Generator | None = None,
     progress: bool = False,
     process_group: ProcessGroupOption = "default",
-    **keywords: Unpack[CurvatureKeywords],
+    **keywords: Any,
 ) -> KroneckerFactors:
     """Kronecker-factored GGN (K-FAC) of a model on data, B ⊗ A per parameter tensor.
 
@@ -166,7 +168,7 @@ class CurvaturePass:
         *,
         generator: torch.Generator | None = None,
         process_group: ProcessGroupOption = "default",
-        **keywords: Unpack[CurvatureKeywords],
+        **keywords: Any,
     ) -> None:
         check_module(model)
         options = options.but(**keywords)
@@ -223,14 +225,9 @@ class CurvaturePass:
         # the sums, and the caller could go on with wrong numbers.
         self._failed = True
         with full_float32():
-            layers = (tracked.layer for tracked in self._assignment.layers)
-            restore = restoration(self._model, *layers)
-            try:
-                if not self._fits(x, y):
-                    fitting = self._fitting_size(x, y)
-                    raise out_of_memory(self._model, self._device, len(y), fitting)
-            finally:
-                restore()
+            if not self._fits(x, y):
+                fitting = self._fitting_size(x, y)
+                raise out_of_memory(self._model, self._device, len(y), fitting)
         self._failed = False
 
     def _check_whole(self) -> None:
@@ -285,7 +282,17 @@ class CurvaturePass:
         self._rows_seen: dict[TrackedLayer, set[int]] = {}
         self._begin_part()
         mask = mask_of(x, self._options.dict_key_mask)
-        with counting(mask), self._capture() as capture:
+        capture = Capture(
+            self._model,
+            self._assignment,
+            self._add_input,
+            self._add_gradient,
+            channels_last=self._proof.plan.channels_last,
+            batched=self._options.batched,
+            keep_inputs=self._keeps_inputs,
+        )
+        with counting(mask), capture:
+            # One forward pass: A, and all that a gradient will need.
             f = capture.forward(x)
             check_targets(f, y, self._likelihood, may_ignore=self._targets.may_ignore)
             check_finite(self._model, f, x)
@@ -384,23 +391,7 @@ class CurvaturePass:
     def _modes(self, kfac_approx: KfacApprox) -> dict[str, Approximation]:
         """Each layer's mode."""
         assert kfac_approx != "auto"
-        return modes_of_layers(kfac_approx, self._layer_names)
-
-    @property
-    def _layer_names(self) -> list[str]:
-        """The names of layers that have a mode."""
-        return [tracked.name for tracked in self._assignment.layers]
-
-    def _capture(self) -> Capture:
-        return Capture(
-            self._model,
-            self._assignment,
-            self._add_input,
-            self._add_gradient,
-            channels_last=self._proof.plan.channels_last,
-            batched=self._options.batched,
-            keep_inputs=self._keeps_inputs,
-        )
+        return modes_of_layers(kfac_approx, [t.name for t in self._assignment.layers])
 
     def _no_autocast(self) -> torch.autocast:
         return torch.autocast(self._device.type, enabled=False)
@@ -521,28 +512,12 @@ class CurvaturePass:
         self._position_sums.clear()
 
     def _add_diagonal(self, x: Any, y: Tensor) -> None:
-        diagonals = ggn_diagonal(
-            self._model,
-            self._assignment.diagonal,
-            x,
-            y,
-            self._new_vectors(),
-        )
+        # Loaded only where parameters without a rule ask for it.
+        from kfac_backend.model.diagonals import squared_gradients
+
+        with torch.no_grad(), forked_random_numbers(self._model):
+            f = call_with(self._model, {}, x)
+        vectors = self._new_vectors()(f, y)
+        diagonals = squared_gradients(self._model, self._assignment.diagonal, x, f, vectors)
         for name, diagonal in diagonals.items():
             self._diagonal[name] = self._diagonal.get(name, 0) + diagonal
-
-
-def ggn_diagonal(
-    model: nn.Module,
-    names: Sequence[str],
-    x: Any,
-    y: Tensor,
-    vectors: BackwardVectors,
-) -> dict[str, Tensor]:
-    """Σ_n Σ_v (∂ v_nᵀf_n / ∂θ_i)² of each named parameter, in its shape.
-
-    It is exact for any model that does not mix examples; see `squared_gradients`.
-    """
-    with torch.no_grad(), forked_random_numbers(model):
-        f = call_with(model, {}, x)
-    return squared_gradients(model, names, x, f, vectors(f, y))

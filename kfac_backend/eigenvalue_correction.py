@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from kfac_backend.model.capture import unknown_examples
 from kfac_backend.model.checks import check_module
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer, assignment_of_blocks
 from kfac_backend.model.targets import split_batch
-from kfac_backend.options import CurvatureKeywords, CurvatureOptions
+from kfac_backend.options import CurvatureOptions
 from kfac_backend.precision import exact_arithmetic
 from kfac_backend.ranks import PassSums, ProcessGroupOption
 
@@ -41,7 +41,7 @@ def corrected_factors(
     generator: torch.Generator | None = None,
     progress: bool = False,
     process_group: ProcessGroupOption = "default",
-    **keywords: Unpack[CurvatureKeywords],
+    **keywords: Any,
 ) -> KroneckerFactors:
     """The factors with the eigenvalues of the exact blocks in their eigenbasis (EKFAC).
 
@@ -109,7 +109,7 @@ class CorrectionPass(CurvaturePass):
         *,
         generator: torch.Generator | None = None,
         process_group: ProcessGroupOption = "default",
-        **keywords: Unpack[CurvatureKeywords],
+        **keywords: Any,
     ) -> None:
         check_module(model)
         # Refuse sketches before the pass: outside of U they have no eigenvectors.
@@ -284,7 +284,7 @@ def check_read_twice(data: Iterable[Any]) -> None:
 
 
 def _options(
-    factors: KroneckerFactors, options: CurvatureOptions | None, keywords: CurvatureKeywords
+    factors: KroneckerFactors, options: CurvatureOptions | None, keywords: dict[str, Any]
 ) -> CurvatureOptions:
     """The first pass's options, checked against what the factors know of it."""
     options = (factors.options if options is None else options).but(**keywords)

@@ -7,14 +7,13 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal, Self, TypedDict, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 
 __all__ = [
     "Approximation",
     "BackwardPrecision",
-    "CurvatureKeywords",
     "CurvatureOptions",
     "Fisher",
     "KfacApprox",
@@ -22,7 +21,6 @@ __all__ = [
     "Mode",
     "PassOptions",
     "ShiftLabels",
-    "TargetKeywords",
     "TargetOptions",
     "Unsupported",
     "automatic_mode",
@@ -239,29 +237,6 @@ class CurvatureOptions(PassOptions, TargetOptions):
     def to_json(self) -> dict[str, Any]:
         """The options as plain data, which ``CurvatureOptions(**data)`` reads."""
         return asdict(self)
-
-
-class TargetKeywords(TypedDict, total=False):
-    """`TargetOptions` as keywords, for functions that take them one by one."""
-
-    dict_key_y: str
-    ignore_index: int | None
-    shift_labels: ShiftLabels
-    dict_key_mask: str | None
-
-
-class CurvatureKeywords(TargetKeywords, total=False):
-    """`CurvatureOptions` as keywords, for functions that take them one by one."""
-
-    kfac_approx: KfacApprox
-    fisher: Fisher
-    mc_samples: int
-    unsupported: Unsupported
-    rank_tolerance: float
-    backward_precision: BackwardPrecision
-    batched: bool
-    sketch_rank: int | None
-    diagonal_above: int | None
 
 
 def check_option(name: str, value: object, options: object) -> None:

@@ -5,12 +5,10 @@ Whatever happens meanwhile, an error or an interrupt, the model is afterwards as
 
 import inspect
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy as copy_of
 from functools import partial
-from operator import call
 from typing import Any
 
 import torch
@@ -31,40 +29,35 @@ __all__ = [
     "num_examples",
     "own_loss",
     "plain_attention",
-    "takes_labels",
     "restoration",
+    "takes_labels",
     "uncompiled",
 ]
 
 
-def restoration(*modules: nn.Module) -> Callable[[], object]:
-    """A function that puts these modules and all below them back into their present state.
+def restoration(*modules: nn.Module) -> Callable[[], None]:
+    """A function that gives modules the modes, hooks, forwards and parameter objects they have now.
 
-    It restores which tensors are their parameters, their hooks, forwards and modes, and the
-    thread's grad mode. It does not restore values. The function must be the whole ``finally``
-    block, since Ctrl-C can interrupt a context manager before it cleans up. The function itself
-    cannot be interrupted half-way: Python handles signals between its own instructions, and this is
-    a single call into C::
-
-        restore = restoration(model)
-        try:
-            ...
-        finally:
-            restore()
+    For what is below these modules, too. It restores no values.
     """
-    # torch.no_grad() cleans up in Python, too.
-    steps: list[Callable[[], object]] = [
-        partial(torch._C._set_grad_enabled, torch.is_grad_enabled())
-    ]
-    for module in {m for root in modules for m in root.modules()}:
-        own = vars(module)
-        kinds = ("_forward_hooks", "_forward_pre_hooks")  # and what belongs to them
+    kinds = ("_forward_hooks", "_forward_pre_hooks")  # and what belongs to them
+    before: list[tuple[dict, dict]] = []  # a dictionary, and its present entries
+    for own in (vars(m) for root in modules for m in root.modules()):
+        before.append((own, {key: own[key] for key in ("training", "forward") if key in own}))
         hooks = [value for key, value in own.items() if key.startswith(kinds)]
-        steps += _contents([module._parameters, *hooks])
-        steps.append(partial(own.update, {k: own[k] for k in ("training", "forward") if k in own}))
-        if "forward" not in own:
-            steps.append(partial(own.pop, "forward", None))
-    return _at_once(steps)
+        # Not those of TorchScript's modules, which are no dictionaries and cannot change.
+        entries = [d for d in (own.get("_parameters"), *hooks) if isinstance(d, dict)]
+        before += [(d, d.copy()) for d in entries]
+
+    def restore() -> None:
+        for present, former in before:
+            if "_parameters" in present:  # the module's own attributes
+                present.pop("forward", None)
+            else:
+                present.clear()
+            present.update(former)
+
+    return restore
 
 
 def call_with(
@@ -112,6 +105,9 @@ def own_loss(model: nn.Module, x: Any, y: Tensor) -> tuple[Tensor, Tensor] | Non
     """The logits, and the loss that the model itself computes from labels; None if it does not.
 
     The model must take labels (`takes_labels`), as those of Hugging Face do.
+
+    Raises:
+        ValueError: the model fails to compute it.
     """
     (args, kwargs), parameters = arguments(model, x), _parameters(model)
     if args and isinstance(args[0], Mapping):
@@ -121,9 +117,15 @@ def own_loss(model: nn.Module, x: Any, y: Tensor) -> tuple[Tensor, Tensor] | Non
     try:
         output = _called(model, {}, args, kwargs)
     except Exception as error:
-        if _takes_anything(parameters) and not is_out_of_memory(error):
+        if is_out_of_memory(error):
+            raise
+        if _takes_anything(parameters):
             return None  # a wrapper, of a model that takes no labels
-        raise
+        raise ValueError(
+            f"{type(model).__name__} takes labels, but computes no loss from them "
+            f"({type(error).__name__}: {error}). Say whether its outputs predict the next "
+            "position's label: shift_labels=True or False."
+        ) from error
     f = logits_of(output)
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(f, Tensor) or not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -147,15 +149,7 @@ def _called(
                 values[name] = p.contiguous(memory_format=torch.channels_last)
     state = _tied(model, values) | _changing_buffers(model)
     with _no_fused_path.held(), uncompiled():
-        # functional_call leaves its own tensors in place of the parameters if Ctrl-C interrupts it
-        # while it exchanges them.
-        exchanged = [m._parameters for m in model.modules()]
-        exchanged += [m._buffers for m in model.modules() if m.training]
-        restore = _at_once(_contents(exchanged))
-        try:
-            return torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
-        finally:
-            restore()
+        return torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
 
 
 def _copied(value: Any, known: dict[int, Any]) -> Any:
@@ -267,20 +261,6 @@ def _takes_anything(parameters: list[inspect.Parameter]) -> bool:
     kinds = {p.kind for p in parameters}
     variable = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
     return kinds <= variable and inspect.Parameter.VAR_KEYWORD in kinds
-
-
-def _contents(mappings: Iterable[Any]) -> list[Any]:
-    """Calls into C that give dictionaries their present contents back.
-
-    Mappings of other types are left out: those of TorchScript's modules cannot be exchanged anyway.
-    """
-    own = [mapping for mapping in mappings if isinstance(mapping, dict)]
-    return [m.clear for m in own] + [partial(m.update, m.copy()) for m in own]
-
-
-def _at_once(steps: list[Callable[[], object]]) -> Callable[[], object]:
-    """All these calls into C as a single call, which no signal interrupts."""
-    return partial(deque, map(call, steps), 0)
 
 
 def _tied(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:

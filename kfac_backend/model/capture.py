@@ -23,7 +23,8 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -124,9 +125,9 @@ class Capture:
         # which autograd reaches one by one, so that the sum is reported when the vector is done.
         self._waiting: dict[LayerRun, Tensor] = {}
 
-    def __enter__(self) -> "Capture":
+    def __enter__(self) -> Self:
         for tracked in self._assignment.layers:
-            before, after = self._pre_hook(tracked), self._forward_hook(tracked)
+            before, after = partial(self._before, tracked), partial(self._after, tracked)
             layer = tracked.layer
             self._handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
             self._handles.append(layer.register_forward_hook(after, with_kwargs=True))
@@ -151,7 +152,7 @@ class Capture:
         self._on_input = self._on_gradient = _ignore
         self._follower, self._make_follower = None, Follower
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x: Any) -> Tensor:
         """The model's output at x, with a graph down to the first tracked outputs."""
         with torch.enable_grad(), explicit_forwards(self._assignment):
             copies = self.begin(x)
@@ -396,13 +397,19 @@ class Capture:
                 ahead += [before for before, _ in node.next_functions]
         return False
 
-    def _pre_hook(self, tracked: TrackedLayer) -> Callable[..., None]:
-        def hook(layer: nn.Module, args: tuple, kwargs: dict) -> None:
-            self._check(tracked, first_input(args, kwargs))
-            if self._follower is not None:
-                self._follower.inside.append(tracked)
+    def _before(self, tracked: TrackedLayer, layer: nn.Module, args: tuple, kwargs: dict) -> None:
+        """The hook before a layer runs."""
+        self._check(tracked, first_input(args, kwargs))
+        if self._follower is not None:
+            self._follower.inside.append(tracked)
 
-        return hook
+    def _after(
+        self, tracked: TrackedLayer, layer: nn.Module, args: tuple, kwargs: dict, output: Any
+    ) -> Tensor:
+        """The hook after it; what it returns takes the place of the layer's output."""
+        if self._follower is not None:
+            self._follower.inside.remove(tracked)
+        return self._seen(tracked, first_input(args, kwargs), output)
 
     def _check(self, tracked: TrackedLayer, a: Tensor) -> None:
         if self._runs_backward:
@@ -413,14 +420,6 @@ class Capture:
                 "freeze it (requires_grad_(False))."
             )
         check_before(tracked, a)
-
-    def _forward_hook(self, tracked: TrackedLayer) -> Callable[..., Tensor]:
-        def hook(layer: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
-            if self._follower is not None:
-                self._follower.inside.remove(tracked)
-            return self._seen(tracked, first_input(args, kwargs), output)
-
-        return hook
 
     def _seen(self, tracked: TrackedLayer, a: Tensor, output: Tensor) -> Tensor:
         """Report a layer's input; returns the layer's output, which will report its gradients."""
@@ -592,7 +591,7 @@ def check_before(tracked: TrackedLayer, a: Tensor) -> None:
             f"Layer {tracked} got an input of dtype {a.dtype}; it needs {needs}. "
             f"Convert the data, for example {way_out}."
         )
-    if torch._C._functorch.is_functorch_wrapped_tensor(a):
+    if torch._C._functorch.is_functorch_wrapped_tensor(a):  # pyright: ignore
         raise NotImplementedError(
             f"Layer {tracked} runs inside of torch.func.vmap or another transform, where hooks see "
             "one example or none. Call it on the whole batch, or freeze it (requires_grad_(False))."

@@ -1,14 +1,12 @@
 """The exact diagonal of the GGN, for parameters without a rule.
 
-It needs each example's gradient by itself. Three ways lead to it, from the fastest to the slowest,
-and the first one that gives the model's outputs is used: single examples, all at once
-(`torch.func.vmap`); single examples, one after the other (for a forward that decides by its
-tensors' values); the whole batch, with a backward pass for each example.
+It needs the gradient of each example by itself. Examples run one by one, all at once by
+`torch.func.vmap`. If a model does not run under vmap, or has other outputs there (one that decides
+by its tensors' values), the whole batch runs, with a backward pass for each example.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
-from itertools import islice
+from collections.abc import Iterable, Sequence
+from itertools import islice, product
 from typing import Any
 
 import torch
@@ -44,19 +42,16 @@ def squared_gradients(
     parameters = {name: by_name[name].detach() for name in names}
     diagonal = {name: torch.zeros_like(p) for name, p in parameters.items()}
     bytes_each = sum(p.nbytes for p in parameters.values())
-    ways = [_all_at_once, _one_by_one] if num_examples(x) == len(f) else []
+    at_once = num_examples(x) == len(f)
     remaining = iter(vectors)
     while some := list(islice(remaining, MOST_VECTORS)):
         u = torch.stack(some, 1).to(f.dtype)  # (N, V, ..., C)
         size = max(1, MOST_BYTES // max(1, bytes_each * len(some)))
-        while True:
-            way = ways[0] if ways else _whole
-            squares = way(model, parameters, x, f, u, size)
-            if squares is not None:
-                break
-            ways.pop(0)  # a way that fails for some vectors fails for the others
-        for name, square in squares.items():
-            diagonal[name] += square
+        squares = _all_at_once(model, parameters, x, f, u, size) if at_once else None
+        if squares is None:
+            at_once = False  # for the other vectors, too
+            squares = _whole(model, parameters, x, u)
+        _add(diagonal, squares)
     return diagonal
 
 
@@ -75,7 +70,8 @@ def _all_at_once(
         return None
     total: dict[str, Tensor] = {}
     try:
-        for which in _slices(len(f), size):
+        for start in range(0, len(f), size):
+            which = slice(start, start + size)
             with forked_random_numbers(model):
                 g, squares = vmap(of_one, randomness="different")(examples(x, which), u[which])
             if not model.training and not close(f[which].detach(), g.detach()):
@@ -88,64 +84,25 @@ def _all_at_once(
     return total
 
 
-def _one_by_one(
-    model: nn.Module, parameters: dict[str, Tensor], x: Any, f: Tensor, u: Tensor, size: int
-) -> dict[str, Tensor] | None:
-    """The squares, from a forward pass for each example; None if that gives other outputs."""
-    total: dict[str, Tensor] = {}
-    leaves = {name: p.requires_grad_() for name, p in _detached(parameters).items()}
-    for which in _slices(len(f), 1):
-        with torch.enable_grad():
-            try:
-                f_n = call_with(model, leaves, examples(x, which))
-            except Exception as error:  # a model that needs its whole batch
-                if is_out_of_memory(error):
-                    raise
-                return None
-        if not model.training and not close(f[which].detach(), f_n.detach()):
-            return None
-        _add(total, _squares(f_n, leaves, u[which].transpose(0, 1)))
-    return total
-
-
-def _whole(
-    model: nn.Module, parameters: dict[str, Tensor], x: Any, f: Tensor, u: Tensor, size: int
-) -> dict[str, Tensor]:
+def _whole(model: nn.Module, parameters: dict[str, Tensor], x: Any, u: Tensor) -> dict[str, Tensor]:
     """The squares, from backward passes of the whole batch, one for each example and vector."""
-    leaves = {name: p.requires_grad_() for name, p in _detached(parameters).items()}
-    total: dict[str, Tensor] = {}
+    leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
+    total = {name: torch.zeros_like(p) for name, p in parameters.items()}
     with torch.enable_grad():
         f = call_with(model, leaves, x)
-    for n in range(len(f)):
-        only = torch.zeros_like(f).expand(u.shape[1], *f.shape).clone()
-        only[:, n] = u[n]
-        _add(total, _squares(f, leaves, only))
-    return total
-
-
-def _squares(f: Tensor, leaves: dict[str, Tensor], vectors: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Σ_v (∂ vᵀf / ∂θ_i)²."""
-    total: dict[str, Tensor] = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
     if not f.requires_grad:
         return total
-    gradients = partial(
-        torch.autograd.grad, f, list(leaves.values()), retain_graph=True, allow_unused=True
-    )
-    for vector in vectors:
-        for name, g in zip(leaves, gradients(vector), strict=True):
-            if g is not None:
-                total[name] = total[name] + g.square()
-    return {name: of_name.detach() for name, of_name in total.items()}
-
-
-def _detached(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: p.detach() for name, p in parameters.items()}
+    for n, v in product(range(len(f)), range(u.shape[1])):
+        only = torch.zeros_like(f)
+        only[n] = u[n, v]
+        gradients = torch.autograd.grad(
+            f, list(leaves.values()), only, retain_graph=True, allow_unused=True
+        )
+        squares = zip(leaves, gradients, strict=True)
+        _add(total, {name: g.square() for name, g in squares if g is not None})
+    return total
 
 
 def _add(total: dict[str, Tensor], squares: dict[str, Tensor]) -> None:
     for name, square in squares.items():
         total[name] = total[name] + square if name in total else square
-
-
-def _slices(N: int, size: int) -> Iterator[slice]:
-    return (slice(start, start + size) for start in range(0, N, size))

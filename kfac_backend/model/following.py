@@ -1,24 +1,36 @@
-"""What parameters do that no hook sees: `follow` finds it out, `verify_followed` proves it.
+"""`follow` finds out, operation by operation, what parameters do that no hook sees.
 
-`operations` explains how. The proof compares the model's output and its gradients.
+It runs the model twice: with one example (`Shapes`), and with the same example twice (`Trial`). An
+output that has twice the size in the second run has met the examples. `operations` says what then
+becomes of it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from itertools import chain, combinations
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.layers import Use
+from kfac_backend.layers import FunctionalLayer, Rule, Use
 from kfac_backend.layers.elementwise import OwnParameter
-from kfac_backend.layers.rule import summed_gradients
+from kfac_backend.layers.weight_sharing import LinearRule, TransposedLinearRule
 from kfac_backend.model.batches import examples
-from kfac_backend.model.calls import call_with, explicit_forwards, forked_random_numbers
+from kfac_backend.model.calls import forked_random_numbers
 from kfac_backend.model.capture import Capture
-from kfac_backend.model.comparison import DtypesInUse, close, noise_like
+from kfac_backend.model.comparison import DtypesInUse, close
 from kfac_backend.model.memory import is_out_of_memory
-from kfac_backend.model.operations import Follower, Shapes, Trial
+from kfac_backend.model.operations import (
+    PRODUCTS,
+    Call,
+    Follower,
+    Refused,
+    WeightUse,
+    tensors_in,
+    weight_use,
+)
 from kfac_backend.model.rule_assignment import (
     Operations,
     Refusal,
@@ -27,7 +39,7 @@ from kfac_backend.model.rule_assignment import (
     followed,
 )
 
-__all__ = ["follow", "verify_followed"]
+__all__ = ["follow"]
 
 
 def follow(
@@ -39,7 +51,7 @@ def follow(
 ) -> RuleAssignment:
     """The assignment with parameters that are followed operation by operation.
 
-    It runs the model with one example and with two, see `operations`. The result is not proved yet.
+    The result is not proved yet.
 
     Args:
         model: the model.
@@ -60,36 +72,29 @@ def follow(
             places.setdefault(names[id(p)], (module, local))
     operations = Operations(tuple(candidates), {name: followed(model, name) for name in candidates})
     known = replace(assignment, operations=operations)
-    made: list[Follower] = []
     copied: set[str] = set()
 
     def record(tracked: TrackedLayer, use: Use) -> None:
         if isinstance(tracked.layer, OwnParameter):
             copied.update(tracked.parameters.values())
 
-    def shapes(*args: Any) -> Follower:
-        made.append(Shapes(*args))
-        return made[-1]
-
-    def trial(*args: Any) -> Follower:
-        assert isinstance(made[0], Shapes)
-        made.append(Trial(*args, seen=made[0].seen, places=places))
-        return made[-1]
+    def run(follower: Callable[..., Follower], numbers: list[int]) -> Any:
+        made = []
+        capture = Capture(
+            model, known, record, lambda *_: None,
+            follower=lambda *args: made.append(follower(*args)) or made[0],
+        )  # fmt: skip
+        with capture, forked_random_numbers(model):
+            capture.forward(examples(x, torch.tensor(numbers)))
+        return made[0]
 
     try:
-        for make, numbers in ((shapes, [0]), (trial, [0, 0])):
-            some = examples(x, torch.tensor(numbers))
-            with (
-                Capture(model, known, record, lambda *_: None, follower=make) as capture,
-                forked_random_numbers(model),
-            ):
-                capture.forward(some)
+        shapes = run(Shapes, [0])
+        tried = run(partial(Trial, seen=shapes.seen, places=places), [0, 0])
     except Exception as error:
         if is_out_of_memory(error):
             raise
         raise Refusal(errors) from error
-    tried = made[-1]
-    assert isinstance(tried, Trial)
     layers = list(dict.fromkeys(w for w in operations.ways.values() if isinstance(w, TrackedLayer)))
     of_layers = {name for t in assignment.layers + layers for name in t.parameters.values()}
     # A parameter has one block, of one kind: a rule's for a weight, the exact one for copies.
@@ -113,64 +118,166 @@ def follow(
     )
 
 
-def verify_followed(
-    model: nn.Module,
-    assignment: RuleAssignment,
-    x: Any,
-    candidates: Mapping[str, str],
-) -> None:
-    """Prove that the uses that were found are all uses of the followed parameters.
+class Shapes(Follower):
+    """The first of two runs, with one example: the shapes of all tensors that parameters reach.
 
-    The output must not change, and the gradients from all uses, by their rules and summed over the
-    examples, must equal autograd's.
-
-    Raises:
-        Refusal: parameters for which that does not hold.
+    With a single example, an expression and a tensor that has met the examples look alike, so both
+    are followed on. In the second run an operation has fewer expressions, and thus another key. So
+    each result is recorded under the keys of all subsets of the operation's expressions: one of
+    these is the subset of the true ones, under which `Trial` looks it up.
     """
-    names = list(candidates)
-    sums = {name: torch.zeros_like(model.get_parameter(name)).flatten() for name in names}
-    rules = {t: t.rule(t.layer, "expand", t.parameters) for t in assignment.layers}
 
-    def record(tracked: TrackedLayer, use: Use, b: Tensor) -> None:
-        if isinstance(tracked.layer, OwnParameter):
-            found = dict.fromkeys(tracked.parameters, b.sum(0))
-        elif sums.keys() & set(tracked.parameters.values()):
-            found = summed_gradients(rules[tracked], use, b)
-        else:
-            return
-        for local, gradient in found.items():
-            if tracked.parameters[local] in sums:
-                slot, slots = tracked.slots.get(local, (0, 1))
-                part = sums[tracked.parameters[local]].chunk(slots)[slot]
-                part += gradient.to(part)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.seen: dict[int, list[list[torch.Size]]] = {}
 
-    leaves = {name: model.get_parameter(name).detach().requires_grad_() for name in names}
-    with torch.enable_grad():
-        with explicit_forwards(assignment), forked_random_numbers(model), DtypesInUse() as used:
-            f = call_with(model, leaves, x)
-        if not isinstance(f, Tensor):
-            return  # reported with the targets
+    def _run(self, call: Call) -> Any:
+        output = call.run()
+        outputs = list(tensors_in(output))
+        if not outputs:
+            return output
+        shapes = [value.shape for value in outputs]
+        keys = [e.key for e in call.expressions]
+        # All subsets of many would be too many, as for a list of tensors that is concatenated.
+        sizes = range(1, len(keys) + 1) if len(keys) <= 4 else (1, len(keys))
+        for some in dict.fromkeys(chain.from_iterable(combinations(keys, k) for k in sizes)):
+            self.seen.setdefault(self._operations.key(call.func, *some), []).append(shapes)
+        if call.changes is None or self._expression(call.changes):
+            self._follow_on(call, outputs)
+        return output
+
+
+class Trial(Follower):
+    """The second run, with two examples: decides what each operation is, and tries it at once.
+
+    Where an operation is refused, the run goes on with its plain result: all parameters that cannot
+    be followed are found in one run.
+
+    Args:
+        args: as of `Follower`.
+        seen: what `Shapes` saw.
+        places: name -> the module that has the parameter, and its name there.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        seen: Mapping[int, list[list[torch.Size]]],
+        places: Mapping[str, tuple[nn.Module, str]],
+    ) -> None:
+        super().__init__(*args)
+        self._seen, self._places = seen, places
+        self._times: dict[int, int] = {}  # how often an operation of each key has run so far
+        self.refused: dict[str, str] = {}
+        """Name -> why it cannot be followed."""
+        self.folded: set[TrackedLayer] = set()
+        """Layers that got several rows of each example."""
+
+    def _run(self, call: Call) -> Any:
+        # The operation runs twice here. One that works in place changes a clone the first time.
+        changed = call.changes
+        before = None if changed is None else changed.detach().clone()
+        expected = call.run(lambda value: value.clone() if value is changed else value)
+        outputs = list(tensors_in(expected))
+        if not outputs and before is None:
+            return expected
+        time = self._times.get(call.key, 0)
+        self._times[call.key] = time + 1
         try:
-            with (
-                Capture(model, assignment, lambda *_: None, record, keep_inputs=True) as capture,
-                forked_random_numbers(model),
-            ):
-                g = capture.forward(x)
-                u = noise_like(f)
-                same = close(f.detach(), g.detach(), used.tolerance)
-                if same:
-                    capture.backward(g, [u])
-        except (RuntimeError, ValueError, IndexError) as error:
+            way = self._way(call, outputs, time)
+            known = self._operations.ways.setdefault(call.key, way)
+            if known != way:
+                raise Refused(f"meets {call} in different ways")
+            with DtypesInUse() as used:
+                output = super()._run(call)
+            if way != "computed" and not close(expected.detach(), output.detach(), used.tolerance):
+                raise Refused(f"meets {call}, which takes no copy of it for each example")
+            return output
+        except Exception as error:  # an operation fails in any way on a tensor of another shape
             if is_out_of_memory(error):
                 raise
-            raise Refusal(candidates) from error
-        should: Sequence[Tensor | None] = [None] * len(names)
-        if f.requires_grad:
-            should = torch.autograd.grad(f, list(leaves.values()), u, allow_unused=True)
-    wrong = {}
-    for name, gradient in zip(names, should, strict=True):
-        gradient = torch.zeros_like(leaves[name]) if gradient is None else gradient
-        if not same or not close(gradient.flatten(), sums[name], used.tolerance):
-            wrong[name] = candidates[name]
-    if wrong:
-        raise Refusal(wrong)
+            why = f"meets {call}, which takes no copy of it for each example"
+            why = str(error) if isinstance(error, Refused) else why
+            self._operations.ways[call.key] = "refused"
+            self.refused |= {name: why for e in call.expressions for name in e.names}
+            return call.run() if changed is None else expected
+
+    def _way(self, call: Call, outputs: list[Tensor], time: int) -> Any:
+        """What the operation is, see `Way`: "computed", an axis, or a layer.
+
+        Args:
+            call: the operation.
+            outputs: its results for two examples.
+            time: how often the same operation ran before in this forward pass.
+
+        Raises:
+            Refused: it cannot be followed.
+        """
+        use = weight_use(call.func, call.args, call.kwargs)
+        if self.inside and use is not None and self._expression(use.weight):
+            raise Refused(f"is computed with before it is the weight of layer {self.inside[-1]}")
+        if self.inside and self.inside[-1].layer not in self._once:
+            raise Refused(f"goes through layer {self.inside[-1]} once for all examples")
+        one = self._seen.get(call.key, [])
+        if time >= len(one) or len(one[time]) != len(outputs):
+            raise Refused(f"meets {call} with two examples, and not with one")
+        shapes = [value.shape for value in outputs]
+        # The same size for two examples as for one, and no graph from a tracked layer: no example
+        # has reached it.
+        if shapes == one[time] and not any(value.requires_grad for value in outputs):
+            if call.changes is not None and not self._expression(call.changes):
+                raise Refused(f"is written into a tensor by {call}")
+            return "computed"
+        axis = _grown_axis(one[time], shapes)
+        if axis is None:
+            raise Refused(f"meets {call}, whose output has no axis of examples")
+        if use is not None and not self._expression(use.a):
+            return self._layer_of(call, use, shapes[0], axis)
+        if call.func in PRODUCTS:
+            raise Refused(f"meets {call} as a matrix")
+        # Only an axis of size one can become the axis of the copies.
+        for e in call.expressions:
+            if e.value.dim() >= -axis and e.value.shape[axis] != 1:
+                raise Refused(f"meets {call} with entries of its own for each example")
+        return axis
+
+    def _layer_of(self, call: Call, use: WeightUse, shape: torch.Size, axis: int) -> TrackedLayer:
+        if len(shape) + axis != 0:
+            raise Refused(f"is the weight of {call}, whose examples do not come first")
+        known = self._operations.ways.get(call.key)
+        tracked = known if isinstance(known, TrackedLayer) else self._new_layer(call, use)
+        if shape[0] > 2:
+            self.folded.add(tracked)
+        return tracked
+
+    def _new_layer(self, call: Call, use: WeightUse) -> TrackedLayer:
+        stored = self._stored(use.weight)
+        if stored is None:
+            raise Refused(f"is computed with before it is the weight of {call}")
+        name, turned = stored
+        names = {"weight": name}
+        if use.bias is not None and (bias := self._stored(use.bias)):
+            names["bias"] = bias[0]
+        rule: type[Rule] | None = use.rule
+        if turned:
+            rule = {LinearRule: TransposedLinearRule, TransposedLinearRule: LinearRule}.get(rule)
+        matrix = use.weight.dim() == 2 or "kernel_size" in use.settings
+        if rule is None or not matrix or use.a.dim() < 2 - rule.takes_integers:
+            raise Refused(f"is the weight of {call} in a way without a rule")
+        places = {local: self._places[full] for local, full in names.items()}
+        layer = FunctionalLayer(places, str(call), use.settings)
+        rule.check(layer)
+        prefix, _, local = name.rpartition(".")
+        prefix = prefix if local == "weight" else name
+        return TrackedLayer(prefix, layer, rule, names, FunctionalLayer)
+
+
+def _grown_axis(one: list[torch.Size], two: list[torch.Size]) -> int | None:
+    """The axis, from the end, along which the output for two examples is twice that for one."""
+    if len(one) != 1 or len(two) != 1 or len(one[0]) != len(two[0]):
+        return None
+    differing = [(i, a, b) for i, (a, b) in enumerate(zip(one[0], two[0], strict=True)) if a != b]
+    if len(differing) != 1:
+        return None
+    ((i, a, b),) = differing
+    return i - len(one[0]) if b == 2 * a else None

@@ -20,21 +20,20 @@ A layer that runs once for all examples (a table of relative positions), and who
 copied for each example at once, starts an expression as well. Its output is followed as a parameter
 is, and receives each example's gradient.
 
-Life cycle. `following.follow` runs the model twice: with one example (`Shapes`), and with the same
-example twice (`Trial`). An output that has twice the size in the second run has met the examples.
-The `Trial` writes what each operation is into `Operations.ways`. From then on `Capture` makes a new
+Life cycle. `following.follow` runs the model with one example and with the same example twice,
+and writes what each operation is into `Operations.ways`. From then on `Capture` makes a new
 `Follower` for each forward pass, which looks every operation up there. Its expressions live as long
 as the forward pass and its backward passes. An operation that is not found is an error.
 
 An operation is identified by what it is made of and not by its place in the forward pass, so that a
-loop may run longer in another batch. What is found here is a hypothesis: `verify_followed` compares
-the model's output and the gradients before a pass uses it.
+loop may run longer in another batch. What is found is a hypothesis: `proof.verify_gradients`
+compares the model's output and the gradients before a pass uses it.
 """
 
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, combinations
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -46,11 +45,19 @@ from kfac_backend.layers import FunctionalLayer, Rule
 from kfac_backend.layers.convolution import ConvolutionRule
 from kfac_backend.layers.embedding import EmbeddingRule
 from kfac_backend.layers.weight_sharing import LinearRule, TransposedLinearRule
-from kfac_backend.model.comparison import DtypesInUse, close
-from kfac_backend.model.memory import is_out_of_memory
 from kfac_backend.model.rule_assignment import Operations, TrackedLayer
 
-__all__ = ["Expression", "Follower", "LayerRun", "Shapes", "Trial"]
+__all__ = [
+    "PRODUCTS",
+    "Call",
+    "Expression",
+    "Follower",
+    "LayerRun",
+    "Refused",
+    "WeightUse",
+    "tensors_in",
+    "weight_use",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +114,7 @@ Leaves = Mapping[str | LayerRun, Tensor]
 """A parameter's name -> a leaf that stands for it; a layer's run -> zeros, added to its output."""
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """An operation on expressions that is about to run."""
 
     func: Callable[..., Any]
@@ -123,7 +130,7 @@ class _Call(NamedTuple):
     @property
     def tensors(self) -> Iterator[Tensor]:
         """All tensor arguments."""
-        return _tensors((self.args, self.kwargs))
+        return tensors_in((self.args, self.kwargs))
 
     @property
     def changes(self) -> Tensor | None:
@@ -179,7 +186,7 @@ class Follower(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        expressions = [e for value in _tensors((args, kwargs)) if (e := self._expression(value))]
+        expressions = [e for value in tensors_in((args, kwargs)) if (e := self._expression(value))]
         if not expressions:
             return func(*args, **kwargs)
         rewritten = self._rewritten(func, args, kwargs)
@@ -187,7 +194,7 @@ class Follower(TorchFunctionMode):
             with self:  # its parts are shown to this mode again
                 return rewritten(*args, **kwargs)
         key = self._operations.key(func, *(e.key for e in expressions))
-        return self._run(_Call(func, args, kwargs, expressions, key))
+        return self._run(Call(func, args, kwargs, expressions, key))
 
     def begin(self, run: LayerRun, output: Tensor) -> Tensor:
         """The output of a layer that ran once for all examples, as the start of an expression."""
@@ -202,7 +209,7 @@ class Follower(TorchFunctionMode):
         self._know(value, twin, key, {**leaves, run: zeros})
         return value
 
-    def _run(self, call: _Call) -> Any:
+    def _run(self, call: Call) -> Any:
         way = self._operations.ways.get(call.key)
         if way == "computed":
             return self._computed(call)
@@ -211,7 +218,7 @@ class Follower(TorchFunctionMode):
         if isinstance(way, TrackedLayer):
             return self._met_as_weight(call, way)
         output = call.run()
-        if way is None and any(True for _ in _tensors(output)):
+        if way is None and any(True for _ in tensors_in(output)):
             raise NotImplementedError(
                 f"{_names(call)} meets {call} in this batch as it did not in the first, so that "
                 'its block cannot be told. Freeze it (requires_grad_(False)), or pass unsupported="'
@@ -219,10 +226,10 @@ class Follower(TorchFunctionMode):
             )
         return output
 
-    def _computed(self, call: _Call) -> Any:
+    def _computed(self, call: Call) -> Any:
         """An expression made of expressions: computed without a graph, and with one."""
         output = call.run()
-        outputs = list(_tensors(output))
+        outputs = list(tensors_in(output))
         if any(value.requires_grad for value in outputs):
             raise NotImplementedError(
                 f"{_names(call)} meets the examples in {call}, as it did not in the first batch. "
@@ -232,15 +239,15 @@ class Follower(TorchFunctionMode):
             self._follow_on(call, outputs)
         return output
 
-    def _follow_on(self, call: _Call, outputs: list[Tensor]) -> None:
+    def _follow_on(self, call: Call, outputs: list[Tensor]) -> None:
         """Remember the operation's results as expressions."""
-        twins = _tensors(call.run(self._twin))
+        twins = tensors_in(call.run(self._twin))
         leaves = {key: leaf for e in call.expressions for key, leaf in e.leaves.items()}
         for number, (value, twin) in enumerate(zip(outputs, twins, strict=True)):
             if twin.requires_grad:  # otherwise a constant: under no_grad, or of a comparison
                 self._know(value, twin, self._operations.key(call.key, number), leaves)
 
-    def _met(self, call: _Call, axis: int) -> Any:
+    def _met(self, call: Call, axis: int) -> Any:
         """The operation with a copy of each expression for each row of its output.
 
         Args:
@@ -263,9 +270,9 @@ class Follower(TorchFunctionMode):
             )
         return output
 
-    def _met_as_weight(self, call: _Call, tracked: TrackedLayer) -> Any:
+    def _met_as_weight(self, call: Call, tracked: TrackedLayer) -> Any:
         """The operation as a layer's run."""
-        use = _weight_use(call.func, call.args, call.kwargs)
+        use = weight_use(call.func, call.args, call.kwargs)
         layer = tracked.layer
         assert use is not None and isinstance(layer, FunctionalLayer)
         if use.settings != layer.settings:
@@ -320,173 +327,17 @@ class Follower(TorchFunctionMode):
         if not any(self._expression(value) for value in values):
             return None
         if func in WEIGHTS:  # with a parameter as its weight it is a layer's run, bias included
-            _, weight, bias, *_ = _weight_use(func, args, kwargs) or (None, None, None)
+            _, weight, bias, *_ = weight_use(func, args, kwargs) or (None, None, None)
             if self._stored(weight) and self._stored(bias):
                 return None
         return rewritten
 
 
-class Shapes(Follower):
-    """The first of two runs, with one example: the shapes of all tensors that parameters reach.
-
-    With a single example, an expression and a tensor that has met the examples look alike, so both
-    are followed on. In the second run an operation has fewer expressions, and thus another key. So
-    each result is recorded under the keys of all subsets of the operation's expressions: one of
-    these is the subset of the true ones, under which `Trial` looks it up.
-    """
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.seen: dict[int, list[list[torch.Size]]] = {}
-
-    def _run(self, call: _Call) -> Any:
-        output = call.run()
-        outputs = list(_tensors(output))
-        if not outputs:
-            return output
-        shapes = [value.shape for value in outputs]
-        keys = [e.key for e in call.expressions]
-        # All subsets of many would be too many, as for a list of tensors that is concatenated.
-        sizes = range(1, len(keys) + 1) if len(keys) <= 4 else (1, len(keys))
-        for some in dict.fromkeys(chain.from_iterable(combinations(keys, k) for k in sizes)):
-            self.seen.setdefault(self._operations.key(call.func, *some), []).append(shapes)
-        if call.changes is None or self._expression(call.changes):
-            self._follow_on(call, outputs)
-        return output
-
-
-class Trial(Follower):
-    """The second run, with two examples: decides what each operation is, and tries it at once.
-
-    Where an operation is refused, the run goes on with its plain result: all parameters that cannot
-    be followed are found in one run.
-
-    Args:
-        args: as of `Follower`.
-        seen: what `Shapes` saw.
-        places: name -> the module that has the parameter, and its name there.
-    """
-
-    def __init__(
-        self,
-        *args: Any,
-        seen: Mapping[int, list[list[torch.Size]]],
-        places: Mapping[str, tuple[nn.Module, str]],
-    ) -> None:
-        super().__init__(*args)
-        self._seen, self._places = seen, places
-        self._times: dict[int, int] = {}  # how often an operation of each key has run so far
-        self.refused: dict[str, str] = {}
-        """Name -> why it cannot be followed."""
-        self.folded: set[TrackedLayer] = set()
-        """Layers that got several rows of each example."""
-
-    def _run(self, call: _Call) -> Any:
-        # The operation runs twice here. One that works in place changes a clone the first time.
-        changed = call.changes
-        before = None if changed is None else changed.detach().clone()
-        expected = call.run(lambda value: value.clone() if value is changed else value)
-        outputs = list(_tensors(expected))
-        if not outputs and before is None:
-            return expected
-        time = self._times.get(call.key, 0)
-        self._times[call.key] = time + 1
-        try:
-            way = self._way(call, outputs, time)
-            known = self._operations.ways.setdefault(call.key, way)
-            if known != way:
-                raise _Refused(f"meets {call} in different ways")
-            with DtypesInUse() as used:
-                output = super()._run(call)
-            if way != "computed" and not close(expected.detach(), output.detach(), used.tolerance):
-                raise _Refused(f"meets {call}, which takes no copy of it for each example")
-            return output
-        except Exception as error:  # an operation fails in any way on a tensor of another shape
-            if is_out_of_memory(error):
-                raise
-            why = f"meets {call}, which takes no copy of it for each example"
-            why = str(error) if isinstance(error, _Refused) else why
-            self._operations.ways[call.key] = "refused"
-            self.refused |= {name: why for e in call.expressions for name in e.names}
-            return call.run() if changed is None else expected
-
-    def _way(self, call: _Call, outputs: list[Tensor], time: int) -> Any:
-        """What the operation is, see `Way`: "computed", an axis, or a layer.
-
-        Args:
-            call: the operation.
-            outputs: its results for two examples.
-            time: how often the same operation ran before in this forward pass.
-
-        Raises:
-            _Refused: it cannot be followed.
-        """
-        use = _weight_use(call.func, call.args, call.kwargs)
-        if self.inside and use is not None and self._expression(use.weight):
-            raise _Refused(f"is computed with before it is the weight of layer {self.inside[-1]}")
-        if self.inside and self.inside[-1].layer not in self._once:
-            raise _Refused(f"goes through layer {self.inside[-1]} once for all examples")
-        one = self._seen.get(call.key, [])
-        if time >= len(one) or len(one[time]) != len(outputs):
-            raise _Refused(f"meets {call} with two examples, and not with one")
-        shapes = [value.shape for value in outputs]
-        # The same size for two examples as for one, and no graph from a tracked layer: no example
-        # has reached it.
-        if shapes == one[time] and not any(value.requires_grad for value in outputs):
-            if call.changes is not None and not self._expression(call.changes):
-                raise _Refused(f"is written into a tensor by {call}")
-            return "computed"
-        axis = _grown_axis(one[time], shapes)
-        if axis is None:
-            raise _Refused(f"meets {call}, whose output has no axis of examples")
-        if use is not None and not self._expression(use.a):
-            return self._layer_of(call, use, shapes[0], axis)
-        if call.func in PRODUCTS:
-            raise _Refused(f"meets {call} as a matrix")
-        # Only an axis of size one can become the axis of the copies.
-        for e in call.expressions:
-            if e.value.dim() >= -axis and e.value.shape[axis] != 1:
-                raise _Refused(f"meets {call} with entries of its own for each example")
-        return axis
-
-    def _layer_of(
-        self, call: _Call, use: "_WeightUse", shape: torch.Size, axis: int
-    ) -> TrackedLayer:
-        if len(shape) + axis != 0:
-            raise _Refused(f"is the weight of {call}, whose examples do not come first")
-        known = self._operations.ways.get(call.key)
-        tracked = known if isinstance(known, TrackedLayer) else self._new_layer(call, use)
-        if shape[0] > 2:
-            self.folded.add(tracked)
-        return tracked
-
-    def _new_layer(self, call: _Call, use: "_WeightUse") -> TrackedLayer:
-        stored = self._stored(use.weight)
-        if stored is None:
-            raise _Refused(f"is computed with before it is the weight of {call}")
-        name, turned = stored
-        names = {"weight": name}
-        if use.bias is not None and (bias := self._stored(use.bias)):
-            names["bias"] = bias[0]
-        rule: type[Rule] | None = use.rule
-        if turned:
-            rule = {LinearRule: TransposedLinearRule, TransposedLinearRule: LinearRule}.get(rule)
-        matrix = use.weight.dim() == 2 or "kernel_size" in use.settings
-        if rule is None or not matrix or use.a.dim() < 2 - rule.takes_integers:
-            raise _Refused(f"is the weight of {call} in a way without a rule")
-        places = {local: self._places[full] for local, full in names.items()}
-        layer = FunctionalLayer(places, str(call), use.settings)
-        rule.check(layer)
-        prefix, _, local = name.rpartition(".")
-        prefix = prefix if local == "weight" else name
-        return TrackedLayer(prefix, layer, rule, names, FunctionalLayer)
-
-
-class _Refused(NotImplementedError):
+class Refused(NotImplementedError):
     """An operation that cannot be followed; its message continues "'name' ..."."""
 
 
-class _WeightUse(NamedTuple):
+class WeightUse(NamedTuple):
     """The arguments of a linear operation."""
 
     a: Tensor
@@ -497,7 +348,7 @@ class _WeightUse(NamedTuple):
     """The attributes that its rule reads from a layer: stride, padding and so on."""
 
 
-def _weight_use(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> _WeightUse | None:
+def weight_use(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> WeightUse | None:
     """The arguments of an operation that is linear in its input; None for any other."""
     if func not in WEIGHTS:
         return None
@@ -529,18 +380,7 @@ def _weight_use(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> _Weig
             "groups": groups,
             "padding_mode": "zeros",
         }
-    return _WeightUse(a, weight, bias, rule, settings)
-
-
-def _grown_axis(one: list[torch.Size], two: list[torch.Size]) -> int | None:
-    """The axis, from the end, along which the output for two examples is twice that for one."""
-    if len(one) != 1 or len(two) != 1 or len(one[0]) != len(two[0]):
-        return None
-    differing = [(i, a, b) for i, (a, b) in enumerate(zip(one[0], two[0], strict=True)) if a != b]
-    if len(differing) != 1:
-        return None
-    ((i, a, b),) = differing
-    return i - len(one[0]) if b == 2 * a else None
+    return WeightUse(a, weight, bias, rule, settings)
 
 
 def _each_axis(value: Any, n: int) -> tuple[int, ...]:
@@ -572,19 +412,19 @@ def _is_stored(value: Tensor, parameter: Tensor, in_shape: bool = True) -> bool:
     return contiguous and value.numel() == parameter.numel()
 
 
-def _names(call: _Call) -> str:
+def _names(call: Call) -> str:
     return ", ".join(dict.fromkeys(f"'{name}'" for e in call.expressions for name in e.names))
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors in arguments or results."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for entry in value:
-            yield from _tensors(entry)
+            yield from tensors_in(entry)
     elif isinstance(value, dict):
-        yield from _tensors(tuple(value.values()))
+        yield from tensors_in(tuple(value.values()))
 
 
 def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -672,7 +512,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 def _addmm(bias: Tensor, input: Tensor, mat2: Tensor, **scales: Any) -> Tensor:
     if scales:
-        raise _Refused("meets addmm with scales")
+        raise Refused("meets addmm with scales")
     return _scaled(input @ mat2, None, bias)
 
 

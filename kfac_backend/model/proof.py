@@ -5,9 +5,9 @@ has its check:
 
 - `verify_uses` finds a layer whose parameters are used outside of its forward, where no hook sees
   them, or that computes something other than its rule assumes. These parameters, and those without
-  a rule, are then followed operation by operation, and the result is proved, too (`following`).
-- `verify_divided` and `verify_own_parameters` find a layer whose replacement (its parts, or a copy
-  of a parameter for each example) computes something other than the layer itself.
+  a rule, are then followed operation by operation (`operations`), which `verify_gradients` proves.
+- `verify_divided` and `verify_gradients` find a layer whose replacement (its parts, or a copy of a
+  parameter for each example) computes something other than the layer itself.
 - `verify_independence` finds a layer that mixes the rows of different examples.
 
 A parameter that fails raises an error that names it, or, if the user asked for that, becomes a
@@ -24,7 +24,7 @@ parameters could change, on two examples.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +46,7 @@ from kfac_backend.model.capture import Capture, check_before, first_input, rows_
 from kfac_backend.model.checks import check_inputs
 from kfac_backend.model.comparison import DtypesInUse, close, noise_like, same_with_derivatives
 from kfac_backend.model.earlier_proofs import Key, findings_of, proof_key, recall, remember
-from kfac_backend.model.following import follow, verify_followed
+from kfac_backend.model.following import follow
 from kfac_backend.model.memory import is_out_of_memory
 from kfac_backend.model.rule_assignment import DividedLayer, Refusal, RuleAssignment, TrackedLayer
 
@@ -55,7 +55,6 @@ __all__ = [
     "no_copies",
     "verify_divided",
     "verify_independence",
-    "verify_own_parameters",
 ]
 
 MOST_EXAMPLES = 8
@@ -93,7 +92,7 @@ class Proof:
         self.plan = Plan()
         """How batches run fastest."""
         self.output_dim = 0
-        """How many axes the model's output has; 0 for an output that is not a tensor."""
+        """How many axes the model's output has; 0 before the proof."""
 
     def is_made(self, N: int | None) -> bool:
         """Whether everything is proved that a batch of N examples (None: unknown) can prove."""
@@ -207,7 +206,7 @@ class Proof:
         if not self._uses_verified:
             verify_divided(self._model, assignment, x)
             f, assignment, candidates = verify_uses(self._model, assignment, x)
-            self.output_dim = f.dim() if isinstance(f, Tensor) else 0
+            self.output_dim = f.dim()
             shared: dict[str, str] = {}
             if by_example:
                 assignment, shared = find_runs(self._model, assignment, x)
@@ -215,7 +214,7 @@ class Proof:
                 if not by_example:  # following needs one example and two
                     raise Refusal(candidates)
                 assignment = follow(self._model, assignment, x, candidates, shared)
-                verify_followed(self._model, assignment, x, candidates | shared)
+                verify_gradients(self._model, assignment, x, candidates | shared)
         if not self._independence_verified and (N is None or N > 1):
             again = with_first_again(x, self.plan.splits) if by_example else (x, None)
             while True:
@@ -289,13 +288,79 @@ def _without_folds(assignment: RuleAssignment, mixed: _Mixed) -> RuleAssignment:
     return replace(assignment, runs=runs)
 
 
+class _Uses(Capture):
+    """The hooks of `verify_uses`: each detaches its layer's output.
+
+    So a graph that reaches the next layer's input, or the model's output, leads to a parameter that
+    was used in between.
+    """
+
+    def __init__(self, model: nn.Module, assignment: RuleAssignment) -> None:
+        super().__init__(model, assignment, lambda *_: None, lambda *_: None)
+        names = {name for t in assignment.layers for name in t.parameters.values()}
+        self._parameters = {
+            name: p.detach().requires_grad_()
+            for name, p in model.named_parameters()
+            if name in names
+        }
+        self.rules: dict[TrackedLayer, list[type[Rule]]] = {}
+        """The rules that match all runs of a layer so far."""
+        self.unmatched: set[TrackedLayer] = set()
+        """The layers with a run that no rule matches."""
+        self.outside: dict[str, str] = {}
+        """The parameters that are used outside of their layer's forward -> the message."""
+
+    def begin(self, x: Any) -> dict[str, Tensor]:
+        """The parameters, which must require a gradient."""
+        return self._parameters
+
+    def end(self) -> None:
+        """Expect nothing: the runs of layers are found later."""
+
+    def found_outside(self, value: Tensor, where: str) -> None:
+        """Remember the parameters that a value depends on although it should on none."""
+        leaves = list(self._parameters.values())
+        grads = torch.autograd.grad(value.sum(), leaves, retain_graph=True, allow_unused=True)
+        for name, g in zip(self._parameters, grads, strict=True):
+            if g is not None:
+                self.outside[name] = (
+                    f"'{name}' reached {where} outside of the forward of its own layer (used "
+                    "functionally, by a layer without a rule, or in a compiled model), where hooks "
+                    "cannot see it. Call the layer itself, pass the model before torch.compile, or "
+                    "freeze the parameter (requires_grad_(False))."
+                )
+
+    def _before(self, tracked: TrackedLayer, layer: nn.Module, args: tuple, kwargs: dict) -> None:
+        try:
+            check_before(tracked, first_input(args, kwargs))
+        except TypeError:
+            if type(layer) is tracked.layer_type:
+                raise
+            self.unmatched.add(tracked)  # a derived class that takes other arguments
+
+    def _after(
+        self, tracked: TrackedLayer, layer: nn.Module, args: tuple, kwargs: dict, output: Any
+    ) -> Tensor:
+        a = first_input(args, kwargs)
+        if a.requires_grad:
+            self.found_outside(a, f"the input of layer {tracked}")
+        if tracked not in self.unmatched:
+            own = {local: self._parameters[name] for local, name in tracked.parameters.items()}
+            known = self.rules.get(tracked)  # one rule must match all runs of the layer
+            self.rules[tracked] = [
+                rule
+                for rule in _matching_rules(tracked, own, args, kwargs, output)
+                if known is None or rule in known
+            ]
+            if not self.rules[tracked]:
+                self.unmatched.add(tracked)
+        return output.detach()
+
+
 def verify_uses(
     model: nn.Module, assignment: RuleAssignment, x: Any
-) -> tuple[Any, RuleAssignment, dict[str, str]]:
+) -> tuple[Tensor, RuleAssignment, dict[str, str]]:
     """Prove with a forward pass which parameters act through their own layer alone.
-
-    A hook detaches each tracked layer's output. If the next layer's input, or the model's output,
-    still depends on a parameter, that parameter was used where no hook could see it.
 
     Returns:
         The model's output, the assignment with the rules that derived layers match, and the
@@ -303,62 +368,12 @@ def verify_uses(
         that fails. A parameter is among them if it is used outside of its layer's forward, if its
         layer computes something other than its rule assumes, or if it has no rule.
     """
-    tracked_names = {name for t in assignment.layers for name in t.parameters.values()}
-    parameters = {
-        name: p.detach().requires_grad_()
-        for name, p in model.named_parameters()
-        if name in tracked_names
-    }
-    rules: dict[TrackedLayer, list[type[Rule]]] = {}  # those that match all runs so far
-    unmatched: set[TrackedLayer] = set()
-    outside: dict[str, str] = {}
-
-    def before(tracked: TrackedLayer) -> Callable[..., None]:
-        def hook(layer: nn.Module, args: tuple, kwargs: dict) -> None:
-            try:
-                check_before(tracked, first_input(args, kwargs))
-            except TypeError:
-                if type(layer) is tracked.layer_type:
-                    raise
-                unmatched.add(tracked)  # a derived class that takes other arguments
-
-        return hook
-
-    def check(tracked: TrackedLayer) -> Callable[..., Any]:
-        def hook(layer: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-            a = first_input(args, kwargs)
-            # All earlier tracked outputs are detached, so that a graph leads to a use of a
-            # parameter between layers.
-            if a.requires_grad:
-                outside.update(_used_outside(parameters, a, f"the input of layer {tracked}"))
-            if tracked in unmatched:
-                return output.detach()
-            own = {local: parameters[name] for local, name in tracked.parameters.items()}
-            known = rules.get(tracked)  # one rule must match all runs of the layer
-            rules[tracked] = [
-                rule
-                for rule in _matching_rules(tracked, own, args, kwargs, output)
-                if known is None or rule in known
-            ]
-            if not rules[tracked]:
-                unmatched.add(tracked)
-            return output.detach()
-
-        return hook
-
-    handles = []
-    for t in assignment.layers:
-        handles.append(t.layer.register_forward_pre_hook(before(t), with_kwargs=True))
-        handles.append(t.layer.register_forward_hook(check(t), with_kwargs=True))
-    try:
-        with torch.enable_grad(), explicit_forwards(assignment):
-            f = call_with(model, parameters, x)
-    finally:
-        for handle in handles:
-            handle.remove()
-    if isinstance(f, Tensor) and f.requires_grad:
-        outside |= _used_outside(parameters, f, "the model's output")
+    with _Uses(model, assignment) as uses:
+        f = uses.forward(x)
+    if f.requires_grad:
+        uses.found_outside(f, "the model's output")
         f = f.detach()
+    rules, unmatched, outside = uses.rules, uses.unmatched, uses.outside
     candidates = dict(assignment.unknown)
     layers = []
     unused = []
@@ -527,8 +542,9 @@ def verify_independence(
         NotImplementedError: the first example's output reaches a row that another's reaches, or a
             row that does not count; own parameters that are not used elementwise.
     """
-    if assignment.own_parameters:
-        verify_own_parameters(model, assignment, x)
+    own = [name for t in assignment.own_parameters for name in t.parameters.values()]
+    if own:
+        verify_gradients(model, assignment, x, dict.fromkeys(own, no_copies(own)))
     reached: dict[tuple[TrackedLayer, Use], list[Tensor]] = {}
     finite = True
 
@@ -545,10 +561,8 @@ def verify_independence(
         f = capture.forward(x)
         for tracked in capture.not_folded:
             raise _Mixed(f"Layer {tracked} got rows in no multiple of the examples.", tracked)
-        if not isinstance(f, Tensor) or f.dim() < 2:
-            return False, {}  # a wrong output is reported with the targets
-        if not torch.isfinite(f).all():
-            return False, {}  # reported by name, after the forward pass
+        if f.dim() < 2 or not torch.isfinite(f).all():
+            return False, {}  # reported by name, with the targets
         if numbers is None or len(numbers) != len(f):
             numbers = torch.arange(len(f))
         numbers = numbers.to(f.device)  # for objects of the user's they were made on the CPU
@@ -562,87 +576,70 @@ def verify_independence(
             and int(numbers.max()) < len(ignored)
         ):
             u = u * ~ignored[numbers][..., None]
-        is_first = numbers == 0
-        of_first = is_first.view(-1, *[1] * (f.dim() - 1))
-        one_way = one_way and not capture.folds
-        capture.backward(f, [u * ~of_first] if one_way else [u * of_first, u * ~of_first])
-        if capture.folds and finite:
+        alone = one_way and not capture.folds
+        splits = [numbers == 0]
+        if capture.folds:
             # That rows are folded was guessed from their number. The first example against the rest
             # would not notice rows that are swapped among the rest, as if they were chosen by their
             # values. So each bit of the examples' indices splits them into two halves, and any two
             # examples lie in different halves for at least one bit.
-            by_pair, reached = reached, {}
-            for bit in range((len(f) - 1).bit_length()):
-                half = (torch.arange(len(f), device=f.device) >> bit & 1).bool()
-                of_half = half.view_as(of_first)
-                capture.backward(f, [u * of_half, u * ~of_half])
-                for (tracked, use), seen in reached.items():
-                    _check_folded(tracked, use, seen, half)
-                reached.clear()
-            reached = by_pair
-    # 0 · NaN is NaN, which would look as if every gradient reached every row. Factors that are not
-    # finite raise an error with the layer's name later.
-    if not finite:
-        return False, {}
-    for (tracked, use), seen in reached.items():
-        if len(seen) < 2 and not one_way:  # one of the two gradients did not reach this run at all
-            continue
-        by_first, by_rest = (torch.zeros_like(seen[0]), seen[0]) if one_way else seen
-        if use.rows is not None:
-            index, N = use.rows.index, use.rows.num_examples
-            counts = index < N
-            if (by_first | by_rest)[~counts].any():
-                raise NotImplementedError(
-                    f"In layer {tracked} rows that do not count reach the output. Leave them out "
-                    "of whatever pools over positions, or let them count (those that a batch's "
-                    "mask hides: dict_key_mask=None)."
-                )
-            own = is_first[index.clamp(max=len(f) - 1)] & counts
-        else:
-            # Where rows and examples differ in number, it is unknown which rows are the first
-            # example's. It can still be checked that no row is reached from both.
-            own = is_first if len(by_rest) == len(f) else ~by_rest
-        if (by_first & ~own).any() or (by_rest & own).any():
-            if isinstance(tracked.layer, OwnParameter):
-                names = list(tracked.parameters.values())
-                raise Refusal(dict.fromkeys(names, no_copies(names)))
-            raise _Mixed(
-                f"In layer {tracked} the rows of different examples mix: its input has no batch "
-                "axis in front, a layer behind it shares information within a batch, or its rows "
-                "are examples in another order than the outputs. Put the batch axis first "
-                "(N, ..., d), say which example each row belongs to (examples_of_rows), make what "
-                "belongs together one example with several loss terms (outputs (N, R, C)), or "
-                "freeze it (requires_grad_(False)).",
-                tracked,
-            )
+            order = torch.arange(len(f), device=f.device)
+            splits += [(order >> bit & 1).bool() for bit in range((len(f) - 1).bit_length())]
+        for first in splits:
+            of_first = first.view(-1, *[1] * (f.dim() - 1))
+            capture.backward(f, [u * ~of_first] if alone else [u * of_first, u * ~of_first])
+            # 0 · NaN is NaN, which would look as if every gradient reached every row. Factors that
+            # are not finite raise an error with the layer's name later.
+            if not finite:
+                return False, {}
+            for (tracked, use), seen in reached.items():
+                if alone:
+                    seen.insert(0, torch.zeros_like(seen[0]))
+                if len(seen) == 2:  # otherwise one of the two gradients did not reach this run
+                    by_first, by_rest = seen
+                    _check_apart(tracked, use, by_first, by_rest, first)
+            reached.clear()
     return len(f) > 1, capture.runs
 
 
-def _check_folded(tracked: TrackedLayer, use: Use, seen: list[Tensor], half: Tensor) -> None:
-    """Raise an error unless the gradients of each half of the examples reach its rows alone.
+def _check_apart(
+    tracked: TrackedLayer, use: Use, by_first: Tensor, by_rest: Tensor, first: Tensor
+) -> None:
+    """Raise an error unless gradients of some examples' outputs reach only the rows of these.
 
     Args:
         tracked: a layer.
         use: one run of it.
-        seen: the rows that gradients of the first half reach, and those that gradients of the
-            second half reach; fewer entries if a half reaches none.
-        half: (N,) the examples of the first half.
+        by_first: the rows that gradients of the examples ``first`` reach.
+        by_rest: the rows that those of the other examples reach.
+        first: (N,) a mask of examples.
     """
-    if len(seen) < 2:
-        return
     if use.rows is not None:
-        # Rows that do not count have index N. Here any half will do for them: that no gradient
-        # reaches them is checked by `verify_independence`.
-        own = torch.cat([half, half[:1]])[use.rows.index]
-    elif len(seen[0]) == len(half):
-        own = half
+        counts = use.rows.index < use.rows.num_examples
+        if (by_first | by_rest)[~counts].any():
+            raise NotImplementedError(
+                f"In layer {tracked} rows that do not count reach the output. Leave them out of "
+                "whatever pools over positions, or let them count (those that a batch's mask "
+                "hides: dict_key_mask=None)."
+            )
+        own = first[use.rows.index.clamp(max=len(first) - 1)] & counts
     else:
+        # Where rows and examples differ in number, it is unknown whose rows they are. It can still
+        # be checked that no row is reached from both.
+        own = first if len(by_rest) == len(first) else ~by_rest
+    if not ((by_first & ~own).any() or (by_rest & own).any()):
         return
-    if (seen[0] & ~own).any() or (seen[1] & own).any():
-        if isinstance(tracked.layer, OwnParameter):
-            names = list(tracked.parameters.values())
-            raise Refusal(dict.fromkeys(names, no_copies(names)))
-        raise _Mixed(f"In layer {tracked} the rows of different examples mix.", tracked)
+    if isinstance(tracked.layer, OwnParameter):
+        names = list(tracked.parameters.values())
+        raise Refusal(dict.fromkeys(names, no_copies(names)))
+    raise _Mixed(
+        f"In layer {tracked} the rows of different examples mix: its input has no batch axis in "
+        "front, a layer behind it shares information within a batch, or its rows are examples in "
+        "another order than the outputs. Put the batch axis first (N, ..., d), say which example "
+        "each row belongs to (examples_of_rows), make what belongs together one example with "
+        "several loss terms (outputs (N, R, C)), or freeze it (requires_grad_(False)).",
+        tracked,
+    )
 
 
 def with_first_again(x: Any, splits: bool = True, copies: int = 2) -> tuple[Any, Tensor | None]:
@@ -777,7 +774,7 @@ def _runs_and_shapes(
     capture = Capture(model, assignment, record, lambda *_: None)
     with capture, forked_random_numbers(model):
         f = capture.forward(x)
-        if backward and isinstance(f, Tensor):
+        if backward:
             capture.backward(f, [noise_like(f)])
         return capture.runs, {t: seen for t, seen in shapes.items() if t in capture.runs}
 
@@ -804,7 +801,7 @@ def _error_with_copies(
             forked_random_numbers(model),
         ):
             g = capture.forward(twins)
-        if isinstance(f, Tensor) and not close(f.detach(), g.detach(), used.tolerance):
+        if not close(f.detach(), g.detach(), used.tolerance):
             return ValueError("The model's output changes.")
         with forked_random_numbers(model):
             verify_independence(model, assignment, twins)
@@ -813,22 +810,6 @@ def _error_with_copies(
             raise
         return error
     return None
-
-
-def _used_outside(parameters: dict[str, Tensor], value: Tensor, where: str) -> dict[str, str]:
-    """The parameters that a value depends on although it should on none, and a message for each."""
-    leaves = list(parameters.values())
-    grads = torch.autograd.grad(value.sum(), leaves, retain_graph=True, allow_unused=True)
-    return {
-        name: (
-            f"'{name}' reached {where} outside of the forward of its own layer (used "
-            "functionally, by a layer without a rule, or in a compiled model), where hooks cannot "
-            "see it. Call the layer itself, pass the model before torch.compile, or freeze the "
-            "parameter (requires_grad_(False))."
-        )
-        for name, g in zip(parameters, grads, strict=True)
-        if g is not None
-    }
 
 
 def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None:
@@ -882,48 +863,68 @@ def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None
             handle.remove()
 
 
-def verify_own_parameters(model: nn.Module, assignment: RuleAssignment, x: Any) -> None:
-    """Prove that modules' own parameters may be replaced by a copy for each example.
+def verify_gradients(
+    model: nn.Module, assignment: RuleAssignment, x: Any, messages: Mapping[str, str]
+) -> None:
+    """Prove that the uses which were found are all uses of some parameters.
 
-    The output must not change, and the copies' gradients must add up to the parameter's gradient.
+    The output must not change: own parameters are replaced by a copy for each example, and so are
+    expressions of followed parameters. And the gradients from all uses, by their rules and summed
+    over the examples, must equal autograd's.
+
+    Args:
+        model: the model.
+        assignment: its tracked layers.
+        x: some examples.
+        messages: the parameters -> the message if that does not hold.
 
     Raises:
-        NotImplementedError: one of these does not hold, with the parameters' names.
+        Refusal: parameters for which it does not hold.
     """
-    gradients: dict[str, Tensor] = {}
+    leaves = {name: model.get_parameter(name).detach().requires_grad_() for name in messages}
+    sums = {name: torch.zeros_like(leaf).flatten() for name, leaf in leaves.items()}
+    rules = {t: t.rule(t.layer, "expand", t.parameters) for t in assignment.layers}
 
     def record(tracked: TrackedLayer, use: Use, b: Tensor) -> None:
-        for name in tracked.parameters.values():
-            gradients[name] = gradients.get(name, 0) + b.sum(0).flatten()
+        if isinstance(tracked.layer, OwnParameter):
+            found = dict.fromkeys(tracked.parameters, b.sum(0).flatten())
+        elif sums.keys() & set(tracked.parameters.values()):
+            found = summed_gradients(rules[tracked], use, b)
+        else:
+            return
+        for local, gradient in found.items():
+            if tracked.parameters[local] in sums:
+                slot, slots = tracked.slots.get(local, (0, 1))
+                part = sums[tracked.parameters[local]].chunk(slots)[slot]
+                part += gradient.to(part)
 
-    own = [name for t in assignment.own_parameters for name in t.parameters.values()]
-    names = list(dict.fromkeys(own))  # modules may share one
-    leaves = {name: model.get_parameter(name).detach().requires_grad_() for name in names}
-    only = RuleAssignment([], assignment.own_parameters, assignment.divided, [], names)
     with torch.enable_grad():
         with explicit_forwards(assignment), forked_random_numbers(model), DtypesInUse() as used:
             f = call_with(model, leaves, x)
-        capture = Capture(model, only, lambda tracked, use: None, record)
-        if not isinstance(f, Tensor):
-            return  # reported with the targets
+        u = noise_like(f)
         try:
-            with forked_random_numbers(model):
+            with (
+                Capture(model, assignment, lambda *_: None, record, keep_inputs=True) as capture,
+                forked_random_numbers(model),
+            ):
                 g = capture.forward(x)
+                same = close(f.detach(), g.detach(), used.tolerance)
+                if same:
+                    capture.backward(g, [u])
         except Exception as error:  # a forward may fail in any way on a tensor of another shape
             if isinstance(error, NotImplementedError) or is_out_of_memory(error):
                 raise
-            raise Refusal(dict.fromkeys(names, no_copies(names))) from error
-        u = noise_like(f)
-        same = close(f.detach(), g.detach(), used.tolerance)
-        if same and f.requires_grad:
+            raise Refusal(messages) from error
+        should = [None] * len(leaves)
+        if f.requires_grad:
             should = torch.autograd.grad(f, list(leaves.values()), u, allow_unused=True)
-            capture.backward(g, [u])
-            for name, gradient in zip(names, should, strict=True):
-                if gradient is not None:
-                    does = gradients.get(name, torch.zeros_like(gradient).flatten())
-                    same = same and close(gradient.flatten(), does, used.tolerance)
-    if not same:
-        raise Refusal(dict.fromkeys(names, no_copies(names)))
+    wrong = {}
+    for (name, leaf), gradient in zip(leaves.items(), should, strict=True):
+        expected = torch.zeros_like(leaf) if gradient is None else gradient
+        if not same or not close(expected.flatten(), sums[name], used.tolerance):
+            wrong[name] = messages[name]
+    if wrong:
+        raise Refusal(wrong)
 
 
 def no_copies(names: list[str]) -> str:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_backend.layers.rows import counted_positions
-from kfac_backend.loss.hessian import IGNORED, check_targets, loss_sum, num_counted_terms
+from kfac_backend.loss import IGNORED, check_targets, loss_sum, num_counted_terms
 from kfac_backend.model.batches import detached, examples, splits_by_example
 from kfac_backend.model.calls import call_with, forked_random_numbers, own_loss, takes_labels
 from kfac_backend.model.memory import is_out_of_memory
@@ -144,7 +144,7 @@ class Targets:
             self._warn_of_hidden(y, hidden)
             y = y.masked_fill(hidden, IGNORED)
         if self._shifts:
-            y = F.pad(y[..., 1:], (0, 1), value=IGNORED)
+            y = _shifted(y)
             # Before the shift the mask hides labels, after it the positions that would predict one.
             y = y if hidden is None else y.masked_fill(hidden, IGNORED)
         return y
@@ -162,28 +162,28 @@ class Targets:
         )
 
     def _shifts_inside(self, model: nn.Module, x: Any, y: Tensor) -> bool | None:
-        """Whether the model shifts labels in the loss that it computes from them.
+        """Whether the loss that a model computes from labels equals ours with shifted labels.
 
         False if it computes no loss; None if this batch does not show it.
 
         Raises:
-            ValueError: the model's loss differs from ours, or its computation fails.
+            ValueError: it equals ours with both labels or with neither, or cannot be computed.
         """
         if not takes_labels(model, x):
             return False
         are_labels = self._likelihood == "classification"
-        counted = y != IGNORED if are_labels else torch.ones_like(y, dtype=torch.bool)
-        if counted.dim() > 1 and counted.shape[-1] > 1:
-            counted[..., 0] = False  # with shifted labels no output predicts the first one
+        may_shift = are_labels and y.dim() > 1
         device = next(model.parameters()).device
-        x = detached(x, device)
+        x, y = detached(x, device), y.to(device)
         if splits_by_example(x, y):
+            counted = y != IGNORED if are_labels else torch.ones_like(y, dtype=torch.bool)
+            if counted.dim() > 1 and counted.shape[-1] > 1:
+                counted[..., 0] = False  # with shifted labels no output predicts the first one
             telling = counted.flatten(1).any(1) if counted.dim() > 1 else counted
             which = telling.nonzero().flatten()[:2]
-            x, y = examples(x, which.to(device)), y[which]
+            x, y = examples(x, which), y[which]
             if not len(which):
                 return None
-        y = y.to(device)
         with torch.no_grad(), forked_random_numbers(model):
             try:
                 # Without labels first, to check these: on a GPU, a label out of range inside the
@@ -193,71 +193,52 @@ class Targets:
                 if is_out_of_memory(error):
                     raise
                 return None  # reported by name, in the pass itself
-            try:
-                own = own_loss(model, x, y)
-            except Exception as error:
-                if is_out_of_memory(error):
-                    raise
-                raise ValueError(
-                    f"{type(model).__name__} takes labels, but fails to compute a loss from them "
-                    f"({type(error).__name__}: {error}). So it is not known which label belongs to "
-                    f"which output. Say so: {WHICH_LABEL}."
-                ) from error
+            own = own_loss(model, x, y)
         if own is None:
             return False
         f, loss = own
         if not torch.isfinite(loss) or not torch.isfinite(f).all():
             return None  # reported by name, in the pass itself
-        ways = {False: y}
-        if are_labels and y.dim() > 1:
-            ways[True] = F.pad(y[..., 1:], (0, 1), value=IGNORED)
+        ways = {False: y} | ({True: _shifted(y)} if may_shift else {})
+        ours = {
+            shifts: float(loss_sum(at_least_float32(f), labels, self._likelihood))
+            for shifts, labels in ways.items()
+        }
+        counts = {
+            shifts: max(num_counted_terms(f, labels, self._likelihood), 1)
+            for shifts, labels in ways.items()
+        }
         fitting = [
             shifts
-            for shifts, labels in ways.items()
-            if _is_our_loss(loss, f, labels, self._likelihood)
+            for shifts in ways
+            if _is_our_loss(loss, ours[shifts], counts[shifts], f, self._likelihood)
         ]
         if len(fitting) == 1:
-            self.may_ignore = self.may_ignore or (are_labels and y.dim() > 1)
+            self.may_ignore = self.may_ignore or may_shift
             return fitting[0]
-        means = [
-            float(loss_sum(at_least_float32(f), labels, self._likelihood))
-            / max(num_counted_terms(f, labels, self._likelihood), 1)
-            for labels in ways.values()
-        ]
-        its = f"{type(model).__name__} computes a loss from labels itself, {float(loss):.6g} for "
-        its += "the first examples"
-        ours = f"ours is {means[0]:.6g} per term"
-        if len(means) > 1:
-            ours += f", or {means[1]:.6g} with labels shifted by one position"
-        if fitting:
-            raise ValueError(
-                f"{its}, which does not show whether it shifts them: {ours}. Say so: {WHICH_LABEL}."
-            )
+        means = [f"{ours[shifts] / counts[shifts]:.6g}" for shifts in ways]
         raise ValueError(
-            f"{its}, which is another loss: {ours}. Likely causes: label smoothing, class weights, "
-            f"a further term. Switch these off, or use our loss nevertheless: {WHICH_LABEL}."
+            f"{type(model).__name__} computes a loss from labels itself, {float(loss):.6g} for the "
+            f"first examples. Per term ours is {' or, with labels shifted by one, '.join(means)}: "
+            + ("both fit. " if fitting else "another loss (label smoothing, class weights?). ")
+            + f"Say which label belongs to which output: {WHICH_LABEL}."
         )
 
 
-def _is_our_loss(loss: Tensor, f: Tensor, y: Tensor, likelihood: Likelihood) -> bool:
-    """Whether a model's loss equals ours, as a sum or a mean over examples, loss terms or outputs.
+def _shifted(y: Tensor) -> Tensor:
+    """Each position's label is that of the next one; the last position has none."""
+    return F.pad(y[..., 1:], (0, 1), value=IGNORED)
+
+
+def _is_our_loss(loss: Tensor, ours: float, terms: int, f: Tensor, likelihood: Likelihood) -> bool:
+    """Whether a model's loss is our sum, or its mean over examples, loss terms or outputs.
 
     For regression it may also be the squared error, without our factor ½.
     """
-    f = at_least_float32(f)
-    ours = loss_sum(f, y, likelihood).double()
-    sizes = {1, len(f), max(num_counted_terms(f, y, likelihood), 1)}
-    if likelihood != "classification":
-        sizes.add(f.numel())
+    sizes = {1, len(f), terms} | (set() if likelihood == "classification" else {f.numel()})
+    factors = (1, 2) if likelihood == "regression" else (1,)
     relative = 1e-4 if loss.dtype in (torch.float32, torch.float64) else 0.02
     # The rounding of log Σ exp grows with the outputs.
     rounding = 4 * torch.finfo(torch.float32).eps * float(f.abs().max())
-    readings = [
-        ours * factor / size
-        for size in sizes
-        for factor in (1, 2)[: 1 + (likelihood == "regression")]
-    ]
-    return any(
-        abs(float(loss) - float(reading)) <= relative * abs(float(reading)) + rounding
-        for reading in readings
-    )
+    readings = [ours * factor / size for size in sizes for factor in factors]
+    return any(abs(float(loss) - r) <= relative * abs(r) + rounding for r in readings)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from fnmatch import fnmatchcase
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,6 @@ from kfac_backend.optimizer.damped_inverse import (
 from kfac_backend.optimizer.options import PreconditionerOptions, interval_at
 from kfac_backend.optimizer.training_pass import MeanOver, TrainingPass
 from kfac_backend.options import (
-    CurvatureKeywords,
     CurvatureOptions,
     Likelihood,
     check_option,
@@ -82,8 +81,8 @@ class KfacPreconditioner:
     Martens & Grosse 2015 (arXiv:1503.05671).
 
     Args:
-        model: the model; see `kronecker_factors`, except that BatchNorm may be in train mode: its
-            statistics then pass the vectors on, as they do the training's gradients.
+        model: the model; see `kronecker_factors`, except that BatchNorm may be in train mode
+            unless fisher="exact"; gradients then go back through its batch statistics.
             Parameters without a rule keep their plain gradients, and one warning names them.
         likelihood: "classification", "regression" or "bernoulli", as of `kronecker_factors`.
         options: how factors become a preconditioner; damping first.
@@ -120,7 +119,7 @@ class KfacPreconditioner:
         seed: int = 0,
         error_if_nonfinite: bool = True,
         process_group: ProcessGroupOption = "default",
-        **keywords: Unpack[CurvatureKeywords],
+        **keywords: Any,
     ) -> None:
         check_module(model)
         check_option("mean_over", mean_over, MeanOver)

@@ -34,7 +34,7 @@ from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.layers import Use
-from kfac_backend.loss.hessian import IGNORED, check_targets, num_counted_terms
+from kfac_backend.loss import IGNORED, check_targets, num_counted_terms
 from kfac_backend.model.batches import detached
 from kfac_backend.model.calls import (
     explicit_forwards,

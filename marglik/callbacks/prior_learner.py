@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.loss.hessian import counted_terms
+from kfac_backend.loss import counted_terms
 from kfac_backend.model.checks import check_module
 from kfac_backend.model.targets import Targets, split_batch
 from kfac_backend.optimizer.training_pass import MeanOver

@@ -33,7 +33,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from kfac_backend.loss.hessian import check_targets, counted_terms
+from kfac_backend.loss import check_targets, counted_terms
 from kfac_backend.model.batches import each_batch
 from kfac_backend.model.targets import Targets, split_batch
 from kfac_backend.options import Likelihood

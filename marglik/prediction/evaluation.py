@@ -1,15 +1,15 @@
 """Predictions for whole data sets, and their metrics."""
 
 from collections.abc import Iterable
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kfac_backend.loss.hessian import counted_terms
+from kfac_backend.loss import counted_terms
 from kfac_backend.model.batches import each_batch
 from kfac_backend.model.targets import Targets, split_batch
-from kfac_backend.options import Likelihood, TargetKeywords, TargetOptions
+from kfac_backend.options import Likelihood, TargetOptions
 from kfac_backend.ranks import Ranks
 from marglik.prediction.curves import coverage_curve, reliability
 from marglik.prediction.links import Prediction
@@ -33,7 +33,7 @@ def predict_all(
     targets: TargetOptions = TargetOptions(),  # noqa: B008
     progress: bool = False,
     ranks: Ranks = Ranks(None),  # noqa: B008
-    **keywords: Unpack[TargetKeywords],
+    **keywords: Any,
 ) -> tuple[Prediction, Tensor]:
     """Predictions and targets of all batches, on the CPU.
 

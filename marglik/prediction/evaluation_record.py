@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kfac_backend.files import sha256_of_tensors
-from kfac_backend.loss.hessian import counted_terms
+from kfac_backend.loss import counted_terms
 from kfac_backend.model.batches import each_batch
 from kfac_backend.options import Likelihood
 from kfac_backend.ranks import Ranks

@@ -11,7 +11,7 @@ from kfac_backend.blocks.sketch import Factor, SketchedFactor
 from kfac_backend.covariance.output_covariance import OutputCovariance, PosteriorPrecision
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.eigenvalue_correction import CorrectionPass
-from kfac_backend.loss.hessian import check_targets
+from kfac_backend.loss import check_targets
 from kfac_backend.model.targets import Targets
 from kfac_backend.options import Likelihood
 from marglik.data import ImageSplits, Splits

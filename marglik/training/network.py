@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DistributedSampler
 
-from kfac_backend.loss.hessian import check_targets, counted_terms, loss_sum
+from kfac_backend.loss import check_targets, counted_terms, loss_sum
 from kfac_backend.model.batches import each_batch
 from kfac_backend.model.calls import arguments, logits_of
 from kfac_backend.model.targets import Targets, split_batch

@@ -7,7 +7,7 @@ from torch import nn
 
 from kfac_backend.expand_and_reduce import layer_factors
 from kfac_backend.layers import Bias, Scale
-from kfac_backend.loss.hessian import loss_hessian_root
+from kfac_backend.loss import loss_hessian_root
 
 
 def by_the_formulas(model, x, mode):

@@ -244,24 +244,19 @@ def test_a_large_embedding_under_reduce(monkeypatch):
 
 
 def test_very_many_backward_passes_are_warned_about_once(monkeypatch):
-    monkeypatch.setattr("kfac_backend.loss.vectors.MANY_PASSES", R * (V - 1) - 1)
+    monkeypatch.setattr("kfac_backend.loss.MANY_PASSES", R * (V - 1) - 1)
     with pytest.warns(UserWarning, match="147 backward passes .* fisher='mc' takes") as caught:
         factors(Language(), [batch()] * 2)
     assert len(caught) == 1
     with monkeypatch.context() as patched, pytest.raises(ValueError, match="fisher='mc' takes"):
-        patched.setattr("kfac_backend.loss.vectors.MOST_PASSES", R * (V - 1) - 1)
+        patched.setattr("kfac_backend.loss.MOST_PASSES", R * (V - 1) - 1)
         factors(Language(), [batch()])
-    monkeypatch.setattr("kfac_backend.loss.vectors.MANY_PASSES", R * (V - 1))
+    monkeypatch.setattr("kfac_backend.loss.MANY_PASSES", R * (V - 1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         factors(Language())
-        monkeypatch.setattr("kfac_backend.loss.vectors.MANY_PASSES", 1)
+        monkeypatch.setattr("kfac_backend.loss.MANY_PASSES", 1)
         factors(Language(), fisher="mc")
-
-
-def test_a_wrong_size():
-    with pytest.raises(ValueError, match="diagonal_above must be at least 1, or None, not 0"):
-        factors(Language(), diagonal_above=0)
 
 
 @pytest.mark.parametrize("fisher", ["mc", "empirical"])

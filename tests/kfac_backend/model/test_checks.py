@@ -31,6 +31,12 @@ class Forward(nn.Module):
         return self.how(self, x)
 
 
+def spoilt(layer):
+    with torch.no_grad():
+        layer.weight[0, 0] = torch.nan
+    return layer
+
+
 COMPLEX = torch.ones(3, dtype=torch.complex128)
 REFUSED = {
     "complex outputs": (
@@ -63,6 +69,47 @@ REFUSED = {
     "infinite targets": (
         network, X, SPOILT[:, :3], "regression", ValueError, "targets.*clean",
     ),
+    "a label out of range": (network, X, Y + 1, "classification", ValueError, "Label 3 is out of"),
+    "integers": (network, X.byte(), Y, "classification", TypeError, r"'0' .Linear.*uint8.*x.float"),
+    "no examples": (network, X[:0], Y[:0], "classification", ValueError, "has no examples"),
+    "no batch axis": (
+        lambda: nn.Linear(4, 3).double(),
+        X[0], Y[:1], "classification", ValueError, r"Linear.* got shape \(4,\); needs a batch",
+    ),
+    "an image without a batch axis": (
+        lambda: nn.Sequential(nn.Conv2d(3, 2, 1), nn.Flatten(0), nn.Linear(8, 3)),
+        torch.randn(3, 2, 2), Y[:1], "classification", ValueError, r"\(3, 2, 2\); needs a batch",
+    ),
+    "weights that are not finite": (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), spoilt(nn.Linear(4, 3))).double(),
+        X, Y, "classification", ValueError, "Parameter '2.weight' contains NaN",
+    ),
+    "overflow": (
+        lambda: Forward(lambda self, x: self.layer(x) * 1e300 * 1e300),
+        X, Y, "classification", ValueError, "activations overflow",
+    ),
+    "outputs that are no tensor": (
+        lambda: Forward(lambda self, x: {"output": self.layer(x)}),
+        X, Y, "classification", TypeError, "returned dict.*returns its logits",
+    ),
+    "BatchNorm without running statistics": (
+        lambda: nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False), network()).eval(),
+        X, Y, "classification", ValueError, "keeps no running statistics",
+    ),
+    "BatchNorm in train mode": (
+        lambda: nn.Sequential(nn.BatchNorm1d(4), network()),
+        X, Y, "classification", ValueError, r"'0' .BatchNorm1d.*model.eval\(\)",
+    ),
+    "frozen": (
+        lambda: network().requires_grad_(False),
+        X, Y, "classification", ValueError, "no trainable parameter",
+    ),
+    "no parameter": (nn.ReLU, X, Y, "classification", ValueError, "no trainable parameter"),
+    "0-dimensional": (
+        lambda: Forward(lambda self, x: self.layer(x) * self.s, s=torch.tensor(1.0)),
+        X, Y, "classification", ValueError, "'s' is 0-dimensional",
+    ),
+    "another likelihood": (network, X, Y, "poisson", ValueError, "likelihood='poisson'"),
 }  # fmt: skip
 
 
@@ -72,6 +119,33 @@ def test_refused_with_the_way_out(case):
     make, x, y, likelihood, error, match = REFUSED[case]
     with pytest.raises(error, match=f"(?s){match}"):
         kronecker_factors(make(), [(x, y)], likelihood)
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "match"),
+    [([], ValueError, "The data is empty"), ([X[0]], TypeError, r"expected \(x, y\)")],
+)
+def test_data_of_no_batches(data, error, match):
+    with pytest.raises(error, match=match):
+        kronecker_factors(network(), data, "classification")
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"kfac_approx": "nonsense"},
+        {"fisher": "nonsense"},
+        {"unsupported": "nonsense"},
+        {"mc_samples": 0},
+        {"diagonal_above": 0},
+        {"rank_tolerance": 1.0},
+    ],
+)
+def test_options_with_what_is_supported(option):
+    ((name, value),) = option.items()
+    supported = f"{name}='nonsense' .*choose one of '" if value == "nonsense" else f"{name} must"
+    with pytest.raises(ValueError, match=supported):
+        kronecker_factors(network(), [(X, Y)], "classification", **option)
 
 
 def test_infinity_in_a_later_batch():

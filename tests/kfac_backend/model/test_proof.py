@@ -301,16 +301,6 @@ def test_data_parallel_models_name_the_way_out(wrap):
             use()
 
 
-@pytest.mark.parametrize("kfac_approx", [*MODES, "auto"])
-def test_outputs_that_are_no_tensor(kfac_approx):
-    model = Model(lambda layers, x: (layers["fc"](x), x), fc=nn.Linear(4, 2))
-    with pytest.raises(TypeError, match="The model returned tuple"):
-        factors(model, noise(3, 4), kfac_approx=kfac_approx)
-    found = factors(Model(lambda layers, x: layers["fc"](x), **model.layers), noise(3, 4))
-    with pytest.raises(TypeError, match="The model returned tuple"):
-        covariance(model, noise(3, 4), found)
-
-
 def test_the_proof_is_asked_for_again_after_it_failed():
     class Bypassed(nn.Module):
         def __init__(self):

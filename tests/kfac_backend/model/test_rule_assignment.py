@@ -221,94 +221,9 @@ def test_rows_folded_in_another_order_are_not_guessed():
         factors(turned, x, kfac_approx="reduce")
 
 
-VALUE_ERRORS = {
-    "BatchNorm without running statistics": (
-        nn.Sequential(
-            nn.BatchNorm1d(3, affine=False, track_running_stats=False), nn.Linear(3, 2)
-        ).eval(),
-        "keeps no running statistics",
-    ),
-    "no trainable parameter": (nn.Linear(3, 2).requires_grad_(False), "no trainable parameter"),
-    "no parameter at all": (nn.ReLU(), "no trainable parameter"),
-    "BatchNorm in train mode": (
-        nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)),
-        "model.eval\\(\\)",
-    ),
-    "0-dimensional parameter": (
-        Lambda(lambda m, x: m.fc(x) * m.s, fc=nn.Linear(3, 2), s=nn.Parameter(torch.tensor(1.0))),
-        "'s' is 0-dimensional",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", VALUE_ERRORS)
-def test_models_without_a_defined_curvature(case):
-    model, message = VALUE_ERRORS[case]
-    with pytest.raises(ValueError, match=message):
-        factors(model)
-
-
 def test_nothing_but_unsupported_layers_left():
     with (
         pytest.warns(UserWarning),
         pytest.raises(ValueError, match="No trainable parameter of the"),
     ):
         factors(Lambda(lambda m, x: m.fc(x, x), fc=nn.Bilinear(3, 3, 2)), unsupported="freeze")
-
-
-@pytest.mark.parametrize("option", ["kfac_approx", "fisher", "unsupported"])
-def test_unknown_options_list_the_known_ones(option):
-    with pytest.raises(ValueError, match=f"{option}='nonsense' is not supported; choose one of '"):
-        factors(nn.Linear(3, 2), **{option: "nonsense"})
-
-
-def test_unknown_likelihood_and_samples():
-    with pytest.raises(ValueError, match="likelihood='poisson'"):
-        kronecker_factors(nn.Linear(3, 2), [(X, Y)], "poisson")
-    with pytest.raises(ValueError, match="mc_samples must be at least 1, not 0"):
-        factors(nn.Linear(3, 2), mc_samples=0)
-
-
-def test_bad_data():
-    model = nn.Linear(3, 2)
-    with pytest.raises(ValueError, match="The data is empty"):
-        kronecker_factors(model, [], "classification")
-    with pytest.raises(TypeError, match="'fc' .Linear. got an input of dtype torch.uint8.*x.float"):
-        factors(Lambda(lambda m, x: m.fc(x), fc=model), (X * 9).byte())
-    with pytest.raises(ValueError, match="inputs contain NaN"):
-        factors(model, X.clone().index_fill_(0, torch.tensor([1]), torch.nan))
-    with pytest.raises(ValueError, match="Label 2 is out of range"):
-        factors(model, y=torch.tensor([0, 1, 2, 0]))
-    with pytest.raises(ValueError, match="A batch has no examples"):
-        factors(model, X[:0], Y[:0])
-    with pytest.raises(TypeError, match="expected \\(x, y\\)"):
-        kronecker_factors(model, [X[0]], "classification")
-
-
-def test_inputs_without_a_batch_axis():
-    with pytest.raises(ValueError, match="Linear.* got shape \\(3,\\); needs a batch"):
-        factors(nn.Linear(3, 2), X[0], Y[:1])
-    model = nn.Sequential(nn.Conv2d(3, 2, 1), nn.Flatten(0), nn.Linear(8, 2))
-    with pytest.raises(ValueError, match="Conv2d.* got shape \\(3, 2, 2\\); needs a batch"):
-        factors(model, torch.randn(3, 2, 2), Y[:1])
-
-
-def test_nan_in_weights_and_overflow_are_told_apart():
-    model = nn.Sequential(nn.Linear(3, 2))
-    with torch.no_grad():
-        model[0].weight[0, 0] = torch.nan
-    with pytest.raises(ValueError, match="Parameter '0.weight' contains NaN"):
-        factors(model)
-    deeper = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), model[0])
-    with pytest.raises(ValueError, match="Parameter '2.weight' contains NaN"):
-        factors(deeper)
-    overflow = Lambda(lambda m, x: m.fc(x) * 1e38 * 1e38, fc=nn.Linear(3, 2))
-    with pytest.raises(ValueError, match="activations overflow"):
-        factors(overflow)
-
-
-def test_hooks_are_removed_after_an_error():
-    model = nn.Sequential(nn.Linear(3, 2))
-    with pytest.raises(ValueError, match="Label 5 is out of range"):
-        factors(model, y=torch.tensor([0, 1, 5, 0]))
-    assert not model[0]._forward_hooks

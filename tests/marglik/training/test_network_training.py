@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from kfac_backend import kronecker_factors
-from kfac_backend.loss.hessian import loss_sum
+from kfac_backend.loss import loss_sum
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from marglik import Hyperparameters, KronLaplace, OnlineTraining, PriorGroups
 from marglik.data import ImageBatches

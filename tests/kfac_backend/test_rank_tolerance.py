@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from kfac_backend import kronecker_factors
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.curvature import CurvaturePass
-from kfac_backend.loss.hessian import loss_hessian_root
+from kfac_backend.loss import loss_hessian_root
 from tests.kfac_backend.networks import data, network
 from tests.oracles import kfac_blocks_from_uses, layer_uses
 

@@ -5,8 +5,7 @@ import torch
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from kfac_backend.loss.hessian import IGNORED, check_targets, loss_sum, num_counted_terms
-from kfac_backend.loss.vectors import BackwardVectors
+from kfac_backend.loss import IGNORED, BackwardVectors, check_targets, loss_sum, num_counted_terms
 from kfac_backend.model.targets import Targets
 from kfac_backend.options import CurvatureOptions, TargetOptions
 from tests import oracles

@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from kfac_backend.loss import vectors as loss_vectors
-from kfac_backend.loss.hessian import (
+from kfac_backend import loss as loss_vectors
+from kfac_backend.loss import (
+    BackwardVectors,
     categorical_root_energies,
     check_targets,
     loss_hessian_root,
     loss_sum,
 )
-from kfac_backend.loss.vectors import BackwardVectors
 from kfac_backend.options import CurvatureOptions
 from tests import oracles
 

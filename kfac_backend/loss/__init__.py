@@ -1,1 +1,0 @@
-"""The loss, its Hessian, and the vectors that are propagated back."""
