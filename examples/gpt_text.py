@@ -86,7 +86,7 @@ training = OnlineTraining(
     "classification",
     Hyperparameters(PriorGroups.from_model(model), prior_precision=0.3),
     lambda delta, sigma: Posterior(model, "classification", options, prior_precision=delta),
-    Schedule(epochs=12, every=4, steps=50, keep="last"),
+    Schedule(epochs=12),
 )
 laplace = training.run().laplace
 names = [name for name, _ in model.named_parameters()]

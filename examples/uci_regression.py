@@ -29,6 +29,7 @@ from marglik import (
     laplace_predictive,
     map_predictive,
     predict_all,
+    settling_rate,
 )
 
 torch.manual_seed(0)
@@ -66,8 +67,8 @@ training = OnlineTraining(
     "regression",
     hyperparameters,
     lambda delta, sigma: Posterior(model, "regression", prior_precision=delta, sigma_noise=sigma),
-    Schedule(epochs, every=epochs // 10, steps=1, keep="last"),
-    scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(loader)),
+    Schedule(epochs, steps=1),
+    scheduler=settling_rate(optimizer, epochs * len(loader)),
 )
 posterior = training.run().laplace
 print(f"σ = {posterior.sigma_noise.item():.3f} of the standardised targets")

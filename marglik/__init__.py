@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from marglik.callbacks.prior_learner import PriorLearner
     from marglik.posterior.evidence import EvidenceTerms, log_marginal_likelihood
     from marglik.posterior.hyperparameters import Hyperparameters
     from marglik.posterior.laplace_torch import KronLaplace
@@ -24,9 +23,11 @@ if TYPE_CHECKING:
     from marglik.prediction.predictive import PredictiveConfig, laplace_predictive, map_predictive
     from marglik.report import write_report
     from marglik.training.drop_in import marglik_training
+    from marglik.training.learner import PriorLearner
     from marglik.training.loop import OnlineResult, OnlineTraining
     from marglik.training.post_hoc import maximize_evidence, minimize_validation_loss
-    from marglik.training.update_schedule import Schedule
+    from marglik.training.schedule import Schedule, settling_rate
+    from marglik.training.update import update_prior
 
 __all__ = [
     "EvidenceTerms",
@@ -53,6 +54,8 @@ __all__ = [
     "predict_all",
     "reliability_curve",
     "save_posterior",
+    "settling_rate",
+    "update_prior",
     "weight_decay_to_precision",
     "write_report",
 ]
@@ -67,8 +70,8 @@ _MODULES = {
     "Prediction": "prediction.links",
     "PredictiveConfig": "prediction.predictive",
     "PriorGroups": "posterior.prior",
-    "PriorLearner": "callbacks.prior_learner",
-    "Schedule": "training.update_schedule",
+    "PriorLearner": "training.learner",
+    "Schedule": "training.schedule",
     "calibrate": "prediction.calibration",
     "compute_metrics": "prediction.evaluation",
     "laplace_predictive": "prediction.predictive",
@@ -82,6 +85,8 @@ _MODULES = {
     "predict_all": "prediction.evaluation",
     "reliability_curve": "prediction.evaluation",
     "save_posterior": "posterior.posterior_file",
+    "settling_rate": "training.schedule",
+    "update_prior": "training.update",
     "weight_decay_to_precision": "posterior.prior",
     "write_report": "report",
 }

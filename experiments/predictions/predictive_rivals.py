@@ -50,7 +50,7 @@ from marglik.prediction.predictive import (
 from marglik.storage.provenance import environment
 from marglik.training.loop import OnlineTraining
 from marglik.training.optimizers import OptimizerConfig, build_optimizer
-from marglik.training.update_schedule import Schedule
+from marglik.training.schedule import Schedule
 
 __all__ = ["PROBLEMS", "Config", "ours", "run", "table"]
 
@@ -89,7 +89,7 @@ PROBLEMS = {
         lambda seed: Digits(test_fraction=0.5, validation=0.3, seed=seed),
         lambda: LeNet(10, 1, 8),
         epochs=40,
-        optimizer=OptimizerConfig(lr=0.05),
+        optimizer=OptimizerConfig(lr=0.05, schedule="cosine"),
         kfac_approx="expand",
         every=5,
         outside=lambda: Noise(num_images=500),
@@ -99,7 +99,7 @@ PROBLEMS = {
         _cifar10,
         lambda: LeNet(10, 3, 32),
         epochs=30,
-        optimizer=OptimizerConfig(lr=0.02),
+        optimizer=OptimizerConfig(lr=0.02, schedule="cosine"),
         kfac_approx="reduce",
         every=5,
         outside=lambda: Noise(num_images=500),
@@ -109,7 +109,7 @@ PROBLEMS = {
         lambda seed: NCI1(data_file("NCI1.tar.gz"), validation=0.15, seed=seed),
         lambda: GraphNetwork(37, 2, edge_features=1, dim=32, depth=2),
         epochs=40,
-        optimizer=OptimizerConfig(name="adamw", lr=2e-3),
+        optimizer=OptimizerConfig(name="adamw", lr=2e-3, schedule="cosine"),
         kfac_approx="reduce",
         every=5,
     ),
@@ -244,7 +244,8 @@ def ours(task: Task, problem: Problem) -> dict[str, Rival]:
         "classification",
         Hyperparameters(PriorGroups.from_model(model), delta),
         make_posterior,
-        Schedule(task.epochs, problem.every, problem.burn_in, keep="last"),
+        Schedule(task.epochs, problem.every, problem.burn_in, steps=100, average=None),
+        curvature_from="pass",
         scheduler=scheduler,
     ).run()
     seconds = time.process_time() - started

@@ -48,7 +48,7 @@ from marglik.storage.provenance import environment
 from marglik.training.loop import OnlineTraining
 from marglik.training.optimizers import OptimizerConfig, build_optimizer
 from marglik.training.post_hoc import maximize_evidence
-from marglik.training.update_schedule import Schedule
+from marglik.training.schedule import Schedule
 
 __all__ = ["Config", "Dense", "run", "table"]
 
@@ -247,7 +247,9 @@ def _train(config: Config, train: Pair, learned: bool) -> Posterior:
     epochs = max(40, math.ceil(config.steps / len(loader)))
     regression = problem.likelihood == "regression"
     optimizer, scheduler = build_optimizer(
-        model, OptimizerConfig(lr=0.02 if regression else 0.05), epochs * len(loader)
+        model,
+        OptimizerConfig(lr=0.02 if regression else 0.05, schedule="cosine"),
+        epochs * len(loader),
     )
     options = CurvatureOptions(kfac_approx="expand")
     hyperparameters = Hyperparameters(
@@ -270,9 +272,10 @@ def _train(config: Config, train: Pair, learned: bool) -> Posterior:
                 every=max(1, epochs // 10) if learned else epochs,
                 burn_in=epochs // 10,
                 steps=100 if learned else 0,
-                keep="last",
+                average=None,
             ),
             scheduler=scheduler,
+            curvature_from="pass",
             curvature_loader=TensorBatches(*train, 256),
         )
         .run()

@@ -178,9 +178,10 @@ def ours(config: Config, data: Pair, x_test: Tensor) -> tuple[dict[str, Gaussian
             epochs,
             every=max(1, epochs // config.updates),
             steps=1,
-            keep="last",
+            average=None,
         ),
         scheduler=schedule,
+        curvature_from="pass",
         curvature_loader=[data],
         fabric=_float64(),
     ).run()

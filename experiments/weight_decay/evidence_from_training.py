@@ -30,7 +30,7 @@ from marglik import Hyperparameters, OnlineTraining, Posterior, PriorGroups, Sch
 from marglik.models import LeNet
 from marglik.posterior.prior import weight_decay_to_precision
 from marglik.storage.provenance import environment
-from marglik.training.update_schedule import CurvatureFrom
+from marglik.training.schedule import CurvatureFrom
 
 __all__ = ["CASES", "Config", "run", "table"]
 
@@ -97,7 +97,7 @@ def _row(config: Config, curvature_from: CurvatureFrom, every: int) -> dict[str,
     started = time.process_time()
     result = OnlineTraining(
         model, optimizer, loader, "classification", hyperparameters, make_posterior,
-        Schedule(EPOCHS, 5, 5, 100), curvature_from=curvature_from,
+        Schedule(EPOCHS, 5, 5, 100, average=None), curvature_from=curvature_from,
         scheduler=CosineAnnealingLR(optimizer, EPOCHS * len(loader)),
     ).run()  # fmt: skip
     seconds = time.process_time() - started

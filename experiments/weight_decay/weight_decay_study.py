@@ -86,7 +86,7 @@ class Problem:
     epochs: Mapping[int | None, int]
     """Training examples (None: all) -> epochs. Less data needs more epochs for enough steps."""
     curvature: CurvatureConfig = CurvatureConfig()  # noqa: RUF009
-    optimizer: OptimizerConfig = OptimizerConfig(lr=0.05)  # noqa: RUF009
+    optimizer: OptimizerConfig = OptimizerConfig(lr=0.05, schedule="cosine")  # noqa: RUF009
     flipped: tuple[float, ...] = (0.0, 0.2)
     """Shares of flipped labels."""
 
@@ -111,7 +111,7 @@ PROBLEMS = {
         lambda: GraphNetwork(37, 2, edge_features=1, dim=32, depth=2),
         {None: 40},
         CurvatureConfig(kfac_approx="reduce"),
-        OptimizerConfig(name="adamw", lr=2e-3),
+        OptimizerConfig(name="adamw", lr=2e-3, schedule="cosine"),
         (0.0,),
     ),
     "cifar10": Problem(
@@ -120,7 +120,7 @@ PROBLEMS = {
         lambda: LeNet(10, 3, 32),
         {None: 40},
         CurvatureConfig(kfac_approx="reduce"),
-        OptimizerConfig(lr=0.02),
+        OptimizerConfig(lr=0.02, schedule="cosine"),
         (0.0,),
     ),
 }
@@ -196,7 +196,13 @@ class Task:
 
     def learned(self) -> PriorConfig:
         """The prior's options in a run of this length."""
-        return PriorConfig(weight_decay=DEFAULT, every=max(1, self.epochs // UPDATES))
+        return PriorConfig(
+            weight_decay=DEFAULT,
+            every=max(1, self.epochs // UPDATES),
+            steps=100,
+            average=None,
+            curvature_from="pass",
+        )
 
     def train(self, splits: Splits, prior: PriorConfig) -> "Trained":
         """Train once, as `marglik train` does."""
@@ -294,7 +300,9 @@ def _predictives(task: Task, trained: Trained, fit: CalibrationFit) -> dict[str,
 def _ways(task: Task, config: Config) -> list[Row]:
     """Rows of the table: each way chooses on four fifths, and trains on all data."""
     fixed = {
-        decay: task.train(task.parted, PriorConfig(weight_decay=decay, method="fixed"))
+        decay: task.train(
+            task.parted, PriorConfig(weight_decay=decay, method="fixed", average=None)
+        )
         for decay in config.weight_decays
     }
     by_decay = {decay: trained.held_out(task) for decay, trained in fixed.items()}
@@ -303,9 +311,12 @@ def _ways(task: Task, config: Config) -> list[Row]:
     search = sum(trained.seconds for trained in fixed.values())
     learn = task.learned()
     ways = {
-        "default": (fixed[DEFAULT], PriorConfig(weight_decay=DEFAULT, method="fixed")),
+        "default": (
+            fixed[DEFAULT],
+            PriorConfig(weight_decay=DEFAULT, method="fixed", average=None),
+        ),
         **{
-            way: (fixed[decay], PriorConfig(weight_decay=decay, method="fixed"))
+            way: (fixed[decay], PriorConfig(weight_decay=decay, method="fixed", average=None))
             for way, decay in chosen.items()
         },
         "learned": (task.train(task.parted, learn), learn),

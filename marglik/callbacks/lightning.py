@@ -8,6 +8,7 @@ prior.posterior  # fitted, with the learned weight decays
 ```
 """
 
+import math
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -15,8 +16,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kfac_backend.options import CurvatureOptions, Likelihood
-from marglik.callbacks.prior_learner import PriorLearner
 from marglik.posterior.posterior import Posterior
+from marglik.training.learner import PriorLearner
 
 __all__ = ["MarginalLikelihood"]
 
@@ -24,9 +25,10 @@ __all__ = ["MarginalLikelihood"]
 class MarginalLikelihood(Callback):
     """Learns a weight decay per parameter tensor while Lightning's Trainer trains.
 
-    Every few epochs, and at the end, it updates the prior by the evidence on the training
+    After some epochs, and at the end, it updates the prior by the evidence on the training
     dataloader, and logs the evidence and the new weight decays to the trainer's loggers. Its state
-    is saved in the trainer's checkpoints. The module's optimiser must have no weight decay.
+    is saved in the trainer's checkpoints; they hold the parameters of the steps, the module holds
+    their average when the training ends. The module's optimiser must have no weight decay.
 
     Args:
         likelihood: likelihood of the module's loss: "classification", "regression" or "bernoulli".
@@ -75,10 +77,15 @@ class MarginalLikelihood(Callback):
                 f"network={self._network!r} is not a module of {type(pl_module).__name__}; it has "
                 f"{', '.join(name for name, _ in pl_module.named_children())}."
             )
-        epochs = trainer.max_epochs  # None or -1 where a number of steps, or of hours, is given
+        # None, -1 or inf where a number of hours is given.
+        steps, per_epoch = trainer.estimated_stepping_batches, _steps_per_epoch(trainer)
+        known = 0 < steps < math.inf
         self.learner.start(
-            network, trainer.optimizers[0], loader, epochs if epochs and epochs > 0 else None
+            network, trainer.optimizers[0], loader, math.ceil(steps / per_epoch) if known else None
         )
+        # A checkpoint that was written at an epoch's last step is of before the epoch's update.
+        if trainer.global_step % per_epoch == 0:
+            self._log(trainer, self.learner.end_of_epoch(trainer.global_step // per_epoch))
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
@@ -103,9 +110,14 @@ class MarginalLikelihood(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The state for the trainer's checkpoints; empty before training has started."""
-        return self.learner.state_dict() if hasattr(self.learner, "hyperparameters") else {}
+        return self.learner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state from one of the trainer's checkpoints."""
         if state_dict:
             self.learner.load_state_dict(state_dict)
+
+
+def _steps_per_epoch(trainer: Trainer) -> int:
+    """The number of the optimiser's steps in an epoch."""
+    return math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)

@@ -9,16 +9,18 @@ prior.posterior  # fitted, with the learned weight decays
 """
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from kfac_backend.files import sha256_of_tensors
 from kfac_backend.options import CurvatureOptions, Likelihood
-from marglik.callbacks.prior_learner import PriorLearner
 from marglik.posterior.posterior import Posterior
 from marglik.storage.checkpoint import Checkpoints
+from marglik.training.learner import PriorLearner
 from marglik.training.ranks import check_alone
 
 __all__ = ["MarginalLikelihood"]
@@ -32,10 +34,11 @@ ROUNDING = 1e-6
 class MarginalLikelihood(TrainerCallback):
     """Learns a weight decay per parameter tensor while Hugging Face's Trainer trains.
 
-    Every few epochs, and at the end, it updates the prior by the evidence on the training data, and
-    logs the evidence and the new weight decays through ``trainer.log``. Each checkpoint of the
-    trainer gets a folder with its state. ``TrainingArguments(weight_decay=0)``, the default, is
-    required.
+    After some epochs, and at the end, it updates the prior by the evidence on the training data,
+    and logs the evidence and the new weight decays through ``trainer.log``. Each checkpoint of the
+    trainer gets a folder with its state; checkpoints hold the parameters of the steps, the model
+    holds their average when the training ends (not with ``load_best_model_at_end``, which chooses
+    a checkpoint). ``TrainingArguments(weight_decay=0)``, the default, is required.
 
     Args:
         trainer: the trainer, through which it logs.
@@ -91,15 +94,29 @@ class MarginalLikelihood(TrainerCallback):
         Raises:
             NotImplementedError: this is one of several processes: their dataloaders repeat examples
                 to give each process the same number.
+            ValueError: the state in ``output_dir`` was not saved with the model's parameters.
         """
         check_alone("the callback for Hugging Face's Trainer")
         model: nn.Module = kwargs["model"]
+        if args.load_best_model_at_end:
+            self.learner.schedule = replace(self.learner.schedule, average=None)
         if state.global_step:
-            self.learner.load_state_dict(self._checkpoints(args, state).load())
+            checkpoints = self._checkpoints(args, state)
+            saved = checkpoints.load()
+            if saved["parameters"] != _fingerprint(model):
+                raise ValueError(
+                    f"{checkpoints.folder} is not the prior of the checkpoint that is resumed: it "
+                    "was saved with other parameters. The prior is looked for in output_dir; set "
+                    "output_dir to the folder of the run that is resumed, or copy its checkpoint "
+                    "there."
+                )
+            self.learner.load_state_dict(saved["prior"])
         optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
         self.learner.start(
             model, optimizer, kwargs["train_dataloader"], math.ceil(state.num_train_epochs)
         )
+        # A checkpoint that was written at an epoch's last step is of before the epoch's update.
+        self._log(self.learner.end_of_epoch(math.floor((state.epoch or 0) + ROUNDING)))
 
     def on_pre_optimizer_step(
         self,
@@ -149,8 +166,14 @@ class MarginalLikelihood(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Write the prior's state beside the trainer's."""
-        self._checkpoints(args, state).save(self.learner.state_dict())
+        state_of_prior = self.learner.state_dict()
+        parameters = _fingerprint(kwargs["model"])
+        self._checkpoints(args, state).save({"prior": state_of_prior, "parameters": parameters})
 
     def _checkpoints(self, args: TrainingArguments, state: TrainerState) -> Checkpoints:
         folder = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}" / FOLDER
         return Checkpoints(folder, minutes=0)
+
+
+def _fingerprint(model: nn.Module) -> str:
+    return sha256_of_tensors([p.detach() for p in model.parameters() if p.requires_grad])

@@ -13,7 +13,7 @@ from kfac_backend.options import (
 from marglik.posterior.hyperparameters import UpdateMethod
 from marglik.posterior.subset import Layers
 from marglik.training.network import CompileMode
-from marglik.training.update_schedule import CurvatureFrom, Keep, Schedule
+from marglik.training.schedule import Average, CurvatureFrom, Keep, Schedule
 
 __all__ = [
     "Accelerator",
@@ -87,7 +87,8 @@ class PriorConfig:
             scalar a single one, kind one each for weights, biases and scalars, stage one per
             top-level child of the model. A mapping of group names to patterns of parameter names
             makes other groups, such as {convolutions: "stage*.weight", rest: "*"}.
-        every: number of epochs between updates of the prior.
+        updates: number of updates of the prior, spread over the epochs, at most one per epoch.
+        every: number of epochs between updates, in place of updates.
         burn_in: first epoch that an update may follow.
         steps: number of hyperparameter steps in each update.
         method: how an update raises the evidence. adam takes gradient steps; mackay iterates
@@ -98,25 +99,30 @@ class PriorConfig:
         sigma_noise: initial standard deviation of the noise of regression, in units of the targets;
             it is learned. Start with a small value, since a large one keeps the network from
             fitting.
+        average: which parameters to end with. last takes their mean over the steps of the last
+            third of the epochs, ema an exponential moving average, null those of the last step.
         keep: which update to end with. last keeps the last one; best goes back to the parameters
             of the update with the highest evidence, which may be an early one, before the network
             has reached a mode.
-        curvature_from: where an update takes the curvature from. pass makes a pass over the data
-            for each update; optimizer takes the moving averages of optimizer.name=kfac, and makes
-            a single pass at the end.
+        curvature_from: where an update takes the curvature from. auto makes a pass over the data
+            for each update, and draws labels (fisher=mc) in all but the last where exact passes
+            would take longer than the training; pass makes each as curvature says; optimizer takes
+            the moving averages of optimizer.name=kfac, and makes a single pass at the end.
     """
 
     weight_decay: float = 5e-4
     structure: PriorRules = "layerwise"
-    every: int = 5
+    updates: int = 20
+    every: int | None = None
     burn_in: int = 0
-    steps: int = 100
+    steps: int = 10
     method: PriorMethod = "adam"
     lr: float = 0.1
     temperature: float = 1.0
     sigma_noise: float = 0.1
+    average: Average | None = "last"
     keep: Keep = "last"
-    curvature_from: CurvatureFrom = "pass"
+    curvature_from: CurvatureFrom = "auto"
 
     def __post_init__(self) -> None:
         for name in ("weight_decay", "lr", "temperature", "sigma_noise"):
@@ -129,7 +135,15 @@ class PriorConfig:
     def schedule(self, epochs: int) -> Schedule:
         """When updates happen in a run of ``epochs`` epochs; never if the prior is fixed."""
         burn_in = epochs + 1 if self.method == "fixed" else self.burn_in
-        return Schedule(epochs, self.every, burn_in, self.steps, keep=self.keep)
+        return Schedule(
+            epochs,
+            self.every,
+            burn_in,
+            self.steps,
+            keep=self.keep,
+            updates=self.updates,
+            average=self.average,
+        )
 
 
 @dataclass(frozen=True)

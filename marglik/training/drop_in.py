@@ -8,17 +8,19 @@ from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from kfac_backend.distributed import Ranks
 from kfac_backend.laplace_torch.interface import KfacGGN
 from kfac_backend.laplace_torch.kron import laplace as laplace_torch
 from kfac_backend.model.checks import check_module
 from kfac_backend.options import CurvatureOptions, Likelihood
 from marglik.posterior.hyperparameters import Hyperparameters
 from marglik.posterior.laplace_torch import KronLaplace
-from marglik.posterior.prior import PriorGroups, PriorStructure
-from marglik.training.loaders import CountedLoader
+from marglik.posterior.prior import PriorGroups, PriorStructure, weight_decay_to_precision
+from marglik.training.learner import WEIGHT_DECAY
+from marglik.training.loaders import CountedLoader, num_batches
 from marglik.training.loop import OnlineTraining
-from marglik.training.ranks import check_alone
-from marglik.training.update_schedule import Schedule
+from marglik.training.ranks import check_alone, count_on_ranks, ranks_of
+from marglik.training.schedule import Average, Keep, Schedule, settling_rate
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric  # importing Lightning takes seconds
@@ -41,9 +43,9 @@ def marglik_training(
     prior_structure: str = "layerwise",
     n_epochs_burnin: int = 0,
     n_hypersteps: int = 10,
-    marglik_frequency: int = 1,
-    prior_prec_init: float = 1.0,
-    sigma_noise_init: float = 1.0,
+    marglik_frequency: int | None = None,
+    prior_prec_init: float | None = None,
+    sigma_noise_init: float = 0.1,
     temperature: float = 1.0,
     fix_sigma_noise: bool = False,
     progress_bar: bool = False,
@@ -51,6 +53,8 @@ def marglik_training(
     dict_key_x: str = "input_ids",
     dict_key_y: str = "labels",
     fabric: "Fabric | None" = None,
+    keep: Keep = "last",
+    average: Average | None = "last",
     **options: Any,
 ) -> tuple[Any, nn.Module, list[float], list[float]]:
     """Train a network and its hyperparameters together; arguments and returns as in laplace-torch.
@@ -58,7 +62,9 @@ def marglik_training(
     What differs: N is the number of examples that were seen, also with ``drop_last`` or a sampler;
     loss, evidence and posterior share one temperature T (laplace-torch divides the prior by T in
     the loss, and multiplies the initial precision by it); ``losses`` are epoch means of
-    `OnlineTraining`'s objective. With "diag", "full" or another backend, the evidence is
+    `OnlineTraining`'s objective. Its defaults are those of `PriorLearner`; laplace-torch's are
+    marglik_frequency=1, keep="best", prior_prec_init=1.0, sigma_noise_init=1.0 and a constant
+    learning rate. With "diag", "full" or another backend, the evidence is
     laplace-torch's own, which does not temper the Gaussian normaliser.
 
     Args:
@@ -69,15 +75,16 @@ def marglik_training(
         backend: `KfacGGN`, `KfacEF`, or one of laplace-torch's.
         optimizer_cls: class of the network's optimiser.
         optimizer_kwargs: its keywords; a weight decay is set to 0 with a warning.
-        scheduler_cls: class of a learning-rate schedule, stepped after every batch.
+        scheduler_cls: class of a learning-rate schedule, stepped after every batch; None takes
+            `marglik.settling_rate`.
         scheduler_kwargs: its keywords.
         n_epochs: number of epochs.
         lr_hyp: Adam's step size on the log hyperparameters.
         prior_structure: "layerwise", "scalar", or "diag" (not with "kron").
         n_epochs_burnin: no update before the end of this epoch.
         n_hypersteps: hyperparameter steps per update.
-        marglik_frequency: epochs between updates.
-        prior_prec_init: initial prior precision; includes N.
+        marglik_frequency: epochs between updates; None spreads twenty over all epochs.
+        prior_prec_init: initial prior precision; includes N. None takes that of weight decay 5e-4.
         sigma_noise_init: initial noise σ of regression.
         temperature: T of the likelihood.
         fix_sigma_noise: whether to keep σ at its initial value.
@@ -87,12 +94,15 @@ def marglik_training(
         dict_key_y: the targets' key in batches that are mappings.
         fabric: devices and precision, launched; ``train_loader`` is then this rank's shard, see
             `OnlineTraining`. None takes the model's device.
+        keep: "last", or "best" for the parameters of the update with the highest evidence, as
+            laplace-torch; see `Schedule`.
+        average: which parameters are averaged, see `Schedule`.
         options: fields of `CurvatureOptions`, such as ``kfac_approx`` or ``dict_key_mask``, except
             ``fisher`` and ``mc_samples``, which the backend sets; for our backends only.
 
     Returns:
-        The Laplace approximation with the best evidence, fitted; the model with its parameters; the
-        negative evidence (nats) at every hyperparameter step; the loss of every epoch.
+        The Laplace approximation, fitted; the model with its parameters; the negative evidence
+        (nats) at every hyperparameter step; the loss of every epoch.
     """
     check_module(model)
     structures = {"layerwise": "layerwise", "scalar": "scalar", "diag": "diagonal"}
@@ -121,16 +131,34 @@ def marglik_training(
         for group in optimizer.param_groups:
             group["weight_decay"] = 0.0
     schedule = Schedule(
-        n_epochs, marglik_frequency, n_epochs_burnin, n_hypersteps, last_epoch=False, keep="best"
+        n_epochs,
+        marglik_frequency,
+        n_epochs_burnin,
+        n_hypersteps,
+        last_epoch=keep == "last",
+        keep=keep,
+        average=average,
     )
-    if not any(map(schedule.is_due, range(1, n_epochs + 1))):
+    if n_epochs_burnin > n_epochs or (
+        keep == "best" and not any(map(schedule.is_due, range(1, n_epochs + 1)))
+    ):
         warnings.warn(
             f"No update is due: n_epochs={n_epochs}, marglik_frequency={marglik_frequency}, "
             f"n_epochs_burnin={n_epochs_burnin}. The weight decays keep their initial values. Pass "
             "a smaller marglik_frequency, or more epochs.",
             stacklevel=2,
         )
-    scheduler = scheduler_cls(optimizer, **(scheduler_kwargs or {})) if scheduler_cls else None
+    # laplace-torch takes the length of the dataset for the number of examples that it sees.
+    curvature_loader = train_loader if ours else CountedLoader(train_loader)
+    if prior_prec_init is None:
+        ranks = Ranks(None) if fabric is None else ranks_of(fabric)
+        number = count_on_ranks(curvature_loader, ranks)
+        prior_prec_init = weight_decay_to_precision(WEIGHT_DECAY, number, temperature)
+    scheduler: LRScheduler = (
+        settling_rate(optimizer, n_epochs * num_batches(train_loader))
+        if scheduler_cls is None
+        else scheduler_cls(optimizer, **(scheduler_kwargs or {}))
+    )
     is_regression = likelihood == "regression"
 
     def make_laplace(prior_precision: Tensor, sigma_noise: Tensor) -> Any:
@@ -166,8 +194,7 @@ def marglik_training(
         schedule,
         temperature=temperature,
         scheduler=scheduler,
-        # laplace-torch takes the length of the dataset for the number of examples that it sees.
-        curvature_loader=train_loader if ours else CountedLoader(train_loader),
+        curvature_loader=curvature_loader,
         fabric=fabric,
         targets=curvature,
         progress=progress_bar,

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["CountedLoader", "Loader", "count_examples"]
+__all__ = ["CountedLoader", "Loader", "count_examples", "num_batches"]
 
 Loader = Iterable[Any]
 """Batches (x, y), or mappings, examples first; iterated once per epoch."""
@@ -46,6 +46,14 @@ class CountedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._loader)
+
+
+def num_batches(loader: Any) -> int:
+    """The number of batches in one pass over a loader."""
+    try:
+        return len(loader)
+    except TypeError:
+        return sum(1 for _ in loader)
 
 
 def _any_tensor(batch: Any) -> Tensor:

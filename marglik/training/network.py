@@ -17,7 +17,6 @@ of sums.
 """
 
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,10 +30,10 @@ from kfac_backend.model.batches import each_batch
 from kfac_backend.model.calls import arguments, logits_of
 from kfac_backend.model.targets import Targets, split_batch
 from kfac_backend.optimizer import KFAC
-from kfac_backend.options import Likelihood, TargetOptions
+from kfac_backend.options import TargetOptions
 from kfac_backend.ranks import Ranks
+from marglik.training.learner import PriorLearner
 from marglik.training.loaders import Loader
-from marglik.training.penalty import Decay, add_penalty, check_no_weight_decay, stable_decays
 from marglik.training.random_state import samplers_of
 from marglik.training.ranks import step_errors
 
@@ -49,19 +48,18 @@ CompileMode = Literal["default", "reduce-overhead", "max-autotune"]
 
 
 class NetworkTraining:
-    """Trains a network's parameters, under weight decays that the caller gives for each epoch.
+    """Trains a network's parameters, under the weight decays that a learner has at each epoch.
 
-    `OnlineTraining` creates it once and calls `epoch` between its updates. The constructor hands
-    model and optimiser to Fabric, which moves them to the device and, with several ranks, wraps the
-    model in `DistributedDataParallel`: so it happens once. Afterwards ``model`` is the caller's
-    module, and only steps go through the wrapped one. What must survive from epoch to epoch is in
-    model, optimiser and schedule, whose states `OnlineTraining` writes into its checkpoints.
+    The constructor hands model and optimiser to Fabric, which moves them to the device and, with
+    several ranks, wraps the model in `DistributedDataParallel`: so it happens once. Afterwards
+    ``model`` is the caller's module, and only steps go through the wrapped one. What must survive
+    from epoch to epoch is in model, optimiser and schedule.
 
     Args:
         model: the network.
         optimizer: the network's optimiser, without weight decay.
         loader: batches (x, y), or mappings.
-        likelihood: "classification", "regression" or "bernoulli".
+        learner: adds the prior's gradient; started before the first epoch.
         fabric: device and precision.
         scheduler: the learning-rate schedule, stepped after every batch.
         compile_mode: mode of `torch.compile` for the steps; None does not compile.
@@ -71,7 +69,7 @@ class NetworkTraining:
         ranks: the ranks of the Fabric; the loader is this rank's shard.
 
     Raises:
-        ValueError: an optimiser with a weight decay, or K-FAC with a compiled model.
+        ValueError: K-FAC with a compiled model.
     """
 
     def __init__(
@@ -79,7 +77,7 @@ class NetworkTraining:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         loader: Loader,
-        likelihood: Likelihood,
+        learner: PriorLearner,
         fabric: "Fabric",
         *,
         scheduler: LRScheduler | None = None,
@@ -89,7 +87,6 @@ class NetworkTraining:
         progress: bool = False,
         ranks: Ranks = Ranks(None),  # noqa: B008
     ) -> None:
-        check_no_weight_decay(optimizer)
         if compile_mode is not None and isinstance(optimizer, KFAC):
             raise ValueError(
                 "A compiled model hides its layers from K-FAC (optimizer.name=kfac). Train without "
@@ -97,10 +94,11 @@ class NetworkTraining:
             )
         self.model = model
         self.loader = loader
-        self.likelihood: Likelihood = likelihood
+        self.learner = learner
+        self.likelihood = learner.likelihood
         self.fabric = fabric
         self.scheduler = scheduler
-        self._targets = Targets(likelihood, targets)
+        self._targets = Targets(self.likelihood, targets)
         self._progress = progress
         self._ranks = ranks
         self._kfac = optimizer if isinstance(optimizer, KFAC) else None
@@ -121,13 +119,11 @@ class NetworkTraining:
         # Checking a target waits for the device, so only the first epoch does it.
         self._targets_are_checked = False
 
-    def epoch(self, epoch: int, weight_decays: Sequence[Decay], variance: float) -> Record:
+    def epoch(self, epoch: int) -> Record:
         """Take the steps of one epoch; returns its record.
 
         Args:
             epoch: its number, for the record.
-            weight_decays: T·δ/N of each trainable tensor, in ``parameters()`` order.
-            variance: σ² of regression, else 1.
 
         Raises:
             FloatingPointError: the loss is not finite.
@@ -137,11 +133,11 @@ class NetworkTraining:
         """
         start = time.perf_counter()
         self.model.train()
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self._set_damping(weight_decays, variance)
-        limited: dict[str, None] = {}
+        variance = self.learner.hyperparameters.sigma_noise.square().item()
+        self._set_damping(variance)
+        self.learner.limited.clear()
         # On the device, and read once at the end: reading a loss waits for its step.
-        totals = torch.zeros(4, dtype=torch.float64, device=parameters[0].device)
+        totals = torch.zeros(4, dtype=torch.float64, device=next(self.model.parameters()).device)
         examples = 0
         self._tell_samplers(epoch)
         latest = None
@@ -160,10 +156,7 @@ class NetworkTraining:
                 )
             x, y = latest
             y = self._targets(self.model, x, y)
-            # In each step, as the limit 1 / lr moves with the schedule.
-            stable, names = stable_decays(self.model, self.optimizer, weight_decays, variance)
-            limited |= dict.fromkeys(names)
-            totals += self._step(x, y, parameters, stable, variance, counts)
+            totals += self._step(x, y, counts)
             examples += len(y) if counts else 0
         if not examples:
             raise ValueError("The training data is empty: the loader yielded no batch.")
@@ -188,19 +181,11 @@ class NetworkTraining:
         }
         if self.likelihood == "classification":
             record["accuracy"] = correct / terms if terms else 0.0
-        if limited:
-            record["limited_weight_decay"] = list(limited)
+        if self.learner.limited:
+            record["limited_weight_decay"] = sorted(self.learner.limited)
         return record
 
-    def _step(
-        self,
-        x: Any,
-        y: Tensor,
-        parameters: list[nn.Parameter],
-        weight_decays: list[Decay],
-        variance: float,
-        counts: bool = True,
-    ) -> Tensor:
+    def _step(self, x: Any, y: Tensor, counts: bool = True) -> Tensor:
         """Take one step; returns the batch's sums (4,) of losses, penalties, hits and labels.
 
         ``counts`` is False where this rank has no example of the batch and runs on others.
@@ -222,7 +207,7 @@ class NetworkTraining:
             scale: list[Tensor] = []
             objective.register_hook(scale.append)
             self.fabric.backward(objective)
-        penalty = add_penalty(parameters, weight_decays, variance * scale[0])
+        penalty = self.learner.add_to_gradients(scale[0])
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
@@ -252,12 +237,12 @@ class NetworkTraining:
                 if isinstance(sampler, DistributedSampler):
                     sampler.set_epoch(epoch)
 
-    def _set_damping(self, decays: Sequence[Decay], variance: float) -> None:
+    def _set_damping(self, variance: float) -> None:
         """Set K-FAC's damping to its own plus the prior's curvature σ²·T·δ/N of each tensor."""
         if self._preconditioner is None:
             return
         names = (name for name, p in self.model.named_parameters() if p.requires_grad)
-        by_name = dict(zip(names, decays, strict=True))
+        by_name = dict(zip(names, self.learner.decays_of_parameters(), strict=True))
         self._preconditioner.damping = {
             # The mean, where each entry has a precision of its own: damping in the eigenbasis of a
             # Kronecker product is one number per tensor.

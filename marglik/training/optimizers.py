@@ -1,17 +1,18 @@
-"""The network's optimiser and its schedule, as the paper's experiment has them."""
+"""The network's optimiser and its learning-rate schedule, by their options."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from kfac_backend.optimizer.kfac import BaseOptimizer
 from kfac_backend.optimizer.options import DampingOn, NormControl
 from kfac_backend.options import CurvatureOptions, Fisher, Likelihood, check_positive
 from marglik.posterior.prior import parameter_kind
+from marglik.training.schedule import settling_rate
 
 __all__ = ["KfacConfig", "OptimizerConfig", "build_optimizer"]
 
@@ -73,7 +74,7 @@ class KfacConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The network's optimiser; its learning rate follows a cosine from ``lr`` to ``min_lr``.
+    """The network's optimiser and its learning rate.
 
     There is no weight decay here: the prior's gradient is part of the objective's. AdamW's
     decoupled decay would not lead to the maximum of the log joint, which is what the Laplace
@@ -82,8 +83,10 @@ class OptimizerConfig:
     Args:
         name: sgd, adamw, or kfac: SGD or NAdamW on gradients that K-FAC preconditions, in the mode
             curvature.kfac_approx.
-        lr: initial learning rate, which falls along a cosine to min_lr.
-        min_lr: final learning rate.
+        lr: initial learning rate.
+        schedule: how it changes. settle keeps it for half of the steps, and then 0.6 of it, for
+            weight decays that are learned and parameters that are averaged; cosine falls to min_lr.
+        min_lr: final learning rate of the cosine.
         scalar_lr_factor: factor on the learning rate of parameters with a single entry.
         momentum: momentum of SGD, also behind K-FAC.
         nesterov: whether SGD uses Nesterov's momentum.
@@ -92,6 +95,7 @@ class OptimizerConfig:
 
     name: Literal["sgd", "adamw", "kfac"] = "sgd"
     lr: float = 0.1
+    schedule: Literal["settle", "cosine"] = "settle"
     min_lr: float = 1e-6
     scalar_lr_factor: float = 0.1
     momentum: float = 0.9
@@ -123,7 +127,7 @@ def build_optimizer(
     likelihood: Likelihood = "classification",
     curvature: CurvatureOptions = CurvatureOptions(),  # noqa: B008
     seed: int = 0,
-) -> tuple[torch.optim.Optimizer, CosineAnnealingLR]:
+) -> tuple[torch.optim.Optimizer, LRScheduler]:
     """The optimiser of a model's trainable parameters, and its schedule over the steps.
 
     Args:
@@ -163,4 +167,6 @@ def build_optimizer(
             mean_over="examples",  # the loop's objective
             seed=seed,
         )
+    if config.schedule == "settle":
+        return optimizer, settling_rate(optimizer, num_steps)
     return optimizer, CosineAnnealingLR(optimizer, T_max=num_steps, eta_min=config.min_lr)

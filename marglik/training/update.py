@@ -9,20 +9,19 @@ from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.ranks import Ranks
 from marglik.posterior.hyperparameters import Hyperparameters
 from marglik.posterior.prior import precision_to_weight_decay
-from marglik.training.loaders import Loader
+from marglik.training.loaders import Loader, count_examples
 from marglik.training.ranks import WithExamples, copy_from_rank_0, own_random_numbers
 
-__all__ = ["fit", "update_prior"]
+__all__ = ["update_prior"]
 
 
 def update_prior(
     hyperparameters: Hyperparameters,
     laplace: Any,
     data: Loader,
-    num_data: int,
-    steps: int,
+    num_data: int | None = None,
+    steps: int = 10,
     *,
-    temperature: float = 1.0,
     progress: bool = False,
     ranks: Ranks = Ranks(None),  # noqa: B008
     dict_key_y: str = "labels",
@@ -30,15 +29,15 @@ def update_prior(
 ) -> tuple[list[float], dict[str, Any]]:
     """Fit a Laplace approximation, then take hyperparameter steps that raise its evidence.
 
-    Collective where there are several ranks.
+    `PriorLearner` calls it; call it yourself where you hold the hyperparameters. Collective where
+    there are several ranks.
 
     Args:
         hyperparameters: prior precisions and noise; changed in place.
-        laplace: an unfitted Laplace approximation; fitted here.
+        laplace: a Laplace approximation; fitted here, and given the new hyperparameters.
         data: batches for the curvature pass; with several ranks this rank's shard.
-        num_data: N, the number of examples that all ranks together should see.
+        num_data: N, the number of examples that all ranks together should see; None counts them.
         steps: number of hyperparameter steps.
-        temperature: T of the likelihood.
         progress: whether to show a bar over the batches.
         ranks: the ranks that fit together; all end with the same hyperparameters, to the bit.
         dict_key_y: the targets' key in batches that are mappings.
@@ -46,19 +45,22 @@ def update_prior(
 
     Returns:
         The evidence (nats, a sum over the data) before each step and after the last; and the record
-        of the update, without its epoch, with the seconds of the pass, of the eigenvalues and of
-        the steps.
+        of the update, with the seconds of the pass, of the eigenvalues and of the steps.
 
     Raises:
         ValueError: the pass saw another number of examples than ``num_data``.
         FloatingPointError: the evidence is not finite.
     """
     device = next(laplace.model.parameters()).device
+    num_data = count_examples(data) if num_data is None else num_data
     start = _now(device)
-    if factors is None:
-        fit(laplace, data, ranks, progress, dict_key_y)
-    else:
+    if factors is not None:
         laplace.restore(factors)
+    elif ranks.size == 1:
+        laplace.fit(data, progress_bar=progress)
+    else:
+        with own_random_numbers(ranks):
+            laplace.fit(WithExamples(data, dict_key_y), progress_bar=progress)
     # The weight decays T·δ/N of the steps and the evidence must be of the same N.
     if laplace.n_data != num_data:
         raise ValueError(
@@ -76,10 +78,13 @@ def update_prior(
         found = torch.tensor([before, *evidences], dtype=torch.float64)
         copy_from_rank_0([*hyperparameters.tensors(), found], ranks, device)
         before, *evidences = found.tolist()
+    groups, delta = hyperparameters.groups, hyperparameters.prior_precision
+    laplace.prior_precision = groups.for_laplace(delta)
+    if laplace.likelihood == "regression":
+        laplace.sigma_noise = hyperparameters.sigma_noise
     end = _now(device)
 
-    groups, delta = hyperparameters.groups, hyperparameters.prior_precision
-    weight_decay = precision_to_weight_decay(delta, num_data, temperature)
+    weight_decay = precision_to_weight_decay(delta, num_data, laplace.temperature)
     record: dict[str, Any] = {
         "evidence_before": before,
         "evidence": evidences[-1],
@@ -102,21 +107,6 @@ def update_prior(
         record["clipped_eigenvalues"] = laplace.factors.num_clipped()
         record["left_out_share"] = laplace.factors.left_out_share
     return evidences, record
-
-
-def fit(
-    laplace: Any,
-    data: Loader,
-    ranks: Ranks,
-    progress: bool = False,
-    dict_key_y: str = "labels",
-) -> None:
-    """Fit a Laplace approximation to the data of all ranks; ``data`` is this rank's shard."""
-    if ranks.size == 1:
-        laplace.fit(data, progress_bar=progress)
-        return
-    with own_random_numbers(ranks):
-        laplace.fit(WithExamples(data, dict_key_y), progress_bar=progress)
 
 
 def _now(device: torch.device) -> float:

@@ -22,6 +22,7 @@ from marglik.prediction.links import predict_from_gaussian
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive, map_predictive
 from marglik.runs.config import CurvatureConfig
 from marglik.runs.model_check import check_model
+from marglik.training.learner import PriorLearner
 from marglik.training.network import NetworkTraining
 from tests import oracles
 from tests.marglik.linear_networks import TokenNetwork
@@ -104,16 +105,19 @@ def trained(ignore_index, y, steps_lr=0.1):
     """The record of an epoch of one batch, and the parameters after its step."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=steps_lr)
+    learner = PriorLearner(
+        "classification", CurvatureOptions(ignore_index=ignore_index), weight_decay=0.01
+    )
+    learner.start(model, optimizer, [(data()[0], y)], sums_terms=True)
     training = NetworkTraining(
         model,
         optimizer,
         [(data()[0], y)],
-        "classification",
+        learner,
         Fabric(accelerator="cpu"),
         targets=TargetOptions(ignore_index=ignore_index),
     )
-    decays = [0.01] * len(list(model.parameters()))
-    return training.epoch(1, decays, 1.0), torch.cat([p.flatten() for p in model.parameters()])
+    return training.epoch(1), torch.cat([p.flatten() for p in model.parameters()])
 
 
 def test_the_objective_is_the_sum_over_positions_averaged_over_examples():

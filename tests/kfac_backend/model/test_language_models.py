@@ -15,7 +15,7 @@ from marglik import KronLaplace, map_predictive, marglik_training, predict_all
 from marglik.posterior.hyperparameters import Hyperparameters
 from marglik.posterior.prior import PriorGroups
 from marglik.training.loop import OnlineTraining
-from marglik.training.update_schedule import Schedule
+from marglik.training.schedule import Schedule
 from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.model.language import (
     IGNORED,

@@ -42,7 +42,7 @@ def online_training(model, optimizer, epochs=EPOCHS, scheduler=None):
         lambda delta, sigma: Posterior(
             model, "classification", CurvatureOptions(), prior_precision=delta
         ),
-        Schedule(epochs, every=EVERY, steps=STEPS, keep="last"),
+        Schedule(epochs, every=EVERY, steps=STEPS),
         scheduler=scheduler,
     )  # fmt: skip
     result = training.run()

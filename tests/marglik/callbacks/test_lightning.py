@@ -27,6 +27,9 @@ from tests.marglik.callbacks.online import (
     sgd,
 )
 
+KNOWS = "weights_only" in inspect.signature(L.Trainer.fit).parameters  # since Lightning 2.6
+SAFELY = {"weights_only": True} if KNOWS else {}
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -147,19 +150,56 @@ def test_logs_to_the_users_loggers(tmp_path):
     assert len(rows) == 3
 
 
+class SaveAt(L.Callback):
+    """Save after an epoch, and train on."""
+
+    def __init__(self, epoch, path):
+        self.epoch, self.path = epoch, path
+
+    def on_train_epoch_end(self, trainer, module):
+        if trainer.current_epoch + 1 == self.epoch:
+            trainer.save_checkpoint(self.path)
+
+
 def test_resumes_from_lightnings_checkpoints(tmp_path):
     whole, module = MarginalLikelihood("classification", network="net", **OPTIONS), Classifier()
     trainer(whole).fit(module, loader())
     first = MarginalLikelihood("classification", network="net", **OPTIONS)
-    half = trainer(first, epochs=4, enable_checkpointing=True, default_root_dir=tmp_path)
+    half = trainer(first, enable_checkpointing=True, default_root_dir=tmp_path)
+    half.callbacks.append(SaveAt(3, tmp_path / "half.ckpt"))
     half.fit(Classifier(), loader())
-    half.save_checkpoint(tmp_path / "half.ckpt")
     second, resumed = MarginalLikelihood("classification", network="net", **OPTIONS), Classifier()
-    knows = "weights_only" in inspect.signature(L.Trainer.fit).parameters  # since Lightning 2.6
-    safely = {"weights_only": True} if knows else {}
-    trainer(second).fit(resumed, loader(), ckpt_path=tmp_path / "half.ckpt", **safely)
+    trainer(second).fit(resumed, loader(), ckpt_path=tmp_path / "half.ckpt", **SAFELY)
     assert torch.equal(second.learner.weight_decays(), whole.learner.weight_decays())
     assert second.learner.evidences == whole.learner.evidences
+    for p, q in zip(module.net.parameters(), resumed.net.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+class Killed(Exception):
+    """In place of a kill."""
+
+
+@pytest.mark.parametrize("step", [4, 8, 16, 18])
+def test_resumes_from_a_checkpoint_of_an_epochs_last_step(step, tmp_path):
+    """It is written before the epoch's update; steps 8 and 16 of four an epoch end epochs 2, 4."""
+    whole, module = MarginalLikelihood("classification", network="net", **OPTIONS), Classifier()
+    trainer(whole).fit(module, loader())
+
+    class Saves(L.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == step:
+                trainer.save_checkpoint(tmp_path / "last_step.ckpt")
+                raise Killed
+
+    cut_off = trainer(MarginalLikelihood("classification", network="net", **OPTIONS))
+    cut_off.callbacks.append(Saves())
+    with pytest.raises(Killed):
+        cut_off.fit(Classifier(), loader())
+    second, resumed = MarginalLikelihood("classification", network="net", **OPTIONS), Classifier()
+    trainer(second).fit(resumed, loader(), ckpt_path=tmp_path / "last_step.ckpt", **SAFELY)
+    assert second.learner.evidences == whole.learner.evidences
+    assert torch.equal(second.learner.weight_decays(), whole.learner.weight_decays())
     for p, q in zip(module.net.parameters(), resumed.net.parameters(), strict=True):
         assert torch.equal(p, q)
 

@@ -107,6 +107,43 @@ def test_resumes_from_the_trainers_checkpoints(tmp_path):
         assert torch.equal(p, q)
 
 
+def resumed_from(folder, step):
+    """The model and prior of a run that goes on from its checkpoint after so many steps."""
+    model = Classifier()
+    run = trainer(folder, model, save_strategy="steps", save_steps=4)
+    prior = MarginalLikelihood.attached(run, "classification", **OPTIONS)
+    run.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
+    return model, prior
+
+
+@pytest.mark.parametrize("step", [4, 8, 16])
+def test_resumes_from_a_checkpoint_of_an_epochs_last_step(step, tmp_path):
+    """It is written before the epoch's update; steps 8 and 16 of four an epoch end epochs 2, 4."""
+    whole = Classifier()
+    run = trainer(tmp_path, whole, save_strategy="steps", save_steps=4)
+    prior = MarginalLikelihood.attached(run, "classification", **OPTIONS)
+    run.train()
+    resumed, second = resumed_from(tmp_path, step)
+    assert second.learner.evidences == prior.learner.evidences
+    assert torch.equal(second.learner.weight_decays(), prior.learner.weight_decays())
+    for p, q in zip(whole.net.parameters(), resumed.net.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_the_prior_of_another_runs_checkpoint_is_refused(tmp_path):
+    for name, seed in (("mine", 0), ("other", 1)):
+        model = Classifier()
+        model.net = network(seed)
+        run = trainer(tmp_path / name, model, save_strategy="steps", save_steps=4)
+        MarginalLikelihood.attached(run, "classification", **OPTIONS)
+        run.train()
+    model = Classifier()
+    run = trainer(tmp_path / "other", model, save_strategy="steps", save_steps=4)
+    MarginalLikelihood.attached(run, "classification", **OPTIONS)
+    with pytest.raises(ValueError, match="it was saved with other parameters.*output_dir"):
+        run.train(resume_from_checkpoint=str(tmp_path / "mine" / "checkpoint-8"))
+
+
 @pytest.mark.parametrize(
     ("options", "updates"),
     [

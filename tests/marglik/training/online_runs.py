@@ -24,7 +24,7 @@ from marglik.training.loop import OnlineResult
 __all__ = ["CASES", "NUM_RECORDS", "make", "outcome", "run_until"]
 
 NUM_RECORDS = 7
-"""Of each run: epochs 1, 2, update 2, epochs 3, 4, update 4, and what is after the last."""
+"""Of each run but the averaged: epochs 1, 2, update 2, epochs 3, 4, update 4, and what is after."""
 
 sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)
 cosine = partial(CosineAnnealingLR, T_max=12, eta_min=1e-3)
@@ -41,6 +41,8 @@ CASES: dict[str, dict[str, Any]] = {
     "the sampler's generator": {"shuffle": "sampler"},
     "images": {"images": True},
     "the last": {"keep": "last"},
+    "averaged": {"keep": "last", "average": "last", "epochs": 6, "norm": True},
+    "exponential average": {"keep": "last", "average": "ema"},
     "the first is the best": {"scheduler": partial(LambdaLR, lr_lambda=lambda i: 1 + 30 * (i > 6))},
     "no update": {"burn_in": 9, "backend_kwargs": {"stochastic": True}},
     "float16": {"float16": True},
@@ -73,7 +75,8 @@ def make(
     if images:
         layers = [nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(72, 3)]
     else:
-        layers = [nn.Linear(4, 6), nn.Tanh(), nn.Dropout(0.2), nn.Linear(6, 3)]
+        norm = [nn.BatchNorm1d(6)] if options.get("norm") else []
+        layers = [nn.Linear(4, 6), *norm, nn.Tanh(), nn.Dropout(0.2), nn.Linear(6, 3)]
     model = nn.Sequential(*layers).to(dtype)
     loader, curvature_loader = _loaders(options, dtype, seed)
 
@@ -91,7 +94,12 @@ def make(
         method=options.get("method", "adam"),
     )
     schedule = Schedule(
-        4, every=2, steps=5, burn_in=options.get("burn_in", 0), keep=options.get("keep", "best")
+        options.get("epochs", 4),
+        every=2,
+        steps=5,
+        burn_in=options.get("burn_in", 0),
+        keep=options.get("keep", "best"),
+        average=options.get("average"),
     )
     if "kfac" in options:
         conditioning = PreconditionerOptions(damping_on="product", **options["preconditioner"])
@@ -154,7 +162,7 @@ def run_until(stop: int, checkpoints: Checkpoints, case: str, seed: int) -> None
 def outcome(run: OnlineTraining, result: OnlineResult) -> dict[str, Any]:
     """All that a run leaves, but for times; and what would be drawn next."""
     state, laplace = run.state_dict(), result.laplace
-    parts = ("optimizer", "scheduler", "precision", "hyperparameters", "random", "epoch")
+    parts = ("optimizer", "scheduler", "precision", "learner", "random", "epoch")
     return {
         "parameters": dict(run.model.state_dict()),
         "laplace": [

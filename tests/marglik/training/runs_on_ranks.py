@@ -26,10 +26,10 @@ from marglik import (
     Schedule,
     marglik_training,
 )
-from marglik.callbacks.prior_learner import PriorLearner
 from marglik.data import TensorBatches
 from marglik.data.shard import Shard
 from marglik.storage.checkpoint import Checkpoints
+from marglik.training.learner import PriorLearner
 
 N, EPOCHS = 23, 4
 """Examples: batches of 8, 8 and 7."""
@@ -101,21 +101,21 @@ def make(
     )
     return OnlineTraining(
         model, made, loader, likelihood, hyperparameters, make_laplace,
-        Schedule(epochs, every=2, steps=5, keep="last"),
+        Schedule(epochs, every=2, steps=5),
         scheduler=CosineAnnealingLR(made, T_max=12, eta_min=1e-3), fabric=fabric,
     )  # fmt: skip
 
 
 def outcome(run: OnlineTraining) -> dict[str, Any]:
-    result = run._result
-    records = [{k: v for k, v in r.items() if k != "seconds"} for r in result.records]
+    learner = run.learner
+    records = [{k: v for k, v in r.items() if k != "seconds"} for r in run._records]
     return {
         "parameters": [p.detach().clone() for p in run.model.parameters()],
         "precision": run.hyperparameters.prior_precision,
         "sigma": run.hyperparameters.sigma_noise,
-        "evidences": result.evidences,
-        "evidence": result.evidence,
-        "num_data": (run.num_data, result.laplace.n_data),
+        "evidences": learner.evidences_of_steps,
+        "evidence": learner.evidences[-1],
+        "num_data": (run.num_data, learner.posterior.n_data),
         "records": records,
         "next": torch.rand(3),
     }
@@ -194,7 +194,7 @@ def seeded_by_rank(folder: str, stop: int) -> dict[str, Any] | None:
         torch.manual_seed = real
     states = Checkpoints(folder, minutes=0)
     if stop:
-        run.schedule = Schedule(stop, every=2, steps=5, keep="last")
+        run._start = (*run._start[:-1], stop)
     run.run(states)
     return outcome(run)
 

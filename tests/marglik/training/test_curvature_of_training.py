@@ -48,7 +48,7 @@ def training(lr, curvature_from, likelihood="classification", kfac_approx="expan
             PriorGroups.from_model(model), 1.0, learn_sigma_noise=likelihood != "classification"
         ),
         make_posterior,
-        Schedule(epochs=3, every=1, steps=4),
+        Schedule(epochs=3, every=1, steps=4, average=None),
         curvature_from=curvature_from,
     )
 
@@ -109,15 +109,19 @@ def test_factors_of_all_layers_of_a_network():
 
 def test_what_has_no_factors_is_a_named_error():
     run = training(0.1, "pass")
-    arguments = (run.train_loader, "classification", run.hyperparameters, run.make_laplace)
+    make_laplace = run.learner._make_posterior
+    arguments = (run.train_loader, "classification", run.hyperparameters, make_laplace)
     sgd = torch.optim.SGD(run.model.parameters(), 0.1)
     with pytest.raises(ValueError, match="takes K-FAC's factors, and SGD has none"):
         OnlineTraining(run.model, sgd, *arguments, Schedule(), curvature_from="optimizer")
     with pytest.raises(ValueError, match="of all trainable parameters, and '0.bias' has none"):
         training(0.1, "optimizer", exclude=["0.bias"])
     run = training(0.1, "optimizer")
-    run.make_laplace = lambda delta, sigma: object()
     with pytest.raises(TypeError, match="needs marglik.Posterior, not object"):
-        run.run()
-    with pytest.raises(ValueError, match="'pass', 'optimizer'"):
+        OnlineTraining(
+            run.model, run.network.optimizer, run.train_loader, "classification",
+            run.hyperparameters, lambda delta, sigma: object(), Schedule(),
+            curvature_from="optimizer",
+        )  # fmt: skip
+    with pytest.raises(ValueError, match="'auto', 'pass', 'optimizer'"):
         training(0.1, "factors")

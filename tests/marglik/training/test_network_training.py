@@ -13,10 +13,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from kfac_backend import kronecker_factors
 from kfac_backend.loss import loss_sum
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
-from marglik import Hyperparameters, KronLaplace, OnlineTraining, PriorGroups
+from kfac_backend.options import CurvatureOptions
+from marglik import Hyperparameters, KronLaplace, OnlineTraining, PriorGroups, PriorLearner
 from marglik.data import ImageBatches
 from marglik.data.images.image_set import ImageSet
 from marglik.runs.config import PriorConfig
+from marglik.training.loaders import count_examples
 from marglik.training.network import NetworkTraining
 from tests.marglik.same_state import same
 from tests.marglik.training.online_runs import make, outcome, scaled_fabric
@@ -84,14 +86,36 @@ def steps_of_autograd(likelihood, decays, variance, steps, make_optimizer):
     return parameters, values
 
 
-def training(likelihood="classification", fabric=None, dtype=torch.float64, make_optimizer=None):
+def learner_of(model, optimizer, loader, likelihood="classification", decays=1e-3, variance=1.0):
+    """A learner with these weight decays; it learns nothing."""
+    if isinstance(decays, list):
+        diagonal = isinstance(decays[0], torch.Tensor)
+        decays = torch.cat([torch.as_tensor(d).double().flatten() for d in decays])
+    else:
+        diagonal = False
+    learner = PriorLearner(
+        likelihood, CurvatureOptions(unsupported="diagonal"), average=None,
+        hyperparameters=Hyperparameters(
+            PriorGroups.from_model(model, "diagonal" if diagonal else "layerwise"),
+            decays * count_examples(loader), sigma_noise=variance**0.5,
+        ),
+    )  # fmt: skip
+    learner.start(model, optimizer, loader, 1, sums_terms=True)
+    return learner
+
+
+def training(
+    likelihood="classification", fabric=None, dtype=torch.float64, make_optimizer=None,
+    decays=1e-3, variance=1.0,
+):  # fmt: skip
     """Steps of one batch; and the network's trainable parameters."""
     model = Network(dtype)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = (make_optimizer or momentum)(parameters)
     fabric = fabric or Fabric(accelerator="cpu", devices=1)
     loader = DataLoader(TensorDataset(*batch(likelihood, dtype)), 7)
-    return NetworkTraining(model, optimizer, loader, likelihood, fabric), parameters
+    learner = learner_of(model, optimizer, loader, likelihood, decays, variance)
+    return NetworkTraining(model, optimizer, loader, learner, fabric), parameters
 
 
 def momentum(parameters):
@@ -108,11 +132,13 @@ def adam(parameters):
     ("likelihood", "variance"), [("classification", 1.0), ("bernoulli", 1.0), ("regression", 0.3)]
 )
 def test_steps_are_autograds_of_the_whole_objective(likelihood, variance, diagonal, make_optimizer):
-    network, parameters = training(likelihood, make_optimizer=make_optimizer)
-    decays = decays_of(parameters, diagonal)
+    decays = decays_of([p for p in Network().parameters() if p.requires_grad], diagonal)
+    network, parameters = training(
+        likelihood, make_optimizer=make_optimizer, decays=decays, variance=variance
+    )
     expected, values = steps_of_autograd(likelihood, decays, variance, 4, make_optimizer)
     before = [p.detach().clone() for p in parameters]
-    records = [network.epoch(i + 1, decays, variance) for i in range(4)]
+    records = [network.epoch(i + 1) for i in range(4)]
     for p, after, first in zip(parameters, expected, before, strict=True):
         assert_close(p, after, rtol=1e-12, atol=1e-14)
         assert (p - first).abs().min() > 0  # the unused ones, too
@@ -137,8 +163,8 @@ def test_a_scaled_loss_has_a_scaled_penalty(make_optimizer, diagonal):
     ends, gradients = [], []
     for kind, scale in ((Fabric, 1), (Scaled, 1024)):
         fabric = kind(accelerator="cpu", devices=1)
-        network, parameters = training(fabric=fabric, make_optimizer=make_optimizer)
-        decays = decays_of(parameters, diagonal)
+        decays = decays_of([p for p in Network().parameters() if p.requires_grad], diagonal)
+        network, parameters = training(fabric=fabric, make_optimizer=make_optimizer, decays=decays)
 
         def unscale(*_, parameters=parameters, scale=scale):
             gradients.append([p.grad.clone() for p in parameters])
@@ -146,7 +172,7 @@ def test_a_scaled_loss_has_a_scaled_penalty(make_optimizer, diagonal):
                 p.grad /= scale
 
         network.optimizer.optimizer.register_step_pre_hook(unscale)
-        record = network.epoch(1, decays, 1.0)
+        record = network.epoch(1)
         ends.append([record["objective"], *(p.detach() for p in parameters)])
     assert same(ends[0], ends[1])
     for plain, scaled in zip(*gradients, strict=True):
@@ -157,9 +183,9 @@ def test_float16_with_a_scaler_follows_float32():
     """The loss's scale starts at 64 and doubles every second step."""
     curves, ends = [], []
     for fabric in (None, scaled_fabric()):
-        network, parameters = training(fabric=fabric, dtype=torch.float32)
-        decays = decays_of(parameters, False)
-        curves.append([network.epoch(i, decays, 1.0)["objective"] for i in range(1, 13)])
+        decays = decays_of([p for p in Network().parameters() if p.requires_grad], False)
+        network, parameters = training(fabric=fabric, dtype=torch.float32, decays=decays)
+        curves.append([network.epoch(i)["objective"] for i in range(1, 13)])
         ends.append(torch.cat([p.detach().flatten() for p in parameters]))
     assert curves[1] == pytest.approx(curves[0], rel=5e-3)
     assert curves[1] != curves[0]  # negative control: it was float16
@@ -173,7 +199,7 @@ def test_bfloat16_trains():
     for precision in ("32-true", "bf16-mixed"):
         fabric = Fabric(accelerator="cpu", devices=1, precision=precision)
         network, parameters = training(fabric=fabric, dtype=torch.float32)
-        losses[precision] = [network.epoch(i, [1e-3] * 5, 1.0)["loss"] for i in range(1, 41)]
+        losses[precision] = [network.epoch(i)["loss"] for i in range(1, 41)]
         assert all(p.dtype == torch.float32 for p in parameters)
     assert losses["bf16-mixed"] == pytest.approx(losses["32-true"], rel=0.1)
     assert losses["bf16-mixed"] != losses["32-true"]
@@ -186,7 +212,7 @@ def test_half_precision_on_a_cpu_is_no_silent_failure():
         warnings.simplefilter("always")
         fabric = Fabric(accelerator="cpu", devices=1, precision="16-mixed")
     network, parameters = training(fabric=fabric, dtype=torch.float32)
-    losses = [network.epoch(i, [1e-3] * 5, 1.0)["loss"] for i in range(1, 11)]
+    losses = [network.epoch(i)["loss"] for i in range(1, 11)]
     assert losses[-1] < losses[0]
     assert any("bf16" in str(warning.message) for warning in caught)
 
@@ -212,11 +238,12 @@ def convolutions(channels_last=False, compile_mode=None, epochs=8):
                 inputs[0].is_contiguous(memory_format=torch.channels_last)
             )
         )
+    optimizer = momentum(model.parameters())
     network = NetworkTraining(
-        model, momentum(model.parameters()), batches, "classification",
+        model, optimizer, batches, learner_of(model, optimizer, batches),
         Fabric(accelerator="cpu", devices=1), compile_mode=compile_mode,
     )  # fmt: skip
-    losses = [network.epoch(i, [1e-3] * 6, 1.0)["loss"] for i in range(1, epochs + 1)]
+    losses = [network.epoch(i)["loss"] for i in range(1, epochs + 1)]
     return losses, seen, [p.detach() for p in model.parameters()]
 
 
@@ -272,7 +299,7 @@ def test_a_monitor_looks_and_changes_nothing(case):
 
 @pytest.mark.parametrize("epochs", [1, 4, 12])
 def test_a_fixed_prior_never_updates(epochs):
-    config = PriorConfig(method="fixed", every=1)
+    config = PriorConfig(method="fixed", every=1, average=None)
     schedule = config.schedule(epochs)
     assert not any(schedule.is_due(epoch) for epoch in range(1, epochs + 1))
     learned = PriorConfig(method="adam", every=1).schedule(epochs)  # negative control
@@ -297,7 +324,7 @@ def test_targets_are_looked_at_before_the_first_step():
     network.loader = [(x, y + 1)]
     before = [p.detach().clone() for p in parameters]
     with pytest.raises(ValueError, match="Label 3 is out of range: the model has 3 outputs"):
-        network.epoch(1, [0.1] * 5, 1.0)
+        network.epoch(1)
     assert same(before, [p.detach() for p in parameters])
 
 
@@ -322,10 +349,11 @@ def test_kfac_takes_natural_gradient_steps_on_the_posterior(likelihood, variance
                 damping=0.02, damping_on="product", norm_control="none"
             ),
         )  # fmt: skip
+    learner = learner_of(model, optimizer, [(x, y)], likelihood, decays, variance)
     NetworkTraining(
-        model, optimizer, [(x, y)], likelihood, Fabric(accelerator="cpu", devices=1),
+        model, optimizer, [(x, y)], learner, Fabric(accelerator="cpu", devices=1),
         prior_is_damping=prior_is_damping,
-    ).epoch(1, decays, variance)  # fmt: skip
+    ).epoch(1)  # fmt: skip
     for decay, (name, p) in zip(decays, parameters.items(), strict=True):
         g = (gradients[name] + variance * decay * before[name]).flatten()
         if name != "unused":
@@ -340,6 +368,7 @@ def test_kfac_needs_layers_that_it_can_see():
     optimizer = KFAC(model, "classification", LR)
     with pytest.raises(ValueError, match="hides its layers from K-FAC"):
         NetworkTraining(
-            model, optimizer, [], "classification", Fabric(accelerator="cpu", devices=1),
+            model, optimizer, [], PriorLearner("classification"),
+            Fabric(accelerator="cpu", devices=1),
             compile_mode="default",
         )  # fmt: skip

@@ -1,0 +1,646 @@
+"""The learner of weight decays: all of the method but the network's own steps.
+
+Source: Immer et al. 2021 (arXiv:2104.04975), algorithm 1; the phases are in
+`marglik.training.schedule`. `OnlineTraining`, `marglik_training`, the command and the callbacks are
+loops around a `PriorLearner`, and so learn the same decays on the same batches, to the bit.
+
+On several ranks of `torch.distributed` every method is collective. The loop must average gradients
+over ranks, as `DistributedDataParallel` does, and each rank must have a shard of the data with the
+same number of examples in each batch: only then is that average the gradient of the mean over all
+examples.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfac_backend.distributed import Ranks
+from kfac_backend.loss.hessian import counted_terms
+from kfac_backend.model.batches import to_device
+from kfac_backend.model.calls import arguments, forked_random_numbers, logits_of
+from kfac_backend.model.checks import check_module
+from kfac_backend.model.targets import Targets, split_batch
+from kfac_backend.optimizer import KFAC
+from kfac_backend.optimizer.training_pass import MeanOver
+from kfac_backend.options import CurvatureOptions, Likelihood, check_option, check_positive
+from marglik.eval_mode import eval_mode
+from marglik.posterior.evidence import EvidenceTerms
+from marglik.posterior.hyperparameters import Hyperparameters, UpdateMethod
+from marglik.posterior.posterior import Posterior, parameter_vector
+from marglik.posterior.prior import (
+    PriorGroups,
+    PriorStructure,
+    precision_to_weight_decay,
+    weight_decay_to_precision,
+)
+from marglik.training.average import WeightAverage, renew_batch_norm
+from marglik.training.loaders import Loader
+from marglik.training.penalty import Decay, add_penalty, check_no_weight_decay, stable_decays
+from marglik.training.ranks import check_shards, count_on_ranks
+from marglik.training.schedule import CurvatureFrom, Schedule
+from marglik.training.update import update_prior
+
+__all__ = ["PriorLearner"]
+
+WEIGHT_DECAY = 5e-4
+"""The initial weight decay of all groups."""
+SMALLEST_COSINE = 1e-3
+"""Of a weight and its gradient. In the first steps it is below 3e-5 for weights before BatchNorm,
+whose loss does not depend on their length, and above 3e-3 for others."""
+OBSERVED_STEPS = 10
+"""Number of steps in which that cosine is looked at."""
+STILL_MOVING = 1.5
+"""The factor by which a weight decay that has settled does not change in one update."""
+
+
+class PriorLearner:
+    """Learns weight decays, one per parameter tensor, while a network trains.
+
+    The loop calls `start` once, before its first step; `add_to_gradients` once before each step of
+    the optimiser, after its backward passes; `end_of_epoch` after each epoch; and `end_of_training`
+    after the last step. The learner holds the hyperparameters, the latest posterior, the evidences
+    and the average of the parameters; network and optimiser remain the loop's. `state_dict` can be
+    taken at any time after `start`. A state that is loaded waits for the next `start`, because
+    before that there are no hyperparameters to put it into.
+
+    Keep the learning rate high enough for the parameters to follow the decays; a rate that falls to
+    zero freezes them where they are. `marglik.settling_rate` suits.
+
+    Args:
+        likelihood: likelihood of the loss: "classification", "regression" or "bernoulli".
+        curvature: all options of the curvature pass.
+        weight_decay: initial weight decay of all groups.
+        structure: the groups of parameters that share a weight decay, see `PriorGroups.from_model`.
+        method: "adam" or "mackay".
+        lr: Adam's step size on the logarithm of the precision.
+        temperature: T; the likelihood is raised to the power 1/T.
+        sigma_noise: initial σ of regression; None takes 0.1 where it is learned, and 1 elsewhere.
+        learn_sigma_noise: whether σ of regression is learned.
+        mean_over: "examples" if the loss is a mean over examples, as for a classifier; "terms" if
+            it is a mean over all loss terms, as for a language model.
+        loss_scale: factor by which the loss of an example, or of a term, exceeds −log p(y|f) at
+            σ = 1. For ``F.mse_loss`` of C outputs it is 2/C, as −log p is ½‖y − f‖².
+        curvature_from: "auto" makes a pass over the data for each update, with a label drawn from
+            the model for each loss term if all updates with the exact Fisher would take longer than
+            the training; the last pass is exact. "pass" makes each as ``curvature`` says.
+            "optimizer" takes the moving averages of `KFAC`'s factors and the loss of the latest
+            epoch, and makes one pass at the end.
+        schedule: when updates happen, and what is averaged; or give its fields as keywords, such as
+            ``updates``, ``every``, ``burn_in``, ``steps`` and ``average``, see `Schedule`.
+        hyperparameters: your own, in place of weight_decay, structure, method, lr and the noise.
+        make_posterior: returns an unfitted Laplace approximation, given δ and σ; None takes
+            `Posterior`.
+        options: fields of `Schedule`.
+
+    Raises:
+        ValueError: an option that is not supported.
+    """
+
+    def __init__(
+        self,
+        likelihood: Likelihood,
+        curvature: CurvatureOptions = CurvatureOptions(),  # noqa: B008
+        *,
+        weight_decay: float = WEIGHT_DECAY,
+        structure: PriorStructure | Mapping[str, str] = "layerwise",
+        method: UpdateMethod = "adam",
+        lr: float = 0.1,
+        temperature: float = 1.0,
+        sigma_noise: float | None = None,
+        learn_sigma_noise: bool = False,
+        mean_over: MeanOver = "examples",
+        loss_scale: float = 1.0,
+        curvature_from: CurvatureFrom = "auto",
+        schedule: Schedule = Schedule(),  # noqa: B008
+        hyperparameters: Hyperparameters | None = None,
+        make_posterior: Callable[[Tensor, Tensor], Any] | None = None,
+        **options: Any,
+    ) -> None:
+        curvature.check(likelihood)
+        check_option("mean_over", mean_over, MeanOver)
+        check_option("curvature_from", curvature_from, CurvatureFrom)
+        for name, value in (
+            ("weight_decay", weight_decay),
+            ("temperature", temperature),
+            ("loss_scale", loss_scale),
+        ):
+            check_positive(name, value)
+        if learn_sigma_noise and likelihood != "regression":
+            raise ValueError(
+                f"learn_sigma_noise=True is for likelihood 'regression', not {likelihood!r}."
+            )
+        self.likelihood: Likelihood = likelihood
+        self.curvature = curvature
+        self.schedule = replace(schedule, **options)
+        self.temperature = temperature
+        self.mean_over: MeanOver = mean_over
+        self.loss_scale = loss_scale
+        self.posterior: Any = None
+        """The posterior of the latest update, with the hyperparameters that it learned; after
+        `end_of_training` it is fitted at the network's final parameters."""
+        self.evidences: list[float] = []
+        """The evidence (nats) after each update."""
+        self.evidences_of_steps: list[float] = []
+        """The evidence (nats) before each hyperparameter step."""
+        self.record: dict[str, Any] = {}
+        """What `update_prior` recorded in the latest update."""
+        self.kept_epoch = 0
+        """The epoch that the final parameters are of."""
+        self.limited: set[str] = set()
+        """Names of the parameters whose weight decay SGD could not take, see `stable_decays`."""
+        self.loss_of_epoch = math.nan
+        """With curvature_from="optimizer" the loop sets it before `end_of_epoch`: the mean over the
+        epoch's examples, at σ = 1."""
+        self.progress = False
+        self._given, self._make_posterior = hyperparameters, make_posterior
+        self._curvature_from: CurvatureFrom = curvature_from
+        self._initial = weight_decay
+        self._structure: PriorStructure | Mapping[str, str] = structure
+        self._hyperparameter_options: dict[str, Any] = {
+            "method": method,
+            "lr": lr,
+            "learn_sigma_noise": learn_sigma_noise,
+            "sigma_noise": (0.1 if learn_sigma_noise else 1.0)
+            if sigma_noise is None
+            else sigma_noise,
+        }
+        # Loaded before `start`, and applied by it.
+        self._state: Mapping[str, Any] | None = None
+        self._said: set[str] = set()
+
+    def start(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loader: Loader,
+        epochs: int | None = None,
+        *,
+        ranks: Ranks | None = None,
+        sums_terms: bool = False,
+    ) -> None:
+        """Count the data and make the hyperparameters; call it before the first step.
+
+        Args:
+            model: the network, whose outputs are logits, or means for regression. Of a
+                `DistributedDataParallel`, pass its ``module``.
+            optimizer: the network's optimiser, without weight decay.
+            loader: batches (x, y), or mappings, of training and of the curvature pass; with several
+                ranks this rank's shard.
+            epochs: number of epochs, if it is known.
+            ranks: the ranks that train together; None takes all of `torch.distributed`.
+            sums_terms: whether the loss is a mean over examples of sums over their terms; with it,
+                mean_over must be "examples".
+
+        Raises:
+            ValueError: an optimiser with weight decay, no data, a state of another model or of
+                other options, loaders that are not shards of one data set, mean_over="examples" for
+                examples with several loss terms, or curvature_from="optimizer" without factors.
+            RankError: another rank has failed, or is gone.
+        """
+        check_module(model)
+        check_no_weight_decay(optimizer)
+        self._ranks = Ranks() if ranks is None else ranks
+        check_shards(self._ranks, loader=loader)
+        self._model, self._optimizer, self._loader = model, optimizer, loader
+        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._preconditioner = None
+        if self._curvature_from == "optimizer":
+            self._preconditioner = _preconditioner_of(self._named, optimizer)
+        self.schedule = replace(self.schedule, epochs=epochs)
+        self.num_data = count_on_ranks(loader, self._ranks)
+        """N, the number of examples of all ranks."""
+        self.hyperparameters = self._given or Hyperparameters(
+            PriorGroups.from_model(model, self._structure),
+            weight_decay_to_precision(self._initial, self.num_data, self.temperature),
+            **self._hyperparameter_options,
+        )
+        self._epoch = 0  # the number of epochs that have ended
+        self._steps = 0
+        self._steps_at_update: int | None = None
+        self._highest_rate = 0.0
+        self._average = WeightAverage(self.schedule.average or "last")
+        self._best: dict[str, Any] | None = None
+        self._moves: dict[str, float] = {}
+        self._directional = set(self._named)  # and not scale-invariant, as far as is known
+        self._terms_per_example = self._look_at_data(sums_terms)
+        if self._state is not None:
+            self._load(self._state)
+            self._state = None
+        self._set_decays()
+
+    def _look_at_data(self, sums_terms: bool) -> float:
+        """Loss terms per example, which the share of the prior in a mean over terms depends on.
+
+        Reads the first batch: its targets and outputs also tell the cost of an exact pass. With
+        mean_over="terms" it reads all targets, since already the first step needs their number.
+        """
+        targets, terms, examples = Targets(self.likelihood, self.curvature), 0, 0
+        device = next(self._model.parameters()).device
+        self._vectors = 1
+        with forked_random_numbers(self._model), eval_mode(self._model), torch.no_grad():
+            for index, batch in enumerate(self._loader):
+                # A copy, since a model may change its input in place.
+                x, y = split_batch(
+                    deepcopy(to_device(batch, device)) if index == 0 else batch,
+                    self.curvature.dict_key_y,
+                )
+                y = targets(self._model, x, y)
+                counted = counted_terms(y, self.likelihood)
+                terms += y.shape[:-1].numel() if counted is None else int(counted.sum())
+                examples += len(y)
+                if index == 0 and len(y):
+                    args, kwargs = arguments(self._model, x)
+                    f = logits_of(self._model(*args, **kwargs))
+                    positions = f.shape[1:-1].numel()
+                    self._vectors = positions * (
+                        f.shape[-1] - (self.likelihood == "classification")
+                    )
+                if self.mean_over == "examples":
+                    break
+        if sums_terms:
+            return 1.0
+        of_ranks = self._ranks.gather((terms, examples), "counting the loss terms")
+        terms, examples = (sum(of_rank) for of_rank in zip(*of_ranks, strict=True))
+        found = max(terms, 1) / examples
+        if self.mean_over == "examples" and found != 1:
+            raise ValueError(
+                f"The examples have {found:.4g} loss terms each. If the loss is a mean over all "
+                "terms, the prior's gradient must be smaller by this factor: pass "
+                "mean_over='terms'. If the loss is a mean over examples of sums over terms, call "
+                "start(..., sums_terms=True)."
+            )
+        return found
+
+    @property
+    def _draws_labels(self) -> bool:
+        """Whether updates draw labels, as exact passes would take longer than the training.
+
+        In passes over one example: a training step is a forward pass and a backward pass of twice
+        its cost; an exact pass is a forward pass and V backward passes.
+        """
+        updates, epochs = self.schedule.updates, self.schedule.epochs
+        if self._curvature_from != "auto" or self.curvature.fisher != "exact" or epochs is None:
+            return False
+        if self.schedule.keep == "best":  # noise would choose among the evidences
+            return False
+        if self.schedule.every is not None:
+            updates = epochs // self.schedule.every
+        return updates * (1 + 2 * self._vectors) > 3 * epochs and self._vectors > 1
+
+    # --- in the network's steps ---
+
+    def add_to_gradients(self, scale: Tensor | float = 1.0) -> Tensor:
+        """Add the prior's gradient to the parameters' gradients; returns ½ Σ wd ‖θ‖², a scalar.
+
+        Call it once before each step of the optimiser, after the backward passes.
+
+        Args:
+            scale: what the loss was multiplied with, as gradient scalers do.
+
+        Raises:
+            RuntimeError: `start` was not called.
+        """
+        if not hasattr(self, "hyperparameters"):
+            raise RuntimeError(
+                "The prior has no parameters yet; call start(model, optimizer, loader) before the "
+                "first step."
+            )
+        parameters = list(self._named.values())
+        if self.schedule.is_averaged(self._epoch + 1):
+            self._average.add(parameters)  # what the steps before this one have come to
+        if self._steps < OBSERVED_STEPS:
+            self._find_directional()
+        self._steps += 1
+        self._highest_rate = max(self._highest_rate, self._rate)
+        stable, limited = stable_decays(
+            self._model, self._optimizer, self._decays, self.gradient_scale
+        )
+        self._say_once(
+            "limited",
+            limited,
+            "The weight decay of {} has grown beyond 1 / learning rate, where SGD would diverge, "
+            "and is limited to it: the data needs none of it, or training is unstable.",
+        )
+        self.limited.update(limited)
+        factor = torch.as_tensor(self.gradient_scale * scale, device=parameters[0].device)
+        return add_penalty(parameters, stable, factor)
+
+    @property
+    def ended_epochs(self) -> int:
+        """The number of epochs after which `end_of_epoch` was called."""
+        return self._epoch
+
+    @property
+    def gradient_scale(self) -> float:
+        """How many times the loop's loss is the mean over examples of −log p/σ² plus the penalty.
+
+        σ², since the loop's loss has no noise; 1/R where it averages over R terms, too.
+        """
+        scale = self.hyperparameters.sigma_noise.square().item() * self.loss_scale
+        return scale / self._terms_per_example if self.mean_over == "terms" else scale
+
+    def decays_of_parameters(self) -> list[Decay]:
+        """T·δ/N of each trainable tensor, in ``parameters()`` order: a number, or one per entry."""
+        return self._decays
+
+    def weight_decays(self) -> Tensor:
+        """The current weight decay T·δ/N of each group, (groups,)."""
+        delta = self.hyperparameters.prior_precision
+        return precision_to_weight_decay(delta, self.num_data, self.temperature)
+
+    def _set_decays(self) -> None:
+        """Computed once per update, since the steps read them."""
+        groups, decays = self.hyperparameters.groups, self.weight_decays()
+        self._decays: list[Decay] = (
+            list(groups.for_parameters(decays))
+            if groups.diagonal
+            else groups.for_laplace(decays).tolist()
+        )
+
+    @property
+    def _rate(self) -> float:
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    @torch.no_grad()
+    def _find_directional(self) -> None:
+        """Find the weights with f(cw) = f(w): their gradient is orthogonal to them in each step."""
+        for name, p in self._named.items():
+            if p.dim() < 2 or p.grad is None or name not in self._directional:
+                self._directional.discard(name)
+                continue
+            cosine = (p.grad * p).sum().abs() / (p.grad.norm() * p.norm()).clamp(min=1e-30)
+            if cosine > SMALLEST_COSINE:
+                self._directional.discard(name)
+
+    # --- between epochs ---
+
+    def is_due(self, epoch: int) -> bool:
+        """Whether `end_of_epoch` makes an update after this epoch.
+
+        After the last epoch it makes none if the parameters are averaged: `end_of_training` does.
+        """
+        return self.schedule.is_due(epoch) and not (
+            epoch == self.schedule.epochs and self.schedule.is_averaged(epoch)
+        )
+
+    def end_of_epoch(self, epoch: int) -> dict[str, float]:
+        """Update the prior if an update is due; returns the numbers to log, by name.
+
+        Args:
+            epoch: number of the epoch that has ended, from 1; one that has ended before, as after a
+                resume, is ignored.
+
+        Raises:
+            FloatingPointError: the evidence is not finite.
+        """
+        if epoch <= self._epoch:
+            return {}
+        self._epoch = epoch
+        return self._update(self.schedule.steps) if self.is_due(epoch) else {}
+
+    def end_of_training(self) -> dict[str, float]:
+        """Take the average, and update the prior there; returns what to log.
+
+        Call it after the last step. A run may end within an epoch (after a number of steps, or by
+        early stopping), or with other parameters than its last ones (those of the best epoch; then
+        pass average=None). Before the end of the burn-in, and if nothing was trained, the posterior
+        is fitted without changing the weight decays.
+
+        Raises:
+            FloatingPointError: see `end_of_epoch`.
+        """
+        parameters = list(self._named.values())
+        if self._average.count:
+            self._average.add(parameters)
+            self._average.write(parameters)
+            self._steps_at_update = None
+            key = self.curvature.dict_key_y
+            with forked_random_numbers(self._model):
+                renew_batch_norm(self._model, self._loader, key, self._ranks)
+            self._average = WeightAverage(self.schedule.average or "last")
+        self.kept_epoch = self._epoch
+        schedule, known = self.schedule, self.posterior
+        found: dict[str, float] = {}
+        # By the parameters themselves and not by the epoch's number, as the loop may have loaded
+        # others since.
+        is_fitted = self._is_fitted_here(known)
+        # An update at these parameters that was made before a resume is not made again.
+        is_updated = is_fitted or (known is None and self._steps == self._steps_at_update)
+        learns = self._steps > 0 and self._epoch >= schedule.burn_in and not is_updated
+        if learns and (schedule.last_epoch or schedule.is_due(self._epoch)):
+            found = self._update(schedule.steps, is_last=True)
+        elif not is_fitted or self._draws_labels or self._preconditioner is not None:
+            self._update(0, is_last=True)
+        if self._best is not None and self._best["evidence"] > self.evidences[-1]:
+            self._model.load_state_dict(self._best["model"])
+            self.hyperparameters.set(self._best["prior_precision"], self._best["sigma_noise"])
+            self.kept_epoch = self._best["epoch"]
+            self._update(0, is_last=True)
+        self._say_once(
+            "moving",
+            [f"{name} (a factor of {move:.1f})" for name, move in self._moves.items()],
+            "The training ended before its weight decays settled: the last update during steps at "
+            "a high learning rate still changed {}. Train longer, or keep the rate high for longer "
+            "(marglik.settling_rate).",
+        )
+        return found
+
+    def _is_fitted_here(self, posterior: Any) -> bool:
+        if posterior is None or getattr(posterior, "model", None) is not self._model:
+            return False
+        return torch.equal(parameter_vector(self._named.values()), posterior.mean)
+
+    def _update(self, steps: int, is_last: bool = False) -> dict[str, float]:
+        hyper = self.hyperparameters
+        before = hyper.prior_precision, hyper.sigma_noise
+        delta = hyper.groups.for_laplace(before[0])
+        if self._make_posterior is not None:
+            laplace = self._make_posterior(delta, hyper.sigma_noise)
+        else:
+            laplace = Posterior(
+                self._model, self.likelihood, self.curvature, prior_precision=delta,
+                sigma_noise=hyper.sigma_noise, temperature=self.temperature,
+            )  # fmt: skip
+        factors = None
+        if self._preconditioner is not None and not is_last:
+            # Σ ℓ over the data, as the evidence needs it, and not the mean over the epoch.
+            loss = self.num_data * self.loss_of_epoch
+            factors = self._preconditioner.factors(self.num_data, loss)
+        if self._draws_labels and not is_last and isinstance(laplace, Posterior):
+            laplace.options = laplace.options.but(fisher="mc", mc_samples=1, rank_tolerance=0.0)
+        # Its own random numbers, so that neither the loop's depend on when updates happen, nor
+        # updates on what the loop has drawn.
+        with forked_random_numbers(self._model):
+            torch.manual_seed(self._epoch)
+            evidences, record = update_prior(
+                hyper,
+                laplace,
+                self._loader,
+                self.num_data,
+                steps,
+                progress=self.progress,
+                ranks=self._ranks,
+                dict_key_y=self.curvature.dict_key_y,
+                factors=factors,
+            )
+        if isinstance(laplace, Posterior):
+            self._watch(laplace, before)
+        self._set_decays()
+        self._steps_at_update = self._steps
+        self.posterior, self.record = laplace, record
+        self.evidences.append(evidences[-1])
+        self.evidences_of_steps += evidences[:-1]  # the last one follows the last step
+        best = self._best
+        if self.schedule.keep == "best" and (best is None or evidences[-1] > best["evidence"]):
+            self._best = {
+                "evidence": evidences[-1],
+                "epoch": self._epoch,
+                "model": deepcopy(self._model.state_dict()),
+                "prior_precision": hyper.prior_precision,
+                "sigma_noise": hyper.sigma_noise,
+            }
+        found = {"log_marginal_likelihood_per_example": record["evidence_per_example"]}
+        found |= {f"weight_decay/{name}": wd for name, wd in record["weight_decay"].items()}
+        if "sigma_noise" in record:
+            found["sigma_noise"] = record["sigma_noise"]
+        return found
+
+    # --- what it says while it runs ---
+
+    def _watch(self, laplace: Posterior, before: tuple[Tensor, Tensor]) -> None:
+        """Warn of a network that does not follow, and remember which decays still move.
+
+        ``before`` are δ of the groups and σ before the update.
+        """
+        groups, terms = self.hyperparameters.groups, laplace.evidence_terms
+        self._say_once(
+            "directional",
+            sorted(self._directional) if self._steps >= OBSERVED_STEPS else [],
+            "The network's outputs do not depend on the length of {}, which a normalisation "
+            "follows: their weight decay acts on the learning rate of their direction alone.",
+        )
+        if groups.diagonal:
+            return
+        objective = self._objective(terms, *before)
+        if self._objective_then is not None and self._rate > 0:
+            rise = objective - self._objective_then
+            self._say_once(
+                "rise",
+                ["the objective"] if rise > max(0.1, 0.5 * abs(self._objective_then)) else [],
+                f"After the latest update {{}} rose by {rise:.2g} nats an example, though training "
+                "should lower it: the network does not follow its weight decays. Lower the "
+                "learning rate, or pass fewer steps per update.",
+            )
+        delta, sigma = self.hyperparameters.prior_precision, self.hyperparameters.sigma_noise
+        self._objective_then = self._objective(terms, delta, sigma)
+        if self._rate >= 0.1 * self._highest_rate:
+            gamma = groups.sum_over_tensors(laplace.effective_parameters())
+            moves = (delta / before[0]).log().abs().exp()
+            self._moves = {
+                name: move
+                for name, move, number in zip(
+                    groups.names, moves.tolist(), gamma.tolist(), strict=True
+                )
+                # A group of which the data determines nothing has no decay to settle at.
+                if move > STILL_MOVING and number >= 1
+            }
+
+    _objective_then: float | None = None
+
+    def _objective(self, terms: EvidenceTerms, delta: Tensor, sigma: Tensor) -> float:
+        """The objective of training (nats per example) with δ of the groups, and σ."""
+        per_tensor = self.hyperparameters.groups.for_laplace(delta).to(terms.squared_norms)
+        penalty = 0.5 * self.temperature * (per_tensor * terms.squared_norms).sum().item()
+        return (terms.loss / float(sigma) ** 2 + penalty) / self.num_data
+
+    def _say_once(self, kind: str, names: list[str], text: str) -> None:
+        """Warn, once for each name."""
+        new = [name for name in names if f"{kind} {name}" not in self._said]
+        self._said.update(f"{kind} {name}" for name in new)
+        if new:
+            shown = ", ".join(new[:4]) + (f" and {len(new) - 4} more" if len(new) > 4 else "")
+            warnings.warn(text.format(shown), RuntimeWarning, stacklevel=4)
+
+    # --- the state ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is needed to continue: tensors, numbers and strings; empty before `start`."""
+        if not hasattr(self, "hyperparameters"):
+            return {}
+        return {
+            "identity": self._identity(),
+            "epoch": self._epoch,
+            "steps": self._steps,
+            "steps_at_update": self._steps_at_update,
+            "highest_rate": self._highest_rate,
+            "hyperparameters": self.hyperparameters.state_dict(),
+            "evidences": list(self.evidences),
+            "evidences_of_steps": list(self.evidences_of_steps),
+            "average": self._average.state_dict(),
+            "best": self._best,
+            "directional": sorted(self._directional),
+            "moves": self._moves,
+            "objective_then": self._objective_then,
+            "said": sorted(self._said),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned; takes effect at the next `start`."""
+        self._state = dict(state)
+
+    def _identity(self) -> dict[str, Any]:
+        """What must agree for a state to be continued; the number of epochs may change."""
+        schedule = {k: v for k, v in asdict(self.schedule).items() if k != "epochs"}
+        return {
+            "likelihood": self.likelihood,
+            "temperature": self.temperature,
+            "mean_over": self.mean_over,
+            "loss_scale": self.loss_scale,
+            "curvature_from": self._curvature_from,
+            "num_data": self.num_data,
+            "parameters": {name: list(p.shape) for name, p in self._named.items()},
+            **schedule,
+            **{f"curvature.{k}": v for k, v in self.curvature.to_json().items()},
+        }
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        ours, theirs = self._identity(), state["identity"]
+        for name, value in ours.items():
+            if theirs.get(name) != value:
+                raise ValueError(
+                    f"The state of the prior is of another run: {name} is {theirs.get(name)!r} "
+                    f"there, {value!r} here. Continue with the same model, data and options, or "
+                    "start anew."
+                )
+        self.hyperparameters.load_state_dict(state["hyperparameters"])
+        self._average.load_state_dict(state["average"], list(self._named.values()))
+        self._epoch, self._steps = state["epoch"], state["steps"]
+        self._steps_at_update = state["steps_at_update"]
+        self._highest_rate, self._best = state["highest_rate"], state["best"]
+        self.evidences = list(state["evidences"])
+        self.evidences_of_steps = list(state["evidences_of_steps"])
+        self._directional, self._said = set(state["directional"]), set(state["said"])
+        self._moves, self._objective_then = dict(state["moves"]), state["objective_then"]
+
+
+def _preconditioner_of(named: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> Any:
+    """The optimiser's preconditioner, if it has factors of all trainable parameters."""
+    if not isinstance(optimizer, KFAC):
+        raise ValueError(
+            f"curvature_from='optimizer' takes K-FAC's factors, and {type(optimizer).__name__} has "
+            "none. Train with KFAC (optimizer.name=kfac), or pass curvature_from='pass'."
+        )
+    missing = [name for name in named if name not in optimizer.preconditioner.names]
+    if missing:
+        raise ValueError(
+            f"curvature_from='optimizer' needs K-FAC's factors of all trainable parameters, and "
+            f"'{missing[0]}' has none (no rule, or excluded). Freeze it (requires_grad_(False)), "
+            "or pass curvature_from='pass'."
+        )
+    return optimizer.preconditioner

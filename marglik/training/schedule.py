@@ -1,0 +1,104 @@
+"""When the prior is updated, when the network's parameters are averaged, and which rate they need.
+
+Learning that settles has three phases. The network fits, with a high learning rate and updates of
+the prior that are frequent and bounded; then the parameters follow the decays that were found, at a
+constant rate; then they are averaged, which removes the noise of that rate. A rate that falls to
+zero early freezes a network before its decays are found, and the average of a frozen network
+changes nothing.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+__all__ = ["Average", "CurvatureFrom", "Keep", "Schedule", "settling_rate"]
+
+Keep = Literal["best", "last"]
+Average = Literal["last", "ema"]
+"""Equal weights in the last third of the epochs, or an exponential moving average of all steps."""
+CurvatureFrom = Literal["auto", "pass", "optimizer"]
+"""Where an update takes the curvature from: a pass over the data (with "auto" one that draws
+labels, if exact ones would take longer than the training), or K-FAC's moving averages."""
+
+AVERAGED_SHARE = 1 / 3
+"""Of the epochs: the parameters of the last third are averaged."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When the prior is updated, and which parameters the training ends with.
+
+    Args:
+        epochs: passes over the training data; None if their number is not known.
+        every: epochs between updates; None spreads ``updates`` over all epochs.
+        burn_in: no update before the end of this epoch.
+        steps: hyperparameter steps in each update. Few bound what one update changes: Adam's 10
+            steps of 0.1 on log δ change a weight decay by a factor of e at most.
+        last_epoch: whether the training ends with an update even if none is due after the last
+            epoch.
+        keep: "last" ends with the last update; "best" with that of the highest evidence, and puts
+            its parameters back into the network, as laplace-torch's loop does. The best update may
+            be an early one, made before the network fits the data, where the evidence says little.
+        updates: number of updates, at most one per epoch.
+        average: "last" ends with the mean of the parameters over all steps of the last third of the
+            epochs; "ema" with an exponential moving average of all steps, which needs no number of
+            epochs; None with the parameters of the last step. With keep="best" there is no average.
+
+    Raises:
+        ValueError: a number that is too small, or an option that is not supported.
+    """
+
+    epochs: int | None = 100
+    every: int | None = None
+    burn_in: int = 0
+    steps: int = 10
+    last_epoch: bool = True
+    keep: Keep = "last"
+    updates: int = 20
+    average: Average | None = "last"
+
+    def __post_init__(self) -> None:
+        least_values = {"epochs": 1, "every": 1, "burn_in": 0, "steps": 0, "updates": 1}
+        for name, least in least_values.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, not {value}.")
+        for name, supported in (("keep", ("last", "best")), ("average", ("last", "ema", None))):
+            if getattr(self, name) not in supported:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is not supported; choose one of {supported}."
+                )
+
+    def is_due(self, epoch: int) -> bool:
+        """Whether an update follows this epoch; epochs count from 1.
+
+        The update that ends the training is not meant: see ``last_epoch``.
+        """
+        return epoch >= self.burn_in and self._is_regular(epoch)
+
+    def _is_regular(self, epoch: int) -> bool:
+        if self.every is not None:
+            return epoch % self.every == 0
+        if self.epochs is None:  # often at first, when decays move most
+            return epoch <= self.updates or epoch % self.updates == 0
+        # The k-th update follows the first epoch that reaches the share k/U of all epochs.
+        return epoch * self.updates // self.epochs > (epoch - 1) * self.updates // self.epochs
+
+    def is_averaged(self, epoch: int) -> bool:
+        """Whether the average includes the parameters during this epoch, from 1."""
+        if self.average is None or self.keep == "best":
+            return False
+        if self.average == "ema":
+            return True
+        return self.epochs is not None and epoch > self.epochs - round(AVERAGED_SHARE * self.epochs)
+
+
+def settling_rate(optimizer: torch.optim.Optimizer, num_steps: int) -> LambdaLR:
+    """The learning rate of the three phases: constant for half of the steps, then 0.6 of it.
+
+    The rate stays high enough for the parameters to follow each update; the average takes the
+    noise out at the end, which a decay of the rate would do otherwise.
+    """
+    return LambdaLR(optimizer, lambda step: 1.0 if 2 * step < num_steps else 0.6)

@@ -1,0 +1,358 @@
+"""`PriorLearner`: the same decays from all entries, the average, what it says, its state."""
+
+import warnings
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset
+
+from kfac_backend import CurvatureOptions
+from marglik import (
+    Hyperparameters,
+    Posterior,
+    PriorGroups,
+    PriorLearner,
+    marglik_training,
+    settling_rate,
+    update_prior,
+)
+from marglik.data import TensorSplits
+from marglik.prediction.evaluation_record import EvaluationConfig
+from marglik.prediction.predictive import PredictiveConfig
+from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
+from marglik.runs.training_setup import TrainingSetup
+from marglik.training.average import renew_batch_norm
+from marglik.training.optimizers import OptimizerConfig
+from tests.marglik.callbacks.online import (
+    EPOCHS,
+    LR,
+    OPTIONS,
+    dataset,
+    loader,
+    network,
+    online_training,
+    sgd,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def learn(model, optimizer, prior, data=None, epochs=EPOCHS, scheduler=None, seen=None):
+    """A plain loop; ``seen`` gets the parameters after each step."""
+    data = loader() if data is None else data
+    prior.start(model, optimizer, data, epochs)
+    for epoch in range(1, epochs + 1):
+        for x, y in data:
+            model.train()
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            prior.add_to_gradients()
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+            if seen is not None:
+                seen.append([p.detach().clone() for p in model.parameters()])
+        prior.end_of_epoch(epoch)
+    prior.end_of_training()
+    return prior
+
+
+def test_the_decays_of_a_plain_loop_are_those_of_online_training():
+    model = network()
+    prior = learn(model, sgd(model), PriorLearner("classification", **OPTIONS))
+    other = network()
+    decays, evidence = online_training(other, sgd(other))
+    assert torch.equal(prior.weight_decays(), decays)
+    assert prior.evidences[-1] == evidence
+    assert len(set(decays.tolist())) == len(decays)  # they were learned
+
+
+def test_all_entries_learn_the_same_decays_by_default():
+    """README's first call, `PriorLearner`, and what `marglik train` does with its defaults."""
+    epochs, rate = 6, {"lr": 0.05, "momentum": 0.9, "nesterov": True}
+    data = DataLoader(dataset(), 8)
+
+    def optimizer_of(model):
+        return torch.optim.SGD(model.parameters(), **rate)
+
+    model = network()
+    optimizer = optimizer_of(model)
+    scheduler = settling_rate(optimizer, epochs * len(data))
+    prior = PriorLearner("classification")
+    learn(model, optimizer, prior, data, epochs, scheduler)
+    expected = prior.weight_decays()
+    assert len(set(expected.tolist())) == len(expected)
+
+    drop_in = network()
+    laplace, *_ = marglik_training(
+        drop_in, data, optimizer_cls=torch.optim.SGD, optimizer_kwargs=rate, n_epochs=epochs
+    )
+    assert_close(laplace.prior_precision.double() / len(dataset()), expected, rtol=1e-6, atol=0)
+    for p, q in zip(model.parameters(), drop_in.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+    x, y = dataset().tensors
+    splits = TensorSplits((x, y), (x, y))
+    setup = TrainingSetup(
+        splits, 0, OptimizerConfig(lr=0.05), PriorConfig(), CurvatureConfig(), PredictiveConfig(),
+        EvaluationConfig(), None, RunConfig(epochs=epochs, batch_size=8, progress=False),
+        Fabric(accelerator="cpu", devices=1),
+    )  # fmt: skip
+    in_order = DataLoader(dataset(), 8)
+    setup.__dict__["_batches"] = lambda *_, **__: in_order  # without the command's shuffle
+    command = network()
+    result = setup.train(command, setup.prior)
+    assert_close(
+        result.laplace.prior_precision.double() / len(dataset()), expected, rtol=1e-6, atol=0
+    )
+    for p, q in zip(model.parameters(), command.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def with_norm():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(4, 6), nn.BatchNorm1d(6, momentum=0.3), nn.ReLU(), nn.Linear(6, 3)
+    ).double()
+
+
+def in_double(size=10):
+    x, y = dataset().tensors
+    return DataLoader(TensorDataset(x.double(), y), size)
+
+
+def test_training_ends_at_the_mean_of_the_last_thirds_steps():
+    """And with BatchNorm's statistics, posterior and evidence at it; by brute force."""
+    model, seen, data = with_norm(), [], in_double()
+    prior = learn(model, sgd(model), PriorLearner("classification"), data, 6, seen=seen)
+    averaged = seen[4 * len(data) - 1 :]  # the parameters that epochs 5 and 6 begin and end with
+    for i, p in enumerate(model.parameters()):
+        assert_close(p, torch.stack([at[i] for at in averaged]).mean(0), rtol=1e-12, atol=0)
+        assert (p - seen[-1][i]).abs().max() > 1e-4  # negative control: not the last step's
+    first = [model[0](x) for x, _ in data]
+    norm = model[1]
+    assert_close(norm.running_mean, torch.stack([a.mean(0) for a in first]).mean(0))
+    assert_close(norm.running_var, torch.stack([a.var(0) for a in first]).mean(0))
+    assert norm.momentum == 0.3
+    posterior = prior.posterior
+    assert torch.equal(
+        posterior.mean, torch.cat([p.detach().flatten() for p in model.parameters()])
+    )
+    assert float(posterior.log_marginal_likelihood()) == pytest.approx(prior.evidences[-1])
+
+
+def test_an_exponential_average_needs_no_number_of_epochs():
+    model, seen = with_norm(), []
+    prior = PriorLearner("classification", average="ema")
+    optimizer, data = sgd(model), in_double()
+    start = [p.detach().clone() for p in model.parameters()]
+    prior.start(model, optimizer, data)
+    for x, y in data:
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        prior.add_to_gradients()
+        optimizer.step()
+        seen.append([p.detach().clone() for p in model.parameters()])
+    prior.end_of_training()
+    for i, p in enumerate(model.parameters()):
+        expected = start[i]
+        for at in seen:
+            expected = 0.999 * expected + 0.001 * at[i]
+        assert_close(p, expected, rtol=1e-12, atol=0)
+
+
+def test_renewed_statistics_do_not_depend_on_what_was_there():
+    model = with_norm()
+    renew_batch_norm(model, in_double(), "labels")
+    expected = [b.clone() for b in model.buffers()]
+    model[1].running_mean.fill_(7.0)
+    renew_batch_norm(model, in_double(), "labels")
+    for found, b in zip(model.buffers(), expected, strict=True):
+        assert torch.equal(found, b)
+    renew_batch_norm(model, in_double(6), "labels")  # negative control
+    assert not torch.equal(model[1].running_var, expected[1])
+
+
+def test_an_update_leaves_the_loops_random_numbers_alone():
+    drawn = []
+    for every in (1, 4):
+        torch.manual_seed(3)
+        model = network()
+        options = CurvatureOptions(fisher="mc")
+        learn(model, sgd(model), PriorLearner("classification", options, every=every))
+        drawn.append(torch.rand(3))
+    assert torch.equal(*drawn)
+
+
+@pytest.mark.parametrize(("epochs", "draws"), [(6, True), (60, False)])
+def test_passes_draw_labels_where_exact_ones_would_take_longer_than_the_training(epochs, draws):
+    """Six updates of V = 2 passes cost 6·(1 + 2·2) against 6·3; twenty cost 100 against 180."""
+    model, fishers = network(), []
+
+    def make(delta, sigma):
+        posterior = Posterior(model, "classification", prior_precision=delta)
+        posteriors.append(posterior)
+        return posterior
+
+    posteriors: list[Posterior] = []
+    prior = PriorLearner("classification", make_posterior=make, updates=20)
+    learn(model, sgd(model), prior, epochs=epochs)
+    fishers = [p.options.fisher for p in posteriors]
+    assert fishers[-1] == "exact"
+    assert set(fishers[:-1]) == ({"mc"} if draws else {"exact"})
+
+
+def test_update_prior_by_hand():
+    """Bounded steps from the evidence at the present parameters; the posterior gets the values."""
+    model, data = network(), in_double()
+    model.double()
+    hyper = Hyperparameters(PriorGroups.from_model(model), 1.0)
+    laplace = Posterior(model, "classification", prior_precision=1.0)
+    evidences, record = update_prior(hyper, laplace, data, steps=4)
+    assert len(evidences) == 5 and evidences[-1] > evidences[0] == record["evidence_before"]
+    assert torch.equal(laplace.prior_precision, hyper.prior_precision)
+    assert hyper.prior_precision.log().abs().max() < 0.4 + 1e-6
+    assert record["weight_decay"]["0.weight"] == hyper.prior_precision[0] / 30
+    with pytest.raises(ValueError, match="saw 30 examples, but the loader promised 31"):
+        update_prior(hyper, laplace, data, 31)
+
+
+# --- what it says ---
+
+
+def said_while(run):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run()
+    return [str(w.message) for w in told if "decay" in str(w.message)]
+
+
+def test_weights_before_a_normalisation_are_named_once():
+    model = with_norm()
+    said = said_while(lambda: learn(model, sgd(model), PriorLearner("classification"), in_double()))
+    named = [text for text in said if "the length of" in text]
+    assert len(named) == 1 and "0.weight" in named[0] and "3.weight" not in named[0]
+    plain = network()
+    said = said_while(lambda: learn(plain, sgd(plain), PriorLearner("classification")))
+    assert not any("the length of" in text for text in said)
+
+
+def test_decays_that_still_move_at_the_end_are_named():
+    def end(rate, epochs):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), rate, momentum=0.9)
+        return said_while(
+            lambda: learn(model, optimizer, PriorLearner("classification"), None, epochs)
+        )
+
+    assert any("before its weight decays settled" in text for text in end(LR, 4))
+    assert not any("before its weight decays settled" in text for text in end(LR, 90))
+
+
+def test_a_network_that_does_not_follow_is_told():
+    model = network()
+    optimizer, prior = sgd(model), PriorLearner("classification", every=1, average=None)
+
+    def wreck():
+        prior.start(model, optimizer, loader(), 3)
+        for epoch in (1, 2):
+            for x, y in loader():
+                optimizer.zero_grad()
+                cross_entropy(model(x), y).backward()
+                prior.add_to_gradients()
+                optimizer.step()
+            if epoch == 2:
+                with torch.no_grad():
+                    model[2].weight.mul_(-10)
+            prior.end_of_epoch(epoch)
+
+    said = said_while(wreck)
+    assert sum("does not follow its weight decays" in text for text in said) == 1
+
+
+# --- its state ---
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"method": "mackay"}, "method 'adam'"),
+        ({"lr": 0.2}, "lr 0.1"),
+        ({"structure": "scalar"}, "groups"),
+        ({"temperature": 0.5}, "temperature is 1.0 there, 0.5 here"),
+        ({"steps": 3}, "steps is 10 there, 3 here"),
+        ({"average": None}, "average is 'last' there, None here"),
+    ],
+)
+def test_a_state_of_other_options_is_refused(options, word):
+    model = network()
+    first = learn(model, sgd(model), PriorLearner("classification", average="last"))
+    second = PriorLearner("classification", **options)
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match=word):
+        second.start(model, sgd(model), loader(), EPOCHS)
+    third = PriorLearner("classification")
+    third.load_state_dict(first.state_dict())
+    third.start(model, sgd(model), loader(), EPOCHS + 1)  # more epochs are no other run
+    assert torch.equal(third.weight_decays(), first.weight_decays())
+
+
+def test_a_state_of_one_group_is_not_spread_over_all():
+    """The groups' names may be the same, as a model's with a single tensor and of one group are."""
+    one = Hyperparameters(PriorGroups.from_model(network(), "scalar"), 2.0)
+    all_ = Hyperparameters(PriorGroups.from_model(network()), 1.0)
+    with pytest.raises(ValueError, match="groups"):
+        all_.load_state_dict(one.state_dict())
+    assert torch.equal(all_.prior_precision, torch.ones(4).double())
+
+
+# --- several loss terms ---
+
+R = 3
+"""Loss terms of each example."""
+
+
+def decays_of_a_tagger(lr, loss_of_terms, loss_scale=1.0):
+    """Weight decays that are learned where each example has R labels."""
+    x = torch.randn(24, R, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    data = DataLoader(TensorDataset(x, x[..., :3].argmax(-1)), 8)
+    model = network().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9)
+    options = {**OPTIONS, "weight_decay": 1.0, "mean_over": "terms", "loss_scale": loss_scale}
+    prior = PriorLearner("classification", **options)
+    prior.start(model, optimizer, data)
+    for epoch in range(1, EPOCHS + 1):
+        for x, y in data:
+            optimizer.zero_grad()
+            terms = cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="none")
+            loss_of_terms(terms).backward()
+            prior.add_to_gradients()
+            optimizer.step()
+        prior.end_of_epoch(epoch)
+    return prior.weight_decays()
+
+
+def test_a_sum_over_terms_has_the_decays_of_their_mean():
+    """Its gradients are R times those of the mean, the prior's too, if loss_scale says so."""
+    expected = decays_of_a_tagger(LR, torch.mean)
+    assert_close(decays_of_a_tagger(LR / R, lambda terms: terms.sum() / 8, R), expected)
+    # Negative control: the scale left out.
+    wrong = decays_of_a_tagger(LR / R, lambda terms: terms.sum() / 8)
+    assert ((wrong - expected).abs() > 0.1 * expected).any()
+
+
+def test_several_terms_are_asked_for_before_anything_is_done():
+    x = torch.randn(24, R, 4)
+    data = DataLoader(TensorDataset(x, x[..., :3].argmax(-1)), 8)
+    model = network()
+    with pytest.raises(ValueError, match="3 loss terms each.*mean_over='terms'"):
+        PriorLearner("classification").start(model, sgd(model), data)
+
+
+def test_a_step_before_the_start_is_told():
+    with pytest.raises(RuntimeError, match="call start\\(model, optimizer, loader\\) before"):
+        PriorLearner("classification").add_to_gradients()
