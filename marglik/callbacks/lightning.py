@@ -77,14 +77,14 @@ class MarginalLikelihood(Callback):
                 f"network={self._network!r} is not a module of {type(pl_module).__name__}; it has "
                 f"{', '.join(name for name, _ in pl_module.named_children())}."
             )
-        # None, -1 or inf where a number of hours is given.
-        steps, per_epoch = trainer.estimated_stepping_batches, _steps_per_epoch(trainer)
-        known = 0 < steps < math.inf
-        self.learner.start(
-            network, trainer.optimizers[0], loader, math.ceil(steps / per_epoch) if known else None
-        )
+        steps = trainer.estimated_stepping_batches  # infinite where a number of hours is given
+        per_epoch = trainer.num_training_batches / trainer.accumulate_grad_batches
+        is_known = 0 < steps < math.inf and per_epoch < math.inf
+        per_epoch = math.ceil(per_epoch) if is_known else 1
+        epochs = math.ceil(steps / per_epoch) if is_known else None
+        self.learner.start(network, trainer.optimizers[0], loader, epochs)
         # A checkpoint that was written at an epoch's last step is of before the epoch's update.
-        if trainer.global_step % per_epoch == 0:
+        if is_known and trainer.global_step % per_epoch == 0:
             self._log(trainer, self.learner.end_of_epoch(trainer.global_step // per_epoch))
 
     def on_before_optimizer_step(
@@ -116,8 +116,3 @@ class MarginalLikelihood(Callback):
         """Restore the state from one of the trainer's checkpoints."""
         if state_dict:
             self.learner.load_state_dict(state_dict)
-
-
-def _steps_per_epoch(trainer: Trainer) -> int:
-    """The number of the optimiser's steps in an epoch."""
-    return math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)

@@ -8,11 +8,11 @@ from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from kfac_backend.distributed import Ranks
 from kfac_backend.laplace_torch.interface import KfacGGN
 from kfac_backend.laplace_torch.kron import laplace as laplace_torch
 from kfac_backend.model.checks import check_module
 from kfac_backend.options import CurvatureOptions, Likelihood
+from kfac_backend.ranks import Ranks
 from marglik.posterior.hyperparameters import Hyperparameters
 from marglik.posterior.laplace_torch import KronLaplace
 from marglik.posterior.prior import PriorGroups, PriorStructure, weight_decay_to_precision

@@ -10,7 +10,7 @@ same number of examples in each batch: only then is that average the gradient of
 examples.
 """
 
-import math
+import logging
 import warnings
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.distributed import Ranks
 from kfac_backend.loss.hessian import counted_terms
 from kfac_backend.model.batches import to_device
 from kfac_backend.model.calls import arguments, forked_random_numbers, logits_of
@@ -29,6 +28,7 @@ from kfac_backend.model.targets import Targets, split_batch
 from kfac_backend.optimizer import KFAC
 from kfac_backend.optimizer.training_pass import MeanOver
 from kfac_backend.options import CurvatureOptions, Likelihood, check_option, check_positive
+from kfac_backend.ranks import Ranks
 from marglik.eval_mode import eval_mode
 from marglik.posterior.evidence import EvidenceTerms
 from marglik.posterior.hyperparameters import Hyperparameters, UpdateMethod
@@ -48,13 +48,17 @@ from marglik.training.update import update_prior
 
 __all__ = ["PriorLearner"]
 
+_logger = logging.getLogger(__name__)
+
 WEIGHT_DECAY = 5e-4
 """The initial weight decay of all groups."""
-SMALLEST_COSINE = 1e-3
-"""Of a weight and its gradient. In the first steps it is below 3e-5 for weights before BatchNorm,
-whose loss does not depend on their length, and above 3e-3 for others."""
+LARGEST_COSINE = 1e-3
+"""Between a scale-invariant weight and its gradient, in the first steps. Measured: below 3e-5 for
+weights before BatchNorm, above 3e-3 for others."""
 OBSERVED_STEPS = 10
 """Number of steps in which that cosine is looked at."""
+FEW_VECTORS = 10_000
+"""Backward passes of one example each, of an exact pass over all of the data."""
 STILL_MOVING = 1.5
 """The factor by which a weight decay that has settled does not change in one update."""
 
@@ -154,7 +158,7 @@ class PriorLearner:
         """The epoch that the final parameters are of."""
         self.limited: set[str] = set()
         """Names of the parameters whose weight decay SGD could not take, see `stable_decays`."""
-        self.loss_of_epoch = math.nan
+        self.loss_of_epoch = 0.0
         """With curvature_from="optimizer" the loop sets it before `end_of_epoch`: the mean over the
         epoch's examples, at σ = 1."""
         self.progress = False
@@ -213,6 +217,12 @@ class PriorLearner:
         if self._curvature_from == "optimizer":
             self._preconditioner = _preconditioner_of(self._named, optimizer)
         self.schedule = replace(self.schedule, epochs=epochs)
+        self._say_once(
+            "average",
+            ["The parameters"] if epochs is None and self.schedule.average == "last" else [],
+            "{} are not averaged, since the number of epochs is unknown: call start(..., epochs), "
+            "or pass average='ema' or None.",
+        )
         self.num_data = count_on_ranks(loader, self._ranks)
         """N, the number of examples of all ranks."""
         self.hyperparameters = self._given or Hyperparameters(
@@ -227,7 +237,7 @@ class PriorLearner:
         self._average = WeightAverage(self.schedule.average or "last")
         self._best: dict[str, Any] | None = None
         self._moves: dict[str, float] = {}
-        self._directional = set(self._named)  # and not scale-invariant, as far as is known
+        self._invariant = set(self._named)  # of scale, as far as is known
         self._terms_per_example = self._look_at_data(sums_terms)
         if self._state is not None:
             self._load(self._state)
@@ -263,11 +273,11 @@ class PriorLearner:
                     )
                 if self.mean_over == "examples":
                     break
+        of_ranks = self._ranks.gather((terms, examples, self._vectors), "counting the loss terms")
+        found = max(sum(r[0] for r in of_ranks), 1) / max(sum(r[1] for r in of_ranks), 1)
+        self._vectors = max(r[2] for r in of_ranks)
         if sums_terms:
             return 1.0
-        of_ranks = self._ranks.gather((terms, examples), "counting the loss terms")
-        terms, examples = (sum(of_rank) for of_rank in zip(*of_ranks, strict=True))
-        found = max(terms, 1) / examples
         if self.mean_over == "examples" and found != 1:
             raise ValueError(
                 f"The examples have {found:.4g} loss terms each. If the loss is a mean over all "
@@ -282,7 +292,8 @@ class PriorLearner:
         """Whether updates draw labels, as exact passes would take longer than the training.
 
         In passes over one example: a training step is a forward pass and a backward pass of twice
-        its cost; an exact pass is a forward pass and V backward passes.
+        its cost; an exact pass is a forward pass and V backward passes. With few examples the noise
+        of drawn labels is larger, and an exact pass takes no time to speak of.
         """
         updates, epochs = self.schedule.updates, self.schedule.epochs
         if self._curvature_from != "auto" or self.curvature.fisher != "exact" or epochs is None:
@@ -291,7 +302,8 @@ class PriorLearner:
             return False
         if self.schedule.every is not None:
             updates = epochs // self.schedule.every
-        return updates * (1 + 2 * self._vectors) > 3 * epochs and self._vectors > 1
+        is_long = updates * (1 + 2 * self._vectors) > 3 * epochs
+        return is_long and self._vectors > 1 and self._vectors * self.num_data > FEW_VECTORS
 
     # --- in the network's steps ---
 
@@ -315,7 +327,7 @@ class PriorLearner:
         if self.schedule.is_averaged(self._epoch + 1):
             self._average.add(parameters)  # what the steps before this one have come to
         if self._steps < OBSERVED_STEPS:
-            self._find_directional()
+            self._find_invariant()
         self._steps += 1
         self._highest_rate = max(self._highest_rate, self._rate)
         stable, limited = stable_decays(
@@ -368,26 +380,21 @@ class PriorLearner:
         return float(self._optimizer.param_groups[0]["lr"])
 
     @torch.no_grad()
-    def _find_directional(self) -> None:
+    def _find_invariant(self) -> None:
         """Find the weights with f(cw) = f(w): their gradient is orthogonal to them in each step."""
         for name, p in self._named.items():
-            if p.dim() < 2 or p.grad is None or name not in self._directional:
-                self._directional.discard(name)
+            if p.dim() < 2 or p.grad is None or name not in self._invariant:
+                self._invariant.discard(name)
                 continue
             cosine = (p.grad * p).sum().abs() / (p.grad.norm() * p.norm()).clamp(min=1e-30)
-            if cosine > SMALLEST_COSINE:
-                self._directional.discard(name)
+            if cosine > LARGEST_COSINE:
+                self._invariant.discard(name)
 
     # --- between epochs ---
 
     def is_due(self, epoch: int) -> bool:
-        """Whether `end_of_epoch` makes an update after this epoch.
-
-        After the last epoch it makes none if the parameters are averaged: `end_of_training` does.
-        """
-        return self.schedule.is_due(epoch) and not (
-            epoch == self.schedule.epochs and self.schedule.is_averaged(epoch)
-        )
+        """Whether `end_of_epoch` makes an update; after the last epoch `end_of_training` does."""
+        return self.schedule.is_due(epoch) and epoch != self.schedule.epochs
 
     def end_of_epoch(self, epoch: int) -> dict[str, float]:
         """Update the prior if an update is due; returns the numbers to log, by name.
@@ -436,6 +443,8 @@ class PriorLearner:
         if learns and (schedule.last_epoch or schedule.is_due(self._epoch)):
             found = self._update(schedule.steps, is_last=True)
         elif not is_fitted or self._draws_labels or self._preconditioner is not None:
+            if is_updated:
+                self.evidences.pop()  # the same update's, of other factors or before a resume
             self._update(0, is_last=True)
         if self._best is not None and self._best["evidence"] > self.evidences[-1]:
             self._model.load_state_dict(self._best["model"])
@@ -519,12 +528,13 @@ class PriorLearner:
         ``before`` are δ of the groups and σ before the update.
         """
         groups, terms = self.hyperparameters.groups, laplace.evidence_terms
-        self._say_once(
-            "directional",
-            sorted(self._directional) if self._steps >= OBSERVED_STEPS else [],
-            "The network's outputs do not depend on the length of {}, which a normalisation "
-            "follows: their weight decay acts on the learning rate of their direction alone.",
-        )
+        if self._invariant and self._steps >= OBSERVED_STEPS and "invariant" not in self._said:
+            self._said.add("invariant")
+            _logger.info(
+                "the outputs do not depend on the length of %s (a normalisation follows): their "
+                "weight decay acts on the learning rate of their direction alone",
+                ", ".join(sorted(self._invariant)),
+            )
         if groups.diagonal:
             return
         objective = self._objective(terms, *before)
@@ -547,8 +557,9 @@ class PriorLearner:
                 for name, move, number in zip(
                     groups.names, moves.tolist(), gamma.tolist(), strict=True
                 )
-                # A group of which the data determines nothing has no decay to settle at.
-                if move > STILL_MOVING and number >= 1
+                # A group of which the data determines nothing has no decay to settle at, nor has
+                # a scale-invariant weight: the evidence fixes δ‖w‖² alone.
+                if move > STILL_MOVING and number >= 1 and name not in self._invariant
             }
 
     _objective_then: float | None = None
@@ -579,12 +590,13 @@ class PriorLearner:
             "steps": self._steps,
             "steps_at_update": self._steps_at_update,
             "highest_rate": self._highest_rate,
+            "loss_of_epoch": self.loss_of_epoch,
             "hyperparameters": self.hyperparameters.state_dict(),
             "evidences": list(self.evidences),
             "evidences_of_steps": list(self.evidences_of_steps),
             "average": self._average.state_dict(),
             "best": self._best,
-            "directional": sorted(self._directional),
+            "invariant": sorted(self._invariant),
             "moves": self._moves,
             "objective_then": self._objective_then,
             "said": sorted(self._said),
@@ -623,9 +635,10 @@ class PriorLearner:
         self._epoch, self._steps = state["epoch"], state["steps"]
         self._steps_at_update = state["steps_at_update"]
         self._highest_rate, self._best = state["highest_rate"], state["best"]
+        self.loss_of_epoch = state["loss_of_epoch"]
         self.evidences = list(state["evidences"])
         self.evidences_of_steps = list(state["evidences_of_steps"])
-        self._directional, self._said = set(state["directional"]), set(state["said"])
+        self._invariant, self._said = set(state["invariant"]), set(state["said"])
         self._moves, self._objective_then = dict(state["moves"]), state["objective_then"]
 
 

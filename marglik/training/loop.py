@@ -29,7 +29,6 @@ from marglik.training.loaders import Loader
 from marglik.training.network import CompileMode, NetworkTraining, Record
 from marglik.training.random_state import (
     check_workers,
-    fingerprint,
     generators_of,
     random_state,
     set_random_state,
@@ -263,8 +262,8 @@ class OnlineTraining:
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to continue: plain data and tensors.
 
-        Collective. The state is the same on all ranks, except for their seconds. It can be loaded
-        with any number of ranks, unless their random numbers were seeded differently.
+        Collective. The state is the same on all ranks, except for their seconds, and can be loaded
+        with any number of ranks.
         """
         return {
             "epoch": self._epoch,
@@ -273,7 +272,7 @@ class OnlineTraining:
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "precision": self.fabric.strategy.precision.state_dict(),
             "learner": self.learner.state_dict(),
-            **self._random_states(),
+            "random": self._random_states(),
             "records": self._records,
             "seconds": self._seconds,
         }
@@ -282,17 +281,8 @@ class OnlineTraining:
         """Continue from what `state_dict` returned.
 
         Raises:
-            ValueError: the state of another run, or of another number of ranks, whose random
-                numbers were seeded differently.
+            ValueError: the state of another run.
         """
-        others = state.get("random_of_ranks", [])
-        if others and len(others) != self.ranks.size:
-            raise ValueError(
-                f"The state is of {len(others)} ranks whose random numbers, or loaders' "
-                f"generators, were seeded differently; there are {self.ranks.size} ranks now. "
-                f"Continue with {len(others)} ranks, or give all ranks the same seed: each rank "
-                "then makes its own numbers from the common state."
-            )
         self.learner.load_state_dict(state["learner"])
         self.learner.start(*self._start, ranks=self.ranks, sums_terms=True)
         self._epoch, self._seconds, self._records = state["epoch"], state["seconds"], []
@@ -303,23 +293,20 @@ class OnlineTraining:
         self.fabric.strategy.precision.load_state_dict(state["precision"])
         for record in state["records"]:  # the log is written again from its start
             self._report(record)
-        # Last, so that nothing above draws from the restored generators.
-        random = others[self.ranks.rank] if others else state["random"]
-        set_random_state(random, generators_of(self.train_loader, self.curvature_loader))
+        # Last, so that nothing above draws from the restored generators. Another number of ranks
+        # goes on from the first one's state, which ranks of one seed have in common.
+        random = state["random"]
+        own = random[self.ranks.rank if len(random) == self.ranks.size else 0]
+        set_random_state(own, self._generators)
 
-    def _random_states(self) -> dict[str, Any]:
-        """The random state that all ranks share, or each rank's if they differ.
+    def _random_states(self) -> list[dict[str, Any]]:
+        """Each rank's random state; usually all are the same, see `own_random_numbers`."""
+        own = random_state(self._generators, own_device=self.ranks.size > 1)
+        return self.ranks.gather(own, "random states") if self.ranks.size > 1 else [own]
 
-        Between epochs they are usually the same, since `own_random_numbers` goes back to the common
-        state. Storing that one alone is what lets another number of ranks continue.
-        """
-        generators = generators_of(self.train_loader, self.curvature_loader)
-        state = random_state(generators, own_device=self.ranks.size > 1)
-        if self.ranks.size == 1:
-            return {"random": state}
-        states = self.ranks.gather(state, "random states")
-        alike = len(set(map(fingerprint, states))) == 1
-        return {"random": states[0], "random_of_ranks": [] if alike else states}
+    @property
+    def _generators(self) -> list[torch.Generator]:
+        return generators_of(self.train_loader, self.curvature_loader)
 
     def _agree(self, targets: TargetOptions) -> None:
         """Raise an error on all ranks if their models, options or loaders do not fit together."""

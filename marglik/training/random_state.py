@@ -7,11 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kfac_backend.files import sha256_of_tensors
-
 __all__ = [
     "check_workers",
-    "fingerprint",
     "generators_of",
     "random_state",
     "samplers_of",
@@ -63,15 +60,6 @@ def random_state(
         "python": random.getstate(),
         "generators": [generator.get_state() for generator in generators],
     }
-
-
-def fingerprint(state: dict[str, Any]) -> str:
-    """SHA-256 sum of the states of torch's generators and of the loaders'.
-
-    The states of numpy and Python are left out: they differ between processes unless somebody
-    seeds them.
-    """
-    return sha256_of_tensors([state["torch"], *state["cuda"], *state["generators"]])
 
 
 def set_random_state(state: dict[str, Any], generators: Sequence[torch.Generator] = ()) -> None:

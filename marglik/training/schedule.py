@@ -32,7 +32,8 @@ class Schedule:
 
     Args:
         epochs: passes over the training data; None if their number is not known.
-        every: epochs between updates; None spreads ``updates`` over all epochs.
+        every: epochs between updates; None spreads ``updates`` over the epochs before the average,
+            so that the parameters that are averaged belong to the same decays.
         burn_in: no update before the end of this epoch.
         steps: hyperparameter steps in each update. Few bound what one update changes: Adam's 10
             steps of 0.1 on log δ change a weight decay by a factor of e at most.
@@ -41,7 +42,7 @@ class Schedule:
         keep: "last" ends with the last update; "best" with that of the highest evidence, and puts
             its parameters back into the network, as laplace-torch's loop does. The best update may
             be an early one, made before the network fits the data, where the evidence says little.
-        updates: number of updates, at most one per epoch.
+        updates: number of updates, at most one per epoch, and without the one that ends training.
         average: "last" ends with the mean of the parameters over all steps of the last third of the
             epochs; "ema" with an exponential moving average of all steps, which needs no number of
             epochs; None with the parameters of the last step. With keep="best" there is no average.
@@ -83,16 +84,24 @@ class Schedule:
             return epoch % self.every == 0
         if self.epochs is None:  # often at first, when decays move most
             return epoch <= self.updates or epoch % self.updates == 0
-        # The k-th update follows the first epoch that reaches the share k/U of all epochs.
-        return epoch * self.updates // self.epochs > (epoch - 1) * self.updates // self.epochs
+        # The k-th update follows the first epoch that reaches the share k/U of the epochs before
+        # the average, which is of parameters at the same decays.
+        before = self.epochs - self._num_averaged
+        passed, then = (e * self.updates // before for e in (epoch, epoch - 1))
+        return epoch <= before and passed > then
 
     def is_averaged(self, epoch: int) -> bool:
         """Whether the average includes the parameters during this epoch, from 1."""
-        if self.average is None or self.keep == "best":
-            return False
         if self.average == "ema":
-            return True
-        return self.epochs is not None and epoch > self.epochs - round(AVERAGED_SHARE * self.epochs)
+            return self.keep == "last"
+        return self.epochs is not None and epoch > self.epochs - self._num_averaged
+
+    @property
+    def _num_averaged(self) -> int:
+        """Number of epochs at the end whose steps are averaged with equal weights."""
+        if self.average != "last" or self.keep == "best" or self.epochs is None:
+            return 0
+        return round(AVERAGED_SHARE * self.epochs)
 
 
 def settling_rate(optimizer: torch.optim.Optimizer, num_steps: int) -> LambdaLR:

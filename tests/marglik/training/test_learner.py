@@ -25,6 +25,7 @@ from marglik.prediction.evaluation_record import EvaluationConfig
 from marglik.prediction.predictive import PredictiveConfig
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
 from marglik.runs.training_setup import TrainingSetup
+from marglik.training import learner
 from marglik.training.average import renew_batch_norm
 from marglik.training.optimizers import OptimizerConfig
 from tests.marglik.callbacks.online import (
@@ -96,7 +97,7 @@ def test_all_entries_learn_the_same_decays_by_default():
         assert torch.equal(p, q)
 
     x, y = dataset().tensors
-    splits = TensorSplits((x, y), (x, y))
+    splits = TensorSplits((x, y), None, (x, y), "made")
     setup = TrainingSetup(
         splits, 0, OptimizerConfig(lr=0.05), PriorConfig(), CurvatureConfig(), PredictiveConfig(),
         EvaluationConfig(), None, RunConfig(epochs=epochs, batch_size=8, progress=False),
@@ -188,10 +189,13 @@ def test_an_update_leaves_the_loops_random_numbers_alone():
     assert torch.equal(*drawn)
 
 
-@pytest.mark.parametrize(("epochs", "draws"), [(6, True), (60, False)])
-def test_passes_draw_labels_where_exact_ones_would_take_longer_than_the_training(epochs, draws):
-    """Six updates of V = 2 passes cost 6·(1 + 2·2) against 6·3; twenty cost 100 against 180."""
-    model, fishers = network(), []
+@pytest.mark.parametrize(("epochs", "few", "draws"), [(6, 0, True), (60, 0, False), (6, 60, False)])
+def test_passes_draw_labels_where_exact_ones_would_take_longer_than_the_training(
+    epochs, few, draws, monkeypatch
+):
+    """Twenty updates of V = 2 backward passes cost 100 epochs' thirds; there are 18, or 180."""
+    monkeypatch.setattr(learner, "FEW_VECTORS", few)
+    model = network()
 
     def make(delta, sigma):
         posterior = Posterior(model, "classification", prior_precision=delta)
@@ -231,14 +235,13 @@ def said_while(run):
     return [str(w.message) for w in told if "decay" in str(w.message)]
 
 
-def test_weights_before_a_normalisation_are_named_once():
-    model = with_norm()
-    said = said_while(lambda: learn(model, sgd(model), PriorLearner("classification"), in_double()))
-    named = [text for text in said if "the length of" in text]
-    assert len(named) == 1 and "0.weight" in named[0] and "3.weight" not in named[0]
-    plain = network()
-    said = said_while(lambda: learn(plain, sgd(plain), PriorLearner("classification")))
-    assert not any("the length of" in text for text in said)
+def test_weights_before_a_normalisation_are_named_once(caplog):
+    caplog.set_level("INFO", "marglik.training")
+    model, plain = with_norm(), network()
+    learn(plain, sgd(plain), PriorLearner("classification"))
+    assert "the length of" not in caplog.text
+    learn(model, sgd(model), PriorLearner("classification"), in_double())
+    assert caplog.text.count("the length of 0.weight (") == 1
 
 
 def test_decays_that_still_move_at_the_end_are_named():

@@ -1,7 +1,6 @@
 """The network's steps: the objective's gradient, precisions, layouts, compilation, the monitor."""
 
 import math
-import warnings
 
 import pytest
 import torch
@@ -206,17 +205,6 @@ def test_bfloat16_trains():
     assert losses["bf16-mixed"][-1] < 0.5 * losses["bf16-mixed"][0]
 
 
-def test_half_precision_on_a_cpu_is_no_silent_failure():
-    """Lightning takes bfloat16 in its place, and says so."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fabric = Fabric(accelerator="cpu", devices=1, precision="16-mixed")
-    network, parameters = training(fabric=fabric, dtype=torch.float32)
-    losses = [network.epoch(i)["loss"] for i in range(1, 11)]
-    assert losses[-1] < losses[0]
-    assert any("bf16" in str(warning.message) for warning in caught)
-
-
 def convolutions(channels_last=False, compile_mode=None, epochs=8):
     """Loss curve of a small convolutional network, the layouts of its batches, its parameters."""
     generator = torch.Generator().manual_seed(1)
@@ -264,15 +252,6 @@ def test_compilation_changes_rounding_alone():
     assert others == pytest.approx(losses, rel=1e-4)
     for p, q in zip(parameters, ends, strict=True):
         assert_close(p, q, rtol=1e-3, atol=1e-4)
-
-
-def test_compile_mode_reaches_torch(monkeypatch):
-    asked = []
-    monkeypatch.setattr(torch, "compile", lambda model, **options: asked.append(options) or model)
-    convolutions(epochs=1)
-    assert asked == []
-    convolutions(compile_mode="reduce-overhead", epochs=1)
-    assert asked == [{"mode": "reduce-overhead", "dynamic": False}]
 
 
 @pytest.mark.parametrize("case", ["SGD", "images"])

@@ -104,9 +104,10 @@ def test_epochs_of_updates():
         schedule = Schedule(epochs=epochs, **options)
         return [epoch for epoch in range(1, (epochs or 45) + 1) if schedule.is_due(epoch)]
 
-    assert due() == list(range(1, 13))  # twenty updates, at most one per epoch
-    assert due(100) == list(range(5, 101, 5))
-    assert due(30, updates=4) == [8, 15, 23, 30]
+    assert due() == list(range(1, 9))  # twenty updates, at most one per epoch, before the average
+    assert due(average=None) == list(range(1, 13))
+    assert due(150) == list(range(5, 101, 5))
+    assert due(30, updates=4, average="ema") == [8, 15, 23, 30]
     assert due(None, updates=5) == [1, 2, 3, 4, 5, 10, 15, 20, 25, 30, 35, 40, 45]
     assert due(every=5) == [5, 10]
     assert due(every=4, burn_in=8) == [8, 12]

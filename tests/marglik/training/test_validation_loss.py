@@ -50,15 +50,6 @@ def test_the_deepest_of_several_valleys():
     assert minimize_scalar(alone, bounds=bounds, method="bounded").x < math.log(100)
 
 
-@pytest.mark.parametrize(("sign", "end"), [(1, 0.5), (-1, 200.0)])
-def test_a_loss_that_falls_to_the_end(sign, end):
-    laplace = fitted()
-    found = minimize_validation_loss(
-        laplace, lambda la: sign * float(la.prior_precision[0]), bounds=(0.5, 200.0), grid_size=5
-    )
-    assert found.prior_precision["all"] == pytest.approx(end)
-
-
 def test_losses_that_are_not_finite_are_passed_over():
     laplace = fitted()
 
@@ -73,33 +64,17 @@ def test_losses_that_are_not_finite_are_passed_over():
 
 
 @pytest.mark.parametrize(
-    "bounds", [(0.0, 1.0), (2.0, 1.0), (1.0, 1.0), (-1.0, 3.0), (1.0, math.inf), (math.nan, 1.0)]
+    ("options", "message"),
+    [
+        ({"bounds": (2.0, 1.0)}, "must be positive, finite and ascend"),
+        ({"bounds": (0.0, 1.0)}, "must be positive, finite and ascend"),
+        ({"bounds": (1.0, math.inf)}, "must be positive, finite and ascend"),
+        ({"grid_size": 2}, "at least 3, not 2"),
+    ],
 )
-def test_wrong_bounds(bounds):
-    with pytest.raises(ValueError, match="bounds of δ must be positive, finite and ascend, not"):
-        minimize_validation_loss(fitted(), valleys, bounds=bounds)
-
-
-def test_too_small_a_grid():
-    with pytest.raises(ValueError, match="grid_size must be at least 3, not 2"):
-        minimize_validation_loss(fitted(), valleys, grid_size=2)
-
-
-def test_the_loss_of_a_predictive():
-    """No δ of a grid predicts new data better."""
-    laplace, batches = fitted(), [data("classification")]
-
-    def nll(posterior):
-        predict = laplace_predictive(posterior, generator=torch.Generator().manual_seed(0))
-        return compute_metrics(*predict_all(predict, batches), "classification")["cls/NLL"]
-
-    found = minimize_validation_loss(laplace, nll)
-    assert nll(laplace) == found.objective
-    losses = []
-    for delta in torch.logspace(-2, 8, 26).tolist():
-        laplace.prior_precision = delta
-        losses.append(nll(laplace))
-    assert found.objective <= min(losses) + 1e-4 < max(losses) - 0.01
+def test_wrong_searches(options, message):
+    with pytest.raises(ValueError, match=message):
+        minimize_validation_loss(fitted(), valleys, **options)
 
 
 @pytest.mark.parametrize(("slope", "at_bound"), [(1.0, True), (-1.0, True), (None, False)])
@@ -125,6 +100,9 @@ def test_a_loader_stands_for_the_loss_on_it(case):
     found = minimize_validation_loss(laplace, batches)
     assert found == minimize_validation_loss(other, nll)
     assert nll(laplace) == found.objective
+    for delta in torch.logspace(-2, 8, 26).tolist():  # no δ of a grid is better
+        laplace.prior_precision = delta
+        assert found.objective <= nll(laplace) + 1e-4
     # Negative control: other data, another loss.
     x, y = batches[0]
     assert minimize_validation_loss(other, [(x[:3], y[:3])]).objective != found.objective
@@ -136,7 +114,7 @@ def test_what_is_no_loss(loss):
         minimize_validation_loss(fitted(), loss)
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, FloatingPointError])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_search_that_fails_leaves_the_prior(error):
     laplace, calls = fitted(), []
 
