@@ -434,23 +434,22 @@ class PriorLearner:
         self.kept_epoch = self._epoch
         schedule, known = self.schedule, self.posterior
         found: dict[str, float] = {}
-        # By the parameters themselves and not by the epoch's number, as the loop may have loaded
-        # others since.
+        # By the parameters themselves, too, as the loop may have loaded others since.
         is_fitted = self._is_fitted_here(known)
-        # An update at these parameters that was made before a resume is not made again.
-        is_updated = is_fitted or (known is None and self._steps == self._steps_at_update)
+        # An update at these parameters, perhaps before a resume, is not made again.
+        is_updated = self._steps == self._steps_at_update and (known is None or is_fitted)
         learns = self._steps > 0 and self._epoch >= schedule.burn_in and not is_updated
         if learns and (schedule.last_epoch or schedule.is_due(self._epoch)):
             found = self._update(schedule.steps, is_last=True)
         elif not is_fitted or self._draws_labels or self._preconditioner is not None:
             if is_updated:
                 self.evidences.pop()  # the same update's, of other factors or before a resume
-            self._update(0, is_last=True)
+            self.evidences.append(self._fit(0, is_last=True)[0][-1])
         if self._best is not None and self._best["evidence"] > self.evidences[-1]:
             self._model.load_state_dict(self._best["model"])
             self.hyperparameters.set(self._best["prior_precision"], self._best["sigma_noise"])
             self.kept_epoch = self._best["epoch"]
-            self._update(0, is_last=True)
+            self.evidences.append(self._fit(0, is_last=True)[0][-1])
         self._say_once(
             "moving",
             [f"{name} (a factor of {move:.1f})" for name, move in self._moves.items()],
@@ -466,9 +465,38 @@ class PriorLearner:
         return torch.equal(parameter_vector(self._named.values()), posterior.mean)
 
     def _update(self, steps: int, is_last: bool = False) -> dict[str, float]:
+        """Raise the evidence at the present parameters; returns what to log."""
         hyper = self.hyperparameters
         before = hyper.prior_precision, hyper.sigma_noise
-        delta = hyper.groups.for_laplace(before[0])
+        evidences, self.record = self._fit(steps, is_last)
+        if isinstance(self.posterior, Posterior):
+            self._watch(self.posterior, before)
+        self._set_decays()
+        self._steps_at_update = self._steps
+        self.evidences.append(evidences[-1])
+        self.evidences_of_steps += evidences[:-1]  # the last one follows the last step
+        best = self._best
+        if self.schedule.keep == "best" and (best is None or evidences[-1] > best["evidence"]):
+            self._best = {
+                "evidence": evidences[-1],
+                "epoch": self._epoch,
+                "model": deepcopy(self._model.state_dict()),
+                "prior_precision": hyper.prior_precision,
+                "sigma_noise": hyper.sigma_noise,
+            }
+        found = {"log_marginal_likelihood_per_example": self.record["evidence_per_example"]}
+        found |= {f"weight_decay/{name}": wd for name, wd in self.record["weight_decay"].items()}
+        if "sigma_noise" in self.record:
+            found["sigma_noise"] = self.record["sigma_noise"]
+        return found
+
+    def _fit(self, steps: int, is_last: bool) -> tuple[list[float], dict[str, Any]]:
+        """A posterior at the present parameters, and steps on its evidence; see `update_prior`.
+
+        The last one has the curvature that was asked for, and not a cheaper one.
+        """
+        hyper = self.hyperparameters
+        delta = hyper.groups.for_laplace(hyper.prior_precision)
         if self._make_posterior is not None:
             laplace = self._make_posterior(delta, hyper.sigma_noise)
         else:
@@ -487,7 +515,8 @@ class PriorLearner:
         # updates on what the loop has drawn.
         with forked_random_numbers(self._model):
             torch.manual_seed(self._epoch)
-            evidences, record = update_prior(
+            self.posterior = laplace
+            return update_prior(
                 hyper,
                 laplace,
                 self._loader,
@@ -498,27 +527,6 @@ class PriorLearner:
                 dict_key_y=self.curvature.dict_key_y,
                 factors=factors,
             )
-        if isinstance(laplace, Posterior):
-            self._watch(laplace, before)
-        self._set_decays()
-        self._steps_at_update = self._steps
-        self.posterior, self.record = laplace, record
-        self.evidences.append(evidences[-1])
-        self.evidences_of_steps += evidences[:-1]  # the last one follows the last step
-        best = self._best
-        if self.schedule.keep == "best" and (best is None or evidences[-1] > best["evidence"]):
-            self._best = {
-                "evidence": evidences[-1],
-                "epoch": self._epoch,
-                "model": deepcopy(self._model.state_dict()),
-                "prior_precision": hyper.prior_precision,
-                "sigma_noise": hyper.sigma_noise,
-            }
-        found = {"log_marginal_likelihood_per_example": record["evidence_per_example"]}
-        found |= {f"weight_decay/{name}": wd for name, wd in record["weight_decay"].items()}
-        if "sigma_noise" in record:
-            found["sigma_noise"] = record["sigma_noise"]
-        return found
 
     # --- what it says while it runs ---
 
