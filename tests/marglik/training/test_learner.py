@@ -244,6 +244,28 @@ def test_weights_before_a_normalisation_are_named_once(caplog):
     assert caplog.text.count("the length of 0.weight (") == 1
 
 
+def test_training_limits_the_decay_of_weights_before_a_normalisation():
+    """Of those alone, and only of decays that were learned."""
+    for norm in (nn.BatchNorm1d(6), nn.LayerNorm(6), nn.Identity()):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), norm, nn.ReLU(), nn.Linear(6, 3)).double()
+        prior = PriorLearner("classification", weight_decay=0.04, steps=1)
+        prior.start(model, sgd(model), in_double(), 9)
+        used = []
+        for epoch in range(1, 7):
+            for x, y in in_double():
+                model.zero_grad()
+                cross_entropy(model(x), y).backward()
+                prior.add_to_gradients()
+                sgd(model).step()
+            prior.end_of_epoch(epoch)
+            used.append(prior.decays_of_parameters()[0])
+        learned = prior.weight_decays()[0].item()
+        assert learned > 0.03 and used[0] > 0.03  # three steps are not enough to know
+        assert used[-1] == (learned if isinstance(norm, nn.Identity) else 5e-3)
+        assert prior.decays_of_parameters()[-2] == prior.weight_decays()[-2].item()
+
+
 def test_decays_that_still_move_at_the_end_are_named():
     def end(rate, epochs):
         model = network()
