@@ -45,7 +45,7 @@ class KroneckerFactors:
     num_loss_terms: float
     """The number of loss terms, with weights: N unless examples have several."""
     loss: float
-    """Σ ℓ (nats) over the data: see `loss.hessian.loss_sum`."""
+    """Σ ℓ (nats) over the data: see `loss.loss_sum`."""
     likelihood: Likelihood
     options: CurvatureOptions
     """The options of the pass, with the mode that kfac_approx="auto" has become; for a sum of

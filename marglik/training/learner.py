@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.loss.hessian import counted_terms
+from kfac_backend.loss import counted_terms
 from kfac_backend.model.batches import to_device
 from kfac_backend.model.calls import arguments, forked_random_numbers, logits_of
 from kfac_backend.model.checks import check_module
