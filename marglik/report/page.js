@@ -5,18 +5,13 @@
   const touch = matchMedia("(any-pointer: coarse)").matches;
   const narrow = () => innerWidth < 600;
 
-  // Colours are written "light|dark".
-  const pick = (value, side) => {
-    if (Array.isArray(value)) return value.map((item) => pick(item, side));
-    return typeof value === "string" && value.includes("|") ? value.split("|")[side] : value;
-  };
-  const themed = (value, side, key = "") => {
-    if (/color(scale)?$/.test(key) && (typeof value === "string" || Array.isArray(value))) {
-      return pick(value, side);
-    }
-    if (Array.isArray(value)) return value.map((item) => themed(item, side));
+  // Figures have the colours of the light theme.
+  const dark = JSON.parse(document.getElementById("dark").textContent);
+  const themed = (value, key = "") => {
+    if (Array.isArray(value)) return value.map((item) => themed(item, key));
+    if (typeof value === "string") return /color(scale)?$/.test(key) ? (dark[value] ?? value) : value;
     if (value === null || typeof value !== "object") return value;
-    return Object.fromEntries(Object.entries(value).map(([k, v]) => [k, themed(v, side, k)]));
+    return Object.fromEntries(Object.entries(value).map(([k, v]) => [k, themed(v, k)]));
   };
 
   const template = () => {
@@ -29,6 +24,7 @@
       showline: true,
       ticks: "outside",
       ticklen: 4,
+      automargin: true,
       fixedrange: touch, // a finger that drags wants to scroll the page
       spikecolor: css("--muted"),
       spikethickness: 1,
@@ -74,15 +70,14 @@
         );
 
   const draw = (plot) => {
-    const side = document.documentElement.dataset.theme === "dark" ? 1 : 0;
-    const figure = themed(plot.figure, side);
+    const figure = document.documentElement.dataset.theme === "dark" ? themed(plot.figure) : plot.figure;
     const layout = {
       ...figure.layout,
       template: template(),
       dragmode: false,
       margin: { l: 8, r: 12, t: 8, b: 8 },
       uirevision: "kept", // what the reader hid or zoomed stays so in the other theme
-      height: plot.figure.height + (narrow() && figure.layout.showlegend ? 16 * Math.max(5, figure.data.length) : 0),
+      height: figure.layout.height + (narrow() && figure.layout.showlegend ? 16 * Math.max(5, figure.data.length) : 0),
     };
     return Plotly.react(plot, emphasise(figure.data, plot.chosen), layout, config).then(() => {
       // The table below has the data in words; the buttons stay reachable.

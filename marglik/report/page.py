@@ -8,48 +8,23 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from kfac_backend.files import write_file
+from marglik.report.charts import DARK
 from marglik.report.contents import Run, read_runs
-from marglik.report.evaluation_sections import (
-    entropy_section,
-    errors_section,
-    options_section,
-    reliability_section,
-    shift_section,
-    uncertain_section,
-    versions_section,
-)
-from marglik.report.sections import (
-    curves_section,
-    effective_section,
-    summary_section,
-    time_section,
-    weight_decay_section,
-)
+from marglik.report.sections import SECTIONS
 from marglik.report.tables import NOTHING, duration, number
 from marglik.storage.run_files import REPORT
 
 __all__ = ["write_report"]
 
-SECTIONS = (
-    summary_section,
-    curves_section,
-    weight_decay_section,
-    effective_section,
-    time_section,
-    reliability_section,
-    errors_section,
-    entropy_section,
-    shift_section,
-    uncertain_section,
-    options_section,
-    versions_section,
-)
 DATE_FORMAT = "%Y-%m-%d %H:%M UTC"
+CONTROLS = {
+    c: "\N{REPLACEMENT CHARACTER}" for c in [*range(32), *range(127, 160)] if c not in (9, 10)
+}
+"""Characters that could steer a terminal which shows the page's source."""
 
 
 def write_report(folders: Sequence[Path | str], output: Path | str | None = None) -> Path:
@@ -72,14 +47,13 @@ def write_report(folders: Sequence[Path | str], output: Path | str | None = None
     path = runs[0].folder / REPORT if output is None else Path(output)
     if path.is_dir():
         raise ValueError(f"{path} is a folder; pass a file such as {path / REPORT}.")
-    page = render(runs)
     # As bytes: newlines must not be translated, since the page has the hashes of its scripts.
-    write_file(path, page.encode("utf-8"))
+    write_file(path, _render(runs).encode("utf-8"))
     return path
 
 
-def render(runs: Sequence[Run]) -> str:
-    """The page's HTML."""
+def _render(runs: Sequence[Run]) -> str:
+    """The page's HTML; all text of runs is escaped (autoescape, and `Chart.json`)."""
     environment = Environment(
         loader=PackageLoader("marglik.report", "."),
         autoescape=True,
@@ -87,41 +61,32 @@ def render(runs: Sequence[Run]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    scripts = {"theme": _inline(_source("theme.js")), "page": _inline(_source("page.js"))}
-    # The basic bundle of plotly.js, since the charts need only scatters and bars. Measured in
-    # Chromium on two x86-64 cores, a page with 17 charts: with the whole plotly.js 4.9 MB, drawn
-    # after 2.6 s; with the basic bundle 1.3 MB and 1.9 s; deflated, as here, 0.7 MB and 1.7 s, with
-    # the text visible after 0.3 s. Smaller libraries lack what we need: 18 line charts take 0.2 MB
-    # and 0.2 s with uPlot, which has no horizontal bars or dots; 0.3 MB and 0.6 s with Chart.js,
-    # whose whiskers and zoom are plugins; and 0.9 s with plotly.
-    plotly = _source("plotly/plotly-basic.min.js")  # page.js unpacks it; the CSP allows its hash
-    return environment.get_template("page.html.j2").render(
-        title=_title(runs),
+    environment.filters["kind"] = lambda block: type(block).__name__
+    # The basic bundle of plotly.js: it has scatters and bars, all that the charts need. The whole,
+    # which the Python package brings, would make a page of 1.9 MB packed and 4.9 MB unpacked. The
+    # page unpacks it, so that its text is read before; the content security policy has its hash.
+    scripts = {name: _source(f"{name}.js") for name in ("theme", "page", "plotly/plotly-basic.min")}
+    plotly = scripts["plotly/plotly-basic.min"]
+    page = environment.get_template("page.html.j2").render(
+        title=" and ".join(dict.fromkeys(run.name for run in runs)),
         runs=runs,
         facts=_facts(runs),
-        sections=[section(runs) for section in SECTIONS],
+        blocks={id: blocks_of(runs) for id, blocks_of in SECTIONS.items()},
         css=_source("page.css"),
         scripts=scripts,
-        plotly=_packed(plotly),
-        script_hashes=[_hash(script) for script in (*scripts.values(), plotly)],
+        colors=DARK,
+        plotly=base64.b64encode(zlib.compress(plotly.encode("utf-8"), 9)).decode("ascii"),
+        script_hashes=[_hash(script) for script in scripts.values()],
         version=version("marglik"),
         written=datetime.now(UTC).strftime(DATE_FORMAT),
     )
+    return page.translate(CONTROLS)
 
 
 def _source(name: str) -> str:
-    return (files("marglik.report") / name).read_text(encoding="utf-8")
-
-
-def _inline(script: str) -> str:
-    """A script as an HTML parser reads it: without the end of its element, newlines normalised."""
-    return script.replace("</script", "<\\/script").replace("\r\n", "\n").replace("\r", "\n")
-
-
-def _packed(script: str) -> str:
-    """A script, deflated and in base64: a third of its length."""
-    return base64.b64encode(zlib.compress(script.encode("utf-8"), 9)).decode("ascii")
+    """A file of this folder, with newlines as an HTML parser normalises them."""
+    text = (files("marglik.report") / name).read_text(encoding="utf-8")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _hash(script: str) -> str:
@@ -130,40 +95,32 @@ def _hash(script: str) -> str:
     return f"sha256-{base64.b64encode(digest).decode('ascii')}"
 
 
-def _title(runs: Sequence[Run]) -> str:
-    """The network and the data of the runs."""
-    return " and ".join(dict.fromkeys(run.name for run in runs))
-
-
 def _facts(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """(name, value for each run) of the facts in the page's head, without those that no run has."""
-    rows: dict[str, list[str]] = {}
-    for run in runs:
-        for name, value in _facts_of(run).items():
-            rows.setdefault(name, []).append(value)
+    columns = [_facts_of(run) for run in runs]
+    rows = {name: [column[name] for column in columns] for name in columns[0]}
     return [(name, values) for name, values in rows.items() if set(values) != {NOTHING}]
 
 
 def _facts_of(run: Run) -> dict[str, str]:
-    results: dict[str, Any] = run.results or {}
     layers = run.layers.values()
-    total = sum(layer.parameters for layer in layers)
-    effective = sum(layer.effective or 0.0 for layer in layers)
-    of_all = f"{number(round(effective))} of {number(total)}"
-    evidence = run.evidence_per_example
-    in_nats = NOTHING if evidence is None else f"{number(evidence, 4)} nats per example"
-    unfinished = ", unfinished" if run.records and not run.results else ""
-    epochs = f"{run.epochs[-1]['epoch']}" if run.epochs else NOTHING
-    kept = results.get("evidence", {}).get("epoch")
+    total, effective = sum(of.parameters for of in layers), sum(of.effective or 0 for of in layers)
+    evidence, kept = run.evidence_per_example, run.results.get("evidence", {}).get("epoch")
+    last = str(run.epochs[-1]["epoch"]) if run.epochs else NOTHING
+    unfinished = ", unfinished" if run.epochs and not run.results else ""
     return {
         "Network": run.model or NOTHING,
         "Data": run.data or NOTHING,
         "Date of the run": f"{run.date.strftime(DATE_FORMAT)}{unfinished}",
         "Training examples": number(run.num_data),
-        "Epochs": epochs if kept is None or not run.epochs else f"{epochs} (kept: {kept})",
-        "Log marginal likelihood": in_nats,
-        "Effective parameters": of_all if total else NOTHING,
-        "Time": duration(results.get("seconds")),
-        "Ranks": number(results.get("ranks")),
+        "Epochs": last if kept is None or not run.epochs else f"{last} (kept: {kept})",
+        "Log marginal likelihood": NOTHING
+        if evidence is None
+        else f"{number(evidence, 4)} nats per example",
+        "Effective parameters": f"{number(round(effective))} of {number(total)}"
+        if total
+        else NOTHING,
+        "Time": duration(run.results.get("seconds")),
+        "Ranks": number(run.results.get("ranks")),
         "Folder": str(run.folder),
     }

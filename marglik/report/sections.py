@@ -1,47 +1,31 @@
-"""The page's sections: the content of each, and what to look for in it."""
+"""What stands in each section of the page; its title, and what to look for, are in page.html.j2.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+A section is a function from the page's runs to blocks: lists of charts that stand side by side,
+tables, notes, confusion matrices and galleries, which page.html.j2 shows each by its kind.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from shlex import quote
 from typing import Any
 
 from marglik.posterior.calibration import Calibration
 from marglik.prediction.evaluation_record import IN_SAMPLE, has_in_sample_metrics
-from marglik.report.charts.chart import Chart
-from marglik.report.charts.errors import Confusion
-from marglik.report.charts.layers import (
-    effective_chart,
-    final_weight_decay_chart,
-    weight_decay_chart,
-    weight_decay_ends,
+from marglik.report import charts
+from marglik.report.contents import MISSING, Predictive, Run, differing, predictives
+from marglik.report.tables import (
+    NOTHING,
+    Row,
+    Table,
+    differences_table,
+    number,
+    of_evaluation_and_results,
+    summary_table,
 )
-from marglik.report.charts.training import evidence_chart, loss_chart, time_chart
-from marglik.report.contents import Run
-from marglik.report.metrics import predictives, summary_table
-from marglik.report.tables import NOTHING, Row, Table, number
 
-__all__ = [
-    "Charts",
-    "Details",
-    "Gallery",
-    "Note",
-    "Section",
-    "curves_section",
-    "effective_section",
-    "evaluate_command",
-    "missing_evaluation",
-    "summary_section",
-    "time_section",
-    "weight_decay_section",
-]
+__all__ = ["SECTIONS", "Confusion", "Gallery", "Note"]
 
-
-DIFFERENCES = {
-    "test/cls/NLL": "NLL (nats)",
-    "test/cls/accuracy": "accuracy (percentage points)",
-    "test/cls/Brier": "Brier score",
-    "test/reg/NLL": "NLL (nats)",
-}
 INTERVALS = (
     "In small print: 95 % confidence intervals over the choice of test examples. They are Wilson's "
     "for shares, Student's for means, DeLong's for the area under the ROC curve, and the "
@@ -60,35 +44,14 @@ class Note:
 
     text: str
     command: str = ""
-    kind: str = "note"
-
-
-@dataclass(frozen=True)
-class Charts:
-    """Charts in as many columns as fit."""
-
-    charts: Sequence[Chart]
-    kind: str = "charts"
-
-
-@dataclass(frozen=True)
-class Details:
-    """A table that can be folded."""
-
-    summary: str
-    table: Table
-    open: bool = False
-    kind: str = "details"
 
 
 @dataclass(frozen=True)
 class Gallery:
-    """Images with their predictions."""
+    """Images with their predictions, as evaluation.json has them."""
 
     title: str
     examples: Sequence[dict[str, Any]]
-    """As evaluation.json has them."""
-    kind: str = "gallery"
 
     @property
     def largest_sum(self) -> float:
@@ -97,251 +60,287 @@ class Gallery:
 
 
 @dataclass(frozen=True)
-class Section:
-    """A part of the page."""
+class Confusion:
+    """Counts of labels (rows) by predictions (columns), as a table coloured by them."""
 
-    id: str
     title: str
-    lead: str
-    """What to look for."""
-    blocks: Sequence[Note | Charts | Confusion | Details | Gallery | Table] = field(
-        default_factory=list
-    )
+    classes: Sequence[str]
+    counts: Sequence[Sequence[int]]
 
 
-def summary_section(runs: Sequence[Run]) -> Section:
-    """The table of metrics."""
-    lead = (
-        "Every predictive, side by side. Look for a Laplace predictive that is better calibrated "
-        "than the MAP (ECE, NLL) and at least as accurate; without calibration it is often too "
-        "uncertain. The best value of each row is marked."
-    )
-    if not predictives(runs):
-        note = "No metrics: neither results.json nor evaluation.json has any."
-        return Section(
-            "summary", "Summary", lead, [Note(note), *missing_evaluation(runs, "further metrics")]
+Blocks = list[Note | Gallery | Confusion | Table | list[charts.Chart]]
+
+
+def _summary(runs: Sequence[Run]) -> Blocks:
+    columns = of_evaluation_and_results(runs)
+    blocks: Blocks = [note for run in runs for note in _gains(run)]
+    blocks.append(summary_table(runs) if columns else Note("No file has any metrics."))
+    for run in runs:
+        who = "" if run.alone else f" ({run.label})"
+        title = f"Learned minus initial weight decay, on the same test examples{who}"
+        blocks += differences_table(title, run.results.get("differences", {}))
+        found = {one.name: one.content["against"] for one in predictives([run], "against")}
+        rivals = ", ".join(dict.fromkeys(one["predictive"] for one in found.values()))
+        title = f"Differences from {rivals}, on the same test examples{who}"
+        blocks += differences_table(
+            title, {name: one["differences"] for name, one in found.items()}
         )
-    blocks: list[Any] = [Note(text) for run in runs for text in _gains(run)]
-    blocks.append(summary_table(runs))
-    blocks += _differences(runs)
-    if any(one.intervals for one in predictives(runs)):
+    if any(one.content.get("intervals") for one in columns):
         blocks.append(Note(INTERVALS))
     if any(run.evaluation and has_in_sample_metrics(run.evaluation) for run in runs):
         blocks.append(Note(IN_SAMPLE))
-    if len({one.run.data for one in predictives(runs)}) > 1:
+    if len({one.run.data for one in columns}) > 1:
         blocks.append(Note("The runs have different data; the best values are marked for each."))
-    sequences = dict.fromkeys(f"{r.data} ({r.num_positions:,})" for r in runs if r.num_positions)
-    if sequences:
-        text = "For sequences, metrics are means over the positions (tokens) of the test set"
-        blocks.append(Note(f"{text}, the NLL in nats per position: {', '.join(sequences)}."))
-    other_data = dict.fromkeys(filter(None, map(_ood_text, runs)))
-    blocks += [Note(f"Out of distribution: {text}.") for text in other_data]
-    return Section(
-        "summary", "Summary", lead, [*blocks, *missing_evaluation(runs, "further metrics")]
-    )
+    texts = [
+        f"For sequences, metrics are means over the positions (tokens) of the test set, the NLL in "
+        f"nats per position: {run.data} ({run.num_positions:,})."
+        for run in runs
+        if run.num_positions
+    ]
+    for ood in [run.evaluation["ood"] for run in runs if run.evaluation.get("ood")]:
+        size = f" ({ood['num_examples']:,} examples)" if "num_examples" in ood else ""
+        parts = [f"{ood['name']}{size}", ood.get("note"), f"detected by {ood.get('score')}"]
+        texts.append(f"Out of distribution: {', '.join(filter(None, parts))}.")
+    return [*blocks, *map(Note, dict.fromkeys(texts)), *_unevaluated(runs, "further metrics")]
 
 
-def _differences(runs: Sequence[Run]) -> list[Details]:
-    """Tables of differences on the same test examples: from the baseline, and from the MAP."""
-    tables = []
-    for run in runs:
-        who = "" if run.alone else f" ({run.label})"
-        learned = (run.results or {}).get("differences", {})
-        title = f"Learned minus initial weight decay, on the same test examples{who}"
-        tables += _table_of_differences(title, learned)
-        entries = (run.evaluation or {}).get("predictives", {})
-        against = {name: entry["against"] for name, entry in entries.items() if "against" in entry}
-        shown = {name: one["differences"] for name, one in against.items()}
-        of = ", ".join(dict.fromkeys(one["predictive"] for one in against.values()))
-        tables += _table_of_differences(
-            f"Differences from {of}, on the same test examples{who}", shown
-        )
-    return tables
+def _gains(run: Run) -> list[Note]:
+    """A sentence for each calibrated predictive that compares its NLL with the MAP's."""
+    notes, found = [], predictives([run])
+    for key in ("test/cls/NLL", "test/reg/NLL"):
+        nll = {p.name: p.content["metrics"][key] for p in found if key in p.content["metrics"]}
+        maps = ", ".join(f"{name} {nll[name]:.4f}" for name in nll if name.startswith("MAP"))
+        for one in found:
+            calibration = (one.content.get("options") or {}).get("calibration")
+            if maps and calibration and one.name in nll and not one.name.startswith("MAP"):
+                who = "" if run.alone else f"{run.label}: "
+                how = f"calibrated ({Calibration(**calibration).in_words})"
+                text = (
+                    f"{who}{one.name}, {how}, has a test NLL of {nll[one.name]:.4f} nats; {maps}."
+                )
+                notes.append(Note(text))
+    return notes
 
 
-def _table_of_differences(
-    title: str, shown: Mapping[str, Mapping[str, Sequence[float]]]
-) -> list[Details]:
-    keys = [k for k in DIFFERENCES if any(k in found for found in shown.values())]
-    if not keys:
-        return []
+def _curves(runs: Sequence[Run]) -> Blocks:
+    updated, trained = [r for r in runs if r.updates], [r for r in runs if r.epochs]
+    found = [charts.evidence_chart(updated)] if updated else []
+    found += [charts.loss_chart(trained)] if trained else []
+    return [found, *_unlogged(runs, updated, "evidence over epochs")]
+
+
+def _weight_decay(runs: Sequence[Run]) -> Blocks:
+    updated, final = [run for run in runs if run.updates], [run for run in runs if run.layers]
+    found = charts.weight_decay_charts(updated)
+    if final and (len(runs) > 1 or not updated):
+        found.insert(0, charts.final_weight_decay_chart(final))
+    notes = _unlogged(runs, updated, "weight decay over epochs")
+    if temperatures := dict.fromkeys(f"{run.temperature:g}" for run in runs if run.is_fit):
+        text = "For a fitted posterior, the weight decay is computed from its prior precision δ"
+        notes.insert(0, Note(f"{text}: T·δ/N, with temperature T = {', '.join(temperatures)}."))
+    return [found, *notes]
+
+
+def _effective(runs: Sequence[Run]) -> Blocks:
+    final = [run for run in runs if run.layers]
+    missing = Note("Neither results.json nor posterior.json has effective parameters.")
+    return [[charts.effective_chart(final)] if final else missing]
+
+
+def _time(runs: Sequence[Run]) -> Blocks:
+    logged = [run for run in runs if run.epochs]
+    return [[charts.time_chart(logged)] if logged else [], *_unlogged(runs, logged, "times")]
+
+
+def _reliability(runs: Sequence[Run]) -> Blocks:
+    series, groups = predictives(runs, "reliability"), defaultdict(list)
+    for one in series:
+        found = one.content["reliability"]
+        groups[one.chart, tuple(found.get("edges") or found["levels"])].append(one)
+    found = [charts.reliability_chart(title, group) for (title, _), group in groups.items()]
+    tables = [_held_out(run) for run in runs if run.posterior.get("calibrations")]
+    return [found, *tables, *_without(runs, series, "reliability")]
+
+
+def _held_out(run: Run) -> Table:
+    """A table of the held-out NLLs that the posterior's calibrations store."""
+    names = ("nll", "nll_uncalibrated", "nll_scaled_map", "nll_map")
     rows = [
         Row(
-            name,
-            [_difference(key, found.get(key)) for key in keys],
-            small=[_ends(key, found.get(key)) for key in keys],
+            label,
+            [*(number(fit[name], 4) for name in names), number(fit["num_terms"])],
+            detail=Calibration(**fit["calibration"]).in_words,
         )
-        for name, found in shown.items()
+        for label, fit in run.posterior["calibrations"].items()
     ]
-    columns = ["Predictive", *(DIFFERENCES[key] for key in keys)]
-    return [Details(title, Table(title, columns, rows), open=True)]
+    titles = ["calibrated", "uncalibrated", "MAP, temperature-scaled", "MAP", "held-out terms"]
+    of_run = "" if run.alone else f", {run.label}"
+    title = f"NLL of the held-out data used for calibration{of_run}"
+    return Table(title, ["Predictive", *titles], rows, summary=title)
 
 
-def _difference(key: str, found: Sequence[float] | None) -> str:
-    if found is None:
-        return NOTHING
-    share = key.endswith("accuracy")
-    text = number(100 * found[0], 2) if share else number(found[0], 4)
-    return f"+{text}" if found[0] > 0 else text
-
-
-def _ends(key: str, found: Sequence[float] | None) -> str:
-    if found is None:
-        return ""
-    scale, decimals = (100, 2) if key.endswith("accuracy") else (1, 4)
-    return f"{number(scale * found[1], decimals)} to {number(scale * found[2], decimals)}"
-
-
-def _gains(run: Run) -> list[str]:
-    """A sentence for each calibrated predictive that compares its NLL with the MAP's."""
-    entries = (run.evaluation or {}).get("predictives", {})
-    key = next((k for k in ("test/cls/NLL", "test/reg/NLL") if k in _metrics(entries, "MAP")), "")
-    texts = []
-    for name, entry in entries.items():
-        found = (entry.get("options") or {}).get("calibration")
-        if not found or not key or name.startswith("MAP"):
-            continue
-        rivals = [
-            f"{other} {_metrics(entries, other)[key]:.4f}"
-            for other in entries
-            if other.startswith("MAP") and key in _metrics(entries, other)
+def _errors(runs: Sequence[Run]) -> Blocks:
+    series, risks, by_class = predictives(runs, "risk_coverage"), defaultdict(list), {}
+    for one in series:
+        risks[one.chart].append(one)
+    for one in predictives(runs, "classes"):
+        indices = range(len(one.content["classes"]["counts"]))
+        names = one.run.evaluation.get("classes") or [str(i) for i in indices]
+        # Predictives with the same class predictions are shown once, with all their names.
+        alike = by_class.setdefault((one.chart, tuple(names)), {})
+        alike.setdefault(repr(one.content["classes"]), []).append(one)
+    found, matrices = [], []
+    for title, group in risks.items():
+        of = "" if runs[0].alone else f": {title}"
+        found.append(charts.share_chart(f"Error rate by coverage{of}", group, "risk_coverage"))
+    for (title, names), groups in by_class.items():
+        of = "" if runs[0].alone else f": {title}"
+        merged = [
+            replace(group[0], label="; ".join(one.label for one in group))
+            for group in groups.values()
         ]
-        who = "" if run.alone else f"{run.label}: "
-        texts.append(
-            f"{who}{name}, calibrated ({Calibration(**found).in_words}), has a test NLL of "
-            f"{entry['metrics'][key]:.4f} nats; {', '.join(rivals)}."
-        )
-    return texts
+        found.append(charts.class_chart(f"Accuracy by class{of}", merged, names))
+        for one in merged:
+            if counts := one.content["classes"].get("confusion"):
+                of = one.label if one.run.alone else f"{title}, {one.label}"
+                matrices.append(Confusion(of, names, counts))
+    return [found, *matrices, *_without(runs, series, "errors by class")]
 
 
-def _metrics(entries: dict[str, Any], name: str) -> dict[str, float]:
-    return entries.get(name, {}).get("metrics", {})
+def _entropy(runs: Sequence[Run]) -> Blocks:
+    # One predictive of all runs side by side.
+    series = sorted(predictives(runs, "entropy"), key=lambda one: one.place)
+    shares = [share for p in series for of in charts.entropy_shares(p).values() for share in of]
+    curves = defaultdict(list)
+    for one in predictives(runs, "roc"):
+        data = (one.run.evaluation.get("ood") or {}).get("name", "")
+        curves[f"ROC curve: {data if one.run.alone else one.name}"].append(one)
+    found = [charts.share_chart(title, group, "roc") for title, group in curves.items()]
+    found += [charts.entropy_chart(one, 1.05 * max(shares)) for one in series]
+    notes = _without(runs, series, "predictive entropy")
+    for run in {id(p.run): p.run for p in series if "ood" not in p.content["entropy"]}.values():
+        text = f"The evaluation in {run.folder} has no out-of-distribution data. For images:"
+        notes.append(Note(text, _evaluate(run, "--ood marglik.data.Noise")))
+    return [found, *notes]
 
 
-def _ood_text(run: Run) -> str | None:
-    ood = (run.evaluation or {}).get("ood")
-    if not ood:
-        return None
-    size = f" ({ood['num_examples']:,} examples)" if "num_examples" in ood else ""
-    how = f", {ood['note']}" if ood.get("note") else ""
-    score = f", detected by {ood['score']}" if ood.get("score") else ""
-    return f"{ood['name']}{size}{how}{score}"
+def _shift(runs: Sequence[Run]) -> Blocks:
+    series = [p for p in predictives(runs) if any("shift/" in key for key in p.content["metrics"])]
+    notes = _without(runs, series, "shifted test sets", "--evaluation.shift true")
+    return [charts.shift_charts(series), *notes]
 
 
-def curves_section(runs: Sequence[Run]) -> Section:
-    """Evidence and loss over epochs."""
-    lead = (
-        "The evidence should rise while the weight decays are learned, and the loss should fall. "
-        "If the evidence falls late while the loss still improves, the network overfits. The star "
-        "marks the update that was kept."
-    )
-    charts = []
-    for chart, kind in ((evidence_chart, "update"), (loss_chart, "epoch")):
-        logged = _with_records(runs, kind)
-        if logged:
-            charts.append(chart(logged))
-    blocks = [Charts(charts)] if charts else []
-    return Section(
-        "curves",
-        "Evidence and loss",
-        lead,
-        [*blocks, *missing_log(runs, "evidence over epochs", "update")],
-    )
+def _uncertain(runs: Sequence[Run]) -> Blocks:
+    series = [one for one in predictives(runs) if one.run.evaluation.get("uncertain")]
+    galleries = []
+    for run in {id(one.run): one.run for one in series}.values():
+        by = "By" if run.alone else f"{run.label}, by"
+        found = run.evaluation["uncertain"]
+        galleries.append(Gallery(f"{by} {found['predictive']}", found["examples"]))
+    return [*galleries, *_without(runs, series, "images")]
 
 
-def weight_decay_section(runs: Sequence[Run]) -> Section:
-    """Weight decay over time and, of several runs or one without a log, at the end."""
-    lead = (
-        "All groups start with the same weight decay, then each learns its own. Look for curves "
-        "that have settled; one that keeps rising belongs to parameters that the data does not "
-        "need. Dotted lines are biases."
-    )
-    updated = _with_records(runs, "update")
-    ends = weight_decay_ends(updated)
-    charts = [weight_decay_chart(run, ends) for run in updated]
-    final = [run for run in runs if run.layers]
-    if final and (len(runs) > 1 or not updated):
-        charts.insert(0, final_weight_decay_chart(final))
-    blocks: list[Any] = [Charts(charts)] if charts else []
-    fitted = [run for run in runs if run.is_fit]
-    if fitted:
-        temperatures = ", ".join(dict.fromkeys(f"{run.temperature:g}" for run in fitted))
-        text = "For a fitted posterior, the weight decay is computed from its prior precision δ"
-        blocks.append(Note(f"{text}: T·δ/N, with temperature T = {temperatures}."))
-    blocks += missing_log(runs, "weight decay over epochs", "update")
-    return Section("weight-decay", "Weight decay per layer", lead, blocks)
+def _options(runs: Sequence[Run]) -> Blocks:
+    names = list(dict.fromkeys(name for run in runs for name in run.options))
+    different = differing([run.options for run in runs])
+
+    def table(caption: str, chosen: Sequence[str], is_open: bool) -> Table:
+        rows = []
+        for name in chosen:
+            values = [run.options.get(name, MISSING) for run in runs]
+            cells = ["null" if value is None else str(value) for value in values]
+            rows.append(Row(name, cells, differs=name in different))
+        columns = ["Option", *("value" if run.alone else run.label for run in runs)]
+        summary = f"{caption} ({len(chosen)})"
+        return Table(caption, columns, rows, has_words=True, summary=summary, open=is_open)
+
+    blocks: Blocks = [table("All options", names, False)]
+    if len(runs) > 1:
+        same = Note("All options that affect the numbers are the same.")
+        blocks.insert(0, table("Options that differ", different, True) if different else same)
+    return blocks
 
 
-def effective_section(runs: Sequence[Run]) -> Section:
-    """Effective parameters."""
-    lead = (
-        "How many directions in the parameters of each tensor the data determines (the dot), and "
-        "how many parameters it has (the tick). A layer whose dot is near its tick uses all its "
-        "parameters; one whose dot is far to the left would need fewer."
-    )
-    final = [run for run in runs if run.layers]
-    note = Note("Neither results.json nor posterior.json has effective parameters.")
-    blocks = [Charts([effective_chart(final)])] if final else [note]
-    return Section("effective", "Effective number of parameters", lead, blocks)
-
-
-def time_section(runs: Sequence[Run]) -> Section:
-    """Where the time went."""
-    lead = (
-        "The cost of learning the weight decays, compared with training itself. If the curvature "
-        "passes take longer than the steps, make them rarer (prior.every) or cheaper (curvature "
-        "options)."
-    )
-    logged = _with_records(runs, "epoch")
-    blocks = [Charts([time_chart(logged)])] if logged else []
-    return Section(
-        "time", "Where the time went", lead, [*blocks, *missing_log(runs, "times", "epoch")]
-    )
-
-
-def _with_records(runs: Sequence[Run], kind: str) -> list[Run]:
-    return [run for run in runs if any(record["kind"] == kind for record in run.records)]
-
-
-def missing_log(runs: Sequence[Run], what: str, kind: str) -> list[Note]:
-    """A note for each run without records of a kind, which says why.
-
-    Args:
-        runs: the runs of the page.
-        what: what the page cannot show without these records.
-        kind: the kind of record that it needs.
-    """
-    notes = []
+def _versions(runs: Sequence[Run]) -> Blocks:
+    """Versions and devices of training and, if they differ, of evaluation."""
+    columns: dict[str, dict[str, str]] = {}
     for run in runs:
-        if any(record["kind"] == kind for record in run.records):
-            continue
-        if run.records:
-            why = "no update of the weight decays was due"
-        elif run.is_fit:
+        trained = {"fit": run.posterior} if run.is_fit else {"training": run.results}
+        made = {
+            of: _environment(r) for of, r in (trained | {"evaluation": run.evaluation}).items() if r
+        }
+        if len(made) == 2 and len({repr(one) for one in made.values()}) == 1:
+            made = {" and ".join(made): next(iter(made.values()))}
+        columns |= {of if run.alone else f"{run.label}: {of}": one for of, one in made.items()}
+    names = dict.fromkeys(name for column in columns.values() for name in column)
+    rows = [Row(name, [c.get(name, NOTHING) for c in columns.values()]) for name in names]
+    return [Table("Versions and device", ["Part", *columns], rows, has_words=True)]
+
+
+def _environment(record: dict[str, Any]) -> dict[str, str]:
+    names = ("device", "threads", "ranks", "python")
+    return {name: str(record[name]) for name in names if name in record} | record.get(
+        "versions", {}
+    )
+
+
+SECTIONS: dict[str, Callable[[Sequence[Run]], Blocks]] = {
+    "summary": _summary,
+    "curves": _curves,
+    "weight-decay": _weight_decay,
+    "effective": _effective,
+    "time": _time,
+    "reliability": _reliability,
+    "errors": _errors,
+    "entropy": _entropy,
+    "shift": _shift,
+    "uncertain": _uncertain,
+    "options": _options,
+    "versions": _versions,
+}
+"""Id of a section in page.html.j2 -> what stands in it."""
+
+
+# Notes on what is missing
+
+
+def _unlogged(runs: Sequence[Run], having: Sequence[Run], what: str) -> list[Note]:
+    """A note for each run whose log lacks ``what``, which says why."""
+    notes = []
+    for run in [run for run in runs if not any(run is one for one in having)]:
+        why = "no update of the weight decays was due" if run.epochs else "there is no log.jsonl"
+        if run.is_fit:
             why = "a posterior that was fitted to a trained network has no epochs"
-        else:
-            why = "the folder has no log.jsonl"
         notes.append(Note(f"No {what} for {run.folder}: {why}."))
     return notes
 
 
-def evaluate_command(run: Run, option: str = "") -> str:
-    """The command that evaluates a run."""
-    return f"marglik evaluate {quote(str(run.folder))} {option}".strip()
-
-
-def missing_evaluation(runs: Sequence[Run], what: str) -> list[Note]:
-    """A note for each run that has not been evaluated, with the command that does it.
+def _without(
+    runs: Sequence[Run], having: Sequence[Predictive], what: str, option: str = ""
+) -> list[Note]:
+    """Notes on runs without a part: they have no evaluation, or one without the part.
 
     Args:
         runs: the runs of the page.
-        what: what the page cannot show without an evaluation.
+        having: the predictives with the part.
+        what: name of the part.
+        option: option of `marglik evaluate` that adds the part for images.
     """
-    return [
-        Note(
-            f"{run.folder} has no evaluation.json, which holds {what}. To get it:",
-            evaluate_command(run),
-        )
-        for run in runs
-        if run.evaluation is None
-    ]
+    notes = []
+    for run in [run for run in runs if run.evaluation]:
+        if not any(run is one.run for one in having):
+            text = (
+                f"The evaluation in {run.folder} has no {what}.{' For images:' if option else ''}"
+            )
+            notes.append(Note(text, _evaluate(run, option) if option else ""))
+    return [*notes, *_unevaluated(runs, what)]
+
+
+def _unevaluated(runs: Sequence[Run], what: str) -> list[Note]:
+    """A note for each run that has not been evaluated, with the command that does it."""
+    text = "{} has no evaluation.json, which holds {}. To get it:"
+    return [Note(text.format(r.folder, what), _evaluate(r)) for r in runs if not r.evaluation]
+
+
+def _evaluate(run: Run, option: str = "") -> str:
+    return f"marglik evaluate {quote(str(run.folder))} {option}".strip()

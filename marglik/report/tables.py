@@ -1,11 +1,26 @@
-"""Tables of the page as plain data, and numbers formatted as text."""
+"""Tables of the page as plain data: numbers as text, metrics with their meaning, the summary."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Literal, NamedTuple
 
-__all__ = ["NOTHING", "Row", "Table", "duration", "interval", "number", "percentage"]
+from marglik.report.contents import Predictive, Run, predictives
+
+__all__ = [
+    "METRICS",
+    "NOTHING",
+    "Row",
+    "Table",
+    "of_evaluation_and_results",
+    "differences_table",
+    "duration",
+    "interval",
+    "number",
+    "percentage",
+    "summary_table",
+]
 
 NOTHING = "–"
 """Text for a missing value."""
@@ -39,9 +54,12 @@ class Table:
     rows: Sequence[Row]
     groups: Sequence[tuple[str, int]] = ()
     """Titles above groups of columns, with the number of columns that each spans."""
-    text_columns: frozenset[int] = frozenset()
-    """Positions of the cells with text, which are aligned left."""
-    kind: str = "table"
+    has_words: bool = False
+    """Whether cells are text, which is aligned left."""
+    summary: str = ""
+    """If it can be folded: what is seen of it then."""
+    open: bool = True
+    """Whether it is unfolded at first."""
 
     @property
     def starts(self) -> set[int]:
@@ -76,9 +94,9 @@ def percentage(share: float | None, decimals: int = 2) -> str:
     return f"{number(100 * share, decimals)} %"
 
 
-def interval(ends: Sequence[float] | None, decimals: int) -> str:
-    """An interval as text; empty for None."""
-    return "" if ends is None else "\N{EN DASH}".join(number(end, decimals) for end in ends)
+def interval(ends: Sequence[float] | None, decimals: int, scale: float = 1) -> str:
+    """An interval times ``scale`` as text; empty for None."""
+    return "" if ends is None else "\N{EN DASH}".join(number(scale * e, decimals) for e in ends)
 
 
 def duration(seconds: float | None) -> str:
@@ -90,6 +108,143 @@ def duration(seconds: float | None) -> str:
     if seconds < 120:
         return f"{number(seconds, 1)} s"
     minutes, rest = divmod(round(seconds), 60)
-    if minutes < 120:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min {rest} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+class Metric(NamedTuple):
+    """What a metric is called, and which of its values are better."""
+
+    title: str
+    unit: str = ""
+    """Shares are shown as percentages: their unit is "%"."""
+    better: Literal["lower", "higher"] | float | None = None
+    """A number is the best value itself; None means unknown."""
+
+    @property
+    def detail(self) -> str:
+        """Unit and direction in words."""
+        if isinstance(self.better, float):
+            return f"{self.unit}, best at {percentage(self.better, 0)}"
+        return ", ".join(filter(None, [self.unit, self.better and f"{self.better} is better"]))
+
+    @property
+    def scale(self) -> float:
+        """What a value is multiplied by to be shown."""
+        return 100 if self.unit == "%" else 1
+
+    def show(self, value: float | None) -> str:
+        """A value as text, without its unit."""
+        if self.unit == "%" and value is not None:
+            return number(100 * value, 2)
+        return number(value, 4 if value is not None and abs(value) < 1e4 else None)
+
+    def loss(self, value: float) -> float:
+        """A number that is smallest for the best value."""
+        if isinstance(self.better, float):
+            return abs(value - self.better)
+        return -value if self.better == "higher" else value
+
+
+METRICS = {
+    "cls/NLL": Metric("Negative log-likelihood", "nats per example", "lower"),
+    "cls/accuracy": Metric("Accuracy", "%", "higher"),
+    "cls/Brier": Metric("Brier score", "", "lower"),
+    "cls/AURC": Metric("Area under the risk–coverage curve", "", "lower"),
+    "cal/ECE": Metric("Expected calibration error", "%", "lower"),
+    "cal/ECE_adaptive": Metric("Expected calibration error, bins of equal counts", "%", "lower"),
+    "reg/NLL": Metric("Negative log-likelihood", "nats per example", "lower"),
+    "reg/RMSE": Metric("Root mean squared error", "unit of the target", "lower"),
+    "cal/coverage50": Metric("Coverage of the 50 % interval", "%", 0.5),
+    "cal/coverage90": Metric("Coverage of the 90 % interval", "%", 0.9),
+    "cal/coverage95": Metric("Coverage of the 95 % interval", "%", 0.95),
+    "AUROC": Metric("Area under the ROC curve", "", "higher"),
+    "AUPR": Metric("Area under the precision–recall curve", "", "higher"),
+    "FPR95": Metric("False positives at 95 % true positives", "%", "lower"),
+}
+"""Part of a key after "test/", "validation/", "ood/" or "shift/KIND/SEVERITY/" -> metric."""
+SPLITS = {"test": "Test set", "validation": "Validation set", "ood": "Out of distribution"}
+DIFFERENCES = {
+    "test/cls/NLL": Metric("NLL (nats)"),
+    "test/cls/accuracy": Metric("accuracy (percentage points)", "%"),
+    "test/cls/Brier": Metric("Brier score"),
+    "test/reg/NLL": Metric("NLL (nats)"),
+}
+
+
+def of_evaluation_and_results(runs: Sequence[Run]) -> list[Predictive]:
+    """The predictives in evaluation.json, and those in results.json that it does not have.
+
+    `marglik train` evaluates the learned network and, on request, the baseline ("initial, ...");
+    `marglik evaluate` only evaluates the learned one.
+    """
+    found, evaluated = [], predictives(runs)
+    for run in runs:
+        of_run = [one for one in evaluated if one.run is run]
+        intervals = run.results.get("intervals", {})
+        found += of_run + [
+            Predictive(run, name, {"metrics": metrics, "intervals": intervals.get(name)})
+            for name, metrics in run.results.get("metrics", {}).items()
+            if not (of_run and name.startswith(("learned, ", "fixed, ")))
+        ]
+    return found
+
+
+def summary_table(runs: Sequence[Run]) -> Table:
+    """Metrics in rows, predictives of all runs in columns; the best for each data set is marked."""
+    columns = of_evaluation_and_results(runs)
+    keys = list(dict.fromkeys(key for one in columns for key in one.content["metrics"]))
+    rows: list[Row] = []
+    for split, title in SPLITS.items():
+        of_split = [key for key in keys if key.split("/", 1)[0] == split]
+        rows += [Row(title)] if of_split else []
+        rows += [_row(key, key.removeprefix(f"{split}/"), columns) for key in of_split]
+    seconds = [one.content.get("seconds") for one in columns]
+    if any(value is not None for value in seconds):
+        rows += [Row("Cost"), Row("Time to predict the test set", [*map(duration, seconds)])]
+    counts = {run.label: sum(one.run is run for one in columns) for run in runs}
+    groups = [("", 1), *((label, count) for label, count in counts.items() if count)]
+    return Table(
+        "Metrics of every predictive",
+        ["Metric", *(one.name for one in columns)],
+        rows,
+        groups if len(runs) > 1 else (),
+    )
+
+
+def _row(key: str, name: str, columns: Sequence[Predictive]) -> Row:
+    metric = METRICS.get(name, Metric(name))
+    if all(one.run.num_positions for one in columns):
+        metric = metric._replace(unit=metric.unit.replace("per example", "per position"))
+    values = [one.content["metrics"].get(key) for one in columns]
+    ends = [(one.content.get("intervals") or {}).get(key) for one in columns]
+    # The best among the runs on the same data, unless all are the same.
+    best: set[int] = set()
+    for data in {one.run.data for one in columns} if metric.better is not None else ():
+        losses = {
+            i: metric.loss(value)
+            for i, (value, one) in enumerate(zip(values, columns, strict=True))
+            if one.run.data == data and value is not None and math.isfinite(value)
+        }
+        smallest = {i for i, loss in losses.items() if loss == min(losses.values())}
+        best |= smallest if len(smallest) < len(losses) else set()
+    decimals = 2 if metric.unit == "%" else 4
+    small = [interval(one, decimals, metric.scale) for one in ends]
+    return Row(metric.title, [*map(metric.show, values)], frozenset(best), metric.detail, small)
+
+
+def differences_table(
+    title: str, found: Mapping[str, Mapping[str, Sequence[float]]]
+) -> list[Table]:
+    """A table of differences (value, lower end, upper end) by predictive; none if none is known."""
+    keys = [key for key in DIFFERENCES if any(key in one for one in found.values())]
+    rows = []
+    for name, differences in found.items():
+        cells, small = [], []
+        for key in keys:
+            value, *ends = differences.get(key, [None])
+            metric, decimals = DIFFERENCES[key], 2 if DIFFERENCES[key].unit == "%" else 4
+            cells.append(f"{'+' if value and value > 0 else ''}{metric.show(value)}")
+            small.append(" to ".join(number(metric.scale * end, decimals) for end in ends))
+        rows.append(Row(name, cells, small=small))
+    columns = ["Predictive", *(DIFFERENCES[key].title for key in keys)]
+    return [Table(title, columns, rows, summary=title)] if keys else []

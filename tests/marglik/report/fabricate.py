@@ -19,8 +19,9 @@ from marglik.storage.run_folder import RunFolder
 
 CLASSES = [str(digit) for digit in range(10)]
 NUM_DATA, NUM_TEST = 1438, 359
-EVIL = "</script><img src=x onerror=alert(1)>"
-"""A name that is markup."""
+EVIL = "</script><img src=x onerror=alert(1)>\x1b[31m"
+"""A name that is markup, and colours a terminal."""
+SHOWN = EVIL.replace("\x1b", "\N{REPLACEMENT CHARACTER}")
 ENVIRONMENT = {
     "device": "cpu (x86_64)",
     "threads": 2,
@@ -321,6 +322,16 @@ def changed(path: Path, change):
     content = json.loads(path.read_text())
     change(content)
     write(path, content)
+
+
+def without(folder, name):
+    """A copy of a run that has not left a file."""
+    copy = folder.with_name(f"{folder.name} without {name}")
+    RunFolder(copy).begin("train", Provenance())
+    for path in folder.iterdir():
+        if path.name not in (name, "manifest.json"):
+            write(copy / path.name, path.read_bytes())
+    return copy
 
 
 def inject(folder):

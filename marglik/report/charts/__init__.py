@@ -1,1 +1,0 @@
-"""Charts of the report's page, as plain data that plotly.js draws."""
