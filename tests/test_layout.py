@@ -140,7 +140,7 @@ def test_tests_work_outside_of_the_checkout(tmp_path):
 
 
 LAPLACE = {"laplace", "curvlinops"}
-PLOTS = {"matplotlib", "jinja2", "jsonschema"}
+PLOTS = {"matplotlib", "jinja2", "plotly"}
 OTHERS = {"lightning", "torchmetrics", "torchvision", "scipy", "sklearn", "PIL"}
 STEPS = {
     "the backend": "import kfac_backend",

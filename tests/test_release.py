@@ -20,7 +20,6 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CONDA = {
     "torch": "pytorch",
-    "matplotlib": "matplotlib-base",
     "docstring-parser": "docstring_parser",
 }
 """Distribution -> conda's name, where it is another."""

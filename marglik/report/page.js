@@ -123,6 +123,7 @@
       await draw(plot);
       await new Promise((resume) => setTimeout(resume)); // the reader scrolls already
     }
+    performance.mark("drawn");
     if (theme === document.documentElement.dataset.theme) document.documentElement.dataset.drawn = theme;
     else await drawAll();
   };

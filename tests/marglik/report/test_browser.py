@@ -2,12 +2,12 @@
 
 import re
 import shutil
+from contextlib import contextmanager
 
 import pytest
 
 from marglik.report import write_report
-from tests.marglik.report.fabricate import CONFIG, EVIL, NUM_DATA, inject, write_run
-from tests.marglik.report.visits import Visit, curve_point, swipe_up, visiting
+from tests.marglik.report.fabricate import CONFIG, NUM_DATA, SHOWN, inject, write_run
 
 sync_api = pytest.importorskip(
     "playwright.sync_api", reason="the page is tested in a browser through playwright"
@@ -18,6 +18,7 @@ PHONE = {"viewport": {"width": 375, "height": 700}, "has_touch": True, "is_mobil
 STORAGE_FORBIDDEN = """
 Object.defineProperty(window, "localStorage", { get() { throw new Error("forbidden"); } });
 """
+OLD = "delete window.DecompressionStream"
 
 
 @pytest.fixture(scope="module")
@@ -38,25 +39,97 @@ def pages(tmp_path_factory):
     reduce = {"curvature": CONFIG["curvature"] | {"kfac_approx": "reduce"}}
     two = write_run(root / "two", seed=1, config=reduce, layers=50)
     evil = inject(write_run(root / "evil", evaluation=None))
+    (root / "other.html").write_text("<html data-drawn></html>")
     return {
         "one": write_report([one]),
         "two": write_report([one, two], root / "two.html"),
         "evil": write_report([evil]),
+        "other": root / "other.html",
     }
+
+
+class Visit:
+    """An open page, the requests that it made, and what went wrong in it."""
+
+    def __init__(self, page, path):
+        self.page, self.own, self.requests, self.problems = page, path.as_uri(), [], []
+        page.on("request", lambda request: self.requests.append(request.url))
+        page.on("console", lambda message: self.problems.append(message.text))
+        page.on("pageerror", lambda error: self.problems.append(str(error)))
+        page.on("dialog", lambda dialog: self.problems.append(dialog.message) or dialog.dismiss())
+        page.goto(self.own)
+
+    def wait(self, theme=None):
+        """Until all charts are drawn, in this theme if one is given."""
+        selector = f"html[data-drawn={theme}]" if theme else "html[data-drawn]"
+        self.page.wait_for_selector(selector, state="attached")
+        return self
+
+    def style(self, selector, name):
+        return self.page.eval_on_selector(
+            selector, "(element, name) => getComputedStyle(element)[name]", name
+        )
+
+    def colors(self):
+        """Of the page, of its text, of a curve and of a chart's text."""
+        return (
+            self.style("body", "backgroundColor"),
+            self.style("h1", "color"),
+            self.style("#curves-chart-2 .scatterlayer .js-line", "stroke"),
+            self.style("#curves-chart-2 .xtick text", "fill"),
+        )
+
+    def hover(self, plot, epoch):
+        """What is shown when the mouse is on a chart's last curve, and the value there."""
+        self.page.locator(f"#{plot}").scroll_into_view_if_needed()
+        x, y, value = self.page.evaluate(
+            """([id, epoch]) => {
+                const plot = document.getElementById(id), { xaxis, yaxis } = plot._fullLayout;
+                const trace = plot.data.at(-1), value = trace.y[trace.x.indexOf(epoch)];
+                const box = plot.getBoundingClientRect();
+                return [box.left + xaxis._offset + xaxis.d2p(epoch),
+                        box.top + yaxis._offset + yaxis.d2p(value), value];
+            }""",
+            [plot, epoch],
+        )
+        self.page.mouse.move(x, y)
+        texts = self.page.locator(f"#{plot} .hoverlayer text")
+        texts.first.wait_for()
+        shown = " ".join(texts.all_text_contents())
+        self.page.mouse.move(0, 0)
+        return shown, value
+
+    def requests_elsewhere(self):
+        kept = ("data:", "blob:", self.own)
+        return [url for url in self.requests if not url.startswith(kept)]
+
+
+@contextmanager
+def visiting(browser, path, script=None, **options):
+    """A visit that must have gone without a request or a complaint."""
+    context = browser.new_context(offline=True, **options)
+    if script:
+        context.add_init_script(script)
+    context.set_default_timeout(120_000)  # milliseconds; other tests may take the cores
+    visit = Visit(context.new_page(), path)
+    yield visit
+    assert visit.requests_elsewhere() == []
+    assert visit.problems == []
+    context.close()
 
 
 @pytest.fixture(scope="module")
 def one(browser, pages):
     """A visit to the page of one run on a desktop; tests leave it as they found it."""
     with visiting(browser, pages["one"], color_scheme="light") as visit:
-        yield visit
+        yield visit.wait()
 
 
 @pytest.fixture(scope="module")
 def evil(browser, pages):
     """A visit to a page of hostile names, by a browser that keeps nothing."""
     with visiting(browser, pages["evil"], STORAGE_FORBIDDEN, color_scheme="light") as visit:
-        yield visit
+        yield visit.wait()
 
 
 def test_draws_every_chart_and_table(one):
@@ -67,73 +140,45 @@ def test_draws_every_chart_and_table(one):
     for plot in plots.all():
         assert plot.locator(".trace, .scatterlayer .js-line").count() > 0
         assert plot.locator("svg.main-svg").first.get_attribute("aria-hidden") == "true"
-    chart = page.get_by_role("group", name="Training loss per example over epochs")
-    assert chart.count() == 1
+    assert page.get_by_role("group", name="Training loss: nats per example over epoch").count() == 1
     assert page.get_by_role("region", name="Metrics of every predictive").locator("tr").count() > 8
     assert page.locator("td.best").count() > 3
     assert page.locator(".gallery img").count() == 24
-    assert one.style(".gallery img", "imageRendering") == "pixelated"
     loaded = "images => images.every(image => image.complete && image.naturalWidth === 8)"
     assert page.eval_on_selector_all(".gallery img", loaded)
+    # A whisker for each point; the more errors, the more colour.
+    for chart, kind in (("reliability-chart-1", "y"), ("errors-chart-2", "x")):
+        points = page.locator(f"#{chart} .scatterlayer .point").count()
+        assert page.locator(f"#{chart} .errorbars .{kind}error").count() >= points > 5
+    cells = (".hit[style]", ".miss[style]", ".miss:not([style])")
+    assert len({one.style(f".confusion {cell}", "backgroundColor") for cell in cells}) == 3
 
 
-def test_could_not_even_ask_if_it_wanted_to(browser, pages, tmp_path):
+def test_could_not_even_ask_if_it_wanted_to(browser, pages):
     """The control of `visiting`: a request is seen; and in our page the policy stops it."""
-    ask = "() => { new Image().src = 'http://localhost:9/x.png' }"
-    other = tmp_path / "other.html"
-    other.write_text("<html data-drawn></html>")
     failures = []
-    for path in (other, pages["evil"]):
+    for path in (pages["other"], pages["evil"]):
         context = browser.new_context(offline=True)
         visit = Visit(context.new_page(), path)
         with visit.page.expect_event("requestfailed") as failed:
-            visit.page.evaluate(ask)
+            visit.page.evaluate("() => { new Image().src = 'http://localhost:9/x.png' }")
         assert visit.requests_elsewhere() == ["http://localhost:9/x.png"]
         failures.append(failed.value.failure)
         context.close()
     assert failures == ["net::ERR_INTERNET_DISCONNECTED", "csp"]
 
 
-def test_hovering_a_curve_shows_its_value(one):
-    page = one.page
-    plot = "curves-chart-1"
-    assert page.locator(f"#{plot} .hoverlayer text").count() == 0
-    x, y, value = curve_point(page, plot, 30)
-    page.mouse.move(x, y)
-    page.wait_for_selector(f"#{plot} .hoverlayer text")
-    text = " ".join(page.locator(f"#{plot} .hoverlayer text").all_text_contents())
-    assert "after the update" in text
-    assert f"{value:.4f}" in text
-    page.mouse.move(0, 0)
-
-
-def test_whiskers_and_tints_are_drawn(one):
-    """An interval for each point, each class; the more errors, the more colour."""
-    page = one.page
-    for chart, kind in (("reliability-chart-1", "y"), ("errors-chart-2", "x")):
-        points = page.locator(f"#{chart} .scatterlayer .point").count()
-        assert page.locator(f"#{chart} .errorbars .{kind}error").count() == points > 5
-    hit, miss = (
-        page.locator(f".confusion .{kind}[style]").first.evaluate(
-            "cell => getComputedStyle(cell).backgroundColor"
-        )
-        for kind in ("hit", "miss")
+def test_the_text_is_there_before_the_charts_and_without_them(browser, pages, one):
+    painted, drawn = one.page.evaluate(
+        """() => [performance.getEntriesByName("first-contentful-paint")[0].startTime,
+                  performance.getEntriesByName("drawn")[0].startTime]"""
     )
-    empty = one.style(".confusion .miss:not([style])", "backgroundColor")
-    assert len({hit, miss, empty}) == 3
-
-
-def test_the_text_is_there_before_the_charts(browser, pages):
-    """A browser without DecompressionStream, or with a damaged page, says so and has the rest."""
-    old = "delete window.DecompressionStream"
-    context = browser.new_context(offline=True)
-    context.add_init_script(old)
-    page = context.new_page()
-    page.goto(pages["one"].as_uri())
-    page.wait_for_selector("#no-charts", state="visible")
-    assert page.locator(".js-line").count() == 0
-    assert page.get_by_role("region", name="Metrics of every predictive").is_visible()
-    context.close()
+    assert painted < drawn
+    # A browser that cannot unpack plotly says so, and has the rest.
+    with visiting(browser, pages["one"], OLD) as visit:
+        visit.page.wait_for_selector("#no-charts", state="visible")
+        assert visit.page.locator(".js-line").count() == 0
+        assert visit.page.get_by_role("region", name="Metrics of every predictive").is_visible()
 
 
 def test_a_layer_can_be_picked_out(one):
@@ -147,38 +192,30 @@ def test_a_layer_can_be_picked_out(one):
     assert set(page.eval_on_selector("#weight-decay-chart-1", opacity)) == {1}
 
 
-def colors_of(visit):
-    """Of the page, of its text, of a curve and of a chart's text."""
-    return (
-        visit.style("body", "backgroundColor"),
-        visit.style("h1", "color"),
-        visit.style("#curves-chart-2 .scatterlayer .js-line", "stroke"),
-        visit.style("#curves-chart-2 .xtick text", "fill"),
-    )
-
-
 def all_differ(first, second):
     return all(a != b for a, b in zip(first, second, strict=True))
 
 
 def test_theme_follows_the_system_until_it_is_chosen(browser, pages):
     with visiting(browser, pages["evil"], color_scheme="light") as visit:
-        page = visit.page
-        light = colors_of(visit)
+        page = visit.wait().page
+        light = visit.colors()
         page.emulate_media(color_scheme="dark")
-        visit.wait("dark")
-        dark = colors_of(visit)
-        assert all_differ(light, dark)
+        assert all_differ(light, visit.wait("dark").colors())
         page.get_by_role("button", name="Light theme").click()
-        visit.wait("light")
-        assert colors_of(visit) == light
+        assert visit.wait("light").colors() == light
         page.reload()
-        visit.wait("light")
-        assert colors_of(visit) == light  # the choice is remembered
+        assert visit.wait("light").colors() == light  # the choice is remembered
         page.emulate_media(color_scheme="light")
         page.emulate_media(color_scheme="dark")
         page.wait_for_timeout(100)
-        assert colors_of(visit) == light
+        assert visit.colors() == light
+
+
+def test_theme_without_storage(evil):
+    for name, theme in (("Dark theme", "dark"), ("Light theme", "light")):
+        evil.page.get_by_role("button", name=name).click()
+        evil.wait(theme)
 
 
 def test_keyboard_reaches_all(evil):
@@ -187,16 +224,14 @@ def test_keyboard_reaches_all(evil):
     assert page.locator(".skip").bounding_box()["y"] < 0
     page.keyboard.press("Tab")
     skip = page.locator(".skip:focus")
-    assert skip.inner_text() == "Skip to the content"
-    assert skip.bounding_box()["y"] >= 0
+    assert skip.inner_text() == "Skip to the content" and skip.bounding_box()["y"] >= 0
     assert evil.style(".skip", "outlineStyle") == "solid"
-    light = evil.style("body", "backgroundColor")
+    seen = [evil.style("body", "backgroundColor")]
     page.keyboard.press("Tab")
-    seen = [light]
     for key in ("Space", "Enter"):
         page.keyboard.press(key)
         seen.append(evil.style("body", "backgroundColor"))
-    assert seen[1] != light and seen[2] == light
+    assert seen[1] != seen[0] == seen[2]
     page.keyboard.press("Shift+Tab")
     page.keyboard.press("Enter")
     assert page.evaluate("document.activeElement.id") == "content"
@@ -209,37 +244,49 @@ def test_keyboard_reaches_all(evil):
     assert page.locator(".scroll:not([tabindex='0'])").count() == 0
 
 
-def test_theme_without_storage(evil):
-    for name, theme in (("Dark theme", "dark"), ("Light theme", "light")):
-        evil.page.get_by_role("button", name=name).click()
-        evil.wait(theme)
-
-
 def test_paper_is_light(one):
     page = one.page
     page.emulate_media(color_scheme="dark")
-    one.wait("dark")
-    dark = colors_of(one)
+    dark = one.wait("dark").colors()
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
-    one.wait("light")
-    assert all_differ(dark, colors_of(one))
+    assert all_differ(dark, one.wait("light").colors())
     page.evaluate("dispatchEvent(new Event('afterprint'))")
-    one.wait("dark")
-    assert colors_of(one) == dark
+    assert one.wait("dark").colors() == dark
     assert len(page.pdf()) > 50_000
     page.emulate_media(media="print")
     assert not page.locator("nav").is_visible() and not page.locator("#theme").is_visible()
     assert one.style("thead th", "position") == "static"
-    page.emulate_media(media="screen")
+    page.emulate_media(media="screen", color_scheme="light")
     assert page.locator("nav").is_visible()  # the control
-    page.emulate_media(color_scheme="light")
     one.wait("light")
+
+
+def swipe_up(page, selector):
+    """By how many pixels the page scrolls when a finger moves up from the middle of an element."""
+
+    def resting_place():
+        place = None
+        while place != (place := page.evaluate("scrollY")):
+            page.wait_for_timeout(200)
+        return place
+
+    centre = "element => element.scrollIntoView({ block: 'center', behavior: 'instant' })"
+    page.eval_on_selector(selector, centre)
+    before, box = resting_place(), page.locator(selector).bounding_box()
+    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    session = page.context.new_cdp_session(page)
+    places = [("touchStart", y), *(("touchMove", y - moved) for moved in range(0, 220, 20))]
+    for kind, place in places:
+        touch = {"type": kind, "touchPoints": [{"x": x, "y": place}]}
+        session.send("Input.dispatchTouchEvent", touch)
+    session.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
+    return resting_place() - before
 
 
 def test_a_phone_scrolls_in_one_direction_only(browser, pages):
     width = "document.documentElement.scrollWidth"
     with visiting(browser, pages["two"], **PHONE) as visit:
-        page = visit.page
+        page = visit.wait().page
         for details in page.locator("details").all()[:4]:
             details.locator("summary").click()
         assert page.evaluate(width) == 375
@@ -258,20 +305,16 @@ def test_a_phone_scrolls_in_one_direction_only(browser, pages):
 
 def test_several_runs_are_overlaid(browser, pages):
     with visiting(browser, pages["two"]) as visit:
-        page = visit.page
+        page = visit.wait().page
         plot = page.locator("#curves-chart-1")
         assert plot.locator(".legendtext").all_text_contents() == ["expand", "reduce"]
-        lines = plot.locator(".scatterlayer .js-line")
-        strokes = {line.evaluate("line => line.style.stroke") for line in lines.all()}
-        assert len(strokes) == 2
-        x, y, value = curve_point(page, "curves-chart-1", 20)
-        page.mouse.move(x, y)
-        page.wait_for_selector("#curves-chart-1 .hoverlayer text")
-        text = " ".join(page.locator("#curves-chart-1 .hoverlayer text").all_text_contents())
+        strokes = "lines => lines.map(line => line.style.stroke)"
+        lines = plot.locator(".scatterlayer .js-line").evaluate_all(strokes)
+        assert len(set(lines)) == 2
+        text, value = visit.hover("curves-chart-1", 20)
         values = re.findall(r"(expand|reduce) : (-\d\.\d{4})", text)
         assert [name for name, _ in values] == ["expand", "reduce"]
-        assert values[1][1] == f"{value:.4f}"
-        assert value * NUM_DATA < -1000
+        assert values[1][1] == f"{value:.4f}" and value * NUM_DATA < -1000
         rows = page.locator("#options details[open] tr.differs th").all_inner_texts()
         assert len(rows) == 1 and rows[0].startswith("curvature.kfac_approx")
 
@@ -279,12 +322,9 @@ def test_several_runs_are_overlaid(browser, pages):
 def test_names_do_nothing(evil):
     page = evil.page
     assert page.locator("img:not([src^='data:'])").count() == 0
-    assert page.get_by_role("heading", level=1).inner_text() == f"{EVIL} on {EVIL}"
+    assert page.get_by_role("heading", level=1).inner_text() == f"{SHOWN} on {SHOWN}"
     legend = page.locator("#weight-decay-chart-1 .legendtext").all_text_contents()
-    assert legend == [EVIL, "%{y} <b>bold</b>"]
-    x, y, _ = curve_point(page, "weight-decay-chart-1", 20)
-    page.mouse.move(x, y)
-    page.wait_for_selector("#weight-decay-chart-1 .hoverlayer text")
-    hover = page.locator("#weight-decay-chart-1 .hoverlayer").text_content()
-    assert "%{y} <b>bold</b>" in hover
+    assert legend[0].startswith(SHOWN[:30]) and legend[1] == "%{y} <b>bold</b>"
+    shown, _ = evil.hover("weight-decay-chart-1", 20)
+    assert "%{y} <b>bold</b>" in shown
     assert page.locator(".chart-plot svg a, .chart-plot :is(img, b)").count() == 0
