@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from experiments import studies
-from experiments.speed import curvature_report as bench_curvature_report
+from experiments.speed import curvature_report as bench_curvature
 from experiments.speed import growth, large_classes
-from experiments.table2 import report as table2_report
+from experiments.table2 import report as table2
 from experiments.weight_decay import presets
 from kfac_backend.layers import registry
 from marglik.cli import main
@@ -27,123 +27,102 @@ def flat(text):
     return " ".join(text.split())
 
 
-def test_benchmark_numbers_are_those_of_the_json():
-    folder = ROOT / "experiments/results/bench_curvature_cpu"
-    parts = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
-    sizes = {f"factor_{size}" for size in (1024, 4096, 8192)}
-    assert set(parts) == {"batch_32", "batch_128", "growth", "evidence", *sizes}
-    readme = (ROOT / "docs/numbers.md").read_text()
-    made = (folder / "table.md").read_text().splitlines()
-    factors = [
-        row for row in made[made.index("| eigenvalues and 100 steps | seconds |") + 7 :] if row
-    ]
-    assert factors[0].startswith("| seconds for one factor of | 1,024 | 4,096 | 8,192 |")
-    for row in (*bench_curvature_report.table(parts["batch_32"]).splitlines(), *factors):
-        assert row in readme, row
-    ratios, peak = parts["batch_128"]["times_the_limit"], parts["batch_32"]["peak_mebibytes"]
-    update = parts["evidence"]["median_seconds"]
+def result(name):
+    """A JSON file of the results."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def test_measurements_are_rows_of_the_results():
+    """Each "mean ± standard error", whatever sign it has on the page; of two pages, whole rows."""
+    tables = "\n".join(path.read_text() for path in RESULTS.rglob("table.md"))
+    for page in (*PAGES, "experiments/README.md"):
+        text = (ROOT / page).read_text()
+        quoted = set(re.findall(r"\d+\.\d+ ± \d+\.\d+", flat(text)))
+        assert [number for number in sorted(quoted) if number not in flat(tables)] == [], page
+        assert quoted or page != "experiments/README.md"
+        rows = [row for row in text.splitlines() if re.match(r"\|.*\d\.\d", row)]
+        if page in ("docs/numbers.md", "docs/paper.md"):
+            assert rows and set(rows) <= set(tables.splitlines()), page
+
+
+def large_classes_table():
+    return large_classes.table(
+        {n: result(f"large_classes/{n}")["cases"] for n in large_classes.PARTS}
+    )
+
+
+def presets_table():
+    return presets.table(studies.results_in(RESULTS / "presets"))
+
+
+@pytest.mark.parametrize(
+    ("name", "made"),
+    [
+        ("large_classes", large_classes_table),
+        ("growth", lambda: growth.table({axis: result(f"growth/{axis}") for axis in growth.AXES})),
+        ("presets", presets_table),
+        *(
+            (
+                f"table2/{name}",
+                lambda name=name: table2.report(table2.load(RESULTS / f"table2/{name}")),
+            )
+            for name in ("scaled", "scaled_calibrated")
+        ),
+        (
+            "bench_curvature_cpu",
+            lambda: bench_curvature.table(result("bench_curvature_cpu/batch_32")),
+        ),
+    ],
+)
+def test_tables_are_made_of_the_json(name, made):
+    lines = (RESULTS / name / "table.md").read_text().splitlines()
+    assert [line for line in made().splitlines() if line not in lines] == []
+
+
+def test_sentences_of_the_page_of_numbers_are_those_of_the_json():
+    text = flat((ROOT / "docs/numbers.md").read_text())
+    folder = "bench_curvature_cpu"
+    update = result(f"{folder}/evidence")["median_seconds"]
+    peak = result(f"{folder}/batch_32")["peak_mebibytes"]
+    many = {n: f"{x:.2f}" for n, x in result(f"{folder}/batch_128")["times_the_limit"].items()}
+    quick = {n: f"{x:.2f}" for n, x in result("bench_quick_cpu")["times_the_limit"].items()}
+    batch = result("bench_predictive_cpu/batch_32")
+    seconds, most = batch["median_seconds"], batch["peak_mebibytes"]
+    ran = [e for e in result("bench_predictive_cpu/jacobians")["batches"] if "seconds" in e]
+    one, last = (ran[i]["seconds"] / ran[i]["batch_size"] for i in (0, -1))
+    ours = seconds["ours"] / batch["config"]["batch_size"]
     for sentence in (
-        f"At 128 images expand takes {ratios['ours, expand, exact']:.2f} and reduce "
-        f"{ratios['ours, reduce, exact']:.2f} times the limit",
-        f"({ratios['ours, expand, mc']:.2f} and {ratios['ours, reduce, mc']:.2f} with one sample)",
+        f"At 128 images expand takes {many['ours, expand, exact']} and reduce "
+        f"{many['ours, reduce, exact']} times the limit",
+        f"({many['ours, expand, mc']} and {many['ours, reduce, mc']} with one sample)",
         f"takes {update['ours, expand']:.2f} s, laplace-torch's "
         f"{update['laplace-torch, expand']:.2f} s",
         f"Peak memory is {peak['ours alone, expand, exact']:.0f} MiB for expand and "
         f"{peak['ours alone, reduce, exact']:.0f} MiB for reduce, factors included; a training "
         f"step takes {peak['training step']:.0f} MiB",
-    ):
-        assert sentence in flat(readme), sentence
-    assert (folder / "growth.png").exists()
-
-
-def test_numbers_of_many_classes_and_of_growth_are_those_of_the_json():
-    page = (ROOT / "docs/numbers.md").read_text().splitlines()
-    folder = RESULTS / "large_classes"
-    cases = {
-        name: json.loads((folder / f"{name}.json").read_text())["cases"]
-        for name in large_classes.PARTS
-    }
-    made = large_classes.table(cases).splitlines()
-    assert (folder / "table.md").read_text().splitlines() == made
-    start = page.index("## Many classes")
-    rows = [row for row in page[start:] if row.startswith("|")]
-    parts = {
-        axis: json.loads((RESULTS / f"growth/{axis}.json").read_text()) for axis in growth.AXES
-    }
-    grown = growth.table(parts).splitlines()
-    assert set(grown) <= set(rows) <= {*made, *grown}
-    kept = [row for row in made if row.startswith("| 1,000") or "tied |" in row]
-    assert sum(row in rows for row in kept) >= 13
-    marked = {axis for axis in parts if growth.surprises(parts[axis], "seconds")}
-    assert marked == {"vocabulary"}  # which the page explains
-
-
-def test_the_fixed_costs_are_those_of_the_json():
-    found = json.loads((ROOT / "experiments/results/bench_quick_cpu.json").read_text())
-    ratios = found["times_the_limit"]
-    readme = flat((ROOT / "docs/numbers.md").read_text())
-    assert (
-        f"takes {ratios['first pass, reduce, mc']:.2f} times the limit on a model that is new, "
-        f"{ratios['later pass, reduce, mc']:.2f} on one that was proved before and whose structure "
-        f"has not changed, and {ratios['batch, reduce, mc']:.2f} without a proof"
-    ) in readme
-    of = {name: f"{ratio:.2f}" for name, ratio in ratios.items()}
-    for sentence in (
-        f"ViT, exact, {of['ViT, expand, exact']} (expand) and {of['ViT, reduce, exact']} (reduce)",
-        f"one sample a token, {of['GPT, expand, mc']} and {of['GPT, reduce, mc']} times",
-        f"takes {of['epoch of the online loop']} times one of a loop written by hand",
-    ):
-        assert sentence in readme, sentence
-
-
-def test_predictive_numbers_are_those_of_the_json():
-    folder = ROOT / "experiments/results/bench_predictive_cpu"
-    parts = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
-    assert {"batch_32", "jacobians"} <= set(parts)
-    batch = parts["batch_32"]
-    seconds, peak = batch["median_seconds"], batch["peak_mebibytes"]
-    ran = [entry for entry in parts["jacobians"]["batches"] if "seconds" in entry]
-    one, most = (ran[i]["seconds"] / ran[i]["batch_size"] for i in (0, -1))
-    ours = seconds["ours"] / batch["config"]["batch_size"]
-    readme = flat((ROOT / "docs/numbers.md").read_text())
-    for sentence in (
+        f"takes {quick['first pass, reduce, mc']} times the limit on a model that is new, "
+        f"{quick['later pass, reduce, mc']} on one that was proved before and whose structure has "
+        f"not changed, and {quick['batch, reduce, mc']} without a proof",
+        f"ViT, exact, {quick['ViT, expand, exact']} (expand) and {quick['ViT, reduce, exact']} "
+        "(reduce)",
+        f"one sample a token, {quick['GPT, expand, mc']} and {quick['GPT, reduce, mc']} times",
+        f"takes {quick['epoch of the online loop']} times one of a loop written by hand",
         f"take {seconds['ours']:.1f} s, {batch['times_the_limit']['ours']:.1f} times their limit",
-        f"{peak['ours']:.0f} MiB at the most, where a training step takes "
-        f"{peak['training step']:.0f} MiB; the last layer's alone take "
+        f"{most['ours']:.0f} MiB at the most, where a training step takes "
+        f"{most['training step']:.0f} MiB; the last layer's alone take "
         f"{seconds['ours, last layer']:.2f} s",
-        f"Jacobians take {one:.1f} s an image one by one, {most:.1f} s and "
+        f"Jacobians take {one:.1f} s an image one by one, {last:.1f} s and "
         f"{ran[-1]['peak_gibibytes']:.0f} GiB in batches of {ran[-1]['batch_size']}: "
-        f"{one / ours:.0f} to {most / ours:.0f} times as long",
+        f"{one / ours:.0f} to {last / ours:.0f} times as long",
     ):
-        assert sentence in readme, sentence
-    assert peak["ours"] <= 1.5 * peak["training step"]
-
-
-@pytest.mark.parametrize(
-    ("title", "folder"),
-    [
-        ("Rivals of the Laplace predictive", "predictive_rivals"),
-        ("Where the Laplace predictive loses", "predictive_study"),
-        ("Is learning the weight decay worth it?", "weight_decay_study"),
-        ("UCI regression", "uci"),
-    ],
-)
-def test_quoted_means_are_those_of_the_tables(title, folder):
-    """Each "mean ± standard error" of a section, whatever sign its sentence gives it."""
-    folder = ROOT / "experiments/results" / folder
-    page = (ROOT / "experiments/README.md").read_text()
-    section = page.split(f"## {title}\n")[1].split("\n## ")[0]
-    quoted = re.findall(r"\d+\.\d+ ± \d+\.\d+", flat(section))
-    table = (folder / "table.md").read_text()
-    assert [number for number in quoted if number not in table] == []
-    assert quoted
+        assert sentence in text, sentence
+    assert most["ours"] <= 1.5 * most["training step"]
 
 
 def test_table_of_the_readme_is_that_of_the_results():
     readme = (ROOT / "README.md").read_text()
-    batch = json.loads((RESULTS / "bench_curvature_cpu/batch_32.json").read_text())
-    update = json.loads((RESULTS / "bench_curvature_cpu/evidence.json").read_text())
-    update = update["median_seconds"]
+    batch = result("bench_curvature_cpu/batch_32")
+    update = result("bench_curvature_cpu/evidence")["median_seconds"]
     of = {name: f"{value:.2f} s" for name, value in batch["median_seconds"].items()}
     row = r"\| 400 \| 20 % \| 5 \| ([\w ]+) \| [^|]+\| ([\d.]+) ±"
     study = (RESULTS / "weight_decay_study/table.md").read_text()
@@ -167,16 +146,6 @@ def test_table_of_the_readme_is_that_of_the_results():
         f"temperature scaling {raw['temperature scaling']}, MC dropout {raw['MC dropout']} |",
     ):
         assert row in readme, row
-
-
-# Of earlier runs, too, that page has numbers; its tables have tests of their own.
-@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/paper.md"])
-def test_quoted_errors_are_measured(page):
-    """Each "mean ± standard error" of a page, whatever sign it has there, is one of the results."""
-    measured = (ROOT / "experiments/README.md").read_text()
-    measured += "".join(path.read_text() for path in RESULTS.rglob("table.md"))
-    quoted = set(re.findall(r"\d+\.\d+ ± \d+\.\d+", flat((ROOT / page).read_text())))
-    assert [number for number in sorted(quoted) if number not in flat(measured)] == []
 
 
 def examples_of(page):
@@ -272,40 +241,14 @@ def test_commands_on_ones_own_network_run(capsys):
     assert "my_net.MyNet" in Path("runs/mine/posterior.json").read_text()
 
 
-def test_table_of_presets_is_that_of_the_json():
-    folder = ROOT / "experiments/results/presets"
-    runs = studies.results_in(folder)
-    readme = (ROOT / "docs/paper.md").read_text()
-    for row in presets.table(runs).splitlines():
-        assert row in readme, row
-
-
-def test_table_2_with_calibration_is_that_of_the_json():
-    folder = ROOT / "experiments/results/table2/scaled_calibrated"
-    runs = table2_report.load(folder)
-    text = table2_report.report(runs)
-    assert (folder / "table.md").read_text() == text + "\n"
-
-
-def test_table_2_is_that_of_the_json():
-    """A page quotes the tables."""
-    folder = ROOT / "experiments/results/table2/scaled"
-    runs = table2_report.load(folder)
-    main = {s: found for s, found in runs.items() if s.preset == "paper"}
-    assert {(s.approach, s.augment) for s in main} == {
-        (approach, augment)
-        for approach in ("expand", "reduce", "fixed")
-        for augment in (True, False)
-    }
-    assert all([r["config"]["seed"] for r in found] == [0, 1, 2] for found in main.values())
-    readme = (ROOT / "docs/paper.md").read_text()
-    for row in table2_report.gains(main).splitlines()[:6]:
-        assert row in readme, row
+def test_sentences_on_table_2_are_those_of_the_json():
+    runs = table2.load(RESULTS / "table2/scaled")
     redux = {s: found for s, found in runs.items() if s.preset == "redux"}
-    (gain,) = re.findall(r"reduce \| yes \| (\S+ ± \S+) ", table2_report.gains(redux))
-    assert f"it is {gain} (reduce, augmented)" in flat(readme)
+    (gain,) = re.findall(r"reduce \| yes \| (\S+ ± \S+) ", table2.gains(redux))
     nll = {
         s.approach: statistics.mean(r["metrics"]["Laplace, mc"]["test/cls/NLL"] for r in found)
         for s, found in redux.items()
     }
-    assert f"(NLL {nll['reduce']:.2f} instead of {nll['fixed']:.2f})" in flat(readme)
+    page = flat((ROOT / "docs/paper.md").read_text())
+    assert f"it is {gain} (reduce, augmented)" in page
+    assert f"(NLL {nll['reduce']:.2f} instead of {nll['fixed']:.2f})" in page

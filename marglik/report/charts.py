@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
@@ -127,11 +127,11 @@ def _chart(
     title: str,
     traces: Sequence[Trace],
     axes: tuple[str, str],
-    head: str,
     *,
     rows: Sequence[str] = (),
     keys: Sequence[str] = (),
     steps: Sequence[float] = (),
+    head: str = "",
     show: Show = lambda value: number(value, 4),
     across: bool = False,
     wide: bool = False,
@@ -144,10 +144,10 @@ def _chart(
         title: of the chart.
         traces: what it draws. Those with a name that can be hovered over are in the table.
         axes: titles of the x and y axes.
-        head: title of the table's first column.
         rows: names of rows, at y = 0, 1, ... from the top, of a chart with a value per row.
         keys: what to call each point in the table; by default its x.
         steps: where the table has rows instead: the values of the last points at or before.
+        head: title of the table's first column; by default that of the x axis.
         show: the text of a value.
         across: whether the table has a row for each trace, instead of a column.
         wide: whether it is as wide as the page.
@@ -155,25 +155,22 @@ def _chart(
         layout: as for `go.Figure.update_layout`.
     """
     if rows:
-        texts = [_shorten(name) for name in rows]
-        ticks = {"tickvals": [*range(len(rows))], "ticktext": texts}
+        ticks = {"tickvals": [*range(len(rows))], "ticktext": [*map(_shorten, rows)]}
         layout = {"yaxis": ticks | {"range": [len(rows) - 0.5, -0.5]}} | layout
         layout = {"height": MARGIN + ROW_HEIGHT * len(rows)} | layout
     layout = {"height": HEIGHT, "hovermode": "closest", "showlegend": len(traces) > 1} | layout
     x, y = ({"title": {"text": text}} for text in axes)
     figure = go.Figure([*traces], {"xaxis": x, "yaxis": y}).update_layout(**layout)
-    # The tables are made of the same points.
 
+    # The table: a column for each trace, of (value, note) by place: index of the key, or x.
     listed = [t for t in traces if t.name and t.hoverinfo != "skip" and t.showlegend is not False]
     columns, names = [], [*(keys or rows)]
     for trace in listed:
         values, notes = trace.x if rows else trace.y, trace.customdata or [""] * len(trace.x)
         places = range(len(values)) if names else trace.x
-        cells = {at: (show(v), n) for at, v, n in zip(places, values, notes, strict=True)}
-        if steps:
-            before = {step: [at for at in cells if at <= step] for step in steps}
-            cells = {step: cells[found[-1]] for step, found in before.items() if found}
-        columns.append(cells)
+        cells = {at: (show(v), note) for at, v, note in zip(places, values, notes, strict=True)}
+        before = {step: [at for at in cells if at <= step] for step in steps}
+        columns.append({s: cells[b[-1]] for s, b in before.items() if b} if steps else cells)
     order = range(len(names)) if names else sorted({at for cells in columns for at in cells})
     names = names or [percentage(at, 0) if steps else f"{at:g}" for at in order]
     found = [[cells.get(at, (NOTHING, "")) for at in order] for cells in columns]
@@ -184,56 +181,53 @@ def _chart(
         Row(header, [text for text, _ in cells], small=[note for _, note in cells])
         for header, cells in zip(heads, found, strict=True)
     ]
-    table = Table(title, [head, *names], lines)
+    table = Table(title, [head or axes[0].capitalize(), *names], lines)
     shown = ", ".join(trace.name for trace in listed[:MOST_IN_LEGEND])
     over = " over ".join(filter(None, [axes[1], axes[0]]))
     return Chart(title, f"{title}: {over}, of {shown}.", figure, table, wide, highlight)
 
 
 def _curve(
-    name: str,
+    of: Run | Predictive,
     x: Sequence[float | None],
     y: Sequence[float | None],
-    style: int,
     hover: str = "%{y:.4f}",
+    style: int | None = None,
     **options: Any,
 ) -> go.Scatter:
     """A curve with its values on hover; symbols distinguish series when the colours repeat.
 
     Args:
-        name: shown in the legend and on hover; any text.
+        of: what it is of, which has its name, colour and symbol.
         x: positions.
         y: values; gaps where None.
-        style: position of colour and symbol.
         hover: plotly's template of the value.
+        style: position of another colour and symbol.
         options: as for `go.Scatter.update`; ``customdata`` are notes of the points.
     """
-    color = SERIES[style % len(SERIES)]
-    curve = go.Scatter(
-        name=name,
-        x=[*x],
-        y=[*y],
-        mode="lines+markers",
-        hovertemplate=f"{hover}<extra>%{{fullData.name}}</extra>",
-        line={"color": color, "width": 2},
-        marker={"color": color, "symbol": SYMBOLS[style % len(SYMBOLS)], "size": 6, "opacity": 1},
-    )
-    return cast(go.Scatter, curve.update(**options))
+    style = of.style if style is None else style
+    color, symbol = SERIES[style % len(SERIES)], SYMBOLS[style % len(SYMBOLS)]
+    curve = go.Scatter(name=of.label, x=[*x], y=[*y], mode="lines+markers")
+    curve.hovertemplate = f"{hover}<extra>%{{fullData.name}}</extra>"
+    curve.line = {"color": color, "width": 2}
+    curve.marker = {"color": color, "symbol": symbol, "size": 6, "opacity": 1}
+    curve.update(**options)
+    return curve
 
 
 def _dots(
-    name: str,
+    of: Run | Predictive,
     names: Sequence[str],
     values: Sequence[float | None],
-    style: int,
     hover: str,
     offset: float = 0.0,
     **options: Any,
 ) -> go.Scatter:
     """A dot per row of a chart with rows, ``offset`` rows below its middle."""
     y = [row + offset for row in range(len(names))]
-    dots = _curve(name, values, y, style, f"%{{text}}<br>{hover}", mode="markers", text=[*names])
-    return cast(go.Scatter, dots.update(marker_size=8, **options))
+    dots = _curve(of, values, y, f"%{{text}}<br>{hover}", mode="markers", text=[*names])
+    dots.update(marker_size=8, **options)
+    return dots
 
 
 def _reference(name: str) -> go.Scatter:
@@ -248,17 +242,13 @@ def _wilson(share: float | None, count: int) -> tuple[float, float] | None:
 
 def _whiskers(shares: Sequence[float | None], counts: Sequence[int], color: str) -> dict[str, Any]:
     """Error bars from the lower to the upper ends of Wilson's intervals of shares."""
-    ends = [_wilson(share, count) for share, count in zip(shares, counts, strict=True)]
-    pairs = [*zip(shares, ends, strict=True)]
-    return {
-        "type": "data",
-        "symmetric": False,
-        "arrayminus": [max(s - e[0], 0.0) if s is not None and e else 0.0 for s, e in pairs],
-        "array": [max(e[1] - s, 0.0) if s is not None and e else 0.0 for s, e in pairs],
-        "color": color,
-        "thickness": 1,
-        "width": 0,
-    }
+    below, above = [], []
+    for share, count in zip(shares, counts, strict=True):
+        low, high = _wilson(share, count) or (0.0, 0.0)
+        below.append(max((share or 0.0) - low, 0.0))
+        above.append(max(high - (share or 0.0), 0.0))
+    bars = {"type": "data", "symmetric": False, "array": above, "arrayminus": below}
+    return bars | {"color": color, "thickness": 1, "width": 0}
 
 
 def _shorten(name: str) -> str:
@@ -278,18 +268,20 @@ def evidence_chart(runs: Sequence[Run]) -> Chart:
     curves = []
     for run in runs:
         epochs = [update["epoch"] for update in run.updates]
-        values = [update["evidence_per_example"] for update in run.updates]
-        curve = _curve("after the update" if run.alone else run.label, epochs, values, run.position)
+        curve = _curve(run, epochs, [update["evidence_per_example"] for update in run.updates])
         kept = [epoch == run.results.get("evidence", {}).get("epoch") for epoch in epochs]
         plain = curve.marker.symbol
         curve.marker.symbol = ["star" if is_kept else plain for is_kept in kept]
         curve.marker.size = [15 if is_kept else 6 for is_kept in kept]
-        if run.alone and run.num_data and all("evidence_before" in u for u in run.updates):
-            before = [update["evidence_before"] / run.num_data for update in run.updates]
-            # Drawn first, so that the star lies over it.
-            curves.append(_curve("before the update", epochs, before, 1, line_dash="dot"))
+        if run.alone:
+            curve.name = "after the update"
+            if run.num_data and all("evidence_before" in update for update in run.updates):
+                values = [update["evidence_before"] / run.num_data for update in run.updates]
+                # Drawn first, so that the star lies over it.
+                curves.append(_curve(run, epochs, values, style=1, line_dash="dot"))
+                curves[0].name = "before the update"
         curves.append(curve)
-    return _over_epochs("Log marginal likelihood", "at each update", curves, runs)
+    return _over_epochs("Log marginal likelihood", curves)
 
 
 def loss_chart(runs: Sequence[Run]) -> Chart:
@@ -299,26 +291,20 @@ def loss_chart(runs: Sequence[Run]) -> Chart:
         epochs = [record["epoch"] for record in run.epochs]
         losses = [record["loss"] for record in run.epochs]
         name = "loss" if run.alone else run.label
-        curves.append(_curve(name, epochs, losses, run.position, mode="lines"))
+        curves.append(_curve(run, epochs, losses, mode="lines", name=name))
         if run.alone and all("objective" in record for record in run.epochs):
-            values = [record["objective"] for record in run.epochs]
-            objective = _curve("loss and weight decay", epochs, values, 1, mode="lines")
-            curves.append(objective.update(line_dash="dot"))
-    chart = _over_epochs("Training loss", "over epochs", curves, runs)
+            losses = [record["objective"] for record in run.epochs]
+            curves.append(_curve(run, epochs, losses, style=1, mode="lines", line_dash="dot"))
+            curves[-1].name = "loss and weight decay"
+    chart = _over_epochs("Training loss", curves)
     if all(value > 0 for curve in curves for value in curve.y):
         chart.figure.update_yaxes(type="log", tickformat="~g", dtick="D2")
     return chart
 
 
-def _over_epochs(title: str, when: str, curves: Sequence[Trace], runs: Sequence[Run]) -> Chart:
-    return _chart(
-        title,
-        curves,
-        ("epoch", "nats per example"),
-        "Epoch",
-        xaxis_rangemode="tozero",
-        hovermode="x unified",
-    )
+def _over_epochs(title: str, curves: Sequence[Trace]) -> Chart:
+    axes = ("epoch", "nats per example")
+    return _chart(title, curves, axes, xaxis_rangemode="tozero", hovermode="x unified")
 
 
 PARTS = {
@@ -348,39 +334,32 @@ def _time_parts(run: Run) -> dict[str, float]:
 def time_chart(runs: Sequence[Run]) -> Chart:
     """A stacked bar per run of the seconds that each part of it took."""
     parts = [_time_parts(run) for run in runs]
-    totals = [max(sum(one.values()), 1e-12) for one in parts]
     names = list(dict.fromkeys(name for one in parts for name in one))
     bars = []
     for position, name in enumerate(sorted(names, key=lambda name: name == REST)):
-        bar = go.Bar(
-            orientation="h",
-            name=name,
-            x=[one.get(name) for one in parts],
-            y=[*range(len(runs))],
-            customdata=[
-                percentage(one.get(name, 0) / all_, 1)
-                for one, all_ in zip(parts, totals, strict=True)
-            ],
-            hovertemplate="%{x:.2f} s, %{customdata}<extra>%{fullData.name}</extra>",
-            marker_color=MUTED if name == REST else SERIES[position % len(SERIES)],
-            marker_line={"color": BACKGROUND, "width": 1},
-            marker_pattern_shape="/" if position >= len(SERIES) and name != REST else "",
-        )
+        seconds = [one.get(name) for one in parts]
+        bar = go.Bar(orientation="h", name=name, x=seconds, y=[*range(len(runs))])
+        shares = [one.get(name, 0.0) / max(sum(one.values()), 1e-12) for one in parts]
+        bar.customdata = [percentage(share, 1) for share in shares]
+        bar.hovertemplate = "%{x:.2f} s, %{customdata}<extra>%{fullData.name}</extra>"
+        bar.marker.color = MUTED if name == REST else SERIES[position % len(SERIES)]
+        bar.marker.line = {"color": BACKGROUND, "width": 1}
+        bar.marker.pattern.shape = "/" if position >= len(SERIES) and name != REST else ""
         bars.append(bar)
     return _chart(
         "Time by part",
         bars,
         ("seconds", ""),
-        "Part",
         rows=[run.label for run in runs],
+        head="Part",
         show=duration,
         across=True,
+        wide=True,
         barmode="stack",
         bargap=0.45,
         yaxis_showticklabels=not runs[0].alone,
         height=210 + 40 * len(runs),
         showlegend=True,
-        wide=True,
     )
 
 
@@ -401,32 +380,32 @@ def weight_decay_charts(runs: Sequence[Run]) -> list[Chart]:
     ends = [min(logs) - margin, max(logs) + margin]
     charts, colors = [], list(OF_DEPTH)
     for run in runs:
-        groups = list(run.updates[0]["weight_decay"])
+        groups, curves = list(run.updates[0]["weight_decay"]), []
         start = [] if run.initial_weight_decay is None else [run.initial_weight_decay]
         epochs = [0] * len(start) + [update["epoch"] for update in run.updates]
-        curves = []
         for position, group in enumerate(groups):
-            color = colors[round(DEPTHS * position / max(len(groups) - 1, 1))]
             decays = start + [update["weight_decay"].get(group) for update in run.updates]
-            curve = _curve(group, epochs, decays, 0, "epoch %{x}: %{y:.3g}", marker_size=4)
+            curve = _curve(run, epochs, decays, "epoch %{x}: %{y:.3g}", name=group)
+            color = colors[round(DEPTHS * position / max(len(groups) - 1, 1))]
             dash = "dot" if group.endswith("bias") else "solid"
-            curve.update(line={"color": color, "width": 1.6, "dash": dash}, marker_color=color)
+            curve.line = {"color": color, "width": 1.6, "dash": dash}
+            curve.marker = {"color": color, "size": 4, "opacity": 1}
             curves.append(curve)
         many, of_run = len(groups) > MOST_IN_LEGEND, "" if run.alone else f", {run.label}"
         chart = _chart(
             f"Weight decay over epochs{of_run}",
             [*curves, _depth_bar()] if many else curves,
             ("epoch", "weight decay"),
-            "Group",
             keys=[f"epoch {epoch}" for epoch in epochs],
+            head="Group",
             show=number,
             across=True,
+            wide=run.alone,
+            highlight=groups if len(groups) > 1 else (),
             xaxis_rangemode="tozero",
             yaxis={**LOGARITHMIC, "range": ends},
             showlegend=not many,
             height=480,
-            wide=run.alone,
-            highlight=groups if len(groups) > 1 else (),
         )
         charts.append(chart)
     return charts
@@ -438,71 +417,60 @@ def _depth_bar() -> go.Scatter:
     bar = {"orientation": "h", "thickness": 10, "outlinewidth": 0, "y": 1.0, "yanchor": "bottom"}
     bar |= {"tickvals": [0.03, 0.96], "ticktext": ["input", "output"]}
     marker = {"color": [0], "cmin": 0, "cmax": 1, "colorscale": scale, "colorbar": bar}
-    marker["showscale"] = True
-    options = {"mode": "markers", "showlegend": False, "hoverinfo": "skip", "marker": marker}
-    return go.Scatter(x=[None], y=[None], **options)
+    trace = go.Scatter(x=[None], y=[None], mode="markers", showlegend=False, hoverinfo="skip")
+    trace.marker = marker | {"showscale": True}
+    return trace
 
 
 def final_weight_decay_chart(runs: Sequence[Run]) -> Chart:
     """The final weight decay of each tensor, with runs side by side."""
-    names = _layer_names(runs)
-    dots = [
-        _dots(
-            run.label,
-            names,
-            [_value(run, name, "weight_decay") for name in names],
-            run.position,
-            "%{x:.3g}",
-        )
-        for run in runs
-    ]
+    names, dots = _layer_names(runs), []
+    for run in runs:
+        values = [_value(run, name, "weight_decay") for name in names]
+        dots.append(_dots(run, names, values, "%{x:.3g}"))
     return _chart(
         "Weight decay at the end",
         dots,
         ("weight decay", ""),
-        "Parameter",
         rows=names,
+        head="Parameter",
         show=number,
-        xaxis=LOGARITHMIC,
         wide=True,
+        xaxis=LOGARITHMIC,
     )
 
 
 def effective_chart(runs: Sequence[Run]) -> Chart:
     """Effective parameters γ of each tensor against how many it has, on a logarithmic axis."""
     names = _layer_names(runs)
-    # Runs may have different networks, whose tensors of one name differ in size: the largest.
-    sizes = [
-        max(run.layers[name].parameters for run in runs if name in run.layers) for name in names
-    ]
+    # Of runs with different networks, the larger tensor of a name.
+    sizes = [max(r.layers[name].parameters for r in runs if name in r.layers) for name in names]
+    line: dict[str, Any] = {"color": MUTED, "width": 2}
+    ticks = _dots(runs[0], names, sizes, "%{x:,} parameters", name="all parameters")
+    ticks.marker = {"symbol": "line-ns", "size": 12, "color": MUTED, "line": line}
     dots, smallest = [], sizes
     for run in runs:
         gammas = [_value(run, name, "effective") for name in names]
         of = [run.layers[name].parameters if name in run.layers else 0 for name in names]
-        shares = [
-            "" if gamma is None else percentage(gamma / max(size, 1), 1)
-            for gamma, size in zip(gammas, of, strict=True)
-        ]
-        label, hover = "effective parameters" if run.alone else run.label, "γ = %{x:,.1f}"
-        dots.append(_dots(label, names, gammas, run.position, hover, customdata=shares))
-        smallest = [min(s, g or s) for s, g in zip(smallest, gammas, strict=True)]
+        pairs = [*zip(gammas, of, strict=True)]
+        shares = ["" if g is None else percentage(g / max(size, 1), 1) for g, size in pairs]
+        dots.append(_dots(run, names, gammas, "γ = %{x:,.1f}", customdata=shares))
+        dots[-1].name = "effective parameters" if run.alone else run.label
+        smallest = [min(end, gamma or end) for end, gamma in zip(smallest, gammas, strict=True)]
     # A line in each row, from the tick at all parameters to the smallest γ.
     x = [end for ends in zip(smallest, sizes, [None] * len(names), strict=True) for end in ends]
     y = [row for row in range(len(names)) for _ in range(3)]
-    line: dict[str, Any] = {"color": MUTED, "width": 1}
-    links = go.Scatter(x=x, y=y, mode="lines", line=line, opacity=0.5, hoverinfo="skip")
-    ticks = _dots("all parameters", names, sizes, 0, "%{x:,} parameters")
-    line = {"color": MUTED, "width": 2}
-    ticks.marker = {"symbol": "line-ns", "size": 12, "color": MUTED, "line": line}
+    links = go.Scatter(x=x, y=y, mode="lines", hoverinfo="skip", showlegend=False, opacity=0.5)
+    links.line = {"color": MUTED, "width": 1}
     return _chart(
         "Effective and all parameters",
-        [links.update(showlegend=False), ticks, *dots],
+        [links, ticks, *dots],
         ("number of parameters", ""),
-        "Parameter",
         rows=names,
+        head="Parameter",
         show=lambda value: number(value, None if isinstance(value, int) else 1),
-        xaxis=LOGARITHMIC,
         wide=True,
+        xaxis=LOGARITHMIC,
     )
 
 
@@ -525,33 +493,23 @@ def reliability_chart(title: str, series: Sequence[Predictive]) -> Chart:
         title: of the chart.
         series: predictives of one kind, classes or intervals, and with the same bins or levels.
     """
-    found = [one.content["reliability"] for one in series]
-    of_intervals = "levels" in found[0]
-    layout = {"xaxis": {"range": [0, 1], "dtick": 0.2}, "yaxis": {"range": [0, 1.02], "dtick": 0.2}}
-    if of_intervals:
-        axes, head = ("nominal level of the interval", "share of targets inside"), "Level"
-        keys = [f"{level:.2f}" for level in found[0]["levels"]]
-        curves, bars = [*map(_coverage, series)], []
+    found = series[0].content["reliability"]
+    x, y = {"range": [0, 1], "dtick": 0.2}, {"range": [0, 1.02], "dtick": 0.2}
+    layout: dict[str, Any] = {"xaxis": x, "yaxis": y, "showlegend": True, "height": 460}
+    if "levels" in found:
+        axes = ("nominal level of the interval", "share of targets inside")
+        keys = [f"{level:.2f}" for level in found["levels"]]
+        traces = [_coverage(one) for one in series]
     else:
-        axes, head, edges = ("confidence", "accuracy"), "Bin", found[0]["edges"]
-        keys = [f"{a:.3f}–{b:.3f}" for a, b in zip(edges[:-1], edges[1:], strict=True)]
-        curves, bars = [*map(_bins, series)], [*map(_bin_bars, series)]
+        axes, keys = ("confidence", "accuracy"), _spans(found["edges"], 3)
+        traces = [*map(_bins, series), *map(_bin_bars, series)]
         # The bars stand below the curves.
-        layout["xaxis"]["anchor"], layout["yaxis"]["domain"] = "y2", [0.3, 1]
         below = {"title": {"text": "share"}, "domain": [0, 0.2], "anchor": "x", "nticks": 3}
         layout["yaxis2"] = below | {"rangemode": "tozero"}
-    return _chart(
-        title,
-        [_reference("calibrated"), *curves, *bars],
-        axes,
-        head,
-        keys=keys,
-        show=lambda value: number(value, 3),
-        bargap=0.1,
-        showlegend=True,
-        height=460,
-        **layout,
-    )
+        layout["xaxis"], layout["yaxis"] = x | {"anchor": "y2"}, y | {"domain": [0.3, 1]}
+        layout["bargap"] = 0.1
+    traces.insert(0, _reference("calibrated"))
+    return _chart(title, traces, axes, keys=keys, show=lambda value: number(value, 3), **layout)
 
 
 def _bins(one: Predictive) -> go.Scatter:
@@ -561,16 +519,14 @@ def _bins(one: Predictive) -> go.Scatter:
     """
     bins = one.content["reliability"]
     confidences, accuracies, counts = bins["confidence"], bins["accuracy"], bins["counts"]
-    notes = [
-        f"confidence {number(confidence, 3)}, 95 %: {interval(_wilson(accuracy, count), 3)}, "
-        f"{count:,} predictions"
-        if count
-        else ""
-        for confidence, accuracy, count in zip(confidences, accuracies, counts, strict=True)
-    ]
-    hover = "accuracy %{y:.3f}<br>%{customdata}"
-    curve = _curve(one.label, confidences, accuracies, one.style, hover, customdata=notes)
-    curve.update(mode="markers", error_y=_whiskers(accuracies, counts, curve.marker.color))
+    notes = []
+    for confidence, accuracy, count in zip(confidences, accuracies, counts, strict=True):
+        ends = interval(_wilson(accuracy, count), 3)
+        said = f"confidence {number(confidence, 3)}, 95 %: {ends}, {count:,} predictions"
+        notes.append(said if count else "")
+    curve = _curve(one, confidences, accuracies, "accuracy %{y:.3f}<br>%{customdata}")
+    curve.update(mode="markers", customdata=notes)
+    curve.error_y = _whiskers(accuracies, counts, curve.marker.color)
     curve.cliponaxis = False  # so that a point at confidence 1 is not cut in half
     curve.marker.size = [4 + 9 * (count / max(sum(counts), 1)) ** 0.5 for count in counts]
     curve.marker.line.width = 0  # plotly would draw a white one for several sizes
@@ -579,35 +535,32 @@ def _bins(one: Predictive) -> go.Scatter:
 
 def _bin_bars(one: Predictive) -> go.Bar:
     bins = one.content["reliability"]
-    return go.Bar(
-        name=one.label,
-        x=_centres(bins["edges"]),
-        y=[count / max(sum(bins["counts"]), 1) for count in bins["counts"]],
-        yaxis="y2",
-        showlegend=False,
-        marker_color=SERIES[one.style % len(SERIES)],
-        hovertemplate="%{y:.1%} of the predictions<extra>%{fullData.name}</extra>",
-    )
+    shares = [count / max(sum(bins["counts"]), 1) for count in bins["counts"]]
+    bars = go.Bar(name=one.label, x=_centres(bins["edges"]), y=shares, yaxis="y2")
+    bars.hovertemplate = "%{y:.1%} of the predictions<extra>%{fullData.name}</extra>"
+    bars.marker.color = SERIES[one.style % len(SERIES)]
+    bars.showlegend = False
+    return bars
 
 
 def _coverage(one: Predictive) -> go.Scatter:
     found = one.content["reliability"]
-    levels, coverage, hover = (
-        found["levels"],
-        found["coverage"],
-        "level %{x:.2f}<br>%{y:.3f} inside",
-    )
-    curve = _curve(one.label, levels, coverage, one.style, hover)
-    if "count" in found:
-        counts = [found["count"]] * len(levels)
-        notes = [f"95 %: {interval(_wilson(share, counts[0]), 3)}" for share in coverage]
-        curve.update(customdata=notes, error_y=_whiskers(coverage, counts, curve.marker.color))
-        curve.hovertemplate = curve.hovertemplate.replace("inside", "inside, %{customdata}")
+    levels, coverage = found["levels"], found["coverage"]
+    if "count" not in found:
+        return _curve(one, levels, coverage, "level %{x:.2f}<br>%{y:.3f} inside")
+    curve = _curve(one, levels, coverage, "level %{x:.2f}<br>%{y:.3f} inside, %{customdata}")
+    ends = [_wilson(share, found["count"]) for share in coverage]
+    curve.customdata = [f"95 %: {interval(pair, 3)}" for pair in ends]
+    curve.error_y = _whiskers(coverage, [found["count"]] * len(levels), curve.marker.color)
     return curve
 
 
 def _centres(edges: Sequence[float]) -> list[float]:
     return [(a + b) / 2 for a, b in zip(edges[:-1], edges[1:], strict=True)]
+
+
+def _spans(edges: Sequence[float], decimals: int) -> list[str]:
+    return [interval(pair, decimals) for pair in zip(edges[:-1], edges[1:], strict=True)]
 
 
 def share_chart(
@@ -617,25 +570,16 @@ def share_chart(
 
     The latter is the share of out-of-distribution examples that are flagged, over that of our own.
     """
-    is_roc = part == "roc"
-    x, y = ("fpr", "tpr") if is_roc else ("coverage", "risk")
-    says = "coverage %{x:.1%}<br>error rate %{y:.2%}"
-    if is_roc:
-        says = "%{y:.1%} of the others,<br>%{x:.1%} of its own"
-    points = [(one, one.content[part][x], one.content[part][y]) for one in series]
-    curves = [_curve(one.label, x, y, one.style, says, mode="lines") for one, x, y in points]
-    return _chart(
-        title,
-        [_reference("chance"), *curves] if is_roc else curves,
-        ("flagged of the test set", "flagged of the others")
-        if is_roc
-        else ("coverage", "error rate"),
-        "Of the test set" if is_roc else "Coverage",
-        steps=STEPS,
-        show=percentage,
-        xaxis={"range": [0, 1], "tickformat": ".0%"},
-        yaxis={"rangemode": "tozero", "tickformat": "~%"},
-    )
+    keys, axes = ("coverage", "risk"), ("coverage", "error rate")
+    says, traces = "coverage %{x:.1%}<br>error rate %{y:.2%}", []
+    if part == "roc":
+        keys, axes = ("fpr", "tpr"), ("flagged of the test set", "flagged of the others")
+        says, traces = "%{y:.1%} of the others,<br>%{x:.1%} of its own", [_reference("chance")]
+    for one in series:
+        x, y = (one.content[part][key] for key in keys)
+        traces.append(_curve(one, x, y, says, mode="lines"))
+    x, y = {"range": [0, 1], "tickformat": ".0%"}, {"rangemode": "tozero", "tickformat": "~%"}
+    return _chart(title, traces, axes, steps=STEPS, show=percentage, xaxis=x, yaxis=y)
 
 
 def class_chart(title: str, series: Sequence[Predictive], classes: Sequence[str]) -> Chart:
@@ -654,25 +598,24 @@ def class_chart(title: str, series: Sequence[Predictive], classes: Sequence[str]
         title = f"{title}: the {MOST_CLASSES} of {len(classes)} with the most errors"
     names, traces = [classes[i] for i in order], []
     for place, (one, content) in enumerate(zip(series, counted, strict=True)):
-        counts = [content["counts"][i] for i in order]
         pairs = [(content["right"][i], content["counts"][i]) for i in order]
         shares = [right / count if count else None for right, count in pairs]
-        notes = [
-            f"{right} of {count}"
-            + (f", 95 %: {interval(_wilson(right / count, count), 1, 100)}" if count else "")
-            for right, count in pairs
+        ends = [
+            interval(_wilson(s, count), 1, 100) for s, (_, count) in zip(shares, pairs, strict=True)
         ]
         # The dots of a class stand side by side within its row.
-        offset, hover = 0.2 * (place - (len(series) - 1) / 2), "%{x:.1%}, %{customdata}"
-        dots = _dots(one.label, names, shares, one.style, hover, offset, customdata=notes)
-        dots.error_x = _whiskers(shares, counts, dots.marker.color)
+        offset = 0.2 * (place - (len(series) - 1) / 2)
+        dots = _dots(one, names, shares, "%{x:.1%}, %{customdata}", offset)
+        said = zip(pairs, ends, strict=True)
+        dots.customdata = [f"{right} of {count}, 95 %: {e}" for (right, count), e in said]
+        dots.error_x = _whiskers(shares, [count for _, count in pairs], dots.marker.color)
         traces.append(dots)
     return _chart(
         title,
         traces,
         ("accuracy", ""),
-        "Class",
         rows=names,
+        head="Class",
         show=lambda value: percentage(value, 1),
         xaxis={"tickformat": ".0%", "range": [None, 1.01]},
         showlegend=True,
@@ -683,26 +626,18 @@ def entropy_chart(one: Predictive, largest: float) -> Chart:
     """Shares of the test set and of other data by predictive entropy, up to a ``largest`` one."""
     ood = (one.run.evaluation.get("ood") or {}).get("name")
     names = {"test": "test set", "ood": f"out of distribution{f': {ood}' if ood else ''}"}
-    edges, shares = one.content["entropy"]["edges"], entropy_shares(one)
-    ends = [*zip(edges[:-1], edges[1:], strict=True)]
-    bars = [
-        go.Bar(
-            name=names[key],
-            x=_centres(edges),
-            y=values,
-            width=[b - a for a, b in ends],
-            hovertemplate="%{x:.2f} nats: %{y:.1%}<extra>%{fullData.name}</extra>",
-            opacity=0.65,
-            marker_color=SERIES[position],
-        )
-        for position, (key, values) in enumerate(shares.items())
-    ]
+    edges, bars = one.content["entropy"]["edges"], []
+    for position, (key, shares) in enumerate(entropy_shares(one).items()):
+        bar = go.Bar(name=names[key], x=_centres(edges), y=shares, opacity=0.65)
+        bar.hovertemplate = "%{x:.2f} nats: %{y:.1%}<extra>%{fullData.name}</extra>"
+        bar.width = [b - a for a, b in zip(edges[:-1], edges[1:], strict=True)]
+        bar.marker.color = SERIES[position]
+        bars.append(bar)
     return _chart(
         one.name if one.run.alone else f"{one.name}: {one.run.label}",
         bars,
         ("predictive entropy (nats)", "share of examples"),
-        "Entropy",
-        keys=[f"{a:.2f}–{b:.2f} nats" for a, b in ends],
+        keys=_spans(edges, 2),
         show=lambda value: percentage(value, 1),
         barmode="overlay",
         bargap=0,
@@ -721,28 +656,26 @@ def entropy_shares(one: Predictive) -> dict[str, list[float]]:
 
 def shift_charts(series: Sequence[Predictive]) -> list[Chart]:
     """A chart for each measure and kind of shift, with a curve per predictive that has it."""
-    curves: dict[tuple[int, str], list[go.Scatter]] = {}  # by measure and kind
+    curves = defaultdict(list)  # of (index of the measure, kind of shift)
     for one in series:
         metrics, found = one.content["metrics"], defaultdict(dict)
         for key, value in metrics.items():
             split, *shift = key.split("/", 3)  # shift/KIND/SEVERITY/MEASURE
             if split == "shift" and shift[-1] in SHIFT_MEASURES:
                 found[SHIFT_MEASURES.index(shift[2]), shift[0]][int(shift[1])] = value
-        name = one.name if one.run.alone else f"{one.run.label}: {one.name}"
         for (measure, kind), values in found.items():
             of_test = metrics.get(f"test/{SHIFT_MEASURES[measure]}")
             values |= {} if of_test is None else {0: of_test}  # severity 0 is the test set itself
-            curve = _curve(name, sorted(values), [values[s] for s in sorted(values)], one.style)
+            curve = _curve(one, sorted(values), [values[s] for s in sorted(values)])
+            curve.name = one.name if one.run.alone else f"{one.run.label}: {one.name}"
             curve.line.dash = DASHES[one.place % len(DASHES)]
-            curves.setdefault((measure, kind), []).append(curve)
+            curves[measure, kind].append(curve)
     charts = []
     for (measure, kind), traces in sorted(curves.items(), key=lambda item: item[0][0]):
-        title = f"{METRICS[SHIFT_MEASURES[measure]].title}: {kind}"
         chart = _chart(
-            title,
+            f"{METRICS[SHIFT_MEASURES[measure]].title}: {kind}",
             traces,
             ("severity (0: test set)", ""),
-            "Severity",
             xaxis_dtick=1,
             yaxis_rangemode="tozero",
             hovermode="x unified",

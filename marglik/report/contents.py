@@ -70,8 +70,8 @@ class Run:
     """When the run's main file was last written (UTC)."""
     label: str = ""
     """Its name on a page with several runs."""
-    position: int = 0
-    """Its index among the runs of the page."""
+    style: int = 0
+    """Its index among the runs of the page: the position of its colour and symbol."""
     alone: bool = True
     """Whether it is the only run of the page."""
 
@@ -165,7 +165,7 @@ class Predictive:
     @property
     def style(self) -> int:
         """The position of its colour and symbol."""
-        return self.place if self.run.alone else self.run.position
+        return self.place if self.run.alone else self.run.style
 
 
 def predictives(runs: Sequence[Run], key: str = "metrics") -> list[Predictive]:
@@ -194,7 +194,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     runs = [_read_run(folder) for folder in folders]
     labels = _labels(folders, [run.options for run in runs])
     return [
-        replace(run, label=label, position=position, alone=len(runs) == 1)
+        replace(run, label=label, style=position, alone=len(runs) == 1)
         for position, (run, label) in enumerate(zip(runs, labels, strict=True))
     ]
 

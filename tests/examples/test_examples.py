@@ -1,71 +1,133 @@
-"""Every example runs from its first cell to its last, and shows what it promises."""
+"""Every example runs from its first cell to its last, and shows what its text says."""
 
+import json
 import os
 import re
-import runpy
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
 
-from marglik import Posterior
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+RUNNER = ROOT / "docs/hooks/run_example.py"
 DART = "dart-v1.1.1-full-dev.json.gz"
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
-
-
-@pytest.fixture
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def run(name):
-    return runpy.run_path(str(EXAMPLES / f"{name}.py"))
-
-
-def assert_learned(found, prior):
-    """A posterior, weight decays that differ, and calibration that is worth something."""
-    assert isinstance(prior.posterior, Posterior)
-    assert len(set(prior.learner.weight_decays().tolist())) > 3
-    nll = {name: metrics["cls/NLL"] for name, metrics in found.items()}
-    assert nll["calibrated Laplace"] < nll["MAP"] + 0.01
-    assert all(metrics["cls/accuracy"] > 0.5 for metrics in found.values())
-
-
-def test_lightning_digits(capsys):
-    pytest.importorskip("lightning")
-    cells = run("lightning_digits")
-    assert_learned(cells["found"], cells["prior"])
-    text = (EXAMPLES / "lightning_digits.py").read_text()
-    assert all(len(re.findall(rf"# \({i}\)$", text, re.M)) == 1 for i in (1, 2, 3))
-    assert "calibrated Laplace" in capsys.readouterr().out
+SHOWN = {
+    "digits": ["conv1.weight", "calibrated", "cls/NLL"],
+    "uci_regression": ["made up", "σ =", "cal/coverage90"],
+    "cifar10_post_hoc": ["digits", "log evidence per image", "last layer, calibrated"],
+    "vision_transformer": ["expand: ", "reduce: ", "calibrated"],
+    "gpt_text": ["likes", "nats per byte"],
+    "graphs": ["800 graphs of", "calibrated"],
+    "kfac_optimizer": ["SGD", "Adam", "K-FAC"],
+    "own_layer": ["reduce: relative error", "NotImplementedError", "prior precision"],
+    "lightning_digits": ["calibrated Laplace"],
+    "hugging_face_text": ["calibrated Laplace"],
+    "bayesian_optimisation": [],
+    "lora": ["has others than it was fitted with", "largest stated error"],
+}
+"""What each prints, without any data of other people's."""
+NEED = {
+    "lightning_digits": ["lightning"],
+    "hugging_face_text": ["transformers", "accelerate"],
+    "bayesian_optimisation": ["botorch"],
+    "lora": ["transformers", "peft"],
+}
+"""Packages of extras."""
+WITHOUT_FIGURE = ("cifar10_post_hoc", "gpt_text", "own_layer", *NEED)
+CHECK = """
+assert len(set(prior.learner.weight_decays().tolist())) > 3
+assert found["calibrated Laplace"]["cls/NLL"] < found["MAP"]["cls/NLL"] + 0.01
+assert all(metrics["cls/accuracy"] > 0.5 for metrics in found.values())
+"""
+"""That weight decays were learned, and that the calibration is worth something."""
+CHECKS = {
+    "lightning_digits": CHECK,
+    "hugging_face_text": CHECK,
+    "bayesian_optimisation": "assert 0 <= regrets[0, 0, -1] < 0.5 < regrets[0, 1, -1]",
+}
+"""Run as a last cell."""
 
 
-@pytest.mark.parametrize("text", ["DART", "made"])
-def test_hugging_face_text(text, monkeypatch):
-    pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
-    folder = Path(os.environ.get("MARGLIK_DATA", EXAMPLES.parents[1] / "shared" / "data"))
-    if text == "DART" and not (folder / DART).is_file():
+def test_every_example_is_run_and_begins_with_what_the_gallery_shows():
+    """A title and a first paragraph."""
+    scripts = sorted(EXAMPLES.glob("*.py"))
+    assert {script.stem for script in scripts} == set(SHOWN)
+    for script in scripts:
+        cell, title, empty, first, *_ = script.read_text().splitlines()
+        assert cell == "# %% [markdown]" and title.startswith("# # "), script.name
+        assert empty == "#" and first.startswith("# "), script.name
+
+
+def run(script, folder, **environment):
+    """Cells with their outputs; on one core."""
+    quiet = {"OMP_NUM_THREADS": "1", "MPLBACKEND": "agg", "PYTHONWARNINGS": "ignore", "SEEDS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(RUNNER), str(script), str(folder)],
+        cwd=folder, capture_output=True, text=True,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(folder), **quiet,
+             **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "cells.json").read_text())
+
+
+def skip_unless_installed(name):
+    for package in NEED.get(name, ()):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == "lora" else pytest.param(n, marks=pytest.mark.slow) for n in SHOWN]
+)
+def test_example_runs(name, tmp_path):
+    skip_unless_installed(name)
+    script = tmp_path / f"{name}.py"
+    text = (EXAMPLES / f"{name}.py").read_text()
+    script.write_text(f"{text}\n# %%\n{CHECKS.get(name, '')}\n")
+    cells = run(script, tmp_path)
+    printed = "\n".join(cell.get("output", "") for cell in cells)
+    assert [words for words in SHOWN[name] if words not in printed] == [], printed
+    figures = [figure for cell in cells for figure in cell.get("figures", ())]
+    assert all((tmp_path / figure).stat().st_size > 1000 for figure in figures)
+    assert figures or name in WITHOUT_FIGURE
+    if name == "own_layer":  # reduce is exact there, expand is not
+        reduce, expand = map(float, re.findall(r"relative error (\S+)", printed))
+        assert reduce < 1e-12 < 0.1 < expand
+    if name == "kfac_optimizer":
+        losses = dict(re.findall(r"^(\S+).* last epoch (\S+) nats", printed, re.M))
+        assert float(losses["K-FAC"]) < min(float(losses["SGD,"]), float(losses["Adam"]))
+    if name == "lora":
+        before, after = map(float, re.search(r"(-\d.*) -> (-\d.*) nats", printed).groups())
+        assert after > before
+        rows = dict(re.findall(r"^(MAP.*?|Laplace.*?) +(\d+\.\d+) ", printed, re.MULTILINE))
+        assert set(rows) == {"MAP", "MAP, temperature", "Laplace", "Laplace, calibrated"}
+        assert all(0 < float(nll) < 2 for nll in rows.values())
+        assert re.search(r"(\d+) KiB, the network (\d+) KiB: True", printed)
+
+
+@pytest.mark.slow
+def test_hugging_face_on_its_data(tmp_path):
+    skip_unless_installed("hugging_face_text")
+    folder = Path(os.environ.get("MARGLIK_DATA", ROOT / "shared" / "data"))
+    if not (folder / DART).is_file():
         pytest.skip(f"no {folder / DART}: put DART's development split there, or set MARGLIK_DATA")
-    monkeypatch.setenv("MARGLIK_DATA", str(folder if text == "DART" else "none"))
-    cells = run("hugging_face_text")
-    assert_learned(cells["found"], cells["prior"])
+    run(EXAMPLES / "hugging_face_text.py", tmp_path, MARGLIK_DATA=str(folder))
 
 
-def test_bayesian_optimisation(monkeypatch):
-    pytest.importorskip("botorch")
-    monkeypatch.setenv("SEEDS", "1")
-    regrets = run("bayesian_optimisation")["regrets"][0]
-    ours, at_random = regrets[:, -1].tolist()
-    assert 0 <= ours < 0.5 < at_random
+def test_the_runner_keeps_order_and_names_lines(tmp_path):
+    script = tmp_path / "example.py"
+    script.write_text(
+        "# %% [markdown]\n# # Title\n#\n# Text.\n\n# %%\nx = 1\nprint(x)\n# %%\n1 / 0\n"
+    )
+    command = [sys.executable, str(RUNNER), str(script)]
+    listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    first, second, third = json.loads(listed)
+    assert first == {"kind": "markdown", "source": "# Title\n\nText."}
+    assert second["source"] == "x = 1\nprint(x)" and third["source"] == "1 / 0"
+    failed = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)
+    assert failed.returncode and 'example.py", line 10' in failed.stderr
+    assert "ZeroDivisionError" in failed.stderr and not (tmp_path / "cells.json").exists()

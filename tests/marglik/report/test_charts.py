@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 from plotly.colors import unlabel_rgb
@@ -267,7 +268,7 @@ def test_numbers_that_json_lacks_are_gaps(tmp_path):
 
 
 def test_many_runs_and_long_names_can_be_told_apart():
-    curves = [_curve(str(position), [], [], position) for position in range(40)]
+    curves = [_curve(SimpleNamespace(label="", style=style), [], []) for style in range(40)]
     assert len({(curve.line.color, curve.marker.symbol) for curve in curves}) == 40
     assert _shorten("a" * 26) == "a" * 26
     assert len(_shorten("a" * 27)) < 27 and "…" in _shorten("a" * 27)

@@ -156,7 +156,7 @@ def test_runs_are_named_by_what_differs(case, tmp_path):
         write(folder / "config.yaml", json.dumps(one))
     runs = read_runs(folders)
     assert [run.label for run in runs] == expected
-    assert [(run.position, run.alone) for run in runs] == [(i, False) for i in range(len(runs))]
+    assert [(run.style, run.alone) for run in runs] == [(i, False) for i in range(len(runs))]
 
 
 def test_folders_of_one_name_are_told_by_their_paths(tmp_path, monkeypatch):
