@@ -241,7 +241,8 @@ def _parsed(run: RunFolder, name: str) -> dict[str, Any]:
     try:
         found = yaml.safe_load(content) if name.endswith(".yaml") else parse_json(content)
     except (ValueError, RecursionError, OverflowError, yaml.YAMLError) as error:
-        raise ValueError(f"{run.path / name} cannot be read: {error}. Run it again.") from error
+        why = " ".join(str(error).split())  # in one line
+        raise ValueError(f"{run.path / name} cannot be read: {why}. Run it again.") from error
     return found or {}
 
 

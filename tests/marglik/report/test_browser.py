@@ -212,12 +212,6 @@ def test_theme_follows_the_system_until_it_is_chosen(browser, pages):
         assert visit.colors() == light
 
 
-def test_theme_without_storage(evil):
-    for name, theme in (("Dark theme", "dark"), ("Light theme", "light")):
-        evil.page.get_by_role("button", name=name).click()
-        evil.wait(theme)
-
-
 def test_keyboard_reaches_all(evil):
     page = evil.page
     page.evaluate("document.activeElement.blur()")
@@ -242,6 +236,12 @@ def test_keyboard_reaches_all(evil):
     page.keyboard.press("Enter")
     assert closed.evaluate("details => details.open")
     assert page.locator(".scroll:not([tabindex='0'])").count() == 0
+
+
+def test_theme_without_storage(evil):
+    for name, theme in (("Dark theme", "dark"), ("Light theme", "light")):
+        evil.page.get_by_role("button", name=name).click()
+        evil.wait(theme)
 
 
 def test_paper_is_light(one):

@@ -120,14 +120,9 @@ def test_weight_decays_of_fifty_layers_of_ten_and_of_two_runs(charts, folders):
 def test_effective_parameters_of_a_fit(charts):
     (chart,) = charts["fit", "effective"]
     assert named(chart)["effective parameters"].x == (20.0, 3.0, 300.0, 0.0)
-    assert chart.table.rows[3].cells == (
-        "16",
-        "0.0",
-    )  # though a logarithmic axis has no place for 0
-    assert (chart.table.rows[0].cells, chart.table.rows[0].small) == (
-        ("150", "20.0"),
-        ("", "13.3 %"),
-    )
+    # A logarithmic axis has no place for 0, the table has.
+    cells = [[*row.cells, *row.small] for row in chart.table.rows]
+    assert cells[0] == ["150", "20.0", "", "13.3 %"] and cells[3][:2] == ["16", "0.0"]
 
 
 def test_time_adds_up_to_the_total(charts, folders):
