@@ -79,7 +79,7 @@ def test_folders_that_are_of_no_run(case, tmp_path):
 
 @pytest.mark.parametrize("name", ["results.json", "evaluation.json", "log.jsonl", "config.yaml"])
 def test_a_file_that_was_damaged_is_named(name, tmp_path):
-    """A bit, a line more, cut off; or that it is gone."""
+    """By a bit, a line more, an end that is cut off."""
     folder = write_run(tmp_path / "run")
     path, whole = folder / name, (folder / name).read_bytes()
     read_run(folder)  # the control
@@ -87,9 +87,6 @@ def test_a_file_that_was_damaged_is_named(name, tmp_path):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=name):
             read_run(folder)
-    path.unlink()
-    with pytest.raises(FileNotFoundError, match=name):
-        read_run(folder)
 
 
 @pytest.mark.parametrize(
