@@ -121,13 +121,8 @@ def test_conda_environment_installs_python_pip_and_the_project():
 
 
 def test_presets_and_marks_of_types_are_packaged():
-    assert PYPROJECT["tool"]["setuptools"]["package-data"]["marglik"] == [
-        "py.typed",
-        "presets/*.yaml",
-        "report/page.*",
-        "report/theme.js",
-        "report/plotly/*",
-    ]
+    wheel = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel == {"packages": ["kfac_backend", "marglik"], "exclude": ["*.md"]}
     assert (ROOT / "marglik" / "py.typed").exists() and (
         ROOT / "kfac_backend" / "py.typed"
     ).exists()
@@ -154,7 +149,7 @@ with suppress(SystemExit):
     main(["{command}", "--help"])"""
         for command in ("train", "fit", "evaluate", "report")
     },
-    "commands": "import marglik.cli, marglik.commands.train",
+    "commands": "import marglik.cli, marglik.runs.train",
     "training, fitting and evaluating": """
 run, model = sys.argv[1], "--model LeNet --model.image_size 8 --model.in_channels 1".split()
 options = "--epochs 1 --prior.burn_in 0 --prior.every 1 --prior.steps 1 --no_progress".split()

@@ -89,9 +89,9 @@ def uv():
 
 
 @pytest.fixture(scope="module")
-def built(uv, tmp_path_factory):
-    """The wheel and the sdist, of a copy of what git tracks, as a clean clone has it."""
-    copy, folder = tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("dist")
+def clone(tmp_path_factory):
+    """A copy of what git tracks, in a folder that is named as the package is."""
+    copy = tmp_path_factory.mktemp("clones") / "marglik"
     tracked = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, check=True, capture_output=True, text=True,
@@ -100,30 +100,51 @@ def built(uv, tmp_path_factory):
         if (ROOT / name).is_file() and not name.startswith(("tests/", "experiments/")):
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copy / name)
-    subprocess.run([uv, "build", "-q", "--out-dir", str(folder), str(copy)], check=True)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def built(uv, clone, tmp_path_factory):
+    """The wheel and the sdist."""
+    folder = tmp_path_factory.mktemp("dist")
+    subprocess.run([uv, "build", "-q", "--out-dir", str(folder), str(clone)], check=True)
     (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     return wheel, sdist
 
 
 @pytest.mark.slow
-def test_wheel_and_sdist_hold_the_packages(built):
+def test_wheel_and_sdist_hold_the_packages(built, clone):
     wheel, sdist = built
     assert wheel.name == f"marglik-{PROJECT['version']}-py3-none-any.whl"
     inside = set(zipfile.ZipFile(wheel).namelist())
-    packages = ("kfac_backend", "marglik")
-    sources = {p.relative_to(ROOT).as_posix() for n in packages for p in (ROOT / n).rglob("*.py")}
-    files = {f"{package}/py.typed" for package in packages}
-    files |= {p.relative_to(ROOT).as_posix() for p in (ROOT / "marglik/presets").glob("*.yaml")}
-    files |= {f"marglik/report/{n}" for n in ("page.html.j2", "page.css", "page.js", "theme.js")}
-    files |= {f"marglik/report/plotly/{n}" for n in ("plotly-basic.min.js", "LICENSE")}
-    assert sources | files <= inside
-    assert {name.split("/")[0] for name in inside} == {
-        *packages,
-        f"marglik-{PROJECT['version']}.dist-info",
+    of_packages = {
+        path.relative_to(clone).as_posix()
+        for package in ("kfac_backend", "marglik")
+        for path in (clone / package).rglob("*")
+        if path.is_file() and path.suffix != ".md"
     }
+    assert {"marglik/py.typed", "marglik/presets/digits.yaml"} <= of_packages
+    metadata = f"marglik-{PROJECT['version']}.dist-info/"
+    assert {name for name in inside if not name.startswith(metadata)} == of_packages
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert sources | files | {"README.md", "LICENSE", "pyproject.toml"} <= names
+    assert of_packages | {"README.md", "LICENSE", "pyproject.toml"} <= names
+
+
+@pytest.mark.slow
+def test_beside_a_clone_the_installed_package_is_found(uv, clone, tmp_path):
+    """And not the clone's folder, which is called marglik, too, and would be an empty package."""
+    folder = tmp_path / "environment"
+    python = str(folder / "bin/python")
+    subprocess.run([uv, "venv", "-q", "--python", sys.executable, str(folder)], check=True)
+    install = [uv, "pip", "install", "-q", "--no-deps", "--python", python, "-e", str(clone)]
+    subprocess.run(install, check=True)
+    code = "from importlib.util import find_spec; print(find_spec('marglik').origin)"
+    found = subprocess.run(
+        [python, "-c", code], cwd=clone.parent, check=True, capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": ""},
+    )  # fmt: skip
+    assert found.stdout.strip() == str(clone / "marglik" / "__init__.py")
 
 
 @pytest.fixture(scope="module")
