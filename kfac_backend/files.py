@@ -39,8 +39,8 @@ __all__ = [
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """A full disk, a quota, a limit on the size of files."""
 PREFIX = ".partial-"
-CHECKSUM = "checksum"
-"""The key of the sum in a file's metadata."""
+OWN = "marglik"
+"""The one key of a file's metadata, of JSON: safetensors writes several in an order by chance."""
 
 
 class DiskFullError(OSError):
@@ -119,9 +119,9 @@ def write_tensors(
     so that any program that knows safetensors can still read the file.
     """
     metadata = dict(metadata or {})
-    metadata[CHECKSUM] = _checksum(tensors, metadata)
+    own = {"checksum": _checksum(tensors, metadata), "metadata": metadata}
     # safetensors' own save_file makes files that other users cannot read, whatever the umask is.
-    return write_file(path, save(dict(tensors), metadata))
+    return write_file(path, save(dict(tensors), {OWN: json.dumps(own, sort_keys=True)}))
 
 
 def read_tensors(
@@ -151,11 +151,16 @@ def read_tensors(
             tensors = {key: file.get_tensor(key) for key in file.keys()}
     except (SafetensorError, OSError) as error:
         raise _damaged(path, what, str(error)) from error
-    expected = metadata.pop(CHECKSUM, None)
-    if expected is None and not of_others:
+    if OWN in metadata:
+        try:
+            own = parse_json(metadata[OWN])
+            metadata, expected = dict(own["metadata"]), own["checksum"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise _damaged(path, what, "its metadata is not as it was written") from error
+        if expected != _checksum(tensors, metadata):
+            raise _damaged(path, what, "its checksum differs")
+    elif not of_others:
         raise _damaged(path, what, "it has no checksum")
-    if expected is not None and expected != _checksum(tensors, metadata):
-        raise _damaged(path, what, "its checksum differs")
     # Copies: the tensors are views of the file in memory, which may change, at addresses that are
     # not aligned. BLAS rounds differently there, and a loaded posterior would not be the same.
     return {key: tensor.to(device, copy=True) for key, tensor in tensors.items()}, metadata
