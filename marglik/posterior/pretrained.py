@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from marglik.storage.model_state import check_state, read_safetensors
+from kfac_backend.files import read_tensors
+from marglik.storage.model_state import check_state
 
 __all__ = ["load_pretrained"]
 
@@ -61,7 +62,7 @@ def _read(path: Path) -> dict[str, Tensor]:
             "network's state_dict() as one of them."
         )
     if path.suffix == ".safetensors":
-        return read_safetensors(path)
+        return read_tensors(path, what="weights", of_others=True)[0]
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises whatever the broken file leads to

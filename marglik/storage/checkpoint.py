@@ -1,16 +1,16 @@
-"""The state of a run, from which another process can continue: safetensors and JSON, no pickle.
+"""The state of a run, from which another process can continue: one file of torch's, and its sum.
 
-A folder holds ``state.json``, which names the files of its tensors and Kronecker factors, with
-their SHA-256 sums. A new state writes its tensors under new names, then replaces ``state.json``
-atomically, then removes the old tensors. So whenever the process is killed, there is one complete
-state.
+Only plain data and tensors are written, and torch's restricted loader (``weights_only``) reads
+them, which runs no code. The file ends with the SHA-256 sum of what comes before. It is replaced
+in one step: whenever the process is killed, there is one whole state.
 """
 
+import hashlib
+import io
 import json
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,17 @@ import torch
 from torch import Tensor
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
-from kfac_backend.files import parse_json, write_tensors
+from kfac_backend.files import write_file
 from kfac_backend.ranks import Ranks
-from marglik.storage.model_state import read_safetensors
-from marglik.storage.record_file import read_record, write_record
 
 __all__ = ["Checkpoints", "CheckpointsOfRanks", "check_same_run", "differences"]
 
-FORMAT, FORMAT_VERSION = "marglik.checkpoint", 1
-STATE = "state.json"
+STATE = "state.pt"
+MINUTES = 1.0
+"""Least time between two states, unless one is to be written in any case."""
+FACTORS = "marglik.factors"
+"""The key under which a file has the state of Kronecker factors."""
+SIZE_OF_SUM = hashlib.sha256().digest_size
 REMEDY = "Start again: --overwrite instead of --resume."
 
 
@@ -34,13 +36,11 @@ class Checkpoints:
     """The latest state of a run, in a folder.
 
     A state is nested dicts, lists and tuples of plain data, tensors and `KroneckerFactors`. The
-    caller asks `is_due`, calls `save`, and in a later process `exists` and `load`. The object
-    remembers when it saved last, the number in the names of the files, and which factors are
-    written already.
+    caller asks `is_due`, calls `save`, and in a later process `exists` and `load`.
 
     Args:
         folder: where to keep the state; created with the first one.
-        minutes: least time between two states; with 0 one is always due.
+        minutes: least time between two states; with 0 one is always due. By default `MINUTES`.
         run: what identifies the run, plain data; the state of another run is refused.
         made_with: device, threads and versions, plain data; others give a warning.
     """
@@ -48,42 +48,24 @@ class Checkpoints:
     def __init__(
         self,
         folder: str | Path,
-        minutes: float = 1.0,
+        minutes: float | None = None,
         run: dict[str, Any] | None = None,
         made_with: dict[str, Any] | None = None,
     ) -> None:
         self.folder = Path(folder)
         self.run = run or {}
         self.made_with = made_with or {}
-        self._seconds = 60 * minutes
+        self._seconds = 60 * (MINUTES if minutes is None else minutes)
         self._last = time.monotonic()
-        self._number = 0
-        # (factors, file, sum) of the latest state. Factors are large and change at updates alone,
-        # so the states in between refer to the same file.
-        self._written: list[tuple[KroneckerFactors, str, str]] = []
 
     @property
     def is_due(self) -> bool:
-        """Whether ``minutes`` have passed since the last state."""
+        """Whether the least time has passed since the last state."""
         return time.monotonic() - self._last >= self._seconds
 
     def exists(self) -> bool:
-        """Whether there is a state.
-
-        Raises:
-            FileNotFoundError: there are tensors of a state, but its ``state.json`` was removed.
-        """
-        if (self.folder / STATE).is_file():
-            return True
-        # Except for the tensors of state 1: a process that is killed between them and the first
-        # state.json leaves them alone.
-        lost = [p for p in self.folder.glob("tensors-*.safetensors") if p.name != _tensors(1)]
-        if lost:
-            raise FileNotFoundError(
-                f"{self.folder / STATE} is missing, and {lost[0].name} is useless without it. "
-                f"{REMEDY}"
-            )
-        return False
+        """Whether there is a state."""
+        return (self.folder / STATE).is_file()
 
     def save(self, state: dict[str, Any]) -> None:
         """Replace the state.
@@ -91,43 +73,12 @@ class Checkpoints:
         Raises:
             TypeError: a value that is none of the supported kinds; the error says where it is.
         """
-        tensors: list[Tensor] = []
-        factors: list[KroneckerFactors] = []
-        plain = _encode(state, "", tensors, factors)
-        json.dumps([plain, self.run])  # raises before anything is written
-        # In a process that continues, the numbers go on, too: a number that is used again would
-        # replace files of the state that is still valid.
-        if self.exists() and not self._number:
-            self._number = self.check()["number"]
-        self._number += 1
-        of_tensors = _tensors(self._number)
-        named = {str(i): t for i, t in enumerate(tensors)}
-        try:
-            sum_of_tensors = write_tensors(self.folder / of_tensors, named)
-            written = self._write_factors(factors)
-            files = [name for _, name, _ in written]
-            sums = {name: sum_ for _, name, sum_ in written}
-            record = {
-                "format": FORMAT,
-                "version": FORMAT_VERSION,
-                "number": self._number,
-                "run": self.run,
-                "made_with": self.made_with,
-                "tensors": of_tensors,
-                "factors": files,
-                "state": plain,
-            }
-            write_record(self.folder / STATE, record, sums | {of_tensors: sum_of_tensors})
-        except OSError:
-            # On a full disk, the files of the unfinished state would keep it full. Only those that
-            # the valid state names may stay.
-            whole = (self.folder / STATE).is_file()
-            old = parse_json((self.folder / STATE).read_bytes()) if whole else {}
-            with suppress(OSError):  # the folder may have become read-only
-                self._remove_tensors_but(old.get("tensors"), *old.get("factors", ()))
-            raise
-        self._written = written
-        self._remove_tensors_but(of_tensors, *files)
+        # As JSON, as a name of another type, such as a version's, would not be read back.
+        about = json.dumps({"run": self.run, "made_with": self.made_with})
+        stream = io.BytesIO()
+        torch.save({"about": about, "state": _encode(state, "")}, stream)
+        content = stream.getvalue()
+        write_file(self.folder / STATE, content + hashlib.sha256(content).digest())
         self._last = time.monotonic()
 
     def load(self, device: torch.device | str = "cpu") -> dict[str, Any]:
@@ -138,58 +89,39 @@ class Checkpoints:
                 moves them.
 
         Raises:
-            FileNotFoundError: no state, or a file of it is missing.
-            ValueError: a state of another run, a damaged file, or a newer format.
+            FileNotFoundError: no state.
+            ValueError: a state of another run, or a damaged file.
         """
-        record = self.check()
-        for name, here, there in differences(self.made_with, record["made_with"]):
+        about, state = self._read()
+        for name, here, there in differences(self.made_with, about["made_with"]):
             warnings.warn(
                 f"{self.folder} was started with {name} {there} and continues with {here}: the "
                 "result may differ by rounding from that of an uninterrupted run.",
                 stacklevel=2,
             )
-        tensors = read_safetensors(self.folder / record["tensors"])
-        factors = [KroneckerFactors.load(self.folder / n, device) for n in record["factors"]]
-        return _decode(record["state"], tensors, factors)
+        return _decode(state, device)
 
-    def check(self) -> dict[str, Any]:
-        """The content of ``state.json``, once it is verified: of this run, with all files intact.
+    def check(self) -> None:
+        """Raise an error unless there is a state of this run, and undamaged; see `load`."""
+        self._read()
 
-        Raises:
-            FileNotFoundError: no state, or a file of it is missing.
-            ValueError: a state of another run, a damaged file, or a newer format.
-        """
+    def _read(self) -> tuple[dict[str, Any], Any]:
+        path = self.folder / STATE
         if not self.exists():
             raise FileNotFoundError(f"{self.folder} holds no state ({STATE} is missing).")
-        record = read_record(
-            self.folder / STATE,
-            FORMAT,
-            FORMAT_VERSION,
-            keys=("number", "run", "made_with", "tensors", "factors", "state"),
-            what="state of a run",
-            remedy=REMEDY,
-        )
-        check_same_run(self.run, record["run"], self.folder)
-        return record
-
-    def _write_factors(
-        self, factors: list[KroneckerFactors]
-    ) -> list[tuple[KroneckerFactors, str, str]]:
-        """Write the factors that are new; returns all, each with its file and the file's sum."""
-        written = []
-        for i, one in enumerate(factors):
-            same = [entry for entry in self._written if entry[0] is one]
-            if same:
-                written.append(same[0])
-                continue
-            name = f"factors-{self._number}-{i}.safetensors"
-            written.append((one, name, one.save(self.folder / name)))
-        return written
-
-    def _remove_tensors_but(self, *names: str | None) -> None:
-        for path in self.folder.glob("*.safetensors"):
-            if path.name not in names:
-                path.unlink()
+        content = path.read_bytes()
+        content, found = content[:-SIZE_OF_SUM], content[-SIZE_OF_SUM:]
+        if found != hashlib.sha256(content).digest():
+            raise ValueError(
+                f"{path} is not as it was written: it was truncated or altered. {REMEDY}"
+            )
+        try:
+            file = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            about, state = json.loads(file["about"]), file["state"]
+        except Exception as error:  # torch.load raises whatever another program's file leads to
+            raise ValueError(f"{path} holds more than plain data and tensors. {REMEDY}") from error
+        check_same_run(self.run, about["run"], self.folder)
+        return about, state
 
 
 class CheckpointsOfRanks:
@@ -229,14 +161,10 @@ class CheckpointsOfRanks:
             RankError: ranks have read different states.
         """
         state = self._checkpoints.load(device)
-        number = self._checkpoints.check()["number"] if self._ranks.size > 1 else 0
-        self._ranks.agree({"the number of the checkpoint": number}, "reading a checkpoint")
+        path = self._checkpoints.folder / STATE
+        sum_ = path.read_bytes()[-SIZE_OF_SUM:].hex() if self._ranks.size > 1 else ""
+        self._ranks.agree({"the sum of the checkpoint": sum_}, "reading a checkpoint")
         return state
-
-
-def _tensors(number: int) -> str:
-    """Name of the file of a state's tensors."""
-    return f"tensors-{number}.safetensors"
 
 
 def check_same_run(here: dict[str, Any], there: dict[str, Any], folder: Path) -> None:
@@ -273,48 +201,42 @@ def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
         yield place, value
 
 
-def _encode(value: Any, place: str, tensors: list[Tensor], factors: list[KroneckerFactors]) -> Any:
-    """The value as JSON; tensors and factors are appended to the lists and referred to by index.
+def _encode(value: Any, place: str) -> Any:
+    """The value with copies of its tensors on the CPU, and plain data in place of factors.
 
-    Containers are written as {kind: content}, since JSON knows neither tuples nor keys that are
-    numbers, such as those of the states of optimisers.
+    torch writes anything, but reads back only what is plain: what else there is is refused now.
     """
     if isinstance(value, Tensor):
-        tensors.append(value.detach().cpu().clone().contiguous())
-        return {"tensor": len(tensors) - 1}
+        return value.detach().cpu().clone()  # of a view, torch would write the whole storage
     if isinstance(value, KroneckerFactors):
-        factors.append(value)
-        return {"factors": len(factors) - 1}
+        return {FACTORS: _encode(value.state_dict(), place)}
     if isinstance(value, Mapping):
         for key in value:
-            if not (key is None or isinstance(key, (bool, int, float, str))):
-                raise TypeError(
-                    f"A key of '{place}' of the state is a {type(key).__name__}, which a "
-                    "checkpoint cannot hold; numbers and strings are supported."
-                )
-        pairs = [[k, _encode(v, f"{place}/{k}", tensors, factors)] for k, v in value.items()]
-        return {"dict": pairs}
+            _check_plain(key, f"A key of '{place}'")
+        return {key: _encode(inner, f"{place}/{key}") for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        kind = "tuple" if isinstance(value, tuple) else "list"
-        return {kind: [_encode(v, f"{place}/{i}", tensors, factors) for i, v in enumerate(value)]}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise TypeError(
-        f"'{place}' of the state is a {type(value).__name__}, which a checkpoint cannot hold; "
-        "supported are numbers, strings, tensors, Kronecker factors, and dicts, lists and tuples "
-        "of them."
-    )
+        kind = tuple if isinstance(value, tuple) else list
+        return kind(_encode(inner, f"{place}/{i}") for i, inner in enumerate(value))
+    _check_plain(value, f"'{place}'")
+    return value
 
 
-def _decode(value: Any, tensors: dict[str, Tensor], factors: list[KroneckerFactors]) -> Any:
-    if not isinstance(value, dict):
-        return value
-    ((kind, content),) = value.items()
-    if kind == "tensor":
-        return tensors[str(content)]
-    if kind == "factors":
-        return factors[content]
-    if kind == "dict":
-        return {key: _decode(v, tensors, factors) for key, v in content}
-    items = (_decode(v, tensors, factors) for v in content)
-    return tuple(items) if kind == "tuple" else list(items)
+def _check_plain(value: Any, what: str) -> None:
+    if type(value) not in (type(None), bool, int, float, str):
+        raise TypeError(
+            f"{what} of the state is a {type(value).__name__}, which a checkpoint cannot hold; "
+            "supported are numbers, strings, tensors, Kronecker factors, and dicts, lists and "
+            "tuples of them."
+        )
+
+
+def _decode(value: Any, device: torch.device | str) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {FACTORS}:
+            state = value[FACTORS]
+            tensors = {name: tensor.to(device) for name, tensor in state["tensors"].items()}
+            return KroneckerFactors.from_state_dict(state | {"tensors": tensors})
+        return {key: _decode(inner, device) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_decode(inner, device) for inner in value)
+    return value

@@ -4,14 +4,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
+
+from kfac_backend.files import read_tensors
 
 __all__ = [
     "check_state",
     "names_replaced",
-    "read_safetensors",
     "read_state",
     "tensors_of",
     "tensors_of_others",
@@ -69,18 +68,6 @@ def tensors_of(model: nn.Module, without: Iterable[str] = ()) -> dict[str, Tenso
     return {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
 
 
-def read_safetensors(path: str | Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, by name.
-
-    Raises:
-        ValueError: a missing or damaged file.
-    """
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is not a complete safetensors file: {error}") from error
-
-
 def read_state(
     model: nn.Module, path: str | Path, without: Iterable[str] = ()
 ) -> dict[str, Tensor]:
@@ -94,7 +81,7 @@ def read_state(
     Raises:
         ValueError: a file that is damaged, or of a network with other names, shapes or dtypes.
     """
-    state, own = read_safetensors(path), model.state_dict()
+    state, own = read_tensors(path, what="weights", of_others=True)[0], model.state_dict()
     check_state(model, state | {name: own[name] for name in without}, str(path))
     for name, tensor in state.items():
         if own[name].dtype != tensor.dtype:  # load_state_dict would round without a word

@@ -4,7 +4,6 @@ It is written last and atomically: if it exists, the files that it names are com
 """
 
 import json
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +40,13 @@ def as_json(content: Any) -> bytes:
     return (json.dumps(content, indent=2) + "\n").encode()
 
 
-def read_record(
-    path: Path, kind: str, version: int, *, keys: Collection[str] = (), what: str, remedy: str
-) -> dict[str, Any]:
+def read_record(path: Path, kind: str, version: int, *, what: str, remedy: str) -> dict[str, Any]:
     """Read a record, and verify it and the files that it names.
 
     Args:
         path: path of the record.
         kind: its "format".
         version: the newest version that can be read.
-        keys: keys that it must have besides format, version and sums.
         what: name of what it describes, for errors.
         remedy: a sentence that says what a user can do, for errors.
 
@@ -72,8 +68,7 @@ def read_record(
         )
     own = sums.get(path.name) if isinstance(sums, dict) else None
     files = {n: s for n, s in sums.items() if n != path.name} if own else {}
-    lacks = [key for key in keys if key not in record]
-    if own is None or lacks or own != _sha256_of_record(record, files):
+    if own is None or own != _sha256_of_record(record, files):
         raise ValueError(f"{path} is not as it was written: it was altered. {remedy}")
     for name, expected in files.items():
         if Path(name).name != name:  # a record from elsewhere must not have any file read

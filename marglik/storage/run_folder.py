@@ -1,10 +1,10 @@
-"""The folder of a run: one command at a time writes to it, and a manifest has its files' checksums.
+"""The folder of a run: one command at a time writes to it, and one record has its files' sums.
 
 ``manifest.json`` names the run's command and preset, and has the SHA-256 sum of each file that is
-read again. The tensors of the posterior and of checkpoints have their sums in records of their own.
-Before a file is replaced, its new sum is added to the old one: whenever the process is killed, the
-manifest has the sum of the file that is there. ``report.html`` and TensorBoard's files are not in
-the manifest: they are made from the other files, and nothing reads them again.
+read again, except for the posterior and the checkpoints, which have sums of their own. Before a
+file is replaced, the record gets its new sum beside the old one: whenever the process is killed,
+the record has the sum of the file that is there. ``report.html`` and TensorBoard's files are made
+from the others, and nothing reads them again.
 """
 
 import os
@@ -18,12 +18,14 @@ from filelock import FileLock, Timeout
 
 from kfac_backend.files import (
     DiskFullError,
+    file_sum,
     remove_leftovers,
     sha256,
     temporary_path,
     write_file,
 )
 from marglik.storage import run_files
+from marglik.storage.checkpoint import STATE
 from marglik.storage.provenance import Provenance
 from marglik.storage.record_file import read_posterior, read_record, write_record
 from marglik.storage.run_files import (
@@ -38,22 +40,18 @@ from marglik.storage.run_files import (
 
 __all__ = ["RunFolder"]
 
-FORMAT, FORMAT_VERSION = "marglik.run", 1
+FORMAT, FORMAT_VERSION = "marglik.run", 2
 REMEDY = "Run the command again (--overwrite, or another --output)."
-
-Sums = dict[str, list[str | None]]
-"""File name -> the sums that it may have; None stands for a file that does not exist. There are two
-while a write is under way, or after one that was killed: the old sum, then the new one."""
+ABSENT = ""
+"""In place of the sum of a file that was not there yet."""
 
 
 class RunFolder:
     """A folder that the commands write to and read from.
 
     A command that writes works inside `locked`. It first calls `begin` (a new run: what an old run
-    left is removed, and the manifest is started) or `adopt` (files are added to what is there).
-    Then each `write` puts a file and its sum there; `vouch` does so for a file that was written by
-    other means. `settle`, at the start of each write and at the end of `locked`, decides which of
-    two sums holds. Reading needs no lock: `read` returns a file only if the manifest has its sum.
+    left is removed) or `adopt` (files are added to what is there), then `write`. Reading needs no
+    lock: `read` returns a file only if the record has its sum.
 
     The object holds nothing but the path: all state is on disk, where a killed process leaves it.
 
@@ -89,7 +87,6 @@ class RunFolder:
             remove_leftovers(self.path)
             self._try_to_write()
             yield self
-            self.settle()
         finally:
             with suppress(OSError):  # Windows does not remove a file that is open
                 Path(lock.lock_file).unlink()
@@ -115,7 +112,7 @@ class RunFolder:
         self.check_free(command, provenance.preset, overwrite or resume)
         manifest = self._manifest() if resume else None
         preset = provenance.preset if manifest is None else manifest["preset"]
-        # An empty manifest first: a process that is killed during the removal leaves a folder that
+        # An empty record first: a process that is killed during the removal leaves a folder that
         # is known to be a run's, and whose remaining files nothing takes for this run's.
         self._write_manifest(command, preset, {})
         for path in self._known():
@@ -140,8 +137,8 @@ class RunFolder:
                 f"{self.path} already holds a run of {there}, which {_name(command, preset)} "
                 "does not overwrite. Pass another --output, or remove the folder."
             )
-        has_state = any((self.path / CHECKPOINT).glob("*/state.json"))
-        left = [name for name in run_files.FOUND if name in manifest["files"]]
+        has_state = any((self.path / CHECKPOINT).glob(f"*/{STATE}"))
+        left = [name for name in run_files.FOUND if (self.path / name).exists()]
         if not overwrite and (left or has_state):
             resume = "--resume to continue it, " if has_state else ""
             raise FileExistsError(
@@ -167,58 +164,51 @@ class RunFolder:
             self._check_unknown([p for p in known if not (has_posterior and p.name in alone)])
 
     def adopt(self, command: str) -> None:
-        """Start a manifest if there is none, with a posterior that is there; see `check_beside`."""
+        """Start a record if there is none; see `check_beside`."""
         self.check_beside()
         if self._manifest() is None:
             self._write_manifest(command, None, {})
-            if (self.path / POSTERIOR).exists():
-                self.vouch(POSTERIOR, sha256((self.path / POSTERIOR).read_bytes()))
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file, or replace it, with its sum in the manifest."""
-        self.settle()
-        sums = self._sums()
-        # Both sums, then the file: killed in between, the file has one of them. The other order
-        # would leave a file without its sum, and the new sum alone would condemn the old file.
-        self._vouch(sums | {name: [*sums.get(name, [None]), sha256(content)]})
-        write_file(self.path / name, content)
-
-    def settle(self) -> None:
-        """Of each file's two sums, keep the one that the file has: the old one after a kill."""
-        before = self._sums()
-        sums = {name: self._settled(name, found) for name, found in before.items()}
-        if sums != before:
-            self._vouch(sums)
-
-    def vouch(self, name: str, sum_: str) -> None:
-        """Put the sum of a file that is written already into the manifest."""
-        found: Sums = {name: [sum_]}
-        self._vouch(self._sums() | found)
-
-    def read(self, name: str) -> bytes | None:
-        """The content of a file, verified by its sum; None if the run has not written it.
+        """Write a file, or replace it, with its sum in the record.
 
         Raises:
-            FileNotFoundError: the file was removed.
+            FileNotFoundError: the folder was removed since the command has begun.
+        """
+        manifest = self._manifest()
+        if manifest is None:
+            raise FileNotFoundError(
+                f"{self.path} was removed, or its {MANIFEST}, while the command was at work. Start "
+                "it again."
+            )
+        # Both sums, then the file: killed in between, the file has one of them. The new sum alone
+        # would disown the old file.
+        there = self._sum_of(name)
+        still = [there] if there in manifest["files"].get(name, [ABSENT]) else []
+        sums = manifest["files"] | {name: [*still, sha256(content)]}
+        self._write_manifest(manifest["command"], manifest["preset"], sums)
+        write_file(self.path / name, content)
+
+    def read(self, name: str) -> bytes | None:
+        """The content of a file, verified by its sum; None if it is not there.
+
+        Raises:
             ValueError: the file was altered, or is not from this run.
         """
         manifest, path = self._manifest(), self.path / name
-        allowed = [None] if manifest is None else manifest["files"].get(name, [None])
-        content = path.read_bytes() if path.is_file() else None
-        if (None if content is None else sha256(content)) in allowed:
+        if not path.is_file():
+            return None
+        content = path.read_bytes()
+        if manifest is not None and sha256(content) in manifest["files"].get(name, []):
             return content
-        # Readers take no lock. If the manifest has changed since, a command has replaced the file
+        # Readers take no lock. If the record has changed since, a command has replaced the file
         # between our two looks, and nothing is wrong.
         if self._manifest() != manifest:
             return self.read(name)
-        if content is None:
-            raise FileNotFoundError(
-                f"{path} is missing, which {MANIFEST} lists. Put it back. {REMEDY}"
-            )
         if manifest is None:
             raise ValueError(
-                f"{self.path} has no {MANIFEST}, which would have the checksum of its {name}: an "
-                f"older marglik wrote it, or another program. {REMEDY}"
+                f"{self.path} has no {MANIFEST}, which would have the checksum of its {name}: "
+                f"another program wrote it. {REMEDY}"
             )
         if name not in manifest["files"]:
             raise ValueError(
@@ -234,21 +224,16 @@ class RunFolder:
         )
 
     def posterior(self) -> dict[str, Any] | None:
-        """The content of ``posterior.json``, see `read_posterior`; None if there is none.
-
-        It may be there alone, without a run: it has the sums of itself and of its tensors.
-        """
-        if self._manifest() is not None:
-            self.read(POSTERIOR)
+        """The content of ``posterior.json``, see `read_posterior`; None if there is none."""
         return read_posterior(self.path) if (self.path / POSTERIOR).is_file() else None
 
     def check(self, but: str | None = None) -> None:
-        """Raise an error unless all files of the run are as they were written; see `read`.
+        """Raise an error unless all files that are there are as they were written; see `read`.
 
         Args:
             but: name of a file that is not checked.
         """
-        for name in self._sums():
+        for name in (self._manifest() or {"files": {}})["files"]:
             if name != but:
                 self.read(name)
         self.posterior()
@@ -273,31 +258,14 @@ class RunFolder:
         path = self.path / MANIFEST
         if not path.is_file():
             return None
-        return read_record(
-            path,
-            FORMAT,
-            FORMAT_VERSION,
-            keys=("command", "preset", "files"),
-            what="run",
-            remedy="Put the original back, or pass another --output.",
-        )
+        remedy = "Put the original back, or pass another --output."
+        return read_record(path, FORMAT, FORMAT_VERSION, what="run", remedy=remedy)
 
-    def _sums(self) -> Sums:
-        return (self._manifest() or {"files": {}})["files"]
-
-    def _settled(self, name: str, sums: list[str | None]) -> list[str | None]:
-        if len(sums) == 1:
-            return sums
+    def _sum_of(self, name: str) -> str:
         path = self.path / name
-        found = sha256(path.read_bytes()) if path.is_file() else None
-        return [found] if found in sums else sums
+        return file_sum(path) if path.is_file() else ABSENT
 
-    def _vouch(self, sums: Sums) -> None:
-        manifest = self._manifest()
-        assert manifest is not None, "begin() or adopt() comes first"
-        self._write_manifest(manifest["command"], manifest["preset"], sums)
-
-    def _write_manifest(self, command: str, preset: str | None, sums: Sums) -> None:
+    def _write_manifest(self, command: str, preset: str | None, sums: dict[str, list[str]]) -> None:
         record = {"format": FORMAT, "version": FORMAT_VERSION, "command": command}
         write_record(self.path / MANIFEST, record | {"preset": preset, "files": sums}, {})
 
@@ -326,8 +294,8 @@ def _name(command: str, preset: str | None) -> str:
 def _remove(path: Path) -> None:
     """Remove a file or folder; a folder is renamed first, so that it disappears in one step."""
     if path.is_dir():
-        condemned = temporary_path(path)
-        path.rename(condemned)
-        shutil.rmtree(condemned)
+        going = temporary_path(path)
+        path.rename(going)
+        shutil.rmtree(going)
     else:
         path.unlink(missing_ok=True)

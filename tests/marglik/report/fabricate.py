@@ -105,7 +105,6 @@ def write_run(
     if evaluation is not None:
         made = {"classification": classification, "regression": regression}[evaluation]
         write(folder / "evaluation.json", made(seed))
-    RunFolder(folder).settle()
     return folder
 
 
@@ -140,7 +139,7 @@ def write_fit(folder, **more):
     }
     sums = {n: write_file(folder / n, b"tensors") for n in (run_files.FACTORS, run_files.MODEL)}
     path = folder / run_files.POSTERIOR
-    RunFolder(folder).vouch(path.name, write_record(path, posterior, sums))
+    write_record(path, posterior, sums)
     return folder
 
 
