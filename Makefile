@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: train test test-slow test-lowest lint format house bench bench-quick large-classes growth exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study uci update-step-timing gpt-timing models graph-network-training vision-transformer-training optimizer-comparison optimizer-defaults evidence-from-training ranks-timing faults docs gpu
+.PHONY: train test test-slow test-lowest lint house bench bench-quick large-classes growth exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study uci update-step-timing gpt-timing models graph-network-training vision-transformer-training optimizer-comparison optimizer-defaults evidence-from-training ranks-timing docs gpu
 
 train: $(INSTALLED)  ## train on the built-in digits, learn the weight decays, write runs/digits
 	$(BIN)/marglik train --config digits
@@ -29,10 +29,6 @@ lint: $(INSTALLED)  ## check formatting, lint rules and types
 house: $(INSTALLED)  ## count the lines, options and files that someone has to read
 	$(BIN)/python -m tests.house
 
-format: $(INSTALLED)  ## fix formatting and lint errors
-	$(BIN)/ruff format .
-	$(BIN)/ruff check --fix .
-
 docs: $(INSTALLED)  ## build the documentation in site/ and run its examples: four minutes, less if they ran before
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[docs,adapters,transformers,models]'
 	$(BIN)/mkdocs build
@@ -54,9 +50,6 @@ growth: $(INSTALLED)  ## how time and memory grow with a batch's sizes, beside t
 models: $(INSTALLED)  ## check 72 model families of other libraries against brute force: five minutes
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[models]'
 	$(BIN)/python -m tests.models.matrix --json experiments/results/models/models.json
-
-faults: $(INSTALLED)  ## what a run survives: kills, full disks, damaged files, bad inputs; half an hour of a core
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults --json experiments/results/faults/faults.json
 
 exactness: $(INSTALLED)  ## where expand and reduce are exact, after the paper's figures 1 and 2: half a minute
 	$(BIN)/python -m experiments.exactness.modes
@@ -112,10 +105,7 @@ optimizer-comparison: $(INSTALLED)  ## SGD, AdamW, SOAP and K-FAC with the same 
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
 	$(BIN)/python -m experiments.optimizers.optimizer_comparison
 
-optimizer-defaults: $(INSTALLED)  ## K-FAC's defaults beside tuned SGD and AdamW on five small problems: a quarter of an hour; resumes
-	$(BIN)/python -m experiments.optimizers.optimizer_defaults
-
-evidence-from-training: $(INSTALLED)  ## weight decays from curvature passes or from K-FAC's own factors: digits, five minutes; resumes
+optimizer-deevidence-from-training: $(INSTALLED)  ## weight decays from curvature passes or from K-FAC's own factors: digits, five minutes; resumes
 	$(BIN)/python -m experiments.weight_decay.evidence_from_training
 
 test-lowest:  ## run the default test suite with the oldest dependencies that pyproject.toml allows

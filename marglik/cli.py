@@ -7,21 +7,14 @@ import textwrap
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser
 
-from marglik.commands.completion import SHELLS, completion_action
-from marglik.commands.messages import check_values, explained
-from marglik.commands.option_parsing import HelpFormatter, whole_names
-from marglik.commands.several_ranks import (
-    is_another_rank,
-    launch,
-    leave_message,
-    number_to_launch,
-)
+from marglik.runs.commands import ADD_OPTIONS, RUN
+from marglik.runs.launch import is_another_rank, launch, leave_message, number_to_launch
+from marglik.runs.options import SHELLS, HelpFormatter, completion_action, whole_names
 from marglik.runs.terminal import harmless_output, progress_lines
 
 __all__ = ["main"]
@@ -33,6 +26,7 @@ COMMANDS = {
     "report": "write a page about one run, or several side by side",
 }
 
+ARGUMENTS = {"evaluate": "PATH [OPTIONS]", "report": "FOLDERS [OPTIONS]"}
 DESCRIPTION = (
     "Learn a weight decay per layer while the network trains, and get calibrated predictions "
     "afterwards."
@@ -49,7 +43,10 @@ REQUESTS_TO_END = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if ha
 """Signals that schedulers, containers and closed terminals send before they kill a process; Windows
 does not have all of them."""
 
-ERRORS = ValueError, TypeError, RuntimeError, OSError, FloatingPointError
+LONGEST = 500
+"""Most characters of an error of the parser, which may quote a whole file."""
+
+ERRORS = ValueError, TypeError, RuntimeError, OSError, FloatingPointError, OverflowError
 """Errors that give a one-line message; of RuntimeErrors only some do, see `_is_named`."""
 
 TRACEBACK_VARIABLE = "MARGLIK_TRACEBACK"
@@ -118,7 +115,7 @@ def _run(arguments: Sequence[str] | None, received: Sequence[int]) -> int:
     # Before parsing, since only this command's options are added to the parser: those of the others
     # would take seconds to import.
     asked = next((a for a in arguments if a in COMMANDS), None)
-    own = {}
+    own: dict[str, ArgumentParser] = {}
     try:
         if not arguments:
             print(_short_help(), file=sys.stderr)
@@ -130,15 +127,14 @@ def _run(arguments: Sequence[str] | None, received: Sequence[int]) -> int:
             raise ValueError(f"A number among the options is too large: {error}.") from error
         if asked is None:  # parse_args leaves only for --help, --version and --completion
             raise ValueError(f"Pass a command: {', '.join(COMMANDS)}.")
-        module, options = _module(asked), options[asked]
-        check_values(own[asked], options)
+        options = options[asked]
         if number := number_to_launch(options):
             launch(["-m", "marglik", *arguments], number)
             return 0
         # tqdm hides its bars where stderr is a file or a pipe, so lines take their place.
         lines = options.get("progress", False) and not sys.stderr.isatty() and not is_another_rank()
         with progress_lines() if lines else nullcontext():
-            module.run(own[asked], options)
+            RUN[asked](own[asked], options)
         sys.stdout.flush()
         return 0
     except BrokenPipeError:  # nobody reads stdout any more, as with `| head`
@@ -153,18 +149,16 @@ def _run(arguments: Sequence[str] | None, received: Sequence[int]) -> int:
             print(f"\nmarglik: {what}; {way_out}.", file=sys.stderr)
         return 128 + number
     except ArgumentError as error:
-        of_none = asked is not None and str(error).startswith("argument subcommand:")
-        said = explained(error, None if of_none else own.get(asked or ""), arguments)
-        ends = "" if said.endswith(("?", ".")) else "."
-        _print_error(f"{said}{ends} See marglik{f' {asked}' if asked else ''} --help.")
+        said = " ".join(str(error).split()).rstrip(".")
+        said = said if len(said) <= LONGEST else f"{said[:LONGEST]}..."
+        _print_error(f"{said}. See marglik{f' {asked}' if asked else ''} --help.")
         return 2
     except ERRORS as error:
         if isinstance(error, RuntimeError) and not _is_named(error):
             raise
         if os.environ.get(TRACEBACK_VARIABLE) == "1":
             raise
-        said = explained(error, own.get(asked or ""), arguments)
-        _print_error(said + _way_out(asked, error), _is_lost_rank(error))
+        _print_error(f"{error}{_way_out(asked, error)}", _is_lost_rank(error))
         return 2
     except MemoryError as error:
         _print_error(
@@ -236,16 +230,15 @@ def _parsers(*asked: str) -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     commands = parser.add_subcommands()
     own = {}
     for name, summary in COMMANDS.items():
-        own[name] = ArgumentParser(description=f"{summary[0].upper()}{summary[1:]}.")
+        own[name] = ArgumentParser(
+            usage=f"marglik {name} {ARGUMENTS.get(name, '[OPTIONS]')}",
+            description=f"{summary[0].upper()}{summary[1:]}.",
+        )
         own[name].exit_on_error = False
         if name in asked:
-            _module(name).add_arguments(own[name])
+            ADD_OPTIONS[name](own[name])
         commands.add_subcommand(name, own[name], help=summary)
     return parser, own
-
-
-def _module(command: str) -> Any:
-    return import_module(f"marglik.commands.{command}")
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from pkgutil import resolve_name
 from typing import Any
 
 IMPORTED = (
-    "lightning.fabric", "marglik.cli", "marglik.commands.evaluate", "marglik.commands.fit",
-    "marglik.commands.train", "marglik.report", "scipy.optimize", "sklearn.datasets",
+    "lightning.fabric", "marglik.cli", "marglik.runs.evaluate", "marglik.runs.fit",
+    "marglik.runs.train", "marglik.report", "scipy.optimize", "sklearn.datasets",
     "torch._dynamo",
 )  # fmt: skip
 """What commands import when they need it."""

@@ -27,6 +27,7 @@ __all__ = [
     "PriorRules",
     "RunConfig",
     "check_devices",
+    "check_seed",
 ]
 
 Accelerator = Literal["auto", "cpu", "cuda"]
@@ -171,11 +172,9 @@ class RunConfig:
         resume: whether to continue the run in that folder, which must have been started with the
             same options; if there is none, a new run starts. On a CPU with the same number of
             threads, the results are the same to the bit as without the interruption. It takes
-            precedence over overwrite.
-        checkpoint_minutes: least number of minutes between two checkpoints, from which resume
-            continues. Checkpoints are written after epochs and updates and between batches of the
-            final evaluation, in any case before an update, and are removed when the run is
-            complete.
+            precedence over overwrite. Checkpoints are written after epochs and updates and between
+            batches of the final evaluation, at most once a minute, and in any case before an
+            update.
         tensorboard: whether to write TensorBoard files as well.
         accelerator: cpu or cuda; auto takes cuda if it is available. (Apple's mps is not supported,
             since it lacks float64, which the evidence needs.)
@@ -201,7 +200,6 @@ class RunConfig:
     output: str | None = None
     overwrite: bool = False
     resume: bool = False
-    checkpoint_minutes: float = 1.0
     tensorboard: bool = False
     accelerator: Accelerator = "auto"
     devices: int | None = None
@@ -219,9 +217,9 @@ class RunConfig:
             raise ValueError(
                 f"held_out must be a share in [0, 1), 0 for none, not {self.held_out}."
             )
-        for name in ("monitor", "checkpoint_minutes"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}.")
+        if self.monitor < 0:
+            raise ValueError(f"monitor must be 0 or more, not {self.monitor}.")
+        check_seed(self.seed)
         check_devices(self.devices, self.rank_timeout)
 
 
@@ -291,7 +289,14 @@ class PostHocRunConfig:
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {self.batch_size}.")
+        check_seed(self.seed)
         check_devices(self.devices, self.rank_timeout)
+
+
+def check_seed(seed: int) -> None:
+    """Raise a ValueError for a seed that torch's generators do not take."""
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed must lie in 0..{2**63 - 1}, not {seed}.")
 
 
 def check_devices(devices: int | None, rank_timeout: float) -> None:

@@ -29,14 +29,13 @@ from marglik.prediction.predictive import (
     map_predictive,
 )
 from marglik.runs.build import build_from_spec, join_ranks
-from marglik.runs.config import Accelerator, check_devices
+from marglik.runs.config import Accelerator, check_devices, check_seed
 from marglik.runs.model_check import check_model
 from marglik.runs.results import check_same_on_ranks
 from marglik.storage.provenance import versions
 from marglik.storage.record_file import as_json, read_posterior
 from marglik.storage.run_files import EVALUATION, POSTERIOR
 from marglik.storage.run_folder import RunFolder
-from marglik.training.ranks import failing_as_one
 
 __all__ = ["evaluate_run"]
 
@@ -99,68 +98,67 @@ def evaluate_run(
         RankError: another process has failed or is gone, or was started with other options.
     """
     check_devices(devices, rank_timeout)
+    check_seed(seed)
     if not Path(path).exists():
         raise FileNotFoundError(f"{path} does not exist; pass a run's folder or a checkpoint.")
     if sigma_noise is not None:
         check_positive("sigma_noise", sigma_noise)
     device, ranks = join_ranks(accelerator, devices, rank_timeout)
     progress = progress and ranks.rank == 0
-    with failing_as_one(ranks, "the start"):
-        if Path(path).is_dir():
-            # Without a posterior, `read_posterior` raises an error that says how to make one.
-            record = RunFolder(path).posterior() or read_posterior(path)
-            of = sha256((Path(path) / POSTERIOR).read_bytes())
-            if sigma_noise is not None:
-                raise ValueError(f"{path} knows its noise; leave --sigma_noise out.")
-            if likelihood not in (None, record["likelihood"]):
-                raise ValueError(
-                    f"{path} is for likelihood {record['likelihood']!r}, not {likelihood!r}; leave "
-                    "--likelihood out."
-                )
-            model = _object(path, model, record, "model", nn.Module)
-            data = _object(path, data, record["data"] or {}, "source", DataSource)
-            assert isinstance(model, nn.Module) and isinstance(data, DataSource)
-            splits = as_trained(data.load(), record["data"])
-            if output is None and record["data"] and splits.name != record["data"]["name"]:
-                raise ValueError(
-                    f"{splits.name} is not what {path} was trained on "
-                    f"({record['data']['name']}); pass --output, so that its numbers get a folder "
-                    "of their own."
-                )
-            laplace = load_posterior(path, model, device)
-            likelihood = record["likelihood"]
-            map_ = map_predictive(model, record["likelihood"], laplace.sigma_noise)
-            folder = RunFolder(output or path)
-        else:
-            if model is None or data is None:
-                raise ValueError(f"{path} is a checkpoint; it needs --model and --data.")
-            model = _object(path, model, {}, "model", nn.Module)
-            data = _object(path, data, {}, "source", DataSource)
-            assert isinstance(model, nn.Module) and isinstance(data, DataSource)
-            load_pretrained(model, path)
-            model, splits, laplace, record = model.to(device), data.load(), None, None
-            likelihood = likelihood or "classification"
-            map_ = map_predictive(model, likelihood, sigma_noise or 1.0)
-            of = sha256(Path(path).read_bytes() + repr(sigma_noise).encode())
-            folder = RunFolder(output or f"runs/{Path(path).stem}_map")
-        configs = []
-        if laplace is not None:
-            asked = [predictive.method] if methods is None else methods
-            configs = [replace(predictive, method=method) for method in asked]
-        for config in configs or [None]:
-            check_model(model, splits, None, likelihood, config)  # pyright: ignore[reportArgumentType]
+    if Path(path).is_dir():
+        # Without a posterior, `read_posterior` raises an error that says how to make one.
+        record = RunFolder(path).posterior() or read_posterior(path)
+        of = sha256((Path(path) / POSTERIOR).read_bytes())
+        if sigma_noise is not None:
+            raise ValueError(f"{path} knows its noise; leave --sigma_noise out.")
+        if likelihood not in (None, record["likelihood"]):
+            raise ValueError(
+                f"{path} is for likelihood {record['likelihood']!r}, not {likelihood!r}; leave "
+                "--likelihood out."
+            )
+        model = _object(path, model, record, "model", nn.Module)
+        data = _object(path, data, record["data"] or {}, "source", DataSource)
+        assert isinstance(model, nn.Module) and isinstance(data, DataSource)
+        splits = as_trained(data.load(), record["data"])
+        if output is None and record["data"] and splits.name != record["data"]["name"]:
+            raise ValueError(
+                f"{splits.name} is not what {path} was trained on "
+                f"({record['data']['name']}); pass --output, so that its numbers get a folder "
+                "of their own."
+            )
+        laplace = load_posterior(path, model, device)
+        likelihood = record["likelihood"]
+        map_ = map_predictive(model, record["likelihood"], laplace.sigma_noise)
+        folder = RunFolder(output or path)
+    else:
+        if model is None or data is None:
+            raise ValueError(f"{path} is a checkpoint; it needs --model and --data.")
+        model = _object(path, model, {}, "model", nn.Module)
+        data = _object(path, data, {}, "source", DataSource)
+        assert isinstance(model, nn.Module) and isinstance(data, DataSource)
+        load_pretrained(model, path)
+        model, splits, laplace, record = model.to(device), data.load(), None, None
+        likelihood = likelihood or "classification"
+        map_ = map_predictive(model, likelihood, sigma_noise or 1.0)
+        of = sha256(Path(path).read_bytes() + repr(sigma_noise).encode())
+        folder = RunFolder(output or f"runs/{Path(path).stem}_map")
+    configs = []
+    if laplace is not None:
+        asked = [predictive.method] if methods is None else methods
+        configs = [replace(predictive, method=method) for method in asked]
+    for config in configs or [None]:
+        check_model(model, splits, None, likelihood, config)  # pyright: ignore[reportArgumentType]
     check_same_on_ranks({"path": of, "data": splits.name, "versions": versions()}, ranks)
     with ExitStack() as lock:
         earlier = None
-        with failing_as_one(ranks, "opening the output folder"):
-            if ranks.rank == 0:
-                lock.enter_context(folder.locked())
-                folder.check_beside()
-                # Now, since the report at the end would find the same errors only after the work.
-                folder.check(but=EVALUATION)
-                # A user who has removed evaluation.json wants a new one: that is no error.
-                is_there = (folder.path / EVALUATION).exists()
-                earlier = parse_json(folder.read(EVALUATION) or b"null") if is_there else None
+        if ranks.rank == 0:
+            lock.enter_context(folder.locked())
+            folder.check_beside()
+            # Now, since the report at the end would find the same errors only after the work.
+            folder.check(but=EVALUATION)
+            # A user who has removed evaluation.json wants a new one: that is no error.
+            is_there = (folder.path / EVALUATION).exists()
+            earlier = parse_json(folder.read(EVALUATION) or b"null") if is_there else None
         calibrated = {}
         if laplace is not None and record is not None:
             trained_on = record["data"]

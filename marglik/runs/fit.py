@@ -34,7 +34,7 @@ from marglik.runs.model_check import check_model
 from marglik.runs.results import check_same_on_ranks, run_identity
 from marglik.storage.checkpoint import Checkpoints, CheckpointsOfRanks
 from marglik.storage.provenance import Provenance, environment, versions
-from marglik.storage.run_files import CHECKPOINT, MANIFEST, POSTERIOR
+from marglik.storage.run_files import CHECKPOINT, MANIFEST
 from marglik.storage.run_folder import RunFolder
 from marglik.training.post_hoc import (
     PriorFit,
@@ -42,7 +42,7 @@ from marglik.training.post_hoc import (
     minimize_validation_loss,
     validation_nll,
 )
-from marglik.training.ranks import WithExamples, copy_from_rank_0, failing_as_one
+from marglik.training.ranks import WithExamples, copy_from_rank_0
 
 __all__ = ["fit"]
 
@@ -107,59 +107,55 @@ def fit(
     device, ranks = join_ranks(run.accelerator, run.devices, run.rank_timeout)
     leads = ranks.rank == 0  # it alone writes files and shows bars
     run = replace(run, progress=run.progress and leads)
-    with failing_as_one(ranks, "the start"):
-        was_cut_off = Checkpoints(folder.path / CHECKPOINT / STATE).exists()
-        try:
-            folder.check_free("fit", provenance.preset, run.overwrite or was_cut_off)
-        except FileExistsError:
-            if leads:  # a fit that was killed at its very end may have left unfinished files
-                folder.tidy()
-            raise
-        note = load_pretrained(model, checkpoint)
-        splits = data.load()
-        if prior.method == "validation" and splits.validation is None:
-            raise ValueError(
-                f"prior.method validation needs validation data, but {splits.name} has none; split "
-                "some off (--data.validation 0.1, or x_validation and y_validation in a "
-                "TensorFile), or choose method evidence."
-            )
-        model = model.to(device)
-        batch_size = curvature.batch_size or run.batch_size
-        batches = split_batches(splits, "train", batch_size, device=device)
-        check_model(model, splits, None, likelihood)
-        if prior.layers == "last":
-            freeze_all_but(model, last_layer(model, next(iter(batches))[0]))
-        calibrates = predictive.is_calibrated and splits.validation is not None
-        needed = predictive if calibrates or prior.method == "validation" else None
-        check_model(model, splits, curvature, likelihood, needed)
-        PriorGroups.from_model(model, prior.structure)  # raises on rules that match nothing
+    was_cut_off = Checkpoints(folder.path / CHECKPOINT / STATE).exists()
+    try:
+        folder.check_free("fit", provenance.preset, run.overwrite or was_cut_off)
+    except FileExistsError:
+        if leads:  # a fit that was killed at its very end may have left unfinished files
+            folder.tidy()
+        raise
+    note = load_pretrained(model, checkpoint)
+    splits = data.load()
+    if prior.method == "validation" and splits.validation is None:
+        raise ValueError(
+            f"prior.method validation needs validation data, but {splits.name} has none; split "
+            "some off (--data.validation 0.1, or x_validation and y_validation in a "
+            "TensorFile), or choose method evidence."
+        )
+    model = model.to(device)
+    batch_size = curvature.batch_size or run.batch_size
+    batches = split_batches(splits, "train", batch_size, device=device)
+    check_model(model, splits, None, likelihood)
+    if prior.layers == "last":
+        freeze_all_but(model, last_layer(model, next(iter(batches))[0]))
+    calibrates = predictive.is_calibrated and splits.validation is not None
+    needed = predictive if calibrates or prior.method == "validation" else None
+    check_model(model, splits, curvature, likelihood, needed)
+    PriorGroups.from_model(model, prior.structure)  # raises on rules that match nothing
 
-        delta = weight_decay_to_precision(
-            prior.weight_decay, len(batches.dataset), prior.temperature
-        )
-        laplace = Posterior(
-            model,
-            likelihood,
-            curvature.options(splits.targets),
-            prior_precision=delta,
-            sigma_noise=prior.sigma_noise,
-            temperature=prior.temperature,
-        )
-        options = {"curvature": asdict(curvature), "likelihood": likelihood, "layers": prior.layers}
-        of_pass = options | {"run": {"batch_size": batch_size, "seed": run.seed}}
-        identity = run_identity(model, splits, None, of_pass, provenance)
-        state = Checkpoints(
-            folder.path / CHECKPOINT / STATE, run=identity, made_with=environment(device)
-        )
+    delta = weight_decay_to_precision(prior.weight_decay, len(batches.dataset), prior.temperature)
+    laplace = Posterior(
+        model,
+        likelihood,
+        curvature.options(splits.targets),
+        prior_precision=delta,
+        sigma_noise=prior.sigma_noise,
+        temperature=prior.temperature,
+    )
+    options = {"curvature": asdict(curvature), "likelihood": likelihood, "layers": prior.layers}
+    of_pass = options | {"run": {"batch_size": batch_size, "seed": run.seed}}
+    identity = run_identity(model, splits, None, of_pass, provenance)
+    state = Checkpoints(
+        folder.path / CHECKPOINT / STATE, run=identity, made_with=environment(device)
+    )
     check_same_on_ranks(identity | {"prior": asdict(prior), "versions": versions()}, ranks)
     with ExitStack() as lock:
         goes_on = False
-        with failing_as_one(ranks, "opening the output folder"):
-            if leads:
-                lock.enter_context(folder.locked())
-                goes_on = _goes_on(state, run.overwrite)
-                # Again, now under the lock: another process may have written a run since.
-                folder.check_free("fit", provenance.preset, run.overwrite or goes_on)
+        if leads:
+            lock.enter_context(folder.locked())
+            goes_on = _goes_on(state, run.overwrite)
+            # Again, now under the lock: another process may have written a run since.
+            folder.check_free("fit", provenance.preset, run.overwrite or goes_on)
         goes_on = ranks.gather(goes_on, "opening the output folder")[0]
         if goes_on:
             _logger.info("going on after the curvature pass, which %s holds", state.folder)
@@ -174,14 +170,13 @@ def fit(
                 progress_bar=run.progress,
                 corrected=curvature.corrected,
             )
-            with failing_as_one(ranks, "keeping the curvature"):
-                if leads:
-                    # In a folder with an old run (--overwrite), that is kept until this fit is
-                    # complete; `begin` below replaces it.
-                    if not (folder.path / MANIFEST).exists():
-                        folder.begin("fit", provenance)
-                    folder.discard(CHECKPOINT)  # the state of another fit
-                    state.save({"factors": laplace.factors})
+            if leads:
+                # In a folder with an old run (--overwrite), that is kept until this fit is
+                # complete; `begin` below replaces it.
+                if not (folder.path / MANIFEST).exists():
+                    folder.begin("fit", provenance)
+                folder.discard(CHECKPOINT)  # the state of another fit
+                state.save({"factors": laplace.factors})
         before = float(laplace.log_marginal_likelihood())
         _logger.info("prior by %s", prior.method)
         found = _find_prior(laplace, prior, predictive, splits, run, ranks)
@@ -191,10 +186,7 @@ def fit(
         if leads:
             folder.begin("fit", provenance, resume=True)
             record = data_record(splits, provenance.data)
-            posterior = save_posterior(
-                laplace, folder.path, model=provenance.model, data=record, frozen=True
-            )
-            folder.vouch(POSTERIOR, posterior)
+            save_posterior(laplace, folder.path, model=provenance.model, data=record, frozen=True)
             folder.discard(CHECKPOINT)
     decay = precision_to_weight_decay(laplace.prior_precision, laplace.n_data, prior.temperature)
     names = [n for n, p in model.named_parameters() if p.requires_grad]

@@ -15,6 +15,7 @@ from marglik.posterior.prior import precision_to_weight_decay
 from marglik.runs.config import PriorConfig
 from marglik.storage.checkpoint import check_same_run, differences
 from marglik.storage.provenance import Provenance
+from marglik.storage.record_file import read_posterior
 from marglik.storage.run_files import RESULTS
 from marglik.storage.run_folder import RunFolder
 from marglik.training.loop import OnlineResult
@@ -22,8 +23,8 @@ from marglik.training.loop import OnlineResult
 __all__ = ["check_same_on_ranks", "metrics_of", "results_of", "run_identity", "saved_results"]
 
 NOT_OF_THE_RESULT = (
-    "output", "overwrite", "resume", "checkpoint_minutes", "tensorboard", "accelerator", "devices",
-    "rank_timeout", "progress",
+    "output", "overwrite", "resume", "tensorboard", "accelerator", "devices", "rank_timeout",
+    "progress",
 )  # fmt: skip
 """Options of the run that do not affect its results, and may differ when it is resumed."""
 
@@ -91,6 +92,7 @@ def saved_results(folder: RunFolder, identity: dict[str, Any]) -> dict[str, Any]
     there = {key: results.get(key) for key in identity}
     check_same_run(identity, there, folder.path)
     folder.check()
+    read_posterior(folder.path)
     return results
 
 

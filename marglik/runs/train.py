@@ -33,11 +33,11 @@ from marglik.runs.training_setup import TrainingSetup
 from marglik.storage.checkpoint import Checkpoints
 from marglik.storage.provenance import Provenance, environment, versions
 from marglik.storage.record_file import as_json
-from marglik.storage.run_files import CHECKPOINT, EVALUATION, LOG, POSTERIOR, RESULTS
+from marglik.storage.run_files import CHECKPOINT, EVALUATION, LOG, RESULTS
 from marglik.storage.run_folder import RunFolder
 from marglik.storage.run_log import RunLog
 from marglik.training.optimizers import OptimizerConfig
-from marglik.training.ranks import failing_as_one, ranks_of
+from marglik.training.ranks import ranks_of
 
 __all__ = ["train"]
 
@@ -101,135 +101,128 @@ def train(
     ranks = ranks_of(fabric)
     leads = ranks.rank == 0  # it alone writes files and shows bars
     run = replace(run, progress=run.progress and leads)
-    # All that can be wrong with options, data and network is found here, before the folder is
-    # opened and before any rank waits for another.
-    with failing_as_one(ranks, "the start"):
-        splits = data.load()
-        check_image_options(
-            splits,
-            augment=run.augment,
-            channels_last=run.channels_last,
-            ood=ood is not None,
-            evaluation__shift=evaluation.shift,
+
+    # Step 1: all that can be wrong with options, data and network is found before any work.
+    if run.baseline and prior.method == "fixed":
+        raise ValueError(
+            "baseline trains with the initial weight decay, and so does prior.method fixed; "
+            "drop one of them."
         )
-        ood_images = None if ood is None else out_of_distribution_images(ood, splits)
-        evaluation.check(splits)
-        model = fabric.to_device(model)
-        check_model(model, splits, curvature, likelihood, predictive)
-        PriorGroups.from_model(model, prior.structure)
-        held_out = 0
-        if run.held_out and predictive.is_calibrated and splits.validation is None:
-            splits = hold_out(splits, run.held_out, run.seed)
-            held_out = len(tensors_in(splits.validation)[-1])
-        if run.baseline and prior.method == "fixed":
-            raise ValueError(
-                "baseline trains with the initial weight decay, and so does prior.method fixed; "
-                "drop one of them."
-            )
-        initial_model = deepcopy(model) if run.baseline else None  # the baseline's starting point
-        setup = TrainingSetup(
-            splits,
-            held_out,
-            optimizer,
-            prior,
-            curvature,
-            predictive,
-            evaluation,
-            ood_images,
-            run,
-            fabric,
-            ranks,
-            likelihood,
-        )
-        setup.check()
-        identity = run_identity(model, splits, ood_images, setup.options(), provenance)
-        identity["likelihood"] = likelihood
+    splits = data.load()
+    check_image_options(
+        splits,
+        augment=run.augment,
+        channels_last=run.channels_last,
+        ood=ood is not None,
+        evaluation__shift=evaluation.shift,
+    )
+    ood_images = None if ood is None else out_of_distribution_images(ood, splits)
+    evaluation.check(splits)
+    model = fabric.to_device(model)
+    check_model(model, splits, curvature, likelihood, predictive)
+    PriorGroups.from_model(model, prior.structure)
+    held_out = 0
+    if run.held_out and predictive.is_calibrated and splits.validation is None:
+        splits = hold_out(splits, run.held_out, run.seed)
+        held_out = len(tensors_in(splits.validation)[-1])
+    initial_model = deepcopy(model) if run.baseline else None  # the baseline's starting point
+    setup = TrainingSetup(
+        splits, held_out, optimizer, prior, curvature, predictive, evaluation, ood_images, run,
+        fabric, ranks, likelihood,
+    )  # fmt: skip
+    setup.check()
+    identity = run_identity(model, splits, ood_images, setup.options(), provenance)
+    identity["likelihood"] = likelihood
     check_same_on_ranks(identity | {"versions": versions()}, ranks)
+
+    # Step 2: the folder, which may hold an earlier part of this run.
     folder = RunFolder(run.output or f"runs/{re.sub('[^a-z0-9]+', '_', splits.name.lower())}")
-    made_with = environment(fabric.device)
-    if ranks.size > 1:
-        made_with["ranks"] = ranks.size
+    made_with = environment(fabric.device) | ({"ranks": ranks.size} if ranks.size > 1 else {})
     states = {
-        name: Checkpoints(
-            folder.path / CHECKPOINT / name, run.checkpoint_minutes, identity, made_with
-        )
+        name: Checkpoints(folder.path / CHECKPOINT / name, run=identity, made_with=made_with)
         for name in STATES
     }
     with ExitStack() as lock:
         results, log = None, None
-        with failing_as_one(ranks, "opening the output folder"):
-            if leads:
-                # Held to the end of the run, hence the ExitStack.
-                lock.enter_context(folder.locked())
-                results, goes_on = _what_is_there(folder, states, identity, run.resume)
-                if results is None:
-                    log = RunLog(folder, tensorboard=run.tensorboard)
-                    folder.begin("train", provenance, overwrite=run.overwrite, resume=goes_on)
+        if leads:
+            # Held to the end of the run, hence the ExitStack.
+            lock.enter_context(folder.locked())
+            results, goes_on = _what_is_there(folder, states, identity, run.resume)
+            if results is None:
+                log = RunLog(folder, tensorboard=run.tensorboard)
+                folder.begin("train", provenance, overwrite=run.overwrite, resume=goes_on)
         results = ranks.gather(results, "opening the output folder")[0]
+
+        # Step 3: train network and weight decays, calibrate, save, evaluate.
         if results is None:
             if held_out:
                 _logger.info("%d training examples are held out for calibration", held_out)
+            ready = time.perf_counter()
             with log or nullcontext():
-                ready = time.perf_counter()
                 learned = setup.train(model, prior, states["learned"], log)
             trained = time.perf_counter()
-            results = identity | results_of(learned, prior)
+            of_training = results_of(learned, prior)  # before the posterior sees what is held out
             setup.calibrate(learned.laplace)
             calibrated = time.perf_counter()
-            results["held_out"] = held_out
-            results["calibration"] = learned.laplace.calibrations.get(predictive.label)
             posterior = ""
             if leads:
                 record = data_record(splits, provenance.data)
                 posterior = save_posterior(
-                    learned.laplace,
-                    folder.path,
-                    model=provenance.model,
-                    data=record,
-                    frozen=True,
+                    learned.laplace, folder.path, model=provenance.model, data=record, frozen=True
                 )
-                folder.vouch(POSTERIOR, posterior)
             saved = time.perf_counter()
             scores: dict[str, dict[str, Tensor]] = {}
             state = states["learned_evaluation"]
             found = setup.evaluate(model, learned.laplace, state, posterior, scores)
             evaluated = time.perf_counter()
-            label = "fixed" if prior.method == "fixed" else "learned"
-            results["num_positions"] = found["num_positions"]
-            results |= metrics_of(label, found)
-            results |= environment(fabric.device)
-            # Training may have been resumed, and counts in full; the rest is this process's.
-            results["seconds"] = learned.seconds + time.perf_counter() - trained + ready - start
-            results["seconds_beside"] = {
-                "start": ready - start,
-                "calibration": calibrated - trained,
-                "evaluation": evaluated - saved,
-            }
-            results["complete"] = initial_model is None
+            results = (
+                identity
+                | of_training
+                | metrics_of("fixed" if prior.method == "fixed" else "learned", found)
+                | environment(fabric.device)
+                | {
+                    "held_out": held_out,
+                    "calibration": learned.laplace.calibrations.get(predictive.label),
+                    "num_positions": found["num_positions"],
+                    # Training counts in full, though resumed; the rest is this process's.
+                    "seconds": learned.seconds + evaluated - trained + ready - start,
+                    "seconds_beside": {
+                        "start": ready - start,
+                        "calibration": calibrated - trained,
+                        "evaluation": evaluated - saved,
+                    },
+                    "complete": initial_model is None,
+                }
+            )
             if leads:
                 if initial_model is not None:
                     # The baseline is compared on the same examples, perhaps by another process.
                     states["learned_scores"].save({"scores": scores})
                 folder.write(EVALUATION, as_json(found))
                 folder.write(RESULTS, as_json(results))  # now, since the baseline may fail
+
+        # Step 4: the same from the same start, with the initial weight decay kept.
         if not results["complete"]:
             assert initial_model is not None
-            fixed = replace(prior, method="fixed")
             _logger.info("second training, with the initial weight decay")
-            initial = setup.train(initial_model, fixed, states["baseline"])
+            initial = setup.train(initial_model, replace(prior, method="fixed"), states["baseline"])
             trained = time.perf_counter()
             setup.calibrate(initial.laplace)
             scores, state = {}, states["baseline_evaluation"]
             found = setup.evaluate(initial_model, initial.laplace, state, scores=scores)
             for kind, of_baseline in metrics_of("initial", found).items():
                 results[kind] |= of_baseline
-            if leads:
-                results["differences"] = _differences(states["learned_scores"], scores)
             seconds = initial.seconds + time.perf_counter() - trained
             results["seconds"] += seconds
             results["seconds_beside"]["baseline"] = seconds
             results["complete"] = True
             if leads:
+                learned_scores = states["learned_scores"].load()["scores"]
+                results["differences"] = {
+                    name: compared(learned_scores[name], of)
+                    for name, of in scores.items()
+                    if name in learned_scores
+                }
                 folder.write(RESULTS, as_json(results))
         if leads:
             folder.discard(CHECKPOINT)
@@ -256,14 +249,3 @@ def _what_is_there(
             "Start again: --overwrite instead of --resume."
         )
     return results, goes_on
-
-
-def _differences(
-    learned: Checkpoints, initial: dict[str, dict[str, Tensor]]
-) -> dict[str, dict[str, list[float]]]:
-    """Predictive -> metrics of the learned network minus the baseline's, with intervals."""
-    if not learned.exists():  # the run was started by a version that did not write them
-        _logger.warning("no differences from the baseline: %s holds no state", learned.folder)
-        return {}
-    scores = learned.load()["scores"]
-    return {name: compared(scores[name], of) for name, of in initial.items() if name in scores}

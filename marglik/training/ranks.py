@@ -30,7 +30,6 @@ __all__ = [
     "check_shards",
     "copy_from_rank_0",
     "count_on_ranks",
-    "failing_as_one",
     "own_random_numbers",
     "ranks_of",
     "step_errors",
@@ -145,12 +144,6 @@ def _num_batches(loader: Any) -> int:
         return len(loader)
     except TypeError:
         return sum(1 for _ in loader)
-
-
-@contextmanager
-def failing_as_one(ranks: Ranks, what: str) -> Iterator[None]:
-    """Nothing any more: a rank that fails ends, and torchrun then ends the others."""
-    yield
 
 
 class WithExamples:

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from marglik.cli import COMMANDS, FIRST_STEP, main
-from marglik.commands.completion import SHELLS
-from marglik.commands.option_parsing import preset_names
+from marglik.runs import training_setup
+from marglik.runs.options import SHELLS, preset_names
+from tests.marglik.runs.command_line import refusal
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,7 +87,7 @@ def test_bash_completes(tmp_path):
 
 
 def test_completion_without_shtab(monkeypatch, capsys):
-    monkeypatch.setattr("marglik.commands.completion.find_spec", lambda name: None)
+    monkeypatch.setattr("marglik.runs.options.find_spec", lambda name: None)
     assert main(["--completion", "bash"]) == 2
     assert "pip install 'marglik[completion]'" in capsys.readouterr().err
 
@@ -95,27 +96,98 @@ def test_version(capsys):
     assert printed_help(capsys, "--version").startswith("marglik ")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["trian"], "No command 'trian'; did you mean train? There are train, fit, evaluate and "),
-        (["trian", "train"], "No command 'trian'; did you mean train?"),
-        (["nothing"], "No command 'nothing'. There are train, fit, evaluate and report."),
-        (["--completion", "cmd"], "--completion: invalid choice: 'cmd' (choose from 'bash', 'zsh'"),
-        (["--nonsense"], "marglik --help"),
-        (["train"], "--model and --data must be given. See marglik train --help."),
-        (["fit"], "--model, --data and --checkpoint must be given. See marglik fit --help."),
-        (["evaluate"], "PATH must be given. See marglik evaluate --help."),
-        (["report"], "FOLDERS must be given. See marglik report --help."),
-    ],
-)
-def test_incomplete_commands(arguments, message, capsys):
-    assert main(arguments) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    lines = printed.err.strip().splitlines()
-    assert len(lines) == 1 and lines[0].startswith("marglik: error: ")
-    assert message in lines[0]
+DIGITS = ["train", "--config", "digits", "--no_progress"]
+WRONG = {
+    "no such command": (["trian"], ["'trian'", "train", "marglik --help"]),
+    "no such shell": (["--completion", "cmd"], ["'cmd'", "bash"]),
+    "what train needs": (["train"], ["model", "data", "marglik train --help"]),
+    "what fit needs": (["fit"], ["checkpoint", "marglik fit --help"]),
+    "what evaluate needs": (["evaluate"], ["path", "marglik evaluate --help"]),
+    "what report needs": (["report"], ["folders", "marglik report --help"]),
+    "no such option": ([*DIGITS, "--epochss", "3"], ["--epochss", "marglik train --help"]),
+    "no such option of a group": ([*DIGITS, "--prior.bar", "2"], ["--prior.bar"]),
+    "no such option of a class": ([*DIGITS, "--model.foo", "3"], ["model", "foo"]),
+    "one too many": ([*DIGITS, "runs/digits"], ["runs/digits"]),
+    "a number": ([*DIGITS, "--epochs", "many"], ["epochs", "many"]),
+    "a choice": ([*DIGITS, "--precision", "x"], ["precision", "x", "bf16-mixed"]),
+    "a choice or a mapping": ([*DIGITS, "--prior.structure", "foo"], ["foo", "layerwise"]),
+    "infinite": ([*DIGITS, "--optimizer.lr", "1e999"], ["optimizer.lr", "inf"]),
+    "not a number": ([*DIGITS, "--prior.weight_decay", ".nan"], ["prior.weight_decay", "nan"]),
+    "null": ([*DIGITS, "--data.validation", "null"], []),
+    "a long number": ([*DIGITS, "--seed", 23 * "9"], ["seed", 23 * "9", str(2**63 - 1)]),
+    "no class": ([*DIGITS, "--model", "Foo"], ["model", "Foo"]),
+    "no network": ([*DIGITS, "--model", "collections.OrderedDict"], ["collections.OrderedDict"]),
+    "no data": ([*DIGITS, "--ood", "marglik.data.No"], ["ood", "No"]),
+    "no preset": (
+        ["train", "--config", "digit"],
+        ["digit", "cifar10_redux, digits"],
+    ),
+    "no noise": (["evaluate", ".", "--sigma_noise", "0"], ["sigma_noise", "0.0", "positive"]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_command_line_is_one_line_with_the_value_and_the_way_out(case, capsys):
+    arguments, parts = WRONG[case]
+    said = refusal(capsys, *arguments)
+    assert len(said) < 700
+    for part in parts:
+        assert part in said, said
+
+
+SEXAGESIMAL = ":".join(["59"] * 300) + ".5"
+CONFIGS = {
+    "a wrong value": (b"epochs: foo\n", "foo"),
+    "no mapping": (b"- 1\n", "onfig"),
+    "no YAML": (b"epochs: [1\n", "onfig"),
+    "a long number": (b"epochs: " + b"9" * 5000, "5,000 digits"),
+    "a number in base 60": (f"epochs: {SEXAGESIMAL}\n".encode(), "too large"),
+    "a tag that does not fit": (b"epochs: !!int x\n", "invalid literal for"),
+    "a tag that calls": (b'epochs: !!python/object/apply:os.system ["touch ran"]\n', "python"),
+    "a tag that makes": (b'model: !!python/object/new:os.system ["touch ran"]\n', "python"),
+    "a tag that imports": (b"epochs: !!python/module:antigravity\n", "python/module"),
+    "a function in place of a class": (
+        b"model: {class_path: os.system, init_args: {command: touch ran}}\n", "os.system",
+    ),
+    "another class": (
+        b"model: {class_path: subprocess.Popen, init_args: {args: [touch, ran]}}\n", "Popen",
+    ),
+    "a long text": (b"word " * 1000, "word"),
+    "no text": (b"\xff\xfe\x00", "options.yaml is refused"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_wrong_file_of_options_is_one_line_and_runs_nothing(case, tmp_path, capsys):
+    content, part = CONFIGS[case]
+    (tmp_path / "options.yaml").write_bytes(content)
+    said = refusal(capsys, "train", "--config", str(tmp_path / "options.yaml"))
+    assert part in said and len(said) < 1000
+    assert not list(tmp_path.rglob("ran")) and not Path("ran").exists()
+
+
+def test_a_number_in_base_60_that_no_float_holds(capsys):
+    assert "too large" in refusal(capsys, *DIGITS, "--optimizer.lr", SEXAGESIMAL)
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_short_names_of_our_models(joined, monkeypatch, tmp_path):
+    """Torchvision has an MLP, too: ours is meant."""
+    import torchvision.ops  # noqa: F401
+
+    built = []
+
+    def train(setup, model, *arguments):
+        built.append(model)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(training_setup.TrainingSetup, "train", train)
+    model = ["--model=MLP"] if joined else ["--model", "MLP"]
+    sizes = ["--model.in_features", "64", "--model.num_classes", "10"]
+    output = ["--output", str(tmp_path / "run")]
+    assert main(["train", *model, *sizes, "--data", "Digits", *output]) == 2
+    (found,) = built
+    assert type(found).__module__.startswith("marglik.models")
 
 
 OPTIONS = {
@@ -151,6 +223,19 @@ def test_every_option_is_documented(command, capsys):
     for phrase in phrases:
         assert phrase in text
     assert "known subclasses: torch.nn.Module" not in text
+
+
+def test_what_matters_first_comes_first(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    options = [line.split()[0].rstrip(",") for line in lines if line.startswith("  --")]
+    first = ["config", "model", "data", "epochs", "batch_size", "output", "resume", "baseline"]
+    first += ["optimizer.lr", "prior.weight_decay"]
+    assert all(options.index(f"--{name}") < 25 for name in first)
+    of_classes = ("--model", "--data", "--ood.help", "--print_config")
+    assert len([name for name in options if not name.startswith(of_classes)]) <= 46
 
 
 @pytest.mark.parametrize("preset", preset_names())

@@ -17,8 +17,8 @@ from marglik.prediction.calibration import calibrate
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive
 from marglik.storage.run_log import read_log
 from tests.marglik import posteriors
-from tests.marglik.commands.command_line import DATA, MODEL, TRAIN
 from tests.marglik.posteriors import LIKELIHOODS
+from tests.marglik.runs.command_line import DATA, MODEL, TRAIN
 
 pytestmark = pytest.mark.gpu
 METHODS = {
@@ -108,7 +108,7 @@ def test_commands_on_the_gpu(options, tmp_path):
 
 def test_a_run_resumes(tmp_path, monkeypatch):
     """Interrupted after two epochs, it is the run that was not; sums may be in another order."""
-    options = [*TRAIN, *DATA, *MODEL, *CUDA, "--checkpoint_minutes", "0"]
+    options = [*TRAIN, *DATA, *MODEL, *CUDA]
     assert main([*options, "--output", str(tmp_path / "whole")]) == 0
     cut = tmp_path / "cut"
     with monkeypatch.context() as patched:

@@ -12,8 +12,8 @@ from tests.experiments.data.text_and_graphs import (
     write_dart,
     write_nci1,
 )
-from tests.marglik.commands.command_line import results_of
 from tests.marglik.data.image_helpers import encoded, write_archive
+from tests.marglik.runs.command_line import results_of
 
 
 def run(preset, seed, learned, initial):

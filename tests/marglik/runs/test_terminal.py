@@ -159,7 +159,7 @@ def test_every_bar_says_how_long_it_still_takes(worlds, tmp_path):
         "--evaluation.shift", "true", "--ood.num_images", "20", "--predictive.layers", "last",
         "--output", str(tmp_path / "run"),
     ]  # fmt: skip
-    in_a_terminal = "tests.marglik.commands.commands_on_ranks:in_a_terminal"
+    in_a_terminal = "tests.marglik.runs.commands_on_ranks:in_a_terminal"
     ((status, printed),) = worlds.all(1, in_a_terminal, 80, arguments)
     assert status == 0, printed
     parts = [re.sub(r"\x1b\[[A-Z]", "", part) for part in re.split(r"[\r\n]+", printed)]

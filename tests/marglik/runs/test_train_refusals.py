@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.marglik.commands.command_line import refusal
+from tests.marglik.runs.command_line import refusal
 
 SMALL = [
     "train", "--config", "digits", "--model", "marglik.models.MLP", "--model.in_features", "64",
@@ -14,12 +14,6 @@ SMALL = [
 FOLDER = ["--data", "marglik.data.ImageFolder", "--data.path"]
 WRONG = {
     "no update ever": (["--prior.every", "0"], "error: prior.every must be at least 1, not 0."),
-    "no samples": (["--curvature.mc_samples", "0"], "curvature.mc_samples must be at least 1"),
-    "nothing left": (["--curvature.rank_tolerance", "1"], "must be in [0, 1), not 1.0"),
-    "a tolerance for samples": (
-        ["--curvature.rank_tolerance", "0.1", "--curvature.fisher", "mc"],
-        "rank_tolerance=0.1 needs likelihood 'classification' and fisher 'exact'",
-    ),
     "no epochs": (["--epochs", "0"], "epochs must be at least 1, not 0"),
     "negative weight decay": (["--prior.weight_decay", "-1"], "must be positive, not -1.0"),
     "rules that match nothing": (
@@ -41,7 +35,6 @@ WRONG = {
         ["--predictive.method", "linearised", "--predictive.networks", "1000000000"],
         "predictive.networks must be at most 100000",
     ),
-    "a negative number of images": (["--evaluation.uncertain", "-1"], "must be 0 or more, not -1"),
 }
 
 

@@ -98,6 +98,7 @@ def interrupted(where: str, stop: int, arguments: list[str]) -> dict[str, Any]:
                 raise KeyboardInterrupt
 
     with (
+        patch("marglik.storage.checkpoint.MINUTES", 0.0),
         patch.object(NetworkTraining, "epoch", counted_epoch),
         patch.object(evaluation_record, "predict_all", counted_predictions),
         patch.object(RunLog, "write", interrupting_write),
@@ -122,7 +123,10 @@ def killed_after(seconds: float, rank: int, arguments: list[str]) -> tuple[int, 
             Thread(target=die, daemon=True).start()
         return real(*given, **keywords)
 
-    with patch.object(NetworkTraining, "epoch", epoch):
+    with (
+        patch("marglik.storage.checkpoint.MINUTES", 0.0),
+        patch.object(NetworkTraining, "epoch", epoch),
+    ):
         return command(*arguments)
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from marglik.cli import main
-from tests.marglik.commands.command_line import DATA, MODEL, UNCALIBRATED, refusal
+from tests.marglik.runs.command_line import DATA, MODEL, UNCALIBRATED, refusal
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from threading import Timer
 
 import pytest
 
-from marglik.commands import several_ranks
-from marglik.commands.several_ranks import launch, leave_message
+from marglik.runs import launch as several_ranks
+from marglik.runs.launch import launch, leave_message
 
 START = """
 import json, os, signal, sys, time

@@ -18,9 +18,9 @@ from tests.experiments.data.text_and_graphs import (
     write_nci1,
 )
 from tests.marglik import threads
-from tests.marglik.commands.command_line import UNCALIBRATED, evaluated, refusal, results_of
-from tests.marglik.commands.tensor_problems import SIGMA, bernoulli, regression
 from tests.marglik.linear_networks import NodeCounts, TokenNetwork
+from tests.marglik.runs.command_line import UNCALIBRATED, evaluated, refusal, results_of
+from tests.marglik.runs.tensor_problems import SIGMA, bernoulli, regression
 
 TRAIN = [
     "train", "--optimizer.name", "adamw", "--optimizer.lr", "0.02", "--epochs", "4",
@@ -36,11 +36,11 @@ KINDS = {
     ),
     "graphs": ("experiments.data.nci1.NCI1", "NodeCounts", ["--data.validation", "0.2"]),
 }  # fmt: skip
-# A folder alone may not choose what code runs.
 NAMED = {
     kind: ["--model", f"tests.marglik.linear_networks.{model}", "--data", data]
     for kind, (data, model, _) in KINDS.items()
 }
+"""What `evaluate` needs to be told, as the classes are not marglik's."""
 SIZES = {"sequences": (54, 6, 20), "graphs": (38, 10, 12)}
 
 
@@ -131,10 +131,10 @@ def test_the_posterior_remembers_its_data(kind, run):
 
 def test_it_is_evaluated_as_at_its_end(kind, run, capsys):
     before = evaluated(run)
-    options = ["--progress", "false", "--predictive.networks", "2"]  # as of the run
+    options = ["--progress", "false", "--predictive.networks", "2", *NAMED[kind]]  # as of the run
     if kind == "sequences":
         options += ["--predictive.method", "linearised"]
-    assert main(["evaluate", str(run), *NAMED[kind], *options]) == 0
+    assert main(["evaluate", str(run), *options]) == 0
     after = evaluated(run)
     for key in before.keys() - {"config", "predictives"}:
         assert after[key] == before[key], key
@@ -260,17 +260,16 @@ def test_wrong_turns_of_sequences(commands, trained, tmp_path, capsys):
 
 def test_other_data_is_refused(files, trained, capsys):
     """Neither images for graphs nor graphs for sequences."""
-    graphs, sequences = (
-        ["evaluate", str(trained / kind), *NAMED[kind][:2]] for kind in ("graphs", "sequences")
-    )
-    message = refusal(capsys, *graphs, "--data", "Digits")
+    model = NAMED["graphs"][:2]
+    message = refusal(capsys, "evaluate", str(trained / "graphs"), *model, "--data", "Digits")
     assert "digits holds images, unlike NCI1" in message
     options = ["--data", "experiments.data.nci1.NCI1", "--data.path", str(files["graphs"])]
-    message = refusal(capsys, *sequences, *options)
+    of_tokens = NAMED["sequences"][:2]
+    message = refusal(capsys, "evaluate", str(trained / "sequences"), *of_tokens, *options)
     assert "NCI1 holds graphs, unlike DART" in message
     options = ["--data", "experiments.data.dart.DART", "--data.path", str(files["sequences"])]
     options += ["--data.num_test", "2"]
-    message = refusal(capsys, *graphs, *options)
+    message = refusal(capsys, "evaluate", str(trained / "graphs"), *model, *options)
     assert "DART holds no graphs, unlike NCI1" in message
 
 

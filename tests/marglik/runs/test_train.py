@@ -19,7 +19,7 @@ from marglik.runs.config import RunConfig
 from marglik.storage.record_file import read_posterior
 from marglik.storage.run_log import read_log
 from marglik.training.network import NetworkTraining
-from tests.marglik.commands.command_line import evaluated, refusal, results_of
+from tests.marglik.runs.command_line import evaluated, refusal, results_of
 
 ROOT = Path(__file__).parents[3]
 SMALL = [

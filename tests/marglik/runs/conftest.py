@@ -7,8 +7,8 @@ import pytest
 
 from marglik.cli import main
 from tests.marglik import threads
-from tests.marglik.commands.command_line import DATA, MODEL, TRAIN
-from tests.marglik.commands.tensor_problems import Problem, bernoulli, regression
+from tests.marglik.runs.command_line import DATA, MODEL, TRAIN
+from tests.marglik.runs.tensor_problems import Problem, bernoulli, regression
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -19,7 +19,7 @@ from marglik.storage.record_file import read_posterior
 from marglik.storage.run_folder import RunFolder
 from marglik.training.post_hoc import validation_nll
 from tests.marglik import threads
-from tests.marglik.commands.command_line import (
+from tests.marglik.runs.command_line import (
     DATA,
     HELD_OUT,
     MODEL,
@@ -29,7 +29,7 @@ from tests.marglik.commands.command_line import (
     is_empty,
     refusal,
 )
-from tests.marglik.commands.tensor_problems import SIGMA
+from tests.marglik.runs.tensor_problems import SIGMA
 
 TENSORS = ["layers.1.weight", "layers.1.bias", "layers.3.weight", "layers.3.bias"]
 NUM_DATA = 1039

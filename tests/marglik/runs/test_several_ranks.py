@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from tests.marglik.close_state import assert_near
-from tests.marglik.commands.command_line import (
+from tests.marglik.runs.command_line import (
     DATA,
     MODEL,
     TRAIN,
@@ -23,8 +23,8 @@ from tests.marglik.commands.command_line import (
     results_of,
 )
 
-HERE = "tests.marglik.commands.commands_on_ranks"
-OPTIONS = [*TRAIN, *DATA, *MODEL, "--monitor", "2", "--checkpoint_minutes", "0"]
+HERE = "tests.marglik.runs.commands_on_ranks"
+OPTIONS = [*TRAIN, *DATA, *MODEL, "--monitor", "2"]
 TOLERANCE = 2e-3
 """Of float32 after four epochs and two updates of 20 steps."""
 
@@ -128,7 +128,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(worlds, alone, tmp_path):
 
 @pytest.mark.parametrize(
     ("more", "word"),
-    [(["--prior.lr", "0.2"], "config.prior.lr is 0.1 on rank 0, 0.2 on rank 1"),
+    [(["--prior.every", "3"], "config.prior.every is 2 on rank 0, 3 on rank 1"),
      (["--data.data.validation", "0.2"], "images.train is 1039 on rank 0, 924 on rank 1")],
 )  # fmt: skip
 def test_ranks_that_were_started_differently_end(worlds, tmp_path, more, word):
