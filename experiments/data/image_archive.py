@@ -55,10 +55,8 @@ class ImageArchive(TwoPartData):
         cached = self._cached(part)
         if not cached.is_file():
             self._decode(part, cached)
-        with safe_open(cached, framework="pt") as tensors:
-            classes = json.loads(tensors.metadata()["classes"])
-            images = ImageSet(tensors.get_tensor("images"), tensors.get_tensor("labels"))
-        return images, tuple(classes)
+        tensors, metadata = read_tensors(cached, what="decoded images")
+        return ImageSet(**tensors), tuple(json.loads(metadata["classes"]))
 
     def _cached(self, part: str) -> Path:
         stat = self.path.stat() if self.path.is_file() else os.stat_result(range(10))

@@ -18,6 +18,7 @@ from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.laplace_torch.interface import KfacGGN
 from marglik.models import GPT, WideResNetFixup
+from marglik.training.learner import PriorLearner
 from marglik.training.loaders import Loader
 from marglik.training.network import NetworkTraining
 from marglik.training.optimizers import OptimizerConfig, build_optimizer
@@ -114,11 +115,10 @@ def online_epoch(model: nn.Module, loader: Loader, batches: int) -> Work:
     config = OptimizerConfig(lr=1e-6, schedule="cosine", min_lr=0.0)
     optimizer, scheduler = build_optimizer(model, config, 1000 * batches)
     fabric = Fabric(accelerator=next(model.parameters()).device.type, devices=1)
-    training = NetworkTraining(
-        model, optimizer, loader, "classification", fabric, scheduler=scheduler
-    )
-    decays = [5e-4] * len(list(model.parameters()))
-    return lambda: training.epoch(1, decays, variance=1.0)
+    learner = PriorLearner("classification", curvature_from="pass")
+    learner.start(model, optimizer, loader, 1000)
+    training = NetworkTraining(model, optimizer, loader, learner, fabric, scheduler=scheduler)
+    return lambda: training.epoch(1)
 
 
 def limit(model: nn.Module, x: Tensor, vectors: int, batched: bool = False) -> Work:

@@ -102,7 +102,8 @@ def _parts(model: nn.Module, names: list[str], x: Any, memory: int) -> Iterator[
         return
     few = min(N, 2)
     held = _check(model, names, examples(x, slice(few)))
-    size = max(1, memory * few // max(1, held))
+    # The two passes through the graph hold up to twice as much beside it.
+    size = max(1, memory * few // max(1, 2 * held))
     for start in range(0, N, size):
         yield examples(x, slice(start, start + size))
 

@@ -178,6 +178,7 @@ def _parts(
     if start < Q_A.shape[-1] / 2:
         x = rotated(x, Q_A)
         return x[..., start:], x[..., :start]
+    assert isinstance(Q_A, Tensor)  # all directions of a sketch's frame count, or none
     Q = Q_A[..., start:]
     known = rotated(x, Q)
     rest = x.flatten(1, -2).baddbmm(known.flatten(1, -2), Q.mT, alpha=-1)

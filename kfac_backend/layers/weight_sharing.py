@@ -281,8 +281,9 @@ class WeightSharingRule(Rule):
             if self.transposed:  # its rows are the inputs
                 # The second factor is divided by the number of terms, in place. The bias's B, which
                 # may be the same tensor, must not be.
-                shared = one and "bias" in self.names and isinstance(B_weight, Tensor)
-                first, second = A, B_weight.clone() if shared else B_weight
+                first, second = A, B_weight
+                if one and "bias" in self.names and isinstance(B_weight, Tensor):
+                    second = B_weight.clone()
             else:
                 first, second = B_weight, A
             sums["weight"] = BlockSums(

@@ -12,7 +12,7 @@ Source: Martens & Grosse 2015 (arXiv:1503.05671), sections 6.2 and 6.3; Eschenha
 """
 
 from collections.abc import Iterable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -161,7 +161,7 @@ def _balance(B: Tensor, A: Tensor) -> Tensor:
 _NAMES = (("B", "L_B", "Q_B"), ("A", "L_A", "Q_A"))
 
 
-def _named(of_B: str, of_A: str, B: Tensor, A: Tensor | None) -> Inverse:
+def _named(of_B: str, of_A: str, B: Any, A: Any | None) -> Inverse:
     return {of_B: B} if A is None else {of_B: B, of_A: A}
 
 

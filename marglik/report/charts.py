@@ -4,6 +4,10 @@ Colours are those of the light theme; page.js replaces them by `DARK` in the oth
 fonts and the colours of axes, which follow the page's style sheet.
 """
 
+# plotly makes its classes' attributes when it runs; their types say that each may be anything.
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
+
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence

@@ -125,7 +125,8 @@ class Metric(NamedTuple):
         """Unit and direction in words."""
         if isinstance(self.better, float):
             return f"{self.unit}, best at {percentage(self.better, 0)}"
-        return ", ".join(filter(None, [self.unit, self.better and f"{self.better} is better"]))
+        direction = f"{self.better} is better" if self.better else ""
+        return ", ".join(part for part in (self.unit, direction) if part)
 
     @property
     def scale(self) -> float:
@@ -241,7 +242,8 @@ def differences_table(
     for name, differences in found.items():
         cells, small = [], []
         for key in keys:
-            value, *ends = differences.get(key, [None])
+            known = differences.get(key, ())
+            value, ends = known[0] if known else None, known[1:]
             metric, decimals = DIFFERENCES[key], 2 if DIFFERENCES[key].unit == "%" else 4
             cells.append(f"{'+' if value and value > 0 else ''}{metric.show(value)}")
             small.append(" to ".join(number(metric.scale * end, decimals) for end in ends))

@@ -106,8 +106,9 @@ def launch(command: Sequence[str], number: int) -> None:
                 f"Rank {rank} of {number} was ended by {signal.Signals(-status).name}: by the "
                 "system, for example because memory ran out, or by a user."
             ) from error
-        if isinstance(failure.message, dict):
-            said = failure.message["message"].rstrip(".")
+        message: Any = failure.message
+        if isinstance(message, dict):
+            said = message["message"].rstrip(".")
             raise ChildProcessError(f"Rank {rank} of {number}: {said}.") from error
         raise ChildProcessError(
             f"Rank {rank} of {number} ended with exit status {status}; its output above says why."

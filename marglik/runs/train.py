@@ -213,7 +213,7 @@ def train(
             for kind, of_baseline in metrics_of("initial", found).items():
                 results[kind] |= of_baseline
             seconds = initial.seconds + time.perf_counter() - trained
-            results["seconds"] += seconds
+            results["seconds"] = float(results["seconds"]) + seconds
             results["seconds_beside"]["baseline"] = seconds
             results["complete"] = True
             if leads:

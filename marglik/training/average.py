@@ -49,7 +49,7 @@ class WeightAverage:
     @torch.no_grad()
     def write(self, parameters: list[nn.Parameter]) -> None:
         """Give the parameters their averages."""
-        torch._foreach_copy_(parameters, self._values)
+        torch._foreach_copy_(list[Tensor](parameters), self._values)
 
     def state_dict(self) -> dict[str, Any]:
         """The averages and the number of steps."""

@@ -30,7 +30,7 @@ from kfac_backend.model.batches import each_batch
 from kfac_backend.model.calls import arguments, logits_of
 from kfac_backend.model.targets import Targets, split_batch
 from kfac_backend.optimizer import KFAC
-from kfac_backend.options import TargetOptions
+from kfac_backend.options import Likelihood, TargetOptions
 from kfac_backend.ranks import Ranks
 from marglik.training.learner import PriorLearner
 from marglik.training.loaders import Loader
@@ -95,7 +95,7 @@ class NetworkTraining:
         self.model = model
         self.loader = loader
         self.learner = learner
-        self.likelihood = learner.likelihood
+        self.likelihood: Likelihood = learner.likelihood
         self.fabric = fabric
         self.scheduler = scheduler
         self._targets = Targets(self.likelihood, targets)

@@ -22,7 +22,7 @@ class Attending(nn.Module):
         inputs = [batch["query"], batch["key"], batch.get("value", batch["key"])]
         if not self.attention.batch_first:
             inputs = [x.transpose(0, 1) for x in inputs]
-        mask, padding = batch.get("mask", self.attn_mask), batch.get("padding")
+        mask, padding = batch.get("mask", self.attn_mask), batch.get("padding_mask")
         if mask is not None and mask.dim() == 4:  # (N, heads, R, S)
             mask = mask.flatten(0, 1)
         x, _ = self.attention(*inputs, attn_mask=mask, key_padding_mask=padding, need_weights=False)
@@ -33,7 +33,7 @@ class Attending(nn.Module):
 def attending(taps, model: Attending, example: dict[str, Tensor]) -> Tensor:
     """Reference of `Attending` for one example."""
     inputs = [example["query"], example["key"], example.get("value", example["key"])]
-    masks = (example.get("mask", model.attn_mask), example.get("padding"))
+    masks = (example.get("mask", model.attn_mask), example.get("padding_mask"))
     x = attention(taps, model.attention, "attention.", *inputs, *masks)
     return linear(taps, model.head, "head", x.mean(0) if model.pool else x)
 
@@ -70,7 +70,7 @@ class Layered(nn.Module):
         self.register_buffer("mask", torch.ones(3, 3).triu(1).bool() if causal else None)
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        x, memory, padding = batch["query"], batch["key"], batch.get("padding")
+        x, memory, padding = batch["query"], batch["key"], batch.get("padding_mask")
         if not self.batch_first:
             x, memory = x.transpose(0, 1), memory.transpose(0, 1)
         memory = self.encoder(memory, src_key_padding_mask=padding)
@@ -81,7 +81,7 @@ class Layered(nn.Module):
 
 def layered(taps, model: Layered, example: dict[str, Tensor]) -> Tensor:
     """Reference of `Layered` for one example."""
-    padding = example.get("padding")
+    padding = example.get("padding_mask")
     memory = encoder_layer(
         taps, model.encoder, "encoder.", example["key"], key_padding_mask=padding
     )
@@ -107,7 +107,7 @@ class Stack(nn.Module):
         self.head = nn.Linear(4, 3)
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        x = self.stack(batch["key"], src_key_padding_mask=batch["padding"])
+        x = self.stack(batch["key"], src_key_padding_mask=batch["padding_mask"])
         return self.head(x[:, 1:3].mean(1))
 
 
@@ -116,5 +116,5 @@ def stack(taps, model: Stack, example: dict[str, Tensor]) -> Tensor:
     x = example["key"]
     for i, layer in enumerate(model.stack.layers):
         name = f"stack.layers.{i}."
-        x = encoder_layer(taps, layer, name, x, key_padding_mask=example["padding"])
+        x = encoder_layer(taps, layer, name, x, key_padding_mask=example["padding_mask"])
     return linear(taps, model.head, "head", x[1:3].mean(0))

@@ -40,15 +40,15 @@ CASES = {
     "added mask": ({"attn_mask": normal(3, 4, seed=5)}, {}, (4, 4, 4)),
     "mask per head": ({}, {"mask": normal(3, 2, 3, 4, seed=6) > 1}, (4, 4, 4)),
     "added mask per head": ({}, {"mask": normal(3, 2, 3, 4, seed=6)}, (4, 4, 4)),
-    "key padding": ({}, {"padding": PADDING}, (4, 4, 4)),
+    "key padding": ({}, {"padding_mask": PADDING}, (4, 4, 4)),
     "added key padding": (
         {},
-        {"padding": torch.zeros(3, 4).double().masked_fill(PADDING, -torch.inf)},
+        {"padding_mask": torch.zeros(3, 4).double().masked_fill(PADDING, -torch.inf)},
         (4, 4, 4),
     ),
     "all at once": (
         {"attn_mask": CAUSAL, "add_zero_attn": True, "kdim": 3, "batch_first": False},
-        {"padding": PADDING},
+        {"padding_mask": PADDING},
         (4, 3, 4),
     ),
 }

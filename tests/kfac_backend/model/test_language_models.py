@@ -111,18 +111,17 @@ def test_training_takes_the_loss_of_the_curvature():
 def test_training_and_curvature_of_other_targets_are_refused():
     model, data = Transformer("causal"), [batch_of("causal")]
     groups = PriorGroups.from_model(model, "layerwise")
-    training = OnlineTraining(
-        model,
-        torch.optim.Adam(model.parameters()),
-        data,
-        "classification",
-        Hyperparameters(groups, 1.0),
-        lambda delta, sigma: KronLaplace(model, "classification", prior_precision=delta),
-        Schedule(1),
-        targets=TargetOptions(shift_labels=False),
-    )
     with pytest.raises(ValueError, match="has shift_labels='auto', OnlineTraining False"):
-        training.run()
+        OnlineTraining(
+            model,
+            torch.optim.Adam(model.parameters()),
+            data,
+            "classification",
+            Hyperparameters(groups, 1.0),
+            lambda delta, sigma: KronLaplace(model, "classification", prior_precision=delta),
+            Schedule(1),
+            targets=TargetOptions(shift_labels=False),
+        )
 
 
 @pytest.mark.parametrize("kind", ["causal", "first"])
