@@ -235,7 +235,8 @@ def test_commands_on_ones_own_network_run(capsys):
     namespace: dict = {}
     exec(data + tensors, namespace)
     train, evaluate = (c[1:] for c in commands((ROOT / page).read_text()))
-    assert (train[0], evaluate) == ("train", ["evaluate", "runs/mine"])
+    of_network = ["--model", "my_net.MyNet"]
+    assert (train[0], evaluate) == ("train", ["evaluate", "runs/mine", *of_network])
     assert main([*train, "--epochs", "2", "--prior.every", "2", "--no_progress"]) == 0
     assert main(evaluate) == 0
     assert "my_net.MyNet" in Path("runs/mine/posterior.json").read_text()

@@ -6,11 +6,10 @@ import os
 from pathlib import Path, PurePosixPath
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from experiments.data.archives import members, unpacked
-from kfac_backend.files import sha256, write_tensors
+from kfac_backend.files import read_tensors, sha256, write_tensors
 from marglik.data.images.image_set import ImageSet
 from marglik.data.images.sources import MEAN, STD, TwoPartData, decode_images
 

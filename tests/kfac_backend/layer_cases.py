@@ -85,7 +85,7 @@ def layer(build, *shape: int, times: int = 1):
 
 
 def attention(**options):
-    more = {"padding": PADDING} if options.pop("padding", True) else {}
+    more = {"padding_mask": PADDING} if options.pop("padding", True) else {}
     d = (options.get("embed_dim", 4), options.get("kdim", 4), options.get("vdim", 4))
     return lambda: (Attending(True, **options), attention_models.batch_of(True, d=d, **more))
 
@@ -137,10 +137,10 @@ CASES = {
     "attention, more keys": attention(add_bias_kv=True, add_zero_attn=True, padding=False),
     "transformer": lambda: (
         Layered(True, causal=True, batch_first=False),
-        attention_models.batch_of(True, d=(4, 4, 4), padding=PADDING),
+        attention_models.batch_of(True, d=(4, 4, 4), padding_mask=PADDING),
     ),
     "stack of encoder layers": lambda: (
-        Stack(), attention_models.batch_of(True, padding=PADDING)
+        Stack(), attention_models.batch_of(True, padding_mask=PADDING)
     ),
     "one layer for two halves": tied(tied_models.CalledTwice, 3, 3, 3),
     "one layer for positions and their mean": tied(tied_models.PositionsThenMean, 3, 3, 3),

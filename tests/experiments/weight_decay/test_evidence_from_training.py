@@ -6,7 +6,7 @@ from experiments.weight_decay import evidence_from_training as study
 
 
 def test_a_small_run_and_its_table(monkeypatch):
-    monkeypatch.setattr(study, "EPOCHS", 5)
+    monkeypatch.setattr(study, "EPOCHS", 10)
     found = study.run(study.Config(100, 0))
     assert set(found["rows"]) == set(study.CASES)
     assert all(row["nll"] > 0 for row in found["rows"].values())

@@ -222,7 +222,7 @@ class Sentences(nn.Module):
 ONE_AXIS = {
     "attention": lambda: (Attending(True, CAUSAL), [batch_of(True)]),
     "attention, keys that do not count": lambda: (
-        Attending(True), [batch_of(True, padding=PADDING)],
+        Attending(True), [batch_of(True, padding_mask=PADDING)],
     ),
     "embedding": lambda: (
         Sentences(), [(torch.tensor([[1, 0, 2], [4, 4, 1]]), torch.tensor([0, 2]))],

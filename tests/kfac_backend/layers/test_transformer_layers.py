@@ -58,7 +58,7 @@ def test_transformer_layers(case, pool):
 @pytest.mark.parametrize("gradients", [True, False])
 def test_stack_of_encoder_layers(gradients):
     padding = torch.tensor([[False] * 4, [True, False, False, True], [False] * 3 + [True]])
-    model, batch = randomize(Stack()), batch_of(True, padding=padding)
+    model, batch = randomize(Stack()), batch_of(True, padding_mask=padding)
     examples = examples_of(model, batch)
     assert_reference(stack, examples, model(batch))
     for mode, expected in reference_blocks_of_modes(stack, examples, "classification").items():

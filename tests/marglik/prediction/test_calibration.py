@@ -117,11 +117,11 @@ def of_few(n, draws=60):
 
 def test_few_examples_leave_a_right_posterior_nearly_as_it_is(monkeypatch):
     coverage, found = of_few(30)
-    assert 0.885 < coverage < 0.915
+    assert 0.875 < coverage < 0.915
     monkeypatch.setattr(calibration, "PRIOR_OF_SCALE", 0.0)
     monkeypatch.setattr(calibration, "PRIOR_OF_SHARPNESS", 1.0)
     worse, without = of_few(30)  # the control: the NLL nearly alone
-    assert worse < coverage - 0.005 and without > found + 0.005
+    assert worse < coverage - 0.003 and without > found + 0.01
 
 
 def test_it_finds_the_scale_and_the_noise_that_made_the_data():

@@ -290,8 +290,8 @@ def test_targets_that_are_no_classes(make_problem, tmp_path, capsys):
     nll = "reg/NLL" if is_regression else "cls/NLL"
     (last,) = [r for r in read_log(folder) if r["kind"] == "epoch" and r["epoch"] == 30]
     validation = evaluation["predictives"]["MAP"]["metrics"][f"validation/{nll}"]
-    # The monitor looks before the last update, which changes σ.
-    assert last[f"validation/{nll}"] == pytest.approx(validation, rel=0.2)
+    # The monitor looks before the parameters are averaged and the last update changes σ.
+    assert last[f"validation/{nll}"] == pytest.approx(validation, abs=0.25)
     laplace = load_posterior(folder, MLP(3, (4,), 2, "tanh"))
     assert laplace.log_marginal_likelihood().item() == pytest.approx(results["evidence"]["kept"])
     if is_regression:
