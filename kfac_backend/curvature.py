@@ -22,7 +22,7 @@ from kfac_backend.block_assembly import assemble_blocks, check_memory, collect_s
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.layers import Rule, Use
-from kfac_backend.layers.uses import PositionSums
+from kfac_backend.layers.rule import PositionSums
 from kfac_backend.loss import (
     BackwardVectors,
     check_targets,
@@ -31,20 +31,28 @@ from kfac_backend.loss import (
     num_counted_terms,
 )
 from kfac_backend.model.batches import (
+    Targets,
+    counting,
     detached,
     each_batch,
     examples,
+    mask_of,
     parts,
+    split_batch,
     splits_by_example,
     to_device,
 )
 from kfac_backend.model.calls import call_with, forked_random_numbers
 from kfac_backend.model.capture import Capture, unknown_examples
-from kfac_backend.model.checks import check_finite, check_inputs, check_module
-from kfac_backend.model.memory import is_out_of_memory, out_of_memory
+from kfac_backend.model.checks import (
+    check_finite,
+    check_inputs,
+    check_module,
+    is_out_of_memory,
+    out_of_memory,
+)
 from kfac_backend.model.proof import Proof, verify_independence
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer, assign_rules
-from kfac_backend.model.targets import Targets, counting, mask_of, split_batch
 from kfac_backend.options import (
     Approximation,
     CurvatureOptions,

@@ -8,18 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.blocks.block import decompose_on_ranks
-from kfac_backend.blocks.corrected import CorrectedBlock
+from kfac_backend.blocks.block import CorrectedBlock, decompose_on_ranks
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.covariance.corrected_eigenvalues import CorrectedEigenvalues
 from kfac_backend.covariance.eigenbasis import LARGEST_PRODUCT
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.layers import ExactRule, Use
-from kfac_backend.model.batches import each_batch
+from kfac_backend.model.batches import each_batch, split_batch
 from kfac_backend.model.capture import unknown_examples
 from kfac_backend.model.checks import check_module
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer, assignment_of_blocks
-from kfac_backend.model.targets import split_batch
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.precision import exact_arithmetic
 from kfac_backend.ranks import PassSums, ProcessGroupOption

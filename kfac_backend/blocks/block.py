@@ -1,7 +1,10 @@
-"""The curvature block of one parameter tensor: B ⊗ A, B alone, or a diagonal."""
+"""The curvature block of one parameter tensor: B ⊗ A, B alone, or a diagonal.
+
+`CorrectedBlock` has corrected eigenvalues in the eigenbasis of B ⊗ A (EKFAC).
+"""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -9,7 +12,6 @@ from torch import Tensor
 
 from kfac_backend.blocks.eigen import (
     check_finite_factor,
-    check_gram,
     eigenvalues,
     eigh,
     map_on_cores,
@@ -26,7 +28,13 @@ from kfac_backend.blocks.sketch import (
 )
 from kfac_backend.ranks import Ranks
 
-__all__ = ["EigenBlock", "KroneckerBlock", "compute_eigenvalues", "decompose_on_ranks"]
+__all__ = [
+    "CorrectedBlock",
+    "EigenBlock",
+    "KroneckerBlock",
+    "compute_eigenvalues",
+    "decompose_on_ranks",
+]
 
 
 @dataclass(frozen=True)
@@ -62,15 +70,6 @@ class KroneckerBlock:
                 f"{None if A_shape is None else tuple(A_shape)}; expected square matrices, with "
                 "the same leading number of groups if there are groups."
             )
-
-    def check(self) -> None:
-        """Raise a ValueError unless a pass can have made the block; for factors from a file."""
-        terms = torch.tensor(self._terms, dtype=torch.float64)
-        right = (terms >= 0).all() and not terms.isinf().any()
-        if not right or len(terms) not in (1, *self.B.shape[:-2]):
-            raise ValueError(f"The block of '{self.name}' has num_terms={self.num_terms}.")
-        for F, name in self.named_factors():
-            F.check(name) if isinstance(F, SketchedFactor) else check_gram(F, name)
 
     @property
     def numel(self) -> int:
@@ -444,3 +443,102 @@ class EigenBlock:
         if self.Q_A is not None:
             d = diagonal_of(d, self.Q_A)
         return d.flatten()
+
+
+@dataclass(frozen=True)
+class CorrectedBlock(KroneckerBlock):
+    """(Q_B ⊗ Q_A) diag(s) (Q_B ⊗ Q_A)ᵀ, with s the exact block's diagonal in that basis.
+
+    Of all matrices with these eigenvectors it is the nearest to the exact block in Frobenius norm,
+    and it has the exact block's trace. Source: George et al. 2018, "Fast Approximate Natural
+    Gradient Descent in a Kronecker-factored Eigenbasis" (arXiv:1806.03884), section 3.
+
+    B and A are the factors whose eigenvectors form the basis. The block is not their product.
+    """
+
+    eigen: EigenBlock = field(kw_only=True)
+    """The eigenbasis of B ⊗ A, and the ``corrected`` eigenvalues in it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.whole_factors("A correction of eigenvalues")
+        if self._corrected.numel() != self.numel:
+            raise ValueError(
+                f"The block of '{self.name}' has {self.numel} entries and corrected eigenvalues of "
+                f"shape {tuple(self._corrected.shape)}; there is one for each entry."
+            )
+
+    @property
+    def _corrected(self) -> Tensor:
+        assert self.eigen.corrected is not None
+        return self.eigen.corrected
+
+    def to_dense(self) -> Tensor:
+        """The block as a (P, P) matrix."""
+        return self.matvec(torch.eye(self.numel, dtype=self.B.dtype, device=self.B.device))
+
+    def matvec(self, v: Tensor) -> Tensor:
+        """The block times vectors v (..., P)."""
+        return self.eigen.power_matvec(v, self._corrected, 1.0)
+
+    def scale(self, weight: float) -> "CorrectedBlock":
+        """The block of the same data with a weight ≥ 0."""
+        scaled = super().scale(weight)
+        assert isinstance(scaled, CorrectedBlock)
+        return replace(scaled, eigen=self.eigen.scale(weight))
+
+    def add(self, other: KroneckerBlock) -> "CorrectedBlock":
+        """The block of the union of both data sets, if both have the same eigenvectors.
+
+        Raises:
+            ValueError: different eigenvectors, since those of the sum differ from both.
+        """
+        total = super().add(other)
+        assert isinstance(total, CorrectedBlock) and isinstance(other, CorrectedBlock)
+        mine, theirs = self.eigen, other.eigen
+        if not (_same(mine.Q_B, theirs.Q_B) and _same(mine.Q_A, theirs.Q_A)):
+            raise ValueError(
+                f"The blocks of '{self.name}' have corrected eigenvalues for different "
+                "eigenvectors, and their sum has others again. Add (or average) the factors before "
+                "they are corrected, and correct the sum over all the data."
+            )
+        alpha = None if total.A is None else _diagonal_in(mine.Q_A, total.A)
+        eigen = EigenBlock(
+            _diagonal_in(mine.Q_B, total.B),
+            mine.Q_B,
+            alpha,
+            mine.Q_A,
+            self._corrected + other._corrected,
+        )
+        return replace(total, eigen=eigen)
+
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> "CorrectedBlock":
+        """The block on another device or in another dtype."""
+        moved = super().to(device, dtype)
+        return replace(moved, eigen=self.eigen.to(device, dtype))
+
+    def factor_eigenvalues(self) -> tuple[Tensor, None]:
+        """All P eigenvalues ≥ 0, in float64, and None: they are not products of factors'."""
+        return self._corrected.double().flatten(), None
+
+    def num_clipped(self) -> int:
+        """0, since the eigenvalues are sums of squares."""
+        return 0
+
+    def decompose(self) -> EigenBlock:
+        """The corrected eigenvalues, and the eigenvectors of the factors."""
+        return self.eigen
+
+
+def _same(first: Basis | None, second: Basis | None) -> bool:
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+        return first is second
+    return torch.equal(first, second)
+
+
+def _diagonal_in(Q: Basis | None, factor: Factor) -> Tensor:
+    """The diagonal of Qᵀ F Q."""
+    assert isinstance(Q, Tensor) and isinstance(factor, Tensor)  # sketches are not corrected
+    return (Q * (factor @ Q)).sum(-2)

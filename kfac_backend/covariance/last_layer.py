@@ -25,10 +25,9 @@ from kfac_backend.covariance.output_covariance import (
 )
 from kfac_backend.layers import WeightSharingRule, registered
 from kfac_backend.model.batches import detached
-from kfac_backend.model.calls import call_with, restoration
+from kfac_backend.model.calls import call_with, close, restoration
 from kfac_backend.model.capture import first_input
 from kfac_backend.model.checks import check_output
-from kfac_backend.model.comparison import close
 from kfac_backend.precision import at_least_float32, full_float32
 
 __all__ = ["LastLayerCovariance"]

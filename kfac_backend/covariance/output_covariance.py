@@ -44,8 +44,7 @@ from kfac_backend.layers import ExampleGradients, Use
 from kfac_backend.model.batches import Plan, detached, example_shapes, examples, make_plan
 from kfac_backend.model.calls import call_with, num_examples, plain_attention, restoration
 from kfac_backend.model.capture import Capture, unknown_examples
-from kfac_backend.model.checks import check_module, check_output
-from kfac_backend.model.memory import total_memory
+from kfac_backend.model.checks import check_module, check_output, total_memory
 from kfac_backend.model.proof import Proof
 from kfac_backend.model.rule_assignment import TrackedLayer, assignment_of_blocks
 from kfac_backend.precision import at_least_float32, full_float32

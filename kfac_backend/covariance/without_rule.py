@@ -14,9 +14,14 @@ from torch.func import jacrev, vmap
 
 from kfac_backend.layers import ExampleGradients
 from kfac_backend.model.batches import examples
-from kfac_backend.model.calls import call_with, forked_random_numbers, num_examples, plain_attention
-from kfac_backend.model.comparison import close
-from kfac_backend.model.memory import is_out_of_memory
+from kfac_backend.model.calls import (
+    call_with,
+    close,
+    forked_random_numbers,
+    num_examples,
+    plain_attention,
+)
+from kfac_backend.model.checks import is_out_of_memory
 
 __all__ = ["GradientsWithoutRule"]
 

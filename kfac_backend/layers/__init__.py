@@ -3,9 +3,8 @@
 A pass finds a layer's rule in the registry.
 """
 
-from kfac_backend.layers.elementwise import ExactRule
+from kfac_backend.layers.elementwise import Bias, ExactRule, Scale
 from kfac_backend.layers.layer_by_parts import FunctionalLayer, LayerByParts, LinearPart
-from kfac_backend.layers.modules import Bias, Scale
 from kfac_backend.layers.registry import (
     Registered,
     declared_parameters,
@@ -14,8 +13,7 @@ from kfac_backend.layers.registry import (
     registered,
     supported_layers,
 )
-from kfac_backend.layers.rule import ExampleGradients, Rule
-from kfac_backend.layers.uses import Use
+from kfac_backend.layers.rule import ExampleGradients, Rule, Use
 from kfac_backend.layers.weight_sharing import WeightSharingRule
 
 __all__ = [

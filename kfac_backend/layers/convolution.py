@@ -1,19 +1,26 @@
-"""Convolutions: every position of the kernel on the image shares the weight."""
+"""Convolutions: all positions of the kernel share the weight; if transposed, all input pixels."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
 
-from kfac_backend.layers.gram.gram import Gram
-from kfac_backend.layers.gram.patch_gram import PatchGram
-from kfac_backend.layers.gram.window import Window, patch_sums, patches, windows
-from kfac_backend.layers.uses import Use
+from kfac_backend.layers.gram import Gram
+from kfac_backend.layers.patches.patch_gram import PatchGram
+from kfac_backend.layers.patches.window import Window, patch_sums, patches, windows
+from kfac_backend.layers.rule import ExampleGradients, Use
 from kfac_backend.layers.weight_sharing import WeightSharingRule
+from kfac_backend.options import Approximation
 from kfac_backend.precision import at_least_float32
 
-__all__ = ["ConvolutionRule", "ImageRule"]
+__all__ = [
+    "ConvTransposeRule",
+    "ConvolutionRule",
+    "ImageRule",
+]
 
 SHAPES = {1: "(N, C, L)", 2: "(N, C, H, W)", 3: "(N, C, D, H, W)"}
 """A batch of images, by their number of axes."""
@@ -85,3 +92,108 @@ class ConvolutionRule(ImageRule):
 def _num_positions(axes: Sequence[Window]) -> int:
     """R, over all axes."""
     return math.prod(window.positions for window in axes)
+
+
+class ConvTransposeRule(ImageRule):
+    """nn.ConvTranspose1d, 2d and 3d with any stride, padding, output padding, dilation and groups.
+
+    Each input pixel q is multiplied by the weight (C_in, C_out/G, *kernel), and the result is added
+    to the output at q·stride − padding + k·dilation. The weight's positions are the R input pixels,
+    d_in = C_in/G. The output gradient of a position is the patch of the output's gradient that it
+    writes to, d_out = C_out/G × kernel in the order of ``weight.flatten(1)``, and zero where
+    padding crops the output. The weight is stored inputs first, so its block is A ⊗ B. The bias's
+    positions are the output's pixels.
+    """
+
+    transposed = True
+    same_gradients = False
+
+    def __init__(self, layer: Any, mode: Approximation, names: Collection[str]) -> None:
+        super().__init__(layer, mode, names)
+        # Size of an input image -> size of its output, () while that has not been seen. Gradients
+        # come to `example_gradients` without it, with their pixels in one axis.
+        self._sizes: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def inputs(self, a: Tensor) -> Tensor:
+        """The pixels (G, N, R, d_in) of (N, C_in, ...)."""
+        return a.flatten(2).unflatten(1, (self.groups, -1)).permute(1, 0, 3, 2)
+
+    def mean_inputs(self, a: Tensor) -> tuple[Tensor, int]:
+        """Mean pixels (G, N, d_in), and R."""
+        pixels = at_least_float32(a).flatten(2)
+        return pixels.mean(2).unflatten(1, (self.groups, -1)).movedim(1, 0), pixels.shape[2]
+
+    def weight_gradients(self, b: Tensor) -> Float[Tensor, "G M R d_out"]:
+        """The patches of output gradients (M, C_out, ...) that the input's pixels write to."""
+        return patches(b, self.groups, *self.axes(b))
+
+    def axes(self, b: Tensor) -> tuple[Window, ...]:
+        """How the kernel meets the axes of output gradients, as if they were convolved."""
+        layer, axes = self.layer, []
+        for size, kernel, stride, dilation, padding, surplus in zip(
+            b.shape[2:],
+            layer.kernel_size,
+            layer.stride,
+            layer.dilation,
+            layer.padding,
+            layer.output_padding,
+            strict=True,
+        ):
+            window = Window(size, kernel, stride, dilation, padding, padding, "constant")
+            if surplus >= stride:  # the kernel fits where there is no input pixel
+                window = replace(window, most_positions=window.positions - surplus // stride)
+            axes.append(window)
+        inputs = tuple(window.positions for window in axes)
+        if inputs not in self._sizes:
+            raise NotImplementedError(
+                f"{layer} made an output of shape {tuple(b.shape)}, which does not follow from its "
+                "output_padding. Where that is at least the stride, call it without output_size."
+            )
+        return tuple(axes)
+
+    def add_input(self, use: Use) -> None:
+        """Add one use's input."""
+        self._sizes.setdefault(tuple(use.a.shape[2:]), ())
+        super().add_input(use)
+
+    def new_gradient_gram(self) -> Gram:
+        """The Gram matrix of patches for expand, of their sums for reduce."""
+        if self.by_example:
+            return super().new_gradient_gram()
+        return PatchGram(self.layer.kernel_size, self.groups)
+
+    def add_gradient_gram(self, b: Tensor) -> None:
+        """Add the patches of output gradients."""
+        assert isinstance(self.B_weight.gram, PatchGram)
+        self.B_weight.gram.add_images(b, *self.axes(b))
+
+    def weight_gradient_sums(self, b: Tensor) -> Float[Tensor, "G M d_out"]:
+        """The sums of all patches, without unfolding them."""
+        sums = patch_sums(at_least_float32(b), *self.axes(b)).flatten(1)  # (M, C_out·kernel)
+        return sums.unflatten(1, (self.groups, -1)).movedim(1, 0)
+
+    def position_gradients(self, use: Use, b: Tensor) -> Float[Tensor, "M R_out C_out"]:
+        """The gradients at the output's pixels, from which those of both parameters follow."""
+        inputs, outputs = tuple(use.a.shape[2:]), tuple(b.shape[2:])
+        if self._sizes.setdefault(inputs, outputs) not in ((), outputs):
+            raise NotImplementedError(
+                f"{self.layer} makes outputs of sizes {self._sizes[inputs]} and {outputs} from "
+                f"inputs of size {inputs}; covariances support one output_size. Use separate "
+                "layers."
+            )
+        self._sizes[inputs] = outputs
+        return super().position_gradients(use, b)
+
+    def example_gradients(
+        self, a: Tensor, b: Float[Tensor, "N R_out C C_out"]
+    ) -> dict[str, ExampleGradients]:
+        """Σ a ⊗ patch over input pixels for the weight, Σ b over output pixels for the bias."""
+        gradients = {}
+        if "weight" in self.names:
+            images = b.permute(0, 2, 3, 1).flatten(0, 1)  # (N·C, C_out, R_out)
+            images = images.unflatten(2, self._sizes[tuple(a.shape[2:])])
+            by_output = self.weight_gradients(images).unflatten(1, (len(a), -1))
+            gradients["weight"] = ExampleGradients(by_output.transpose(2, 3), self.inputs(a))
+        if "bias" in self.names:
+            gradients["bias"] = ExampleGradients(b[None])
+        return gradients

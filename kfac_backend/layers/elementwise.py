@@ -14,15 +14,22 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from kfac_backend.blocks.sketch import SketchedFactor
-from kfac_backend.layers.gram.gram import DiagonalGram, gram_of_gradients
-from kfac_backend.layers.rule import ExampleGradients, Rule
-from kfac_backend.layers.uses import BlockSums, GradientFactor, PositionSums, Use
+from kfac_backend.layers.gram import DiagonalGram, gram_of_gradients
+from kfac_backend.layers.rule import (
+    BlockSums,
+    ExampleGradients,
+    GradientFactor,
+    PositionSums,
+    Rule,
+    Use,
+)
 from kfac_backend.options import Approximation
 from kfac_backend.precision import at_least_float32
 
 __all__ = [
-    "BiasRule",
     "BatchNormRule",
+    "Bias",
+    "BiasRule",
     "ElementwiseRule",
     "ExactRule",
     "GroupNormRule",
@@ -32,9 +39,41 @@ __all__ = [
     "OwnParameterRule",
     "PReLURule",
     "RMSNormRule",
+    "Scale",
     "ScaleRule",
     "default_view",
 ]
+
+
+class Bias(nn.Module):
+    """Adds one learned scalar to every entry of its input.
+
+    Source: Zhang, Dauphin & Ma 2019, "Fixup Initialization", rule 3. Shape (1,) and not (), since
+    laplace-torch rejects 0-dimensional parameters.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x + bias, in the shape of x."""
+        return x + self.bias
+
+
+class Scale(nn.Module):
+    """Multiplies every entry of its input by one learned scalar.
+
+    Source: Zhang, Dauphin & Ma 2019, "Fixup Initialization", rule 3.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return scale · x, in the shape of x."""
+        return x * self.scale
 
 
 class ExactRule(Rule):

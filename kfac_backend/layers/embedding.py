@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kfac_backend.layers.gram.gram import CountGram, DenseGram, Gram
+from kfac_backend.layers.gram import CountGram, DenseGram, Gram
 from kfac_backend.layers.rows import Rows
-from kfac_backend.layers.uses import PositionSums, Use
+from kfac_backend.layers.rule import PositionSums, Use
 from kfac_backend.layers.weight_sharing import WeightSharingRule
 from kfac_backend.options import Approximation
 

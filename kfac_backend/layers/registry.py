@@ -1,27 +1,25 @@
 """The rule of each kind of layer; users register their own."""
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
-from kfac_backend.layers.attention import AttentionByParts, SequenceFirst
-from kfac_backend.layers.convolution import ConvolutionRule
 from kfac_backend.layers.elementwise import (
     BatchNormRule,
+    Bias,
     BiasRule,
     GroupNormRule,
     InstanceNormRule,
     LayerNormRule,
     PReLURule,
     RMSNormRule,
+    Scale,
     ScaleRule,
 )
-from kfac_backend.layers.embedding import EmbeddingRule
 from kfac_backend.layers.layer_by_parts import LayerByParts, LinearPart
-from kfac_backend.layers.modules import Bias, Scale
 from kfac_backend.layers.rule import Rule
-from kfac_backend.layers.transposed_convolution import ConvTransposeRule
 from kfac_backend.layers.weight_sharing import LinearRule, TransposedLinearRule
 
 __all__ = [
@@ -36,16 +34,16 @@ __all__ = [
 AnyRule = type[Rule] | type[LayerByParts]
 T = TypeVar("T", bound=type)
 
-RULES: dict[type[nn.Module], AnyRule] = {
+RULES: dict[type[nn.Module], AnyRule | str] = {
     nn.Linear: LinearRule,
     LinearPart: LinearRule,
-    nn.Conv1d: ConvolutionRule,
-    nn.Conv2d: ConvolutionRule,
-    nn.Conv3d: ConvolutionRule,
-    nn.ConvTranspose1d: ConvTransposeRule,
-    nn.ConvTranspose2d: ConvTransposeRule,
-    nn.ConvTranspose3d: ConvTransposeRule,
-    nn.Embedding: EmbeddingRule,
+    nn.Conv1d: "convolution.ConvolutionRule",
+    nn.Conv2d: "convolution.ConvolutionRule",
+    nn.Conv3d: "convolution.ConvolutionRule",
+    nn.ConvTranspose1d: "convolution.ConvTransposeRule",
+    nn.ConvTranspose2d: "convolution.ConvTransposeRule",
+    nn.ConvTranspose3d: "convolution.ConvTransposeRule",
+    nn.Embedding: "embedding.EmbeddingRule",
     nn.LayerNorm: LayerNormRule,
     nn.RMSNorm: RMSNormRule,
     nn.GroupNorm: GroupNormRule,
@@ -57,14 +55,15 @@ RULES: dict[type[nn.Module], AnyRule] = {
     nn.BatchNorm3d: BatchNormRule,
     nn.SyncBatchNorm: BatchNormRule,
     nn.PReLU: PReLURule,
-    nn.MultiheadAttention: AttentionByParts,
-    nn.TransformerEncoderLayer: SequenceFirst,
-    nn.TransformerDecoderLayer: SequenceFirst,
-    nn.TransformerEncoder: SequenceFirst,
-    nn.TransformerDecoder: SequenceFirst,
+    nn.MultiheadAttention: "attention.AttentionByParts",
+    nn.TransformerEncoderLayer: "attention.SequenceFirst",
+    nn.TransformerDecoderLayer: "attention.SequenceFirst",
+    nn.TransformerEncoder: "attention.SequenceFirst",
+    nn.TransformerDecoder: "attention.SequenceFirst",
     Bias: BiasRule,
     Scale: ScaleRule,
 }
+"""Layer -> its rule; or the rule's module here and its name, imported with the first such layer."""
 
 RULES_BY_NAME: dict[str, AnyRule] = {
     "transformers.pytorch_utils.Conv1D": TransposedLinearRule,
@@ -158,8 +157,15 @@ def registered(layer: nn.Module) -> Registered | None:
     for cls in type(layer).__mro__:
         rule = RULES.get(cls) or RULES_BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}")
         if rule is not None:
-            return Registered(cls, rule, BUILT_IN.get(cls) is rule)
+            return Registered(cls, _imported(rule), BUILT_IN.get(cls) is rule)
     return None
+
+
+def _imported(rule: AnyRule | str) -> AnyRule:
+    if not isinstance(rule, str):
+        return rule
+    module, _, name = rule.partition(".")
+    return getattr(import_module(f"kfac_backend.layers.{module}"), name)
 
 
 def declared_parameters(module: nn.Module) -> dict[str, tuple[int, ...] | None]:
@@ -172,5 +178,5 @@ def declared_parameters(module: nn.Module) -> dict[str, tuple[int, ...] | None]:
 
 def supported_layers() -> list[str]:
     """Names of the layers that have a rule of their own."""
-    hidden = {LinearPart, *(t for t, rule in RULES.items() if rule is SequenceFirst)}
+    hidden = {LinearPart, *(t for t, rule in RULES.items() if rule == "attention.SequenceFirst")}
     return [layer_type.__name__ for layer_type in RULES if layer_type not in hidden]

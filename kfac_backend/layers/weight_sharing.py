@@ -16,10 +16,17 @@ from torch import Tensor
 
 from kfac_backend.blocks.sketch import Factor, SketchedFactor
 from kfac_backend.expand_and_reduce import gradient_sums, input_means
-from kfac_backend.layers.gram.gram import DenseGram, DiagonalGram, Gram, SketchGram
+from kfac_backend.layers.gram import DenseGram, DiagonalGram, Gram, SketchGram
 from kfac_backend.layers.rows import Rows
-from kfac_backend.layers.rule import ExampleGradients, Rule
-from kfac_backend.layers.uses import BlockSums, GradientFactor, InputFactor, PositionSums, Use
+from kfac_backend.layers.rule import (
+    BlockSums,
+    ExampleGradients,
+    GradientFactor,
+    InputFactor,
+    PositionSums,
+    Rule,
+    Use,
+)
 from kfac_backend.options import Approximation, Mode
 from kfac_backend.precision import at_least_float32
 

@@ -1,11 +1,13 @@
 """Calling a model with other parameters, and with layers split into parts that hooks can see.
 
+Also whether two calls give the same, up to rounding (`close`, `same_with_derivatives`).
+
 Whatever happens meanwhile, an error or an interrupt, the model is afterwards as it was before.
 """
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy as copy_of
 from functools import partial
@@ -14,22 +16,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.backends import cuda
+from torch.overrides import TorchFunctionMode
 
-from kfac_backend.model.checks import check_output
-from kfac_backend.model.memory import is_out_of_memory
+from kfac_backend.model.checks import check_output, is_out_of_memory
 from kfac_backend.model.rule_assignment import RuleAssignment
 from kfac_backend.precision import Setting
 
 __all__ = [
+    "DtypesInUse",
     "arguments",
     "call_with",
+    "close",
     "explicit_forwards",
     "forked_random_numbers",
     "logits_of",
+    "noise_like",
     "num_examples",
     "own_loss",
     "plain_attention",
     "restoration",
+    "same_with_derivatives",
     "takes_labels",
     "uncompiled",
 ]
@@ -329,3 +335,86 @@ def _set_attentions(enabled: tuple[bool, ...]) -> None:
 plain_attention = Setting(_attentions, _set_attentions, (False, False, False, True))
 """Attention by its plain formula: fused attention, also on a CPU, can neither be differentiated
 twice nor under vmap."""
+
+
+TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
+OTHER_TOLERANCE = 0.1
+
+
+class DtypesInUse(TorchFunctionMode):
+    """A context that records the coarsest dtype of all results, since a layer may cast inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tolerance = 0.0
+        """The tolerance of the coarsest dtype so far."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if isinstance(output, Tensor) and output.is_floating_point():
+            self.tolerance = max(self.tolerance, _tolerance(output))
+        return output
+
+
+def same_with_derivatives(
+    should: Tensor, does: Tensor, parameters: Sequence[Tensor], tolerance: float = 0.0
+) -> bool:
+    """Whether two outputs agree, and their gradients in some parameters from one random vector.
+
+    Args:
+        should: the output as expected; its graph is freed.
+        does: the other; its graph stays.
+        parameters: the parameters.
+        tolerance: see `close`.
+    """
+    if should.shape != does.shape or should.requires_grad != does.requires_grad:
+        return False
+    if not close(should.detach(), does.detach(), tolerance):
+        return False
+    if not parameters:
+        return True
+    if not does.requires_grad:
+        return False
+    u = noise_like(does)
+    # Some may be unused, where only a part of a layer's parameters is trainable.
+    first = torch.autograd.grad(should, parameters, u, allow_unused=True)
+    second = torch.autograd.grad(does, parameters, u, retain_graph=True, allow_unused=True)
+    return all(
+        (a is None) == (b is None) and (a is None or b is None or close(a, b, tolerance))
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+def close(should: Tensor, does: Tensor, tolerance: float = 0.0) -> bool:
+    """Whether ‖should − does‖ ≤ tolerance · ‖should‖; also True if NaN or infinity is expected.
+
+    Args:
+        should: the tensor as expected.
+        does: the other; its dtype has a tolerance.
+        tolerance: that of a coarser dtype in which they were computed, see `DtypesInUse`; the
+            larger of both counts.
+    """
+    if should.shape != does.shape:
+        return False
+    if should.is_sparse or does.is_sparse:
+        should, does = should.to_dense(), does.to_dense()
+    if not torch.isfinite(should).all():
+        return True  # reported with the model's output
+    tolerance = max(tolerance, _tolerance(does))
+    return bool((should - does).norm() <= tolerance * should.norm())
+
+
+def noise_like(x: Tensor) -> Tensor:
+    """Normal numbers in the shape of x, the same each time; the user's generators are not used."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(x.shape, generator=generator).to(x.device, x.dtype)
+
+
+def _tolerance(x: Tensor) -> float:
+    return TOLERANCES.get(x.dtype, OTHER_TOLERANCE)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +35,11 @@ from kfac_backend.layers import FunctionalLayer, Use
 from kfac_backend.layers.elementwise import OwnParameter
 from kfac_backend.layers.rows import Rows, Run, SharedAxes, current_rows, folded_rows
 from kfac_backend.model.calls import call_with, explicit_forwards, num_examples
-from kfac_backend.model.operations import Expression, Follower, LayerRun
-from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
+from kfac_backend.model.rule_assignment import LayerRun, RuleAssignment, TrackedLayer
 from kfac_backend.precision import at_least_float32
+
+if TYPE_CHECKING:
+    from kfac_backend.model.operations import Expression, Follower
 
 __all__ = ["Capture", "check_before", "first_input", "rows_of", "unknown_examples"]
 
@@ -66,7 +68,8 @@ class Capture:
         differentiable: keep the graphs of inputs, gradients and output with respect to the model's
             input, which must require a gradient.
         follower: makes the context that sees operations on parameters, from the arguments of
-            `Follower`. The proof passes other followers, which find out what the operations are.
+            `Follower`, which is the default. The proof passes other followers, which find out
+            what the operations are.
 
     Raises:
         NotImplementedError: in the forward pass, a layer under no_grad; own parameters with an
@@ -87,7 +90,7 @@ class Capture:
         keep_inputs: bool = False,
         in_training: bool = False,
         differentiable: bool = False,
-        follower: Callable[..., Follower] = Follower,
+        follower: "Callable[..., Follower] | None" = None,
     ) -> None:
         self._model = model
         self._assignment = assignment
@@ -99,7 +102,7 @@ class Capture:
         self._in_training = in_training
         self._differentiable = differentiable
         self._make_follower = follower
-        self._follower: Follower | None = None
+        self._follower: "Follower | None" = None
         self._handles: list[RemovableHandle] = []
         self.folds = False
         """Whether rows of the last forward pass were taken for several of each example."""
@@ -150,7 +153,7 @@ class Capture:
         # Hooks stay on a graph as long as its output lives, and they reach this object. A callback
         # that holds the output would close a circle that Python's garbage collector cannot see.
         self._on_input = self._on_gradient = _ignore
-        self._follower, self._make_follower = None, Follower
+        self._follower = None
 
     def forward(self, x: Any) -> Tensor:
         """The model's output at x, with a graph down to the first tracked outputs."""
@@ -271,7 +274,7 @@ class Capture:
                 number = kinds.index("constant") + 1
                 raise _other_runs(tracked, f"with a constant output in run {number}")
 
-    def _new_follower(self) -> Follower | None:
+    def _new_follower(self) -> "Follower | None":
         """A context that sees the operations on followed parameters; None if there are none."""
         operations = self._assignment.operations
         once = {layer for layer, kinds in self._assignment.runs.items() if "followed" in kinds}
@@ -281,9 +284,13 @@ class Capture:
             name: self._model.get_parameter(name).detach().requires_grad_()
             for name in operations.names
         }
-        return self._make_follower(operations, leaves, self._copies, self._seen, once)
+        # Loaded only where there is something to follow.
+        from kfac_backend.model.operations import Follower
 
-    def _copies(self, expression: Expression, M: int) -> Tensor:
+        make = self._make_follower or Follower
+        return make(operations, leaves, self._copies, self._seen, once)
+
+    def _copies(self, expression: "Expression", M: int) -> Tensor:
         """A copy (M, ...) of an expression for each row; reports its parameters' gradients.
 
         A copy is a source: backward passes end there, and the expression's own graph takes each

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.func import vjp, vmap
 
 from kfac_backend.model.batches import examples
-from kfac_backend.model.calls import call_with, forked_random_numbers, num_examples
-from kfac_backend.model.comparison import close
-from kfac_backend.model.memory import is_out_of_memory
+from kfac_backend.model.calls import call_with, close, forked_random_numbers, num_examples
+from kfac_backend.model.checks import is_out_of_memory
 
 __all__ = ["squared_gradients"]
 

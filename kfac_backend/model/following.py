@@ -18,10 +18,9 @@ from kfac_backend.layers import FunctionalLayer, Rule, Use
 from kfac_backend.layers.elementwise import OwnParameter
 from kfac_backend.layers.weight_sharing import LinearRule, TransposedLinearRule
 from kfac_backend.model.batches import examples
-from kfac_backend.model.calls import forked_random_numbers
+from kfac_backend.model.calls import DtypesInUse, close, forked_random_numbers
 from kfac_backend.model.capture import Capture
-from kfac_backend.model.comparison import DtypesInUse, close
-from kfac_backend.model.memory import is_out_of_memory
+from kfac_backend.model.checks import is_out_of_memory
 from kfac_backend.model.operations import (
     PRODUCTS,
     Call,

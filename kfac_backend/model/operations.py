@@ -45,27 +45,18 @@ from kfac_backend.layers import FunctionalLayer, Rule
 from kfac_backend.layers.convolution import ConvolutionRule
 from kfac_backend.layers.embedding import EmbeddingRule
 from kfac_backend.layers.weight_sharing import LinearRule, TransposedLinearRule
-from kfac_backend.model.rule_assignment import Operations, TrackedLayer
+from kfac_backend.model.rule_assignment import LayerRun, Operations, TrackedLayer
 
 __all__ = [
     "PRODUCTS",
     "Call",
     "Expression",
     "Follower",
-    "LayerRun",
     "Refused",
     "WeightUse",
     "tensors_in",
     "weight_use",
 ]
-
-
-@dataclass(frozen=True, eq=False)
-class LayerRun:
-    """A layer's run on an input that all examples share: its output starts an expression."""
-
-    tracked: TrackedLayer
-    number: int
 
 
 @dataclass(frozen=True, eq=False)

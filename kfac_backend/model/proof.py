@@ -37,17 +37,18 @@ from kfac_backend.layers.rows import Run, SharedAxes
 from kfac_backend.layers.rule import summed_gradients
 from kfac_backend.model.batches import Plan, examples, make_plan
 from kfac_backend.model.calls import (
+    DtypesInUse,
     call_with,
+    close,
     explicit_forwards,
     forked_random_numbers,
+    noise_like,
     num_examples,
+    same_with_derivatives,
 )
 from kfac_backend.model.capture import Capture, check_before, first_input, rows_of
-from kfac_backend.model.checks import check_inputs
-from kfac_backend.model.comparison import DtypesInUse, close, noise_like, same_with_derivatives
+from kfac_backend.model.checks import check_inputs, is_out_of_memory
 from kfac_backend.model.earlier_proofs import Key, findings_of, proof_key, recall, remember
-from kfac_backend.model.following import follow
-from kfac_backend.model.memory import is_out_of_memory
 from kfac_backend.model.rule_assignment import DividedLayer, Refusal, RuleAssignment, TrackedLayer
 
 __all__ = [
@@ -213,6 +214,9 @@ class Proof:
             if candidates or shared:
                 if not by_example:  # following needs one example and two
                     raise Refusal(candidates)
+                # Loaded only where there is something to follow.
+                from kfac_backend.model.following import follow
+
                 assignment = follow(self._model, assignment, x, candidates, shared)
                 verify_gradients(self._model, assignment, x, candidates | shared)
         if not self._independence_verified and (N is None or N > 1):

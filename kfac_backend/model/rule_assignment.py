@@ -30,6 +30,7 @@ from kfac_backend.options import Unsupported
 
 __all__ = [
     "DividedLayer",
+    "LayerRun",
     "Operations",
     "Refusal",
     "RuleAssignment",
@@ -61,6 +62,14 @@ class TrackedLayer:
 
     def __str__(self) -> str:
         return f"'{self.name}' ({type(self.layer).__name__})"
+
+
+@dataclass(frozen=True, eq=False)
+class LayerRun:
+    """A layer's run on an input that all examples share: its output starts an expression."""
+
+    tracked: TrackedLayer
+    number: int
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,7 +35,7 @@ from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.layers import Use
 from kfac_backend.loss import IGNORED, check_targets, num_counted_terms
-from kfac_backend.model.batches import detached
+from kfac_backend.model.batches import counting, detached, mask_of
 from kfac_backend.model.calls import (
     explicit_forwards,
     logits_of,
@@ -52,7 +52,6 @@ from kfac_backend.model.rule_assignment import (
     TrackedLayer,
     assign_rules,
 )
-from kfac_backend.model.targets import counting, mask_of
 from kfac_backend.optimizer.damped_inverse import diverging
 from kfac_backend.options import CurvatureOptions, Likelihood, automatic_mode
 from kfac_backend.precision import backward_arithmetic, full_float32

@@ -34,8 +34,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from kfac_backend.loss import check_targets, counted_terms
-from kfac_backend.model.batches import each_batch
-from kfac_backend.model.targets import Targets, split_batch
+from kfac_backend.model.batches import Targets, each_batch, split_batch
 from kfac_backend.options import Likelihood
 from kfac_backend.ranks import Ranks
 from marglik.eval_mode import in_eval_mode

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from kfac_backend.loss import counted_terms
-from kfac_backend.model.batches import each_batch
-from kfac_backend.model.targets import Targets, split_batch
+from kfac_backend.model.batches import Targets, each_batch, split_batch
 from kfac_backend.options import Likelihood, TargetOptions
 from kfac_backend.ranks import Ranks
 from marglik.prediction.curves import coverage_curve, reliability

@@ -12,7 +12,7 @@ from kfac_backend.covariance.output_covariance import OutputCovariance, Posterio
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.eigenvalue_correction import CorrectionPass
 from kfac_backend.loss import check_targets
-from kfac_backend.model.targets import Targets
+from kfac_backend.model.batches import Targets
 from kfac_backend.options import Likelihood
 from marglik.data import ImageSplits, Splits
 from marglik.data.batches import split_batches

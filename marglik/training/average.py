@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from kfac_backend.model.batches import to_device
+from kfac_backend.model.batches import split_batch, to_device
 from kfac_backend.model.calls import arguments
-from kfac_backend.model.targets import split_batch
 from kfac_backend.ranks import Ranks
 from marglik.eval_mode import kept_mode
 from marglik.training.loaders import Loader

@@ -21,10 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.loss import counted_terms
-from kfac_backend.model.batches import to_device
+from kfac_backend.model.batches import Targets, split_batch, to_device
 from kfac_backend.model.calls import arguments, forked_random_numbers, logits_of
 from kfac_backend.model.checks import check_module
-from kfac_backend.model.targets import Targets, split_batch
 from kfac_backend.optimizer import KFAC
 from kfac_backend.optimizer.training_pass import MeanOver
 from kfac_backend.options import CurvatureOptions, Likelihood, check_option, check_positive

@@ -26,9 +26,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DistributedSampler
 
 from kfac_backend.loss import check_targets, counted_terms, loss_sum
-from kfac_backend.model.batches import each_batch
+from kfac_backend.model.batches import Targets, each_batch, split_batch
 from kfac_backend.model.calls import arguments, logits_of
-from kfac_backend.model.targets import Targets, split_batch
 from kfac_backend.optimizer import KFAC
 from kfac_backend.options import Likelihood, TargetOptions
 from kfac_backend.ranks import Ranks

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.utils.data import DistributedSampler
 
-from kfac_backend.model.targets import split_batch
+from kfac_backend.model.batches import split_batch
 from kfac_backend.ranks import RankError, Ranks
 from marglik.training.loaders import Loader, count_examples
 from marglik.training.random_state import random_state, samplers_of, set_random_state

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from kfac_backend import KroneckerFactors, kronecker_factors
-from kfac_backend.blocks.corrected import CorrectedBlock
+from kfac_backend.blocks.block import CorrectedBlock
 from tests.random_numbers import normal
 from tests.taps import Taps
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from kfac_backend import KroneckerFactors, corrected_factors, kronecker_factors
-from kfac_backend.blocks.corrected import CorrectedBlock
+from kfac_backend.blocks.block import CorrectedBlock
 from kfac_backend.eigenvalue_correction import CorrectionPass
 from tests import oracles
 from tests.kfac_backend.block_checks import MODES, OTHER, basis

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from kfac_backend.loss import IGNORED, BackwardVectors, check_targets, loss_sum, num_counted_terms
-from kfac_backend.model.targets import Targets
+from kfac_backend.model.batches import Targets
 from kfac_backend.options import CurvatureOptions, TargetOptions
 from tests import oracles
 

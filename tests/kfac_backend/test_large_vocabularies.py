@@ -14,7 +14,7 @@ from kfac_backend import (
     corrected_factors,
     kronecker_factors,
 )
-from kfac_backend.blocks.corrected import CorrectedBlock
+from kfac_backend.blocks.block import CorrectedBlock
 from kfac_backend.covariance.last_layer import LastLayerCovariance
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature import CurvaturePass

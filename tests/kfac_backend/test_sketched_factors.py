@@ -119,15 +119,6 @@ def test_saved_and_loaded(tmp_path):
     assert largest == RANK * WIDTH
 
 
-@pytest.mark.parametrize("change", [{"U": 2.0}, {"kept": -1.0}, {"kept": torch.inf}])
-def test_forged_sketches_are_refused(change):
-    state = factors(sketch_rank=RANK).state_dict()
-    for which, factor in change.items():
-        state["tensors"][f"head.weight/A/{which}"] *= factor
-    with pytest.raises(ValueError, match="head.weight, A"):
-        KroneckerFactors.from_state_dict(state)
-
-
 def test_sums_over_data():
     first, second = batches((20, 20))
     total = factors([first], sketch_rank=RANK) + factors([second], sketch_rank=RANK)

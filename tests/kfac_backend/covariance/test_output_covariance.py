@@ -14,7 +14,7 @@ from kfac_backend.covariance import output_covariance
 from kfac_backend.covariance.last_layer import LastLayerCovariance
 from kfac_backend.covariance.linearised import linearised_outputs
 from kfac_backend.covariance.output_covariance import OutputCovariance
-from kfac_backend.layers.gram import gram
+from kfac_backend.layers import gram
 from tests.kfac_backend import layer_cases
 from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.covariance.posteriors import (

@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from kfac_backend.layers import Rule, Use
 from kfac_backend.layers.rows import Rows
-from kfac_backend.layers.uses import PositionSums
+from kfac_backend.layers.rule import PositionSums
 from tests.positions import positions_of
 
 

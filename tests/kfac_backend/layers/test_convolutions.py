@@ -13,13 +13,12 @@ from torch.testing import assert_close
 from kfac_backend import kronecker_factors
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.layers import Use
-from kfac_backend.layers.gram import patch_gram
-from kfac_backend.layers.gram.patch_gram import PatchGram
-from kfac_backend.layers.gram.window import windows
-from kfac_backend.layers.registry import RULES
+from kfac_backend.layers.convolution import ConvolutionRule, ConvTransposeRule
+from kfac_backend.layers.patches import patch_gram
+from kfac_backend.layers.patches.patch_gram import PatchGram
+from kfac_backend.layers.patches.window import windows
 from kfac_backend.layers.rows import Rows
-from kfac_backend.layers.transposed_convolution import ConvTransposeRule
-from kfac_backend.layers.uses import PositionSums
+from kfac_backend.layers.rule import PositionSums
 from tests import oracles
 from tests.kfac_backend.block_checks import (
     MODES,
@@ -46,6 +45,7 @@ SIZES = {
     nn.ConvTranspose2d: (3, 2),
     nn.ConvTranspose3d: (2, 2, 2),
 }
+RULES = {t: ConvTransposeRule if "Transpose" in t.__name__ else ConvolutionRule for t in SIZES}
 
 
 LINES = {

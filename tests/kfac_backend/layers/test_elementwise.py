@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from kfac_backend import counted_positions, examples_of_rows, kronecker_factors
-from kfac_backend.layers.gram import gram
+from kfac_backend.layers import gram
 from tests.kfac_backend.block_checks import (
     MODES,
     assert_blocks,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from kfac_backend.layers.gram.gram import STRIP, DenseGram, is_tall, tall_product
+from kfac_backend.layers.gram import STRIP, DenseGram, is_tall, tall_product
 from tests.random_numbers import normal
 
 

@@ -5,8 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend import kronecker_factors, register_parameters
-from kfac_backend.layers import registry
-from kfac_backend.layers.gram import gram
+from kfac_backend.layers import gram, registry
 from kfac_backend.model.rule_assignment import assign_rules
 from marglik.models import VisionTransformer
 from tests.kfac_backend.block_checks import (

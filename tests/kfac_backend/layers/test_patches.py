@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from kfac_backend.layers.gram import line_gram, patch_gram
-from kfac_backend.layers.gram.patch_gram import PatchGram, cheapest_way
-from kfac_backend.layers.gram.window import patch_sums, windows
+from kfac_backend.layers.patches import line_gram, patch_gram
+from kfac_backend.layers.patches.patch_gram import PatchGram, cheapest_way
+from kfac_backend.layers.patches.window import patch_sums, windows
 
 WAYS = ("unfold", "shifts", "frequencies")
 MODES = ["zeros", "reflect", "replicate", "circular"]

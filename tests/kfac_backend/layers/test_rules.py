@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
 from kfac_backend.layers import Bias, Scale
-from kfac_backend.layers.uses import PositionSums
+from kfac_backend.layers.rule import PositionSums
 from tests import oracles
 from tests.kfac_backend.block_checks import MODES
 

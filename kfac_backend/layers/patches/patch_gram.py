@@ -22,8 +22,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kfac_backend.layers.gram.gram import DenseGram, Gram, mirror_upper_half_
-from kfac_backend.layers.gram.line_gram import (
+from kfac_backend.layers.gram import DenseGram, Gram, mirror_upper_half_
+from kfac_backend.layers.patches.line_gram import (
     CorrelationByFrequency,
     CorrelationByLag,
     Spectra,
@@ -34,7 +34,7 @@ from kfac_backend.layers.gram.line_gram import (
     with_zeros,
     zeros_behind,
 )
-from kfac_backend.layers.gram.window import Window, pad
+from kfac_backend.layers.patches.window import Window, pad
 from kfac_backend.precision import at_least_float32
 
 __all__ = ["PatchGram", "cheapest_way"]

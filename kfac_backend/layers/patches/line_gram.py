@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from kfac_backend.layers.gram.gram import is_tall, tall_product
-from kfac_backend.layers.gram.window import Window
+from kfac_backend.layers.gram import is_tall, tall_product
+from kfac_backend.layers.patches.window import Window
 
 __all__ = [
     "CorrelationByFrequency",
