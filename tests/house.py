@@ -8,7 +8,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -107,9 +107,11 @@ def first_step() -> None:
 
     hook = register_optimizer_step_post_hook(stop)
     with TemporaryDirectory() as folder, redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-        with suppress(_Reached):
-            cli.main(["train", "--config", "digits", "--run_dir", f"{folder}/run"])
-    hook.remove()
+        try:
+            cli.main(["train", "--config", "digits", "--output", f"{folder}/run"])
+            raise AssertionError("the command ended before its first step")
+        except _Reached:
+            hook.remove()
 
 
 def python(*arguments: str) -> str:
@@ -132,7 +134,8 @@ def train_options() -> int:
 
 
 if __name__ == "__main__":
-    factors()  # a first time, for what is made once
+    factors()  # a first time, for what is made once: classes, caches
+    first_step()
     for folder in (*PACKAGES, "tests", "experiments"):
         print(f"{lines(folder):7,}  lines of Python in {folder}")
     print(f"{train_options():7}  options of `marglik train` before model and data")

@@ -248,7 +248,7 @@ def _train(config: Config, train: Pair, learned: bool) -> Posterior:
     regression = problem.likelihood == "regression"
     optimizer, scheduler = build_optimizer(
         model,
-        OptimizerConfig(lr=0.02 if regression else 0.05, schedule="cosine"),
+        OptimizerConfig(lr=0.02 if regression else 0.05),
         epochs * len(loader),
     )
     options = CurvatureOptions(kfac_approx="expand")

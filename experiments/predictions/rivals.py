@@ -73,7 +73,7 @@ class Task:
     make_loader: Callable[[int], Batches]
     held_out: Iterable[Any]
     epochs: int
-    optimizer: OptimizerConfig = OptimizerConfig(schedule="cosine")  # noqa: RUF009
+    optimizer: OptimizerConfig = OptimizerConfig()  # noqa: RUF009
     weight_decay: float = 5e-4
     samples: int = 20
     seed: int = 0

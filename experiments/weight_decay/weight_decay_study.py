@@ -48,7 +48,6 @@ from marglik.posterior.calibration import CalibrationFit
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.calibration import HeldOut, calibrate, fit_calibration
 from marglik.prediction.evaluation import compute_metrics, predict_all
-from marglik.prediction.evaluation_record import EvaluationConfig
 from marglik.prediction.predictive import (
     Predictive,
     PredictiveConfig,
@@ -197,7 +196,7 @@ class Task:
         """Train once, as `marglik train` does."""
         setup = TrainingSetup(
             splits, 0, self.problem.optimizer, prior, self.problem.curvature, PredictiveConfig(),
-            EvaluationConfig(), None,
+            None,
             RunConfig(
                 epochs=self.epochs, batch_size=BATCH_SIZE, seed=self.seed, progress=False
             ),

@@ -62,7 +62,6 @@ from marglik.storage.provenance import environment
 
 __all__ = [
     "IN_SAMPLE",
-    "EvaluationConfig",
     "combined",
     "compared",
     "evaluate",
@@ -73,6 +72,8 @@ __all__ = [
 _logger = logging.getLogger(__name__)
 
 ENTROPY_BINS = 30
+MOST_UNCERTAIN = 12
+"""Number of the most uncertain test images that the report shows."""
 
 IN_SAMPLE = (
     "Where a predictive was calibrated on the validation set, its metrics on that set are "
@@ -81,38 +82,12 @@ IN_SAMPLE = (
 """Note to print beside such metrics."""
 
 
-@dataclass(frozen=True)
-class EvaluationConfig:
-    """What is evaluated besides the test set.
-
-    Args:
-        shift: whether to evaluate on corrupted test images as well: noise, blur, lower contrast and
-            JPEG artefacts, at five severities each. This is twenty times the work.
-        uncertain: number of the most uncertain test images that the report shows.
-    """
-
-    shift: bool = False
-    uncertain: int = 12
-
-    def __post_init__(self) -> None:
-        if self.uncertain < 0:
-            raise ValueError(f"evaluation.uncertain must be 0 or more, not {self.uncertain}.")
-
-    def check(self, splits: Splits) -> None:
-        """Raise a ValueError unless the data supports this evaluation."""
-        if self.shift and isinstance(splits, ImageSplits) and splits.image_shape[0] not in (1, 3):
-            raise ValueError(
-                f"{splits.name} has images of {splits.image_shape[0]} channels; evaluation.shift "
-                "supports one or three. Leave it out."
-            )
-
-
 def evaluate(
     predictives: Mapping[str, Predictive],
     splits: Splits,
     likelihood: Likelihood,
-    config: EvaluationConfig = EvaluationConfig(),  # noqa: B008
     *,
+    shift: bool = False,
     ood: ImageData | OutOfDistributionImages | None = None,
     batch_size: int = 256,
     device: torch.device | str = "cpu",
@@ -127,7 +102,7 @@ def evaluate(
         predictives: name -> predictive; the most uncertain images are those of the last one.
         splits: the data; images are normalised by its mean and std.
         likelihood: likelihood of the predictives.
-        config: what is evaluated besides the test set.
+        shift: whether to evaluate on corrupted test images as well, see `corrupt`.
         ood: out-of-distribution images, told by the predictive entropy.
         batch_size: number of test examples in a batch.
         device: device on which batches are made.
@@ -153,11 +128,15 @@ def evaluate(
             images with neither one nor three channels.
     """
     images = splits if isinstance(splits, ImageSplits) else None
-    if images is None and (config.shift or ood is not None):
+    if images is None and (shift or ood is not None):
         raise ValueError(
             f"{splits.name} holds no images; shift and ood are for images. Leave them out."
         )
-    config.check(splits)
+    if shift and images is not None and images.image_shape[0] not in (1, 3):
+        raise ValueError(
+            f"{splits.name} has images of {images.image_shape[0]} channels; shift supports one or "
+            "three. Leave it out."
+        )
     ood_images = ood if isinstance(ood, OutOfDistributionImages) else None
     if isinstance(ood, ImageData) and images is not None:
         ood_images = out_of_distribution_images(ood, images)
@@ -189,10 +168,10 @@ def evaluate(
             entry["metrics"] |= _prefixed("validation", of_validation)
         if ood_images is not None:
             _add_ood(entry, prediction, data.predict_images(ood_images.images, predict), likelihood)
-        if config.shift:
+        if shift:
             entry["metrics"] |= _shifted(data, predict)
-        if images is not None and likelihood == "classification" and config.uncertain:
-            examples = _most_uncertain(prediction, images, config.uncertain)
+        if images is not None and likelihood == "classification":
+            examples = _most_uncertain(prediction, images)
             state["uncertain"] = {"predictive": label, "examples": examples}
         state["finished"][label] = entry | {"seconds": seconds}
         if states is not None and states.is_due:
@@ -219,7 +198,7 @@ def evaluate(
             "note": ood_images.note,
             "sha256": sha256_of_tensors([ood_images.images]),
         }
-    if config.shift:
+    if shift:
         record["shift"] = {"kinds": list(CORRUPTIONS), "severities": list(SEVERITIES)}
     return record | environment(data.device)
 
@@ -230,7 +209,6 @@ def evaluate_network(
     configs: Sequence[PredictiveConfig],
     splits: Splits,
     likelihood: Likelihood,
-    config: EvaluationConfig,
     *,
     of: str,
     seed: int = 0,
@@ -249,7 +227,6 @@ def evaluate_network(
         configs: the ways in which the posterior predicts, evaluated one after the other.
         splits: see `evaluate`.
         likelihood: likelihood of the predictives.
-        config: what is evaluated besides the test set.
         of: SHA-256 sum that identifies the posterior or checkpoint.
         seed: seed of sampling, the same for each way of predicting.
         options: further arguments of `evaluate`.
@@ -275,7 +252,7 @@ def evaluate_network(
         plain = {name: v for name, v in asdict(one).items() if name not in without_effect}
         plain["calibration"] = None if found is None else asdict(found.calibration)
         how[label] = plain | {"seed": seed}
-    record = evaluate(predictives, splits, likelihood, config, **options)
+    record = evaluate(predictives, splits, likelihood, **options)
     for label, entry in record["predictives"].items():
         entry["options"] = how[label]
     scale = [splits.mean, splits.std] if isinstance(splits, ImageSplits) else []
@@ -494,11 +471,9 @@ def _entropies(prediction: Prediction, likelihood: Likelihood) -> dict[str, list
     return {"edges": edges.tolist(), "test": [int(count) for count in counts]}
 
 
-def _most_uncertain(
-    prediction: Prediction, splits: ImageSplits, number: int
-) -> list[dict[str, Any]]:
+def _most_uncertain(prediction: Prediction, splits: ImageSplits) -> list[dict[str, Any]]:
     entropy = prediction.entropy
-    indices = entropy.argsort(descending=True, stable=True)[:number].tolist()
+    indices = entropy.argsort(descending=True, stable=True)[:MOST_UNCERTAIN].tolist()
     probability, predicted = prediction.mean.max(dim=-1)
     return [
         {

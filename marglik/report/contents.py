@@ -36,7 +36,7 @@ EVALUATION_FORMAT = {"format": "marglik.evaluation", "version": 1}
 
 MISSING = "(not set)"
 """Text for an option that a run does not have, but another has."""
-WITHOUT_EFFECT = {"output", "overwrite", "progress", "tensorboard", "config"}
+WITHOUT_EFFECT = {"output", "overwrite", "progress", "config"}
 """Options that do not affect the numbers of a run."""
 MOST_IN_LABEL, LONGEST_LABEL = 3, 48
 

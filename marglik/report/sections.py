@@ -226,7 +226,7 @@ def _entropy(runs: Sequence[Run]) -> Blocks:
 
 def _shift(runs: Sequence[Run]) -> Blocks:
     series = [p for p in predictives(runs) if any("shift/" in key for key in p.content["metrics"])]
-    notes = _without(runs, series, "shifted test sets", "--evaluation.shift true")
+    notes = _without(runs, series, "shifted test sets", "marglik evaluate --shift true")
     return [charts.shift_charts(series), *notes]
 
 

@@ -19,7 +19,7 @@ __all__ = ["ADD_OPTIONS", "RUN"]
 TRAIN = {
     "the run": {
         "": ("epochs", "batch_size", "output", "resume", "overwrite", "baseline"),
-        "optimizer": ("name", "lr", "schedule"),
+        "optimizer": ("name", "lr"),
         "prior": ("weight_decay",),
     },
     "training": {
@@ -28,21 +28,19 @@ TRAIN = {
     },
     "how the weight decays are learned": {
         "prior": (
-            "structure", "updates", "every", "burn_in", "steps", "method", "sigma_noise", "average",
-            "keep", "curvature_from",
+            "structure", "every", "burn_in", "steps", "method", "sigma_noise", "average", "keep",
+            "curvature_from",
         ),
     },
     "the curvature": {
         "curvature": ("kfac_approx", "fisher", "batch_size", "unsupported", "backward_precision"),
     },
-    "predictions and their evaluation": {
-        "predictive": ("method", "networks", "layers", "batch_size", "calibration"),
-        "evaluation": ("shift",),
+    "predictions": {
+        "predictive": ("method",),
     },
     "the machine": {
         "": (
-            "accelerator", "devices", "rank_timeout", "precision", "compile", "channels_last",
-            "tensorboard", "progress",
+            "accelerator", "devices", "rank_timeout", "precision", "compile", "progress",
         ),
     },
 }  # fmt: skip
@@ -57,7 +55,9 @@ FIT = {
             "rank_tolerance", "sketch_rank", "diagonal_above", "backward_precision",
         ),
     },
-    "predictions": {"predictive": TRAIN["predictions and their evaluation"]["predictive"]},
+    "predictions": {
+        "predictive": ("method", "networks", "layers", "batch_size", "calibration"),
+    },
     "the machine": {"": ("accelerator", "devices", "rank_timeout", "progress")},
 }  # fmt: skip
 
@@ -74,7 +74,6 @@ def _add_groups(parser: "ArgumentParser", groups: Any, configs: dict[str, type])
 def add_train(parser: "ArgumentParser") -> None:
     """The options of `marglik train`."""
     from marglik.data import DataSource, ImageData
-    from marglik.prediction.evaluation_record import EvaluationConfig
     from marglik.prediction.predictive import PredictiveConfig
     from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
     from marglik.training.optimizers import KfacConfig, OptimizerConfig
@@ -93,7 +92,6 @@ def add_train(parser: "ArgumentParser") -> None:
         "prior": PriorConfig,
         "curvature": CurvatureConfig,
         "predictive": PredictiveConfig,
-        "evaluation": EvaluationConfig,
     }
     _add_groups(parser, TRAIN, configs)
 
@@ -102,7 +100,6 @@ def run_train(parser: "ArgumentParser", options: Any) -> None:
     """Train, print the results, and write the report."""
     import torch
 
-    from marglik.prediction.evaluation_record import EvaluationConfig
     from marglik.prediction.predictive import PredictiveConfig
     from marglik.report import write_report
     from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig, check_seed
@@ -121,7 +118,6 @@ def run_train(parser: "ArgumentParser", options: Any) -> None:
         prior=taken(arguments, PriorConfig, "prior"),
         curvature=taken(arguments, CurvatureConfig, "curvature"),
         predictive=taken(arguments, PredictiveConfig, "predictive"),
-        evaluation=taken(arguments, EvaluationConfig, "evaluation"),
         run=taken(arguments, RunConfig),
         provenance=provenance,
         **arguments,  # model, data, ood, likelihood

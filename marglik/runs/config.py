@@ -175,7 +175,6 @@ class RunConfig:
             precedence over overwrite. Checkpoints are written after epochs and updates and between
             batches of the final evaluation, at most once a minute, and in any case before an
             update.
-        tensorboard: whether to write TensorBoard files as well.
         accelerator: cpu or cuda; auto takes cuda if it is available. (Apple's mps is not supported,
             since it lacks float64, which the evidence needs.)
         devices: number of processes that share the work, one per GPU, or all on the CPU; each
@@ -184,7 +183,7 @@ class RunConfig:
         precision: precision of the training steps, by Lightning's name; parameters, curvature and
             predictions stay in float32.
         channels_last: whether to store images as (N, H, W, C), which makes convolutions faster; for
-            images only. It changes the results by rounding only.
+            images only. It changes the results by rounding only. None does so on a GPU.
         compile: mode of torch.compile for the training steps; null does not compile.
             reduce-overhead records CUDA graphs on a GPU. It changes the results by rounding only.
         progress: whether to show progress bars on a terminal, and lines of text elsewhere.
@@ -200,12 +199,11 @@ class RunConfig:
     output: str | None = None
     overwrite: bool = False
     resume: bool = False
-    tensorboard: bool = False
     accelerator: Accelerator = "auto"
     devices: int | None = None
     rank_timeout: float = 600.0
     precision: Precision = "32-true"
-    channels_last: bool = False
+    channels_last: bool | None = None
     compile: CompileMode | None = None
     progress: bool = True
 

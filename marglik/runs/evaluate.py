@@ -22,7 +22,7 @@ from marglik.posterior.posterior import Posterior
 from marglik.posterior.posterior_file import load_posterior
 from marglik.posterior.pretrained import load_pretrained
 from marglik.prediction.calibration import calibrations_of
-from marglik.prediction.evaluation_record import EvaluationConfig, combined, evaluate_network
+from marglik.prediction.evaluation_record import combined, evaluate_network
 from marglik.prediction.predictive import (
     PredictiveConfig,
     PredictiveMethod,
@@ -50,7 +50,7 @@ def evaluate_run(
     sigma_noise: float | None = None,
     methods: list[PredictiveMethod] | None = None,
     predictive: PredictiveConfig = PredictiveConfig(),  # noqa: B008
-    evaluation: EvaluationConfig = EvaluationConfig(),  # noqa: B008
+    shift: bool = False,
     ood: ImageData | None = None,
     output: str | None = None,
     accelerator: Accelerator = "auto",
@@ -81,7 +81,8 @@ def evaluate_run(
         methods: list of predictive methods to evaluate one after the other; [] evaluates the MAP
             alone, null predictive.method alone.
         predictive: how the posterior predicts.
-        evaluation: what is evaluated besides the test set.
+        shift: whether to evaluate on corrupted test images as well: noise, blur, lower contrast and
+            JPEG artefacts, at five severities each. This is twenty times the work.
         ood: class of out-of-distribution images, on which the predictives should be uncertain.
         output: folder to write evaluation.json and the report to; null takes the folder itself, or
             runs/CHECKPOINT_map for a checkpoint. Must be given for other data than the folder's
@@ -169,7 +170,7 @@ def evaluate_run(
             configs,
             splits,
             likelihood,  # pyright: ignore[reportArgumentType]
-            evaluation,
+            shift=shift,
             of=of,
             seed=seed,
             ood=ood,

@@ -23,8 +23,7 @@ from marglik.training.loop import OnlineResult
 __all__ = ["check_same_on_ranks", "metrics_of", "results_of", "run_identity", "saved_results"]
 
 NOT_OF_THE_RESULT = (
-    "output", "overwrite", "resume", "tensorboard", "accelerator", "devices", "rank_timeout",
-    "progress",
+    "output", "overwrite", "resume", "accelerator", "devices", "rank_timeout", "progress",
 )  # fmt: skip
 """Options of the run that do not affect its results, and may differ when it is resumed."""
 

@@ -89,9 +89,8 @@ def print_evaluation(results: dict[str, Any]) -> None:
     if any(name.endswith("uncalibrated") for name in results["predictives"]):
         print_paragraph(
             "Uncalibrated: the posterior has no calibration of this predictive, or "
-            "--predictive.calibration is none. marglik train calibrates for the layers of "
-            "--predictive.layers; marglik fit and marglik evaluate calibrate if the data has a "
-            "validation set that the network was not trained on."
+            "--predictive.calibration is none. marglik fit and marglik evaluate calibrate if the "
+            "data has a validation set that the network was not trained on."
         )
     for what in results["replaced"]:
         print_paragraph(f"Replaced: {what}.")
@@ -102,8 +101,8 @@ def _print_calibration(fit: dict[str, Any] | None, begin: str = "C") -> None:
     print()
     if fit is None:
         print_paragraph(
-            "The predictive is not calibrated: there was no held-out data, or "
-            "--predictive.calibration is none."
+            "The predictive is not calibrated: there was no held-out data, or calibration was not "
+            "asked for."
         )
         return
     print_paragraph(

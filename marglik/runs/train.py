@@ -3,7 +3,7 @@
 import logging
 import re
 import time
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ from marglik.data.record import data_record, tensors_in
 from marglik.data.splits import hold_out
 from marglik.posterior.posterior_file import save_posterior
 from marglik.posterior.prior import PriorGroups
-from marglik.prediction.evaluation_record import EvaluationConfig, compared
+from marglik.prediction.evaluation_record import compared
 from marglik.prediction.predictive import PredictiveConfig
 from marglik.runs.build import build_fabric
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
@@ -54,7 +54,6 @@ def train(
     prior: PriorConfig = PriorConfig(),  # noqa: B008
     curvature: CurvatureConfig = CurvatureConfig(),  # noqa: B008
     predictive: PredictiveConfig = PredictiveConfig(),  # noqa: B008
-    evaluation: EvaluationConfig = EvaluationConfig(),  # noqa: B008
     ood: ImageData | None = None,
     likelihood: Likelihood = "classification",
     run: RunConfig = RunConfig(),  # noqa: B008
@@ -79,7 +78,6 @@ def train(
         prior: the prior and its updates.
         curvature: the curvature pass.
         predictive: the Laplace predictive of the final evaluation.
-        evaluation: what is evaluated besides the test set.
         ood: class of out-of-distribution images, on which the predictives should be uncertain.
         likelihood: distribution of the targets: classification; regression with Gaussian noise,
             which is learned; or bernoulli for independent yes-or-no outputs.
@@ -112,12 +110,10 @@ def train(
     check_image_options(
         splits,
         augment=run.augment,
-        channels_last=run.channels_last,
+        channels_last=bool(run.channels_last),
         ood=ood is not None,
-        evaluation__shift=evaluation.shift,
     )
     ood_images = None if ood is None else out_of_distribution_images(ood, splits)
-    evaluation.check(splits)
     model = fabric.to_device(model)
     check_model(model, splits, curvature, likelihood, predictive)
     PriorGroups.from_model(model, prior.structure)
@@ -127,7 +123,7 @@ def train(
         held_out = len(tensors_in(splits.validation)[-1])
     initial_model = deepcopy(model) if run.baseline else None  # the baseline's starting point
     setup = TrainingSetup(
-        splits, held_out, optimizer, prior, curvature, predictive, evaluation, ood_images, run,
+        splits, held_out, optimizer, prior, curvature, predictive, ood_images, run,
         fabric, ranks, likelihood,
     )  # fmt: skip
     setup.check()
@@ -149,8 +145,8 @@ def train(
             lock.enter_context(folder.locked())
             results, goes_on = _what_is_there(folder, states, identity, run.resume)
             if results is None:
-                log = RunLog(folder, tensorboard=run.tensorboard)
                 folder.begin("train", provenance, overwrite=run.overwrite, resume=goes_on)
+                log = RunLog(folder)
         results = ranks.gather(results, "opening the output folder")[0]
 
         # Step 3: train network and weight decays, calibrate, save, evaluate.
@@ -158,8 +154,7 @@ def train(
             if held_out:
                 _logger.info("%d training examples are held out for calibration", held_out)
             ready = time.perf_counter()
-            with log or nullcontext():
-                learned = setup.train(model, prior, states["learned"], log)
+            learned = setup.train(model, prior, states["learned"], log)
             trained = time.perf_counter()
             of_training = results_of(learned, prior)  # before the posterior sees what is held out
             setup.calibrate(learned.laplace)

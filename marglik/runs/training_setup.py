@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kfac_backend.options import Likelihood
 from kfac_backend.ranks import Ranks
-from marglik.data import Batches, Splits
+from marglik.data import Batches, ImageSplits, Splits
 from marglik.data.batches import split_batches
 from marglik.data.images.out_of_distribution import OutOfDistributionImages
 from marglik.data.record import tensors_in
@@ -20,7 +20,7 @@ from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import PriorGroups, weight_decay_to_precision
 from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.evaluation import compute_metrics, predict_all
-from marglik.prediction.evaluation_record import EvaluationConfig, evaluate_network
+from marglik.prediction.evaluation_record import evaluate_network
 from marglik.prediction.predictive import PredictiveConfig, map_predictive
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
 from marglik.storage.checkpoint import Checkpoints
@@ -52,7 +52,6 @@ class TrainingSetup:
     prior: PriorConfig
     curvature: CurvatureConfig
     predictive: PredictiveConfig
-    evaluation: EvaluationConfig
     ood_images: OutOfDistributionImages | None
     run: RunConfig
     fabric: "Fabric"
@@ -81,7 +80,7 @@ class TrainingSetup:
 
     def options(self) -> dict[str, Any]:
         """All options, by group."""
-        groups = ("optimizer", "prior", "curvature", "predictive", "evaluation", "run")
+        groups = ("optimizer", "prior", "curvature", "predictive", "run")
         return {name: asdict(getattr(self, name)) for name in groups}
 
     def train(
@@ -117,6 +116,7 @@ class TrainingSetup:
             self.likelihood,
             curvature=curvature,
             seed=run.seed,
+            settles=prior.schedule(run.epochs).averages,
         )
 
         def make_posterior(prior_precision: Tensor, sigma_noise: Tensor) -> Posterior:
@@ -192,7 +192,6 @@ class TrainingSetup:
             [self.predictive],
             splits,
             self.likelihood,
-            self.evaluation,
             of=of,
             seed=self.run.seed,
             ood=self.ood_images,
@@ -235,6 +234,11 @@ class TrainingSetup:
     def _batches(
         self, split: Any, batch_size: int, *, shuffle: bool = False, augment: bool = False
     ) -> Batches:
+        channels_last = self.run.channels_last
+        if channels_last is None:  # faster on a GPU, where the splits are images
+            channels_last = self.fabric.device.type == "cuda" and isinstance(
+                self.splits, ImageSplits
+            )
         return split_batches(
             self.splits,
             split,
@@ -243,7 +247,7 @@ class TrainingSetup:
             augment=augment,
             seed=self.run.seed,
             device=self.fabric.device,
-            channels_last=self.run.channels_last,
+            channels_last=channels_last,
             shard=Shard(self.ranks.rank, self.ranks.size),
         )
 

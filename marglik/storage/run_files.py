@@ -13,7 +13,6 @@ __all__ = [
     "POSTERIOR",
     "REPORT",
     "RESULTS",
-    "TENSORBOARD",
 ]
 
 MANIFEST = "manifest.json"
@@ -36,12 +35,8 @@ REPORT = "report.html"
 """The page about the run."""
 CHECKPOINT = "checkpoint"
 """A folder that exists while training lasts: the states that --resume continues from."""
-TENSORBOARD = "tensorboard"
-"""A folder of scalars, with --tensorboard."""
 
 FOUND = (RESULTS, POSTERIOR, EVALUATION)
 """Files with results; a new `train` or `fit` does not replace them without --overwrite."""
-ALL = (
-    CONFIG, LOG, *FOUND, MODEL, FACTORS, REPORT, CHECKPOINT, TENSORBOARD, MANIFEST,
-)  # fmt: skip
+ALL = (CONFIG, LOG, *FOUND, MODEL, FACTORS, REPORT, CHECKPOINT, MANIFEST)
 """Every name."""

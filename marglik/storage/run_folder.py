@@ -3,8 +3,8 @@
 ``manifest.json`` names the run's command and preset, and has the SHA-256 sum of each file that is
 read again, except for the posterior and the checkpoints, which have sums of their own. Before a
 file is replaced, the record gets its new sum beside the old one: whenever the process is killed,
-the record has the sum of the file that is there. ``report.html`` and TensorBoard's files are made
-from the others, and nothing reads them again.
+the record has the sum of the file that is there. ``report.html`` is made from the
+others, and nothing reads it again.
 """
 
 import os

@@ -84,9 +84,7 @@ class OptimizerConfig:
         name: sgd, adamw, or kfac: SGD or NAdamW on gradients that K-FAC preconditions, in the mode
             curvature.kfac_approx.
         lr: initial learning rate.
-        schedule: how it changes. settle keeps it for half of the steps, and then 0.6 of it, for
-            weight decays that are learned and parameters that are averaged; cosine falls to min_lr.
-        min_lr: final learning rate of the cosine.
+        min_lr: final learning rate where it falls with a cosine.
         scalar_lr_factor: factor on the learning rate of parameters with a single entry.
         momentum: momentum of SGD, also behind K-FAC.
         nesterov: whether SGD uses Nesterov's momentum.
@@ -95,7 +93,6 @@ class OptimizerConfig:
 
     name: Literal["sgd", "adamw", "kfac"] = "sgd"
     lr: float = 0.1
-    schedule: Literal["settle", "cosine"] = "settle"
     min_lr: float = 1e-6
     scalar_lr_factor: float = 0.1
     momentum: float = 0.9
@@ -127,6 +124,7 @@ def build_optimizer(
     likelihood: Likelihood = "classification",
     curvature: CurvatureOptions = CurvatureOptions(),  # noqa: B008
     seed: int = 0,
+    settles: bool = False,
 ) -> tuple[torch.optim.Optimizer, LRScheduler]:
     """The optimiser of a model's trainable parameters, and its schedule over the steps.
 
@@ -137,6 +135,8 @@ def build_optimizer(
         likelihood: likelihood of the loss, for K-FAC.
         curvature: the mode of K-FAC, and how batches give their targets.
         seed: seed of the labels that K-FAC draws.
+        settles: whether the learning rate is `settling_rate`'s, for a training that averages its
+            parameters; else it falls to config.min_lr with a cosine.
     """
     scalars, others = [], []
     for p in model.parameters():
@@ -167,6 +167,6 @@ def build_optimizer(
             mean_over="examples",  # the loop's objective
             seed=seed,
         )
-    if config.schedule == "settle":
+    if settles:
         return optimizer, settling_rate(optimizer, num_steps)
     return optimizer, CosineAnnealingLR(optimizer, T_max=num_steps, eta_min=config.min_lr)

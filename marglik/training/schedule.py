@@ -90,6 +90,11 @@ class Schedule:
         passed, then = (e * self.updates // before for e in (epoch, epoch - 1))
         return epoch <= before and passed > then
 
+    @property
+    def averages(self) -> bool:
+        """Whether the training ends with an average."""
+        return self.average is not None and self.keep == "last"
+
     def is_averaged(self, epoch: int) -> bool:
         """Whether the average includes the parameters during this epoch, from 1."""
         if self.average == "ema":

@@ -27,7 +27,7 @@ from marglik.data import (
     out_of_distribution_images,
 )
 from marglik.prediction.evaluation import compute_metrics, example_scores
-from marglik.prediction.evaluation_record import EvaluationConfig, compared, evaluate
+from marglik.prediction.evaluation_record import compared, evaluate
 from marglik.prediction.intervals import differences, intervals, risk_interval
 from marglik.prediction.links import Prediction
 from marglik.prediction.metrics import classification_metrics, out_of_distribution_metrics
@@ -90,9 +90,8 @@ def predictives(digits):
 
 @pytest.fixture(scope="module")
 def record(digits, predictives):
-    config = EvaluationConfig(shift=True, uncertain=5)
     ood = Noise(num_images=30)
-    return evaluate(predictives, digits, "classification", config, ood=ood, batch_size=16)
+    return evaluate(predictives, digits, "classification", shift=True, ood=ood, batch_size=16)
 
 
 def test_form(record):
@@ -296,7 +295,7 @@ def test_most_uncertain_images(record, digits, predictives):
     p = predictives["Laplace, mc"](normalised(digits.test.images, digits))
     entropies = special.entr(p.mean.numpy()).sum(1)
     indices = [example["index"] for example in found["examples"]]
-    assert indices == sorted(range(40), key=lambda i: -entropies[i])[:5]
+    assert indices == sorted(range(40), key=lambda i: -entropies[i])[:12]
     for example in found["examples"]:
         i = example["index"]
         assert example["label"] == str(int(digits.test.labels[i]))
@@ -315,19 +314,13 @@ def test_images_of_any_channels_are_shown(channels):
         images, None, images, ("a", "b"), (0.0,) * channels, (1.0,) * channels, "n"
     )
     predict = map_predictive(nn.Sequential(nn.Flatten(), nn.Linear(20 * channels, 2)))
-    for number in (2, 100, 0):
-        found = evaluate(
-            {"MAP": predict}, splits, "classification", EvaluationConfig(uncertain=number)
-        )
-        if number == 0:
-            assert found["uncertain"] is None
-            continue
-        examples = found["uncertain"]["examples"]
-        assert len(examples) == min(number, 6)
-        for example in examples:
-            shown = pixels_of(example).reshape(5, 4, -1)
-            expected = pixels[example["index"]].permute(1, 2, 0)[:, :, :3]
-            assert np.array_equal(shown, expected.numpy())
+    found = evaluate({"MAP": predict}, splits, "classification")
+    examples = found["uncertain"]["examples"]
+    assert len(examples) == 6
+    for example in examples:
+        shown = pixels_of(example).reshape(5, 4, -1)
+        expected = pixels[example["index"]].permute(1, 2, 0)[:, :, :3]
+        assert np.array_equal(shown, expected.numpy())
     assert not any(key.startswith("validation/") for key in found["predictives"]["MAP"]["metrics"])
     assert found["ood"] is None and found["shift"] is None
 
@@ -336,11 +329,6 @@ def test_labelled_images_are_for_classification(digits):
     predict = map_predictive(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), "regression")
     with pytest.raises(ValueError, match="The shapes are .*targets \\(40,\\)"):
         evaluate({"MAP": predict}, digits, "regression", ood=Noise(5))
-
-
-def test_wrong_options():
-    with pytest.raises(ValueError, match="evaluation.uncertain must be 0 or more, not -1"):
-        EvaluationConfig(uncertain=-1)
 
 
 def without_seconds(record):
@@ -369,7 +357,7 @@ def test_an_evaluation_goes_on_after_the_predictives_that_are_finished(
 
         return evaluate(
             {label: counted(label) for label in predictives}, digits, "classification",
-            EvaluationConfig(shift=True, uncertain=5), ood=Noise(num_images=30), batch_size=16,
+            shift=True, ood=Noise(num_images=30), batch_size=16,
             checkpoints=Checkpoints(tmp_path, minutes=0),
         )  # fmt: skip
 
@@ -425,7 +413,7 @@ def test_other_likelihoods(likelihood):
     assert entry["entropy"]["edges"][-1] == pytest.approx(math.log(2))
 
 
-@pytest.mark.parametrize("what", [{"config": EvaluationConfig(shift=True)}, {"ood": Noise()}])
+@pytest.mark.parametrize("what", [{"shift": True}, {"ood": Noise()}])
 def test_data_without_images_is_neither_shifted_nor_out_of_distribution(what):
     splits = tensors("bernoulli")
     message = "tensors holds no images; shift and ood are for images. Leave them out"

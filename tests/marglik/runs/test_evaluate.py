@@ -81,7 +81,7 @@ def test_evaluations_add_to_each_other(run, capsys):
     at_end = evaluated(run)
     assert main(["evaluate", str(run), *QUIET, *NOISE]) == 0
     first = evaluated(run)
-    more = ["--methods", "[probit, mc]", "--evaluation.shift", "true"]
+    more = ["--methods", "[probit, mc]", "--shift", "true"]
     assert main(["evaluate", str(run), *QUIET, *more]) == 0
     printed = capsys.readouterr().out
     assert "Replaced" not in printed and "out of distribution: 40 of noise" in printed
@@ -169,7 +169,7 @@ def test_out_of_distribution_images_of_another_shape_are_resized(run, tmp_path, 
 
 
 def test_shifted_images(checkpoint, tmp_path, capsys):
-    options = ["--evaluation.shift", "true", "--output", str(tmp_path / "out")]
+    options = ["--shift", "true", "--output", str(tmp_path / "out")]
     assert main(["evaluate", str(checkpoint), *DATA, *MODEL, *QUIET, *options]) == 0
     found = metrics(tmp_path / "out")["MAP"]
     shift = evaluated(tmp_path / "out")["shift"]
@@ -401,7 +401,7 @@ def test_a_class_of_ones_own_from_a_saved_configuration(tmp_path, monkeypatch, c
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_net_of_test.py").write_text(MY_NET)
     mine = ["--model", "my_net_of_test.MyNet", *MODEL[2:]]
-    assert main([*TRAIN, *DATA, *mine, *UNCALIBRATED, "--epochs", "1", "--output", "a/b"]) == 0
+    assert main([*TRAIN, *DATA, *mine, "--epochs", "1", "--output", "a/b"]) == 0
     assert main(["train", "--config", "a/b/config.yaml", "--output", "again"]) == 0
     message = refusal(capsys, "evaluate", "a/b")
     assert "name it on the command line: --model my_net_of_test.MyNet" in message

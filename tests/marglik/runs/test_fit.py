@@ -250,7 +250,7 @@ def test_bare_checkpoints_of_other_likelihoods(problem, tmp_path):
     assert list(evaluated(tmp_path)["predictives"]) == ["MAP"]
 
 
-@pytest.mark.parametrize("options", [["--ood", "marglik.data.Noise"], ["--evaluation.shift=true"]])
+@pytest.mark.parametrize("options", [["--ood", "marglik.data.Noise"], ["--shift=true"]])
 def test_tensors_are_no_images(options, problem, tmp_path, capsys):
     path = [str(problem.checkpoint), *problem.options, "--output", str(tmp_path / "out")]
     message = refusal(capsys, "evaluate", *path, *options)

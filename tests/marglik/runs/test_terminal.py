@@ -148,7 +148,7 @@ def test_a_paragraph_is_one_line_for_programs(capsys, monkeypatch):
     assert " ".join(lines) == text and max(map(len, lines)) <= 80
 
 
-BARS = ("Training", "Epoch 1", "Curvature", "Calibrating", "Predicting", "Shifted test sets")
+BARS = ("Training", "Epoch 1", "Curvature", "Calibrating", "Predicting")
 
 
 def test_every_bar_says_how_long_it_still_takes(worlds, tmp_path):
@@ -156,7 +156,7 @@ def test_every_bar_says_how_long_it_still_takes(worlds, tmp_path):
     arguments = [
         "train", "--config", "digits", "--epochs", "2", "--prior.every", "1",
         "--prior.burn_in", "0", "--prior.steps", "2", "--batch_size", "256",
-        "--evaluation.shift", "true", "--ood.num_images", "20", "--predictive.layers", "last",
+        "--ood.num_images", "20",
         "--output", str(tmp_path / "run"),
     ]  # fmt: skip
     in_a_terminal = "tests.marglik.runs.commands_on_ranks:in_a_terminal"

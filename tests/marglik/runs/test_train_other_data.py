@@ -25,7 +25,7 @@ from tests.marglik.runs.tensor_problems import SIGMA, bernoulli, regression
 TRAIN = [
     "train", "--optimizer.name", "adamw", "--optimizer.lr", "0.02", "--epochs", "4",
     "--prior.every", "2", "--prior.steps", "10", "--batch_size", "16", "--no_progress",
-    "--predictive.networks", "2", "--monitor", "2",
+    "--monitor", "2",
 ]  # fmt: skip
 KINDS = {
     "sequences": (
@@ -131,7 +131,7 @@ def test_the_posterior_remembers_its_data(kind, run):
 
 def test_it_is_evaluated_as_at_its_end(kind, run, capsys):
     before = evaluated(run)
-    options = ["--progress", "false", "--predictive.networks", "2", *NAMED[kind]]  # as of the run
+    options = ["--progress", "false", *NAMED[kind]]
     if kind == "sequences":
         options += ["--predictive.method", "linearised"]
     assert main(["evaluate", str(run), *options]) == 0
@@ -166,7 +166,7 @@ def test_it_can_be_resumed(kind, run, commands, capsys):
 def test_fit_takes_them_too(kind, run, commands, tmp_path, method):
     checkpoint = shutil.copy(run / "model.safetensors", tmp_path / "net.safetensors")
     command = commands[kind]
-    first, last = command.index("--data"), command.index("--predictive.networks")
+    first, last = command.index("--data"), command.index("--monitor")
     of_data = command[first:]
     options = ["--checkpoint", str(checkpoint), "--no_progress", "--prior.method", method]
     options += UNCALIBRATED
@@ -178,14 +178,13 @@ def test_fit_takes_them_too(kind, run, commands, tmp_path, method):
 
 def test_mixed_precision(kind, commands, tmp_path):
     command = [*commands[kind], "--epochs", "1", "--prior.every", "1", "--precision", "bf16-mixed"]
-    command += UNCALIBRATED
     assert main([*command, "--output", str(tmp_path)]) == 0
     assert results_of(tmp_path)["num_data"] == SIZES[kind][0]
 
 
 @pytest.mark.parametrize("approx", ["auto", "{outer: expand, '*': reduce}"])
 def test_modes_of_layers(approx, commands, tmp_path):
-    command = [*commands["sequences"], "--curvature.kfac_approx", approx, *UNCALIBRATED]
+    command = [*commands["sequences"], "--curvature.kfac_approx", approx]
     assert main([*command, "--epochs", "1", "--output", str(tmp_path)]) == 0
     asked = results_of(tmp_path)["config"]["curvature"]["kfac_approx"]
     assert asked in ("auto", {"outer": "expand", "*": "reduce"})
@@ -203,21 +202,12 @@ WRONG = {
         ["--augment"],
         "holds no images; augment is for images. Leave it out",
     ),
-    "a memory format": (
-        "sequences",
-        ["--channels_last"],
-        "holds no images; channels_last is for images",
-    ),
     "out-of-distribution images": (
         "graphs",
         ["--ood", "marglik.data.Noise"],
         "holds no images; ood is for images",
     ),
-    "shifted images": (
-        "sequences",
-        ["--evaluation.shift", "true", "--augment"],
-        "holds no images; augment and evaluation.shift are for images. Leave them out",
-    ),
+    "augmented images": ("sequences", ["--augment"], "holds no images; augment is for images"),
     "a missing file": (
         "graphs",
         ["--data.path", "/no/such/file"],
@@ -281,7 +271,6 @@ def test_targets_that_are_no_classes(make_problem, tmp_path, capsys):
     arguments = [
         "train", *problem.options, "--epochs", "30", "--prior.every", "10", "--batch_size", "25",
         "--optimizer.name", "adamw", "--optimizer.lr", "0.04", "--monitor", "10", "--no_progress",
-        *UNCALIBRATED,
     ]  # fmt: skip
     assert main([*arguments, "--output", str(folder)]) == 0
     results, evaluation = results_of(folder), evaluated(folder)
@@ -315,7 +304,7 @@ def test_kfac_has_the_likelihood_of_the_run(curvature_from, tmp_path, monkeypatc
     monkeypatch.setattr(training_setup, "build_optimizer", recorded)
     options = [
         "--optimizer.name", "kfac", "--prior.curvature_from", curvature_from, "--epochs", "2",
-        "--prior.every", "1", "--prior.steps", "5", "--no_progress", *UNCALIBRATED,
+        "--prior.every", "1", "--prior.steps", "5", "--no_progress",
     ]  # fmt: skip
     output = tmp_path / "run"
     problem = regression(tmp_path)

@@ -27,10 +27,6 @@ WRONG = {
     "wrong number of classes": (["--model.num_classes", "7"], "set --model.num_classes 10"),
     "missing folder": ([*FOLDER, "/no/such"], "'/no/such/train' is not a folder"),
     "validation takes all": (["--data.validation", "1.0"], "validation=1.0: must be a fraction in"),
-    "networks for no machine": (
-        ["--predictive.method", "linearised", "--predictive.networks", "1000000000"],
-        "predictive.networks must be at most 100000",
-    ),
 }
 
 

@@ -65,7 +65,7 @@ def worked(runs, worlds):
     for name, (where, stop) in INTERRUPTS.items():
         # Presets may say overwrite, as that of the digits does; how it is run may differ, too.
         more = ["--resume", "--overwrite"] if found else []
-        more += ["--accelerator", "cpu", "--tensorboard"] if name == "the last update" else []
+        more += ["--accelerator", "cpu"] if name == "the last update" else []
         arguments = command(runs / "run", *more)
         (found[name],) = worlds.all(1, f"{HERE}:interrupted", where, stop, arguments)
         status = 0 if name == "nothing" else 130
@@ -110,7 +110,6 @@ def test_other_processes_come_to_the_same(runs, worked):
     """What a run leaves, to the bit; only options, times, and what shows them differ."""
     whole, folder = runs / "whole", runs / "run"
     assert names_in(whole) == names_in(folder) == LEFT
-    assert "tensorboard" in names_in(runs / "cut off after the last update")
     for name in ("model.safetensors", "posterior.safetensors"):
         assert (folder / name).read_bytes() == (whole / name).read_bytes(), name
     assert log_of(folder) == log_of(whole)
@@ -173,10 +172,6 @@ OTHER = {
     "curvature": (["--curvature.fisher", "exact"], "config.curvature.fisher is mc there, exact"),
     "network": (["--model.hidden", "[13]"], "model_options.hidden is [12] there, [13]"),
     "data": (["--data.data.validation", "0.2"], "images.train is 1039 there, 924 here"),
-    "evaluation": (
-        ["--evaluation.shift", "true"],
-        "config.evaluation.shift is False there, True here",
-    ),
     "out-of-distribution data": (["--ood", "marglik.data.Noise"], "ood is None there, noise here"),
 }
 

@@ -94,7 +94,7 @@ def test_a_folder_that_is_removed_while_a_command_writes(folder):
         folder.write("log.jsonl", b"")
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.yaml", "checkpoint", "tensorboard"])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.yaml", "checkpoint"])
 def test_what_is_not_of_a_run_is_never_overwritten(name, tmp_path):
     if "." in name:
         (tmp_path / name).write_text("mine")

@@ -1,7 +1,6 @@
 """What a run leaves on disk."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -29,41 +28,12 @@ def folder(tmp_path):
 
 
 def test_a_line_per_record_at_once(folder):
-    with RunLog(folder) as log:
-        assert read_log(folder.path) == []
-        log.write(RECORDS[0])
-        assert read_log(folder.path) == RECORDS[:1]
-        log.write(RECORDS[1])
+    log = RunLog(folder)
+    assert read_log(folder.path) == []
+    log.write(RECORDS[0])
+    assert read_log(folder.path) == RECORDS[:1]
+    log.write(RECORDS[1])
     assert read_log(folder.path) == RECORDS[:2]
-
-
-def test_tensorboard_has_the_same_scalars(folder):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    with RunLog(folder, tensorboard=True) as log:
-        for record in RECORDS:
-            log.write(record)
-    events = accumulator.EventAccumulator(str(folder.path / "tensorboard"))
-    events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [
-        (1, pytest.approx(1.5)),
-        (2, pytest.approx(1.2)),
-    ]
-    assert events.Scalars("weight_decay/b")[0].value == pytest.approx(2e-3)
-
-
-def test_tensorboard_that_is_not_installed_is_named(folder, monkeypatch):
-    for module in ("tensorboard", "tensorboardX", "torch.utils.tensorboard"):
-        monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.setattr(
-        "lightning.fabric.loggers.tensorboard._TENSORBOARD_AVAILABLE", False, raising=False
-    )
-    monkeypatch.setattr(
-        "lightning.fabric.loggers.tensorboard._TENSORBOARDX_AVAILABLE", False, raising=False
-    )
-    before = [path.name for path in folder.path.iterdir()]
-    with pytest.raises(ValueError, match="needs the package tensorboard: pip install tensorboard"):
-        RunLog(folder, tensorboard=True)
-    assert [path.name for path in folder.path.iterdir()] == before  # nothing is lost
 
 
 def test_json_is_whole_or_not_there(tmp_path):

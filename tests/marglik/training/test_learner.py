@@ -21,7 +21,6 @@ from marglik import (
     update_prior,
 )
 from marglik.data import TensorSplits
-from marglik.prediction.evaluation_record import EvaluationConfig
 from marglik.prediction.predictive import PredictiveConfig
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
 from marglik.runs.training_setup import TrainingSetup
@@ -100,7 +99,7 @@ def test_all_entries_learn_the_same_decays_by_default():
     splits = TensorSplits((x, y), None, (x, y), "made")
     setup = TrainingSetup(
         splits, 0, OptimizerConfig(lr=0.05), PriorConfig(), CurvatureConfig(), PredictiveConfig(),
-        EvaluationConfig(), None, RunConfig(epochs=epochs, batch_size=8, progress=False),
+        None, RunConfig(epochs=epochs, batch_size=8, progress=False),
         Fabric(accelerator="cpu", devices=1),
     )  # fmt: skip
     in_order = DataLoader(dataset(), 8)

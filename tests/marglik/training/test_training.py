@@ -259,9 +259,7 @@ def test_number_of_examples_is_what_a_loader_yields():
 
 def test_optimizer_has_a_tenth_of_the_rate_for_scalars_and_a_schedule():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(1, 1, bias=False))
-    optimizer, scheduler = build_optimizer(
-        model, OptimizerConfig(lr=0.1, schedule="cosine", min_lr=1e-3), 10
-    )
+    optimizer, scheduler = build_optimizer(model, OptimizerConfig(lr=0.1, min_lr=1e-3), 10)
     assert [len(g["params"]) for g in optimizer.param_groups] == [2, 1]
     assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([0.1, 0.01])
     assert all(g["weight_decay"] == 0 for g in optimizer.param_groups)
@@ -270,7 +268,7 @@ def test_optimizer_has_a_tenth_of_the_rate_for_scalars_and_a_schedule():
         scheduler.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
     settling = OptimizerConfig(lr=0.1)
-    optimizer, scheduler = build_optimizer(model, settling, 10)
+    optimizer, scheduler = build_optimizer(model, settling, 10, settles=True)
     rates = []
     for _ in range(10):
         rates.append(optimizer.param_groups[0]["lr"])
