@@ -49,7 +49,7 @@ from marglik.runs.evaluate import evaluate_run
 from marglik.runs.train import train
 from marglik.storage.provenance import Provenance
 from marglik.storage.record_file import read_posterior, write_json
-from marglik.storage.run_log import read_log
+from marglik.storage.run_folder import read_log
 
 __all__ = ["configs", "curves", "main", "run"]
 

@@ -20,8 +20,7 @@ from experiments.studies import markdown, mean_with_error, study
 from kfac_backend.files import parse_json
 from marglik.cli import main as marglik
 from marglik.storage.provenance import environment
-from marglik.storage.run_files import RESULTS
-from marglik.storage.run_folder import RunFolder
+from marglik.storage.run_folder import RESULTS, RunFolder
 
 PRESETS = Path(__file__).parents[1] / "presets"
 NAMES = {

@@ -28,12 +28,14 @@ from marglik.storage.model_state import (
 )
 from marglik.storage.provenance import environment
 from marglik.storage.record_file import (
+    FACTORS,
+    MODEL,
+    POSTERIOR,
     POSTERIOR_FORMAT,
     POSTERIOR_VERSION,
     read_posterior,
     write_record,
 )
-from marglik.storage.run_files import FACTORS, MODEL, POSTERIOR
 
 __all__ = ["load_posterior", "save_posterior"]
 

@@ -42,11 +42,10 @@ from marglik.prediction.evaluation import (
     reliability_curve,
 )
 from marglik.prediction.intervals import (
+    area_interval,
     differences,
     intervals,
     of_examples,
-    out_of_distribution_intervals,
-    risk_interval,
 )
 from marglik.prediction.links import Prediction
 from marglik.prediction.metrics import out_of_distribution_metrics
@@ -57,7 +56,6 @@ from marglik.prediction.predictive import (
     map_predictive,
     remembered_calibration,
 )
-from marglik.storage.checkpoint import Checkpoints, CheckpointsOfRanks
 from marglik.storage.provenance import environment
 
 __all__ = [
@@ -92,7 +90,6 @@ def evaluate(
     batch_size: int = 256,
     device: torch.device | str = "cpu",
     progress: bool = False,
-    checkpoints: Checkpoints | None = None,
     ranks: Ranks = Ranks(None),  # noqa: B008
     scores: dict[str, dict[str, Tensor]] | None = None,
 ) -> dict[str, Any]:
@@ -107,8 +104,6 @@ def evaluate(
         batch_size: number of test examples in a batch.
         device: device on which batches are made.
         progress: whether to show progress bars.
-        checkpoints: where to keep the state between predictives. If there is a state, the
-            evaluation continues from it.
         ranks: the ranks that each predict a part of every batch; all get the same record, except
             for seconds.
         scores: a mapping to add to: predictive -> name of a metric -> its value for each test
@@ -141,15 +136,10 @@ def evaluate(
     if isinstance(ood, ImageData) and images is not None:
         ood_images = out_of_distribution_images(ood, images)
     data = _TestData(splits, likelihood, batch_size, torch.device(device), progress, ranks)
-    # What a later process continues from: the entries of finished predictives, the images on which
-    # the latest of them is most uncertain, and each test example's scores.
-    state: dict[str, Any] = {"finished": {}, "uncertain": None, "scores": {}}
-    states = None if checkpoints is None else CheckpointsOfRanks(checkpoints, ranks)
-    if states is not None and states.exists():
-        state = states.load()
+    scores = {} if scores is None else scores
+    entries: dict[str, dict[str, Any]] = {}
+    uncertain = None
     for label, predict in predictives.items():
-        if label in state["finished"]:
-            continue
         _logger.info("evaluating %s on %s", label, splits.name)
         # The first call computes eigenvectors; the time of the test set must not include that.
         predict(data.two_inputs())
@@ -158,10 +148,10 @@ def evaluate(
         seconds = time.perf_counter() - start
         entry, of_examples = _entry_of_test(data, prediction, targets)
         if of_examples is not None:
-            state["scores"][label] = of_examples
-            first = next(iter(state["scores"]))
+            scores[label] = of_examples
+            first = next(iter(scores))
             if first != label:
-                found = compared(of_examples, state["scores"][first])
+                found = compared(of_examples, scores[first])
                 entry["against"] = {"predictive": first, "differences": found}
         if splits.validation is not None:
             of_validation = compute_metrics(*data.predict("validation", predict), likelihood)
@@ -172,12 +162,8 @@ def evaluate(
             entry["metrics"] |= _shifted(data, predict)
         if images is not None and likelihood == "classification":
             examples = _most_uncertain(prediction, images)
-            state["uncertain"] = {"predictive": label, "examples": examples}
-        state["finished"][label] = entry | {"seconds": seconds}
-        if states is not None and states.is_due:
-            states.save(state)
-    if scores is not None:
-        scores |= state["scores"]
+            uncertain = {"predictive": label, "examples": examples}
+        entries[label] = entry | {"seconds": seconds}
     record = {
         "format": "marglik.evaluation",
         "version": 1,
@@ -185,10 +171,10 @@ def evaluate(
         "likelihood": likelihood,
         "classes": None if splits.classes is None else list(splits.classes),
         **data.sizes(),
-        "predictives": state["finished"],
+        "predictives": entries,
         "ood": None,
         "shift": None,
-        "uncertain": state["uncertain"],
+        "uncertain": uncertain,
     }
     if ood_images is not None:
         record["ood"] = {
@@ -417,10 +403,6 @@ def _entry_of_test(
     of_rows = example_scores(prediction, targets, likelihood)
     scores = {name: of_examples(values, positions).cpu() for name, values in of_rows.items()}
     ends = {name: list(pair) for name, pair in intervals(scores).items()}
-    if likelihood == "classification":
-        confidence, correct = prediction.mean.amax(dim=1), of_rows["cls/accuracy"].bool()
-        if pair := risk_interval(confidence, correct, positions):
-            ends["cls/AURC"] = list(pair)
     entry["intervals"] = _prefixed("test", ends)
     return entry, scores
 
@@ -432,8 +414,8 @@ def _add_ood(
     scores = [p.entropy if p.entropy.dim() == 1 else p.entropy.sum(1) for p in (inside, outside)]
     entry["metrics"] |= out_of_distribution_metrics(*scores)
     entry["roc"] = roc_curve(*scores)
-    ends = out_of_distribution_intervals(*scores).items()
-    entry["intervals"] |= {name: list(pair) for name, pair in ends}
+    if ends := area_interval(*scores):
+        entry["intervals"]["ood/AUROC"] = list(ends)
     entry["entropy"]["ood"] = _entropies(outside, likelihood)["test"]
 
 

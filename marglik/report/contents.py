@@ -24,13 +24,12 @@ from typing import Any
 import yaml
 
 from kfac_backend.files import parse_json
-from marglik.storage import run_files
-from marglik.storage.run_folder import RunFolder
-from marglik.storage.run_log import read_log
+from marglik.storage.record_file import POSTERIOR
+from marglik.storage.run_folder import CONFIG, EVALUATION, LOG, RESULTS, RunFolder, read_log
 
 __all__ = ["MISSING", "Layer", "Predictive", "Run", "differing", "predictives", "read_runs"]
 
-MAIN_NAMES = (run_files.RESULTS, run_files.POSTERIOR, run_files.LOG, run_files.EVALUATION)
+MAIN_NAMES = (RESULTS, POSTERIOR, LOG, EVALUATION)
 """A folder with one of these files is a run; the first of them that exists gives its date."""
 EVALUATION_FORMAT = {"format": "marglik.evaluation", "version": 1}
 
@@ -211,14 +210,14 @@ def _read_run(folder: Path) -> Run:
             "the folder that marglik train wrote to (--output)."
         )
     run, records = RunFolder(folder), read_log(folder)
-    results, evaluation = (_parsed(run, n) for n in (run_files.RESULTS, run_files.EVALUATION))
+    results, evaluation = (_parsed(run, n) for n in (RESULTS, EVALUATION))
     version = {key: evaluation.get(key) for key in EVALUATION_FORMAT}
     if evaluation and version != EVALUATION_FORMAT:
         raise ValueError(
-            f"{folder / run_files.EVALUATION} is {version}, and this marglik reads "
+            f"{folder / EVALUATION} is {version}, and this marglik reads "
             f"{EVALUATION_FORMAT}. Write it again: marglik evaluate {folder}."
         )
-    options = _flat(_parsed(run, run_files.CONFIG)) or {
+    options = _flat(_parsed(run, CONFIG)) or {
         name.removeprefix("run."): value for name, value in _flat(results.get("config", {})).items()
     }
     return Run(

@@ -16,7 +16,7 @@ from marglik.report.charts import DARK
 from marglik.report.contents import Run, read_runs
 from marglik.report.sections import SECTIONS
 from marglik.report.tables import NOTHING, duration, number
-from marglik.storage.run_files import REPORT
+from marglik.storage.run_folder import REPORT
 
 __all__ = ["write_report"]
 

@@ -28,9 +28,8 @@ __all__ = ["SECTIONS", "Confusion", "Gallery", "Note"]
 
 INTERVALS = (
     "In small print: 95 % confidence intervals over the choice of test examples. They are Wilson's "
-    "for shares, Student's for means, DeLong's for the area under the ROC curve, and the "
-    "bootstrap's for AURC (too narrow if few predictions are wrong), AUPR and FPR95. The ECE has "
-    "none: chance alone makes it larger, and so does resampling; the whiskers in the reliability "
+    "for shares, Student's for means and DeLong's for the area under the ROC curve. The ECE has "
+    "none: chance alone makes it larger, and so would resampling; the whiskers in the reliability "
     "diagram show which bins are off by more than chance. The intervals do not include the choice "
     "of seed or training set, which often changes more. Each sequence counts as one example. To "
     "compare predictives, look at their differences on the same examples: those intervals "

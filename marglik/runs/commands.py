@@ -183,7 +183,7 @@ def run_evaluate(parser: "ArgumentParser", options: Any) -> None:
     from marglik.report import write_report
     from marglik.runs.evaluate import evaluate_run
     from marglik.runs.summary import print_evaluation
-    from marglik.storage.run_files import EVALUATION
+    from marglik.storage.run_folder import EVALUATION
 
     options.pop("config", None)
     results = evaluate_run(**parser.instantiate(options).as_dict())

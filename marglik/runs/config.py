@@ -172,9 +172,8 @@ class RunConfig:
         resume: whether to continue the run in that folder, which must have been started with the
             same options; if there is none, a new run starts. On a CPU with the same number of
             threads, the results are the same to the bit as without the interruption. It takes
-            precedence over overwrite. Checkpoints are written after epochs and updates and between
-            batches of the final evaluation, at most once a minute, and in any case before an
-            update.
+            precedence over overwrite. Checkpoints are written after epochs and updates, at most
+            once a minute, and in any case before an update.
         accelerator: cpu or cuda; auto takes cuda if it is available. (Apple's mps is not supported,
             since it lacks float64, which the evidence needs.)
         devices: number of processes that share the work, one per GPU, or all on the CPU; each

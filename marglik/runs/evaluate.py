@@ -33,9 +33,8 @@ from marglik.runs.config import Accelerator, check_devices, check_seed
 from marglik.runs.model_check import check_model
 from marglik.runs.results import check_same_on_ranks
 from marglik.storage.provenance import versions
-from marglik.storage.record_file import as_json, read_posterior
-from marglik.storage.run_files import EVALUATION, POSTERIOR
-from marglik.storage.run_folder import RunFolder
+from marglik.storage.record_file import POSTERIOR, as_json, read_posterior
+from marglik.storage.run_folder import EVALUATION, RunFolder
 
 __all__ = ["evaluate_run"]
 

@@ -34,8 +34,7 @@ from marglik.runs.model_check import check_model
 from marglik.runs.results import check_same_on_ranks, run_identity
 from marglik.storage.checkpoint import Checkpoints, CheckpointsOfRanks
 from marglik.storage.provenance import Provenance, environment, versions
-from marglik.storage.run_files import CHECKPOINT, MANIFEST
-from marglik.storage.run_folder import RunFolder
+from marglik.storage.run_folder import CHECKPOINT, MANIFEST, RunFolder
 from marglik.training.post_hoc import (
     PriorFit,
     maximize_evidence,

@@ -14,7 +14,6 @@ from docstring_parser import parse as parse_docstring
 from jsonargparse import ActionConfigFile, ActionYesNo, ArgumentParser, DefaultHelpFormatter
 
 from marglik.storage.provenance import Provenance
-from marglik.storage.yaml_text import check_yaml
 
 __all__ = [
     "SHELLS",
@@ -70,7 +69,6 @@ class PresetOrFile(ActionConfigFile):
                 f"{', '.join(preset_names())}."
             )
         try:
-            check_yaml(Path(values).read_text(encoding="utf-8"))
             super().__call__(parser, cfg, values, option_string)
         # Text of another encoding; the loader's own errors, which name no file: of tags that do not
         # fit, of 59:59:..., which is base 60.

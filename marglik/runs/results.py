@@ -16,8 +16,7 @@ from marglik.runs.config import PriorConfig
 from marglik.storage.checkpoint import check_same_run, differences
 from marglik.storage.provenance import Provenance
 from marglik.storage.record_file import read_posterior
-from marglik.storage.run_files import RESULTS
-from marglik.storage.run_folder import RunFolder
+from marglik.storage.run_folder import RESULTS, RunFolder
 from marglik.training.loop import OnlineResult
 
 __all__ = ["check_same_on_ranks", "metrics_of", "results_of", "run_identity", "saved_results"]

@@ -33,9 +33,7 @@ from marglik.runs.training_setup import TrainingSetup
 from marglik.storage.checkpoint import Checkpoints
 from marglik.storage.provenance import Provenance, environment, versions
 from marglik.storage.record_file import as_json
-from marglik.storage.run_files import CHECKPOINT, EVALUATION, LOG, RESULTS
-from marglik.storage.run_folder import RunFolder
-from marglik.storage.run_log import RunLog
+from marglik.storage.run_folder import CHECKPOINT, EVALUATION, LOG, RESULTS, RunFolder, RunLog
 from marglik.training.optimizers import OptimizerConfig
 from marglik.training.ranks import ranks_of
 
@@ -43,7 +41,7 @@ __all__ = ["train"]
 
 _logger = logging.getLogger(__name__)
 
-STATES = ("learned", "learned_evaluation", "learned_scores", "baseline", "baseline_evaluation")
+STATES = ("learned", "learned_scores", "baseline")
 """The names of a run's checkpoints, in the order in which they are written."""
 
 
@@ -167,8 +165,7 @@ def train(
                 )
             saved = time.perf_counter()
             scores: dict[str, dict[str, Tensor]] = {}
-            state = states["learned_evaluation"]
-            found = setup.evaluate(model, learned.laplace, state, posterior, scores)
+            found = setup.evaluate(model, learned.laplace, posterior, scores)
             evaluated = time.perf_counter()
             results = (
                 identity
@@ -203,8 +200,8 @@ def train(
             initial = setup.train(initial_model, replace(prior, method="fixed"), states["baseline"])
             trained = time.perf_counter()
             setup.calibrate(initial.laplace)
-            scores, state = {}, states["baseline_evaluation"]
-            found = setup.evaluate(initial_model, initial.laplace, state, scores=scores)
+            scores = {}
+            found = setup.evaluate(initial_model, initial.laplace, scores=scores)
             for kind, of_baseline in metrics_of("initial", found).items():
                 results[kind] |= of_baseline
             seconds = initial.seconds + time.perf_counter() - trained

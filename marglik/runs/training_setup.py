@@ -24,7 +24,7 @@ from marglik.prediction.evaluation_record import evaluate_network
 from marglik.prediction.predictive import PredictiveConfig, map_predictive
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
 from marglik.storage.checkpoint import Checkpoints
-from marglik.storage.run_log import RunLog
+from marglik.storage.run_folder import RunLog
 from marglik.training.loop import OnlineResult, OnlineTraining
 from marglik.training.optimizers import OptimizerConfig, build_optimizer
 from marglik.training.ranks import WithExamples
@@ -175,11 +175,10 @@ class TrainingSetup:
         self,
         model: nn.Module,
         laplace: Posterior,
-        checkpoints: Checkpoints | None = None,
         of: str = "",
         scores: dict[str, dict[str, Tensor]] | None = None,
     ) -> dict[str, Any]:
-        """The content of ``evaluation.json`` for a network; continues from a checkpoint.
+        """The content of ``evaluation.json`` for a network.
 
         ``of`` is the SHA-256 sum of the saved posterior; for ``scores`` see
         `marglik.prediction.evaluation_record.evaluate`.
@@ -198,7 +197,6 @@ class TrainingSetup:
             batch_size=self.predictive.batch_size,
             device=self.fabric.device,
             progress=self.run.progress,
-            checkpoints=checkpoints,
             ranks=self.ranks,
             scores=scores,
         )

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from kfac_backend.files import file_sum, parse_json, sha256, write_file
-from marglik.storage.run_files import FACTORS, MODEL, POSTERIOR
 
 __all__ = [
+    "FACTORS",
+    "MODEL",
+    "POSTERIOR",
     "POSTERIOR_FORMAT",
     "POSTERIOR_VERSION",
     "as_json",
@@ -20,6 +22,12 @@ __all__ = [
     "write_record",
 ]
 
+MODEL = "model.safetensors"
+"""The network's parameters and buffers."""
+FACTORS = "posterior.safetensors"
+"""The curvature's Kronecker factors."""
+POSTERIOR = "posterior.json"
+"""Hyperparameters, and how the network is built."""
 POSTERIOR_FORMAT, POSTERIOR_VERSION = "marglik.posterior", 1
 
 

@@ -7,6 +7,7 @@ the record has the sum of the file that is there. ``report.html`` is made from t
 others, and nothing reads it again.
 """
 
+import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -19,26 +20,53 @@ from filelock import FileLock, Timeout
 from kfac_backend.files import (
     DiskFullError,
     file_sum,
+    parse_json,
     remove_leftovers,
     sha256,
     temporary_path,
     write_file,
 )
-from marglik.storage import run_files
 from marglik.storage.checkpoint import STATE
 from marglik.storage.provenance import Provenance
-from marglik.storage.record_file import read_posterior, read_record, write_record
-from marglik.storage.run_files import (
-    CHECKPOINT,
-    CONFIG,
+from marglik.storage.record_file import (
     FACTORS,
-    MANIFEST,
     MODEL,
     POSTERIOR,
-    REPORT,
+    read_posterior,
+    read_record,
+    write_record,
 )
 
-__all__ = ["RunFolder"]
+__all__ = [
+    "CHECKPOINT",
+    "CONFIG",
+    "EVALUATION",
+    "LOG",
+    "MANIFEST",
+    "REPORT",
+    "RESULTS",
+    "RunFolder",
+    "RunLog",
+    "read_log",
+]
+
+MANIFEST = "manifest.json"
+"""The run's command and preset, and the SHA-256 sums of its files."""
+CONFIG = "config.yaml"
+"""The options."""
+LOG = "log.jsonl"
+"""A line of JSON per epoch and update."""
+RESULTS = "results.json"
+"""The results of `marglik train`."""
+EVALUATION = "evaluation.json"
+"""The metrics of the predictives."""
+REPORT = "report.html"
+"""The page about the run."""
+CHECKPOINT = "checkpoint"
+"""A folder that exists while training lasts: the states that --resume continues from."""
+FOUND = (RESULTS, POSTERIOR, EVALUATION)
+"""Files with results; a new `train` or `fit` does not replace them without --overwrite."""
+ALL = (CONFIG, LOG, *FOUND, MODEL, FACTORS, REPORT, CHECKPOINT, MANIFEST)
 
 FORMAT, FORMAT_VERSION = "marglik.run", 2
 REMEDY = "Run the command again (--overwrite, or another --output)."
@@ -138,7 +166,7 @@ class RunFolder:
                 "does not overwrite. Pass another --output, or remove the folder."
             )
         has_state = any((self.path / CHECKPOINT).glob(f"*/{STATE}"))
-        left = [name for name in run_files.FOUND if (self.path / name).exists()]
+        left = [name for name in FOUND if (self.path / name).exists()]
         if not overwrite and (left or has_state):
             resume = "--resume to continue it, " if has_state else ""
             raise FileExistsError(
@@ -244,7 +272,7 @@ class RunFolder:
 
     def _known(self) -> list[Path]:
         """The existing files and folders whose names are those of a run's files."""
-        return [path for name in run_files.ALL if (path := self.path / name).exists()]
+        return [path for name in ALL if (path := self.path / name).exists()]
 
     def _check_unknown(self, paths: Sequence[Path]) -> None:
         if paths:
@@ -285,6 +313,37 @@ class RunFolder:
             f"{self.path} cannot be written to ({reason}). Make room or change "
             "its permissions, or pass another --output."
         )
+
+
+class RunLog:
+    """Writes each record at once, so that its line is on disk before the next epoch starts.
+
+    It starts empty: a resumed run writes its earlier records again. Each record rewrites the whole
+    file, as the folder has a sum of it.
+
+    Args:
+        folder: the run's folder, after its `begin`.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._lines = ""
+        folder.write(LOG, b"")
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record."""
+        self._lines += json.dumps(record) + "\n"
+        self._folder.write(LOG, self._lines.encode())
+
+
+def read_log(folder: str | Path) -> list[dict[str, Any]]:
+    """The records of a run, in the order in which they were written; none if it has no log.
+
+    Raises:
+        FileNotFoundError: the log was removed.
+        ValueError: it was altered.
+    """
+    return [parse_json(line) for line in (RunFolder(folder).read(LOG) or b"").splitlines()]
 
 
 def _name(command: str, preset: str | None) -> str:

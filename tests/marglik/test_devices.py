@@ -15,7 +15,7 @@ from marglik.posterior.posterior_file import load_posterior, save_posterior
 from marglik.posterior.prior import PriorGroups
 from marglik.prediction.calibration import calibrate
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive
-from marglik.storage.run_log import read_log
+from marglik.storage.run_folder import read_log
 from tests.marglik import posteriors
 from tests.marglik.posteriors import LIKELIHOODS
 from tests.marglik.runs.command_line import DATA, MODEL, TRAIN
@@ -112,7 +112,7 @@ def test_a_run_resumes(tmp_path, monkeypatch):
     assert main([*options, "--output", str(tmp_path / "whole")]) == 0
     cut = tmp_path / "cut"
     with monkeypatch.context() as patched:
-        from marglik.storage.run_log import RunLog
+        from marglik.storage.run_folder import RunLog
 
         write = RunLog.write
 

@@ -13,7 +13,7 @@ from experiments.table2 import settings as table2_settings
 from experiments.table2.marglik_cifar10 import main, run
 from experiments.table2.settings import Config, Protocol
 from marglik.storage.record_file import read_posterior
-from marglik.storage.run_log import read_log
+from marglik.storage.run_folder import read_log
 from tests.marglik.threads import one_thread
 
 TINY = Protocol(depth=10, widen_factor=1, epochs=2, every=1, monitor=1, held_out=0.34)

@@ -17,8 +17,7 @@ from marglik.posterior import posterior_file
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.posterior_file import load_posterior, save_posterior
 from marglik.storage import record_file
-from marglik.storage.record_file import read_posterior, write_record
-from marglik.storage.run_files import POSTERIOR
+from marglik.storage.record_file import POSTERIOR, read_posterior, write_record
 from tests.marglik.posteriors import CASES, data, fitted, network, predictions
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -6,25 +6,16 @@ import math
 import numpy as np
 import pytest
 import torch
-from scipy import integrate, optimize, stats
+from scipy import optimize, stats
 
 from marglik.prediction.evaluation import compute_metrics, example_scores
 from marglik.prediction.intervals import (
     area_interval,
-    aurc,
-    detection,
     differences,
     intervals,
-    out_of_distribution_intervals,
-    risk_interval,
     share_interval,
 )
 from marglik.prediction.links import Prediction
-from marglik.prediction.metrics import (
-    classification_metrics,
-    out_of_distribution_metrics,
-    risk_by_coverage,
-)
 
 Z = stats.norm.ppf(0.975)
 
@@ -220,167 +211,3 @@ def test_area_without_an_interval():
         assert area_interval(torch.tensor(inside), torch.tensor(outside)) is None
     with pytest.raises(ValueError, match="at least one example"):
         area_interval(torch.zeros(0), torch.zeros(3))
-
-
-def ranked(num, decimals, seed=5):
-    """Two-class probabilities whose confidences have ties at few decimals, and labels."""
-    random = np.random.default_rng(seed)
-    p = random.uniform(0.5, 1, num).round(decimals)
-    return np.stack([p, 1 - p], 1), (random.random(num) > p).astype(int)
-
-
-def aurc_of(p, y):
-    return classification_metrics(torch.from_numpy(p), torch.from_numpy(y))["cls/AURC"]
-
-
-def aurc_by_counts(p, y, counts, decimals=9):
-    """Our AURC of each example as often as counts (B, N) say; groups by `decimals`."""
-    levels = np.unique(p[:, 0].round(decimals))[::-1]
-    members = (p[:, :1].round(decimals) == levels).astype(int)  # (N, G)
-    harmonic = np.array([math.fsum(1 / k for k in range(1, n + 1)) for n in range(len(p) + 1)])
-    resamples = zip(counts @ members, (counts * y) @ members, strict=True)
-    return np.array([aurc(*resample, harmonic) for resample in resamples])
-
-
-@pytest.mark.parametrize("decimals", [9, 1])
-def test_risk_of_repeated_examples(decimals):
-    """By counts as by the metric of the examples themselves, each as often as it was drawn."""
-    p, y = ranked(150, decimals)
-    rows = np.arange(150)
-    drawn = [rows, *np.random.default_rng(6).choice(rows, (5, 150))]
-    counts = np.stack([np.bincount(indices, minlength=150) for indices in drawn])
-    found = aurc_by_counts(p, y, counts)
-    expected = [aurc_of(p[indices], y[indices]) for indices in drawn]
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
-    assert len({round(value, 4) for value in expected}) == 6
-    if decimals == 1:  # the control: ties broken by the examples' order are another number
-        order = np.argsort(-p[:, 0], kind="stable")
-        in_order = (y[order].cumsum() / np.arange(1, 151)).mean()
-        assert abs(in_order - expected[0]) > 1e-3
-    else:  # the control: more ties than there are
-        assert (abs(aurc_by_counts(p, y, counts, decimals=1) - expected) > 1e-4).all()
-
-
-@pytest.mark.parametrize("ties", [False, True])
-def test_detection_of_repeated_examples(ties):
-    random = np.random.default_rng(7)
-    sides = random.normal(0, 1, 90), random.normal(1.5, 1, 60)
-    if ties:
-        sides = [side.round() for side in sides]
-    thresholds = np.unique(np.concatenate(sides))[::-1]
-    every = [np.arange(len(side)) for side in sides]
-    drawn = [every, *([random.choice(rows, len(rows)) for rows in every] for _ in range(5))]
-    resamples = [[side[rows] for side, rows in zip(sides, one, strict=True)] for one in drawn]
-    counts = [
-        np.stack([(one[i][:, None] == thresholds).sum(0) for one in resamples]) for i in (0, 1)
-    ]
-    values = zip(*map(detection, *counts), strict=True)
-    found = dict(zip(("ood/AUPR", "ood/FPR95"), values, strict=True))
-    for i, one in enumerate(resamples):
-        expected = out_of_distribution_metrics(*map(torch.from_numpy, one))
-        for name, values in found.items():
-            assert values[i] == pytest.approx(expected[name], abs=1e-12)
-    if ties:  # the control: each example a threshold of its own, ours last
-        scores, is_ood = np.concatenate(sides), np.repeat([0, 1], (90, 60))
-        is_ood = is_ood[np.lexsort((-is_ood, -scores))]
-        ungrouped = [[value] for value in detection(1 - is_ood, is_ood)]
-        for values, (name, grouped) in zip(ungrouped, found.items(), strict=True):
-            assert abs(values[0] - grouped[0]) > 1e-3, name
-
-
-def test_percentiles_are_those_of_explicit_resamples():
-    p, y = ranked(200, 2)
-    random = np.random.default_rng(8)
-    drawn = random.integers(200, size=(1000, 200))
-    confidence, correct = torch.from_numpy(p[:, 0]), torch.from_numpy(y == 0)
-    values = [risk_by_coverage(confidence[i], correct[i]).mean().item() for i in drawn]
-    found = risk_interval(confidence, correct)
-    assert found == risk_interval(confidence, correct)  # of one seed
-    expected = np.percentile(values, [2.5, 97.5])
-    width = expected[1] - expected[0]
-    assert found == pytest.approx(tuple(expected), abs=0.08 * width)
-    sides = torch.from_numpy(random.normal(0, 1, 80)), torch.from_numpy(random.normal(1, 1, 50))
-    values = []
-    for _ in range(250):
-        one = [side[torch.from_numpy(random.integers(len(side), size=len(side)))] for side in sides]
-        values.append(out_of_distribution_metrics(*one))
-    ends = out_of_distribution_intervals(*sides)
-    assert ends["ood/AUROC"] == area_interval(*sides)
-    for name in ("ood/AUPR", "ood/FPR95"):
-        expected = np.percentile([one[name] for one in values], [2.5, 97.5])
-        width = expected[1] - expected[0]
-        assert ends[name] == pytest.approx(tuple(expected), abs=0.15 * width), name
-
-
-@pytest.fixture
-def few_resamples(monkeypatch):
-    monkeypatch.setattr("marglik.prediction.intervals.RESAMPLES", 200)
-
-
-def test_risk_holds_its_level(few_resamples):
-    """Where P(error) = 1 − confidence is uniform on 0..1/2, the AURC is (N + 3) / (8 (N + 1)).
-
-    On average: among the k most confident of N, P(error) is (k + 1) / (4 (N + 1)) in the mean.
-    """
-    ends = []
-    for seed in range(100):
-        p, y = ranked(200, 9, seed)
-        ends.append(risk_interval(torch.from_numpy(p[:, 0]), torch.from_numpy(y == 0)))
-    low, high = np.array(ends).T
-
-    def held(truth):
-        return ((low <= truth) & (truth <= high)).mean()
-
-    assert 0.88 <= held(203 / 8 / 201) <= 0.99
-    assert held(1 / 4) < 0.1  # the control: the error rate, as of confidences that say nothing
-
-
-def test_detection_holds_its_level(few_resamples):
-    """Of normal scores, AUPR by an integral over thresholds, and FPR95 in closed form."""
-    N, M, shift = 200, 100, 2.0
-    random = np.random.default_rng(10)
-    found = [
-        out_of_distribution_intervals(
-            torch.from_numpy(random.normal(0, 1, N)), torch.from_numpy(random.normal(shift, 1, M))
-        )
-        for _ in range(100)
-    ]
-
-    def held(name, truth):
-        return np.mean([one[name][0] <= truth <= one[name][1] for one in found])
-
-    def precision_of(t):
-        true, false = M * stats.norm.sf(t - shift), N * stats.norm.sf(t)
-        return true / (true + false) * stats.norm.pdf(t - shift)
-
-    aupr = integrate.quad(precision_of, -6, 9)[0]
-    fpr95 = stats.norm.sf(shift + stats.norm.ppf(0.05))
-    assert 0.88 <= held("ood/AUPR", aupr) <= 0.99
-    assert 0.88 <= held("ood/FPR95", fpr95) <= 0.99
-    # The controls: equal numbers on both sides; the threshold that flags 99 %.
-    N = M
-    assert held("ood/AUPR", integrate.quad(precision_of, -6, 9)[0]) < 0.5
-    assert held("ood/FPR95", stats.norm.sf(shift + stats.norm.ppf(0.01))) < 0.5
-
-
-def test_positions_of_a_sequence_are_drawn_together():
-    p, y = ranked(150, 9)
-    confidence, correct = torch.from_numpy(p[:, 0]), torch.from_numpy(y == 0)
-    once = risk_interval(confidence, correct)
-    repeated = confidence.repeat_interleave(9), correct.repeat_interleave(9)
-    found = risk_interval(*repeated, positions=9)
-    assert found == pytest.approx(once, abs=0.1 * np.diff(once).item())
-    assert np.diff(risk_interval(*repeated)) / np.diff(once) == pytest.approx(1 / 3, rel=0.1)
-
-
-def test_resamples_of_what_does_not_vary():
-    right, one = torch.ones(9, dtype=torch.bool), torch.tensor([0.9])
-    confidence = torch.linspace(0.5, 1, 9)
-    assert risk_interval(confidence, right) is None and risk_interval(confidence, ~right) is None
-    assert risk_interval(one, right[:1]) is None
-    assert out_of_distribution_intervals(torch.tensor([0.0, 0.1]), torch.tensor([0.9, 1.0])) == {}
-    assert out_of_distribution_intervals(one, torch.tensor([0.5, 1.0])) == {}
-    with pytest.raises(ValueError, match="at least one example"):
-        out_of_distribution_intervals(torch.zeros(0), torch.zeros(3))
-    with pytest.raises(ValueError, match="expected numbers in"):
-        risk_interval(confidence - 3, right)

@@ -12,9 +12,8 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from kfac_backend.files import write_file
-from marglik.storage import run_files
 from marglik.storage.provenance import Provenance
-from marglik.storage.record_file import as_json, write_record
+from marglik.storage.record_file import FACTORS, MODEL, POSTERIOR, as_json, write_record
 from marglik.storage.run_folder import RunFolder
 
 CLASSES = [str(digit) for digit in range(10)]
@@ -137,8 +136,8 @@ def write_fit(folder, **more):
         **ENVIRONMENT,
         **more,
     }
-    sums = {n: write_file(folder / n, b"tensors") for n in (run_files.FACTORS, run_files.MODEL)}
-    path = folder / run_files.POSTERIOR
+    sums = {n: write_file(folder / n, b"tensors") for n in (FACTORS, MODEL)}
+    path = folder / POSTERIOR
     write_record(path, posterior, sums)
     return folder
 

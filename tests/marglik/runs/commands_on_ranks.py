@@ -18,7 +18,7 @@ from kfac_backend.ranks import Ranks
 from marglik.cli import main
 from marglik.prediction import evaluation_record
 from marglik.storage.checkpoint import Checkpoints
-from marglik.storage.run_log import RunLog
+from marglik.storage.run_folder import RunLog
 from marglik.training.network import NetworkTraining
 
 
@@ -67,7 +67,7 @@ def interrupted(where: str, stop: int, arguments: list[str]) -> dict[str, Any]:
     """Status and work of a command that is interrupted; where it is not, it comes to its end.
 
     Args:
-        where: "log", or a folder of states: "learned", "baseline_evaluation" and so on.
+        where: "log", or a folder of states: "learned", "baseline" and so on.
         stop: the number of records, written or in a state, or of an evaluation's states.
         arguments: of the command.
     """

@@ -15,8 +15,7 @@ from unittest.mock import patch
 
 import pytest
 
-from marglik.storage.run_folder import RunFolder
-from marglik.storage.run_log import read_log
+from marglik.storage.run_folder import RunFolder, read_log
 from tests.marglik.runs.command_line import DATA, MODEL
 from tests.marglik.runs.commands_on_ranks import command
 

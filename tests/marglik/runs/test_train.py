@@ -17,7 +17,7 @@ from marglik.runs import train as experiment
 from marglik.runs import training_setup
 from marglik.runs.config import RunConfig
 from marglik.storage.record_file import read_posterior
-from marglik.storage.run_log import read_log
+from marglik.storage.run_folder import read_log
 from marglik.training.network import NetworkTraining
 from tests.marglik.runs.command_line import evaluated, refusal, results_of
 

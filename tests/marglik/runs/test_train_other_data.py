@@ -9,7 +9,7 @@ from marglik.models import MLP
 from marglik.posterior.posterior_file import load_posterior
 from marglik.runs import training_setup
 from marglik.storage.record_file import read_posterior
-from marglik.storage.run_log import read_log
+from marglik.storage.run_folder import read_log
 from marglik.training.optimizers import build_optimizer
 from tests.experiments.data.text_and_graphs import (
     dart_entries,

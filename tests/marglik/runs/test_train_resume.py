@@ -15,8 +15,7 @@ from marglik.data import ClassSubset, Digits
 from marglik.models import MLP
 from marglik.runs import train as experiment
 from marglik.runs.config import RunConfig
-from marglik.storage.run_folder import RunFolder
-from marglik.storage.run_log import read_log
+from marglik.storage.run_folder import RunFolder, read_log
 from marglik.training.network import NetworkTraining
 from tests.marglik import threads
 from tests.marglik.runs.command_line import DATA, MODEL, TRAIN, refusal, results_of
@@ -41,9 +40,7 @@ def command(folder, *more):
 INTERRUPTS = {
     "an update": ("log", 4),
     "the last update": ("learned", RECORDS - 1),  # it follows the last state
-    "the final evaluation": ("learned_evaluation", 1),
     "the baseline's second epoch": ("baseline", 2),
-    "the baseline's evaluation": ("baseline_evaluation", 2),
     "nothing": ("nowhere", 0),
 }
 """Of one run, each in a process of its own that goes on where the one before it was."""

@@ -1,5 +1,6 @@
 """A run's folder: who writes into it, whether it is whole, and what is never overwritten."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -7,10 +8,12 @@ from contextlib import suppress
 from threading import Thread
 
 import pytest
+import torch
 
 from marglik.posterior.posterior_file import load_posterior, save_posterior
-from marglik.storage.provenance import Provenance
-from marglik.storage.run_folder import RunFolder
+from marglik.storage.provenance import Provenance, environment
+from marglik.storage.record_file import read_record, write_json, write_record
+from marglik.storage.run_folder import RunFolder, RunLog, read_log
 from tests.marglik.posteriors import fitted, network
 
 PRESET = Provenance("epochs: 1\n", preset="digits")
@@ -211,3 +214,47 @@ def test_a_posterior_of_two_processes_is_one_of_them_or_none(first, tmp_path, mo
         return
     whole = {"classification": mine, "regression": other}[loaded.likelihood]
     assert loaded.log_marginal_likelihood() == pytest.approx(float(whole.log_marginal_likelihood()))
+
+
+def test_a_record_speaks_of_files_beside_it_alone(tmp_path):
+    (tmp_path / "secret").write_text("mine")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in ("../secret", str(tmp_path / "secret")):
+        write_record(folder / "posterior.json", {"format": "x", "version": 1}, {name: "0"})
+        with pytest.raises(ValueError, match="which is not beside it. Fit again."):
+            read_record(folder / "posterior.json", "x", 1, what="posterior", remedy="Fit again.")
+
+
+RECORDS = [
+    {"kind": "epoch", "epoch": 1, "loss": 1.5, "seconds": 0.1},
+    {
+        "kind": "update", "epoch": 1, "evidence": -160.0, "weight_decay": {"w": 1e-3, "b": 2e-3},
+        "seconds": {"pass": 0.5},
+    },
+    {"kind": "epoch", "epoch": 2, "loss": 1.2, "seconds": 0.1},
+]  # fmt: skip
+
+
+def test_a_line_per_record_at_once(folder):
+    log = RunLog(folder)
+    assert read_log(folder.path) == []
+    log.write(RECORDS[0])
+    assert read_log(folder.path) == RECORDS[:1]
+    log.write(RECORDS[1])
+    assert read_log(folder.path) == RECORDS[:2]
+
+
+def test_json_is_whole_or_not_there(tmp_path):
+    path = tmp_path / "results.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"a": object()})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_environment_names_versions_and_device():
+    info = environment(torch.device("cpu"))
+    assert info["device"].startswith("cpu")
+    assert torch.__version__.startswith(info["versions"]["torch"])
