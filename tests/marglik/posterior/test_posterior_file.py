@@ -1,10 +1,7 @@
 """A posterior comes back from its folder to the bit, and damage to it is found."""
 
 import math
-import pickle
-import sys
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +10,8 @@ from torch import nn
 
 from kfac_backend.options import CurvatureOptions
 from marglik import KronLaplace
-from marglik.posterior import posterior_file
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.posterior_file import load_posterior, save_posterior
-from marglik.storage import record_file
 from marglik.storage.record_file import POSTERIOR, read_posterior, write_record
 from tests.marglik.posteriors import CASES, data, fitted, network, predictions
 
@@ -53,15 +48,6 @@ def test_round_trip(case, tmp_path):
     if case != "classification":
         plain = fitted(laplace.likelihood) if len(CASES[case]) > 1 else fitted()
         assert plain.log_marginal_likelihood() != laplace.log_marginal_likelihood()
-
-
-def test_loading_unpickles_nothing(folder):
-    unpickled = []
-    sys.addaudithook(lambda event, _: event == "pickle.find_class" and unpickled.append(event))
-    load_posterior(folder, network())
-    assert not unpickled
-    pickle.loads(pickle.dumps(Path("control")))
-    assert unpickled  # the control
 
 
 def test_a_loaded_posterior_can_be_saved_and_adapted(folder, tmp_path):
@@ -174,19 +160,6 @@ def test_damaged_files_are_found(name, damage, folder, tmp_path):
     assert torch.equal(model[0].weight, network(seed=5)[0].weight)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"format": "marglik.posterior", "version": 2}', "version 2, this release reads up to 1;"),
-        ('{"format": "marglik.evaluation", "version": 1}', "describes no posterior"),
-    ],
-)
-def test_other_json(content, message, folder):
-    (folder / POSTERIOR).write_text(content)
-    with pytest.raises(ValueError, match=message):
-        read_posterior(folder)
-
-
 class Bigger(nn.Sequential):
     def __init__(self):
         super().__init__(*network(), nn.Linear(3, 3))
@@ -210,33 +183,6 @@ def test_another_network(model, message, folder):
     with pytest.raises(ValueError, match=message):
         load_posterior(folder, model)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("stage", ["factors", "model", "record"])
-@pytest.mark.parametrize("old", [False, True])
-def test_an_interrupted_save_is_no_posterior(stage, old, tmp_path, monkeypatch):
-    if old:
-        save_posterior(fitted(), tmp_path)
-    laplace = fitted("regression")
-
-    def interrupted(*arguments, **keywords):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        if stage == "factors":
-            patched.setattr("kfac_backend.blocks.kronecker.write_tensors", interrupted)
-        elif stage == "model":
-            patched.setattr(posterior_file, "write_tensors", interrupted)
-        else:
-            patched.setattr(record_file, "write_json", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            save_posterior(laplace, tmp_path)
-    assert not (tmp_path / POSTERIOR).exists()
-    assert {path.name for path in tmp_path.iterdir()} <= set(FILES)  # nothing half-written
-    with pytest.raises(FileNotFoundError, match="No posterior in"):
-        load_posterior(tmp_path, network())
-    save_posterior(laplace, tmp_path)
-    assert load_posterior(tmp_path, network()).likelihood == "regression"
 
 
 class WithExtraState(nn.Linear):

@@ -7,7 +7,6 @@ import sys
 import time
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partialmethod
-from pkgutil import resolve_name
 from threading import Thread
 from typing import Any
 from unittest.mock import patch
@@ -127,25 +126,4 @@ def killed_after(seconds: float, rank: int, arguments: list[str]) -> tuple[int, 
         patch("marglik.storage.checkpoint.MINUTES", 0.0),
         patch.object(NetworkTraining, "epoch", epoch),
     ):
-        return command(*arguments)
-
-
-def killed_at(target: str, call: int, arguments: list[str]) -> tuple[int, str, str]:
-    """A command during which its process is killed at a call of a function; nothing is tidied up.
-
-    Args:
-        target: the function's full name.
-        call: the number of the call that the process does not survive, counted from 1.
-        arguments: of the command.
-    """
-    real, calls = resolve_name(target), 0
-
-    def deadly(*given: object, **keywords: object) -> object:
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*given, **keywords)
-
-    with patch(target.replace(":", "."), deadly):
         return command(*arguments)

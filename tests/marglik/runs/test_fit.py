@@ -16,14 +16,12 @@ from marglik.posterior.posterior import Posterior
 from marglik.posterior.posterior_file import load_posterior
 from marglik.prediction.predictive import PredictiveConfig
 from marglik.storage.record_file import read_posterior
-from marglik.storage.run_folder import RunFolder
 from marglik.training.post_hoc import validation_nll
 from tests.marglik import threads
 from tests.marglik.runs.command_line import (
     DATA,
     HELD_OUT,
     MODEL,
-    TRAIN,
     UNCALIBRATED,
     evaluated,
     is_empty,
@@ -144,7 +142,7 @@ def test_validation(method, checkpoint, tmp_path):
             ["--predictive.calibration", "held_out", "--data.data.validation", "0"],
             "has no validation set. To calibrate it, provide examples that the network was",
         ),
-        ([], "--predictive.calibration is none"),
+        ([], "calibration was not asked for"),
     ],
 )
 def test_what_would_calibrate(options, said, checkpoint, tmp_path, capsys):
@@ -163,26 +161,12 @@ def test_the_last_layer_alone(checkpoint, plain, tmp_path):
     assert last[LAPLACE] != every[LAPLACE]
 
 
-@pytest.mark.parametrize(("option", "value"), [("fisher", "empirical"), ("kfac_approx", "reduce")])
-def test_the_curvature_is_saved(option, value, checkpoint, tmp_path):
-    found = fit(checkpoint, tmp_path / "fit", f"--curvature.{option}", value)
-    assert found["curvature"][option] == value
-    metrics(tmp_path / "fit", *UNCALIBRATED)
-
-
 def test_temperature(checkpoint, tmp_path, capsys):
     options = ["--prior.method", "fixed", "--prior.temperature", "0.5"]
     found = fit(checkpoint, tmp_path / "fit", *options)
     assert found["temperature"] == 0.5
     assert found["prior_precision"][TENSORS[0]] == pytest.approx(5e-4 * NUM_DATA / 0.5)
     assert " 5.00e-04\n" in capsys.readouterr().out
-
-
-def test_batches_change_nothing(checkpoint, plain, tmp_path):
-    _, found = plain
-    other = fit(checkpoint, tmp_path / "other", "--curvature.batch_size", "57")
-    assert found["evidence"] == pytest.approx(other["evidence"])
-    assert found["prior_precision"] == pytest.approx(other["prior_precision"], rel=1e-3)
 
 
 def test_the_saved_options_repeat_the_fit(checkpoint, tmp_path):
@@ -193,13 +177,6 @@ def test_the_saved_options_repeat_the_fit(checkpoint, tmp_path):
     assert main(["fit", "--config", str(config), "--output", str(tmp_path / "again")]) == 0
     assert read_posterior(tmp_path / "again") == found
     assert fit(checkpoint, tmp_path / "other", *options[:2])["sha256"] != found["sha256"]
-
-
-def test_the_place_when_none_is_named(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    arguments = ["fit", *DATA, *MODEL, "--checkpoint", "net.safetensors", "--no_progress"]
-    assert main(arguments) == 0
-    assert (tmp_path / "runs" / "net" / "posterior.json").exists()
 
 
 def test_other_likelihoods(problem, tmp_path, capsys):
@@ -302,17 +279,6 @@ def test_a_layer_without_a_rule(tmp_path, capsys):
     assert "'rnn' (LSTM) has no K-FAC rule" in message
 
 
-def test_a_folder_that_holds_a_run(run, checkpoint, plain, capsys):
-    before = {path.name: path.read_bytes() for path in run.iterdir()}
-    arguments = ["fit", *DATA, *MODEL, "--checkpoint", str(checkpoint), "--output", str(run)]
-    for overwrite in ([], ["--overwrite"]):
-        message = refusal(capsys, *arguments, *overwrite)
-        assert "holds a run of marglik train, which marglik fit does not overwrite" in message
-    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
-    arguments[-1] = str(plain[0])
-    assert "already holds a run (posterior.json); pass --overwr" in refusal(capsys, *arguments)
-
-
 def test_an_interrupt_leaves_the_old_run(checkpoint, plain, tmp_path, capsys, monkeypatch):
     run = shutil.copytree(plain[0], tmp_path / "fit")
     before = {path.name: path.read_bytes() for path in run.iterdir()}
@@ -334,34 +300,3 @@ def test_a_checkpoint_in_the_folder_that_would_be_cleared(run, capsys):
     message = refusal(capsys, "fit", *DATA, *MODEL, *arguments, "--overwrite")
     assert "model.safetensors is in the output folder, whose old files are removed" in message
     assert {path.name: path.read_bytes() for path in run.iterdir()} == before
-
-
-def test_one_process_at_a_time(checkpoint, tmp_path, capsys):
-    arguments = ["fit", *DATA, *MODEL, "--checkpoint", str(checkpoint)]
-    with RunFolder(tmp_path / "fit").locked():
-        message = refusal(capsys, *arguments, "--output", str(tmp_path / "fit"))
-    assert "Another process runs in" in message
-
-
-@pytest.mark.parametrize("command", ["fit", "evaluate", "train"])
-def test_a_folder_that_cannot_be_written_to(command, trained, tmp_path, capsys, monkeypatch):
-    """It is found before a pass over the data is made."""
-    arguments = {
-        "fit": ["fit", *DATA, *MODEL, "--checkpoint", str(trained / "model.safetensors")],
-        "evaluate": ["evaluate", str(trained)],
-        "train": [*TRAIN, *DATA, *MODEL],
-    }[command]
-
-    def refused(*_):
-        raise PermissionError(13, "Permission denied")
-
-    for work in (
-        "marglik.posterior.posterior.Posterior.fit",
-        "marglik.prediction.evaluation_record.predict_all",
-        "marglik.training.network.NetworkTraining.epoch",
-    ):
-        monkeypatch.setattr(work, None)
-    monkeypatch.setattr("kfac_backend.files.os.fsync", refused)
-    message = refusal(capsys, *arguments, "--output", str(tmp_path / "out"))
-    assert "out cannot be written to (Permission denied)" in message
-    assert not (tmp_path / "out").exists()

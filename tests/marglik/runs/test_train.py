@@ -1,6 +1,5 @@
 """`marglik train`: what a run leaves, and that it can be repeated, interrupted and continued on."""
 
-import os
 import re
 import shutil
 from pathlib import Path
@@ -18,7 +17,6 @@ from marglik.runs import training_setup
 from marglik.runs.config import RunConfig
 from marglik.storage.record_file import read_posterior
 from marglik.storage.run_folder import read_log
-from marglik.training.network import NetworkTraining
 from tests.marglik.runs.command_line import evaluated, refusal, results_of
 
 ROOT = Path(__file__).parents[3]
@@ -186,28 +184,6 @@ def test_table_is_printed(tmp_path, capsys, monkeypatch):
     assert f"Written to {tmp_path}; the report is {tmp_path / 'report.html'}" in printed
 
 
-def test_interrupt_keeps_the_log(tmp_path, capsys, monkeypatch):
-    train_epoch = NetworkTraining.epoch
-
-    def interrupted(self, epoch, *arguments):
-        if epoch == 3:
-            raise KeyboardInterrupt
-        return train_epoch(self, epoch, *arguments)
-
-    monkeypatch.setattr(NetworkTraining, "epoch", interrupted)
-    assert main([*SMALL, "--output", str(tmp_path / "run")]) == 130
-    assert "interrupted; the same command with --resume continues" in capsys.readouterr().err
-    assert [r["epoch"] for r in read_log(tmp_path / "run")] == [1, 2, 2]
-    assert "No posterior in" in refusal(capsys, "evaluate", str(tmp_path / "run"))
-
-
-def test_a_run_is_kept(run, capsys):
-    before = {path.name: path.read_bytes() for path in run.iterdir()}
-    message = refusal(capsys, *SMALL, "--no_overwrite", "--output", str(run))
-    assert "already holds a run" in message
-    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
-
-
 def test_the_preset_overwrites_its_own_runs_alone(run, tmp_path, capsys):
     """It says overwrite, so that `make train` can be repeated."""
     mine = tmp_path / "mine"
@@ -227,13 +203,6 @@ def test_the_preset_overwrites_its_own_runs_alone(run, tmp_path, capsys):
     # Without a baseline there is nothing to compare.
     assert "differences" not in results_of(other)
     assert "Learned minus" not in (other / "report.html").read_text()
-
-
-def test_all_files_follow_the_umask(run):
-    umask = os.umask(0)
-    os.umask(umask)
-    modes = {path.name: path.stat().st_mode & 0o777 for path in run.iterdir()}
-    assert modes == dict.fromkeys(FILES, 0o666 & ~umask)
 
 
 def test_nan_in_the_data_is_found_before_training(tmp_path, capsys, monkeypatch):

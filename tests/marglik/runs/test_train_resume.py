@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ from marglik.data import ClassSubset, Digits
 from marglik.models import MLP
 from marglik.runs import train as experiment
 from marglik.runs.config import RunConfig
-from marglik.storage.run_folder import RunFolder, read_log
+from marglik.storage.run_folder import read_log
 from marglik.training.network import NetworkTraining
 from tests.marglik import threads
 from tests.marglik.runs.command_line import DATA, MODEL, TRAIN, refusal, results_of
@@ -142,13 +140,6 @@ def test_what_was_cut_off_was_not_the_end(where, runs, worked):
         assert (folder / "checkpoint" / "baseline" / "state.pt").exists()
 
 
-def test_the_monitor_is_in_the_log(runs):
-    seen = [
-        set(r) & {"validation/cls/NLL", "validation/cls/accuracy"} for r in log_of(runs / "whole")
-    ]
-    assert [len(names) for names in seen] == [0, 2, 0, 0, 2, 0]
-
-
 def test_a_finished_run_is_returned(whole, monkeypatch, capsys):
     monkeypatch.setattr(NetworkTraining, "epoch", None)
     (whole / "report.html").unlink()
@@ -186,13 +177,6 @@ def test_another_option_is_named_and_nothing_touched(other, state, request, caps
     assert content(folder) == before
 
 
-def test_two_processes_do_not_share_a_folder(cut_off, capsys):
-    before = content(cut_off)
-    with RunFolder(cut_off).locked():
-        assert "Another process runs in" in refusal(capsys, *command(cut_off, "--resume"))
-        assert content(cut_off).items() >= before.items()
-
-
 def test_what_is_left_of_a_finished_run_is_removed(whole, cut_off):
     """A kill in the very last moment."""
     (cut_off / "checkpoint").rename(whole / "checkpoint")
@@ -200,25 +184,6 @@ def test_what_is_left_of_a_finished_run_is_removed(whole, cut_off):
     assert main(command(whole, "--resume")) == 0
     assert not (whole / "checkpoint").exists()
     assert results_of(whole) == before
-
-
-def test_what_a_killed_process_was_writing_is_removed(whole):
-    killed = subprocess.Popen([sys.executable, "-c", ""])
-    killed.wait()
-    (whole / f".partial-{killed.pid}-1-posterior.safetensors").write_bytes(b"half")
-    assert main(command(whole, "--resume")) == 0
-    assert names_in(whole) == LEFT
-
-
-def test_without_resume_a_run_that_was_cut_off_is_refused(cut_off, whole, capsys):
-    before = content(cut_off)
-    assert "--resume to continue it" in refusal(capsys, *command(cut_off))
-    assert content(cut_off) == before
-
-
-def test_without_resume_a_finished_run_is_refused(whole, capsys):
-    message = refusal(capsys, *command(whole))
-    assert "--overwrite" in message and "--resume" not in message
 
 
 def test_overwrite_starts_anew(cut_off, runs):
@@ -232,41 +197,12 @@ def test_overwrite_starts_anew(cut_off, runs):
     assert not any(torch.equal(state[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("name", ["learned", "baseline"])
-def test_a_damaged_state_is_one_line(name, runs, worked, tmp_path, capsys):
-    """The results of the learned run, which are there already, are not lost by it."""
-    folder = shutil.copytree(runs / "cut off after the baseline's second epoch", tmp_path / "run")
-    state = folder / "checkpoint" / name / "state.pt"
-    state.write_bytes(state.read_bytes()[:-5])
-    before = without_seconds(results_of(folder))
-    assert f"{name}/state.pt" in refusal(capsys, *command(folder, "--resume"))
-    assert without_seconds(results_of(folder)) == before
-
-
-@pytest.mark.parametrize("name", sorted(LEFT - {"report.html"}))
-def test_a_finished_run_of_which_a_byte_is_altered_is_refused(name, whole, capsys):
-    content = bytearray((whole / name).read_bytes())
-    content[len(content) // 2] ^= 1
-    (whole / name).write_bytes(content)
-    assert name in refusal(capsys, *command(whole, "--resume"))
-
-
 def test_a_folder_of_states_that_is_missing_is_no_silent_restart(cut_off, capsys):
     shutil.rmtree(cut_off / "checkpoint")
     before = content(cut_off)
     message = refusal(capsys, *command(cut_off, "--resume", "--overwrite"))
     assert "cut off, but no checkpoint to continue from. Start again: --over" in message
     assert content(cut_off) == before
-
-
-def test_resume_is_not_for_what_another_command_left(checkpoint, tmp_path, capsys):
-    folder = tmp_path / "fit"
-    assert (
-        main(["fit", *DATA, *MODEL, "--checkpoint", str(checkpoint), "--output", str(folder)]) == 0
-    )
-    before = content(folder)
-    assert f"{folder} " in refusal(capsys, *command(folder, "--resume"))
-    assert content(folder) == before
 
 
 def test_the_function_resumes_too(tmp_path, monkeypatch):

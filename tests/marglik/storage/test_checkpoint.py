@@ -1,13 +1,10 @@
 """A run's state comes back from its folder to the bit, whenever it was cut off; damage is named."""
 
-import errno
 import io
 import math
 import os
 import re
 import shutil
-from collections import OrderedDict
-from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -15,11 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kfac_backend.files import DiskFullError
-from marglik.storage.checkpoint import Checkpoints, check_same_run
+from marglik.storage.checkpoint import Checkpoints
 from tests.marglik.posteriors import fitted
 from tests.marglik.same_state import same
 
@@ -110,28 +105,6 @@ LEAVES = st.one_of(
 )  # fmt: skip
 
 
-NESTED = st.recursive(
-    LEAVES,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=4),
-        st.lists(inner, max_size=4).map(tuple),
-        st.dictionaries(KEYS, inner, max_size=4),
-    ),
-    max_leaves=12,
-)
-
-
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(state=st.dictionaries(KEYS, NESTED, max_size=4))
-def test_round_trip_of_nested_states(state, tmp_path_factory):
-    assert same(state, there_and_back(state, tmp_path_factory.mktemp("state")))
-
-
-def test_ordered_dicts_are_dicts(tmp_path):
-    state = OrderedDict(b=torch.ones(1), a=1)
-    assert same(dict(state), there_and_back(state, tmp_path))
-
-
 @pytest.mark.parametrize(
     ("value", "kind"),
     [
@@ -145,51 +118,6 @@ def test_other_types_are_refused_by_their_place(value, kind, folder):
     with pytest.raises(TypeError, match=f"'/a/3/b/1' of the state is a {kind}.*supported are"):
         Checkpoints(folder).save({"x": torch.ones(1), "a": {3: {"b": ["fine", value]}}})
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-
-
-@pytest.mark.parametrize("key", [(1, 2), b"x", np.int64(1)])
-def test_keys_of_other_types_are_refused(key, folder):
-    """A tuple would come back as a list, which is no key."""
-    with pytest.raises(TypeError):
-        Checkpoints(folder).save({"a": {key: 1}})
-    assert Checkpoints(folder, run=RUN).load()["number"] == 2
-
-
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("work", ["fsync", "replace"])
-def test_a_kill_leaves_a_whole_state(work, late, folder, monkeypatch):
-    """Before or after each of the two things that a save does to files; nothing is tidied up."""
-
-    def killed(*arguments):
-        if late:
-            real(*arguments)
-        raise KeyboardInterrupt
-
-    real = getattr(os, work)
-    with monkeypatch.context() as patched, suppress(KeyboardInterrupt):
-        patched.setattr(os, work, killed)
-        patched.setattr(Path, "unlink", lambda *_, **__: None)
-        Checkpoints(folder, run=RUN).save(states(3))
-    number = 3 if (work, late) == ("replace", True) else 2
-    assert same(load(folder), states(number))
-    Checkpoints(folder, run=RUN).save(states(4))
-    assert same(load(folder), states(4))
-
-
-def test_a_full_disk_leaves_the_state_before(folder, monkeypatch):
-    """And nothing of half a state, which would keep the disk full; there is room later."""
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-
-    def full(file):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", full)
-        with pytest.raises(DiskFullError, match="state.pt cannot be written.*bytes are wanted"):
-            Checkpoints(folder, run=RUN).save(states(3))
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    Checkpoints(folder, run=RUN).save(states(3))
-    assert same(load(folder), states(3)) and len(list(folder.iterdir())) == 1
 
 
 def test_without_a_state(tmp_path):
@@ -255,12 +183,6 @@ def test_a_state_of_another_run(there, message, folder):
     with pytest.raises(ValueError, match=re.escape(message) + ".*Resume with the options"):
         load(folder)
     assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def test_tuples_of_options_are_lists_in_a_file(folder):
-    sizes = {"config": {"prior": {"every": 5, "lr": 0.1}, "sizes": (1, 2)}}
-    Checkpoints(folder, run=RUN | sizes).load()
-    check_same_run({"a": (1, (2,)), "b": {}}, {"a": [1, [2]], "b": {}}, folder)
 
 
 def test_a_state_is_due_when_the_last_is_old_enough(tmp_path, monkeypatch):

@@ -1,20 +1,14 @@
 """A run's folder: who writes into it, whether it is whole, and what is never overwritten."""
 
-import json
-import os
 import shutil
 import subprocess
-from contextlib import suppress
-from threading import Thread
 
 import pytest
 import torch
 
-from marglik.posterior.posterior_file import load_posterior, save_posterior
 from marglik.storage.provenance import Provenance, environment
-from marglik.storage.record_file import read_record, write_json, write_record
+from marglik.storage.record_file import read_record, write_record
 from marglik.storage.run_folder import RunFolder, RunLog, read_log
-from tests.marglik.posteriors import fitted, network
 
 PRESET = Provenance("epochs: 1\n", preset="digits")
 
@@ -48,34 +42,6 @@ def test_a_manifest_that_was_altered(folder):
         for use in (folder.check, lambda: folder.begin("train", PRESET, overwrite=True)):
             with pytest.raises(ValueError, match="manifest.json .*Put the original back"):
                 use()
-
-
-@pytest.mark.parametrize("stop", range(5))
-def test_a_kill_at_any_point_leaves_a_file_that_is_read(stop, tmp_path, monkeypatch):
-    """Each file is as before or as it should become."""
-    run, done = RunFolder(tmp_path), []
-    run.begin("train", Provenance())
-    run.write("results.json", b"oldest")
-    run.write("results.json", b"old")
-
-    def killed(work):
-        def until(*arguments):
-            if len(done) == stop:
-                raise KeyboardInterrupt
-            done.append(work)
-            return work(*arguments)
-
-        return until
-
-    with monkeypatch.context() as patched, suppress(KeyboardInterrupt):
-        patched.setattr(os, "fsync", killed(os.fsync))
-        patched.setattr(os, "replace", killed(os.replace))
-        run.write("results.json", b"new")
-    # The record is written, then the file.
-    assert run.read("results.json") == (b"old" if stop < 4 else b"new")
-    run.check()
-    run.write("results.json", b"newest")
-    assert run.read("results.json") == b"newest"
 
 
 @pytest.mark.parametrize("damage", [b"[", b"", b"{} ", b"oldest"])
@@ -176,46 +142,6 @@ def test_a_folder_that_cannot_be_written_to_is_named_before_any_work(error, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_in_the_place_of_the_folder_is_named(tmp_path):
-    (tmp_path / "run").write_text("mine")
-    with pytest.raises(OSError, match="cannot be written to .*pass another --output"):
-        with RunFolder(tmp_path / "run").locked():
-            raise AssertionError("work began")
-    assert (tmp_path / "run").read_text() == "mine"
-
-
-@pytest.mark.parametrize("first", range(8))
-def test_a_posterior_of_two_processes_is_one_of_them_or_none(first, tmp_path, monkeypatch):
-    """One process saves as a whole after any piece of work of the other."""
-    mine, other = fitted(), fitted("regression")
-    done = 0
-
-    def meeting(work):
-        def then(*arguments, **keywords):
-            nonlocal done
-            if done == first:
-                done += 1
-                other_one = Thread(target=save_posterior, args=(other, tmp_path))
-                other_one.start()
-                other_one.join()
-            done += 1
-            return work(*arguments, **keywords)
-
-        return then
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", meeting(os.fsync))
-        patched.setattr(os, "replace", meeting(os.replace))
-        save_posterior(mine, tmp_path)
-    try:
-        loaded = load_posterior(tmp_path, network())
-    except (ValueError, FileNotFoundError) as error:
-        assert any(text in str(error) for text in ("another run", "missing"))
-        return
-    whole = {"classification": mine, "regression": other}[loaded.likelihood]
-    assert loaded.log_marginal_likelihood() == pytest.approx(float(whole.log_marginal_likelihood()))
-
-
 def test_a_record_speaks_of_files_beside_it_alone(tmp_path):
     (tmp_path / "secret").write_text("mine")
     folder = tmp_path / "run"
@@ -243,15 +169,6 @@ def test_a_line_per_record_at_once(folder):
     assert read_log(folder.path) == RECORDS[:1]
     log.write(RECORDS[1])
     assert read_log(folder.path) == RECORDS[:2]
-
-
-def test_json_is_whole_or_not_there(tmp_path):
-    path = tmp_path / "results.json"
-    write_json(path, {"a": 1})
-    with pytest.raises(TypeError):
-        write_json(path, {"a": object()})
-    assert json.loads(path.read_text()) == {"a": 1}
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_environment_names_versions_and_device():

@@ -259,26 +259,6 @@ def test_a_file_that_is_no_image_file_is_not_opened(pets):
         ImageFolder(pets).load()
 
 
-def test_sizes_are_looked_at_before_pixels(pets, monkeypatch):
-    """Forty megabytes of pixels in fifty kilobytes, which Pillow would decode."""
-    from PIL import Image
-
-    bomb = encoded(np.zeros((5000, 2800, 3), dtype=np.uint8), "png")
-    assert len(bomb) < 100_000
-    (pets / "train/cat/x.png").write_bytes(bomb)
-    decoded = []
-    convert = Image.Image.convert
-    monkeypatch.setattr(
-        Image.Image, "convert", lambda s, m: decoded.append(s.size) or convert(s, m)
-    )
-    with pytest.raises(ValueError, match="'train/cat/x.png' has 2800×5000 pixels"):
-        ImageFolder(pets).load()
-    assert set(decoded) == {(5, 6)}
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 29)
-    with pytest.raises(ValueError, match="cannot be decoded .*limit of 29"):
-        ImageFolder(pets).load()
-
-
 def test_the_constructors_arguments_are_options_of_the_command_line(pets):
     parser = ArgumentParser()
     parser.add_subclass_arguments(ImageData, "data")
