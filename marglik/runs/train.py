@@ -137,7 +137,8 @@ def train(
         for name in STATES
     }
     with ExitStack() as lock:
-        results, log = None, None
+        results: dict[str, Any] | None = None
+        log: RunLog | None = None
         if leads:
             # Held to the end of the run, hence the ExitStack.
             lock.enter_context(folder.locked())

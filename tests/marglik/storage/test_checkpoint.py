@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import strategies as st
 
 from marglik.storage.checkpoint import Checkpoints
 from tests.marglik.posteriors import fitted
@@ -92,17 +91,6 @@ def test_comparison_finds_differences():
     ]  # fmt: skip
     for a, b in pairs:
         assert not same(a, b) and not same(b, a), (a, b)
-
-
-KEYS = st.one_of(st.text(max_size=5), st.integers(-5, 5), st.just("a/b"))
-
-
-LEAVES = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8),
-    st.sampled_from([torch.uint8, torch.float32, torch.float64]).map(
-        lambda dtype: torch.randint(99, (2,)).to(dtype)
-    ),
-)  # fmt: skip
 
 
 @pytest.mark.parametrize(
