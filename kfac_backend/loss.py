@@ -161,6 +161,8 @@ def check_targets(
             f"Targets have shape {tuple(y.shape)}, the model's output {tuple(f.shape)}; "
             f"likelihood {likelihood!r} needs the same shape.{way_out}"
         )
+    if y.is_complex():
+        raise TypeError(f"The targets are complex ({y.dtype}), and likelihoods are of real ones.")
     if not torch.isfinite(y).all():
         raise ValueError("The targets contain NaN or infinity; clean the data.")
     if likelihood == "bernoulli" and not ((y >= 0) & (y <= 1)).all():

@@ -141,6 +141,13 @@ class KFAC(Optimizer):
         self.preconditioner.check_state(own)
         self._check_base(base)
         self.base.load_state_dict(base)
+        # torch casts NAdam's product of momenta, a float32 number, to the parameter's dtype.
+        saved = [i for group in base["param_groups"] for i in group["params"]]
+        own_parameters = [p for group in self.base.param_groups for p in group["params"]]
+        for i, p in zip(saved, own_parameters, strict=True):
+            if "mu_product" in base["state"].get(i, {}):
+                product = base["state"][i]["mu_product"].to("cpu", copy=True)
+                self.base.state[p]["mu_product"] = product
         self.preconditioner.load_state_dict(own)
         self._share()
 

@@ -302,6 +302,12 @@ class KfacPreconditioner:
                     f"{self._made_with.get(what)} here. Load it with the model and the options "
                     "that it was saved with."
                 )
+        own, generator = self._generator.get_state(), state["generator"]
+        if (generator.dtype, generator.shape) != (own.dtype, own.shape):
+            raise ValueError(
+                "The state's random numbers are those of another kind of device than "
+                f"{self._generator.device}. Load it on a device of the kind it was saved on."
+            )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken, with the same model and options.

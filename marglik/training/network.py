@@ -18,6 +18,7 @@ of sums.
 
 import time
 from contextlib import nullcontext
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -28,6 +29,7 @@ from torch.utils.data import DistributedSampler
 from kfac_backend.loss import check_targets, counted_terms, loss_sum
 from kfac_backend.model.batches import Targets, each_batch, split_batch
 from kfac_backend.model.calls import arguments, logits_of
+from kfac_backend.model.checks import check_output
 from kfac_backend.optimizer import KFAC
 from kfac_backend.options import Likelihood, TargetOptions
 from kfac_backend.ranks import Ranks
@@ -190,13 +192,15 @@ class NetworkTraining:
         ``counts`` is False where this rank has no example of the batch and runs on others.
         """
         self.optimizer.zero_grad()
-        args, kwargs = arguments(self.model, x)
+        # A copy, since a model may change its input in place, and batches may live for many epochs.
+        args, kwargs = arguments(self.model, deepcopy(x))
         unseen: Any = nullcontext()
         if self._kfac is not None and not counts:  # its factors must not count examples twice
             unseen = self._kfac.preconditioner.paused()
         with step_errors(self._ranks), unseen:
             f = logits_of(self._forward(*args, **kwargs))
             if not self._targets_are_checked:
+                check_output(f)
                 check_targets(f, y, self.likelihood, may_ignore=self._targets.may_ignore)
             data_loss = loss_sum(f, y, self.likelihood)
             objective = self._objective(data_loss, len(f), counts)

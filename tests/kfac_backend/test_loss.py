@@ -142,6 +142,8 @@ def test_loss_terms_of_one_example_are_never_mixed():
         (torch.zeros(2, 1), torch.zeros(2, 3), "regression", ValueError, "same shape."),
         (torch.zeros(2, 1), torch.zeros(2), "regression", ValueError, "last axis: y[..., None]."),
         (torch.zeros(1, 1), torch.tensor([[torch.nan]]), "regression", ValueError, "NaN"),
+        (torch.zeros(1, 1), torch.tensor([[1j]]), "regression", TypeError, "complex"),
+        (torch.zeros(1, 1), torch.tensor([[1j]]), "bernoulli", TypeError, "complex"),
         (torch.zeros(1, 1), torch.tensor([[2.0]]), "bernoulli", ValueError, "[0, 1]"),
         (torch.zeros(3), torch.zeros(3), "regression", ValueError, "leave out squeeze(-1)"),
         ({"logits": 1}, torch.zeros(3), "regression", TypeError, "dict"),

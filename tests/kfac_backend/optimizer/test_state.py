@@ -32,19 +32,20 @@ def test_resumes_at_every_step_to_the_bit_on_two_ranks(worlds):
     assert worlds.all(2, use) == [[], []]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("base", ["sgd", "nadamw"])
-def test_resumes_from_a_file_and_needs_the_state(base):
+def test_resumes_from_a_file_and_needs_the_state(base, dtype):
     """Drawn labels continue, too; without the preconditioner's state the run is another."""
     options = PreconditionerOptions(factor_every=2, update_every=3)
 
     def anew():
-        model = fresh({})[0].float()
+        model = fresh({})[0].to(dtype)
         return model, KFAC(model, "classification", base=base, options=options, fisher="mc")
 
     def steps(model, optimizer, numbers):
         for number in numbers:
             optimizer.zero_grad()
-            x = normal(8, 4, seed=number).float()
+            x = normal(8, 4, seed=number).to(dtype)
             F.cross_entropy(model(x), torch.arange(8) % 4).backward()
             optimizer.step()
 
@@ -101,6 +102,11 @@ def without_weight(state):
     return state
 
 
+def of_a_gpu(state):
+    state["preconditioner"]["generator"] = torch.zeros(16, dtype=torch.uint8)
+    return state
+
+
 REFUSED = {
     "expand into reduce": (another(kfac_approx="expand"), "'expand'"),
     "another Fisher": (another(fisher="exact"), "fisher"),
@@ -112,6 +118,7 @@ REFUSED = {
     "plain SGD": (of_plain_sgd, "no 'preconditioner'"),
     "another base": (another(base="nadamw"), "another base optimiser"),
     "a key too few": (without_weight, "its keys are"),
+    "another device's random numbers": (of_a_gpu, "device"),
 }  # fmt: skip
 
 

@@ -1,6 +1,8 @@
 """The network's steps: the objective's gradient, precisions, layouts, compilation, the monitor."""
 
 import math
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,14 @@ from kfac_backend import kronecker_factors
 from kfac_backend.loss import loss_sum
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from kfac_backend.options import CurvatureOptions
-from marglik import Hyperparameters, KronLaplace, OnlineTraining, PriorGroups, PriorLearner
+from marglik import (
+    Hyperparameters,
+    KronLaplace,
+    OnlineTraining,
+    PriorGroups,
+    PriorLearner,
+    marglik_training,
+)
 from marglik.data import ImageBatches
 from marglik.data.images.image_set import ImageSet
 from marglik.runs.config import PriorConfig
@@ -305,6 +314,38 @@ def test_targets_are_looked_at_before_the_first_step():
     with pytest.raises(ValueError, match="Label 3 is out of range: the model has 3 outputs"):
         network.epoch(1)
     assert same(before, [p.detach() for p in parameters])
+
+
+train: Any = partial(marglik_training, unsupported="diagonal")
+
+
+class Halving(Network):
+    """Changes its input in place, or (the reference) not."""
+
+    in_place = True
+
+    def forward(self, x):
+        return super().forward(x.mul_(0.5) if self.in_place else x * 0.5)
+
+
+def test_batches_that_stay_in_memory_are_left_as_they_are():
+    x, y = batch()
+    ends = []
+    for in_place in (True, False):
+        torch.manual_seed(0)
+        model, data = Halving(), [(x.clone(), y)]
+        model.in_place = in_place
+        train(model, data, n_epochs=4)
+        assert torch.equal(data[0][0], x)
+        ends.append([p.detach() for p in model.parameters()])
+    assert same(*ends)
+
+
+def test_complex_outputs_are_refused_before_the_first_step():
+    model = Network()
+    model.register_forward_hook(lambda *seen: seen[2] * 1j)
+    with pytest.raises(TypeError, match="complex"):
+        train(model, [batch()], n_epochs=1)
 
 
 @pytest.mark.parametrize(("likelihood", "variance"), [("classification", 1.0), ("regression", 0.3)])
