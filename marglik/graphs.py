@@ -102,65 +102,42 @@ class Graphs:
                 are negative or do not add up, or an edge leads to a node that does not exist or
                 belongs to another graph.
         """
-        self._check_tensors()
-        V, E = len(self.nodes), len(self.edges)
-        sizes = {"node_counts": ("nodes", V), "edge_counts": ("edges", E)}
-        for name, (what, total) in sizes.items():
+        V, E, G = len(self.nodes), len(self.edges), self.node_counts.numel()
+        lengths = {"senders": E, "receivers": E, "node_counts": G, "edge_counts": G}
+        for name in ("nodes", "edges", *lengths):
+            tensor = getattr(self, name)
+            if name in lengths:
+                needed = f"({lengths[name]},) and torch.int64"
+                fits = tensor.shape == (lengths[name],) and tensor.dtype == torch.int64
+            else:
+                needed = f"(number of {name}, features of one) and floating point"
+                fits = tensor.dim() == 2 and tensor.is_floating_point()
+            if not fits or tensor.device != self.nodes.device or not G:
+                raise ValueError(
+                    f"{name} has shape {tuple(tensor.shape)} and {tensor.dtype} on "
+                    f"{tensor.device}; it needs {needed}, on the device of nodes, for at least 1 "
+                    "graph."
+                )
+        for name, total in (("node_counts", V), ("edge_counts", E)):
             counts = getattr(self, name)
-            if counts.min() < 0:
+            if counts.min() < 0 or counts.sum() != total:
                 raise ValueError(
-                    f"{name} has {int(counts.min())} for graph {int(counts.argmin())}; a graph has "
-                    f"0 {what} or more."
+                    f"{name} has {int(counts.min())} at least and {int(counts.sum())} in all, but "
+                    f"there are {total}; each belongs to exactly one graph."
                 )
-            if counts.sum() != total:
-                raise ValueError(
-                    f"{name} adds up to {int(counts.sum())}, but there are {total} {what}; each "
-                    "belongs to exactly one graph."
-                )
-        node_graph, edge_graph = self.node_graph, self.edge_graph
+        edge_graph = self.edge_graph
         for name in ("senders", "receivers"):
             numbers = getattr(self, name)
-            if outside := _first((numbers < 0) | (numbers >= V)):
+            wrong = (numbers < 0) | (numbers >= V)
+            wrong[~wrong] = self.node_graph[numbers[~wrong]] != edge_graph[~wrong]
+            if wrong.any():
+                edge = int(wrong.nonzero()[0])
                 raise ValueError(
-                    f"{name} has node {int(numbers[outside[0]])} for edge {outside[0]}, but there "
-                    f"are {V} nodes; numbers must be 0 to V - 1 and count through all graphs."
-                )
-            if wrong := _first(node_graph[numbers] != edge_graph):
-                edge = wrong[0]
-                raise ValueError(
-                    f"Edge {edge} belongs to graph {int(edge_graph[edge])}, but {name} has node "
-                    f"{int(numbers[edge])} of graph {int(node_graph[numbers[edge]])} for it; edges "
-                    "stay within a graph, lie in the order of the graphs, and number the nodes "
-                    "through all graphs."
+                    f"{name} has node {int(numbers[edge])} for edge {edge} of graph "
+                    f"{int(edge_graph[edge])}, which is none of its nodes. Nodes are numbered "
+                    f"through all graphs, 0 to {V - 1}; edges lie in the order of the graphs."
                 )
         return self
-
-    def _check_tensors(self) -> None:
-        """Raise a ValueError unless every tensor has the shape, dtype and device of its field."""
-        for name in ("nodes", "edges"):
-            tensor = getattr(self, name)
-            if tensor.dim() != 2 or not tensor.is_floating_point():
-                raise ValueError(
-                    f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}; it needs "
-                    f"floating point numbers, (number of {name}, features of one)."
-                )
-        E, G = len(self.edges), self.node_counts.numel()
-        lengths = {"senders": E, "receivers": E, "node_counts": G, "edge_counts": G}
-        if self.node_counts.shape == (0,):
-            raise ValueError("node_counts is empty, so there is no graph; a batch has at least 1.")
-        for name, length in lengths.items():
-            tensor = getattr(self, name)
-            if tensor.shape != (length,) or tensor.dtype != torch.int64:
-                raise ValueError(
-                    f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}; it needs "
-                    f"shape ({length},) and int64: senders and receivers have a number for each "
-                    "edge, node_counts and edge_counts for each graph."
-                )
-            if tensor.device != self.nodes.device or self.edges.device != self.nodes.device:
-                raise ValueError(
-                    f"nodes are on {self.nodes.device}, edges on {self.edges.device}, and {name} "
-                    f"on {tensor.device}; use graphs.to(device)."
-                )
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "Graphs":
         names = ("nodes", "edges", "senders", "receivers", "node_counts", "edge_counts")
@@ -189,8 +166,3 @@ def _members(starts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     return torch.arange(len(owners), device=counts.device) + (starts - _starts(counts))[
         owners
     ], owners
-
-
-def _first(wrong: Tensor) -> list[int]:
-    """[index of the first true entry], or [] if there is none."""
-    return wrong.nonzero()[:1].flatten().tolist()

@@ -107,12 +107,7 @@ def fit(
     leads = ranks.rank == 0  # it alone writes files and shows bars
     run = replace(run, progress=run.progress and leads)
     was_cut_off = Checkpoints(folder.path / CHECKPOINT / STATE).exists()
-    try:
-        folder.check_free("fit", provenance.preset, run.overwrite or was_cut_off)
-    except FileExistsError:
-        if leads:  # a fit that was killed at its very end may have left unfinished files
-            folder.tidy()
-        raise
+    folder.check_free("fit", provenance.preset, run.overwrite or was_cut_off)
     note = load_pretrained(model, checkpoint)
     splits = data.load()
     if prior.method == "validation" and splits.validation is None:

@@ -174,12 +174,6 @@ class RunFolder:
                 f"{resume}or another --output."
             )
 
-    def tidy(self) -> None:
-        """Remove the unfinished files of killed processes, unless another process works here."""
-        if self.path.is_dir():
-            with suppress(OSError, ValueError), self.locked():
-                pass
-
     def check_beside(self) -> None:
         """Raise a FileExistsError unless a command may add its files to what is there.
 

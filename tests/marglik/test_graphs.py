@@ -122,33 +122,21 @@ INT = torch.int64
     ("change", "message"),
     [
         ({"nodes": torch.zeros(13)}, r"nodes has shape \(13,\) .* floating point"),
-        ({"nodes": torch.zeros(13, 3, dtype=INT)}, "nodes has .* dtype torch.int64; it needs"),
-        ({"edges": torch.zeros(9)}, r"edges has shape \(9,\)"),
-        ({"edges": torch.zeros(8, 2)}, r"senders has shape \(9,\) .* shape \(8,\) and int64"),
-        ({"senders": torch.zeros(9)}, "senders has .* torch.float32; it needs"),
-        ({"receivers": torch.zeros(9, 1, dtype=INT)}, r"receivers has shape \(9, 1\)"),
-        ({"node_counts": torch.tensor(13)}, r"node_counts has shape \(\) .* each graph"),
+        ({"nodes": torch.zeros(13, 3, dtype=INT)}, "nodes has .* torch.int64 .* floating point"),
+        ({"edges": torch.zeros(8, 2)}, r"senders has shape \(9,\) .* needs \(8,\) and torch.int64"),
+        ({"senders": torch.zeros(9)}, "senders has .* torch.float32 .* torch.int64"),
         ({"node_counts": torch.tensor([3, 1, 4, 0, 5])}, r"edge_counts has shape \(6,\) .* \(5,\)"),
-        ({"node_counts": torch.tensor([3, 1, 4, 0, 2, 4])}, "adds up to 14, but there are 13"),
-        ({"edge_counts": torch.tensor([4, 0, 3, 0, 2, 1])}, "adds up to 10, but there are 9"),
-        ({"node_counts": torch.tensor([3, 1, 4, -1, 3, 3])}, "node_counts has -1 for graph 3"),
-        ({"edge_counts": torch.tensor([4, 0, -2, 0, 7, 0])}, "edge_counts has -2 for graph 2"),
-        (
-            {"receivers": torch.tensor([1, 0, 2, 0, 4, 5, 5, 8, 13])},
-            "receivers has node 13 for .* 8",
-        ),
+        ({"edges": torch.zeros(9, 2, device="meta")}, "edges has .* on meta"),
+        ({"node_counts": torch.tensor([3, 1, 4, 0, 2, 4])}, "14 in all, but there are 13"),
+        ({"edge_counts": torch.tensor([4, 0, -2, 0, 7, 0])}, "edge_counts has -2 at least"),
+        ({"receivers": torch.tensor([1, 0, 2, 0, 4, 5, 5, 8, 13])}, "receivers has node 13 .* 8"),
         ({"senders": torch.tensor([0, 1, -1, 2, 4, 7, 7, 9, 8])}, "senders has node -1 for edge 2"),
-        (
-            {"senders": torch.tensor([0, 1, 1, 3, 4, 7, 7, 9, 8])},
-            "Edge 3 belongs to graph 0, but senders has node 3 of graph 1",
-        ),
+        ({"senders": torch.tensor([0, 1, 1, 3, 4, 7, 7, 9, 8])}, "node 3 for edge 3 of graph 0"),
         (  # numbered within each graph, as files often do
             {"receivers": torch.tensor([1, 0, 2, 0, 0, 1, 1, 0, 1])},
-            "Edge 4 belongs to graph 2, but receivers has node 0 of graph 0",
+            "receivers has node 0 for edge 4 of graph 2",
         ),
-        ({"edge_counts": torch.tensor([4, 0, 2, 0, 3, 0])}, "Edge 6 belongs to graph 4"),
-        ({"senders": torch.zeros(9, dtype=INT, device="meta")}, "senders on meta; use .*to"),
-        ({"edges": torch.zeros(9, 2, device="meta")}, "edges on meta"),
+        ({"edge_counts": torch.tensor([4, 0, 2, 0, 3, 0])}, "edge 6 of graph 4"),
     ],
 )
 def test_what_does_not_fit_is_named(change, message):
@@ -159,5 +147,5 @@ def test_what_does_not_fit_is_named(change, message):
 
 
 def test_a_batch_has_a_graph():
-    with pytest.raises(ValueError, match="no graph"):
+    with pytest.raises(ValueError, match="at least 1 graph"):
         some_graphs()[:0].check()

@@ -120,9 +120,9 @@ def test_other_processes_come_to_the_same(runs, worked):
 def test_only_what_is_missing_is_done(worked):
     """What was done after the last state, the third epoch, is done again."""
     epochs = [work["epochs"] for work in worked.values()]
-    assert epochs == [[1, 2, 3], [3, 4], [], [1, 2], [3, 4], []]
+    assert epochs == [[1, 2, 3], [3, 4], [1, 2], [3, 4]]
     # Three predictives, each on the test and the validation set, of two networks.
-    assert [work["predicted"] for work in worked.values()] == [0, 0, 2, 4, 4, 2]
+    assert [work["predicted"] for work in worked.values()] == [0, 0, 6, 6]
 
 
 @pytest.mark.parametrize("where", list(INTERRUPTS)[:-1])
