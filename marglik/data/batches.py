@@ -10,8 +10,7 @@ from torch.nn.functional import pad
 
 from marglik.data.images.image_set import ImageSet, ImageSplits, check_normalisation
 from marglik.data.shard import WHOLE, Shard
-from marglik.data.tensors import SplitName, TensorBatches, TensorSplits
-from marglik.sizes import check_sizes
+from marglik.data.tensors import MemoryBatches, SplitName, TensorBatches, TensorSplits
 
 __all__ = [
     "Batches",
@@ -27,17 +26,11 @@ PADDING = 4
 """Pixels that the random crop adds at each side, as is usual for 32×32 images."""
 
 
-class ImageBatches:
+class ImageBatches(MemoryBatches):
     """Loader of batches: x float32 (B, C, H, W), normalised, and y int64 (B,).
 
     The uint8 images are stored on the device, where each batch is selected, augmented and
     normalised without a loop over images. No worker processes are needed.
-
-    All random numbers come from ``generator``, a CPU generator of the loader's own, so that a seed
-    gives the same batches on every device. Each iteration draws its permutation and augmentation
-    at its start, so that the next one does not depend on how far it was read. Two iterations
-    differ, and the same seed gives the same sequence of iterations. ``generator.get_state()`` and
-    ``set_state()`` save and restore it.
 
     Args:
         images: the images.
@@ -51,7 +44,7 @@ class ImageBatches:
         seed: seed of shuffling and augmentation.
         channels_last: whether x is laid out in memory as (B, H, W, C), which is faster for
             convolutions on most devices.
-        shard: the part of each batch that is yielded; if it is empty, a batch without images.
+        shard: the part of each batch that is yielded.
 
     Raises:
         ValueError: if there are no images, ``batch_size`` is below 1, ``augment`` is unknown, or
@@ -72,7 +65,7 @@ class ImageBatches:
         channels_last: bool = False,
         shard: Shard = WHOLE,
     ) -> None:
-        check_sizes(batch_size=batch_size)
+        super().__init__(len(images), batch_size, shuffle, seed, shard)
         if not len(images):
             raise ValueError("The image set is empty, so there are no batches; load some images.")
         if augment not in get_args(Augmentation):
@@ -81,31 +74,17 @@ class ImageBatches:
             )
         check_normalisation(tuple(mean), tuple(std), images.images.shape[1])
         self.dataset = images.to(device)
-        self.batch_size = batch_size
-        self.shuffle = shuffle
         self.augment: Augmentation = augment
-        self.shard = shard
-        self.generator = torch.Generator().manual_seed(seed)
         self._mean = torch.tensor(mean, dtype=torch.float32, device=device)[:, None, None]
         self._std = torch.tensor(std, dtype=torch.float32, device=device)[:, None, None]
         self._memory_format = torch.channels_last if channels_last else torch.contiguous_format
 
-    @property
-    def num_examples(self) -> int:
-        """Number of images that one iteration yields."""
-        return self.shard.num_examples(len(self.dataset), self.batch_size)
-
-    def __len__(self) -> int:
-        """Number of batches of one iteration."""
-        return -(-len(self.dataset) // self.batch_size)
-
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         # Drawn here, since the body of a generator function would run only at the first batch.
         n, device = len(self.dataset), self.dataset.images.device
-        # For all ranks alike: each then takes its part of every batch.
-        order = torch.randperm(n, generator=self.generator) if self.shuffle else torch.arange(n)
+        parts = self._parts(device)
         distortions = self._draw_distortions(n) if self.augment == "crop_flip" else ()
-        return self._batches(order.to(device), tuple(d.to(device) for d in distortions))
+        return self._batches(parts, tuple(d.to(device) for d in distortions))
 
     def _draw_distortions(self, n: int) -> tuple[Tensor, Tensor, Tensor]:
         """Uniform offsets top and left in 0..8, and flips with probability one half; each (n,)."""
@@ -114,16 +93,17 @@ class ImageBatches:
         return top, left, flip
 
     def _batches(
-        self, order: Tensor, distortions: tuple[Tensor, ...]
+        self, parts: list[Tensor], distortions: tuple[Tensor, ...]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        for batch in self.shard.batches(len(self.dataset), self.batch_size):
-            images = self.dataset.images[order[batch]]  # (B, C, H, W)
+        places = self.shard.batches(len(self.dataset), self.batch_size)
+        for part, place in zip(parts, places, strict=True):
+            images = self.dataset.images[part]  # (B, C, H, W)
             if distortions:
-                top, left, flip = (d[batch] for d in distortions)
+                top, left, flip = (d[place] for d in distortions)
                 images = crop_and_flip(images, top, left, flip, PADDING)
             # Floating point only now: the data set stays at a byte a pixel.
             x = images.to(torch.float32, memory_format=self._memory_format)
-            yield x.sub_(self._mean).div_(self._std), self.dataset.labels[order[batch]]
+            yield x.sub_(self._mean).div_(self._std), self.dataset.labels[part]
 
 
 def crop_and_flip(

@@ -46,11 +46,54 @@ class Examples(Dataset[Pair]):
         return self.x[which], self.y[which]
 
 
-class TensorBatches:
-    """Loader of batches (x, y), selected from inputs and targets on the device, in their dtypes.
+class MemoryBatches:
+    """What loaders of examples in memory have in common: their order, and a rank's part of it.
 
-    All random numbers come from ``generator``, a CPU generator of the loader's own: two iterations
-    differ, and the same seed gives the same sequence of iterations on every device.
+    All random numbers come from ``generator``, a CPU generator of the loader's own, so that a seed
+    gives the same batches on every device. Each iteration draws them at its start, so that the next
+    one does not depend on how far it was read. Two iterations differ, and the same seed gives the
+    same sequence of iterations. ``generator.get_state()`` and ``set_state()`` save and restore it.
+
+    Args:
+        num_examples: N, the number of all examples.
+        batch_size: B; the last batch may be smaller.
+        shuffle: whether each iteration takes the examples in a new order.
+        seed: seed of the generator.
+        shard: the part of each batch that is yielded; if it is empty, a batch without examples.
+
+    Raises:
+        ValueError: if ``batch_size`` is below 1.
+    """
+
+    def __init__(
+        self, num_examples: int, batch_size: int, shuffle: bool, seed: int, shard: Shard
+    ) -> None:
+        check_sizes(batch_size=batch_size)
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.shard = shard
+        self.generator = torch.Generator().manual_seed(seed)
+        self._all = num_examples
+
+    @property
+    def num_examples(self) -> int:
+        """Number of examples that one iteration yields."""
+        return self.shard.num_examples(self._all, self.batch_size)
+
+    def __len__(self) -> int:
+        """Number of batches of one iteration."""
+        return -(-self._all // self.batch_size)
+
+    def _parts(self, device: torch.device) -> list[Tensor]:
+        """The indices of each batch of an iteration; all ranks draw the same order."""
+        n = self._all
+        order = torch.randperm(n, generator=self.generator) if self.shuffle else torch.arange(n)
+        order = order.to(device)
+        return [order[part] for part in self.shard.batches(n, self.batch_size)]
+
+
+class TensorBatches(MemoryBatches):
+    """Loader of batches (x, y), selected from inputs and targets on the device, in their dtypes.
 
     Args:
         x: inputs, a tensor (N, ...) or N graphs.
@@ -59,10 +102,7 @@ class TensorBatches:
         shuffle: whether each iteration takes the examples in a new order.
         seed: seed of shuffling.
         device: where the batches are made.
-        shard: the part of each batch that is yielded; if it is empty, a batch without examples.
-
-    Raises:
-        ValueError: if ``batch_size`` is below 1.
+        shard: the part of each batch that is yielded.
     """
 
     def __init__(
@@ -76,29 +116,13 @@ class TensorBatches:
         device: torch.device | str = "cpu",
         shard: Shard = WHOLE,
     ) -> None:
-        check_sizes(batch_size=batch_size)
+        super().__init__(len(y), batch_size, shuffle, seed, shard)
         self.dataset = Examples(x.to(device), y.to(device))
-        self.batch_size = batch_size
-        self.shuffle = shuffle
-        self.shard = shard
-        self.generator = torch.Generator().manual_seed(seed)
-
-    @property
-    def num_examples(self) -> int:
-        """Number of examples that one iteration yields."""
-        return self.shard.num_examples(len(self.dataset), self.batch_size)
-
-    def __len__(self) -> int:
-        """Number of batches of one iteration."""
-        return -(-len(self.dataset) // self.batch_size)
 
     def __iter__(self) -> Iterator[Pair]:
         # Not a DataLoader, which would collate each batch from single examples.
-        n = len(self.dataset)
-        order = torch.randperm(n, generator=self.generator) if self.shuffle else torch.arange(n)
         x, y = self.dataset.x, self.dataset.y
-        parts, order = self.shard.batches(n, self.batch_size), order.to(y.device)
-        return ((x[order[part]], y[order[part]]) for part in parts)
+        return ((x[part], y[part]) for part in self._parts(y.device))
 
 
 @dataclass(frozen=True, eq=False)

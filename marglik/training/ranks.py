@@ -18,7 +18,7 @@ from torch.utils.data import DistributedSampler
 
 from kfac_backend.model.batches import split_batch
 from kfac_backend.ranks import RankError, Ranks
-from marglik.training.loaders import Loader, count_examples
+from marglik.training.loaders import Loader, count_examples, num_batches
 from marglik.training.random_state import random_state, samplers_of, set_random_state
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def check_shards(ranks: Ranks, **loaders: Loader) -> None:
             if isinstance(sampler, DistributedSampler):
                 _check_sampler(sampler, name, ranks)
     for name, loader in loaders.items():
-        numbers = ranks.gather(_num_batches(loader), "the check of the loaders")
+        numbers = ranks.gather(num_batches(loader), "the check of the loaders")
         if len(set(numbers)) > 1:
             raise ValueError(
                 f"Ranks have different numbers of batches in {name}: "
@@ -139,13 +139,6 @@ def _check_sampler(sampler: DistributedSampler, name: str, ranks: Ranks) -> None
         )
 
 
-def _num_batches(loader: Any) -> int:
-    try:
-        return len(loader)
-    except TypeError:
-        return sum(1 for _ in loader)
-
-
 class WithExamples:
     """The batches of a loader without the empty ones: a rank's shard of a small batch may be empty.
 
@@ -159,7 +152,7 @@ class WithExamples:
 
     def __len__(self) -> int:
         """The number of batches including empty ones, for a progress bar."""
-        return _num_batches(self._loader)
+        return num_batches(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._loader:
