@@ -134,26 +134,6 @@ def test_their_acquisition_functions_climb():
     assert value > noisy(torch.cat([at_random[:64], at_random[64:128]], 1)).median()
 
 
-def test_leaves_the_network_alone():
-    posterior, _ = fitted()
-    posterior.model.train()
-    model = LaplaceModel(posterior)
-    model.eval()
-    X = torch.rand(3, 2).double().requires_grad_()
-    model.posterior(X).variance.sum().backward()
-    assert posterior.model.training and all(p.grad is None for p in posterior.model.parameters())
-    assert X.grad is not None
-    assert LaplaceModel(posterior).posterior(torch.rand(3, 2)).mean.dtype == torch.float32
-
-
-def test_hyperparameters_count_when_they_are_changed():
-    posterior, _ = fitted()
-    model, X = LaplaceModel(posterior), torch.rand(3, 2).double()
-    before = model.posterior(X).variance
-    posterior.prior_precision = 10 * DELTA
-    assert (model.posterior(X).variance < before).all()
-
-
 def test_what_it_cannot_work_with_is_named():
     posterior, _ = fitted()
     with pytest.raises(ValueError, match="likelihood is 'classification'"):

@@ -216,11 +216,6 @@ def test_states_of_other_posteriors_are_refused():
         smaller.load_state_dict(la.state_dict())
 
 
-def test_our_class_does_not_shadow_laplace_torchs():
-    la = laplace.Laplace(network(), "classification", "all", "kron", backend=KfacGGN)
-    assert type(la) is laplace.KronLaplace
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

@@ -1,7 +1,5 @@
 """The posterior of peft's adapters alone: no line but KronLaplace, files without the base."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -21,7 +19,6 @@ from tests.marglik.posterior.adapted import CLASSES, RANK, WIDTH, batch, classif
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-ROOT = Path(__file__).parents[3]
 SKETCHES = {"kfac_approx": "expand", "sketch_rank": 3}
 CASES = {"whole": {"kfac_approx": "expand"}, "sketches": SKETCHES}
 # peft 0.21 reads a property that transformers 5 renamed.

@@ -194,21 +194,6 @@ def test_last_layer_whose_name_starts_another():
     assert_close(whole.output_distribution(x, "last"), alone.output_distribution(x))
 
 
-def test_modes_are_restored_and_parameters_stay_their_own():
-    la, x = fitted()
-    la.model.train()
-    la.model[1].eval()
-    modes = [module.training for module in la.model.modules()]
-    gradient = torch.ones_like(la.model[0].weight)
-    la.model[0].weight.grad = gradient
-    assert_close(la.output_distribution(x), la.output_distribution(x))  # dropout is off
-    assert [module.training for module in la.model.modules()] == modes
-    assert la.model[0].weight.grad is gradient
-    with pytest.raises(RuntimeError):
-        la.output_distribution(x[:, :1])
-    assert [module.training for module in la.model.modules()] == modes
-
-
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("layers", ["all", "last"])
 def test_without_gradients(context, layers):

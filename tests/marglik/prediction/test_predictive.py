@@ -172,21 +172,6 @@ def test_memory_and_tolerance_reach_the_covariance(monkeypatch):
         la.output_distribution(x, "last", tolerance=0.1)
 
 
-def test_changed_hyperparameters_are_seen():
-    la, x = fitted("regression")
-    predict = predictive(la, "probit")
-    predict(x)
-    la.sigma_noise = 0.1
-    assert_close(predict(x).aleatoric, torch.full((8, 3), 0.01).double())
-    la, x = fitted()
-    predict = predictive(la, "mc")
-    before = predict(x)
-    la.prior_precision = 0.1
-    fresh, _ = fitted(prior_precision=0.1)
-    assert_close(values(predict(x)), values(predictive(fresh, "mc")(x)))
-    assert (predict(x).mean - before.mean).abs().max() > 1e-3
-
-
 def test_last_layer():
     la, x = fitted()
     frozen = network()
@@ -281,13 +266,6 @@ def test_a_flat_posterior_is_the_map():
 def test_wrong_options(options, message):
     with pytest.raises(ValueError, match=message):
         PredictiveConfig(**options)
-
-
-@pytest.mark.parametrize("method", ["probit", "linearised"])
-def test_not_fitted(method):
-    la = KronLaplace(network(), "classification")
-    with pytest.raises(AttributeError, match="is not fitted; call fit\\(\\) first"):
-        predictive(la, method)
 
 
 class InPlace(nn.Sequential):

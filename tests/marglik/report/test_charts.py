@@ -2,13 +2,12 @@
 
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 from plotly.colors import unlabel_rgb
 from scipy import stats
 
-from marglik.report.charts import DARK, SERIES, Chart, _curve, _shorten
+from marglik.report.charts import DARK, SERIES, Chart
 from marglik.report.contents import read_runs
 from marglik.report.sections import SECTIONS, Note
 from tests.marglik.report.fabricate import CONFIG, NUM_DATA, changed, write, write_fit, write_run
@@ -260,13 +259,6 @@ def test_numbers_that_json_lacks_are_gaps(tmp_path):
     chart = charts_of(read_runs([folder]), "curves")[1]
     assert json.loads(chart.json)["data"][0]["y"][2] is None
     assert chart.table.rows[2].cells[0] == "NaN"
-
-
-def test_many_runs_and_long_names_can_be_told_apart():
-    curves = [_curve(SimpleNamespace(label="", style=style), [], []) for style in range(40)]
-    assert len({(curve.line.color, curve.marker.symbol) for curve in curves}) == 40
-    assert _shorten("a" * 26) == "a" * 26
-    assert len(_shorten("a" * 27)) < 27 and "…" in _shorten("a" * 27)
 
 
 def contrast(first, second):

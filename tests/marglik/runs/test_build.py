@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from marglik.data import Digits, ImageData, Noise, TensorFile
+from marglik.data import Digits, ImageData
 from marglik.models import MLP
 from marglik.runs.build import build_fabric, build_from_spec
 
@@ -45,16 +45,6 @@ def test_objects_as_the_command_line_makes_them():
     }
     subset = build_from_spec(ImageData, nested)
     assert isinstance(subset.data, Digits) and subset.classes == ("3", "5")
-
-
-def test_one_of_several_kinds(tmp_path):
-    kinds = (ImageData, TensorFile)
-    path = str(tmp_path / "x.safetensors")
-    spec = {"class_path": "marglik.data.TensorFile", "init_args": {"path": path}}
-    assert isinstance(build_from_spec(kinds, spec), TensorFile)
-    spec = {"class_path": "marglik.data.Noise", "init_args": {"num_images": 3}}
-    noise = build_from_spec(kinds, spec)
-    assert isinstance(noise, Noise) and noise.num_images == 3
 
 
 @pytest.mark.parametrize(

@@ -119,11 +119,6 @@ def test_drop_last_is_counted_with_other_structures(hessian_structure):
     assert_close(torch.tensor(dropped[2]), torch.tensor(expected[2]))
 
 
-def test_model_comes_back_in_eval_mode():
-    _, model, *_ = marglik_training(network(3), loader("classification"), **OPTIONS)
-    assert not model.training
-
-
 def test_schedulers_weight_decay_and_fixed_noise():
     with pytest.warns(UserWarning, match="takes the place of weight_decay"):
         la, *_ = marglik_training(
@@ -132,15 +127,6 @@ def test_schedulers_weight_decay_and_fixed_noise():
             scheduler_kwargs={"T_max": 18}, **OPTIONS | {"optimizer_kwargs": {"weight_decay": 0.1}},
         )  # fmt: skip
     assert la.sigma_noise == pytest.approx(0.3)
-
-
-def test_adamws_own_weight_decay_is_set_to_zero():
-    with pytest.warns(UserWarning, match="takes the place of weight_decay"):
-        adamw = marglik_training(
-            network(3), loader("classification"), optimizer_cls=torch.optim.AdamW, **OPTIONS
-        )
-    adam = marglik_training(network(3), loader("classification"), **OPTIONS)
-    assert_close(torch.tensor(adamw[2]), torch.tensor(adam[2]))
 
 
 def test_a_schedule_without_an_update_is_told():

@@ -119,13 +119,6 @@ class Loud(TensorDataset):
         return super().__getitem__(index)
 
 
-def test_examples_are_loaded_once():
-    dataset = Loud(*data().tensors)
-    loader = DataLoader(dataset, 3, num_workers=1)
-    kronecker_factors(network(), loader, "classification")
-    assert dataset.loaded.item() == 8
-
-
 @pytest.mark.parametrize(("drop_last", "expected"), [(False, 8), (True, 6)])
 def test_batch_samplers_are_counted_without_loading(drop_last, expected):
     dataset = Loud(*data().tensors)

@@ -67,15 +67,6 @@ def test_interrupted_in_the_first_epoch(tmp_path):
     check("SGD", outcome(run, run.run(Checkpoints(tmp_path, minutes=0))))
 
 
-def test_goes_on_from_an_older_state(tmp_path, monkeypatch):
-    """What was done after the last state is done again."""
-    due = iter([True, True] + [False] * 9)
-    monkeypatch.setattr(Checkpoints, "is_due", property(lambda self: next(due)))
-    run_until(5, Checkpoints(tmp_path), "SGD", seed=0)
-    assert len(Checkpoints(tmp_path).load()["records"]) == 2
-    check("SGD", resumed("SGD", Checkpoints(tmp_path)))
-
-
 @pytest.mark.parametrize(("stop", "expected"), [(2, 0), (3, 2), (4, 2), (6, 5)])
 def test_interrupted_in_an_update_however_rare_states_are(stop, expected, tmp_path):
     """The pass over the data may take longer than all epochs before it."""
@@ -164,24 +155,6 @@ def test_every_part_of_the_state_counts(dropped, tmp_path):
     drop(state, make(case, seed=77).state_dict())
     Checkpoints(tmp_path).save(state)
     assert not same(uninterrupted(case), resumed(case, Checkpoints(tmp_path)))
-
-
-def test_records_of_before_are_reported_again(tmp_path):
-    run_until(4, Checkpoints(tmp_path, minutes=0), "SGD", seed=0)
-    before, reported = Checkpoints(tmp_path).load()["records"], []
-    result = make("SGD", 77, reported.append).run(Checkpoints(tmp_path))
-    assert reported[:3] == before  # with their seconds
-    assert reported == result.records
-
-
-def test_seconds_are_of_all_processes(tmp_path):
-    run_until(4, Checkpoints(tmp_path, minutes=0), "SGD", seed=0)
-    state = Checkpoints(tmp_path).load()
-    assert 0 < state["seconds"] < 100
-    Checkpoints(tmp_path).save(state | {"seconds": 1000.0})
-    result = make("SGD").run(Checkpoints(tmp_path))
-    assert 1000 < result.seconds < 1100
-    assert 1000 < Checkpoints(tmp_path).load()["seconds"] <= result.seconds
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path, monkeypatch):
