@@ -158,8 +158,7 @@ class RunConfig:
             images only.
         held_out: share of the training examples that is held out to calibrate the predictive, if
             the data has no validation set. The network is not trained on them, but the posterior is
-            fitted to them, too, at the end. Nothing is held out with 0, nor with
-            predictive.calibration none.
+            fitted to them, too, at the end. 0 holds none out, and calibrates nothing then.
         baseline: whether to train a second network with the initial weight decay kept fixed, and to
             compare the two.
         monitor: number of epochs between evaluations of the network's NLL and accuracy on the
