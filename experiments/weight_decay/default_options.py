@@ -4,7 +4,8 @@ The networks have BatchNorm, GroupNorm, LayerNorm, weight norm or none, and read
 tokens; labels are right, or a fifth of those in training and held-out data is wrong. The loop
 learns with its default options. Networks without weight decay are trained with the same rates and
 average, and by a cosine without an average; seven fixed decays with the same rates and average, of
-which the held-out data choose one. The test NLL is at a temperature that the held-out data choose.
+which the held-out data choose one. The test NLL is at a temperature that the held-out data choose,
+with the prior on log τ that `marglik.calibrate` has.
 The target: never worse than no decay by more than two standard errors, and better on most.
 """
 
@@ -40,6 +41,7 @@ from marglik import (
     settling_rate,
     weight_decay_to_precision,
 )
+from marglik.prediction.calibration import PRIOR_OF_SHARPNESS
 from marglik.storage.provenance import environment
 
 GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
@@ -263,7 +265,8 @@ def scores(model: nn.Module, held_out: Split, test: Split) -> dict[str, float]:
     f_held_out, f = model(held_out[0]), model(test[0])
     grid = torch.logspace(-1, 1.5, 126)
     losses = torch.stack([F.cross_entropy(f_held_out / tau, held_out[1]) for tau in grid])
-    tau = grid[losses.argmin()]
+    prior = 0.5 * PRIOR_OF_SHARPNESS * grid.log().square() / len(f_held_out)
+    tau = grid[(losses + prior).argmin()]
     return {
         "nll": F.cross_entropy(f / tau, test[1]).item(),
         "accuracy": (f.argmax(-1) == test[1]).float().mean().item(),

@@ -261,7 +261,7 @@ def test_training_limits_the_decay_of_weights_before_a_normalisation():
             used.append(prior.decays_of_parameters()[0])
         learned = prior.weight_decays()[0].item()
         assert learned > 0.03 and used[0] > 0.03  # three steps are not enough to know
-        assert used[-1] == (learned if isinstance(norm, nn.Identity) else 5e-3)
+        assert used[-1] == (learned if isinstance(norm, nn.Identity) else 1e-3)
         assert prior.decays_of_parameters()[-2] == prior.weight_decays()[-2].item()
 
 
