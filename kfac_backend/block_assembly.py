@@ -79,6 +79,8 @@ def _separate_rules(
         tracked: tracked.rule(tracked.layer, modes.get(tracked.name, "expand"), tracked.parameters)
         for tracked in assignment.all
     }
+    # Blocks of shared or packed tensors are assembled from those of several layers, entry by entry,
+    # which sketches do not have.
     if options.sketch_rank is not None:
         number = Counter(name for tracked in rules for name in tracked.parameters.values())
         for tracked, rule in rules.items():
@@ -160,6 +162,7 @@ def _tie(rules: Mapping[TrackedLayer, Rule]) -> None:
     """
     first: dict[tuple, tuple[Rule, str]] = {}  # the layer whose sums the others share
     kinds: dict[tuple, dict[tuple, TrackedLayer]] = {}  # (parameter, slot) -> its kinds of use
+    # Step 1: the first use of each kind keeps the sums, later ones of that kind add to them.
     for tracked, rule in rules.items():
         for local, name in tracked.parameters.items():
             place = (name, tracked.slots.get(local))
@@ -170,6 +173,7 @@ def _tie(rules: Mapping[TrackedLayer, Rule]) -> None:
             else:
                 first[*place, kind] = rule, local
             kinds.setdefault(place, {})[kind] = tracked
+    # Step 2: refuse what has no common block, before any data is read.
     by_name: dict[str, list[tuple]] = {}
     for name, slot in kinds:
         by_name.setdefault(name, []).append((name, slot))
@@ -210,15 +214,15 @@ def _block(name: str, parts: list[Part]) -> KroneckerBlock:
 
 
 def _one_block(name: str, sums: BlockSums) -> KroneckerBlock:
-    B = _without_single_group(sums.B)
-    if sums.A is None:
-        return KroneckerBlock(name, B)
+    """B as summed, A divided by its terms; (1, d, d) of a single group becomes (d, d)."""
     terms = max(sums.num_terms, 1)
-    if isinstance(sums.A, SketchedFactor):
-        A = sums.A * (1 / terms)
-    else:
-        A = _without_single_group(sums.A.div_(terms))
-    return KroneckerBlock(name, B, A, sums.num_terms)
+    # In place: a second copy of all input factors would be the peak of the pass's memory. A sketch
+    # is small, and has no groups.
+    A = sums.A.div_(terms) if isinstance(sums.A, Tensor) else sums.A
+    A = A * (1 / terms) if isinstance(A, SketchedFactor) else A
+    B, A = (F[0] if isinstance(F, Tensor) and len(F) == 1 else F for F in (sums.B, A))
+    assert B is not None
+    return KroneckerBlock(name, B, A, 0 if A is None else sums.num_terms)
 
 
 def _packed(name: str, parts: list[Part]) -> KroneckerBlock:
@@ -235,13 +239,6 @@ def _packed(name: str, parts: list[Part]) -> KroneckerBlock:
 
 def _whole(factor: Factor, name: str) -> Tensor:
     return whole(factor, name, "A tensor that holds several maps")
-
-
-def _without_single_group(factor: Factor) -> Factor:
-    """A factor (G, d, d) as (d, d) if there is one group; a sketch is always (d, d)."""
-    if isinstance(factor, SketchedFactor):
-        return factor
-    return factor[0] if len(factor) == 1 else factor
 
 
 def nearest_kronecker(blocks: Sequence[KroneckerBlock]) -> KroneckerBlock:

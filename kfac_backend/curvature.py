@@ -206,8 +206,14 @@ class CurvaturePass:
         check_precision(self._options.backward_precision, self._device)
         self._failed = False  # whether a batch was added in part, so that the sums are useless
         self._made_rules: dict[TrackedLayer, Rule] | None = None
-        self._labels = self._own_labels()
-        self._vectors = self._new_vectors()
+        # With several ranks each draws labels of its own, from a generator that is derived from the
+        # common one's state without changing that. Drawing from the common one would leave it in
+        # different states on ranks with different numbers of batches; `_draw_on` advances it once
+        # per pass instead, on all ranks alike.
+        self._labels = self._generator
+        if self._options.fisher == "mc" and self.ranks.size > 1:
+            self._labels = self.ranks.generator(self._common_generator())
+        self._vectors = BackwardVectors(self._likelihood, self._options, self._labels)
         self._diagonal: dict[str, Tensor] = {}
         self._num_data = self._num_outputs = self._num_loss_terms = 0
         # In float64, since it has many terms. It stays on the device until the end, so that no
@@ -302,6 +308,7 @@ class CurvaturePass:
         with counting(mask), capture:
             # One forward pass: A, and all that a gradient will need.
             f = capture.forward(x)
+            # Before the first backward pass: an error that names the data is cheap now.
             check_targets(f, y, self._likelihood, may_ignore=self._targets.may_ignore)
             check_finite(self._model, f, x)
             if not self._num_data:
@@ -309,12 +316,15 @@ class CurvaturePass:
             self._check_rows(len(f), hides=mask is not None)
             # Autocast is for the forward pass alone: Gram matrices are summed in float32.
             with self._no_autocast(), backward_arithmetic(self._options.backward_precision):
+                # Sums over several uses of a tensor are complete only after the whole forward pass.
                 self._end_forward()
+                # One backward pass for each vector: B.
                 capture.backward(f, self._vectors(f, y), self._end_vector)
                 capture.check_runs()
             self._end_part()
         if self._assignment.diagonal:
             self._add_diagonal(x, y)
+        # Counted last: a part that failed must not count.
         self._num_data += len(f)
         self._num_outputs = f.shape[-1]
         self._num_loss_terms += num_counted_terms(f, y, self._likelihood)
@@ -326,6 +336,7 @@ class CurvaturePass:
         The sums become the factors in place, and the pass is reset.
         """
         self._check_whole()
+        # Over ranks first: means and scalings of single shards would weigh them by their sizes.
         sums = self._total_sums()
         if not sums.num_data:
             raise ValueError(
@@ -485,20 +496,6 @@ class CurvaturePass:
         with exact_arithmetic(self._options.backward_precision):
             self._rules[tracked].add_gradient(use, b, self._position_sums)
 
-    def _new_vectors(self) -> BackwardVectors:
-        return BackwardVectors(self._likelihood, self._options, self._labels)
-
-    def _own_labels(self) -> torch.Generator | None:
-        """The generator of one pass's labels: with several ranks, this rank's own.
-
-        It is derived from the state of the common generator without changing that. Drawing from the
-        common one would leave it in different states on ranks with different numbers of batches;
-        `_draw_on` advances it once per pass instead, on all ranks alike.
-        """
-        if self._options.fisher != "mc" or self.ranks.size == 1:
-            return self._generator
-        return self.ranks.generator(self._common_generator())
-
     def _draw_on(self) -> None:
         """Advance the common generator, so that the next pass draws other labels."""
         if self._options.fisher == "mc" and self.ranks.size > 1:
@@ -525,7 +522,8 @@ class CurvaturePass:
 
         with torch.no_grad(), forked_random_numbers(self._model):
             f = call_with(self._model, {}, x)
-        vectors = self._new_vectors()(f, y)
+        # Vectors of their own, whose trace is not counted a second time.
+        vectors = BackwardVectors(self._likelihood, self._options, self._labels)(f, y)
         diagonals = squared_gradients(self._model, self._assignment.diagonal, x, f, vectors)
         for name, diagonal in diagonals.items():
             self._diagonal[name] = self._diagonal.get(name, 0) + diagonal

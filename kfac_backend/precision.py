@@ -5,7 +5,7 @@ eigenvalues are differences of large numbers. A backward pass bears it: its erro
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -58,25 +58,19 @@ def full_float32() -> AbstractContextManager[None]:
     return _full_float32.held()
 
 
-@contextmanager
-def backward_arithmetic(precision: BackwardPrecision) -> Iterator[None]:
+def backward_arithmetic(precision: BackwardPrecision) -> AbstractContextManager[None]:
     """Multiply float32 in the backward passes' precision."""
     if precision == "float32":
-        yield
-        return
-    gpu = "tf32" if precision == "tf32" else "ieee"
-    with _fp32_precision("bf16" if precision == "bf16" else "ieee", gpu):
-        yield
+        return nullcontext()
+    cpu, gpu = ("bf16", "ieee") if precision == "bf16" else ("ieee", "tf32")
+    return Setting(_read, _write, [cpu, cpu, gpu, gpu]).held()
 
 
-@contextmanager
-def exact_arithmetic(precision: BackwardPrecision) -> Iterator[None]:
+def exact_arithmetic(precision: BackwardPrecision) -> AbstractContextManager[None]:
     """Multiply float32 in full precision inside `backward_arithmetic`: for Gram matrices."""
-    if precision == "float32":
-        yield
-        return
-    with _fp32_precision("ieee", "ieee"):
-        yield
+    # The pass as a whole holds full precision. Reading and writing the settings again for each
+    # layer's gradient is needed only inside of another precision.
+    return nullcontext() if precision == "float32" else full_float32()
 
 
 def check_precision(precision: BackwardPrecision, device: torch.device) -> None:
@@ -89,16 +83,6 @@ def check_precision(precision: BackwardPrecision, device: torch.device) -> None:
             f"backward_precision={precision!r} does nothing on device {device.type!r}; choose one "
             f"of {', '.join(map(repr, known))}."
         )
-
-
-@contextmanager
-def _fp32_precision(cpu: str, gpu: str) -> Iterator[None]:
-    before = _read()
-    try:
-        _write([cpu, cpu, gpu, gpu])
-        yield
-    finally:
-        _write(before)
 
 
 def _backends() -> list[Any]:

@@ -345,6 +345,7 @@ def _compress(rows: Float[Tensor, "M d"], rank: int) -> _Compressed:
     # The trace is not finite then, and `check_finite_factor` raises an error with the block's name.
     if not torch.isfinite(products).all():
         return _Compressed(rows.new_zeros(rows.shape[1], 0), products.new_zeros(0), float("nan"))
+    # X Xᵀ and Xᵀ X have the same eigenvalues that are not zero; eigh sorts them ascending.
     values, vectors = torch.linalg.eigh(products)
     values, vectors = values.flip(0).clamp(min=0.0), vectors.flip(1)
     shrunk = values[rank] if len(values) > rank else values.new_zeros(())
@@ -352,5 +353,6 @@ def _compress(rows: Float[Tensor, "M d"], rank: int) -> _Compressed:
     least = values[:1] * torch.finfo(torch.float64).eps * max(wide.shape)
     k = int(((values > least) & (values > shrunk)).sum()) if len(values) else 0
     k = min(k, rank)
+    # From an eigenvector w of X Xᵀ to Xᵀ w / √λ, the one of Xᵀ X, of norm one.
     U = wide.mT @ (vectors[:, :k] / values[:k].sqrt())
     return _Compressed(U.to(rows.dtype), values[:k] - shrunk, float(shrunk))

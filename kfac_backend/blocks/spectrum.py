@@ -79,6 +79,7 @@ def _of_block(block: KroneckerBlock) -> tuple[int, Tensor, Tensor]:
     if A is None or B.dim() > 1 or block.numel <= DIRECT:
         values = block.eigenvalues()
         return *_spread(values), values.max()
+    # log β_i + log α_j lies on the sum of both grids: the weights are convolved.
     start_B, weights_B = _spread(B)
     start_A, weights_A = _spread(A)
     product = F.conv1d(

@@ -279,6 +279,7 @@ class OutputCovariance:
             self._check_output(f, x)
             N = len(f)
             capture.backward(f, [torch.zeros_like(f)])  # only shapes are recorded
+        # Bytes that the products of a layer need for an example, and bytes of its gradients.
         C, itemsize = K or f.shape[-1], at_least_float32(f).element_size()
         work = {
             tracked: bytes_per_example(R, C, d_out, self._input_size(tracked, d_out), itemsize)
@@ -294,6 +295,7 @@ class OutputCovariance:
         if plan.splits and held + largest > memory:
             groups = self._groups(sizes, uses, memory - largest - vector)
             held = max(sum(sizes.get(t, 0) for t in group) for group in groups) + vector
+        # Examples at once, from what is left beside one layer's products.
         part = max(1, (memory - largest) // max(held, 1))
         part = min(part, plan.part_size or part)
         room = max(memory - part * held, largest)
@@ -404,10 +406,13 @@ class OutputCovariance:
                     vector.view(M, -1, f.shape[-1])[index, part.positions, columns[:, current]] = 1
                     yield vector
 
+            # The outputs that were asked for, (M, C).
             result = f.detach().flatten(1, -2) if f.dim() > 2 else f.detach()[:, None]
             result = result[index[:, None], part.positions[:, None], columns]
             shape = result.shape if variance_only else (*result.shape, C)
             covariance = at_least_float32(result).new_zeros(shape)
+            # All vectors for one group of layers, then for the next: only one group's gradients,
+            # C at each position, are held.
             for group in sizes.groups:
                 with torch.autocast(f.device.type, enabled=False):
                     capture.backward(f, vectors())

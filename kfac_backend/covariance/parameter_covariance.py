@@ -91,6 +91,7 @@ def gradient_covariance(
         variance_only: return the diagonals (N, C).
     """
     b = gradients.b.to(block.Q_B.dtype)
+    # Without an input factor the gradient is Σ_r b, and the eigenbasis is Q_B alone.
     if gradients.a is None or block.Q_A is None:
         b = b.sum(2)  # (G, N, C, d_out)
         if block.Q_B.shape[-1] == 1:  # a diagonal, for P groups of one entry or one of P
@@ -113,6 +114,7 @@ def gradient_covariance(
     covariance = b.new_zeros((N, C) if variance_only else (N, C, C))
     if R == 0:
         return covariance
+    # One position: Σ_j ã_j² / s_ij weighs each output direction i, and no gradient is formed.
     if R == 1:
         known, rest = _parts(a[:, :, 0], Q_A, start)
         weights = known.square() @ spectrum[..., start:].reciprocal().mT  # (G, N, d_out)
@@ -120,6 +122,8 @@ def gradient_covariance(
             weights += rest.square().sum(-1, keepdim=True) / floor[:, None, None]
         b = rotated(b[:, :, 0], Q_B)
         return _paired(b * weights[:, :, None], b, variance_only).sum(0)
+    # Several: the gradients in the basis, some rows at a time; inputs are rotated before the
+    # product with b, or the product after it, whichever takes fewer multiplications.
     start, inverse_root = way, spectrum[..., way:].rsqrt()
     b = rotated(b, Q_B)
     if inputs_first:

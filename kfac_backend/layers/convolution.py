@@ -72,6 +72,7 @@ class ConvolutionRule(ImageRule):
         """Mean patches (G, N, d_in), and R."""
         axes = windows(self.layer, a)
         R = _num_positions(axes)
+        # The mean of the patches, without a patch: sums over boxes of pixels.
         means = patch_sums(at_least_float32(a), *axes) / R  # (N, C, *kernel)
         return means.flatten(1).unflatten(1, (self.groups, -1)).movedim(1, 0), R
 

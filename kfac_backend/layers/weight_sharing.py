@@ -277,6 +277,7 @@ class WeightSharingRule(Rule):
 
     def block_sums(self) -> dict[str, BlockSums]:
         """Both blocks' sums."""
+        # The Gram matrices themselves, which later become the block in place, not copies.
         rows, columns, of_bias = self._kept_sizes()
         B_weight, A = self.B_weight.gram.total(), self.A.gram.total()
         one = self.B_bias is self.B_weight

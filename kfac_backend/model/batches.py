@@ -170,7 +170,7 @@ def make_plan(model: nn.Module, x: Any, device: torch.device) -> Plan:
         # Dropout that is on must not use up the user's random numbers.
         with torch.no_grad(), forked_random_numbers(model):
             one = call_with(model, {}, examples(x, slice(1)))
-            by_example = largest
+            by_example = largest  # before a second example makes activations larger
             two = call_with(model, {}, examples(x, slice(2)))
             channels_last = on_cpu and _takes_channels_last(model, examples(x, slice(2)), two)
         splits = N > 1 and by_example > 0 and len(two) == 2 and close(two[:1], one)
@@ -347,6 +347,7 @@ class Targets:
         may_shift = are_labels and y.dim() > 1
         device = next(model.parameters()).device
         x, y = detached(x, device), y.to(device)
+        # Step 1: two examples whose labels tell the two ways apart.
         if splits_by_example(x, y):
             counted = y != IGNORED if are_labels else torch.ones_like(y, dtype=torch.bool)
             if counted.dim() > 1 and counted.shape[-1] > 1:
@@ -368,6 +369,7 @@ class Targets:
             own = own_loss(model, x, y)
         if own is None:
             return False
+        # Step 2: the model's own loss against ours, with these labels and with shifted ones.
         f, loss = own
         if not torch.isfinite(loss) or not torch.isfinite(f).all():
             return None  # reported by name, in the pass itself
@@ -380,6 +382,7 @@ class Targets:
             shifts: max(num_counted_terms(f, labels, self._likelihood), 1)
             for shifts, labels in ways.items()
         }
+        # Step 3: exactly one way must fit. With both or none, guessing would give wrong numbers.
         fitting = [
             shifts
             for shifts in ways

@@ -158,6 +158,8 @@ class Capture:
     def forward(self, x: Any) -> Tensor:
         """The model's output at x, with a graph down to the first tracked outputs."""
         with torch.enable_grad(), explicit_forwards(self._assignment):
+            # Own parameters enter as copies (N, ...), followed ones as leaves that are watched; all
+            # others are constants, so that no graph leads to them.
             copies = self.begin(x)
             follower = self._follower = self._new_follower()
             with follower or nullcontext():
@@ -229,6 +231,7 @@ class Capture:
         # Without a graph the output depends on no tracked layer, and all gradients are zero.
         if not f.requires_grad:
             return
+        # All at once: the hooks see (V, N, ...), see `_Tap`.
         if self._batched:
             vectors = list(vectors)
             if vectors:
@@ -435,6 +438,7 @@ class Capture:
         given = a  # with its graph
         if not self._differentiable:
             a = a.detach()
+        # Step 1: what this run works on, as the proof has found.
         number, run = self._run(tracked)
         N = self._num_examples
         if run == "followed" and self._follower is not None and N is not None:
@@ -443,6 +447,7 @@ class Capture:
             return self._begun(tracked, number, a.expand(N, *a.shape), output)
         if isinstance(run, SharedAxes) and run.are_those_of(a) and N is not None:
             a, output = run.for_each_example(a, N), run.for_each_example(output, N)
+        # Step 2: whose example each row is, if row n is not example n.
         rows = rows_of(tracked, a)
         # Not within a mask of positions: it would have to be folded in the same way.
         if run == "folded" and current_rows() is None and N:
@@ -450,6 +455,7 @@ class Capture:
             self.folds = True
             if len(a) % N:
                 self.not_folded.append(tracked)
+        # Step 3: report the input, and remember that a gradient has to come.
         seen = Use(a if rows is None else rows.flatten(a), rows)
         if run != "constant":
             self._on_input(tracked, seen)
@@ -460,6 +466,7 @@ class Capture:
             use = seen
         else:
             use = Use(a.new_empty(0), rows)  # the hooks would keep the input in memory
+        # Step 4: a first layer's output becomes a source; later ones are reached through the graph.
         if not self._is_reached_from(output, given):
             output = self._as_source(output)
 

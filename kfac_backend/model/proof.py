@@ -205,12 +205,16 @@ class Proof:
         by_example = N is not None and num_examples(x) == N
         assignment = self.assignment
         if not self._uses_verified:
+            # Step 1: layers that run by parts compute what they compute whole.
             verify_divided(self._model, assignment, x)
+            # Step 2: which parameters act through their own layers alone.
             f, assignment, candidates = verify_uses(self._model, assignment, x)
             self.output_dim = f.dim()
             shared: dict[str, str] = {}
+            # Step 3: which runs are on what all examples share, or on several rows of each.
             if by_example:
                 assignment, shared = find_runs(self._model, assignment, x)
+            # Step 4: all other uses, operation by operation.
             if candidates or shared:
                 if not by_example:  # following needs one example and two
                     raise Refusal(candidates)
@@ -219,6 +223,7 @@ class Proof:
 
                 assignment = follow(self._model, assignment, x, candidates, shared)
                 verify_gradients(self._model, assignment, x, candidates | shared)
+        # Step 5: no layer mixes examples, with everything in place that the steps before found.
         if not self._independence_verified and (N is None or N > 1):
             again = with_first_again(x, self.plan.splits) if by_example else (x, None)
             while True:
@@ -374,6 +379,7 @@ def verify_uses(
     """
     with _Uses(model, assignment) as uses:
         f = uses.forward(x)
+    # All tracked outputs were detached: a graph at the end is that of a parameter used elsewhere.
     if f.requires_grad:
         uses.found_outside(f, "the model's output")
         f = f.detach()
@@ -431,6 +437,7 @@ def _matching_rules(
     layer, tensors = tracked.layer, list(own.values())
     if not isinstance(output, Tensor):
         return []
+    # The cheapest evidence first: most layers are torch's own, and their code is what we know.
     if _runs_its_class(tracked):
         return [tracked.rule]
     if tracked.built_in and _same_as_class(tracked, tensors, args, kwargs, output):
@@ -700,6 +707,7 @@ def find_runs(
         message if that fails.
     """
     try:
+        # The same example twice, not two: sizes that depend on values (routing) then agree.
         one, twins = (examples(x, torch.tensor(numbers)) for numbers in ([0], [0, 0]))
         runs, shapes = _runs_and_shapes(model, assignment, one)
         shapes_of_two = _runs_and_shapes(model, assignment, twins, backward=False)[1]
@@ -885,6 +893,7 @@ def verify_gradients(
     Raises:
         Refusal: parameters for which it does not hold.
     """
+    # The random gradient u is propagated back twice: by the rules, and by autograd to the leaves.
     leaves = {name: model.get_parameter(name).detach().requires_grad_() for name in messages}
     sums = {name: torch.zeros_like(leaf).flatten() for name, leaf in leaves.items()}
     rules = {t: t.rule(t.layer, "expand", t.parameters) for t in assignment.layers}
@@ -906,6 +915,7 @@ def verify_gradients(
         with explicit_forwards(assignment), forked_random_numbers(model), DtypesInUse() as used:
             f = call_with(model, leaves, x)
         u = noise_like(f)
+        # With hooks and copies the output must be the same, and so must the gradients by the rules.
         try:
             with (
                 Capture(model, assignment, lambda *_: None, record, keep_inputs=True) as capture,

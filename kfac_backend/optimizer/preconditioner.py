@@ -400,7 +400,7 @@ class KfacPreconditioner:
             if name not in with_gradient:
                 continue
             g = with_gradient[name]
-            p = precondition(inverse, g)
+            p = precondition(inverse, g)  # (F + λI)⁻¹ g
             if clips:
                 before.append((p * g).sum(dtype=torch.float32))
             elif control == "graft":
@@ -408,6 +408,7 @@ class KfacPreconditioner:
                 p *= torch.linalg.vector_norm(g) / norm.clamp(min=torch.finfo(p.dtype).tiny)
             g.copy_(p)
             after.append(g)
+        # One factor for all parameters, so that the direction of the step stays.
         if clips and before and lr is not None:
             torch._foreach_mul_(after, kl_clip_factor(torch.stack(before), lr, limit))
         elif control == "gradient_clip" and with_gradient:

@@ -157,6 +157,7 @@ class TrainingPass(CurvaturePass):
                 "there is no curvature. Call the very module that K-FAC was given (not a copy, nor "
                 "one that was compiled from it) with gradients, and loss.backward(), before step()."
             )
+        # Ranks without a batch take part too, or the others would wait for them.
         sums = self._total_sums()
         if not sums.num_data:
             raise RuntimeError("No rank has seen a backward pass since the last step.")
