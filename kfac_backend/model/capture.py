@@ -153,7 +153,7 @@ class Capture:
         # Hooks stay on a graph as long as its output lives, and they reach this object. A callback
         # that holds the output would close a circle that Python's garbage collector cannot see.
         self._on_input = self._on_gradient = _ignore
-        self._follower = None
+        self._follower = self._make_follower = None
 
     def forward(self, x: Any) -> Tensor:
         """The model's output at x, with a graph down to the first tracked outputs."""

@@ -1,0 +1,80 @@
+"""Each kind of layer: whichever way its blocks are computed, they are those of one plain pass.
+
+Tests in `layers` compare the blocks of a plain pass with oracles. Over the same cases,
+`test_eigenvalue_correction` and `covariance.test_output_covariance` have oracles of their own.
+"""
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+
+from kfac_backend import kronecker_factors
+from kfac_backend.model.batches import examples
+from kfac_backend.optimizer.training_pass import TrainingPass
+from kfac_backend.options import CurvatureOptions
+from tests.kfac_backend.block_checks import MODES, OTHER, assert_blocks
+from tests.kfac_backend.layer_cases import CASES, case
+from tests.random_numbers import error
+
+ALIKE = {
+    "LayerNorm", "LayerNorm twice", "RMSNorm", "BatchNorm2d", "GroupNorm", "InstanceNorm1d",
+    "PReLU", "PReLU twice", "own parameters", "two norms, one weight", "no rule",
+}  # fmt: skip
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:There is a performance drop"),  # of vmap
+    pytest.mark.filterwarnings("ignore:No (K-FAC rule for|hook sees)"),
+]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", CASES)
+def test_every_way_gives_the_same_blocks(name, mode):
+    model, x = case(name)
+    f = model(x).detach()
+    y = torch.arange(f[..., 0].numel()).view(f.shape[:-1]) % f.shape[-1]
+
+    def factors(*parts, **options):
+        data = [
+            {**examples(x, part), "labels": y[part]}
+            if isinstance(x, Mapping)
+            else (examples(x, part), y[part])
+            for part in parts
+        ]
+        options = {"kfac_approx": mode, "unsupported": "diagonal", **options}
+        return kronecker_factors(model, data, "classification", **options)
+
+    all_of_it = slice(None)
+    whole = factors(all_of_it)
+    dense = {name: whole.to_dense(name) for name in whole.blocks}
+    assert any(block.any() for block in dense.values())
+    assert_blocks(factors(slice(1), slice(1, None)), dense)  # in two batches
+    assert_blocks(factors(all_of_it, batched=True), dense)
+    # In a step of training, whose loss is a mean; parameters without a hook have no block there.
+    options = CurvatureOptions(kfac_approx=mode, fisher="exact")
+    curvature = TrainingPass(model, "classification", options, torch.Generator())
+    F.cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    for parameter, block in curvature.mean_blocks().items():
+        expected = dense[parameter] / whole.num_loss_terms
+        assert_close(block.to_dense(), expected, rtol=1e-9, atol=1e-12, msg=parameter)
+    curvature.detach()
+    model.zero_grad()
+    F.cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
+    for parameter, p in model.named_parameters():
+        if p.grad is not None:
+            assert_close(gradients[parameter], p.grad, rtol=1e-9, atol=1e-12, msg=parameter)
+    # Negative control: the other mode has other blocks, unless the layer's block is exact in both
+    # modes and the head sees one position.
+    other = factors(all_of_it, kfac_approx=OTHER[mode])
+    assert any(error(other.to_dense(n), dense[n]) > 1e-3 for n in dense) != (name in ALIKE)
+    # What is frozen has no block, and changes no other.
+    frozen = list(dense)[:: 2 if len(dense) > 1 else 1][: len(dense) - 1]
+    for parameter in frozen:
+        model.get_parameter(parameter).requires_grad_(False)
+    left = factors(all_of_it)
+    assert not set(frozen) & set(left.blocks)
+    assert_blocks(left, {n: dense[n] for n in left.blocks})
