@@ -76,15 +76,6 @@ def assert_reference(reference, examples: list[tuple], outputs: Iterable[Tensor]
         assert_close(reference(Taps(), *example), f, rtol=1e-12, atol=1e-12)
 
 
-def assert_batches_do_not_matter(
-    model, batches, likelihood: str, mode: str, whole: KroneckerFactors
-) -> None:
-    """Factors of several batches are those of all examples at once."""
-    split = kronecker_factors(model, batches, likelihood, kfac_approx=mode)
-    assert list(split.blocks) == list(whole.blocks)
-    assert_blocks(split, {name: whole.to_dense(name) for name in whole.blocks})
-
-
 def parts(batch: dict[str, Tensor], sizes: list[int]) -> list[dict[str, Tensor]]:
     """A batch that is a mapping as several of these numbers of examples."""
     pieces = [tensor.split(sizes) for tensor in batch.values()]

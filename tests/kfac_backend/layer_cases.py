@@ -146,6 +146,7 @@ CASES = {
     "one layer for positions and their mean": tied(tied_models.PositionsThenMean, 3, 3, 3),
     "two linear layers": tied(tied_models.TwoLayers, 3, 3, 3),
     "two linear layers, one bias": tied(tied_models.TiedBias, 3, 3, 3),
+    "one layer, two names": tied(tied_models.TwoNames, 3, 3, 3),
     "recurrent": tied(tied_models.Recurrent, 3, 3, 3),
     "encoder layer twice": tied(tied_models.EncoderTwice, 3, 3, 3),
     "grouped convolution twice": tied(tied_models.GroupsTwice, 3, 4, 3),

@@ -62,6 +62,7 @@ def test_every_way_gives_the_same_blocks(name, mode):
         expected = dense[parameter] / whole.num_loss_terms
         assert_close(block.to_dense(), expected, rtol=1e-9, atol=1e-12, msg=parameter)
     curvature.detach()
+    assert all(isinstance(p, torch.nn.Parameter) for p in model.parameters())  # none is lent now
     model.zero_grad()
     F.cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
     for parameter, p in model.named_parameters():

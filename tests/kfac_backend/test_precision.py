@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from kfac_backend import kronecker_factors
-from kfac_backend.precision import _fp32_precision
+from kfac_backend.precision import backward_arithmetic, full_float32
 from tests.kfac_backend.formulas import by_the_formulas
 from tests.kfac_backend.networks import data, images, network, wide_resnet
 
@@ -13,9 +13,9 @@ from tests.kfac_backend.networks import data, images, network, wide_resnet
 def bf16_makes_a_difference():
     a = torch.randn(4, 16, 8, 8)
     convolution = nn.Conv2d(16, 16, 3)
-    with torch.no_grad(), _fp32_precision("ieee", "ieee"):
+    with torch.no_grad(), full_float32():
         full = convolution(a)
-    with torch.no_grad(), _fp32_precision("bf16", "ieee"):
+    with torch.no_grad(), backward_arithmetic("bf16"):
         return not torch.equal(convolution(a), full)
 
 

@@ -9,10 +9,8 @@ from torch import Tensor
 from kfac_backend import kronecker_factors
 from tests.kfac_backend.block_checks import (
     MODES,
-    assert_batches_do_not_matter,
     assert_blocks,
     assert_reference,
-    parts,
     randomize,
 )
 from tests.kfac_backend.layers.attention_models import (
@@ -72,8 +70,6 @@ def test_blocks_are_those_of_the_definition(case, pool):
         factors = kronecker_factors(model, [batch], "classification", kfac_approx=mode)
         assert_blocks(factors, {name: exact[name] for name in appended})
         assert_blocks(factors, expected[mode])
-        several = parts(batch, [1, 2])
-        assert_batches_do_not_matter(model, several, "classification", mode, factors)
     for name in ("attention.in_proj_weight", "attention.out_proj.weight"):  # the modes differ
         if name in factors.blocks:
             assert error(*(blocks[name] for blocks in expected.values())) > 0.02

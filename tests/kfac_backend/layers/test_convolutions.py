@@ -22,7 +22,6 @@ from kfac_backend.layers.rule import PositionSums
 from tests import oracles
 from tests.kfac_backend.block_checks import (
     MODES,
-    assert_batches_do_not_matter,
     assert_blocks,
 )
 from tests.kfac_backend.covariance.posteriors import brute_force, posterior
@@ -125,7 +124,7 @@ def network(layer):
 
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_and_covariances(case):
-    """Blocks are those of loops over positions, however the data is batched.
+    """Blocks are those of loops over positions.
 
     Under reduce biases, which have one input, 1, are exact. The covariance of the outputs is that
     of the dense Jacobian, by single examples and batched.
@@ -138,8 +137,6 @@ def test_blocks_and_covariances(case):
         assert_blocks(factors, layer_blocks(model, "2", x, "classification", mode))
         if mode == "reduce":
             assert_blocks(factors, {name: ggn[name] for name in ggn if name.endswith("bias")})
-        split = [(x[:1], y[:1]), (x[1:], y[1:])]
-        assert_batches_do_not_matter(model, split, "classification", mode, factors)
     blocks, dense = posterior(model, x)
     expected = brute_force(model, x, dense)
     for way in ({"memory": 1}, {"memory": 2**30}):
@@ -348,23 +345,6 @@ def test_one_weight_in_a_convolution_and_in_a_transposed_one(layer_type, back, o
     uses = {("0.weight", 0): uses_of_both(model, x, "0", "2")}
     hessians = loss_hessians(list(model(x).detach()), "regression")
     assert_blocks(factors, kfac_blocks_from_uses(uses, hessians, mode))
-
-
-@pytest.mark.parametrize("half", ["2.weight", "2.bias"])
-@pytest.mark.parametrize("layer_type", SIZES)
-def test_half_frozen_layer(layer_type, half):
-    model, x = network(layer_type(4, 2, 2, stride=2, padding=1))
-    expected = [layer_blocks(model, "2", x, "classification", mode)[half] for mode in MODES]
-    assert error(*expected) > 0.02  # the modes differ
-    for name, p in model[2].named_parameters(prefix="2"):
-        p.requires_grad_(name == half)
-    for mode, block in zip(MODES, expected, strict=True):
-        blocks, dense = posterior(model, x, mode)
-        assert [name for name in blocks if name.startswith("2.")] == [half]
-        data = [(x, torch.arange(3) % 2)]
-        factors = kronecker_factors(model, data, "classification", kfac_approx=mode)
-        assert_blocks(factors, {half: block})
-        assert_close(OutputCovariance(model, blocks)(x)[1], brute_force(model, x, dense))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -183,16 +183,6 @@ def test_norms_of_any_shape(positions, normalised, layer, batched):
     assert_blocks(kronecker_factors(model, [(x, y)], "classification", batched=batched), expected)
 
 
-@pytest.mark.parametrize("frozen", ["layer.weight", "layer.bias"])
-@pytest.mark.parametrize("name", ["LayerNorm, positions", "BatchNorm2d"])
-def test_half_frozen(name, frozen):
-    model, x, y = setting(name)
-    model.get_parameter(frozen).requires_grad_(False)
-    factors = kronecker_factors(model, [(x, y)], "classification")
-    assert frozen not in factors.blocks
-    assert_blocks(factors, of_layer(ggn_blocks(model, lambda run: run(x), "classification")))
-
-
 @pytest.mark.parametrize(("times", "batched"), [(1, False), (2, True)])
 @pytest.mark.parametrize("name", ["LayerNorm, positions", "BatchNorm2d", "PReLU, lines"])
 def test_large_parameters_have_the_exact_diagonal(monkeypatch, name, times, batched):

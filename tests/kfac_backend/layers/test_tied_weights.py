@@ -8,7 +8,6 @@ from kfac_backend import kronecker_factors
 from tests.kfac_backend.block_checks import (
     MODES,
     OTHER,
-    assert_batches_do_not_matter,
     assert_blocks,
     assert_reference,
     randomize,
@@ -68,8 +67,6 @@ def test_uses_are_one_more_sharing_axis(name, pool):
         factors = kronecker_factors(model, [(x, y)], "classification", kfac_approx=mode)
         assert all("norm" in parameter for parameter in set(factors.blocks) - set(expected[mode]))
         assert_blocks(factors, expected[mode])
-        split = [(x[:1], y[:1]), (x[1:], y[1:])]
-        assert_batches_do_not_matter(model, split, "classification", mode, factors)
         # Negative control: one use alone is not enough.
         keys = [key for key in uses if key[0] == tied]
         assert len(uses[keys[0]]) > 1
@@ -120,25 +117,6 @@ def test_empirical_fisher(name, pool):
             model, [(x, y)], "classification", kfac_approx=mode, fisher="empirical"
         )
         assert_blocks(factors, kfac_blocks_from_uses(uses, squares, mode))
-
-
-FROZEN = [
-    "two layers with one weight", "two layers with one bias", "encoder layer called twice",
-    "language model with padding", "recurrent",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", FROZEN)
-def test_frozen_tied_weights_have_no_block(name):
-    model, x, y = setting(name, pool=True)
-    tied = MODELS[name][1]
-    model.get_parameter(tied).requires_grad_(False)
-    trainable = [k for k, p in model.named_parameters() if p.requires_grad]
-    factors = kronecker_factors(model, [(x, y)], "classification", kfac_approx="reduce")
-    assert list(factors.blocks) == trainable
-    examples = [(x_n,) for x_n in x]
-    expected = reference_blocks(model.reference, examples, "classification", "reduce")
-    assert_blocks(factors, {k: block for k, block in expected.items() if k != tied})
 
 
 class MaskedHead(nn.Module):
