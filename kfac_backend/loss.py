@@ -224,9 +224,6 @@ class BackwardVectors:
         options: the options of the pass, of which ``fisher``, ``mc_samples`` and ``rank_tolerance``
             decide the vectors.
         generator: source of labels.
-
-    Raises:
-        ValueError: options that are not for the likelihood.
     """
 
     likelihood: Likelihood
@@ -236,9 +233,6 @@ class BackwardVectors:
     """Σ tr Λ so far over the terms that count, if rank_tolerance > 0."""
     trace_left_out: float | Tensor = field(default=0.0, init=False)
     """The part of it that belongs to columns that were left out."""
-
-    def __post_init__(self) -> None:
-        self.options.check(self.likelihood)
 
     def __call__(
         self, f: Float[Tensor, "N *terms C"], y: Tensor

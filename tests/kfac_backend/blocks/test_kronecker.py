@@ -232,18 +232,9 @@ def test_saved_factors_load_equal(model, tmp_path):
     assert_close(dense(loaded + loaded), dense(factors + factors))
 
 
-def test_damaged_files_are_one_clear_error(model, tmp_path):
+def test_files_of_others_are_one_clear_error(model, tmp_path):
+    """That every damaged byte is noticed is a property of all files of tensors (`test_files`)."""
     path = tmp_path / "factors.safetensors"
-    factors_of(model).save(path)
-    whole = path.read_bytes()
-    for place in range(0, len(whole), len(whole) // 60):
-        flipped = whole[:place] + bytes([whole[place] ^ 64]) + whole[place + 1 :]
-        for damaged in (flipped, whole[:place]):
-            path.write_bytes(damaged)
-            with pytest.raises(ValueError, match="not a whole file of Kronecker factors"):
-                KroneckerFactors.load(path)
-    path.write_bytes(whole)
-    KroneckerFactors.load(path)  # negative control
     write_tensors(path, {"x": torch.zeros(1)})
     with pytest.raises(ValueError, match="holds no Kronecker factors"):
         KroneckerFactors.load(path)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend import kronecker_factors, register_parameters
-from kfac_backend.layers import gram, registry
+from kfac_backend.layers import registry
 from kfac_backend.model.rule_assignment import assign_rules
 from marglik.models import VisionTransformer
 from tests.kfac_backend.block_checks import (
@@ -85,18 +85,6 @@ def test_exact_in_both_modes_and_for_the_empirical_fisher(positions, likelihood)
                  exact["inner.bias"]) > 0.05  # fmt: skip
     fisher = own(empirical_fisher_blocks(model, x, y, likelihood))
     assert_blocks(kronecker_factors(model, data, likelihood, fisher="empirical"), fisher)
-
-
-def test_large_ones_have_the_exact_diagonal(monkeypatch):
-    monkeypatch.setattr(gram, "LARGEST_DENSE", 8)
-    declare()
-    model, x, y = setting()
-    exact = own(dense_ggn_blocks(model, x, "classification"))
-    whole = exact.pop("position_embedding")  # of 9 entries
-    diagonal = whole.diagonal().diag()
-    assert error(diagonal, whole) > 0.05
-    factors = kronecker_factors(model, [(x, y)], "classification")
-    assert_blocks(factors, exact | {"position_embedding": diagonal})
 
 
 def test_classes_of_others_and_subclasses():
@@ -265,22 +253,6 @@ def test_examples_that_cannot_be_counted(N):
     factors = kronecker_factors(model, data, "classification")
     exact = ggn_blocks(model, lambda run: run(data[0][0]), "classification")
     assert_blocks(factors, {"p": exact["p"]})
-
-
-def test_frozen_ones_have_no_block_and_nothing_is_changed():
-    declare()
-    model, x, y = setting()
-    model.scale.requires_grad_(False)
-    for p in model.parameters():
-        p.grad = torch.full_like(p, 2.0)
-    before = {name: (p, p.detach().clone()) for name, p in model.named_parameters()}
-    factors = kronecker_factors(model, [(x, y)], "classification")
-    assert "scale" not in factors.blocks and "shift" in factors.blocks
-    exact = dense_ggn_blocks(model, x, "classification")
-    assert_blocks(factors, {name: exact[name] for name in OWN if name != "scale"})
-    for name, p in model.named_parameters():
-        assert p is before[name][0] and torch.equal(p, before[name][1])
-        assert p.requires_grad == (name != "scale") and (p.grad == 2).all()
 
 
 @pytest.mark.parametrize("pool", ["mean", "class_token"])

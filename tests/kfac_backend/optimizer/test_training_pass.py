@@ -19,7 +19,6 @@ from kfac_backend.options import CurvatureOptions
 from marglik.models import GPT
 from tests import oracles
 from tests.kfac_backend.block_checks import MODES, randomize
-from tests.kfac_backend.layers import torch_layers
 from tests.kfac_backend.networks import Functional, convolution_flops, data, network
 from tests.random_numbers import error, normal
 
@@ -63,20 +62,6 @@ def assert_blocks_of_a_pass(model, x, y, likelihood="classification", **options)
             block.to_dense(), factors.to_dense(name) / factors.num_loss_terms, rtol=1e-9, atol=1e-12
         )
     return blocks
-
-
-LAYERS = [name for name in torch_layers.RIGHT if not name.startswith("Lazy")]
-
-
-@pytest.mark.parametrize("kfac_approx", MODES)
-@pytest.mark.parametrize("name", LAYERS)
-def test_all_layers_of_torch(name, kfac_approx):
-    model, x = torch_layers.around(torch_layers.RIGHT, name)
-    if not name.startswith("Transformer"):  # whose batch axis is the second
-        x = x.repeat(3, *[1] * (x.dim() - 1))
-    if x.is_floating_point():
-        x = x + 0.5 * normal(*x.shape, seed=5)
-    assert_blocks_of_a_pass(model, x, torch.tensor([0, 1, 1])[: len(x)], kfac_approx=kfac_approx)
 
 
 @pytest.mark.parametrize("likelihood", ["classification", "regression", "bernoulli"])
