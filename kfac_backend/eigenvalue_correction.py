@@ -153,6 +153,7 @@ class CorrectionPass(CurvaturePass):
                     "generator). Correct factors before you multiply them by a weight, and correct "
                     "a sum of factors over all its data."
                 )
+        # The eigenvectors stay those of B ⊗ A, the eigenvalues become the sums of squares.
         blocks = dict(factors.blocks)
         for name, moments in sums.others.items():
             block, eigen = blocks[name], replace(self._bases[name], corrected=moments)

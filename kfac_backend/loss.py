@@ -97,6 +97,7 @@ def _categorical_root(f: Float[Tensor, "*terms C"]) -> Iterator[Float[Tensor, "*
     1 − Σ_{k<j} p_k it would cancel.
     """
     p, order = torch.softmax(f, dim=-1).sort(dim=-1, descending=True)
+    # Cumulative sums from the smallest probability up, read backwards: t_j.
     t = p.flip(-1).cumsum(-1).flip(-1)
     tiny = torch.finfo(p.dtype).tiny  # where probabilities underflow, columns are 0 and not 0 / 0
     for j in range(p.shape[-1] - 1):
@@ -105,6 +106,7 @@ def _categorical_root(f: Float[Tensor, "*terms C"]) -> Iterator[Float[Tensor, "*
         column[..., j] = (p_j * (t_next / t_j.clamp(min=tiny))).sqrt()
         ratio = p[..., j + 1 :] / t_next.clamp(min=tiny)[..., None]
         column[..., j + 1 :] = -ratio * column[..., j : j + 1]
+        # Back to the order of the classes.
         yield torch.zeros_like(p).scatter(-1, order, column)
 
 
@@ -354,6 +356,7 @@ def _drawn_of_many(
     """
     C, size = p.shape[1], CLASSES_OF_BLOCK
     whole = C - C % size
+    # Step 1: the block, from the sums of all blocks; the last one may be shorter.
     blocks = p[:, :whole].unflatten(1, (-1, size)).sum(2, dtype=torch.float64)
     rest = p[:, whole:].sum(1, keepdim=True, dtype=torch.float64)
     sums = torch.cat([blocks, rest], 1)
@@ -361,6 +364,7 @@ def _drawn_of_many(
     point = _share_of(up_to[:, -1:], generator)
     block = torch.searchsorted(up_to, point, right=True).clamp_(max=sums.shape[1] - 1)
     point -= up_to.gather(1, block) - sums.gather(1, block)
+    # Step 2: the class within the block, at what is left of the random point.
     classes = block * size + torch.arange(size, device=p.device)  # (M, size)
     inside = p.gather(1, classes.clamp(max=C - 1)).masked_fill_(classes >= C, 0.0)
     place = torch.searchsorted(inside.cumsum(1, dtype=torch.float64), point, right=True)

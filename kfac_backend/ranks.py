@@ -192,6 +192,7 @@ def share_out(costs: Sequence[float], ranks: int) -> list[int]:
     The last rank finishes after at most 4/3 of the shortest possible time (Graham 1969, "Bounds on
     multiprocessing timing anomalies").
     """
+    # A heap of (work so far, rank): its top is the rank with the least.
     loads = [(0.0, rank) for rank in range(ranks)]
     owners = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda i: -costs[i]):

@@ -290,6 +290,7 @@ def _solve(
     shared = [key for key, (F, _) in factors.items() if isinstance(F, Tensor)]
     shared.sort(key=lambda key: -_cost(factors[key][0]))
     owners = ranks.owners([_cost(factors[key][0]) for key in shared])
+    # Each rank solves its own factors, and receives those of the others into empty tensors.
     own = [key for key, owner in zip(shared, owners, strict=True) if owner == ranks.rank]
     own += [key for key in factors if key not in shared]
     found = dict(zip(own, solve([factors[key] for key in own]), strict=True))

@@ -50,6 +50,7 @@ def eigenvalues(matrix: Float[Tensor, "*G d d"], name: str) -> tuple[Float[Tenso
         LinAlgError: no solver converges.
     """
     check_finite_factor(matrix, name)
+    # Rows without coupling have their diagonal entry as eigenvalue; a solver gets the others.
     alone, coupled = _rows_apart(matrix)
     values = matrix.diagonal(dim1=-2, dim2=-1)[..., alone].double()
     if len(coupled):

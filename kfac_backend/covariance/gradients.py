@@ -94,6 +94,7 @@ class LayerGradients:
             for local, gradients in rule.example_gradients(use.a, rows).items():
                 place = tracked.parameters[local], tracked.slots.get(local, (0, 1))
                 uses.setdefault(place, []).append((_by_example(gradients, use), rule.transposed))
+        # All uses of a place are known now, so their gradients can be added before any square.
         for (name, (slot, slots)), of_place in uses.items():
             block, spectrum = self._spectra[name]
             if slots > 1:  # a tensor that holds several maps, one below the other

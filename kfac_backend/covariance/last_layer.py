@@ -140,6 +140,7 @@ class LastLayerCovariance:
         if len(runs) != 1 or f.dim() < 2 or not f.requires_grad:
             return None
         ((a, z),) = runs
+        # Equal values are not enough: what stands behind the layer may change derivatives alone.
         noise = torch.randn(f.shape, dtype=f.dtype, device=f.device)
         (back,) = torch.autograd.grad(f, z, noise)
         f, z = f.detach(), z.detach()

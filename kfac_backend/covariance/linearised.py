@@ -123,6 +123,7 @@ def _check(model: nn.Module, names: list[str], x: Any) -> int:
         storages[saved.untyped_storage().data_ptr()] = saved.untyped_storage().nbytes()
         return saved
 
+    # Step 1: Jᵀu with its graph, whose saved tensors are counted.
     with torch.autograd.graph.saved_tensors_hooks(count, lambda saved: saved):
         f, u, products = _transposed(model, names, x)
     if not products:
@@ -132,6 +133,7 @@ def _check(model: nn.Module, names: list[str], x: Any) -> int:
         torch.randn(t.shape, generator=noise, device=t.device, dtype=t.dtype)
         for t in (*products.values(), f)
     )
+    # Step 2: J v through that graph.
     own = dict(model.named_parameters())
     try:
         (Jv,) = torch.autograd.grad(
@@ -139,6 +141,7 @@ def _check(model: nn.Module, names: list[str], x: Any) -> int:
         )
     except RuntimeError as error:
         raise _as_named(model, error) from error
+    # Step 3: Jᵀw by a plain backward pass, which is right whatever can be differentiated twice.
     with torch.enable_grad():
         theta = {name: own[name].detach().requires_grad_() for name in names}
         f = call_with(model, theta, x)

@@ -444,6 +444,7 @@ class OutputCovariance:
     ) -> None:
         """Contract the gradients seen so far, add the result to the covariance, and drop them."""
         tied: list[tuple[TrackedLayer, Use, Tensor]] = []
+        # Each layer's gradients are dropped as soon as they are contracted.
         while seen:
             (tracked, use), rows = seen.popitem()
             if self._gradients.stands_alone(tracked, uses[tracked]):

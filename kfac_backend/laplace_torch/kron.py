@@ -233,6 +233,7 @@ class EigenKron(KronDecomposed):
 
     def logdet(self) -> Tensor:
         """Σ log(βα + δ), differentiable in δ and in a scalar that multiplied the blocks."""
+        # log det(s·H + δ) = log det(1 + s/δ · H) + P log δ, from eigenvalues alone.
         delta = self.deltas.double().expand(len(self))
         if not self.damping and (delta > 0).all():
             sizes = delta.new_tensor([block.numel for block in self._decomposition.blocks])

@@ -54,11 +54,14 @@ class AttentionByParts(LayerByParts):
             )
         if not layer.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        # Step 1: the three input maps, each shown to hooks by itself. Positions that padding hides
+        # are no rows of keys and values, but they are queries as any other.
         with _rows_of(query, layer):
             q = parts["query"](query)  # (N, L, E)
         with _rows_of(key, layer, key_padding_mask):
             k, v = parts["key"](key), parts["value"](value)  # (N, S, E)
         mask = _mask(attn_mask, key_padding_mask, len(q), layer.num_heads, q.dtype)
+        # Step 2: further keys that are not computed from the inputs.
         N, more = len(q), 0
         if layer.bias_k is not None and layer.bias_v is not None:
             # (1, 1, E), or (N, 1, E) with a copy for each example
@@ -70,6 +73,7 @@ class AttentionByParts(LayerByParts):
             more += 1
         if mask is not None and more:
             mask = F.pad(mask, (0, more))
+        # Step 3: attention head by head, (N, h, L, E/h), and the output map of each query.
         q, k, v = (x.unflatten(-1, (layer.num_heads, -1)).transpose(1, 2) for x in (q, k, v))
         attended, weights = _attention(q, k, v, mask, layer, need_weights)
         with _rows_of(query, layer):
@@ -101,6 +105,7 @@ class SequenceFirst(LayerByParts):
         own = type(layer).forward
         if first.self_attn.batch_first or x.dim() != 3 or current_rows() is not None:
             return own(layer, *args, **kwargs)
+        # Row (r, n) of the layers inside is example n's.
         R, N = x.shape[:2]
         index = torch.arange(N, device=x.device).expand(R, N)
         with examples_of_rows(index, N, by_roots=False):

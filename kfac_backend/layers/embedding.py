@@ -67,6 +67,7 @@ class EmbeddingRule(WeightSharingRule):
 
     def _whole_sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """In expand mode the tokens are groups of one entry."""
+        # Σ of one-hot outer products is a diagonal; that of examples' mean one-hot vectors is not.
         tokens, features = self.layer.weight.shape
         return (1, tokens) if self.by_example else (tokens, 1), (1, features)
 
@@ -116,6 +117,7 @@ class EmbeddingRule(WeightSharingRule):
         padding = self.layer.padding_idx
         if padding is None:
             return use
+        # Reduce divides by the positions that count, which differ from example to example.
         positions = use.a.flatten(1) if use.a.dim() > 1 else use.a[:, None]
         if use.rows is None:
             N, index = len(use.a), torch.arange(len(use.a), device=use.a.device)

@@ -45,6 +45,7 @@ def squared_gradients(
     remaining = iter(vectors)
     while some := list(islice(remaining, MOST_VECTORS)):
         u = torch.stack(some, 1).to(f.dtype)  # (N, V, ..., C)
+        # As many examples at once as their gradients, one for each vector, fit into the memory.
         size = max(1, MOST_BYTES // max(1, bytes_each * len(some)))
         squares = _all_at_once(model, parameters, x, f, u, size) if at_once else None
         if squares is None:

@@ -87,6 +87,7 @@ def follow(
             capture.forward(examples(x, torch.tensor(numbers)))
         return made[0]
 
+    # Two runs: sizes that double with a second example are those of examples or of their rows.
     try:
         shapes = run(Shapes, [0])
         tried = run(partial(Trial, seen=shapes.seen, places=places), [0, 0])
@@ -107,6 +108,7 @@ def follow(
                 if name in why
             }
         )
+    # Weights became layers of their own in the second run; the rest meets examples by broadcasting.
     own = {name: t for name, t in operations.own.items() if name not in of_layers}
     folded = {t.layer: ("folded",) for t in tried.folded}
     return replace(

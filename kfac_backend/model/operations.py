@@ -177,6 +177,7 @@ class Follower(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        # Most operations have no followed parameter among their arguments: they run as they are.
         expressions = [e for value in tensors_in((args, kwargs)) if (e := self._expression(value))]
         if not expressions:
             return func(*args, **kwargs)

@@ -66,6 +66,7 @@ def damped_inverse(
         # Testing the sum takes a tenth of the time of testing each entry.
         if F is not None and not torch.isfinite(F.sum()):
             raise diverging(f"The curvature factor of '{name}'")
+    # On the product: exact, at the price of eigenvectors.
     if damping_on == "product":
         eigen = block.decompose()
         spectrum = eigen.spectrum(damping)
@@ -75,6 +76,7 @@ def damped_inverse(
     # Both factors share the damping so that each has the same relative one: π balances their scales
     # (Martens & Grosse 2015, section 6.3).
     pi = 1.0 if A is None else _balance(B, A)
+    # The roots are what Cholesky gives; for a single gradient they are all that is needed.
     L_A = None if A is None else _root(A, damping**0.5 * pi, f"{block.name}, A")
     L_B = _root(B, damping if A is None else damping**0.5 / pi, f"{block.name}, B")
     if once:
@@ -101,6 +103,7 @@ def precondition(inverse: Inverse, G: Tensor) -> Tensor:
     assert B is not None
     columns = 1 if A is None else A.shape[-1]
     V = G.reshape(*B.shape[:-1], columns).to(B.dtype)  # (d_out, d_in) or (G, d_out, d_in)
+    # Into the eigenbasis, divided by the damped eigenvalues, and back.
     if "spectrum" in inverse:
         V = _times(B.mT, V, A) / inverse["spectrum"]
         V = _times(B, V, None if A is None else A.mT)

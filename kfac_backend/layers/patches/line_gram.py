@@ -154,6 +154,7 @@ class CorrelationByFrequency(LineCorrelation):
             upper: the heights of the upper lines.
             lower: the heights of the lower lines, which are as many.
         """
+        # p̂ = p + iu and q̂ = q + iv: conj(p̂) q̂ᵀ = (pᵀq + uᵀv) + i (pᵀv − uᵀq).
         p, u = spectra.real(upper), spectra.imaginary(upper)
         q, v = spectra.real(lower), spectra.imaginary(lower)
         self._real = _added(self._real, p, q)  # (F, C, C), of conj(p̂) q̂ᵀ
@@ -168,6 +169,7 @@ class CorrelationByFrequency(LineCorrelation):
         assert real is not None and imaginary is not None
         if self._same:
             imaginary = imaginary - imaginary.mT
+        # Back from frequencies to lags, once for all batches.
         waves = _waves(self._x, real.dtype, real.device)
         found = torch.addmm(waves.cosines @ real.flatten(1), waves.sines, imaginary.flatten(1))
         by_lag = found.view(-1, *real.shape[1:])

@@ -143,6 +143,8 @@ class _ImageCorrelation:
         P = image.permute(2, 0, 3, 1)  # (H, N, W, C)
         padded = with_zeros(P, x) if self._way == "shifts" else None
         spectra = None if padded is not None else Spectra(P, x)
+        # Step 1, for each lag along the height: all pairs of rows at that distance, whether the
+        # window meets both or not.
         for lag, whole in enumerate(self._whole):
             shift = lag * y.dilation
             upper, lower = slice(0, max(0, len(P) - shift)), slice(shift, None)
@@ -152,6 +154,7 @@ class _ImageCorrelation:
             else:
                 assert spectra is not None
                 whole.add(spectra, P, upper, lower)
+            # Step 2: pairs that offset a of the kernel does not meet, subtracted at the end.
             for a in range(y.kernel - lag):
                 missing = left_out(y, a, lag, image.device)
                 if missing is not None:
@@ -171,6 +174,7 @@ class _ImageCorrelation:
                 taken = self._at_border.get((a, lag))
                 gram = whole if taken is None else whole - taken.gram()
                 total[a, :, a + lag] = gram.view(size, size)
+        # Only lags ≥ 0 were computed: the blocks below the diagonal are the transposed ones above.
         found = total.view(1, k * size, k * size)
         mirror_upper_half_(found)
         return found
