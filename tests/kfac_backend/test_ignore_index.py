@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 from torch.testing import assert_close
 
+from kfac_backend.curvature import CurvaturePass
 from kfac_backend.loss import IGNORED, BackwardVectors, check_targets, loss_sum, num_counted_terms
 from kfac_backend.model.batches import Targets
 from kfac_backend.options import CurvatureOptions, TargetOptions
@@ -163,6 +164,7 @@ def test_targets_that_do_not_count_are_in_order():
 
 @pytest.mark.parametrize("likelihood", ["regression", "bernoulli"])
 def test_only_labels_can_be_ignored(likelihood):
-    for check in (Targets, BackwardVectors):
+    options = CurvatureOptions(ignore_index=IGNORED)
+    for make in (Targets, lambda *given: CurvaturePass(torch.nn.Linear(2, 2), *given)):
         with pytest.raises(ValueError, match="ignore_index=-100 is for the labels of .*'classif"):
-            check(likelihood, CurvatureOptions(ignore_index=IGNORED))
+            make(likelihood, options)
