@@ -195,9 +195,22 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("use", USES)
+class Scaled(Normalised):
+    """With a parameter that is followed operation by operation."""
+
+    def __init__(self):
+        super().__init__(False)
+        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+@pytest.mark.parametrize("use", [*USES, "followed"])
 def test_a_network_is_freed_with_its_last_user(use):
     model = Normalised(False, unknown=use in ("diagonal", "refused"))
+    if use == "followed":
+        use, model = "factors", Scaled()
     gone = weakref.ref(model), weakref.ref(model.net[0].weight)
     USES[use](model, INPUTS["tensor"]())
     del model
