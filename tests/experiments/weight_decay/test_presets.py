@@ -46,7 +46,7 @@ def test_a_run_that_ends_with_an_error_is_named(monkeypatch):
 
 SHORT = [
     "--epochs", "1", "--prior.every", "1", "--prior.steps", "5", "--held_out", "0.34",
-    "--predictive.networks", "2", "--no_progress",
+    "--no_progress",
 ]  # fmt: skip
 
 
@@ -66,7 +66,7 @@ PRESETS = {
     "vit_cifar10": (
         images,
         ["--data.max_train", "null", "--data.max_test", "null",
-         "--predictive.layers", "last", "--model.depth", "1"],
+         "--model.depth", "1"],
         ["position_embedding", "class_token"],  # its classes are read off the mean
     ),
     "gpt_dart": (
