@@ -17,7 +17,7 @@ def count_examples(loader: Loader) -> int:
     ``len(loader.dataset)`` would be wrong with ``drop_last``, or a sampler of a part of the data.
 
     Raises:
-        TypeError: an iterator, which could be read only once.
+        TypeError: an iterator, which could be read only once; batches without tensors.
     """
     if hasattr(loader, "num_examples"):
         return loader.num_examples  # pyright: ignore[reportAttributeAccessIssue]
@@ -58,4 +58,7 @@ def num_batches(loader: Any) -> int:
 
 def _any_tensor(batch: Any) -> Tensor:
     values = batch.values() if hasattr(batch, "values") else batch
-    return next(value for value in values if isinstance(value, Tensor))
+    for value in values:
+        if isinstance(value, Tensor):
+            return value
+    raise TypeError("A batch has no tensors; make some of arrays: torch.from_numpy(array).")

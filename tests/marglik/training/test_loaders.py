@@ -1,5 +1,6 @@
 """Every pass asks a loader for its batches once, and takes each of them once."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -132,3 +133,8 @@ def test_counting_iterates_once():
     loader = Counting([tuple(data()[:3]), tuple(data()[3:8])])
     assert count_examples(loader) == 8
     assert len(loader.passes) == 1
+
+
+def test_batches_of_arrays_are_named():
+    with pytest.raises(TypeError, match="from_numpy"):
+        count_examples([(np.zeros((3, 2)), np.zeros(3))])
