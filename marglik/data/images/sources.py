@@ -278,7 +278,7 @@ class ImageFolder(TwoPartData):
 
         Raises:
             FileNotFoundError: if the folder is not there, or has no class or an empty one.
-            ValueError: if an image cannot be decoded, or differs in size.
+            ValueError: if an image cannot be decoded or differs in size, or a folder is a link.
         """
         from torchvision import datasets  # importing torchvision takes a second
 
@@ -289,6 +289,9 @@ class ImageFolder(TwoPartData):
                 "test/CLASS/IMAGE, and pass the folder that has train/ and test/; unpack an "
                 "archive first."
             )
+        # torchvision follows links, and would not come back from circles of them.
+        if linked := next((p for p in folder.rglob("*") if p.is_symlink() and p.is_dir()), None):
+            raise ValueError(f"'{linked}' is a link to a folder. Put the images themselves there.")
         listed = datasets.ImageFolder(folder)
         paths = [Path(path) for path, _ in listed.samples]
         images = decode_images(paths, [str(path.relative_to(self.path)) for path in paths])

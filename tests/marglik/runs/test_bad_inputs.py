@@ -77,7 +77,7 @@ def _links_in_circles(path: Path) -> None:
 
 
 FOLDERS = {
-    "folder, links in circles": Input(_folder(_links_in_circles), ""),
+    "folder, links in circles": Input(_folder(_links_in_circles), "is a link to a folder"),
     "folder, a link to a device": Input(
         _folder(lambda path: (path / "train/cat/x.jpg").symlink_to("/dev/zero")),
         "is no regular file",
