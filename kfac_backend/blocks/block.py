@@ -12,6 +12,8 @@ from torch import Tensor
 
 from kfac_backend.blocks.eigen import (
     check_finite_factor,
+    check_gram,
+    check_orthonormal,
     eigenvalues,
     eigh,
     map_on_cores,
@@ -70,6 +72,15 @@ class KroneckerBlock:
                 f"{None if A_shape is None else tuple(A_shape)}; expected square matrices, with "
                 "the same leading number of groups if there are groups."
             )
+
+    def check(self) -> None:
+        """Raise a ValueError unless a pass can have made the block; for factors from a file."""
+        terms = torch.tensor(self._terms, dtype=torch.float64)
+        right = (terms >= 0).all() and not terms.isinf().any()
+        if not right or len(terms) not in (1, *self.B.shape[:-2]):
+            raise ValueError(f"The block of '{self.name}' has num_terms={self.num_terms}.")
+        for F, name in self.named_factors():
+            F.check(name) if isinstance(F, SketchedFactor) else check_gram(F, name)
 
     @property
     def numel(self) -> int:
@@ -468,6 +479,25 @@ class CorrectedBlock(KroneckerBlock):
                 f"The block of '{self.name}' has {self.numel} entries and corrected eigenvalues of "
                 f"shape {tuple(self._corrected.shape)}; there is one for each entry."
             )
+
+    def check(self) -> None:
+        """Raise a ValueError unless a pass can have made the block; for factors from a file."""
+        super().check()
+        sums = self._corrected
+        if sums.shape != self.eigen.spectrum_shape or not (sums >= 0).all() or sums.isinf().any():
+            raise ValueError(
+                f"The corrected eigenvalues of '{self.name}', {tuple(sums.shape)}, are not sums of "
+                f"squares {tuple(self.eigen.spectrum_shape)}."
+            )
+        for Q, F in ((self.eigen.Q_B, self.B), (self.eigen.Q_A, self.A)):
+            if Q is not None and F is not None:
+                assert isinstance(Q, Tensor)  # sketches are not corrected
+                if Q.shape != F.shape:
+                    raise ValueError(
+                        f"The eigenvectors of '{self.name}' are {tuple(Q.shape)}, the factor "
+                        f"{tuple(F.shape)}."
+                    )
+                check_orthonormal(Q, self.name)
 
     @property
     def _corrected(self) -> Tensor:

@@ -18,7 +18,7 @@ from kfac_backend.blocks.block import (
 )
 from kfac_backend.blocks.sketch import Factor, SketchedFactor
 from kfac_backend.files import parse_json, read_tensors, write_tensors
-from kfac_backend.options import CurvatureOptions, Likelihood, check_positive
+from kfac_backend.options import CurvatureOptions, Likelihood, check_option, check_positive
 
 __all__ = ["KroneckerFactors"]
 
@@ -226,7 +226,8 @@ class KroneckerFactors:
             source: its name for errors.
 
         Raises:
-            ValueError: not such a state, or one of another format version.
+            ValueError: not such a state, one of another format version, or one whose values no pass
+                makes: counts that are not positive, factors that are not positive semi-definite.
         """
         header, tensors = state.get("header") or {}, state.get("tensors") or {}
         if header.get("format") != FORMAT:
@@ -238,6 +239,7 @@ class KroneckerFactors:
                 "wrote them."
             )
         try:
+            _check_numbers(header)
             return cls(
                 {entry["name"]: _block(entry, tensors) for entry in header["blocks"]},
                 options=CurvatureOptions(**header["options"]),
@@ -288,6 +290,17 @@ class KroneckerFactors:
             raise KeyError(f"No vector for parameter '{missing[0]}'; pass one per block.")
 
 
+def _check_numbers(header: Mapping[str, Any]) -> None:
+    """Raise an error unless a pass can have counted these numbers."""
+    for name in ("num_data", "num_outputs", "num_loss_terms"):
+        check_positive(name, header[name])
+    check_option("likelihood", header["likelihood"], Likelihood)
+    if not math.isfinite(header["loss"]):
+        raise ValueError(f"loss is {header['loss']}, which is not finite.")
+    if not 0 <= header["trace_left_out"] <= header["trace"] < math.inf:
+        raise ValueError(f"trace_left_out={header['trace_left_out']} of trace={header['trace']}.")
+
+
 def _block(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> KroneckerBlock:
     """A block from its entry in the header and its tensors; with an eigenbasis it is corrected."""
     name = entry["name"]
@@ -307,4 +320,5 @@ def _block(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Kronecker
         names = ["beta", "Q_B", "corrected", *(["alpha", "Q_A"] if entry["A"] else [])]
         eigen = EigenBlock(**{part: tensors[f"{name}/eigen/{part}"] for part in names})
         block = CorrectedBlock(name, B, A, terms, eigen=eigen)
+    block.check()
     return block

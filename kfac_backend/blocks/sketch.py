@@ -29,6 +29,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kfac_backend.blocks.eigen import check_orthonormal
 from kfac_backend.precision import at_least_float32
 
 __all__ = [
@@ -153,6 +154,14 @@ class SketchedFactor:
     def zero(cls, like: Tensor, size: int, rank: int) -> "SketchedFactor":
         """The sketch of no rows, in a tensor's dtype and on its device."""
         return cls(like.new_zeros(size, 0), like.new_zeros(0, dtype=torch.float64), 0.0, 0.0, rank)
+
+    def check(self, name: str) -> None:
+        """Raise a ValueError unless `Sketch` can have made the factor; for factors from a file."""
+        check_orthonormal(self.U, name)
+        numbers = torch.tensor([self.error, self.trace, *self.kept.tolist()], dtype=torch.float64)
+        right = (numbers >= 0).all() and not numbers.isinf().any()
+        if not right or self.kept.shape != self.U.shape[1:] or not len(self.kept) <= self.rank:
+            raise ValueError(f"The sketch of '{name}' has numbers that no rows have.")
 
     @property
     def values(self) -> Float[Tensor, "k"]:

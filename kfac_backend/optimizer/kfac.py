@@ -128,8 +128,8 @@ class KFAC(Optimizer):
         """Restore the state that `state_dict` returned.
 
         Raises:
-            ValueError: a state of another optimiser, model or other options; nothing is changed
-                then.
+            ValueError: a state of another optimiser, model or other options, or a damaged one;
+                nothing is changed then.
         """
         base = dict(state_dict)
         own = base.pop("preconditioner", None)
@@ -161,6 +161,19 @@ class KFAC(Optimizer):
                     f"The state is of another base optimiser than {kind}: it has no "
                     f"{min(missing)!r}. Pass the same `base`."
                 )
+        saved = [i for group in state["param_groups"] for i in group["params"]]
+        own = [p for group in self.param_groups for p in group["params"]]
+        for i, p in zip(saved, own, strict=False):  # another number is refused by torch itself
+            for name, value in state["state"].get(i, {}).items():
+                if not isinstance(value, Tensor):
+                    continue
+                if value.dim() and value.shape != p.shape:
+                    raise ValueError(
+                        f"The state of {kind} is of another model: {name!r} of parameter {i} has "
+                        f"shape {tuple(value.shape)}, the parameter {tuple(p.shape)}."
+                    )
+                if not torch.isfinite(value).all():
+                    raise ValueError(f"The state of {kind} is damaged: {name!r} is not finite.")
 
     def _share(self) -> None:
         self.param_groups, self.state = self.base.param_groups, self.base.state

@@ -4,6 +4,7 @@ Between ``loss.backward()`` and the optimiser's step it replaces each gradient g
 where F is the parameter's block of the K-FAC curvature of the mean loss.
 """
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ from kfac_backend.options import (
     check_option,
     check_positive,
 )
+from kfac_backend.precision import at_least_float32
 from kfac_backend.ranks import ProcessGroupOption, Ranks
 
 __all__ = ["KfacPreconditioner"]
@@ -302,6 +304,26 @@ class KfacPreconditioner:
                     f"{self._made_with.get(what)} here. Load it with the model and the options "
                     "that it was saved with."
                 )
+        step, weight, blocks, inverses = (
+            state[key] for key in ("step", "weight", "blocks", "inverses")
+        )
+        # Every step but the first has inverses. The blocks are dropped before new ones are due if
+        # there is no moving average.
+        if not (
+            step >= 0
+            and 0 <= weight <= 1
+            and set(blocks) in (set(), set(inverses))
+            and bool(inverses) == (step > 0)
+            and set(inverses) <= set(self.names)
+        ):
+            raise ValueError(
+                f"The state of K-FAC is damaged: step {step}, weight {weight} of the moving "
+                f"average, {len(blocks)} blocks and {len(inverses)} inverses do not go together."
+            )
+        for name, tensors in [*blocks.items(), *inverses.items()]:
+            fault = _fault(tensors, self._parameters[name])
+            if fault:
+                raise ValueError(f"The state of K-FAC is damaged: the factors of '{name}' {fault}.")
         own, generator = self._generator.get_state(), state["generator"]
         if (generator.dtype, generator.shape) != (own.dtype, own.shape):
             raise ValueError(
@@ -315,7 +337,8 @@ class KfacPreconditioner:
         The next steps are those of the uninterrupted run to the bit. The damping is the state's.
 
         Raises:
-            ValueError: a state of another model or other options; nothing is changed then.
+            ValueError: a state of another model or other options, or a damaged one; nothing is
+                changed then.
         """
         self.check_state(state)
         device = self._generator.device
@@ -454,6 +477,29 @@ def _check_finite(gradients: Mapping[str, Tensor]) -> None:
 def _size(block: KroneckerBlock) -> int:
     """Rows of a block's largest factor."""
     return max(F.shape[-1] for F, _ in block.named_factors())
+
+
+def _fault(tensors: Mapping[str, Tensor], p: Tensor) -> str | None:
+    """What is wrong with the tensors of a parameter's block or inverse, if anything is.
+
+    A factor and its inverse are positive semidefinite, so that no entry of their diagonals is
+    negative; neither is one of a Cholesky root, or of a damped spectrum.
+    """
+    factors = [F for kind, F in tensors.items() if kind != "spectrum"]  # over rows, over columns
+    sizes = [factors[0].shape[:-1].numel(), *[F.shape[-1] for F in factors[1:]]]
+    square = all(F.dim() in (2, 3) and F.shape[-1] == F.shape[-2] for F in factors)
+    entries = {math.prod(sizes), tensors.get("spectrum", p).numel()}
+    if not square or entries != {p.numel()}:
+        return f"have shapes {[tuple(F.shape) for F in tensors.values()]}"
+    for kind, F in tensors.items():
+        if F.dtype != at_least_float32(p.detach()).dtype:
+            return f"have dtype {F.dtype}, for a parameter of dtype {p.dtype}"
+        if not torch.isfinite(F).all():
+            return "are not finite"
+        values = F if kind == "spectrum" else F.diagonal(dim1=-2, dim2=-1)
+        if not kind.startswith("Q") and (values < 0).any():
+            return "have a negative diagonal"
+    return None
 
 
 def _copies(

@@ -109,6 +109,24 @@ def test_files(both, tmp_path):
     same(KroneckerFactors.from_state_dict(corrected.state_dict()), corrected)
 
 
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("Q_A", lambda state, key: state.pop(key), "0.weight/eigen/Q_A"),
+        ("Q_A", lambda state, key: state.update({key: 2 * state[key]}), "not orthonormal"),
+        ("Q_B", lambda state, key: state.update({key: state[key][:, 1:]}), "'0.weight' are"),
+        ("corrected", lambda state, key: state.update({key: -state[key]}), "sums of squares"),
+        ("corrected", lambda state, key: state.update({key: state[key].mT}), "sums of squares"),
+        ("corrected", lambda state, key: state.update({key: state[key][1:]}), "for each entry"),
+    ],
+)
+def test_forged_corrections_are_refused(both, part, change, message):
+    state = both[1].state_dict()
+    change(state["tensors"], f"0.weight/eigen/{part}")
+    with pytest.raises(ValueError, match=message):
+        KroneckerFactors.from_state_dict(state)
+
+
 def test_eigenvalues_of_another_shape(both):
     block = both[1].blocks["0.weight"]
     with pytest.raises(ValueError, match="one for each entry"):

@@ -244,32 +244,70 @@ def test_files_of_others_are_one_clear_error(model, tmp_path):
         KroneckerFactors.from_state_dict(state)
 
 
-UNREADABLE = {
-    # A valid file, with a checksum of its own: what another program may have put into it.
-    "not square": (
-        lambda header, tensors: tensors.update({"3.weight/B": torch.eye(3)[:2]}),
-        "shapes B",
-    ),
-    "no B": (lambda header, tensors: tensors.pop("3.weight/B"), "3.weight/B"),
-    "no likelihood": (lambda header, tensors: header.pop("likelihood"), "likelihood"),
-    "unknown option": (lambda header, tensors: header["options"].update(x=1), "'x'"),
-    "wrong option": (lambda header, tensors: header["options"].update(fisher=1), "fisher=1"),
-    "blocks": (lambda header, tensors: header.update(blocks=3), "not iterable"),
-}
+def moved(change):
+    """The state with one tensor changed."""
+
+    def forge(state, name="3.weight/B"):
+        state["tensors"][name] = change(state["tensors"][name].clone())
+
+    return forge
 
 
-@pytest.mark.parametrize("case", UNREADABLE)
-def test_files_of_another_structure_are_one_clear_error(model, tmp_path, case):
-    change, message = UNREADABLE[case]
+def with_entry(name, value):
+    return lambda state: state["header"].update({name: value})
+
+
+def with_terms(value):
+    return lambda state: state["header"]["blocks"][0].update(num_terms=value)
+
+
+FORGERIES = {
+    # A valid file, with a checksum of its own, of numbers that no pass makes: what the error says.
+    "negative B": (moved(lambda B: -B), "negative eigenvalue"),
+    "slightly negative B": (moved(lambda B: B - 1e-6 * B.trace() * torch.eye(3)), "negative"),
+    "not symmetric": (moved(lambda B: B + torch.eye(3).roll(1, 0)), "not symmetric"),
+    "NaN": (moved(lambda B: B.fill_(torch.nan)), "not finite"),
+    "infinite": (moved(lambda B: B.fill_(torch.inf)), "not finite"),
+    "integers": (moved(lambda B: B.long()), "dtype torch.int64"),
+    "not square": (moved(lambda B: B[:2]), r"shapes B \(2, 3\)"),
+    "a vector": (moved(lambda B: B[0]), r"shapes B \(3,\)"),
+    "no B": (lambda state: state["tensors"].pop("3.weight/B"), "3.weight/B"),
+    "no likelihood": (lambda state: state["header"].pop("likelihood"), "likelihood"),
+    "unknown likelihood": (with_entry("likelihood", "magic"), "'magic' is not supported"),
+    "unknown option": (lambda state: state["header"]["options"].update(x=1), "'x'"),
+    "wrong option": (lambda state: state["header"]["options"].update(fisher=1), "fisher=1"),
+    "infinite loss": (with_entry("loss", float("inf")), "loss is inf"),
+    "text": (with_entry("loss", "text"), "real number"),
+    "blocks": (with_entry("blocks", 3), "not iterable"),
+    "terms": (with_terms(-1), "num_terms=-1"),
+    "terms of other groups": (with_terms([1, 2, 3]), r"num_terms=\(1, 2, 3\)"),
+    "trace": (with_entry("trace_left_out", 2.0), "trace_left_out=2.0"),
+} | {
+    f"{name} {value}": (with_entry(name, value), f"{name} .*{value}")
+    for name in ("num_data", "num_outputs", "num_loss_terms")
+    for value in (-5, 0, float("nan"), float("inf"), "text")
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FORGERIES)
+def test_forged_factors_are_refused_where_they_are_read(model, tmp_path, case):
+    forge, message = FORGERIES[case]
     state = factors_of(model).state_dict()
-    header, tensors = json.loads(json.dumps(state["header"])), dict(state["tensors"])
-    KroneckerFactors.from_state_dict({"header": header, "tensors": tensors})  # negative control
-    change(header, tensors)
+    tensors = {name: tensor.clone() for name, tensor in state["tensors"].items()}
+    state = {"header": json.loads(json.dumps(state["header"])), "tensors": tensors}
+    KroneckerFactors.from_state_dict(state)  # negative control
+    forge(state)
     path = tmp_path / "factors.safetensors"
-    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    write_tensors(path, tensors, {"header": json.dumps(header)})
+    write_tensors(path, state["tensors"], {"header": json.dumps(state["header"])})
     with pytest.raises(ValueError, match=f"factors.safetensors holds .*{message}"):
         KroneckerFactors.load(path)
+
+
+def test_rounding_is_no_forgery():
+    """Singular Gram matrices in float32, whose smallest eigenvalues rounding makes negative."""
+    for d, rank, scale in ((300, 2, 1.0), (64, 200, 1e-30), (5, 0, 1.0), (40, 1, 1e30)):
+        rows = scale**0.5 * torch.randn(rank, d, generator=torch.Generator().manual_seed(0))
+        KroneckerBlock("w", rows.mT @ rows, torch.zeros(1, 1)).check()
 
 
 def test_blocks_of_another_shape_do_not_fit_a_model(model):

@@ -88,6 +88,11 @@ def of_plain_sgd(_):
     return torch.optim.SGD(p, 0.1).state_dict()
 
 
+def of_a_wider_momentum(state):
+    state["state"][0]["momentum_buffer"] = torch.ones(9, 4)
+    return state
+
+
 WIDER = [nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 4)]
 
 
@@ -95,6 +100,28 @@ def another(*layers, options=OPTIONS, **more):
     """A function that makes the state of another run, in reduce mode."""
     more = {**REDUCE, **more}
     return lambda _: trained(layers, options=options, **more).state_dict()
+
+
+def of_preconditioner(key, change):
+    """A function that changes one entry of a state's preconditioner."""
+
+    def of(state):
+        part = state["preconditioner"]
+        part[key] = change(part[key])
+        return state
+
+    return of
+
+
+def with_tensor(key, name, which, change):
+    """A function that changes one tensor of a state."""
+
+    def of(state):
+        tensors = state["preconditioner"][key][name]
+        tensors[which] = change(tensors[which])
+        return state
+
+    return of
 
 
 def without_weight(state):
@@ -117,8 +144,26 @@ REFUSED = {
     "excluded parameters": (another(exclude=["2.*"]), "'2.weight'"),
     "plain SGD": (of_plain_sgd, "no 'preconditioner'"),
     "another base": (another(base="nadamw"), "another base optimiser"),
+    "a wider momentum": (of_a_wider_momentum, r"\(9, 4\)"),
     "a key too few": (without_weight, "its keys are"),
     "another device's random numbers": (of_a_gpu, "device"),
+    "a negative weight": (of_preconditioner("weight", lambda _: -1.0), "weight -1"),
+    "a weight of NaN": (of_preconditioner("weight", lambda _: float("nan")), "weight nan"),
+    "a negative step": (of_preconditioner("step", lambda _: -1), "step -1"),
+    "no inverses": (of_preconditioner("inverses", lambda _: {}), "0 inverses"),
+    "a block": (
+        of_preconditioner("blocks", lambda blocks: {"0.bias": blocks["0.bias"]}), "1 blocks",
+    ),
+    "a negated B": (with_tensor("blocks", "0.weight", "B", torch.neg), "negative diagonal"),
+    "a negated root": (with_tensor("inverses", "0.weight", "L_A", torch.neg), "negative diagonal"),
+    "NaN": (with_tensor("blocks", "2.bias", "B", lambda B: B * torch.nan), "not finite"),
+    "float32 factors": (with_tensor("blocks", "0.bias", "B", torch.Tensor.float), "float32"),
+    "wider factors": (
+        with_tensor("blocks", "0.bias", "B", lambda B: torch.eye(9).to(B)), r"\(9, 9\)",
+    ),
+    "a root that is not square": (
+        with_tensor("inverses", "0.bias", "L_B", lambda L: L[:, :2]), "shapes",
+    ),
 }  # fmt: skip
 
 
