@@ -109,7 +109,7 @@ class Call(NamedTuple):
     """An operation on expressions that is about to run."""
 
     func: Callable[..., Any]
-    args: tuple
+    args: tuple[Any, ...]
     kwargs: dict[str, Any]
     expressions: list[Expression]
     key: int
@@ -303,7 +303,7 @@ class Follower(TorchFunctionMode):
         return (name, True) if leaf.dim() == 2 and _is_stored(value, leaf.mT) else None
 
     def _rewritten(
-        self, func: Callable, args: tuple, kwargs: dict[str, Any]
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[..., Any] | None:
         """The function as a sequence of simpler ones, if an expression is its scale or its bias.
 
@@ -340,7 +340,9 @@ class WeightUse(NamedTuple):
     """The attributes that its rule reads from a layer: stride, padding and so on."""
 
 
-def weight_use(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> WeightUse | None:
+def weight_use(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> WeightUse | None:
     """The arguments of an operation that is linear in its input; None for any other."""
     if func not in WEIGHTS:
         return None
