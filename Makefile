@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: train test test-slow test-lowest lint house bench bench-quick large-classes growth exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study uci update-step-timing gpt-timing models graph-network-training vision-transformer-training optimizer-comparison optimizer-defaults evidence-from-training ranks-timing docs gpu
+.PHONY: train test test-slow test-lowest lint house bench bench-quick large-classes growth exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study default-options uci update-step-timing gpt-timing models graph-network-training vision-transformer-training optimizer-comparison optimizer-defaults evidence-from-training ranks-timing docs gpu
 
 train: $(INSTALLED)  ## train on the built-in digits, learn the weight decays, write runs/digits
 	$(BIN)/marglik train --config digits
@@ -66,6 +66,9 @@ out-of-distribution: $(INSTALLED)  ## calibrated predictives on corrupted and ou
 
 predictive-study: $(INSTALLED)  ## what each part of a Laplace predictive costs, from the dense GGN to s and τ: a quarter of an hour; resumes
 	$(BIN)/python -m experiments.predictions.predictive_study
+
+default-options: $(INSTALLED)  ## default options on ten small networks beside no decay and a grid: an hour of a core; resumes
+	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.weight_decay.default_options
 
 weight-decay-study: $(INSTALLED)  ## learned weight decays beside a grid search and the default: digits, five seeds; resumes
 	$(BIN)/python -m experiments.weight_decay.weight_decay_study

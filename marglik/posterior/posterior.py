@@ -26,7 +26,7 @@ from kfac_backend.covariance.linearised import linearised_outputs
 from kfac_backend.covariance.output_covariance import OutputCovariance, check_tolerance
 from kfac_backend.curvature import kronecker_factors
 from kfac_backend.eigenvalue_correction import check_read_twice, corrected_factors
-from kfac_backend.model.checks import check_module
+from kfac_backend.model.checks import check_finite, check_module
 from kfac_backend.options import CurvatureOptions, Likelihood, check_option, check_positive
 from kfac_backend.precision import at_least_float32
 from kfac_backend.ranks import ProcessGroupOption, Ranks
@@ -534,7 +534,8 @@ class Posterior:
 
         Raises:
             AttributeError: the posterior is not fitted.
-            ValueError: a tolerance that is negative or not finite, or one for the last layer.
+            ValueError: a tolerance that is negative or not finite, or one for the last layer; NaN
+                or infinity in the outputs.
         """
         check_option("layers", layers, Layers)
         check_tolerance(tolerance)
@@ -546,7 +547,9 @@ class Posterior:
 
         def distribution() -> tuple[Tensor, Tensor]:
             covariance = self._output_covariance(x, layers, memory, tolerance)
-            return covariance(x, positions, classes, variance_only=variance_only)
+            f, of_f = covariance(x, positions, classes, variance_only=variance_only)
+            check_finite(self.model, f, x)
+            return f, of_f
 
         return in_eval_mode(self.model, distribution)()
 

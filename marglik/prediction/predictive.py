@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kfac_backend.covariance.output_covariance import check_tolerance, default_memory
 from kfac_backend.model.batches import examples, to_device
 from kfac_backend.model.calls import call_with, num_examples
-from kfac_backend.model.checks import check_module
+from kfac_backend.model.checks import check_finite, check_module
 from kfac_backend.options import Likelihood, check_option, check_positive
 from kfac_backend.precision import at_least_float32
 from kfac_backend.ranks import Ranks
@@ -315,8 +315,14 @@ def _linearised_networks(
 
 
 def outputs_of(model: nn.Module, x: Any) -> Tensor:
-    """The network's outputs at inputs on any device, at least in float32."""
-    return at_least_float32(call_with(model, {}, to_device(x, next(model.parameters()).device)))
+    """The network's outputs at inputs on any device, at least in float32.
+
+    Raises:
+        ValueError: NaN or infinity in the outputs.
+    """
+    f = call_with(model, {}, to_device(x, next(model.parameters()).device))
+    check_finite(model, f, x)
+    return at_least_float32(f)
 
 
 def _output_shape(model: nn.Module, x: Any) -> torch.Size:

@@ -295,6 +295,21 @@ def test_a_model_that_changes_its_input_in_place(method):
     assert_close(*means)
 
 
+@pytest.mark.parametrize("method", ["MAP", "probit", "mc", "linearised", "last"])
+def test_infinite_inputs_are_named(method):
+    la, x = fitted()
+    if method == "MAP":
+        predict = map_predictive(la.model)
+    else:
+        config = {"layers": "last"} if method == "last" else {"method": method}
+        predict = laplace_predictive(la, PredictiveConfig(**config))
+    assert predict(x).mean.isfinite().all()
+    x = x.clone()
+    x[1, 0] = torch.inf
+    with pytest.raises(ValueError, match="inputs contain NaN or infinity"):
+        predict(x)
+
+
 class Twice(nn.Sequential):
     """Returns a tuple, where it is told to."""
 
