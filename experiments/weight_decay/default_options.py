@@ -326,6 +326,7 @@ def table(found: list[dict[str, Any]]) -> str:
     head = ["network", "wrong", "learned: NLL, accuracy", *(f"− {rival}" for rival in rivals)]
     rows = [[*head, "cost"]]
     losses: dict[str, list[str]] = defaultdict(list)
+    judged: set[str] = set()
     for problem in PROBLEMS:
         for wrong in shares(problem):
             seeds = [of for key, of in sorted(runs.items()) if key[:2] == (problem, wrong)]
@@ -340,7 +341,9 @@ def table(found: list[dict[str, Any]]) -> str:
                 pairs = [(of["learned"], rival_of(of, rival)) for of in seeds]
                 differences = [a["nll"] - b["nll"] for a, b in pairs if b]
                 row.append(mean_with_error(differences, "{:+.3f}") if differences else "")
-                if differences and is_worse(differences):
+                if len(differences) > 1:  # one seed has no standard error
+                    judged.add(rival)
+                if is_worse(differences):
                     losses[rival].append(f"{problem} ({wrong:.0%})")
             cost = statistics.fmean(
                 of["learned"]["seconds"] / of["none"]["seconds"] for of in seeds
@@ -350,6 +353,7 @@ def table(found: list[dict[str, Any]]) -> str:
         f"\nWorse than {rival} by more than two standard errors: "
         f"{', '.join(losses[rival]) or 'nowhere'}."
         for rival in rivals
+        if rival in judged
     ]
     return "\n".join([markdown(rows), *notes])
 
