@@ -57,7 +57,7 @@ weights before BatchNorm, above 3e-3 for others."""
 LARGEST_INVARIANT_DECAY = 1e-3
 """Of scale-invariant weights in training. Measured in `experiments.weight_decay.default_options`:
 without a limit three of ten networks broke down after some updates, on clean labels; with 5e-3 one
-of three networks with GroupNorm did so in its last epoch."""
+of two networks with GroupNorm did so in its last epoch."""
 OBSERVED_STEPS = 10
 """Number of steps in which that cosine is looked at."""
 FEW_VECTORS = 10_000
