@@ -197,12 +197,10 @@ def test_what_is_not_calibrated_yet_is_by_the_validation_set(run, tmp_path, caps
     remembered = dict(posterior.calibrations)
     for method, name in zip(("mc", "probit"), names, strict=True):
         config = PredictiveConfig(method, layers="last")
-        fit = calibrate(posterior, split_batches(splits, "validation", 64), config).fit
+        fit = calibrate(posterior, split_batches(splits, "validation", 256), config).fit
         found = predictives[name]["options"]["calibration"]
         for key in ("covariance_scale", "output_temperature"):
-            assert found[key] == pytest.approx(
-                getattr(fit.calibration, key), rel=1e-2
-            )  # flat there
+            assert found[key] == pytest.approx(getattr(fit.calibration, key), rel=5e-3)
     # The other layers' calibration is still the run's.
     of_map = predictives["MAP"]["metrics"]
     assert main(["evaluate", str(run), *QUIET, *out]) == 0
