@@ -177,17 +177,3 @@ with tempfile.TemporaryDirectory() as folder:
         marglik.load_posterior(folder, adapted({n: t + 0.1 for n, t in base.items()}))
     except ValueError as error:
         print(error)
-
-# %% [markdown]
-# ## Wide networks
-# One factor of each adapter has the width of the frozen layer: 64 MiB at a width of 4,096, twice
-# for each adapted layer. `sketch_rank=r` keeps r eigenvectors and the trace instead, and bounds
-# the error of the eigenvalues. Here the width is 48, just enough to show it.
-
-# %%
-options = {"sketch_rank": 8}
-sketched = marglik.KronLaplace(model, "classification", backend_kwargs=options)
-sketched.fit(batches(parts["train"]))
-sketched.prior_precision = laplace.prior_precision
-print(f"log marginal likelihood {sketched.log_marginal_likelihood():.1f} nats with sketches")
-print(f"largest stated error: {max(sketched.factors.sketch_errors().values()):.1%}")

@@ -9,7 +9,6 @@ embedding that is also its output layer.
 `assemble_blocks` after the sum over ranks.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 
 from kfac_backend.blocks.block import KroneckerBlock
-from kfac_backend.blocks.sketch import Factor, SketchedFactor, whole
 from kfac_backend.layers import ExactRule, Rule, WeightSharingRule
 from kfac_backend.layers.rule import BlockSums
 from kfac_backend.model.checks import total_memory
@@ -56,9 +54,7 @@ def make_rules(
     Args:
         assignment: the layers.
         modes: each layer's mode, by its name.
-        options: ``sketch_rank`` and ``diagonal_above`` count. Tied and packed tensors are not
-            sketched, since their blocks are assembled from those of several layers; packed ones
-            keep the factor over their rows whole, too.
+        options: ``diagonal_above`` counts. Packed tensors keep the factor over their rows whole.
 
     Raises:
         NotImplementedError: a tensor that layers share in ways that have no common block; a large
@@ -79,14 +75,6 @@ def _separate_rules(
         tracked: tracked.rule(tracked.layer, modes.get(tracked.name, "expand"), tracked.parameters)
         for tracked in assignment.all
     }
-    # Blocks of shared or packed tensors are assembled from those of several layers, entry by entry,
-    # which sketches do not have.
-    if options.sketch_rank is not None:
-        number = Counter(name for tracked in rules for name in tracked.parameters.values())
-        for tracked, rule in rules.items():
-            alone = all(number[name] == 1 for name in tracked.parameters.values())
-            if alone and not tracked.slots:
-                rule.use_sketches(options.sketch_rank)
     for tracked, rule in rules.items():
         rule.use_diagonals(None if tracked.slots else options.diagonal_above)
     return rules
@@ -130,9 +118,8 @@ def check_memory(
         f"The factors would take {total / GiB:.1f} GiB, {largest} ({d}×{d}) alone "
         f"{entries * itemsize / GiB:.1f} GiB, and its eigenvalues {eigenvalues / GiB:.1f} GiB more "
         f"while they are computed; {device} has {memory / GiB:.1f} GiB. Keep the factors over the "
-        f"rows of large weights by their diagonal (diagonal_above={min(LARGE, d - 1)}), wide "
-        "factors of weights that are not tied by r eigenvectors (sketch_rank=r), or freeze the "
-        "layer (requires_grad_(False))."
+        f"rows of large weights by their diagonal (diagonal_above={min(LARGE, d - 1)}), or freeze "
+        "the layer (requires_grad_(False))."
     )
 
 
@@ -216,11 +203,9 @@ def _block(name: str, parts: list[Part]) -> KroneckerBlock:
 def _one_block(name: str, sums: BlockSums) -> KroneckerBlock:
     """B as summed, A divided by its terms; (1, d, d) of a single group becomes (d, d)."""
     terms = max(sums.num_terms, 1)
-    # In place: a second copy of all input factors would be the peak of the pass's memory. A sketch
-    # is small, and has no groups.
-    A = sums.A.div_(terms) if isinstance(sums.A, Tensor) else sums.A
-    A = A * (1 / terms) if isinstance(A, SketchedFactor) else A
-    B, A = (F[0] if isinstance(F, Tensor) and len(F) == 1 else F for F in (sums.B, A))
+    # In place: a second copy of all input factors would be the peak of the pass's memory.
+    A = None if sums.A is None else sums.A.div_(terms)
+    B, A = (F[0] if F is not None and len(F) == 1 else F for F in (sums.B, A))
     assert B is not None
     return KroneckerBlock(name, B, A, 0 if A is None else sums.num_terms)
 
@@ -230,15 +215,11 @@ def _packed(name: str, parts: list[Part]) -> KroneckerBlock:
     ordered = sorted(parts, key=lambda part: part.slot[0])
     assert [part.slot[0] for part in ordered] == list(range(parts[0].slot[1]))
     sums = [part.sums for part in ordered]
-    B = torch.cat([_whole(s.B, name) for s in sums])
-    inputs = [_whole(s.A, name) / max(s.num_terms, 1) for s in sums if s.A is not None]
+    B = torch.cat([s.B for s in sums])
+    inputs = [s.A / max(s.num_terms, 1) for s in sums if s.A is not None]
     if not inputs:
         return KroneckerBlock(name, B)
     return KroneckerBlock(name, B, torch.cat(inputs), tuple(s.num_terms for s in sums))
-
-
-def _whole(factor: Factor, name: str) -> Tensor:
-    return whole(factor, name, "A tensor that holds several maps")
 
 
 def nearest_kronecker(blocks: Sequence[KroneckerBlock]) -> KroneckerBlock:
@@ -263,11 +244,10 @@ def nearest_kronecker(blocks: Sequence[KroneckerBlock]) -> KroneckerBlock:
     blocks = [b for b in blocks if b.A is not None and b.B.any() and b.A.any()] or list(blocks[:1])
     if len(blocks) == 1:
         return KroneckerBlock(blocks[0].name, blocks[0].B, blocks[0].A)
-    whole = [block.whole_factors("A tensor used in two ways") for block in blocks]
     # Diagonals of one size stay diagonals: a vocabulary's dense matrix would not fit into memory.
-    diagonal = all(B.dim() == 3 and B.shape[-1] == 1 for B, _ in whole)
-    Bs = [B if diagonal else _dense(B) for B, _ in whole]
-    As = [_dense(A) for _, A in whole if A is not None]
+    diagonal = all(b.B.dim() == 3 and b.B.shape[-1] == 1 for b in blocks)
+    Bs = [b.B if diagonal else _dense(b.B) for b in blocks]
+    As = [_dense(b.A) for b in blocks]
     of_B = _inner_products(Bs)  # (K, K) in float64
     if diagonal:
         c = torch.stack([A.diagonal().double().sum() for A in As])

@@ -110,9 +110,6 @@ class CorrectionPass(CurvaturePass):
         **keywords: Any,
     ) -> None:
         check_module(model)
-        # Refuse sketches before the pass: outside of U they have no eigenvectors.
-        for block in factors.blocks.values():
-            block.whole_factors("A correction of eigenvalues")
         self._uncorrected = factors.to(next(model.parameters()).device)
         self.options = _options(factors, options, keywords)
         """The options of the pass."""

@@ -160,15 +160,11 @@ class PassOptions(Options):
             bf16); A is not affected.
         batched: whether to propagate all vectors of a batch back at once. This needs fewer kernel
             launches on a GPU, but the memory of all of them.
-        sketch_rank: number of eigenvectors r to keep, with the trace, of the factors of linear
-            layers that are wider than 4 r: memory d r instead of d², with a bound on the error. For
-            adapters of wide networks (LoRA), where one factor of each weight is as wide as the
-            network. null keeps all factors whole.
         diagonal_above: number of rows above which only the diagonal of a weight's factor over its
             rows is kept, and of its bias's block, for the layers of large vocabularies. Traces and
             each row's own curvature stay exact (of a tied weight, each row's trace); the coupling
-            of different rows is lost. It takes precedence over sketch_rank, but tensors that hold
-            several maps stay whole. null keeps all factors whole.
+            of different rows is lost. Tensors that hold several maps stay whole. null keeps all
+            factors whole.
 
     Raises:
         ValueError: an option that is not supported.
@@ -181,7 +177,6 @@ class PassOptions(Options):
     rank_tolerance: float = 0.0
     backward_precision: BackwardPrecision = "float32"
     batched: bool = False
-    sketch_rank: int | None = None
     diagonal_above: int | None = None
 
     def __post_init__(self) -> None:
@@ -194,10 +189,10 @@ class PassOptions(Options):
             raise ValueError(f"mc_samples must be at least 1, not {self.mc_samples}.")
         if not 0 <= self.rank_tolerance < 1:
             raise ValueError(f"rank_tolerance must be in [0, 1), not {self.rank_tolerance}.")
-        for name in ("sketch_rank", "diagonal_above"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, or None, not {value}.")
+        if self.diagonal_above is not None and self.diagonal_above < 1:
+            raise ValueError(
+                f"diagonal_above must be at least 1, or None, not {self.diagonal_above}."
+            )
 
     def check(self, likelihood: Likelihood) -> None:
         """Raise a ValueError unless the options are for this likelihood."""
@@ -215,7 +210,7 @@ class PassOptions(Options):
         Factors add up only where these agree. The others say how it is computed (``batched``), how
         well (``mc_samples``), or how batches give their targets.
         """
-        names = ("kfac_approx", "fisher", "rank_tolerance", "sketch_rank", "diagonal_above")
+        names = ("kfac_approx", "fisher", "rank_tolerance", "diagonal_above")
         return {name: getattr(self, name) for name in names}
 
     def in_training_steps(self, fisher: Fisher) -> Self:

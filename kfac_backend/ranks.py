@@ -12,12 +12,10 @@ hangs fail after the timeout of the process group.
 
 import heapq
 import math
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import reduce
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
@@ -221,7 +219,7 @@ class PassSums:
     trace_left_out: float = 0.0
 
     def map(self, change: Callable[..., Any], *others: "PassSums") -> "PassSums":
-        """The sums with each leaf, a tensor, a sketch or a number of terms, replaced.
+        """The sums with each leaf, a tensor or a number of terms, replaced.
 
         Args:
             change: called with a leaf and those at the same place in ``others``.
@@ -259,7 +257,7 @@ class _Message(NamedTuple):
     norms: dict[str, float]
     """The norm of each trainable parameter, which must agree up to rounding."""
     sums: PassSums | None
-    """The rank's counts and sketches, with its tensors on the meta device, which have shapes but no
+    """The rank's counts, with its tensors on the meta device, which have shapes but no
     entries; None without data."""
     first_of: list[int]
     """For each tensor, the index of the first one that is the same object."""
@@ -299,8 +297,7 @@ def sum_over_ranks(
         # One rank has two tensors where another shares one between a weight and its bias: whether
         # B is shared depends on the batches. All must reduce the same number, so all get two.
         sums = sums.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
-    # Step 3: the sums, in large buckets. Sketches came with the messages, since their sum is not a
-    # sum of entries (`blocks.sketch`); neither they nor the counts need a reduction.
+    # Step 3: the sums, in large buckets. The counts came with the messages.
     ranks.sum_(sums.tensors(), what)
     sums = sums.map(_total, *(of_rank for of_rank, _ in with_data))
     counts = ("num_data", "num_loss_terms", "loss", "trace", "trace_left_out")
@@ -311,8 +308,7 @@ def sum_over_ranks(
 def _total(own: Any, *of_ranks: Any) -> Any:
     if isinstance(own, Tensor):
         return own  # reduced already
-    total = reduce(operator.add, of_ranks)
-    return total if isinstance(total, int | float) else total.to(own.device)
+    return sum(of_ranks)
 
 
 def _message(sums: PassSums, model: nn.Module, same: Mapping[str, Any]) -> _Message:

@@ -8,7 +8,7 @@
   out, and ‖B̂ − B‖ / ‖B‖ of the gradient factors in Frobenius norm, as a root mean square over
   layers.
 - vocabulary: a GPT of two blocks of 64 features with one sample per token. Its output layer's B
-  would take 9.4 GiB as a matrix; here its diagonal or a sketch is kept (`CurvatureOptions`).
+  would take 9.4 GiB as a matrix; here its diagonal is kept (`CurvatureOptions`).
 - variances: the predictive's output variances beside whole covariances, for the network of "exact"
   and for its last layer alone.
 
@@ -65,7 +65,6 @@ class Config:
     positions: int = 128
     dim: int = 64
     depth: int = 2
-    sketch_rank: int = 32
     predicted: int = 8
     repetitions: int = 3
     seed: int = 0
@@ -140,13 +139,11 @@ def exact_case(config: Config, C: int, kind: str, mode: str) -> dict[str, Any]:
 
 def run_vocabulary(config: Config) -> list[dict[str, Any]]:
     """A language model's batch: seconds and memory of each option, beside a training step's."""
-    cases = []
-    for tied in (True, False):
-        for mode in ("expand", "reduce"):
-            cases.append((tied, mode, {"diagonal_above": 8192}))
-        if not tied:
-            cases.append((tied, "expand", {"sketch_rank": config.sketch_rank}))
-    return [_run_vocabulary(config, *case) for case in cases]
+    return [
+        _run_vocabulary(config, tied, mode, {"diagonal_above": 8192})
+        for tied in (True, False)
+        for mode in ("expand", "reduce")
+    ]
 
 
 def _run_vocabulary(
@@ -187,7 +184,6 @@ def _run_vocabulary(
         "peak_first_mebibytes": first / 2**20,
         "peak_mebibytes": peak_memory(batch, CPU) / 2**20,
         "peak_step_mebibytes": peak_memory(work["training step"], CPU) / 2**20,
-        "sketch_errors": batch().sketch_errors(),
     }
 
 
@@ -297,11 +293,8 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
         "|---" * 8 + "|",
     ]
     for case in found.get("vocabulary", []):
-        (kind,) = case["options"]
-        error = max(case["sketch_errors"].values(), default=0.0)
-        kept = "diagonal" if kind == "diagonal_above" else f"sketch, stated error {error:.0%}"
         lines.append(
-            f"| {'tied' if case['tied'] else 'untied'} | {case['mode']} | {kept} "
+            f"| {'tied' if case['tied'] else 'untied'} | {case['mode']} | diagonal "
             f"| {case['times_limit']:.2f} | {case['times_step']:.2f} "
             f"| {case['peak_mebibytes']:.0f} | {case['peak_first_mebibytes']:.0f} "
             f"| {case['peak_step_mebibytes']:.0f} |"

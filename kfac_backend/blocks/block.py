@@ -11,22 +11,11 @@ import torch
 from torch import Tensor
 
 from kfac_backend.blocks.eigen import (
-    check_finite_factor,
     check_gram,
     check_orthonormal,
     eigenvalues,
     eigh,
     map_on_cores,
-)
-from kfac_backend.blocks.sketch import (
-    Basis,
-    Factor,
-    SketchedFactor,
-    add_factors,
-    dense,
-    diagonal_of,
-    times_counted,
-    whole,
 )
 from kfac_backend.ranks import Ranks
 
@@ -52,10 +41,10 @@ class KroneckerBlock:
 
     name: str
     """The parameter's name, for errors."""
-    B: Factor
-    """Gradient factor, a sum over the data: (d_out, d_out) or (G, d_out, d_out), or a sketch."""
-    A: Factor | None = None
-    """Input factor, a mean over the data: (d_in, d_in) or (G, d_in, d_in), or a sketch."""
+    B: Tensor
+    """Gradient factor, a sum over the data: (d_out, d_out) or (G, d_out, d_out)."""
+    A: Tensor | None = None
+    """Input factor, a mean over the data: (d_in, d_in) or (G, d_in, d_in)."""
     num_terms: float | tuple[float, ...] = 0
     """The number of terms that A is the mean of: N·R for expand, N for reduce, where an example of
     weight c counts c times. One number for all groups, or one for each."""
@@ -80,7 +69,7 @@ class KroneckerBlock:
         if not right or len(terms) not in (1, *self.B.shape[:-2]):
             raise ValueError(f"The block of '{self.name}' has num_terms={self.num_terms}.")
         for F, name in self.named_factors():
-            F.check(name) if isinstance(F, SketchedFactor) else check_gram(F, name)
+            check_gram(F, name)
 
     @property
     def numel(self) -> int:
@@ -98,12 +87,10 @@ class KroneckerBlock:
 
     def to_dense(self) -> Tensor:
         """The block as a (P, P) matrix."""
-        B = dense(self.B)
-        B = B.reshape(-1, *B.shape[-2:])
+        B = self.B.reshape(-1, *self.B.shape[-2:])
         if self.A is None:
             return torch.block_diag(*B)
-        A = dense(self.A)
-        A = A.expand(len(B), *A.shape[-2:])  # groups may share one
+        A = self.A.expand(len(B), *self.A.shape[-2:])  # groups may share one
         return torch.block_diag(*(torch.kron(b, a) for b, a in zip(B, A, strict=True)))
 
     def matvec(self, v: Tensor) -> Tensor:
@@ -123,7 +110,7 @@ class KroneckerBlock:
     def add(self, other: "KroneckerBlock") -> "KroneckerBlock":
         """The block of the union of both data sets: B is summed, A averaged over all terms."""
         self._check_same_kind(other)
-        B = add_factors(self.B, other.B)
+        B = self.B + other.B
         if self.A is None or other.A is None:
             return replace(self, B=B)
         terms = tuple(m + t for m, t in zip(self._terms, other._terms, strict=True))
@@ -133,7 +120,7 @@ class KroneckerBlock:
         if len(shares) > 1:
             of_groups = torch.tensor(shares, dtype=self.A.dtype, device=self.A.device)
             share = of_groups[:, None, None]
-        A = add_factors(self.A * (1 - share), other.A * share)
+        A = self.A * (1 - share) + other.A * share
         return replace(self, B=B, A=A, num_terms=_one_or_all(terms))
 
     def _check_same_kind(self, other: "KroneckerBlock") -> None:
@@ -149,11 +136,6 @@ class KroneckerBlock:
                 "the same model can be added."
             )
         for (F, name), (G, _) in zip(self.named_factors(), other.named_factors(), strict=True):
-            if type(F) is not type(G):
-                raise ValueError(
-                    f"One of the factors '{name}' is a sketch and the other is whole. Make both "
-                    "with the same sketch_rank."
-                )
             if F.dtype != G.dtype:
                 raise ValueError(
                     f"The factors '{name}' are in {F.dtype} and {G.dtype}, and their sum would "
@@ -173,25 +155,7 @@ class KroneckerBlock:
         A = None if self.A is None else self.A.to(device, dtype)
         return replace(self, B=self.B.to(device, dtype), A=A)
 
-    @property
-    def sketches(self) -> dict[str, SketchedFactor]:
-        """Which of "B" and "A" are sketches -> the factor."""
-        factors = (("B", self.B), ("A", self.A))
-        return {which: F for which, F in factors if isinstance(F, SketchedFactor)}
-
-    def whole_factors(self, what: str) -> tuple[Tensor, Tensor | None]:
-        """B and A as matrices, where something cannot use sketches.
-
-        Args:
-            what: what needs matrices, for the error.
-
-        Raises:
-            NotImplementedError: one of them is a sketch.
-        """
-        A = None if self.A is None else whole(self.A, self.name, what)
-        return whole(self.B, self.name, what), A
-
-    def named_factors(self) -> list[tuple[Factor, str]]:
+    def named_factors(self) -> list[tuple[Tensor, str]]:
         """B, and A if there is one, with their names for errors."""
         factors = [(self.B, f"{self.name}, B")]
         return factors if self.A is None else [*factors, (self.A, f"{self.name}, A")]
@@ -231,7 +195,7 @@ class KroneckerBlock:
 
     def decompose(self) -> "EigenBlock":
         """Eigenvalues and eigenvectors of the factors."""
-        return EigenBlock(*(part for F in self.named_factors() for part in _eigh(*F)))
+        return EigenBlock(*(part for F in self.named_factors() for part in eigh(*F)[:2]))
 
 
 def compute_eigenvalues(blocks: Iterable[KroneckerBlock], ranks: Ranks | None = None) -> None:
@@ -253,7 +217,7 @@ def compute_eigenvalues(blocks: Iterable[KroneckerBlock], ranks: Ranks | None = 
     # A corrected block knows them: they are its own.
     blocks = [b for b in blocks if type(b) is KroneckerBlock and "_known" not in b.__dict__]
 
-    def unsolved(F: Factor) -> tuple[Tensor, Tensor]:
+    def unsolved(F: Tensor) -> tuple[Tensor, Tensor]:
         count = torch.zeros((), dtype=torch.int64, device=F.device)
         return torch.empty(F.shape[:-1], dtype=torch.float64, device=F.device), count
 
@@ -267,12 +231,11 @@ def decompose_on_ranks(blocks: Iterable[KroneckerBlock], ranks: Ranks) -> dict[s
     blocks = list(blocks)
     known = {b.name: b.decompose() for b in blocks if type(b) is not KroneckerBlock}
 
-    def unsolved(F: Factor) -> tuple[Tensor, Tensor]:
-        assert isinstance(F, Tensor)
+    def unsolved(F: Tensor) -> tuple[Tensor, Tensor]:
         return torch.empty_like(F[..., 0]), torch.empty_like(F)
 
     left = [b for b in blocks if b.name not in known]
-    solved = _solve(left, lambda all: [_eigh(*F) for F in all], unsolved, ranks, "eigenvectors")
+    solved = _solve(left, lambda all: [eigh(*F)[:2] for F in all], unsolved, ranks, "eigenvectors")
     for block in left:
         of_factors = [solved[_identity(F)] for F, _ in block.named_factors()]
         known[block.name] = EigenBlock(*(part for of_one in of_factors for part in of_one))
@@ -281,8 +244,8 @@ def decompose_on_ranks(blocks: Iterable[KroneckerBlock], ranks: Ranks) -> dict[s
 
 def _solve(
     blocks: Iterable[KroneckerBlock],
-    solve: Callable[[list[tuple[Factor, str]]], list[tuple[Tensor, ...]]],
-    unsolved: Callable[[Factor], tuple[Tensor, ...]],
+    solve: Callable[[list[tuple[Tensor, str]]], list[tuple[Tensor, ...]]],
+    unsolved: Callable[[Tensor], tuple[Tensor, ...]],
     ranks: Ranks | None,
     what: str,
 ) -> dict[object, tuple[Any, ...]]:
@@ -297,22 +260,19 @@ def _solve(
     """
     ranks = ranks or Ranks(None)
     factors = {_identity(F): (F, name) for b in blocks for F, name in b.named_factors()}
-    # Sketches store their eigenvectors, so that each rank has them already.
-    shared = [key for key, (F, _) in factors.items() if isinstance(F, Tensor)]
-    shared.sort(key=lambda key: -_cost(factors[key][0]))
-    owners = ranks.owners([_cost(factors[key][0]) for key in shared])
+    keys = sorted(factors, key=lambda key: -_cost(factors[key][0]))
+    owners = ranks.owners([_cost(factors[key][0]) for key in keys])
     # Each rank solves its own factors, and receives those of the others into empty tensors.
-    own = [key for key, owner in zip(shared, owners, strict=True) if owner == ranks.rank]
-    own += [key for key in factors if key not in shared]
+    own = [key for key, owner in zip(keys, owners, strict=True) if owner == ranks.rank]
     found = dict(zip(own, solve([factors[key] for key in own]), strict=True))
     for key in factors:
         found.setdefault(key, unsolved(factors[key][0]))
-    by_owner = [(t, owner) for key, owner in zip(shared, owners, strict=True) for t in found[key]]
+    by_owner = [(t, owner) for key, owner in zip(keys, owners, strict=True) for t in found[key]]
     ranks.exchange_([t for t, _ in by_owner], [owner for _, owner in by_owner], what)
     return found
 
 
-def _all_eigenvalues(factors: list[tuple[Factor, str]]) -> list[tuple[Tensor, ...]]:
+def _all_eigenvalues(factors: list[tuple[Tensor, str]]) -> list[tuple[Tensor, ...]]:
     """The eigenvalues of named factors, and how many were clipped; the largest factor is first."""
     small = not factors or factors[0][0].shape[-1] < 256
     if small or factors[0][0].device.type != "cpu":
@@ -320,35 +280,19 @@ def _all_eigenvalues(factors: list[tuple[Factor, str]]) -> list[tuple[Tensor, ..
     return map_on_cores(lambda factor: _eigenvalues(*factor), factors)
 
 
-def _eigenvalues(factor: Factor, name: str) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, ascending, and how many were clipped; a sketch knows its own."""
-    if isinstance(factor, SketchedFactor):
-        check_finite_factor(torch.tensor(factor.trace), name)
-        values, clipped = factor.eigenvalues(), 0
-    else:
-        values, clipped = eigenvalues(factor, name)
+def _eigenvalues(factor: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, ascending, and how many were clipped."""
+    values, clipped = eigenvalues(factor, name)
     return values, torch.tensor(clipped, device=values.device)
 
 
-def _eigh(factor: Factor, name: str) -> tuple[Any, ...]:
-    """Eigenvalues and eigenvectors; a sketch knows its own."""
-    if isinstance(factor, SketchedFactor):
-        check_finite_factor(torch.tensor(factor.trace), name)
-        return factor.decompose()
-    return eigh(factor, name)[:2]
-
-
-def _identity(factor: Factor) -> object:
+def _identity(factor: Tensor) -> object:
     """A key that is equal for factors in the same memory, such as two views of one tensor."""
-    if isinstance(factor, SketchedFactor):
-        return id(factor)
     return factor.data_ptr(), factor.device, factor.dtype, factor.shape, factor.stride()
 
 
-def _cost(factor: Factor) -> int:
-    """G d³ for G groups; 0 for a sketch, which is stored by its eigenvectors."""
-    if isinstance(factor, SketchedFactor):
-        return 0
+def _cost(factor: Tensor) -> int:
+    """G d³ for G groups."""
     return factor.shape[:-2].numel() * factor.shape[-1] ** 3
 
 
@@ -360,17 +304,16 @@ def _one_or_all(terms: tuple[float, ...]) -> float | tuple[float, ...]:
 class EigenBlock:
     """A block by eigenvalues and eigenvectors: Q_B diag(β) Q_Bᵀ ⊗ Q_A diag(α) Q_Aᵀ.
 
-    A sketched factor has a `Frame` of k + d vectors as its eigenvectors, and k + d eigenvalues.
     ``corrected`` eigenvalues take the place of the products β_i α_j.
     """
 
     beta: Tensor
     """(d_out) or (G, d_out)."""
-    Q_B: Basis
+    Q_B: Tensor
     """(d_out, d_out) or (G, d_out, d_out)."""
     alpha: Tensor | None = None
     """(d_in) or (G, d_in)."""
-    Q_A: Basis | None = None
+    Q_A: Tensor | None = None
     """(d_in, d_in) or (G, d_in, d_in)."""
     corrected: Tensor | None = None
     """(..., d_out, d_in), or (..., d_out, 1) without Q_A; see `CorrectedBlock`."""
@@ -430,16 +373,12 @@ class EigenBlock:
 
     def log_det(self, spectrum: Tensor) -> Tensor:
         """Log det of Q diag(spectrum) Qᵀ, in float64."""
-        logs = spectrum.double().log()
-        logs = logs * times_counted(self.Q_B, logs)[:, None]
-        if self.Q_A is not None:
-            logs = logs * times_counted(self.Q_A, logs)
-        return logs.sum()
+        return spectrum.double().log().sum()
 
     def power_matvec(self, v: Tensor, spectrum: Tensor, exponent: float) -> Tensor:
         """Q diag(spectrum ** exponent) Qᵀ v for vectors v (..., P), with Q = Q_B ⊗ Q_A."""
         V = v.reshape(*v.shape[:-1], *self.spectrum_shape)  # (..., d_out, d_in)
-        # Q_Bᵀ V Q_A; rows are multiplied from the right, which is what frames can do.
+        # Q_Bᵀ V Q_A, with rows multiplied from the right.
         V = (V.mT @ self.Q_B).mT
         if self.Q_A is not None:
             V = V @ self.Q_A
@@ -451,9 +390,9 @@ class EigenBlock:
 
     def diagonal(self, spectrum: Tensor, exponent: float = 1.0) -> Tensor:
         """The diagonal (P,) of Q diag(spectrum ** exponent) Qᵀ."""
-        d = diagonal_of(spectrum.pow(exponent).mT, self.Q_B).mT
+        d = self.Q_B.square() @ spectrum.pow(exponent)
         if self.Q_A is not None:
-            d = diagonal_of(d, self.Q_A)
+            d = d @ self.Q_A.square().mT
         return d.flatten()
 
 
@@ -473,7 +412,6 @@ class CorrectedBlock(KroneckerBlock):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.whole_factors("A correction of eigenvalues")
         if self._corrected.numel() != self.numel:
             raise ValueError(
                 f"The block of '{self.name}' has {self.numel} entries and corrected eigenvalues of "
@@ -491,7 +429,6 @@ class CorrectedBlock(KroneckerBlock):
             )
         for Q, F in ((self.eigen.Q_B, self.B), (self.eigen.Q_A, self.A)):
             if Q is not None and F is not None:
-                assert isinstance(Q, Tensor)  # sketches are not corrected
                 if Q.shape != F.shape:
                     raise ValueError(
                         f"The eigenvectors of '{self.name}' are {tuple(Q.shape)}, the factor "
@@ -563,13 +500,13 @@ class CorrectedBlock(KroneckerBlock):
         return self.eigen
 
 
-def _same(first: Basis | None, second: Basis | None) -> bool:
-    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+def _same(first: Tensor | None, second: Tensor | None) -> bool:
+    if first is None or second is None:
         return first is second
     return torch.equal(first, second)
 
 
-def _diagonal_in(Q: Basis | None, factor: Factor) -> Tensor:
+def _diagonal_in(Q: Tensor | None, factor: Tensor) -> Tensor:
     """The diagonal of Qᵀ F Q."""
-    assert isinstance(Q, Tensor) and isinstance(factor, Tensor)  # sketches are not corrected
+    assert Q is not None
     return (Q * (factor @ Q)).sum(-2)

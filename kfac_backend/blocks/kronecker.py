@@ -16,7 +16,6 @@ from kfac_backend.blocks.block import (
     KroneckerBlock,
     compute_eigenvalues,
 )
-from kfac_backend.blocks.sketch import Factor, SketchedFactor
 from kfac_backend.files import parse_json, read_tensors, write_tensors
 from kfac_backend.options import CurvatureOptions, Likelihood, check_option, check_positive
 
@@ -79,23 +78,6 @@ class KroneckerFactors:
     def is_corrected(self) -> bool:
         """Whether any block has corrected eigenvalues, see `corrected_factors`."""
         return any(isinstance(block, CorrectedBlock) for block in self.blocks.values())
-
-    @property
-    def is_sketched(self) -> bool:
-        """Whether any factor is a sketch, see ``sketch_rank`` of `CurvatureOptions`."""
-        return any(block.sketches for block in self.blocks.values())
-
-    def sketch_errors(self) -> dict[str, float]:
-        """Factor -> the relative error bound of its sketch, Δ / its largest eigenvalue.
-
-        With Δ ≥ ‖F − F̂‖₂ no eigenvalue is wrong by more than Δ; the trace is exact. Factors have
-        the names that errors use, such as "head.weight, A". Empty if all factors are whole.
-        """
-        return {
-            f"{name}, {which}": F.relative_error
-            for name, block in self.blocks.items()
-            for which, F in block.sketches.items()
-        }
 
     @property
     def left_out_share(self) -> float:
@@ -202,12 +184,7 @@ class KroneckerFactors:
         tensors: dict[str, Tensor] = {}
         for entry, block in zip(header["blocks"], self.blocks.values(), strict=True):
             for which, F in (("B", block.B), ("A", block.A)):
-                if isinstance(F, SketchedFactor):
-                    key = f"{block.name}/{which}"
-                    tensors |= {f"{key}/U": F.U.detach(), f"{key}/kept": F.kept}
-                    numbers = {"error": F.error, "trace": F.trace, "rank": F.rank}
-                    entry.setdefault("sketches", {})[which] = numbers
-                elif F is not None:
+                if F is not None:
                     tensors[f"{block.name}/{which}"] = F.detach()
             if isinstance(block, CorrectedBlock):
                 parts = {k: v for k, v in vars(block.eigen).items() if v is not None}
@@ -304,15 +281,7 @@ def _check_numbers(header: Mapping[str, Any]) -> None:
 def _block(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> KroneckerBlock:
     """A block from its entry in the header and its tensors; with an eigenbasis it is corrected."""
     name = entry["name"]
-    sketches = entry.get("sketches", {})
-
-    def factor(which: str) -> Factor:
-        key = f"{name}/{which}"
-        if which in sketches:
-            return SketchedFactor(tensors[f"{key}/U"], tensors[f"{key}/kept"], **sketches[which])
-        return tensors[key]
-
-    B, A = factor("B"), factor("A") if entry["A"] else None
+    B, A = tensors[f"{name}/B"], tensors[f"{name}/A"] if entry["A"] else None
     terms = entry["num_terms"]
     terms = tuple(terms) if isinstance(terms, list | tuple) else terms
     block = KroneckerBlock(name, B, A, terms)

@@ -7,14 +7,12 @@ held at once.
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from kfac_backend.blocks.block import EigenBlock
-from kfac_backend.blocks.sketch import Basis
 
 __all__ = [
     "LARGEST_PRODUCT",
@@ -32,7 +30,7 @@ LARGEST_PRODUCT = {"cpu": 2 * 2**20, "cuda": 256 * 2**20}
 
 def bases(
     block: EigenBlock, spectrum: Tensor, transposed: bool
-) -> tuple[Basis | None, Basis | None, Tensor]:
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Eigenvectors (G, d_out, d_out) and (G, d_in, d_in), and the spectrum (G, d_out, d_in).
 
     They are views. The eigenvectors are None for a diagonal factor, such as that of an embedding's
@@ -85,7 +83,7 @@ def examples_at_once(device: torch.device, N: int, size: int) -> Sequence[int | 
     return [slice(n, n + size) for n in range(0, N, size)]
 
 
-def rotated(x: Float[Tensor, "G *rows d"], Q: Basis | None) -> Float[Tensor, "G *rows k"]:
+def rotated(x: Float[Tensor, "G *rows d"], Q: Tensor | None) -> Float[Tensor, "G *rows k"]:
     """X Q per group, the coordinates of rows x; x itself if Q is None."""
     if Q is None:
         return x
@@ -94,7 +92,7 @@ def rotated(x: Float[Tensor, "G *rows d"], Q: Basis | None) -> Float[Tensor, "G 
     return (x.flatten(1, -2) @ Q).view(*x.shape[:-1], Q.shape[-1])
 
 
-def grouped(Q: Any) -> Any:
+def grouped(Q: Tensor) -> Tensor:
     """A matrix or a basis with an axis of groups, (G, ..., ...), also for a single group."""
     return Q if Q.dim() == 3 else Q[None]
 

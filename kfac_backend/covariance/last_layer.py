@@ -13,7 +13,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from kfac_backend.blocks.sketch import Basis, diagonal_of, rows_of
 from kfac_backend.covariance.eigenbasis import bases, rotated
 from kfac_backend.covariance.gradients import PosteriorPrecision
 from kfac_backend.covariance.output_covariance import (
@@ -210,21 +209,21 @@ class LastLayerCovariance:
         total = a.new_zeros(())
         for local, name in self._parameters.items():
             block, spectrum = self._precision[name]
-            Q: Basis | None = block.Q_B if block.Q_B.dim() == 2 else None  # of a diagonal
+            Q: Tensor | None = block.Q_B if block.Q_B.dim() == 2 else None  # of a diagonal
             w = spectrum.reciprocal().reshape(1, -1).expand(len(a), -1)  # (m, k)
             if local == "weight":
                 Q_B, Q_A, spectrum = bases(block, spectrum, transposed)
                 w = rotated(a[None], Q_A)[0].square() @ spectrum[0].reciprocal().mT
                 Q = None if Q_B is None else Q_B[0]
             if columns is None:
-                total = total + (w if Q is None else diagonal_of(w, Q))
+                total = total + (w if Q is None else w @ Q.square().mT)
             elif variance_only:
-                total = total + (w if Q is None else diagonal_of(w, Q)).gather(1, columns)
+                total = total + (w if Q is None else w @ Q.square().mT).gather(1, columns)
             elif Q is None:
                 same = columns[:, :, None] == columns[:, None]
                 total = total + same * w.gather(1, columns)[:, None]
             else:
-                rows = rows_of(Q, columns)  # (m, K, k)
+                rows = Q[columns]  # (m, K, k)
                 total = total + (rows * w[:, None]) @ rows.mT
         return total
 

@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from kfac_backend.blocks.block import EigenBlock
-from kfac_backend.blocks.sketch import Basis
 from kfac_backend.covariance.eigenbasis import (
     LARGEST_PRODUCT,
     bases,
@@ -151,13 +150,12 @@ def _reached(b: Float[Tensor, "G N R C d_out"]) -> Bool[Tensor, "R"]:
 
 
 def _prior_like(
-    Q_A: Basis | None, spectrum: Float[Tensor, "G d_out d_in"], tolerance: float
+    Q_A: Tensor | None, spectrum: Float[Tensor, "G d_out d_in"], tolerance: float
 ) -> tuple[Float[Tensor, "G"], int]:
     """The smallest eigenvalue s₀ of each group, and the number of leading input directions with it.
 
     The factors' eigenvectors are sorted by their eigenvalues, so that all such directions come
     first. Corrected eigenvalues need not be sorted; then some such directions may not be counted.
-    Those of a sketch descend: its directions count all or not at all.
     """
     floor = spectrum.amin((1, 2))
     if Q_A is None:
@@ -168,7 +166,7 @@ def _prior_like(
 
 
 def _parts(
-    x: Float[Tensor, "G *n d"], Q_A: Basis | None, start: int
+    x: Float[Tensor, "G *n d"], Q_A: Tensor | None, start: int
 ) -> tuple[Float[Tensor, "G *n d_known"], Float[Tensor, "G *n d_rest"] | None]:
     """The coordinates along the eigenvectors from ``start`` on, and the rest; None if start is 0.
 
@@ -182,7 +180,6 @@ def _parts(
     if start < Q_A.shape[-1] / 2:
         x = rotated(x, Q_A)
         return x[..., start:], x[..., :start]
-    assert isinstance(Q_A, Tensor)  # all directions of a sketch's frame count, or none
     Q = Q_A[..., start:]
     known = rotated(x, Q)
     rest = x.flatten(1, -2).baddbmm(known.flatten(1, -2), Q.mT, alpha=-1)

@@ -95,11 +95,6 @@ class KfacInterface(laplace.curvature.CurvatureInterface):
                 _, x = self.model.forward_with_features(x)  # pyright: ignore
             model = self.model.last_layer  # pyright: ignore[reportAssignmentType]
         options = self.options
-        if options.sketch_rank is not None:
-            raise NotImplementedError(
-                f"sketch_rank={options.sketch_rank} is not for laplace-torch's sum over batches; "
-                "fit with marglik.KronLaplace, which passes over all the data at once."
-            )
         if kfac_approx is not None:
             options = options.but(kfac_approx=kfac_approx)
         if mc_samples is not None:

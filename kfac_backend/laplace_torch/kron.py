@@ -49,8 +49,7 @@ class FactorKron(Kron):
             [F.to(dtype=dtype) for F, _ in block.named_factors()]
             for block in factors.blocks.values()
         ]
-        # A sketch takes the place of a matrix; operations that need a matrix raise an error.
-        return cls(cast(list[list[Tensor]], kfacs), list(factors.blocks))
+        return cls(kfacs, list(factors.blocks))
 
     @property
     def blocks(self) -> list[KroneckerBlock]:
@@ -115,7 +114,7 @@ class FactorKron(Kron):
         """The diagonal (P,)."""
         parts = []
         for block in self.blocks:
-            B, A = block.whole_factors("laplace-torch's diagonal of the curvature")
+            B, A = block.B, block.A
             d = B.diagonal(dim1=-2, dim2=-1)
             if A is not None:
                 d = d[..., :, None] * A.diagonal(dim1=-2, dim2=-1)[..., None, :]
@@ -206,8 +205,8 @@ class EigenKron(KronDecomposed):
 
     @property
     def eigenvectors(self) -> list[list[Tensor]]:  # pyright: ignore
-        """[Q_B, Q_A] or [Q_B] of each block; of a sketched factor a `Frame`."""
-        return [[cast(Tensor, Q) for Q in (b.Q_B, b.Q_A) if Q is not None] for b in self.blocks]
+        """[Q_B, Q_A] or [Q_B] of each block."""
+        return [[Q for Q in (b.Q_B, b.Q_A) if Q is not None] for b in self.blocks]
 
     def __add__(self, deltas: Tensor) -> "EigenKron":
         """The blocks + δ, a scalar or one per block."""

@@ -1,6 +1,6 @@
 """Gram matrices Σ x xᵀ of rows that are added batch by batch, in place.
 
-A block's factor is dense, a sketch, a diagonal, or counts of tokens. Each kind has its
+A block's factor is dense, a diagonal, or counts of tokens. Each kind has its
 own `Gram` with the same two methods. Those of convolutions' patches are in `patch_gram`.
 """
 
@@ -10,7 +10,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kfac_backend.blocks.sketch import Factor, Sketch, SketchedFactor
 from kfac_backend.precision import at_least_float32
 
 __all__ = [
@@ -18,7 +17,6 @@ __all__ = [
     "DenseGram",
     "DiagonalGram",
     "Gram",
-    "SketchGram",
     "gram_of_gradients",
     "is_tall",
     "mirror_upper_half_",
@@ -46,8 +44,8 @@ class Gram(ABC):
         """Add the outer products of rows (G, M, d)."""
 
     @abstractmethod
-    def total(self) -> Factor | None:
-        """The sum so far (G, d, d), or a sketch of it; None before the first rows."""
+    def total(self) -> Tensor | None:
+        """The sum so far (G, d, d); None before the first rows."""
 
 
 class DenseGram(Gram):
@@ -101,21 +99,6 @@ class DenseGram(Gram):
         for start, end in _strips(self._total):
             left, right = rows[0, :, start:end], rows[0, :, start:]
             self._total[0, start:end, start:].addmm_(left.mT, right, beta=keep)
-
-
-class SketchGram(Gram):
-    """A sketch of Σ_m x_m x_mᵀ over all rows (1, M, d), in memory d·rank, see `blocks.sketch`."""
-
-    def __init__(self, rank: int) -> None:
-        self._sketch = Sketch(rank)
-
-    def add(self, rows: Float[Tensor, "1 M d"]) -> None:
-        """Add the rows' outer products."""
-        self._sketch.add(rows[0])
-
-    def total(self) -> SketchedFactor | None:
-        """The sketch so far, None before the first rows."""
-        return self._sketch.factor()
 
 
 class DiagonalGram(Gram):

@@ -28,7 +28,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kfac_backend.blocks.sketch import Factor
 from kfac_backend.layers.gram import Gram
 from kfac_backend.layers.rows import Rows
 from kfac_backend.options import Approximation
@@ -60,11 +59,11 @@ class Use:
 class BlockSums(NamedTuple):
     """The sums of one parameter's block, before scaling; the factor over its rows comes first."""
 
-    B: Factor
-    """Sum over the data (G, d_out, d_out), or a sketch of it."""
-    A: Factor | None = None
-    """Sum over all terms (G, d_in, d_in), or (d_in, d_in) for all groups, or a sketch; None for a
-    parameter without an input factor."""
+    B: Tensor
+    """Sum over the data (G, d_out, d_out)."""
+    A: Tensor | None = None
+    """Sum over all terms (G, d_in, d_in), or (d_in, d_in) for all groups; None for a parameter
+    without an input factor."""
     num_terms: int = 0
     """The number of terms in A."""
 
@@ -273,12 +272,6 @@ class Rule(ABC):
         self.layer = layer
         self.mode: Approximation = mode
         self.names = names
-
-    def use_sketches(self, rank: int) -> None:  # noqa: B027
-        """Sum up wide factors as sketches of this rank; called before any input, if at all.
-
-        Rules without sketches keep whole factors.
-        """
 
     def use_diagonals(self, above: int | None) -> None:  # noqa: B027
         """Keep factors over more than ``above`` rows by their diagonal; called before any input.

@@ -14,9 +14,8 @@ from typing import Any, ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from kfac_backend.blocks.sketch import Factor, SketchedFactor
 from kfac_backend.expand_and_reduce import gradient_sums, input_means
-from kfac_backend.layers.gram import DenseGram, DiagonalGram, Gram, SketchGram
+from kfac_backend.layers.gram import DenseGram, DiagonalGram, Gram
 from kfac_backend.layers.rows import Rows
 from kfac_backend.layers.rule import (
     BlockSums,
@@ -290,7 +289,7 @@ class WeightSharingRule(Rule):
                 # The second factor is divided by the number of terms, in place. The bias's B, which
                 # may be the same tensor, must not be.
                 first, second = A, B_weight
-                if one and "bias" in self.names and isinstance(B_weight, Tensor):
+                if one and "bias" in self.names and B_weight is not None:
                     second = B_weight.clone()
             else:
                 first, second = B_weight, A
@@ -331,15 +330,13 @@ class WeightSharingRule(Rule):
             (d_out, 1) if apart else (1, d_out),
         )
 
-    def _zeros(self, groups: int, size: int) -> Factor:
+    def _zeros(self, groups: int, size: int) -> Tensor:
         """The sum for a layer that saw no rows."""
         return at_least_float32(self.layer.weight.detach()).new_zeros(groups, size, size)
 
 
 class LinearRule(WeightSharingRule):
     """nn.Linear on (N, ..., d_in), with any number of shared axes."""
-
-    _sketch_rank: int | None = None
 
     def inputs(self, a: Tensor) -> Tensor:
         """(N, ..., d_in) as (1, N, R, d_in)."""
@@ -348,32 +345,6 @@ class LinearRule(WeightSharingRule):
                 f"{self.layer} got shape {tuple(a.shape)}; needs a batch (N, ..., d_in)."
             )
         return a.flatten(1, -2)[None] if a.dim() > 2 else a[None, :, None]
-
-    def use_sketches(self, rank: int) -> None:
-        """Sum up wide factors as sketches: those whose sketch, with its rows, takes less memory."""
-        self._sketch_rank = rank
-        (_, first), (_, second) = self._whole_sizes()
-        d_out, d_in = (second, first) if self.transposed else (first, second)
-        if self._is_wide(d_in):
-            self.A.gram = SketchGram(rank)
-        if self._is_wide(d_out):
-            for B in self._gradient_factors:
-                B.gram = SketchGram(rank)
-
-    def factor_sizes(self) -> dict[tuple[str, str], tuple[int, int]]:
-        """The sizes of those factors that are not sketched."""
-        sizes = super().factor_sizes()
-        return {which: size for which, size in sizes.items() if not self._is_wide(size[1])}
-
-    def _is_wide(self, size: int) -> bool:
-        return self._sketch_rank is not None and size > 4 * self._sketch_rank
-
-    def _zeros(self, groups: int, size: int) -> Factor:
-        """The sum for a layer that saw no rows."""
-        if self._sketch_rank is None or not self._is_wide(size):
-            return super()._zeros(groups, size)
-        like = at_least_float32(self.layer.weight.detach())
-        return SketchedFactor.zero(like, size, self._sketch_rank)
 
 
 class TransposedLinearRule(LinearRule):

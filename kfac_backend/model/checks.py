@@ -185,6 +185,6 @@ def out_of_memory(
     )
     return torch.OutOfMemoryError(
         f"{where} The factors alone take about {factors / 2**20:.0f} MiB. Use smaller batches, "
-        "keep large factors by their diagonal (diagonal_above) or by eigenvectors (sketch_rank), "
-        "or freeze the largest layers (requires_grad_(False))."
+        "keep large factors by their diagonal (diagonal_above), or freeze the largest layers "
+        "(requires_grad_(False))."
     )

@@ -61,7 +61,7 @@ def damped_inverse(
     Raises:
         FloatingPointError: a factor that is not finite.
     """
-    B, A = block.whole_factors("K-FAC as an optimiser")
+    B, A = block.B, block.A
     for F, name in ((B, f"{block.name}, B"), (A, f"{block.name}, A")):
         # Testing the sum takes a tenth of the time of testing each entry.
         if F is not None and not torch.isfinite(F.sum()):
@@ -86,10 +86,7 @@ def damped_inverse(
 
 def empty_inverse(block: KroneckerBlock, damping_on: DampingOn, once: bool = False) -> Inverse:
     """An uninitialised result of `damped_inverse`, to receive another rank's tensors."""
-    B, A = (
-        None if F is None else torch.empty_like(F)
-        for F in block.whole_factors("K-FAC as an optimiser")
-    )
+    B, A = (None if F is None else torch.empty_like(F) for F in (block.B, block.A))
     assert B is not None
     if damping_on == "product":
         spectrum = B.new_empty(*B.shape[:-1], 1 if A is None else A.shape[-1])

@@ -124,11 +124,6 @@ class KfacPreconditioner:
         check_module(model)
         check_option("mean_over", mean_over, MeanOver)
         curvature = curvature.but(**keywords)
-        if curvature.sketch_rank is not None:
-            raise ValueError(
-                f"sketch_rank={curvature.sketch_rank} is not for preconditioning, whose inverses "
-                "need whole factors; use None, or exclude wide layers."
-            )
         self.options = options
         """As given."""
         self.error_if_nonfinite = error_if_nonfinite
@@ -405,11 +400,9 @@ class KfacPreconditioner:
         # factors it stays so.
         share = (1 - rho) / self._weight
         for name, block in self._blocks.items():
-            what = "A moving average"
-            pairs = zip(block.whole_factors(what), new[name].whole_factors(what), strict=True)
-            for F, of_batch in pairs:
-                if F is not None and of_batch is not None:
-                    F.lerp_(of_batch, share)
+            pairs = zip(block.named_factors(), new[name].named_factors(), strict=True)
+            for (F, _), (of_batch, _) in pairs:
+                F.lerp_(of_batch, share)
             del new[name]  # frees the batch's factors one by one
 
     def _precondition(self, lr: float | None) -> None:

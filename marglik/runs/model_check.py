@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
-from kfac_backend.blocks.sketch import Factor, SketchedFactor
 from kfac_backend.covariance.output_covariance import OutputCovariance, PosteriorPrecision
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.eigenvalue_correction import CorrectionPass
@@ -111,9 +110,7 @@ def _unit_factors(factors: KroneckerFactors) -> KroneckerFactors:
     return replace(factors, blocks=blocks)
 
 
-def _unit(factor: Factor) -> Factor:
-    if isinstance(factor, SketchedFactor):  # its eigenvectors are known already
-        return factor
+def _unit(factor: Tensor) -> Tensor:
     return torch.diag_embed(torch.ones_like(factor[..., 0]))
 
 

@@ -28,7 +28,6 @@ from tests.kfac_backend.covariance.posteriors import (
     of_layer,
     precision_of,
 )
-from tests.random_numbers import normal
 
 V, D, R, N = 50, 4, 3, 5
 """Classes, features, positions, examples."""
@@ -188,15 +187,6 @@ def test_saved_added_and_loaded(tmp_path):
         _ = total + factors(model)
 
 
-def test_sketches_for_what_is_left():
-    model = nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, V)).double()
-    data = [(normal(9, 40), torch.arange(9))]
-    found = kronecker_factors(model, data, "classification", sketch_rank=3, diagonal_above=55)
-    assert found.blocks["0.weight"].B.shape == (60, 1, 1)
-    assert set(found.blocks["0.weight"].sketches) == {"A"}
-    assert set(found.blocks["2.weight"].sketches) == {"B", "A"}  # 50 rows are not above 55
-
-
 def test_a_layer_that_no_row_reaches():
     class Idle(Language):
         def forward(self, x):
@@ -222,11 +212,6 @@ def test_factors_that_cannot_fit_are_refused_before_any_work(kfac_approx, monkey
         assert "eigenvalues 37.6 GiB more" in message and "cpu has 16.0 GiB" in message
         assert "diagonal_above=8192" in message and "requires_grad_(False)" in message
         CurvaturePass(model, "classification", diagonal_above=8192, **options)
-        if not tied:
-            CurvaturePass(model, "classification", sketch_rank=16, **options)
-        else:  # its factors stay whole
-            with pytest.raises(torch.OutOfMemoryError, match="9.4 GiB"):
-                CurvaturePass(model, "classification", sketch_rank=16, **options)
         model.head.weight.requires_grad_(False)
         CurvaturePass(model, "classification", **options)
         # With enough memory it is tried.

@@ -43,7 +43,7 @@ def test_a_point_is_measured(axis):
 def test_many_classes_in_small():
     config = large_classes.Config(
         classes=(4,), tolerances=(0.0, 0.1), batch_size=2, image_size=8, vocabulary=40,
-        sequences=2, positions=4, dim=8, depth=1, sketch_rank=2, predicted=2, repetitions=1,
+        sequences=2, positions=4, dim=8, depth=1, predicted=2, repetitions=1,
     )  # fmt: skip
     case = large_classes.exact_case(config, 4, "confident", "expand")
     assert case["largest_probability"] == pytest.approx(0.8, abs=1e-3)

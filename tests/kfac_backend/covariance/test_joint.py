@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from kfac_backend.blocks.sketch import Frame
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.covariance.parameter_covariance import joint_covariance
 from kfac_backend.layers import ExampleGradients
@@ -69,8 +68,6 @@ MORE = {
         nn.Sequential(nn.Linear(6, 5), Decides(5), nn.Tanh(), nn.Linear(5, 3)),
         torch.randn(6, 6),
     ),
-    "wide": lambda: (nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 1)),
-                     torch.randn(6, 6)),
 }  # fmt: skip
 CASES = {**NETWORKS, **MORE}
 
@@ -143,14 +140,6 @@ def test_gradients_are_those_of_finite_differences(name):
     joint = OutputCovariance(model, blocks).joint
     joint(x)  # the proof
     assert torch.autograd.gradcheck(joint, (x[:1].requires_grad_(),))
-
-
-def test_sketched_factors():
-    model, x = case("wide")
-    blocks, dense = posterior(model, x.flatten(0, 1), sketch_rank=2)
-    assert any(isinstance(eigen.Q_A, Frame) for eigen, _ in blocks.values())
-    _, covariance = OutputCovariance(model, blocks).joint(x)
-    assert_close(covariance, brute_force(model, x, dense), rtol=1e-10, atol=1e-12)
 
 
 def test_some_outputs():

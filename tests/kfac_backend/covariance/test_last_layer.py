@@ -53,12 +53,11 @@ def test_equals_the_dense_jacobian(name, mode):
     assert (covariance._general is not None) == (name in ("pixels, groups", "scaled"))
 
 
-@pytest.mark.parametrize("sketch_rank", [None, 1])
 @pytest.mark.parametrize("name", ["mlp", "one layer", "no bias", "one output", "tokens"])
-def test_variances_alone(name, sketch_rank):
-    """With factors, diagonals or sketches in the place of eigenvectors."""
+def test_variances_alone(name):
+    """With factors or diagonals in the place of eigenvectors."""
     model, x = case(name)
-    blocks, _ = posterior(model, x, sketch_rank=sketch_rank)
+    blocks, _ = posterior(model, x)
     last = [layer for layer, module in model.named_modules() if isinstance(module, nn.Linear)][-1]
     if last == "":
         model = nn.Sequential(model)

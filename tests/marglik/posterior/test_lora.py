@@ -6,7 +6,6 @@ from torch import nn
 from torch.func import functional_call, jacrev
 from torch.testing import assert_close
 
-from kfac_backend.blocks.sketch import SketchedFactor
 from marglik import (
     KronLaplace,
     load_posterior,
@@ -19,23 +18,21 @@ from tests.marglik.posterior.adapted import CLASSES, RANK, WIDTH, batch, classif
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-SKETCHES = {"kfac_approx": "expand", "sketch_rank": 3}
-CASES = {"whole": {"kfac_approx": "expand"}, "sketches": SKETCHES}
 # peft 0.21 reads a property that transformers 5 renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
 
-def fitted(model: nn.Module, options) -> KronLaplace:
-    laplace = KronLaplace(model, "classification", backend_kwargs=options)
+def fitted(model: nn.Module) -> KronLaplace:
+    laplace = KronLaplace(model, "classification", backend_kwargs={"kfac_approx": "expand"})
     laplace.fit([batch(8), batch(5, seed=1)])
     maximize_evidence(laplace)
     return laplace
 
 
-@pytest.fixture(scope="module", params=CASES)
-def laplace(request) -> KronLaplace:
+@pytest.fixture(scope="module")
+def laplace() -> KronLaplace:
     """In float64, with learned precisions."""
-    return fitted(classifier().double(), CASES[request.param])
+    return fitted(classifier().double())
 
 
 def precision(laplace) -> dict[str, torch.Tensor]:
@@ -56,8 +53,6 @@ def test_adapters_and_head_alone_have_a_posterior(laplace):
     for name, expected in zip(names, adapters, strict=False):
         assert expected in name
     assert laplace.n_params == 4 * 2 * RANK * WIDTH + CLASSES * WIDTH
-    wide = {name for name, b in laplace.factors.blocks.items() if b.sketches}
-    assert len(wide) == (9 if laplace.options.sketch_rank else 0)
 
 
 def test_evidence_is_that_of_the_dense_blocks(laplace):
@@ -104,26 +99,8 @@ def test_samples_have_the_posteriors_covariance(laplace):
     assert 0.6 < spread / variance < 1.5
 
 
-def test_damping_with_sketches():
-    laplace = KronLaplace(
-        classifier().double(), "classification", damping=True, backend_kwargs=SKETCHES
-    )
-    laplace.fit([batch(8)])
-    log_det = torch.zeros((), dtype=torch.float64)
-    for block in laplace.factors.blocks.values():
-        B, A = (
-            F.to_dense() + torch.eye(len(F.U)) if isinstance(F, SketchedFactor)
-            else F + torch.eye(len(F)) for F in (block.B, block.A)
-        )  # fmt: skip
-        log_det = log_det + torch.linalg.slogdet(torch.kron(B, A))[1]
-    scatter = laplace.mean @ laplace.mean
-    expected = laplace.log_likelihood - 0.5 * (log_det + scatter)
-    assert_close(laplace.log_marginal_likelihood(), expected)
-    assert_close(laplace.log_det_posterior_precision, log_det)
-
-
 def test_another_base_is_refused_but_another_head_is_none(tmp_path):
-    laplace = fitted(classifier(), CASES["whole"])
+    laplace = fitted(classifier())
     save_posterior(laplace, tmp_path)
     other_head = classifier(seed=3)
     heads = [m.base_model.model.score.original_module.weight for m in (laplace.model, other_head)]
