@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         weight_decay_to_precision,
     )
     from marglik.prediction.calibration import calibrate
+    from marglik.prediction.ensemble import Ensemble
     from marglik.prediction.evaluation import compute_metrics, predict_all, reliability_curve
     from marglik.prediction.links import Prediction
     from marglik.prediction.predictive import PredictiveConfig, laplace_predictive, map_predictive
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from marglik.training.update import update_prior
 
 __all__ = [
+    "Ensemble",
     "EvidenceTerms",
     "Hyperparameters",
     "KronLaplace",
@@ -61,6 +63,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Ensemble": "prediction.ensemble",
     "EvidenceTerms": "posterior.evidence",
     "Hyperparameters": "posterior.hyperparameters",
     "KronLaplace": "posterior.laplace_torch",

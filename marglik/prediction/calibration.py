@@ -64,6 +64,7 @@ __all__ = [
     "calibrate",
     "calibrations_of",
     "fit_calibration",
+    "fit_sharpness",
 ]
 
 LOG_SCALES = math.log(1e-6), math.log(1e4)
@@ -463,6 +464,25 @@ def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100
         nll(calibration(0.0, own)),
         len(f),
     )
+
+
+def fit_sharpness(held_out: HeldOut) -> Calibration:
+    """The τ, or σ of regression, of lowest held-out NLL at s = 1: of a mixture of networks.
+
+    Args:
+        held_out: the held-out data, with the networks' ``deviations``.
+    """
+    is_regression = held_out.likelihood == "regression"
+    own = math.log(held_out.sigma_noise) if is_regression else 0.0
+    loss, M = held_out.loss("mc", held_out.f[:0]), len(held_out.f)
+
+    def objective(v: Tensor) -> Tensor:
+        nll = loss(torch.ones(()), v[0].exp())
+        return nll + 0.5 * PRIOR_OF_SHARPNESS * (v[0] - own) ** 2 / M
+
+    bounds = own + LOG_SHARPNESS[0], own + LOG_SHARPNESS[1]
+    value = math.exp(_minimize(objective, [own], [bounds])[1][0])
+    return Calibration(1.0, 1.0, value) if is_regression else Calibration(1.0, value)
 
 
 def _minimize(

@@ -35,6 +35,7 @@ from marglik.data.record import tensors_in
 from marglik.data.shard import Shard
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.curves import errors_by_class, risk_coverage_curve, roc_curve
+from marglik.prediction.ensemble import Ensemble
 from marglik.prediction.evaluation import (
     compute_metrics,
     example_scores,
@@ -198,6 +199,7 @@ def evaluate_network(
     *,
     of: str,
     seed: int = 0,
+    ensemble: Ensemble | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """`evaluate` a network at its parameters and under its posterior; returns the whole record.
@@ -215,6 +217,7 @@ def evaluate_network(
         likelihood: likelihood of the predictives.
         of: SHA-256 sum that identifies the posterior or checkpoint.
         seed: seed of sampling, the same for each way of predicting.
+        ensemble: an ensemble whose first member is the network.
         options: further arguments of `evaluate`.
     """
     predictives: dict[str, Predictive] = {"MAP": map_}
@@ -238,9 +241,16 @@ def evaluate_network(
         plain = {name: v for name, v in asdict(one).items() if name not in without_effect}
         plain["calibration"] = None if found is None else asdict(found.calibration)
         how[label] = plain | {"seed": seed}
+    if ensemble is not None:
+        predictives[ensemble.label] = ensemble
+        found = ensemble.calibration
+        calibration = None if found is None else asdict(found)
+        how[ensemble.label] = {"members": len(ensemble.models), "calibration": calibration}
     record = evaluate(predictives, splits, likelihood, **options)
     for label, entry in record["predictives"].items():
         entry["options"] = how[label]
+        if ensemble is not None and label == ensemble.label:
+            entry["seconds_of_training"] = ensemble.seconds
     scale = [splits.mean, splits.std] if isinstance(splits, ImageSplits) else []
     tensors = [*tensors_in(splits.test), *map(torch.tensor, scale)]
     return record | {"of": of, "test": sha256_of_tensors(tensors)}
@@ -410,12 +420,20 @@ def _entry_of_test(
 def _add_ood(
     entry: dict[str, Any], inside: Prediction, outside: Prediction, likelihood: Likelihood
 ) -> None:
-    """Add how well the entropy tells out-of-distribution data from the test set."""
+    """Add how well the entropy tells out-of-distribution data from the test set.
+
+    And, as one number, how well the epistemic part does, where there is one.
+    """
     scores = [p.entropy if p.entropy.dim() == 1 else p.entropy.sum(1) for p in (inside, outside)]
     entry["metrics"] |= out_of_distribution_metrics(*scores)
     entry["roc"] = roc_curve(*scores)
     if ends := area_interval(*scores):
         entry["intervals"]["ood/AUROC"] = list(ends)
+    if inside.epistemic.any() or outside.epistemic.any():
+        parts = (p.epistemic for p in (inside, outside))
+        by_epistemic = [part if part.dim() == 1 else part.sum(1) for part in parts]
+        found = out_of_distribution_metrics(*by_epistemic)
+        entry["metrics"]["ood/AUROC_epistemic"] = found["ood/AUROC"]
     entry["entropy"]["ood"] = _entropies(outside, likelihood)["test"]
 
 

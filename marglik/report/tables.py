@@ -159,6 +159,7 @@ METRICS = {
     "cal/coverage90": Metric("Coverage of the 90 % interval", "%", 0.9),
     "cal/coverage95": Metric("Coverage of the 95 % interval", "%", 0.95),
     "AUROC": Metric("Area under the ROC curve", "", "higher"),
+    "AUROC_epistemic": Metric("Area under the ROC curve, by the epistemic part", "", "higher"),
     "AUPR": Metric("Area under the precision–recall curve", "", "higher"),
     "FPR95": Metric("False positives at 95 % true positives", "%", "lower"),
 }
@@ -202,6 +203,9 @@ def summary_table(runs: Sequence[Run]) -> Table:
     seconds = [one.content.get("seconds") for one in columns]
     if any(value is not None for value in seconds):
         rows += [Row("Cost"), Row("Time to predict the test set", [*map(duration, seconds)])]
+    seconds = [one.content.get("seconds_of_training") for one in columns]
+    if any(value is not None for value in seconds):
+        rows += [Row("Time to train its members", [*map(duration, seconds)])]
     counts = {run.label: sum(one.run is run for one in columns) for run in runs}
     groups = [("", 1), *((label, count) for label, count in counts.items() if count)]
     return Table(

@@ -18,7 +18,7 @@ __all__ = ["ADD_OPTIONS", "RUN"]
 # an argument of `train` or `fit`; without one, the fields are the run's.
 TRAIN = {
     "the run": {
-        "": ("epochs", "batch_size", "output", "resume", "overwrite", "baseline"),
+        "": ("epochs", "batch_size", "output", "resume", "overwrite", "members", "baseline"),
         "optimizer": ("name", "lr"),
         "prior": ("weight_decay",),
     },
@@ -28,7 +28,7 @@ TRAIN = {
     },
     "how the weight decays are learned": {
         "prior": (
-            "structure", "every", "burn_in", "steps", "method", "sigma_noise", "average", "keep",
+            "structure", "every", "burn_in", "steps", "method", "average", "keep",
             "curvature_from",
         ),
     },

@@ -128,6 +128,7 @@ class PriorConfig:
     def __post_init__(self) -> None:
         for name in ("weight_decay", "lr", "temperature", "sigma_noise"):
             check_positive(f"prior.{name}", getattr(self, name))
+        check_positive("prior.updates", self.updates)
         try:
             self.schedule(epochs=1)
         except ValueError as error:
@@ -159,6 +160,8 @@ class RunConfig:
         held_out: share of the training examples that is held out to calibrate the predictive, if
             the data has no validation set. The network is not trained on them, but the posterior is
             fitted to them, too, at the end. 0 holds none out, and calibrates nothing then.
+        members: number of networks that predict together. The first learns the weight decays, the
+            others train with them from other initial parameters, at the cost of a training each.
         baseline: whether to train a second network with the initial weight decay kept fixed, and to
             compare the two.
         monitor: number of epochs between evaluations of the network's NLL and accuracy on the
@@ -191,6 +194,7 @@ class RunConfig:
     batch_size: int = 128
     augment: bool = False
     held_out: float = 0.1
+    members: int = 1
     baseline: bool = False
     monitor: int = 0
     seed: int = 0
@@ -206,7 +210,7 @@ class RunConfig:
     progress: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size"):
+        for name in ("epochs", "batch_size", "members"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
         if not 0 <= self.held_out < 1:

@@ -22,6 +22,7 @@ from marglik.posterior.posterior import Posterior
 from marglik.posterior.posterior_file import load_posterior
 from marglik.posterior.pretrained import load_pretrained
 from marglik.prediction.calibration import calibrations_of
+from marglik.prediction.ensemble import Ensemble
 from marglik.prediction.evaluation_record import combined, evaluate_network
 from marglik.prediction.predictive import (
     PredictiveConfig,
@@ -33,7 +34,7 @@ from marglik.runs.config import Accelerator, check_devices, check_seed
 from marglik.runs.model_check import check_model
 from marglik.runs.results import check_same_on_ranks
 from marglik.storage.provenance import versions
-from marglik.storage.record_file import POSTERIOR, as_json, read_posterior
+from marglik.storage.record_file import ENSEMBLE, POSTERIOR, as_json, read_posterior
 from marglik.storage.run_folder import EVALUATION, RunFolder
 
 __all__ = ["evaluate_run"]
@@ -105,6 +106,7 @@ def evaluate_run(
         check_positive("sigma_noise", sigma_noise)
     device, ranks = join_ranks(accelerator, devices, rank_timeout)
     progress = progress and ranks.rank == 0
+    ensemble = None
     if Path(path).is_dir():
         # Without a posterior, `read_posterior` raises an error that says how to make one.
         record = RunFolder(path).posterior() or read_posterior(path)
@@ -127,6 +129,8 @@ def evaluate_run(
                 "of their own."
             )
         laplace = load_posterior(path, model, device)
+        if (Path(path) / ENSEMBLE).exists():
+            ensemble = Ensemble.load(path, model)
         likelihood = record["likelihood"]
         map_ = map_predictive(model, record["likelihood"], laplace.sigma_noise)
         folder = RunFolder(output or path)
@@ -172,6 +176,7 @@ def evaluate_run(
             shift=shift,
             of=of,
             seed=seed,
+            ensemble=ensemble,
             ood=ood,
             batch_size=predictive.batch_size,
             device=device,

@@ -6,6 +6,7 @@ import time
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from marglik.posterior.posterior_file import save_posterior
 from marglik.posterior.prior import PriorGroups
 from marglik.prediction.evaluation_record import compared
 from marglik.prediction.predictive import PredictiveConfig
-from marglik.runs.build import build_fabric
+from marglik.runs.build import build_fabric, build_from_spec
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
 from marglik.runs.model_check import check_image_options, check_model
 from marglik.runs.results import (
@@ -104,6 +105,11 @@ def train(
             "baseline trains with the initial weight decay, and so does prior.method fixed; "
             "drop one of them."
         )
+    if run.members > 1 and provenance.model is None:
+        raise ValueError(
+            f"members={run.members}: the members are built from provenance.model, which is None. "
+            "Pass Provenance(model={'class_path': ..., 'init_args': {...}})."
+        )
     splits = data.load()
     check_image_options(
         splits,
@@ -134,7 +140,7 @@ def train(
     made_with = environment(fabric.device) | ({"ranks": ranks.size} if ranks.size > 1 else {})
     states = {
         name: Checkpoints(folder.path / CHECKPOINT / name, run=identity, made_with=made_with)
-        for name in STATES
+        for name in (*STATES, *(f"member_{k}" for k in range(1, run.members)))
     }
     with ExitStack() as lock:
         results: dict[str, Any] | None = None
@@ -158,15 +164,23 @@ def train(
             of_training = results_of(learned, prior)  # before the posterior sees what is held out
             setup.calibrate(learned.laplace)
             calibrated = time.perf_counter()
+            ensemble = None
+            if run.members > 1:
+                make_model = partial(_another, provenance)
+                ensemble = setup.ensemble(model, learned, make_model, states)
+            of_all = learned.seconds if ensemble is None else ensemble.seconds
+            joined = time.perf_counter()
             posterior = ""
             if leads:
+                if ensemble is not None:
+                    ensemble.save(folder.path)
                 record = data_record(splits, provenance.data)
                 posterior = save_posterior(
                     learned.laplace, folder.path, model=provenance.model, data=record, frozen=True
                 )
             saved = time.perf_counter()
             scores: dict[str, dict[str, Tensor]] = {}
-            found = setup.evaluate(model, learned.laplace, posterior, scores)
+            found = setup.evaluate(model, learned.laplace, posterior, scores, ensemble)
             evaluated = time.perf_counter()
             results = (
                 identity
@@ -178,10 +192,11 @@ def train(
                     "calibration": learned.laplace.calibrations.get(predictive.label),
                     "num_positions": found["num_positions"],
                     # Training counts in full, though resumed; the rest is this process's.
-                    "seconds": learned.seconds + evaluated - trained + ready - start,
+                    "seconds": of_all + evaluated - joined + calibrated - trained + ready - start,
                     "seconds_beside": {
                         "start": ready - start,
                         "calibration": calibrated - trained,
+                        "members": of_all - learned.seconds,
                         "evaluation": evaluated - saved,
                     },
                     "complete": initial_model is None,
@@ -220,6 +235,18 @@ def train(
         if leads:
             folder.discard(CHECKPOINT)
     return results | {"output": str(folder.path)}
+
+
+def _another(provenance: Provenance) -> nn.Module:
+    """A network of the same class and options as the first one, with other initial parameters."""
+    return build_from_spec(nn.Module, provenance.model, named=_class_paths(provenance.model))
+
+
+def _class_paths(spec: Any) -> list[str]:
+    """All classes that a specification names; the user did, on the command line."""
+    inner = spec.values() if isinstance(spec, dict) else spec if isinstance(spec, list) else []
+    own = [spec["class_path"]] if isinstance(spec, dict) and "class_path" in spec else []
+    return own + [path for value in inner for path in _class_paths(value)]
 
 
 def _what_is_there(

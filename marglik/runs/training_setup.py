@@ -1,6 +1,7 @@
 """What a training run and its baseline share: batches, optimiser, loop, monitor, evaluation."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from marglik.posterior.hyperparameters import Hyperparameters, UpdateMethod
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import PriorGroups, weight_decay_to_precision
 from marglik.prediction.calibration import calibrations_of
+from marglik.prediction.ensemble import Ensemble
 from marglik.prediction.evaluation import compute_metrics, predict_all
 from marglik.prediction.evaluation_record import evaluate_network
 from marglik.prediction.predictive import PredictiveConfig, map_predictive
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
 __all__ = ["TrainingSetup"]
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -89,8 +93,12 @@ class TrainingSetup:
         prior: PriorConfig,
         checkpoints: Checkpoints | None = None,
         log: RunLog | None = None,
+        kept: Hyperparameters | None = None,
     ) -> OnlineResult:
-        """Train a network and its prior, starting from a checkpoint if there is one."""
+        """Train a network and its prior, starting from a checkpoint if there is one.
+
+        With ``kept``, the weight decays of another training, only the network is trained.
+        """
         run = self.run
         torch.manual_seed(run.seed)
         batches = self._batches("train", run.batch_size, shuffle=True, augment=run.augment)
@@ -100,7 +108,10 @@ class TrainingSetup:
         num_data = len(batches.dataset)
         method: UpdateMethod = "adam" if prior.method == "fixed" else prior.method
         has_noise = self.likelihood == "regression"
-        hyperparameters = Hyperparameters(
+        schedule = prior.schedule(run.epochs)
+        if kept is not None:
+            schedule = replace(schedule, updates=0)
+        hyperparameters = kept or Hyperparameters(
             PriorGroups.from_model(model, prior.structure),
             weight_decay_to_precision(prior.weight_decay, num_data, prior.temperature),
             sigma_noise=prior.sigma_noise if has_noise else 1.0,
@@ -116,7 +127,7 @@ class TrainingSetup:
             self.likelihood,
             curvature=curvature,
             seed=run.seed,
-            settles=prior.schedule(run.epochs).averages,
+            settles=schedule.averages,
         )
 
         def make_posterior(prior_precision: Tensor, sigma_noise: Tensor) -> Posterior:
@@ -136,7 +147,7 @@ class TrainingSetup:
             self.likelihood,
             hyperparameters,
             make_posterior,
-            prior.schedule(run.epochs),
+            schedule,
             temperature=prior.temperature,
             scheduler=scheduler,
             curvature_loader=curvature_batches,
@@ -149,6 +160,37 @@ class TrainingSetup:
             on_record=log.write if log else None,
             progress=run.progress,
         ).run(checkpoints)
+
+    def ensemble(
+        self,
+        first: nn.Module,
+        learned: OnlineResult,
+        make_model: Callable[[], nn.Module],
+        checkpoints: Mapping[str, Checkpoints],
+    ) -> Ensemble:
+        """The first network with others that train with its decays, each from a seed of its own."""
+        models, seconds = [first], learned.seconds
+        for k in range(1, self.run.members):
+            _logger.info("training member %d of %d", k + 1, self.run.members)
+            seed = self.run.seed + k
+            torch.manual_seed(seed)
+            model = self.fabric.to_device(make_model())
+            of_member = replace(self, run=replace(self.run, seed=seed, monitor=0))
+            states = checkpoints[f"member_{k}"]
+            found = of_member.train(model, self.prior, states, kept=learned.kept)
+            models.append(model)
+            seconds += found.seconds
+        sigma = learned.laplace.sigma_noise
+        ensemble = Ensemble(models, self.likelihood, sigma, seconds=seconds)
+        if self.predictive.is_calibrated and self.splits.validation is not None:
+            batches = self._batches("validation", self.predictive.batch_size)
+            ensemble.calibrate(
+                batches,
+                targets=self.splits.targets,
+                progress=self.run.progress,
+                ranks=self.ranks,
+            )
+        return ensemble
 
     def calibrate(self, laplace: Posterior) -> None:
         """Calibrate the predictives, then fit the posterior to the held-out examples as well.
@@ -177,6 +219,7 @@ class TrainingSetup:
         laplace: Posterior,
         of: str = "",
         scores: dict[str, dict[str, Tensor]] | None = None,
+        ensemble: Ensemble | None = None,
     ) -> dict[str, Any]:
         """The content of ``evaluation.json`` for a network.
 
@@ -193,6 +236,7 @@ class TrainingSetup:
             self.likelihood,
             of=of,
             seed=self.run.seed,
+            ensemble=ensemble,
             ood=self.ood_images,
             batch_size=self.predictive.batch_size,
             device=self.fabric.device,

@@ -10,7 +10,9 @@ from typing import Any
 from kfac_backend.files import file_sum, parse_json, sha256, write_file
 
 __all__ = [
+    "ENSEMBLE",
     "FACTORS",
+    "MEMBERS",
     "MODEL",
     "POSTERIOR",
     "POSTERIOR_FORMAT",
@@ -28,6 +30,8 @@ FACTORS = "posterior.safetensors"
 """The curvature's Kronecker factors."""
 POSTERIOR = "posterior.json"
 """Hyperparameters, and how the network is built."""
+ENSEMBLE, MEMBERS = "ensemble.json", "ensemble.safetensors"
+"""What all members of an ensemble share, and their parameters and buffers."""
 POSTERIOR_FORMAT, POSTERIOR_VERSION = "marglik.posterior", 1
 
 

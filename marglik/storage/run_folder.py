@@ -29,7 +29,9 @@ from kfac_backend.files import (
 from marglik.storage.checkpoint import STATE
 from marglik.storage.provenance import Provenance
 from marglik.storage.record_file import (
+    ENSEMBLE,
     FACTORS,
+    MEMBERS,
     MODEL,
     POSTERIOR,
     read_posterior,
@@ -66,7 +68,7 @@ CHECKPOINT = "checkpoint"
 """A folder that exists while training lasts: the states that --resume continues from."""
 FOUND = (RESULTS, POSTERIOR, EVALUATION)
 """Files with results; a new `train` or `fit` does not replace them without --overwrite."""
-ALL = (CONFIG, LOG, *FOUND, MODEL, FACTORS, REPORT, CHECKPOINT, MANIFEST)
+ALL = (CONFIG, LOG, *FOUND, MODEL, FACTORS, ENSEMBLE, MEMBERS, REPORT, CHECKPOINT, MANIFEST)
 
 FORMAT, FORMAT_VERSION = "marglik.run", 2
 REMEDY = "Run the command again (--overwrite, or another --output)."

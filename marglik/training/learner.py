@@ -369,6 +369,33 @@ class PriorLearner:
         delta = self.hyperparameters.prior_precision
         return precision_to_weight_decay(delta, self.num_data, self.temperature)
 
+    def kept_hyperparameters(self) -> Hyperparameters:
+        """The decays and σ that training has come to, one δ per tensor; not learned any further."""
+        groups, decays = self.hyperparameters.groups, self.weight_decays()
+        if not groups.diagonal:
+            # As training takes them, with the limit for scale-invariant weights.
+            groups = PriorGroups.from_model(self._model)
+            decays = torch.tensor(self._decays, dtype=torch.float64)
+        delta = weight_decay_to_precision(decays, self.num_data, self.temperature)
+        return Hyperparameters(groups, delta, sigma_noise=self.hyperparameters.sigma_noise.item())
+
+    def fixed(self) -> "PriorLearner":
+        """A learner for another network of this kind, which keeps the decays that this one found.
+
+        For the members of an `Ensemble`: it averages the parameters on the same schedule, but makes
+        no update and fits no posterior, so that a member costs one training. Call it after
+        `end_of_training`.
+        """
+        return PriorLearner(
+            self.likelihood,
+            self.curvature,
+            temperature=self.temperature,
+            mean_over=self.mean_over,
+            loss_scale=self.loss_scale,
+            schedule=replace(self.schedule, updates=0),
+            hyperparameters=self.kept_hyperparameters(),
+        )
+
     def _set_decays(self) -> None:
         """Computed once per update, since the steps read them.
 
@@ -456,6 +483,8 @@ class PriorLearner:
             self._average = WeightAverage(self.schedule.average or "last")
         self.kept_epoch = self._epoch
         schedule, known = self.schedule, self.posterior
+        if not schedule.updates:
+            return {}
         found: dict[str, float] = {}
         # By the parameters themselves, too, as the loop may have loaded others since.
         is_fitted = self._is_fitted_here(known)

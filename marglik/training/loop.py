@@ -5,6 +5,7 @@ Source: Immer et al. 2021 (arXiv:2104.04975), algorithm 1. The method is in
 """
 
 import logging
+import math
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -49,9 +50,10 @@ class OnlineResult:
     """What the loop learned. The model holds the parameters that the schedule ends with."""
 
     laplace: Any
-    """The Laplace approximation at the model's parameters, with the learned hyperparameters."""
+    """The Laplace approximation at the model's parameters, with the learned hyperparameters; None
+    with Schedule(updates=0)."""
     evidence: float
-    """The log marginal likelihood (nats, a sum over the data) there."""
+    """The log marginal likelihood (nats, a sum over the data) there; NaN without ``laplace``."""
     epoch: int
     """The epoch that the parameters are of: the last one, or that of the best update."""
     records: list[Record] = field(default_factory=list)
@@ -60,6 +62,8 @@ class OnlineResult:
     """The evidence (nats) before every hyperparameter step."""
     seconds: float = 0.0
     """Wall-clock time of the loop; of a run that was resumed, the sum over its parts."""
+    kept: Hyperparameters | None = None
+    """The decays and σ at the end, for other networks; see `PriorLearner.kept_hyperparameters`."""
 
 
 class OnlineTraining:
@@ -252,11 +256,12 @@ class OnlineTraining:
         self._seconds = earlier + time.perf_counter() - started
         return OnlineResult(
             self.learner.posterior,
-            self.learner.evidences[-1],
+            self.learner.evidences[-1] if self.learner.evidences else math.nan,
             self.learner.kept_epoch,
             self._records,
             self.learner.evidences_of_steps,
             self._seconds,
+            self.learner.kept_hyperparameters(),
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -43,6 +43,7 @@ class Schedule:
             its parameters back into the network, as laplace-torch's loop does. The best update may
             be an early one, made before the network fits the data, where the evidence says little.
         updates: number of updates, at most one per epoch, and without the one that ends training.
+            0 keeps the decays as they are, and fits no posterior, not even at the end.
         average: "last" ends with the mean of the parameters over all steps of the last third of the
             epochs; "ema" with an exponential moving average of all steps, which needs no number of
             epochs; None with the parameters of the last step. With keep="best" there is no average.
@@ -61,7 +62,7 @@ class Schedule:
     average: Average | None = "last"
 
     def __post_init__(self) -> None:
-        least_values = {"epochs": 1, "every": 1, "burn_in": 0, "steps": 0, "updates": 1}
+        least_values = {"epochs": 1, "every": 1, "burn_in": 0, "steps": 0, "updates": 0}
         for name, least in least_values.items():
             value = getattr(self, name)
             if value is not None and value < least:
@@ -80,6 +81,8 @@ class Schedule:
         return epoch >= self.burn_in and self._is_regular(epoch)
 
     def _is_regular(self, epoch: int) -> bool:
+        if not self.updates:
+            return False
         if self.every is not None:
             return epoch % self.every == 0
         if self.epochs is None:  # often at first, when decays move most

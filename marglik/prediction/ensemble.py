@@ -1,0 +1,199 @@
+"""An ensemble: networks that are trained apart and predict together.
+
+    p(y|x) = 1/K Σ_k p(y | f_k(x) / τ)
+
+One network learns the weight decays, the others train with them (`PriorLearner.fixed`): each costs
+one training, and no grid is searched. τ is fitted to the mixture, as members that are calibrated
+one by one make an underconfident mixture. The prediction's epistemic part is the members'
+disagreement: the mutual information between the label and the member, or the variance of their
+means. Sources: Lakshminarayanan et al. 2017 (arXiv:1612.01474); τ of the mixture: Rahaman & Thiery
+2021 (arXiv:2007.08792).
+"""
+
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfac_backend.files import read_tensors, write_tensors
+from kfac_backend.loss import check_targets, counted_terms
+from kfac_backend.model.batches import Targets, each_batch, split_batch
+from kfac_backend.model.checks import check_module
+from kfac_backend.options import Likelihood, TargetOptions, check_option, check_positive
+from kfac_backend.ranks import Ranks
+from marglik.eval_mode import in_eval_mode
+from marglik.posterior.calibration import Calibration
+from marglik.prediction.calibration import HeldOut, fit_sharpness
+from marglik.prediction.links import Prediction, predict_from_outputs
+from marglik.prediction.predictive import outputs_of
+from marglik.storage.model_state import check_state, tensors_of
+from marglik.storage.record_file import ENSEMBLE, MEMBERS, read_record, write_record
+
+__all__ = ["Ensemble"]
+
+FORMAT, VERSION = "marglik.ensemble", 1
+
+
+class Ensemble:
+    """A predictive: the mixture of several networks' predictions, with equal weights.
+
+    For regression it is the Gaussian with the mean and the variance of the mixture of N(f_k, σ²).
+
+    Args:
+        models: the networks, of one architecture.
+        likelihood: how outputs become a distribution of targets.
+        sigma_noise: σ of regression.
+        calibration: τ, by which all outputs are divided, and σ in place of ``sigma_noise``;
+            `calibrate` finds them.
+        seconds: what the training of all members took; 0 if it is not known.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        likelihood: Likelihood = "classification",
+        sigma_noise: float | Tensor = 1.0,
+        calibration: Calibration | None = None,
+        seconds: float = 0.0,
+    ) -> None:
+        if not models:
+            raise ValueError("An ensemble needs at least one network.")
+        for model in models:
+            check_module(model)
+        check_option("likelihood", likelihood, Likelihood)
+        check_positive("sigma_noise", sigma_noise)
+        self.models = list(models)
+        self.likelihood: Likelihood = likelihood
+        self.sigma_noise = float(sigma_noise)
+        self.calibration = calibration
+        self.seconds = seconds
+
+    @property
+    def model(self) -> nn.Module:
+        """The first member."""
+        return self.models[0]
+
+    @property
+    def label(self) -> str:
+        """Its name in tables and files."""
+        return f"ensemble of {len(self.models)}"
+
+    def __call__(self, x: Any) -> Prediction:
+        """The prediction for inputs x; its epistemic part is the members' disagreement."""
+        found = self.calibration or Calibration()
+        outputs = self._outputs(x) / found.output_temperature
+        return predict_from_outputs(outputs, self.likelihood, found.sigma_noise or self.sigma_noise)
+
+    @torch.no_grad()
+    def _outputs(self, x: Any) -> Tensor:
+        """The members' outputs (K, N, ..., C), in eval mode."""
+        return torch.stack([in_eval_mode(m, outputs_of)(m, x) for m in self.models])
+
+    def calibrate(
+        self,
+        batches: Iterable[Any],
+        *,
+        targets: TargetOptions = TargetOptions(),  # noqa: B008
+        progress: bool = False,
+        ranks: Ranks = Ranks(None),  # noqa: B008
+    ) -> Calibration:
+        """Find the τ, or σ, with which the mixture has the least held-out NLL, and predict with it.
+
+        A weak prior at τ = 1, or at ``sigma_noise``, counts with few examples, see
+        `marglik.prediction.calibration`.
+
+        Args:
+            batches: held-out (x, y), or mappings.
+            targets: how batches give their targets.
+            progress: whether to show a bar over the batches.
+            ranks: the ranks that each have a part of every batch; all find the same, to the bit.
+
+        Raises:
+            ValueError: no held-out target that counts, or targets that do not fit the outputs.
+        """
+        targets_of = Targets(self.likelihood, targets)
+        parts: list[tuple[Tensor, Tensor]] = []
+        for batch in each_batch(batches, "Calibrating", progress):
+            x, y = split_batch(batch, targets.dict_key_y)
+            part = None
+            if len(y) or ranks.size == 1:
+                f, y = self._outputs(x).cpu(), targets_of(self.model, x, y).cpu()
+                check_targets(f[0], y, self.likelihood, may_ignore=targets_of.may_ignore)
+                counted = counted_terms(y, self.likelihood)
+                f, y = f.flatten(1, -2), y.flatten(0, f.dim() - 3)  # (K, M, C), (M,) or (M, C)
+                if counted is not None:
+                    f, y = f[:, counted.flatten()], y[counted.flatten()]
+                part = f, y.long() if self.likelihood == "classification" else y
+            parts += [one for one in ranks.gather(part, "calibration") if one is not None]
+        if not sum(len(y) for _, y in parts):
+            raise ValueError(
+                "There is nothing to calibrate with: the held-out data has no batch, or no target "
+                "that counts."
+            )
+        f, y = torch.cat([f for f, _ in parts], 1), torch.cat([y for _, y in parts])
+        held_out = HeldOut(self.likelihood, f[0], None, y, self.sigma_noise, f - f[0])
+        self.calibration = ranks.gather(fit_sharpness(held_out), "calibration")[0]
+        return self.calibration
+
+    def save(self, folder: str | Path) -> str:
+        """Write all members and τ to a folder; returns the SHA-256 sum of ``ensemble.json``."""
+        folder = Path(folder)
+        state = {
+            f"{k}/{name}": tensor
+            for k, model in enumerate(self.models)
+            for name, tensor in tensors_of(model).items()
+        }
+        record = {
+            "format": FORMAT,
+            "version": VERSION,
+            "members": len(self.models),
+            "likelihood": self.likelihood,
+            "sigma_noise": self.sigma_noise,
+            "calibration": None if self.calibration is None else asdict(self.calibration),
+            "seconds": self.seconds,
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        # First, since from here on it would have the sum of a file that is being replaced.
+        (folder / ENSEMBLE).unlink(missing_ok=True)
+        sums = {MEMBERS: write_tensors(folder / MEMBERS, state)}
+        return write_record(folder / ENSEMBLE, record, sums)
+
+    @staticmethod
+    def load(
+        folder: str | Path, model: nn.Module, device: torch.device | str | None = None
+    ) -> "Ensemble":
+        """The ensemble that `save` wrote.
+
+        Args:
+            folder: the folder that `save` wrote to, such as that of ``marglik train --members 5``.
+            model: a network of the members' architecture; members are copies of it.
+            device: device of the members; None keeps the model's.
+
+        Raises:
+            FileNotFoundError: there is no ensemble.
+            ValueError: a file that was altered, or a network of another architecture.
+        """
+        path = Path(folder) / ENSEMBLE
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"No ensemble in {folder} ({ENSEMBLE} is missing); marglik train --members 5 "
+                "writes one."
+            )
+        record = read_record(path, FORMAT, VERSION, what="ensemble", remedy="Train again.")
+        tensors, _ = read_tensors(Path(folder) / MEMBERS, what="ensembles")
+        models = []
+        for k in range(record["members"]):
+            prefix = f"{k}/"
+            state = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+            member = deepcopy(model).to(device)
+            check_state(member, state, str(Path(folder) / MEMBERS))
+            member.load_state_dict(state)
+            models.append(member)
+        found = record["calibration"]
+        calibration = None if found is None else Calibration(**found)
+        sigma_noise, seconds = record["sigma_noise"], record["seconds"]
+        return Ensemble(models, record["likelihood"], sigma_noise, calibration, seconds)

@@ -1,0 +1,221 @@
+"""`Ensemble`: the mixture and its τ by brute force, its file, and members that share decays."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.testing import assert_close
+
+from marglik import Ensemble, PriorLearner
+from marglik.cli import main
+from marglik.models import MLP
+from marglik.prediction.calibration import PRIOR_OF_SHARPNESS
+from marglik.training.network import NetworkTraining
+from tests.marglik.runs.command_line import DATA, MODEL, TRAIN, evaluated, results_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LIKELIHOODS = ["classification", "bernoulli", "regression"]
+SIGMA = 0.7
+
+
+def problem(likelihood):
+    """Five networks of one kind that disagree, and data of which they are too sure."""
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)).double() for _ in range(5)]
+    x = 4 * torch.randn(60, 4).double()
+    with torch.no_grad():
+        f = sum(model.eval()(x) for model in models) / 5 + 3 * torch.randn(60, 3)
+    y = {"classification": f.argmax(1), "bernoulli": (f > 0).double(), "regression": f}
+    return models, x, y[likelihood]
+
+
+def outputs(models, x):
+    with torch.no_grad():
+        return torch.stack([model.eval()(x) for model in models])
+
+
+def log_mixture(f, y, likelihood, sharpness):
+    """The log p(y|x) of each example by the definition, for τ, or σ of regression."""
+    if likelihood == "regression":
+        mean, variance = f.mean(0), f.var(0, correction=0) + sharpness**2
+        return torch.distributions.Normal(mean, variance.sqrt()).log_prob(y).sum(1)
+    if likelihood == "bernoulli":
+        p = torch.sigmoid(f / sharpness).mean(0)
+        return torch.distributions.Bernoulli(p).log_prob(y).sum(1)
+    p = torch.softmax(f / sharpness, -1).mean(0)
+    return p[torch.arange(len(y)), y].log()
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_no_other_temperature_gives_the_mixture_a_lower_held_out_nll(likelihood):
+    """But for the weak prior; and a τ that suits each member alone is another one."""
+    models, x, y = problem(likelihood)
+    own = SIGMA if likelihood == "regression" else 1.0
+
+    def objective(f, sharpness):
+        penalty = 0.5 * PRIOR_OF_SHARPNESS * (torch.tensor(sharpness / own).log()) ** 2 / len(y)
+        return (penalty - log_mixture(f, y, likelihood, sharpness).mean()).item()
+
+    def best(members):
+        ensemble = Ensemble(members, likelihood, SIGMA)
+        found = ensemble.calibrate([(x[:40], y[:40]), (x[40:], y[40:])])
+        assert found == ensemble.calibration and found.covariance_scale == 1
+        return found.sigma_noise or found.output_temperature
+
+    found, f = best(models), outputs(models, x)
+    at_found = objective(f, found)
+    assert abs(found / own - 1) > 0.1
+    for factor in torch.linspace(0.2, 5, 400).tolist():
+        assert objective(f, found * factor) >= at_found - 1e-9
+    alone = [best([model]) for model in models]
+    if likelihood != "regression":
+        assert min(alone) > 1.1 * found  # the mixture is less sure than its members
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_the_prediction_is_the_mixtures_and_its_epistemic_part_the_disagreement(likelihood):
+    models, x, y = problem(likelihood)
+    ensemble = Ensemble(models, likelihood, SIGMA)
+    found = ensemble.calibrate([(x, y)])
+    for model in models:
+        model.train()
+    prediction, f = ensemble(x), outputs(models, x) / found.output_temperature
+    if likelihood == "regression":
+        mean, disagreement = f.mean(0), f.var(0, correction=0)
+        assert_close(prediction.total, disagreement + found.sigma_noise**2)
+    else:
+        p = torch.softmax(f, -1) if likelihood == "classification" else torch.sigmoid(f)
+        mean = p.mean(0)
+        if likelihood == "bernoulli":
+            p, mean = (torch.stack([q, 1 - q], -1) for q in (p, mean))
+        # I(y; k) = Σ_k 1/K KL(p_k ‖ mean)
+        disagreement = (p * (p / mean).log()).sum(-1).mean(0)
+        mean = mean[..., 0] if likelihood == "bernoulli" else mean
+    assert_close(prediction.mean, mean)
+    assert_close(prediction.epistemic, disagreement)
+    same = Ensemble([models[0], models[0]], likelihood)(x)  # negative control
+    assert same.epistemic.abs().max() < 1e-12 < disagreement.max()
+
+
+def test_saved_and_loaded(tmp_path):
+    torch.manual_seed(0)
+    models = [MLP(4, (3,), 3) for _ in range(3)]
+    x, y = torch.randn(50, 4), torch.randint(3, (50,))
+    ensemble = Ensemble(models, seconds=2.0)
+    ensemble.calibrate([(x, y)])
+    ensemble.save(tmp_path)
+    loaded = Ensemble.load(tmp_path, MLP(4, (3,), 3))
+    assert (loaded.calibration, loaded.seconds) == (ensemble.calibration, 2.0)
+    assert torch.equal(loaded(x).mean, ensemble(x).mean)
+    with pytest.raises(ValueError, match="of another network"):
+        Ensemble.load(tmp_path, MLP(4, (5,), 3))
+    record = tmp_path / "ensemble.json"
+    record.write_text(record.read_text().replace('"members": 3', '"members": 2'))
+    with pytest.raises(ValueError, match="altered"):
+        Ensemble.load(tmp_path, MLP(4, (3,), 3))
+    with pytest.raises(FileNotFoundError, match="--members"):
+        Ensemble.load(tmp_path / "nothing", MLP(4, (3,), 3))
+
+
+def test_nothing_to_calibrate_with():
+    with pytest.raises(ValueError, match="nothing to calibrate with"):
+        Ensemble([nn.Linear(2, 2)]).calibrate([])
+    with pytest.raises(ValueError, match="at least one network"):
+        Ensemble([])
+
+
+def train(learner, steps=15):
+    """A loop of one's own; returns the network and its parameters after each step."""
+    torch.manual_seed(1)
+    x = torch.randn(40, 4).double()
+    data, seen = [(x, x[:, :3].argmax(1))], []
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 3)).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.2)
+    learner.start(model, optimizer, data, steps)
+    for epoch in range(1, steps + 1):
+        optimizer.zero_grad()
+        cross_entropy(model(x), data[0][1]).backward()
+        learner.add_to_gradients()
+        optimizer.step()
+        seen.append([p.detach().clone() for p in model.parameters()])
+        learner.end_of_epoch(epoch)
+    learner.end_of_training()
+    return model, seen
+
+
+@pytest.mark.parametrize("structure", ["layerwise", "scalar"])
+def test_a_member_keeps_the_decays_with_which_the_first_ended(structure, monkeypatch):
+    first = PriorLearner("classification", structure=structure, steps=40)
+    train(first)
+    decays = [float(d) for d in first.decays_of_parameters()]
+    assert abs(decays[-1] / 5e-4 - 1) > 0.5  # they were learned
+    member = first.fixed()
+    monkeypatch.setattr("marglik.training.learner.update_prior", None)  # no pass, no update
+    model, seen = train(member)
+    assert_close([float(d) for d in member.decays_of_parameters()], decays, rtol=1e-9, atol=0)
+    assert member.posterior is None and not member.evidences
+    averaged = seen[9:]  # the parameters that the last five epochs begin and end with
+    for i, p in enumerate(model.parameters()):
+        assert_close(p, torch.stack([at[i] for at in averaged]).mean(0), rtol=1e-12, atol=0)
+    initial, _ = train(PriorLearner("classification", updates=0))  # negative control
+    assert (initial[3].weight - model[3].weight).abs().max() > 1e-3
+
+
+OPTIONS = [*TRAIN, *DATA, *MODEL, "--members", "3", "--ood", "marglik.data.Noise"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, one_thread):
+    folder = tmp_path_factory.mktemp("ensemble") / "run"
+    assert main([*OPTIONS, "--output", str(folder)]) == 0
+    return folder
+
+
+def test_the_command_trains_evaluates_and_reports_an_ensemble(run):
+    model = MLP(64, (12,), 8)
+    ensemble = Ensemble.load(run, model)
+    assert len(ensemble.models) == 3
+    first, *others = (m.state_dict()["layers.1.weight"] for m in ensemble.models)
+    for other in others:
+        assert (first - other).abs().max() > 0.1
+    entry = evaluated(run)["predictives"]["ensemble of 3"]
+    assert entry["options"]["calibration"] is not None
+    assert entry["seconds_of_training"] == pytest.approx(ensemble.seconds)
+    assert {"test/cls/NLL", "ood/AUROC", "ood/AUROC_epistemic"} <= entry["metrics"].keys()
+    results = results_of(run)
+    assert results["metrics"]["learned, ensemble of 3"] == entry["metrics"]
+    assert results["seconds_beside"]["members"] > 0
+    page = (run / "report.html").read_text()
+    assert "Time to train its members" in page and "ensemble of 3" in page
+
+
+def test_evaluate_has_the_same_numbers(run, tmp_path):
+    assert main(["evaluate", str(run), "--output", str(tmp_path / "again")]) == 0
+    found, expected = evaluated(tmp_path / "again"), evaluated(run)
+    name = "ensemble of 3"
+    for key, value in found["predictives"][name]["metrics"].items():
+        assert value == pytest.approx(expected["predictives"][name]["metrics"][key], rel=1e-9)
+
+
+def test_a_finished_member_is_not_trained_again(run, tmp_path, monkeypatch):
+    """Cut off in the last member; the result is that of the run that was not cut off."""
+    epoch, calls = NetworkTraining.epoch, []
+
+    def counted(self, number):
+        calls.append(number)
+        if len(calls) == 4 + 4 + 2:
+            raise KeyboardInterrupt
+        return epoch(self, number)
+
+    monkeypatch.setattr(NetworkTraining, "epoch", counted)
+    monkeypatch.setattr("marglik.storage.checkpoint.MINUTES", 0.0)
+    command = [*OPTIONS, "--output", str(tmp_path / "run"), "--resume"]
+    assert main(command) == 130
+    assert len(calls) == 10
+    assert main(command) == 0
+    assert calls[10:] == [2, 3, 4]
+    metrics = [json.dumps(results_of(folder)["metrics"]) for folder in (run, tmp_path / "run")]
+    assert metrics[0] == metrics[1]
