@@ -358,8 +358,6 @@ class CurvaturePass:
             loss=sums.loss,
             likelihood=self._likelihood,
             options=self._options.but(kfac_approx=sums.kfac_approx),
-            trace=sums.trace,
-            trace_left_out=sums.trace_left_out,
         )
         self.reset()
         return factors
@@ -378,8 +376,6 @@ class CurvaturePass:
         self._failed = True
         sums = self._without_data()
         sums.blocks, sums.others = collect_sums(self._rules), self._diagonal
-        sums.trace = float(self._vectors.trace)
-        sums.trace_left_out = float(self._vectors.trace_left_out)
         return sums
 
     def _without_data(self) -> PassSums:
@@ -522,8 +518,7 @@ class CurvaturePass:
 
         with torch.no_grad(), forked_random_numbers(self._model):
             f = call_with(self._model, {}, x)
-        # Vectors of their own, whose trace is not counted a second time.
-        vectors = BackwardVectors(self._likelihood, self._options, self._labels)(f, y)
+        vectors = self._vectors(f, y)
         diagonals = squared_gradients(self._model, self._assignment.diagonal, x, f, vectors)
         for name, diagonal in diagonals.items():
             self._diagonal[name] = self._diagonal.get(name, 0) + diagonal

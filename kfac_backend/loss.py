@@ -10,7 +10,7 @@ such terms by another label, `Targets` replaces that by `IGNORED`.
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,6 @@ from kfac_backend.precision import at_least_float32
 __all__ = [
     "IGNORED",
     "BackwardVectors",
-    "categorical_root_energies",
     "check_targets",
     "counted_terms",
     "loss_hessian_root",
@@ -108,23 +107,6 @@ def _categorical_root(f: Float[Tensor, "*terms C"]) -> Iterator[Float[Tensor, "*
         column[..., j + 1 :] = -ratio * column[..., j : j + 1]
         # Back to the order of the classes.
         yield torch.zeros_like(p).scatter(-1, order, column)
-
-
-def categorical_root_energies(f: Float[Tensor, "*terms C"]) -> Float[Tensor, "*terms columns"]:
-    """‖S_j‖² of each column of `_categorical_root`, whose sum is tr Λ, without the columns.
-
-    ‖S_j‖² = S_jj² (1 + Σ_{i>j} p_i² / t_{j+1}²), which needs only cumulative sums.
-    """
-    p = torch.softmax(f, dim=-1).sort(dim=-1, descending=True).values
-    tiny = torch.finfo(p.dtype).tiny
-    t = p.flip(-1).cumsum(-1).flip(-1)
-    t_next = t[..., 1:]
-    # In float64: squares of small probabilities underflow in float32.
-    squares = p.double().square().flip(-1).cumsum(-1).flip(-1)[..., 1:]
-    t_double = t_next.double().clamp(min=tiny)
-    ratio = (squares / t_double / t_double).to(p.dtype)
-    pivot = p[..., :-1] * (t_next / t[..., :-1].clamp(min=tiny))
-    return pivot * (1 + ratio)
 
 
 def check_targets(
@@ -223,18 +205,13 @@ class BackwardVectors:
 
     Args:
         likelihood: of the targets.
-        options: the options of the pass, of which ``fisher``, ``mc_samples`` and ``rank_tolerance``
-            decide the vectors.
+        options: the options of the pass, of which ``fisher`` and ``mc_samples`` decide the vectors.
         generator: source of labels.
     """
 
     likelihood: Likelihood
     options: CurvatureOptions = CurvatureOptions()
     generator: torch.Generator | None = None
-    trace: float | Tensor = field(default=0.0, init=False)
-    """Σ tr Λ so far over the terms that count, if rank_tolerance > 0."""
-    trace_left_out: float | Tensor = field(default=0.0, init=False)
-    """The part of it that belongs to columns that were left out."""
 
     def __call__(
         self, f: Float[Tensor, "N *terms C"], y: Tensor
@@ -253,10 +230,7 @@ class BackwardVectors:
         elif self.options.fisher == "empirical":
             yield from _one_term_at_a_time(self._label_gradient(f, y, counted), counted)
         else:
-            columns = loss_hessian_root(f, self.likelihood)
-            for column in (
-                self._leading(columns, f, counted) if self.options.rank_tolerance else columns
-            ):
+            for column in loss_hessian_root(f, self.likelihood):
                 yield from _one_term_at_a_time(_where(counted, column), counted)
 
     def warn_of_many(self, f: Float[Tensor, "N *terms C"]) -> None:
@@ -265,39 +239,18 @@ class BackwardVectors:
         Raises:
             ValueError: so many that a batch would not end.
         """
-        if self.options.fisher != "exact" or self.options.rank_tolerance:
+        if self.options.fisher != "exact":
             return
         C = f.shape[-1]
         passes = f[0].numel() // C * (C - 1 if self.likelihood == "classification" else C)
         message = (
             f"The exact GGN takes {passes} backward passes for each part of a batch: outputs "
-            f"have shape {tuple(f.shape)}. fisher='mc' takes mc_samples passes, and "
-            "rank_tolerance leaves some out where predictions are confident."
+            f"have shape {tuple(f.shape)}. fisher='mc' takes mc_samples passes."
         )
         if passes > MOST_PASSES:
             raise ValueError(message)
         if passes > MANY_PASSES:
             warnings.warn(message, stacklevel=2)
-
-    def _leading(
-        self, columns: Iterator[Tensor], f: Tensor, counted: Tensor | None
-    ) -> Iterator[Tensor]:
-        """The first columns of S, until at most the share ``rank_tolerance`` of tr Λ is missing.
-
-        Each loss term stops by itself: its later columns are zero where others go on.
-        """
-        energies = _where(counted, categorical_root_energies(f))  # (N, *terms, C - 1)
-        # What is missing without this column and all after it. Summed from the last column on,
-        # since a difference from the whole sum would cancel.
-        missing = energies.flip(-1).cumsum(-1).flip(-1)
-        needed = missing > self.options.rank_tolerance * missing[..., :1]
-        self.trace += energies.sum(dtype=torch.float64)
-        self.trace_left_out += (energies * ~needed).sum(dtype=torch.float64)
-        needed[..., 0] = True  # also where Λ rounds to zero, so that there is a vector
-        for column, is_needed in zip(columns, needed.unbind(-1), strict=True):
-            if not is_needed.any():
-                return
-            yield column * is_needed[..., None]
 
     def _sampled_gradient(self, f: Tensor) -> Tensor:
         """∇_f ℓ(ŷ, f) at a label ŷ drawn from p(y|f), per loss term; in the shape of f."""

@@ -152,9 +152,6 @@ class PassOptions(Options):
             freeze treats them as constants; diagonal computes the exact diagonal of their block,
             which is slow, and also that of parameters which have a rule but are used in a way that
             it does not cover.
-        rank_tolerance: share of tr Λ, the trace of the loss Hessian, in [0, 1), that may be left
-            out of each loss term to save backward passes, for classification with fisher=exact.
-            The log, and left_out_share of the factors, say how much was.
         backward_precision: precision of the backward passes. bf16 (CPU) and tf32 (GPU) are faster
             than float32, and make the gradient factors less exact (by up to 0.3 % on WRN-16-4 in
             bf16); A is not affected.
@@ -174,7 +171,6 @@ class PassOptions(Options):
     fisher: Fisher = "exact"
     mc_samples: int = 1
     unsupported: Unsupported = "error"
-    rank_tolerance: float = 0.0
     backward_precision: BackwardPrecision = "float32"
     batched: bool = False
     diagonal_above: int | None = None
@@ -187,21 +183,9 @@ class PassOptions(Options):
         check_option("backward_precision", self.backward_precision, BackwardPrecision)
         if self.mc_samples < 1:
             raise ValueError(f"mc_samples must be at least 1, not {self.mc_samples}.")
-        if not 0 <= self.rank_tolerance < 1:
-            raise ValueError(f"rank_tolerance must be in [0, 1), not {self.rank_tolerance}.")
         if self.diagonal_above is not None and self.diagonal_above < 1:
             raise ValueError(
                 f"diagonal_above must be at least 1, or None, not {self.diagonal_above}."
-            )
-
-    def check(self, likelihood: Likelihood) -> None:
-        """Raise a ValueError unless the options are for this likelihood."""
-        super().check(likelihood)
-        if self.rank_tolerance and (likelihood, self.fisher) != ("classification", "exact"):
-            raise ValueError(
-                f"rank_tolerance={self.rank_tolerance} needs likelihood 'classification' and "
-                f"fisher 'exact', not {likelihood!r} and {self.fisher!r}, whose vectors are all "
-                "alike; use 0."
             )
 
     def of_the_matrix(self) -> dict[str, Any]:
@@ -210,12 +194,12 @@ class PassOptions(Options):
         Factors add up only where these agree. The others say how it is computed (``batched``), how
         well (``mc_samples``), or how batches give their targets.
         """
-        names = ("kfac_approx", "fisher", "rank_tolerance", "diagonal_above")
+        names = ("kfac_approx", "fisher", "diagonal_above")
         return {name: getattr(self, name) for name in names}
 
     def in_training_steps(self, fisher: Fisher) -> Self:
-        """These options for factors of training steps: one sample, nothing left out, one by one."""
-        return self.but(fisher=fisher, mc_samples=1, rank_tolerance=0.0, batched=False)
+        """These options for factors of training steps: one sample, vectors one by one."""
+        return self.but(fisher=fisher, mc_samples=1, batched=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -215,8 +215,6 @@ class PassSums:
     num_loss_terms: int
     loss: float
     """Σ ℓ (nats)."""
-    trace: float = 0.0
-    trace_left_out: float = 0.0
 
     def map(self, change: Callable[..., Any], *others: "PassSums") -> "PassSums":
         """The sums with each leaf, a tensor or a number of terms, replaced.
@@ -300,7 +298,7 @@ def sum_over_ranks(
     # Step 3: the sums, in large buckets. The counts came with the messages.
     ranks.sum_(sums.tensors(), what)
     sums = sums.map(_total, *(of_rank for of_rank, _ in with_data))
-    counts = ("num_data", "num_loss_terms", "loss", "trace", "trace_left_out")
+    counts = ("num_data", "num_loss_terms", "loss")
     totals: Any = {name: sum(getattr(one, name) for one, _ in with_data) for name in counts}
     return replace(sums, **totals)
 

@@ -200,8 +200,6 @@ def first_vectors(model: nn.Module, x: Tensor, y: Tensor, number: int, **options
 class _Few:
     """The first vectors of a set of backward vectors."""
 
-    trace = trace_left_out = 0.0
-
     def __init__(self, vectors: Callable[..., Any], number: int) -> None:
         self._vectors, self._number = vectors, number
 

@@ -21,9 +21,8 @@ from kfac_backend.options import CurvatureOptions, Likelihood, check_option, che
 
 __all__ = ["KroneckerFactors"]
 
-FORMAT, FORMAT_VERSION = "kfac_backend.KroneckerFactors", 4
+FORMAT, FORMAT_VERSION = "kfac_backend.KroneckerFactors", 5
 FIELDS = ("num_data", "num_outputs", "num_loss_terms", "loss", "likelihood")
-FIELDS += ("trace", "trace_left_out")
 
 
 @dataclass(frozen=True)
@@ -53,10 +52,6 @@ class KroneckerFactors:
     options: CurvatureOptions
     """The options of the pass, with the mode that kfac_approx="auto" has become; for a sum of
     factors, those of the first."""
-    trace: float = 0.0
-    """Σ tr Λ over the data, if a part of it may be left out; otherwise 0."""
-    trace_left_out: float = 0.0
-    """The part of it that was left out."""
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -70,8 +65,6 @@ class KroneckerFactors:
             num_data=self.num_data + other.num_data,
             num_loss_terms=self.num_loss_terms + other.num_loss_terms,
             loss=self.loss + other.loss,
-            trace=self.trace + other.trace,
-            trace_left_out=self.trace_left_out + other.trace_left_out,
         )
 
     @property
@@ -80,10 +73,6 @@ class KroneckerFactors:
         return any(isinstance(block, CorrectedBlock) for block in self.blocks.values())
 
     @property
-    def left_out_share(self) -> float:
-        """The share of Σ tr Λ that was left out; 0 unless the options allow it."""
-        return self.trace_left_out / self.trace if self.trace else 0.0
-
     def __mul__(self, weight: float) -> "KroneckerFactors":
         """The factors of the same data with a weight ≥ 0, as if each example came that often."""
         if not 0.0 <= float(weight) < math.inf:
@@ -95,8 +84,6 @@ class KroneckerFactors:
             num_data=self.num_data * c,
             num_loss_terms=self.num_loss_terms * c,
             loss=self.loss * c,
-            trace=self.trace * c,
-            trace_left_out=self.trace_left_out * c,
         )
 
     __rmul__ = __mul__
@@ -274,8 +261,6 @@ def _check_numbers(header: Mapping[str, Any]) -> None:
     check_option("likelihood", header["likelihood"], Likelihood)
     if not math.isfinite(header["loss"]):
         raise ValueError(f"loss is {header['loss']}, which is not finite.")
-    if not 0 <= header["trace_left_out"] <= header["trace"] < math.inf:
-        raise ValueError(f"trace_left_out={header['trace_left_out']} of trace={header['trace']}.")
 
 
 def _block(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> KroneckerBlock:

@@ -52,7 +52,7 @@ FIT = {
     "the curvature": {
         "curvature": (
             "kfac_approx", "fisher", "mc_samples", "corrected", "batch_size", "unsupported",
-            "rank_tolerance", "diagonal_above", "backward_precision",
+            "diagonal_above", "backward_precision",
         ),
     },
     "predictions": {

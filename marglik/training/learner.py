@@ -562,7 +562,7 @@ class PriorLearner:
             loss = self.num_data * self.loss_of_epoch
             factors = self._preconditioner.factors(self.num_data, loss)
         if self._draws_labels and not is_last and isinstance(laplace, Posterior):
-            laplace.options = laplace.options.but(fisher="mc", mc_samples=1, rank_tolerance=0.0)
+            laplace.options = laplace.options.but(fisher="mc", mc_samples=1)
         # Its own random numbers, so that neither the loop's depend on when updates happen, nor
         # updates on what the loop has drawn.
         with forked_random_numbers(self._model):

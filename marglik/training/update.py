@@ -105,7 +105,6 @@ def update_prior(
             zip(laplace.factors.blocks, gamma.tolist(), strict=True)
         )
         record["clipped_eigenvalues"] = laplace.factors.num_clipped()
-        record["left_out_share"] = laplace.factors.left_out_share
     return evidences, record
 
 

@@ -42,8 +42,7 @@ def shard(x, y: Tensor, ranks: Ranks) -> list:
 def tensors(name: str, factors) -> dict[str, Tensor]:
     """All that factors hold, by names."""
     found = {f"{name}, counts": torch.tensor([
-        factors.num_data, factors.num_loss_terms, factors.loss, factors.trace,
-        factors.trace_left_out, factors.num_outputs,
+        factors.num_data, factors.num_loss_terms, factors.loss, factors.num_outputs,
     ], dtype=torch.float64)}  # fmt: skip
     for n, block in factors.blocks.items():
         found[f"{name}, {n}, B"] = block.B
@@ -75,7 +74,6 @@ def of_fishers(ranks: Ranks) -> dict[str, Tensor]:
     model, (x, y) = network(), data(9)
     for options in (
         {"fisher": "empirical"},
-        {"rank_tolerance": 0.1},
         {"kfac_approx": "auto"},
         {"ignore_index": 2},
         {"batched": True},

@@ -138,7 +138,6 @@ def test_data_of_no_batches(data, error, match):
         {"unsupported": "nonsense"},
         {"mc_samples": 0},
         {"diagonal_above": 0},
-        {"rank_tolerance": 1.0},
     ],
 )
 def test_options_with_what_is_supported(option):

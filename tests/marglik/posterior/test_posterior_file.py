@@ -63,7 +63,7 @@ def test_a_loaded_posterior_can_be_saved_and_adapted(folder, tmp_path):
 
 OPTIONS = {
     "kfac_approx": {"0": "expand", "*": "reduce"},
-    "rank_tolerance": 0.6,
+    "fisher": "empirical",
     "ignore_index": -1,
     "unsupported": "freeze",
 }
@@ -86,7 +86,7 @@ def test_all_options_of_the_pass_are_kept(tmp_path):
     loaded.fit(batches)
     assert torch.equal(loaded.log_marginal_likelihood(), laplace.log_marginal_likelihood())
     # Negative control: each option that shapes the factors makes a difference.
-    for name in ("kfac_approx", "rank_tolerance"):
+    for name in ("kfac_approx", "fisher"):
         other, _ = with_options(**{k: v for k, v in OPTIONS.items() if k != name})
         assert other.log_marginal_likelihood() != laplace.log_marginal_likelihood()
 

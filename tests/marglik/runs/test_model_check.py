@@ -106,9 +106,3 @@ def test_networks_whose_layers_are_special(network):
     model = network()
     check_model(model, IMAGES, CurvatureConfig())
     assert model.training
-
-
-def test_curvature_options_that_do_not_fit():
-    curvature = CurvatureConfig(rank_tolerance=0.1, fisher="mc")
-    with pytest.raises(ValueError, match="rank_tolerance=0.1 needs likelihood 'classification'"):
-        check_model(mlp(), IMAGES, curvature)

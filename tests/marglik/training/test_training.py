@@ -312,7 +312,7 @@ def test_kfac_by_name():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     config = OptimizerConfig(name="kfac", kfac=KfacConfig(base="nadamw", update_every=7))
     optimizer, scheduler = build_optimizer(
-        model, config, 10, curvature=CurvatureOptions(kfac_approx="reduce", rank_tolerance=0.1)
+        model, config, 10, curvature=CurvatureOptions(kfac_approx="reduce")
     )
     assert isinstance(optimizer, KFAC) and isinstance(optimizer.base, torch.optim.NAdam)
     assert optimizer.preconditioner.options.update_every == 7
