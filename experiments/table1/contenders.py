@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from experiments.speed.contenders import Work
 from kfac_backend.optimizer import KfacPreconditioner, PreconditionerOptions
-from kfac_backend.optimizer.options import Interval
 from kfac_backend.options import Fisher, Mode
 
 __all__ = ["OURS", "PARTS", "PEERS", "Contender", "sgd"]
@@ -44,10 +43,14 @@ def sgd(model: nn.Module, x: Tensor, y: Tensor) -> Work:
 def marglik(
     kfac_approx: Mode,
     fisher: Fisher = "mc",
-    factor_every: Interval = 1,
-    update_every: Interval = 1,
+    factor_every: int = 1,
+    update_every: int = 1,
+    counts_anew: bool = False,
 ) -> Contender:
-    """K-FAC, with new factors and a new preconditioner in each step unless said otherwise."""
+    """K-FAC, with new factors and a new preconditioner in each step unless said otherwise.
+
+    ``counts_anew`` begins each step as the first, in which inverses are made for later ones, too.
+    """
     options = PreconditionerOptions(
         damping=DAMPING,
         factor_every=factor_every,
@@ -64,6 +67,8 @@ def marglik(
 
         def step() -> None:
             optimizer.zero_grad()
+            if counts_anew:
+                preconditioner._step = 0
             F.cross_entropy(model(x), y).backward()
             preconditioner.step()
             optimizer.step()
@@ -167,17 +172,12 @@ OURS: dict[str, Contender] = {
 """New factors and a new preconditioner in each step; one Monte Carlo sample unless empirical."""
 
 
-def _kept(step: int) -> int:
-    """An interval that is due in each step, with inverses that are made for reuse."""
-    return max(step, 2)
-
-
 PARTS: dict[str, Contender] = {
     "old inverses": marglik("reduce", "mc", NEVER, NEVER),
     "new factors, expand": marglik("expand", "mc", 1, NEVER),
     "new factors, reduce": marglik("reduce", "mc", 1, NEVER),
-    "new inverses, expand": marglik("expand", "mc", 1, _kept),
-    "new inverses, reduce": marglik("reduce", "mc", 1, _kept),
+    "new inverses, expand": marglik("expand", "mc", 1, 2, counts_anew=True),
+    "new inverses, reduce": marglik("reduce", "mc", 1, 2, counts_anew=True),
 }
 """Kinds of steps of a run that renews factors and inverses less often than each step."""
 

@@ -1,4 +1,4 @@
-"""(F + damping)⁻¹ g, the preconditioned gradient of a block F = B ⊗ A, and the clipping of norms.
+"""(F + damping)⁻¹ g, the preconditioned gradient of a block F = B ⊗ A, and the KL clip.
 
 F is the block of the mean loss: A is a mean over its terms, and B a mean over the batch's loss
 terms. A gradient G has the shape of its parameter, here (d_out, d_in); vec flattens it row by row.
@@ -11,7 +11,6 @@ Source: Martens & Grosse 2015 (arXiv:1503.05671), sections 6.2 and 6.3; Eschenha
 (arXiv:2311.00636), appendix on the practical choices.
 """
 
-from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import torch
@@ -23,7 +22,6 @@ from kfac_backend.optimizer.options import DampingOn
 
 __all__ = [
     "Inverse",
-    "clip_factor",
     "damped_inverse",
     "diverging",
     "empty_inverse",
@@ -121,7 +119,7 @@ def diverging(what: str, way_out: str = "") -> FloatingPointError:
     """
     return FloatingPointError(
         f"{what} is not finite: the training diverges. Lower the learning rate, raise the damping, "
-        f"warm the learning rate up, or set norm_control (kl_clip, gradient_clip).{way_out}"
+        f"warm the learning rate up, or set norm_control (kl_clip).{way_out}"
     )
 
 
@@ -137,12 +135,6 @@ def kl_clip_factor(inner_products: Tensor, learning_rate: float, kl_limit: float
     """
     moved = learning_rate**2 * inner_products.sum()
     return (kl_limit / moved.clamp(min=torch.finfo(moved.dtype).tiny)).sqrt().clamp(max=1.0)
-
-
-def clip_factor(gradients: Iterable[Tensor], largest: float) -> Tensor:
-    """min(1, largest / ‖g‖), the factor that limits the norm of all gradients together."""
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients))))
-    return (largest / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp(max=1.0)
 
 
 def _balance(B: Tensor, A: Tensor) -> Tensor:

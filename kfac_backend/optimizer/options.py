@@ -1,23 +1,14 @@
 """The options of preconditioning, and their checks."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from kfac_backend.options import check_option, check_positive
 
-__all__ = [
-    "DampingOn",
-    "Interval",
-    "NormControl",
-    "PreconditionerOptions",
-    "interval_at",
-]
+__all__ = ["DampingOn", "NormControl", "PreconditionerOptions"]
 
 DampingOn = Literal["factors", "product"]
-NormControl = Literal["none", "kl_clip", "peak_kl_clip", "gradient_clip", "graft"]
-Interval = int | Callable[[int], int]
-"""A number of steps, or a function of the step (from 0) that returns it."""
+NormControl = Literal["none", "kl_clip", "peak_kl_clip"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +25,7 @@ class PreconditionerOptions:
             inverts both (by Cholesky, about twenty times cheaper than eigenvectors; Martens &
             Grosse 2015, section 6.3). "product" adds λ to B ⊗ A itself, exactly as a prior of
             precision N·λ would.
-        factor_every: number of steps between new factors. A function of the step makes a schedule.
+        factor_every: number of steps between new factors.
         update_every: number of steps between new preconditioners, from the latest factors.
         ema_decay: ρ of the factors' moving average F ← ρF + (1 − ρ)F_batch, corrected for its
             start; 0 takes only the latest factors, as the paper's experiments do.
@@ -49,12 +40,8 @@ class PreconditionerOptions:
             - "peak_kl_clip": the same with the highest learning rate of the schedule, which limits
               gradients alike at all times. It reaches lower training losses, but is worse with
               noisy batches at a constant rate.
-            - "gradient_clip": scale all gradients together to a norm of at most ``norm_limit``.
-            - "graft": give each preconditioned gradient the norm of its gradient, so that the base
-              optimiser's learning rate can stay.
-        norm_limit: see ``norm_control``; None is 0.01 nats for "peak_kl_clip", and 0.001 for the
-            others. Regression is taken to have noise 1, so that κ is in squared units of the
-            targets.
+        norm_limit: κ in nats; None is 0.01 for "peak_kl_clip" and 0.001 for "kl_clip". Regression
+            is taken to have noise 1, so that κ is in squared units of the targets.
 
     Raises:
         ValueError: an option that is not supported.
@@ -62,8 +49,8 @@ class PreconditionerOptions:
 
     damping: float = 0.1
     damping_on: DampingOn = "factors"
-    factor_every: Interval = 10
-    update_every: Interval = 10
+    factor_every: int = 10
+    update_every: int = 10
     ema_decay: float = 0.9
     norm_control: NormControl = "kl_clip"
     norm_limit: float | None = None
@@ -76,7 +63,9 @@ class PreconditionerOptions:
         if not 0 <= self.ema_decay < 1:
             raise ValueError(f"ema_decay must be in [0, 1), not {self.ema_decay}.")
         for name in ("factor_every", "update_every"):
-            interval_at(getattr(self, name), 0, name)
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, not {value!r}.")
 
     @property
     def limit(self) -> float:
@@ -84,16 +73,3 @@ class PreconditionerOptions:
         if self.norm_limit is not None:
             return self.norm_limit
         return 1e-2 if self.norm_control == "peak_kl_clip" else 1e-3
-
-
-def interval_at(interval: Interval, step: int, name: str) -> int:
-    """The interval in steps, at a step.
-
-    Raises:
-        ValueError: an interval that is not an integer of at least 1.
-    """
-    value = interval(step) if callable(interval) else interval
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        when = f" (step {step})" if callable(interval) else ""
-        raise ValueError(f"{name} must be an integer of at least 1, not {value!r}{when}.")
-    return value

@@ -4,7 +4,6 @@ Between ``loss.backward()`` and the optimiser's step it replaces each gradient g
 where F is the parameter's block of the K-FAC curvature of the mean loss.
 """
 
-import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,14 +20,13 @@ from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.model.checks import check_module
 from kfac_backend.optimizer.damped_inverse import (
     Inverse,
-    clip_factor,
     damped_inverse,
     diverging,
     empty_inverse,
     kl_clip_factor,
     precondition,
 )
-from kfac_backend.optimizer.options import PreconditionerOptions, interval_at
+from kfac_backend.optimizer.options import PreconditionerOptions
 from kfac_backend.optimizer.training_pass import MeanOver, TrainingPass
 from kfac_backend.options import (
     CurvatureOptions,
@@ -36,12 +34,9 @@ from kfac_backend.options import (
     check_option,
     check_positive,
 )
-from kfac_backend.precision import at_least_float32
 from kfac_backend.ranks import ProcessGroupOption, Ranks
 
 __all__ = ["KfacPreconditioner"]
-
-KL_CLIPS = ("kl_clip", "peak_kl_clip")
 
 
 class KfacPreconditioner:
@@ -72,10 +67,10 @@ class KfacPreconditioner:
     neither does `torch.compile` of the model that is given here, or of its parts: steps with new
     factors run as Python.
 
-    With a `torch.amp.GradScaler` the gradients may stay scaled, unless ``norm_control`` clips: then
-    call ``scaler.unscale_(optimizer)`` before. Use fisher="mc" with a scaler, since factors of
-    "empirical" would be those of the scaled loss. In all cases pass error_if_nonfinite=False, as
-    the scaler itself skips steps with such gradients.
+    With a `torch.amp.GradScaler` the gradients may stay scaled if ``norm_control`` is "none";
+    otherwise call ``scaler.unscale_(optimizer)`` before. Use fisher="mc" with a scaler, since
+    factors of "empirical" would be those of the scaled loss. In all cases pass
+    error_if_nonfinite=False, as the scaler itself skips steps with such gradients.
 
     Source: Eschenhagen et al. 2023 (arXiv:2311.00636), section 4 and the appendix on optimisation;
     Martens & Grosse 2015 (arXiv:1503.05671).
@@ -233,20 +228,20 @@ class KfacPreconditioner:
             ValueError: no learning rate, though it is needed.
         """
         options = self.options
-        if options.norm_control in KL_CLIPS and lr is None:
-            which = "the learning rate: step(lr=...), for example optimizer.param_groups[0]['lr']"
-            if options.norm_control == "peak_kl_clip":
-                which = "the highest learning rate of the schedule: step(lr=...)"
-            raise ValueError(f"norm_control={options.norm_control!r} needs {which}.")
+        if options.norm_control != "none" and lr is None:
+            raise ValueError(
+                f"norm_control={options.norm_control!r} needs the learning rate: step(lr=...), for "
+                "example optimizer.param_groups[0]['lr'], or the highest for 'peak_kl_clip'."
+            )
         # Factors first, since inverses that are due in the same step are made from them.
         if self._pass.is_due:
             self._average(self._pass.mean_blocks())
-        if self._every(options.update_every, "update_every"):
+        if self._step % options.update_every == 0:
             self._inverses = self._new_inverses()
         with torch.no_grad():
             self._precondition(lr)
         self._step += 1
-        self._pass.is_due = self._every(options.factor_every, "factor_every")
+        self._pass.is_due = self._step % options.factor_every == 0
         if self._pass.is_due and not options.ema_decay:
             self._blocks = {}  # without a moving average the next factors replace them
 
@@ -262,6 +257,12 @@ class KfacPreconditioner:
     def detach(self) -> None:
         """Take all hooks off the model; `step` cannot be used from then on."""
         self._pass.detach()
+
+    def __del__(self) -> None:
+        # A forward pass that no backward pass followed holds its graph, and that the hooks, which
+        # hold the model: a cycle through C++, where Python's collector does not look.
+        if "_pass" in vars(self):
+            self._pass.detach()
 
     def state_dict(self) -> dict[str, Any]:
         """All that a run needs to go on to the bit: tensors, numbers and strings only.
@@ -299,32 +300,12 @@ class KfacPreconditioner:
                     f"{self._made_with.get(what)} here. Load it with the model and the options "
                     "that it was saved with."
                 )
-        step, weight, blocks, inverses = (
-            state[key] for key in ("step", "weight", "blocks", "inverses")
-        )
-        # Every step but the first has inverses. The blocks are dropped before new ones are due if
-        # there is no moving average.
-        if not (
-            step >= 0
-            and 0 <= weight <= 1
-            and set(blocks) in (set(), set(inverses))
-            and bool(inverses) == (step > 0)
-            and set(inverses) <= set(self.names)
-        ):
-            raise ValueError(
-                f"The state of K-FAC is damaged: step {step}, weight {weight} of the moving "
-                f"average, {len(blocks)} blocks and {len(inverses)} inverses do not go together."
-            )
-        for name, tensors in [*blocks.items(), *inverses.items()]:
-            fault = _fault(tensors, self._parameters[name])
-            if fault:
-                raise ValueError(f"The state of K-FAC is damaged: the factors of '{name}' {fault}.")
-        own, generator = self._generator.get_state(), state["generator"]
-        if (generator.dtype, generator.shape) != (own.dtype, own.shape):
-            raise ValueError(
-                "The state's random numbers are those of another kind of device than "
-                f"{self._generator.device}. Load it on a device of the kind it was saved on."
-            )
+        # A sum has no sign to check, but what is damaged is rarely finite.
+        for name, tensors in [*state["blocks"].items(), *state["inverses"].items()]:
+            if not all(torch.isfinite(tensor).all() for tensor in tensors.values()):
+                raise ValueError(
+                    f"The state of K-FAC is damaged: the factors of '{name}' are not finite."
+                )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken, with the same model and options.
@@ -336,57 +317,45 @@ class KfacPreconditioner:
                 changed then.
         """
         self.check_state(state)
+        self._generator.set_state(state["generator"].cpu())
         device = self._generator.device
         self._step, self._weight = int(state["step"]), float(state["weight"])
         self._pass.seen = tuple(state["seen"])
         damping = state["damping"]
         self._damping = dict(damping) if isinstance(damping, Mapping) else float(damping)
-        self._generator.set_state(state["generator"].cpu())
         self._blocks = {
             name: KroneckerBlock(name, tensors["B"], tensors.get("A"))
             for name, tensors in _copies(state["blocks"], device).items()
         }
         self._inverses = _copies(state["inverses"], device)
         self._pass.reset()
-        self._pass.is_due = self._every(self.options.factor_every, "factor_every")
-
-    def _every(self, interval: Any, name: str) -> bool:
-        return self._step % interval_at(interval, self._step, name) == 0
+        self._pass.is_due = self._step % self.options.factor_every == 0
 
     def _new_inverses(self) -> dict[str, Inverse]:
         """Parameter name -> the damped inverse of its block."""
-        blocks, on = self._blocks, self.options.damping_on
-        once = interval_at(self.options.update_every, self._step, "update_every") == 1
-        if self.ranks.size == 1:
-            return self._inverses_of(blocks, once)
-        # Each rank inverts some of the blocks and sends the results to the others, which need no
-        # communication in the steps in between.
-        owners = dict(
-            zip(blocks, self.ranks.owners([b.cost for b in blocks.values()]), strict=True)
-        )
-        own = {name: b for name, b in blocks.items() if owners[name] == self.ranks.rank}
-        computed = self._inverses_of(own, once)
-        inverses = {n: computed.get(n) or empty_inverse(b, on, once) for n, b in blocks.items()}
-        sent = [(t, owners[name]) for name, inverse in inverses.items() for t in inverse.values()]
-        self.ranks.exchange_([t for t, _ in sent], [owner for _, owner in sent], "inverses")
-        return inverses
-
-    def _inverses_of(self, blocks: Mapping[str, KroneckerBlock], once: bool) -> dict[str, Inverse]:
-        """The damped inverses of these blocks, computed at once on several cores of a CPU."""
-        on, damping = self.options.damping_on, self._damping
+        blocks, on, damping = self._blocks, self.options.damping_on, self._damping
+        once = self.options.update_every == 1
 
         def invert(block: KroneckerBlock) -> Inverse:
             own = damping[block.name] if isinstance(damping, dict) else damping
             return damped_inverse(block, own, on, once)
 
+        # Each rank inverts some of the blocks and sends the results to the others, which need no
+        # communication in the steps in between.
+        owners = dict(
+            zip(blocks, self.ranks.owners([b.cost for b in blocks.values()]), strict=True)
+        )
+        own = [block for name, block in blocks.items() if owners[name] == self.ranks.rank]
+        # The largest first: as the last one it would leave the other cores of a CPU idle.
+        own.sort(key=lambda block: -block.cost)
         with torch.no_grad():
-            if self._generator.device.type != "cpu":
-                return {name: invert(block) for name, block in blocks.items()}
-            # The largest first: as the last one it would leave the other cores idle.
-            largest = sorted(blocks.values(), key=lambda block: -_size(block))
-            inverses = map_on_cores(invert, largest)
-        by_name = {block.name: inverse for block, inverse in zip(largest, inverses, strict=True)}
-        return {name: by_name[name] for name in blocks}
+            on_cores = self._generator.device.type == "cpu"
+            found = map_on_cores(invert, own) if on_cores else [invert(block) for block in own]
+        by_name = {block.name: inverse for block, inverse in zip(own, found, strict=True)}
+        inverses = {n: by_name.get(n) or empty_inverse(b, on, once) for n, b in blocks.items()}
+        sent = [(t, owners[name]) for name, inverse in inverses.items() for t in inverse.values()]
+        self.ranks.exchange_([t for t, _ in sent], [owner for _, owner in sent], "inverses")
+        return inverses
 
     def _average(self, new: dict[str, KroneckerBlock]) -> None:
         """F ← ρF + (1 − ρ)F_batch for B and A, divided by the sum of the weights; in place."""
@@ -409,27 +378,19 @@ class KfacPreconditioner:
         with_gradient = {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
         if self.error_if_nonfinite:
             _check_finite(with_gradient)
-        control, limit = self.options.norm_control, self.options.limit
-        clips = control in KL_CLIPS
-        before, after = [], []
+        clips = self.options.norm_control != "none"
+        inner_products, preconditioned = [], []
         for name, inverse in self._inverses.items():
-            if name not in with_gradient:
-                continue
-            g = with_gradient[name]
-            p = precondition(inverse, g)  # (F + λI)⁻¹ g
-            if clips:
-                before.append((p * g).sum(dtype=torch.float32))
-            elif control == "graft":
-                norm = torch.linalg.vector_norm(p)
-                p *= torch.linalg.vector_norm(g) / norm.clamp(min=torch.finfo(p.dtype).tiny)
-            g.copy_(p)
-            after.append(g)
+            if name in with_gradient:
+                g = with_gradient[name]
+                p = precondition(inverse, g)  # (F + λI)⁻¹ g
+                if clips:
+                    inner_products.append((p * g).sum(dtype=torch.float32))
+                preconditioned.append(g.copy_(p))
         # One factor for all parameters, so that the direction of the step stays.
-        if clips and before and lr is not None:
-            torch._foreach_mul_(after, kl_clip_factor(torch.stack(before), lr, limit))
-        elif control == "gradient_clip" and with_gradient:
-            every = list(with_gradient.values())
-            torch._foreach_mul_(every, clip_factor(every, limit))
+        if inner_products and lr is not None:
+            nu = kl_clip_factor(torch.stack(inner_products), lr, self.options.limit)
+            torch._foreach_mul_(preconditioned, nu)
 
     def _tell_plain(self, exclude: Sequence[str]) -> None:
         left_out = _matching(exclude, self._parameters)
@@ -465,34 +426,6 @@ def _check_finite(gradients: Mapping[str, Tensor]) -> None:
     raise diverging(
         f"The gradient of '{wrong}'", " With a GradScaler pass error_if_nonfinite=False."
     )
-
-
-def _size(block: KroneckerBlock) -> int:
-    """Rows of a block's largest factor."""
-    return max(F.shape[-1] for F, _ in block.named_factors())
-
-
-def _fault(tensors: Mapping[str, Tensor], p: Tensor) -> str | None:
-    """What is wrong with the tensors of a parameter's block or inverse, if anything is.
-
-    A factor and its inverse are positive semidefinite, so that no entry of their diagonals is
-    negative; neither is one of a Cholesky root, or of a damped spectrum.
-    """
-    factors = [F for kind, F in tensors.items() if kind != "spectrum"]  # over rows, over columns
-    sizes = [factors[0].shape[:-1].numel(), *[F.shape[-1] for F in factors[1:]]]
-    square = all(F.dim() in (2, 3) and F.shape[-1] == F.shape[-2] for F in factors)
-    entries = {math.prod(sizes), tensors.get("spectrum", p).numel()}
-    if not square or entries != {p.numel()}:
-        return f"have shapes {[tuple(F.shape) for F in tensors.values()]}"
-    for kind, F in tensors.items():
-        if F.dtype != at_least_float32(p.detach()).dtype:
-            return f"have dtype {F.dtype}, for a parameter of dtype {p.dtype}"
-        if not torch.isfinite(F).all():
-            return "are not finite"
-        values = F if kind == "spectrum" else F.diagonal(dim1=-2, dim2=-1)
-        if not kind.startswith("Q") and (values < 0).any():
-            return "have a negative diagonal"
-    return None
 
 
 def _copies(

@@ -26,7 +26,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointError
 from torch.utils.hooks import RemovableHandle
 
 from kfac_backend.block_assembly import assemble_blocks
@@ -322,20 +321,8 @@ class TrainingPass(CurvaturePass):
         self._num_loss_terms += num_counted_terms(f, y, self._likelihood)
         if empirical:
             return  # the backward pass that goes on from here shows the gradients
-        try:
-            with self._no_autocast(), backward_arithmetic(self._options.backward_precision):
-                forward.capture.backward(f, self._vectors(f, y), self._end_vector)
-        except CheckpointError as error:
-            assignment = self._assignment
-            names = [f"'{d.name}' ({type(d.layer).__name__})" for d in assignment.divided]
-            names += [f"'{tracked.name}'" for tracked in assignment.own_parameters]
-            if not names:
-                raise  # a fault of the model's own
-            raise NotImplementedError(
-                "A checkpoint (torch.utils.checkpoint) ran differently the second time. K-FAC "
-                f"changes how {', '.join(names)} run during the forward pass: leave these out of "
-                "checkpoints, freeze them (requires_grad_(False)), or exclude their parameters."
-            ) from error
+        with self._no_autocast(), backward_arithmetic(self._options.backward_precision):
+            forward.capture.backward(f, self._vectors(f, y), self._end_vector)
         self._finish()
 
     def _finish(self) -> None:

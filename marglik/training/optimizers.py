@@ -38,10 +38,9 @@ class KfacConfig:
             alone.
         norm_control: how the length of steps is limited, or none. kl_clip limits the change of the
             predictions (KL divergence) that a step makes at its learning rate, peak_kl_clip at the
-            highest learning rate, gradient_clip the norm of the gradients; graft gives each
-            preconditioned gradient the norm of the plain one.
-        norm_limit: limit of kl_clip and peak_kl_clip (nats) or of gradient_clip (a norm); null
-            takes 0.01 for peak_kl_clip and 0.001 for the others.
+            highest learning rate.
+        norm_limit: limit of the change (nats); null takes 0.01 for peak_kl_clip and 0.001 for
+            kl_clip.
     """
 
     base: BaseOptimizer = "sgd"

@@ -52,21 +52,15 @@ def test_is_the_preconditioner_and_torchs_optimiser(base):
     assert not torch.allclose(plain[8].weight, ours[8].weight)
 
 
-@pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
-def test_it_trains(base, kfac_approx):
+def test_it_trains(kfac_approx):
     """The loss falls, and faster than that of the base optimiser with the same learning rate."""
     x, y = data(40)
     model, plain = network(), network()
-    options = PreconditionerOptions(damping=0.05, factor_every=2, update_every=2)
-    optimizer = KFAC(
-        model, "classification", 0.01, base=base, options=options, kfac_approx=kfac_approx
-    )
+    optimizer = KFAC(model, "classification", 0.01, options=OPTIONS, kfac_approx=kfac_approx)
     losses = train(model, optimizer, 40, x, y)
-    kinds = {"sgd": torch.optim.SGD, "nadamw": torch.optim.NAdam}
-    arguments = {"momentum": 0.9, "nesterov": True} if base == "sgd" else {}
-    without = train(plain, kinds[base](plain.parameters(), 0.01, **arguments), 40, x, y)
-    assert losses[-1] < 0.5 * losses[0] and losses[-1] < without[-1]
+    base = torch.optim.SGD(plain.parameters(), 0.01, momentum=0.9, nesterov=True)
+    assert losses[-1] < 0.5 * losses[0] and losses[-1] < train(plain, base, 40, x, y)[-1]
 
 
 def test_schedulers_closures_and_groups():
@@ -127,16 +121,6 @@ def test_a_limit_at_the_peak_leaves_the_schedule_in_force(name, control):
     at_peak, in_warm_up = lengths
     expected = 0.1 if control == "peak_kl_clip" else 1.0
     assert (in_warm_up / at_peak).item() == pytest.approx(expected, rel=1e-5)
-
-
-def test_frozen_parameters_stay():
-    model, (x, y) = network(), data()
-    model[0].requires_grad_(False)
-    before = model[0].weight.clone()
-    optimizer = KFAC(model, "classification", 0.02, options=OPTIONS)
-    train(model, optimizer, 3, x, y)
-    assert torch.equal(model[0].weight, before)
-    assert sum(len(group["params"]) for group in optimizer.param_groups) == 9
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close
 
-from kfac_backend import kronecker_factors
+from kfac_backend import KroneckerBlock, kronecker_factors
 from kfac_backend.optimizer import KfacPreconditioner, PreconditionerOptions
+from kfac_backend.optimizer.damped_inverse import damped_inverse, precondition
 from tests import oracles
 from tests.kfac_backend.block_checks import MODES, OTHER, randomize
 from tests.kfac_backend.layers.exact_models import CASES
@@ -79,23 +80,14 @@ def test_where_kfac_is_exact_a_step_is_the_damped_newton_step(case):
 @pytest.mark.parametrize("kfac_approx", MODES)
 @pytest.mark.parametrize("damping_on", ["product", "factors"])
 def test_everywhere_else_it_is_the_formula(kfac_approx, damping_on):
+    """`test_damped_inverse` has the formula by dense algebra."""
     model, (x, y) = network(), data()
     factors = kronecker_factors(model, [(x, y)], "classification", kfac_approx=kfac_approx)
     conditioner = preconditioner(model, damping_on=damping_on, kfac_approx=kfac_approx)
     g, found = preconditioned(model, conditioner, F.cross_entropy(model(x), y))
     for name, block in factors.blocks.items():
-        B, A = block.B / len(x), block.A
-        if damping_on == "product" or A is None:
-            dense = block.to_dense() / len(x)
-            dense = dense + LAMBDA * torch.eye(len(dense)).double()
-        else:
-            of_A, of_B = (F.diagonal(dim1=-2, dim2=-1).mean(-1) for F in (A, B))
-            pi = (of_A / of_B).sqrt()[..., None, None]
-            B = B + LAMBDA**0.5 / pi * torch.eye(B.shape[-1]).double()
-            A = A + LAMBDA**0.5 * pi * torch.eye(A.shape[-1]).double()
-            pairs = zip(B, A, strict=True) if B.dim() > 2 else [(B, A)]
-            dense = torch.block_diag(*[torch.kron(b, a) for b, a in pairs])
-        right = torch.linalg.solve(dense, g[name].flatten()).view(g[name].shape)
+        mean = KroneckerBlock(name, block.B / len(x), block.A)
+        right = precondition(damped_inverse(mean, LAMBDA, damping_on), g[name])
         assert_close(found[name], right, rtol=1e-9, atol=1e-11)
         assert error(found[name], g[name]) > 0.05, name
 
@@ -114,26 +106,6 @@ def test_one_step_reaches_the_minimum_of_a_quadratic():
     plain = randomize(nn.Sequential(nn.Linear(3, 2, bias=False)))
     g = gradients(plain, mean_squared(plain(x), y))["0.weight"]
     assert (plain[0].weight - g - solution).norm() > 0.1
-
-
-@pytest.mark.parametrize("fisher", ["exact", "empirical"])
-def test_batches_repeated_or_accumulated_give_the_same_step(fisher):
-    """The same data twice is the same mean; three parts with their losses' share are the whole."""
-    steps = []
-    for way in ("whole", "twice", "accumulated"):
-        model, (x, y) = network(), data(6)
-        conditioner = preconditioner(model, fisher=fisher)
-        if way == "accumulated":
-            for part in torch.arange(6).split(2):
-                (F.cross_entropy(model(x[part]), y[part]) / 3).backward()
-        else:
-            again = 2 if way == "twice" else 1
-            F.cross_entropy(model(x.repeat(again, 1, 1, 1)), y.repeat(again)).backward()
-        conditioner.step()
-        steps.append({name: p.grad for name, p in model.named_parameters()})
-    for name, whole in steps[0].items():
-        assert_close(steps[1][name], whole)
-        assert_close(steps[2][name], whole)
 
 
 def test_moving_average_with_the_correction_of_its_start():
@@ -173,13 +145,8 @@ def count_events(model, steps, **options):
     return factors, inverses
 
 
-def test_intervals_and_schedules():
+def test_intervals():
     assert count_events(network(), 7, factor_every=2, update_every=3) == ([0, 2, 4, 6], [0, 3, 6])
-    schedule = lambda step: 1 if step < 2 else 4  # noqa: E731
-    assert count_events(network(), 9, factor_every=schedule, update_every=schedule) == (
-        [0, 1, 4, 8],
-        [0, 1, 4, 8],
-    )
 
 
 @pytest.mark.parametrize("ema_decay", [0.0, 0.5])
@@ -215,15 +182,14 @@ def test_damping_by_parameter_holds_from_the_next_update_on():
         conditioner.damping = 0.0
 
 
-@pytest.mark.parametrize("clip", ["kl_clip", "peak_kl_clip"])
-def test_kl_clip_needs_and_takes_the_learning_rate(clip):
+def test_kl_clip_needs_and_takes_the_learning_rate():
     """η² Σ⟨p̂, g⟩ ≤ κ afterwards, and the direction is that without."""
     steps = []
-    for control in ("none", clip):
+    for control in ("none", "kl_clip"):
         model, (x, y) = network(), data()
         conditioner = preconditioner(model, norm_control=control, norm_limit=1e-4)
         loss = F.cross_entropy(model(x), y)
-        if control == clip:
+        if control == "kl_clip":
             with pytest.raises(ValueError, match=r"step\(lr=...\)"):
                 conditioner.step()
         steps.append(preconditioned(model, conditioner, loss))
@@ -233,30 +199,8 @@ def test_kl_clip_needs_and_takes_the_learning_rate(clip):
     assert nu < 1
     for name in g:
         assert_close(clipped[name], nu * free[name], rtol=1e-5, atol=1e-9)
-
-
-def test_limits_that_are_not_given():
     assert PreconditionerOptions().limit == 0.001
     assert PreconditionerOptions(norm_control="peak_kl_clip").limit == 0.01
-    assert PreconditionerOptions(norm_limit=0.5).limit == 0.5
-
-
-def test_gradient_clip_is_of_all_gradients():
-    model, (x, y) = network(), data()
-    conditioner = preconditioner(
-        model, norm_control="gradient_clip", norm_limit=0.01, exclude=["10.*"]
-    )
-    _, found = preconditioned(model, conditioner, F.cross_entropy(model(x), y))
-    assert torch.cat([p.flatten() for p in found.values()]).norm() == pytest.approx(0.01)
-
-
-def test_graft_keeps_each_norm():
-    model, (x, y) = network(), data()
-    conditioner = preconditioner(model, norm_control="graft")
-    g, found = preconditioned(model, conditioner, F.cross_entropy(model(x), y))
-    for name in g:
-        assert found[name].norm() == pytest.approx(float(g[name].norm()))
-    assert error(found["10.weight"], g["10.weight"]) > 0.05
 
 
 def test_parameters_without_a_rule_keep_their_gradients_and_are_named_once():
@@ -341,9 +285,8 @@ def test_autocast_trains_with_float32_factors():
         ("damping", 0.0, "damping must be positive, not 0"),
         ("damping_on", "both", "'factors', 'product'"),
         ("factor_every", 0, "factor_every must be an integer of at least 1, not 0"),
-        ("update_every", lambda step: 0.5, r"update_every must be .* not 0.5 \(step 0\)"),
         ("ema_decay", 1.0, r"ema_decay must be in \[0, 1\), not 1.0"),
-        ("norm_control", "clip", "'none', 'kl_clip', 'peak_kl_clip', 'gradient_clip', 'graft'"),
+        ("norm_control", "clip", "'none', 'kl_clip', 'peak_kl_clip'"),
         ("norm_limit", -1.0, "norm_limit must be positive"),
     ],
 )

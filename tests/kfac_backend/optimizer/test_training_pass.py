@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kfac_backend import kronecker_factors
 from kfac_backend.layers import Scale
+from kfac_backend.optimizer import KFAC
 from kfac_backend.optimizer.training_pass import TrainingPass
 from kfac_backend.options import CurvatureOptions
 from marglik.models import GPT
@@ -149,23 +150,13 @@ def test_monte_carlo_in_the_mean(kfac_approx):
     assert error(one["10.weight"].B, exact["10.weight"].B) > 0.25  # a single sample is not enough
 
 
-@pytest.mark.parametrize("kfac_approx", MODES)
-def test_empirical_fisher_is_that_of_the_training_gradients(kfac_approx):
-    model, (x, y) = network(), data()
-    blocks = in_training(model, x, y, kfac_approx=kfac_approx, fisher="empirical")
-    factors = kronecker_factors(
-        model, [(x, y)], "classification", kfac_approx=kfac_approx, fisher="empirical"
-    )
-    for name, block in blocks.items():
-        assert_close(block.to_dense(), factors.to_dense(name) / 7)
-
-
 @pytest.mark.parametrize("fisher", ["exact", "empirical"])
 @pytest.mark.parametrize("kfac_approx", MODES)
 def test_gradient_accumulation_is_one_batch(kfac_approx, fisher):
     model, (x, y) = network(), data(6)
-    whole = in_training(model, x, y, kfac_approx=kfac_approx, fisher=fisher)
-    curvature = training_pass(model, kfac_approx=kfac_approx, fisher=fisher)
+    options = {"kfac_approx": kfac_approx, "fisher": fisher}
+    whole = assert_blocks_of_a_pass(model, x, y, **options)
+    curvature = training_pass(model, **options)
     for x_i, y_i in zip(x.split(2), y.split(2), strict=True):
         (loss_of(model(x_i), y_i) / 3).backward()
     for name, block in curvature.mean_blocks().items():
@@ -249,22 +240,18 @@ class Checkpointed(nn.Module):
 
 
 CHECKPOINTED = {
-    "linear": (lambda: nn.Linear(4, 4), (3,)),
     "shared axis": (lambda: nn.Linear(4, 4), (5, 3)),
     "used twice": (lambda: nn.Sequential(*2 * [nn.Linear(4, 4)]), (3,)),
-    "norm": (lambda: nn.LayerNorm(4), (3,)),
     "scale": (Scale, (3,)),
     "batch norm": (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), (3,)),
     "dropout": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), (3,)),
 }
 
 
-@pytest.mark.parametrize("fisher", ["exact", "mc", "empirical"])
+@pytest.mark.parametrize("fisher", ["mc", "empirical"])
 @pytest.mark.parametrize("name", CHECKPOINTED)
 def test_checkpoints_change_no_number(name, fisher, monkeypatch):
     make, shape = CHECKPOINTED[name]
-    if name == "batch norm" and fisher == "exact":
-        pytest.skip("an error in train mode")
     torch.manual_seed(0)
     model = Checkpointed(make()).double()
     x, y = normal(6, *shape), torch.tensor([0, 1, 1, 0, 1, 0])
@@ -278,25 +265,10 @@ def test_checkpoints_change_no_number(name, fisher, monkeypatch):
         monkeypatch.setitem(globals(), "checkpoint", lambda f, h, **options: f(h))
     (runs, blocks, gradients), (plain_runs, expected, plain_gradients) = results.values()
     assert runs > plain_runs  # it did run again
-    assert list(blocks) == list(expected)
     for block, other in zip(blocks.values(), expected.values(), strict=True):
         assert block.to_dense().any()
         assert_close(block.to_dense(), other.to_dense(), rtol=1e-12, atol=0)
     assert_close(gradients, plain_gradients, rtol=1e-12, atol=0)
-
-
-def test_a_checkpointed_head_has_the_block_by_brute_force():
-    class Headed(nn.Sequential):
-        def forward(self, x):
-            h = self[0](x)
-            return checkpoint(self[1], h, use_reentrant=False) if self.training else self[1](h)
-
-    torch.manual_seed(0)
-    model = Headed(nn.Linear(3, 4), nn.Linear(4, 2)).double()
-    x, y = normal(5, 3), torch.tensor([0, 1, 1, 0, 0])
-    blocks = in_training(model, x, y)
-    ggn = oracles.dense_ggn_blocks(model[1], model[0](x), "classification")
-    assert_close(blocks["1.bias"].to_dense(), ggn["bias"] / 5)
 
 
 @pytest.mark.parametrize(
@@ -304,7 +276,6 @@ def test_a_checkpointed_head_has_the_block_by_brute_force():
     [
         ({"in_eval_mode": True}, "Layer 'block' .* in train mode alone"),
         ({"use_reentrant": True}, "Layer 'block' .* use_reentrant=False"),
-        ({"use_reentrant": True, "in_eval_mode": True}, "Layer 'block' .* use_reentrant=False"),
     ],
 )
 def test_other_checkpoints_are_named_errors_in_the_first_forward_pass(options, message):
@@ -312,30 +283,6 @@ def test_other_checkpoints_are_named_errors_in_the_first_forward_pass(options, m
     training_pass(model)
     with pytest.raises(NotImplementedError, match=message):
         model(torch.randn(5, 3))
-
-
-def test_checkpointed_layers_that_run_by_parts_are_a_named_error():
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.MultiheadAttention(4, 2, batch_first=True)
-
-        def forward(self, h):
-            return self.inner(h, h, h, need_weights=False)[0]
-
-    model = Checkpointed(Attention())
-    curvature = training_pass(
-        model, left_out=[n for n, _ in model.named_parameters() if "block" in n]
-    )
-    loss_of(model(torch.randn(6, 5, 3)), torch.zeros(6).long()).backward()
-    assert curvature.mean_blocks()
-    curvature.detach()
-    training_pass(model)
-    f = model(torch.randn(6, 5, 3))
-    with pytest.raises(
-        NotImplementedError, match="'block.inner' .* leave these out of checkpoints"
-    ):
-        loss_of(f, torch.zeros(6).long()).backward()
 
 
 class Compiling:
@@ -413,14 +360,12 @@ def test_compiled_steps_change_no_number(what, compiling):
     assert compiling.compiled == 1
 
 
-@pytest.mark.parametrize("how", ["before", "after", "in place"])
+@pytest.mark.parametrize("how", ["before", "in place"])
 def test_a_model_in_compiled_code_is_a_named_error(how, compiling):
     model = small_network()
     called = torch.compile(model, backend=compiling) if how == "before" else model
     curvature = training_pass(model)
-    if how == "after":
-        called = torch.compile(model, backend=compiling)
-    elif how == "in place":
+    if how == "in place":
         model.compile(backend=compiling)
     with pytest.raises(
         NotImplementedError, match=r"\(Sequential\) runs in code that torch.compile"
@@ -496,20 +441,12 @@ def test_forward_passes_without_a_backward_pass_are_forgotten():
     loss_of(model(x), y).backward()
     for name, block in curvature.mean_blocks().items():
         assert_close(block.to_dense(), whole[name].to_dense())
-
-
-def test_a_forward_pass_without_backward_between_accumulated_ones_is_an_error():
-    model, (x, y) = network(), data()
-    training_pass(model)
+    # But not those between accumulated ones, whose inputs are in the sums.
     loss_of(model(x), y).backward()
     model(x)
     with pytest.raises(RuntimeError, match=r"without a backward pass.*no_grad\(\)"):
         model(x)
-
-
-def test_two_forward_passes_before_one_backward_are_an_error():
-    model, (x, y) = network(), data()
-    training_pass(model)
+    curvature.reset()
     loss = loss_of(model(x), y) + loss_of(model(2 * x), y)
     with pytest.raises(RuntimeError, match="one backward pass after each forward pass"):
         loss.backward()
@@ -553,45 +490,19 @@ def test_detach_and_copies():
     assert not model._forward_hooks and not model._forward_pre_hooks
 
 
-@pytest.mark.parametrize("fisher", ["exact", "mc", "empirical"])
 @pytest.mark.parametrize("backward", [True, False])
-def test_the_graph_is_freed(fisher, backward):
-    class Watched(torch.autograd.Function):
-        @staticmethod
-        def forward(x):
-            return x.clone()
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.watched = watched = nn.Identity()
-            alive.append(weakref.ref(watched))
-
-        @staticmethod
-        def backward(ctx, b):
-            return b
-
-    alive = []
-    model, (x, y) = (
-        nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)),
-        (torch.randn(5, 3), torch.ones(5).long()),
-    )
-    watched = nn.Sequential(model[0], model[1])
-    watched.forward = lambda x: model[1](Watched.apply(model[0](x)))
-    curvature = training_pass(watched, fisher=fisher)
-    watched(x)  # makes the proof, and is dropped
-    gc.disable()
-    try:
-        alive.clear()
-        f = watched(x)
-        assert alive[0]() is not None
-        if backward:
-            loss_of(f, y).backward()
-            curvature.mean_blocks()
-        del f
-        curvature.reset()
-        assert alive[0]() is None
-    finally:
-        gc.enable()
+@pytest.mark.parametrize("make", [network, lambda: nn.Linear(4, 3).double()])
+def test_the_network_is_freed_with_its_optimiser(make, backward):
+    """A forward pass that no backward pass follows holds a graph, whose hooks know the network."""
+    model = make()
+    optimizer = KFAC(model, "classification")
+    f = model(data()[0]).flatten(0, -2)
+    if backward:
+        loss_of(f, torch.zeros(len(f)).long()).backward()
+    alive = weakref.ref(model), weakref.ref(f)
+    del model, f, optimizer
+    gc.collect()
+    assert [one() for one in alive] == [None, None]
 
 
 def test_what_no_hook_sees_keeps_its_plain_gradient_and_is_named():
@@ -608,11 +519,6 @@ def test_what_cannot_be_followed_names_the_way_out():
     training_pass(model := Functional(True))
     with pytest.raises(NotImplementedError, match=r"'fc.weight' reached.*\(exclude\)"):
         model(torch.randn(4, 3))
-
-
-def test_batched_is_refused():
-    with pytest.raises(ValueError, match="batched=False"):
-        training_pass(network(), batched=True)
 
 
 def test_a_single_layer_is_a_model():
