@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from kfac_backend.blocks.block import CorrectedBlock, decompose_on_ranks
 from kfac_backend.blocks.kronecker import KroneckerFactors
+from kfac_backend.covariance.contraction import LARGEST_PRODUCT
 from kfac_backend.covariance.corrected_eigenvalues import CorrectedEigenvalues
-from kfac_backend.covariance.eigenbasis import LARGEST_PRODUCT
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.layers import ExactRule, Use
 from kfac_backend.model.batches import each_batch, split_batch

@@ -3,15 +3,14 @@
 The limit of a batch is a forward pass and C = 10 backward passes to the inputs only, in
 channels_last. All is in float32 with CIFAR-10 shapes and all 50 tensors; laplace-torch's are
 without Fixup's scalars. The posterior belongs to a network trained for a few epochs, with a
-precision per tensor learned at the end (reduce), because the cost of a tolerance depends on how
-many directions the data determine. The images are CIFAR-10 (JPEG) if they exist (``MARGLIK_DATA``,
-or ../shared/data), else noise.
+precision per tensor learned at the end (reduce). The images are CIFAR-10 (JPEG) if they exist
+(``MARGLIK_DATA``, or ../shared/data), else noise.
 
 Each part is a JSON file in ``results/bench_predictive_DEVICE/`` of the working directory, written
 when the part is done:
 
 - batch_32: interleaved seconds of a training step, the limit, and ours with all layers, with the
-  last and with tolerances; and the peak memory of each, beside the posterior's eigenvectors.
+  last; and the peak memory of each, beside the posterior's eigenvectors.
 - jacobians: laplace-torch's Jacobian path at growing batches, each in a process of its own that
   may use 24 GiB.
 - stream: 10,000 images.
@@ -27,7 +26,6 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +58,6 @@ class Config:
     train_images: int = 2000
     epochs: int = 4
     """Epochs of Adam before the posterior is made."""
-    tolerances: tuple[float, ...] = (0.001, 0.01, 0.1)
-    """Tolerances: shares by which variances may be too large."""
     seed: int = 0
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -80,10 +76,6 @@ def run_batch(config: Config) -> dict[str, Any]:
         "ours": lambda: laplace.output_distribution(x),
         "ours, last layer": lambda: laplace.output_distribution(x, layers="last"),
     }
-    covariances = {0.0: laplace.output_distribution(x)[1]}
-    for t in config.tolerances:
-        of_tolerance = partial(laplace.output_distribution, x, tolerance=t)
-        work[f"ours, tolerance {t:g}"], covariances[t] = of_tolerance, of_tolerance()[1]
     measured = interleaved(work, config.repetitions, device)
     median = medians(measured)
     return {
@@ -92,10 +84,6 @@ def run_batch(config: Config) -> dict[str, Any]:
         "median_seconds": median,
         "times_the_limit": {name: value / median["limit"] for name, value in median.items()},
         "peak_mebibytes": {name: peak_memory(work[name], device) / 2**20 for name in work},
-        "variances_too_large_by": {
-            f"ours, tolerance {t:g}": _most_too_large(covariances[t], covariances[0.0])
-            for t in config.tolerances
-        },
         "seconds": measured,
         **environment(device),
     }
@@ -151,17 +139,15 @@ def run_stream(config: Config) -> dict[str, Any]:
 def table(folder: Path) -> str:
     """The finished parts as Markdown."""
     lines = [
-        "| 32 images | seconds | times the limit | MiB | variances too large by |",
-        "|---|---|---|---|---|",
+        "| 32 images | seconds | times the limit | MiB |",
+        "|---|---|---|---|",
     ]
     parts = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     if "batch_32" in parts:
         part = parts["batch_32"]
         for name, value in part["median_seconds"].items():
             ratio, memory = part["times_the_limit"][name], part["peak_mebibytes"][name]
-            wrong = part.get("variances_too_large_by", {}).get(name)
-            wrong = "" if wrong is None else f"{wrong:.1g}"
-            lines.append(f"| {name} | {value:.2f} | {ratio:.2f} | {memory:.0f} | {wrong} |")
+            lines.append(f"| {name} | {value:.2f} | {ratio:.2f} | {memory:.0f} |")
     if "jacobians" in parts:
         lines += ["", "| laplace-torch, batch | seconds an image | GiB |", "|---|---|---|"]
         for entry in parts["jacobians"]["batches"]:
@@ -182,12 +168,6 @@ def table(folder: Path) -> str:
 
 
 PARTS = {"batch_32": run_batch, "jacobians": run_jacobians, "stream": run_stream}
-
-
-def _most_too_large(covariances: Tensor, exact: Tensor) -> float:
-    """The largest share by which a variance is too large."""
-    ratios = covariances.diagonal(dim1=1, dim2=2) / exact.diagonal(dim1=1, dim2=2)
-    return float((ratios - 1).max())
 
 
 def _posterior(config: Config) -> KronLaplace:

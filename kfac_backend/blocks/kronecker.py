@@ -72,7 +72,6 @@ class KroneckerFactors:
         """Whether any block has corrected eigenvalues, see `corrected_factors`."""
         return any(isinstance(block, CorrectedBlock) for block in self.blocks.values())
 
-    @property
     def __mul__(self, weight: float) -> "KroneckerFactors":
         """The factors of the same data with a weight ≥ 0, as if each example came that often."""
         if not 0.0 <= float(weight) < math.inf:

@@ -12,7 +12,7 @@ from kfac_backend.layers import ExampleGradients, Rule, Use
 from kfac_backend.layers.rule import dense_gradients
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
 
-__all__ = ["LayerGradients", "ParameterGradients", "PosteriorPrecision", "Seen", "some_examples"]
+__all__ = ["LayerGradients", "ParameterGradients", "PosteriorPrecision", "Seen"]
 
 PosteriorPrecision = Mapping[str, tuple[EigenBlock, Tensor]]
 """Parameter name -> its block's eigenvectors, and the precision's eigenvalues > 0 in their basis,
@@ -45,15 +45,18 @@ class ParameterGradients(NamedTuple):
         inputs = [g.a for g, _ in self.uses if g.a is not None]
         return ExampleGradients(b, torch.cat(inputs, 2) if inputs else None), self.uses[0][1]
 
-    def dense_in_basis(self, most_bytes: int) -> Iterator[Float[Tensor, "n C *spectrum"]]:
+    def dense_in_basis(
+        self, most_bytes: int, q: int = 1
+    ) -> Iterator[Float[Tensor, "n C *spectrum"]]:
         """Qᵀ g of the dense gradients g of n examples after the other, in the spectrum's shape.
 
         Args:
-            most_bytes: bytes that those of n examples may take; n is at least one.
+            most_bytes: bytes that those of n examples may take.
+            q: n is a multiple of it.
         """
         _, N, _, C, _ = self.uses[0][0].b.shape
         Q_B, Q_A = self.block.Q_B, self.block.Q_A
-        size = max(1, most_bytes // (C * self.spectrum.numel() * Q_B.dtype.itemsize))
+        size = max(1, most_bytes // (q * C * self.spectrum.numel() * Q_B.dtype.itemsize)) * q
         for start in range(0, N, size):
             some = slice(start, start + size)
             g = sum(dense_gradients(_of_some(of_use, some), way) for of_use, way in self.uses)
@@ -86,6 +89,21 @@ class LayerGradients:
         """Whether no other use contributes to the gradients in the layer's parameters."""
         return uses == 1 and not self._tied.intersection(_places(tracked))
 
+    def some_examples(self, seen: Seen, most_bytes: int) -> Iterator[tuple[slice, Seen]]:
+        """Parts of a use whose inputs and gradients take some bytes, but at least one example."""
+        tracked, use, rows = seen
+        if use.rows is not None:  # rows of several examples have no slices
+            yield slice(None), seen
+            return
+        _, R, C, d_out = rows.shape
+        entries = max(self._spectra[name][0].numel for name in tracked.parameters.values())
+        # Both are held twice while they are rotated into the eigenbasis.
+        of_example = 2 * R * (entries // d_out + C * d_out) * rows.element_size()
+        size = max(1, most_bytes // max(1, of_example))
+        for start in range(0, len(use.a), size):
+            chunk = slice(start, start + size)
+            yield chunk, (tracked, Use(use.a[chunk]), rows[chunk])
+
     def of_uses(self, seen: list[Seen]) -> Iterator[ParameterGradients]:
         """Each parameter's gradients, summed over the given uses."""
         uses: dict[tuple[str, tuple[int, int]], list[tuple[ExampleGradients, bool]]] = {}
@@ -100,17 +118,6 @@ class LayerGradients:
             if slots > 1:  # a tensor that holds several maps, one below the other
                 block, spectrum = _group_of(block, slot), spectrum[slot]
             yield ParameterGradients(block, spectrum, of_place)
-
-
-def some_examples(seen: Seen, size: int) -> Iterator[tuple[slice, Seen]]:
-    """Parts of a use with ``size`` examples each; the whole use if it has `Use.rows`."""
-    tracked, use, rows = seen
-    if use.rows is not None:
-        yield slice(None), seen
-        return
-    for start in range(0, len(use.a), size):
-        chunk = slice(start, start + size)
-        yield chunk, (tracked, Use(use.a[chunk]), rows[chunk])
 
 
 def _group_of(block: EigenBlock, g: int) -> EigenBlock:

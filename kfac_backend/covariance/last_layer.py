@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from kfac_backend.covariance.eigenbasis import bases, rotated
+from kfac_backend.covariance.contraction import bases, rotated
 from kfac_backend.covariance.gradients import PosteriorPrecision
 from kfac_backend.covariance.output_covariance import (
     OutputCovariance,

@@ -46,7 +46,7 @@ class GradientsWithoutRule:
         self._at_once = True
 
     def __call__(
-        self, x: Any, f: Tensor, positions: Tensor, columns: Tensor
+        self, x: Any, f: Tensor, positions: Tensor, columns: Tensor, together: bool = False
     ) -> Iterator[tuple[slice, dict[str, ExampleGradients]]]:
         """Slices of the examples, one after the other, and their gradients by parameter.
 
@@ -55,7 +55,20 @@ class GradientsWithoutRule:
             f: their wanted outputs, (N, K).
             positions: (N,) the position of these outputs, among all positions of an output.
             columns: (N, K) the indices of the outputs there.
+            together: return those of all examples at once.
         """
+        parts = self._parts(x, f, positions, columns)
+        if not together:
+            yield from ((which, _as_diagonal(found)) for which, found in parts)
+        elif self._parameters:
+            found = [of_part for _, of_part in parts]
+            whole = {name: torch.cat([J[name] for J in found]) for name in self._parameters}
+            yield slice(None), _as_diagonal(whole)
+
+    def _parts(
+        self, x: Any, f: Tensor, positions: Tensor, columns: Tensor
+    ) -> Iterator[tuple[slice, dict[str, Tensor]]]:
+        """Name -> (n, K, ...), of some examples after the other."""
         N, K = f.shape
         apart = num_examples(x) == N
         self._at_once = self._at_once and apart and isinstance(x, Tensor | Mapping)
@@ -70,7 +83,7 @@ class GradientsWithoutRule:
             if jacobians is None:
                 which = slice(start, start + (1 if apart else N))
                 jacobians = self._of_batch(x, positions, columns, which, apart)
-            yield which, {name: _as_diagonal(J) for name, J in jacobians.items()}
+            yield which, jacobians
             start = which.stop
 
     def _all_at_once(
@@ -116,6 +129,9 @@ class GradientsWithoutRule:
         return jacrev(partial(outputs, x=some))(self._parameters)
 
 
-def _as_diagonal(jacobian: Tensor) -> ExampleGradients:
+def _as_diagonal(jacobians: dict[str, Tensor]) -> dict[str, ExampleGradients]:
     """(N, K, ...) as P groups of one entry, (P, N, 1, K, 1)."""
-    return ExampleGradients(jacobian.flatten(2).movedim(2, 0)[:, :, None, :, None])
+    return {
+        name: ExampleGradients(J.flatten(2).movedim(2, 0)[:, :, None, :, None])
+        for name, J in jacobians.items()
+    }

@@ -23,7 +23,7 @@ from kfac_backend.blocks.block import (
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.covariance.last_layer import LastLayerCovariance
 from kfac_backend.covariance.linearised import linearised_outputs
-from kfac_backend.covariance.output_covariance import OutputCovariance, check_tolerance
+from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature import kronecker_factors
 from kfac_backend.eigenvalue_correction import check_read_twice, corrected_factors
 from kfac_backend.model.checks import check_finite, check_module
@@ -476,20 +476,18 @@ class Posterior:
         return mean + torch.cat(changes, 1)
 
     def linearised_outputs(
-        self, samples: Float[Tensor, "S P"], x: Any, memory: int | None = None
+        self, samples: Float[Tensor, "S P"], x: Any
     ) -> Float[Tensor, "S N *R C"]:
         """Outputs f(x) + J(x) (θ − θ*) of the linearised network, at least in float32.
 
         With θ from `sample` they are exact samples of the distribution of the outputs, jointly over
         all inputs and positions. The GGN is the Hessian of this network's loss; the same parameters
         predict badly in the network itself. Source: Immer, Korzepa & Bauer 2021 (arXiv:2008.08400).
-        Each sample costs about a backward pass, whatever the number of outputs.
+        Each sample costs about three forward passes, whatever the number of outputs.
 
         Args:
             samples: parameter vectors θ, as `sample` returns them.
             x: inputs, a tensor or a mapping of tensors; moved to the model's device.
-            memory: bytes that a graph may hold at once, see
-                `kfac_backend.covariance.linearised.linearised_outputs`.
         """
         mean = at_least_float32(self.mean.detach())
         parts = (samples - mean).split([p.numel() for p in self.params], dim=1)
@@ -497,7 +495,7 @@ class Posterior:
             name: part.unflatten(1, p.shape)
             for name, p, part in zip(self.fitted_factors().blocks, self.params, parts, strict=True)
         }
-        return in_eval_mode(self.model, linearised_outputs)(self.model, changes, x, memory)
+        return in_eval_mode(self.model, linearised_outputs)(self.model, changes, x)
 
     def output_distribution(
         self,
@@ -508,7 +506,6 @@ class Posterior:
         positions: Bool[Tensor, "N *R"] | None = None,
         classes: Int[Tensor, "*chosen K"] | None = None,
         variance_only: bool = False,
-        tolerance: float = 0.0,
     ) -> tuple[Float[Tensor, "*chosen C"], Float[Tensor, "..."]]:
         """Outputs f and covariances J Σ Jᵀ of the linearised network's outputs: (N, C), (N, C, C).
 
@@ -529,24 +526,15 @@ class Posterior:
             variance_only: whether to return the variances (..., C), the diagonals of the
                 covariances, and to allocate no C×C array. For the last layer, variances cost no
                 more than a forward pass for any C.
-            tolerance: t ≥ 0; results lie between the exact variances V and (1 + t) V, which saves
-                time; see `OutputCovariance`.
 
         Raises:
             AttributeError: the posterior is not fitted.
-            ValueError: a tolerance that is negative or not finite, or one for the last layer; NaN
-                or infinity in the outputs.
+            ValueError: NaN or infinity in the outputs.
         """
         check_option("layers", layers, Layers)
-        check_tolerance(tolerance)
-        if tolerance and layers == "last":
-            raise ValueError(
-                f"tolerance {tolerance} is not supported with layers='last', whose variances are "
-                "exact at the cost of a forward pass; leave it out."
-            )
 
         def distribution() -> tuple[Tensor, Tensor]:
-            covariance = self._output_covariance(x, layers, memory, tolerance)
+            covariance = self._output_covariance(x, layers, memory)
             f, of_f = covariance(x, positions, classes, variance_only=variance_only)
             check_finite(self.model, f, x)
             return f, of_f
@@ -591,7 +579,7 @@ class Posterior:
         return f.to(x.dtype), covariance.reshape(*batch, *covariance.shape[1:]).to(x.dtype)
 
     def _output_covariance(
-        self, x: Any, layers: Layers, memory: int | None, tolerance: float
+        self, x: Any, layers: Layers, memory: int | None
     ) -> OutputCovariance | LastLayerCovariance:
         """The function for output covariances at the current hyperparameters.
 
@@ -599,7 +587,7 @@ class Posterior:
         precision in the eigenbasis, and a proof that its hooks see all uses of the parameters.
         """
         state = self._hyperparameters
-        key = layers, memory, tolerance
+        key = layers, memory
         known = self._covariances.get(key)
         if known is None or known[0] != state:
             last = last_layer(self.model, x) if layers == "last" else None
@@ -607,9 +595,7 @@ class Posterior:
                 names = None if last is None else self._names_in(last)
                 blocks = self.precision_blocks(names)
             if last is None:
-                covariance = OutputCovariance(
-                    self.model, blocks, memory=memory, tolerance=tolerance
-                )
+                covariance = OutputCovariance(self.model, blocks, memory=memory)
             else:
                 covariance = LastLayerCovariance(self.model, last, blocks, memory=memory)
             self._covariances[key] = known = (state, covariance)

@@ -176,7 +176,7 @@ class HeldOut:
             if likelihood == "classification":
                 y = y.long()
             if samples is not None:
-                spread = posterior.linearised_outputs(samples, x, memory) - f
+                spread = posterior.linearised_outputs(samples, x) - f
                 spread = spread.flatten(1, -2).movedim(0, 1)  # (M, S, C)
             else:
                 mask = counted if f.dim() > 2 else None
@@ -186,7 +186,6 @@ class HeldOut:
                     memory,
                     positions=mask,
                     variance_only=variance_only,
-                    tolerance=config.tolerance,
                 )
                 spread = spread.flatten(0, -2 if variance_only else -3)  # (M, C) or (M, C, C)
             f, y = f.flatten(0, -2), y.flatten(0, f.dim() - 2)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.covariance.output_covariance import check_tolerance, default_memory
+from kfac_backend.covariance.output_covariance import default_memory
 from kfac_backend.model.batches import examples, to_device
 from kfac_backend.model.calls import call_with, num_examples
 from kfac_backend.model.checks import check_finite, check_module
@@ -88,10 +88,6 @@ class PredictiveConfig:
         memory: MiB that gradients and their products may take at once, besides the activations of
             a few examples; batches are split to stay within it. null takes 144 on a CPU, and an
             eighth of the memory on a GPU.
-        variance_tolerance: largest relative error of the outputs' variances, such as 0.01. A
-            positive tolerance saves time: where the posterior is that close to the prior, the
-            prior's variance is taken. Variances may become too large, never too small. null is
-            exact. Not for linearised or the last layer.
         calibration: held_out scales the covariance and the outputs by factors fitted to held-out
             data; none is the plain Laplace predictive.
 
@@ -105,7 +101,6 @@ class PredictiveConfig:
     layers: Layers = "all"
     batch_size: int = 256
     memory: int | None = None
-    variance_tolerance: float | None = None
     calibration: CalibrationMethod = "held_out"
 
     def __post_init__(self) -> None:
@@ -121,23 +116,11 @@ class PredictiveConfig:
                 raise TypeError(f"predictive.{name} must be a whole number, not {value!r}.")
             if name in ("samples", "networks") and value > MOST_SAMPLES:
                 raise ValueError(f"predictive.{name} must be at most {MOST_SAMPLES}, not {value}.")
-        check_tolerance(self.tolerance, "predictive.variance_tolerance")
-        if self.tolerance and (self.method == "linearised" or self.layers == "last"):
-            raise ValueError(
-                f"predictive.variance_tolerance {self.tolerance} is for the variances of all "
-                f"layers; method {self.method!r} with layers {self.layers!r} computes none of "
-                "them. Leave it out."
-            )
         if self.method == "linearised" and self.layers != "all":
             raise ValueError(
                 f"predictive.layers {self.layers!r} is not for method 'linearised'; choose 'all', "
                 "or another method."
             )
-
-    @property
-    def tolerance(self) -> float:
-        """The tolerance of the variances, 0 where they are exact."""
-        return self.variance_tolerance or 0.0
 
     @property
     def is_calibrated(self) -> bool:
@@ -180,8 +163,7 @@ class PredictiveConfig:
     def label(self) -> str:
         """Its name in tables and files."""
         last = ", last layer" if self.layers == "last" else ""
-        within = f", tolerance {self.tolerance:g}" if self.tolerance else ""
-        return f"Laplace, {self.method}{last}{within}"
+        return f"Laplace, {self.method}{last}"
 
 
 def map_predictive(
@@ -264,7 +246,6 @@ def laplace_predictive(
             memory,
             positions=positions,
             variance_only=variance_only,
-            tolerance=config.tolerance,
         )
         f, covariance = f.flatten(0, -2), covariance.flatten(0, -2 if variance_only else -3)
         return predict_from_gaussian(
@@ -303,11 +284,10 @@ def _linearised_networks(
     calibration: Calibration,
 ) -> Predictive:
     samples = laplace.sample(config.networks, generator)
-    memory = config.memory and config.memory * 2**20
 
     @torch.no_grad()
     def predict(x: Any) -> Prediction:
-        outputs = laplace.linearised_outputs(samples, x, memory)
+        outputs = laplace.linearised_outputs(samples, x)
         f = outputs_of(laplace.model, x)
         return predict_from_deviations(f, outputs - f, likelihood, laplace.sigma_noise, calibration)
 

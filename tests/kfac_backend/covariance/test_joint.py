@@ -9,7 +9,6 @@ from torch import nn
 from torch.testing import assert_close
 
 from kfac_backend.covariance.output_covariance import OutputCovariance
-from kfac_backend.covariance.parameter_covariance import joint_covariance
 from kfac_backend.layers import ExampleGradients
 from tests.kfac_backend.covariance.posteriors import NETWORKS, jacobians, posterior
 from tests.kfac_backend.networks import OwnNorm

@@ -150,26 +150,19 @@ def test_does_not_depend_on_batches(likelihood, method):
     assert_close(values(predictive(la, method)(x)), values(whole))  # and for the same seed
 
 
-def test_memory_and_tolerance_reach_the_covariance(monkeypatch):
+def test_memory_reaches_the_covariance(monkeypatch):
     given = []
 
     class Recording(OutputCovariance):
-        def __init__(self, *args, memory, tolerance):
-            given.append((memory, tolerance))
-            super().__init__(*args, memory=memory, tolerance=tolerance)
+        def __init__(self, *args, memory):
+            given.append(memory)
+            super().__init__(*args, memory=memory)
 
     monkeypatch.setattr("marglik.posterior.posterior.OutputCovariance", Recording)
     la, x = fitted()
     for memory in (1, 64, 64):
         predictive(la, "probit", memory=memory)(x)
-    assert given == [(2**20, 0.0), (2**26, 0.0)]  # and the last one was kept
-    config = PredictiveConfig(variance_tolerance=0.1)
-    predictive(la, "probit", variance_tolerance=0.1)(x)
-    calibrate(la, [(x, torch.arange(len(x)) % 3)], config)
-    assert given[2:] == [(None, 0.1)]
-    assert list(la.calibrations) == ["Laplace, probit, tolerance 0.1"]
-    with pytest.raises(ValueError, match="tolerance 0.1 is not supported with layers='last'"):
-        la.output_distribution(x, "last", tolerance=0.1)
+    assert given == [2**20, 2**26]  # and the last one was kept
 
 
 def test_last_layer():
@@ -247,15 +240,6 @@ def test_a_flat_posterior_is_the_map():
             {"method": "linearised", "layers": "last"},
             "layers 'last' is not for method 'linearised'; ",
         ),
-        (
-            {"method": "linearised", "variance_tolerance": 0.1},
-            "variance_tolerance 0.1 is for the variances of all layers; method 'linearised'",
-        ),
-        (
-            {"layers": "last", "variance_tolerance": 0.1},
-            "with layers 'last' computes none of them",
-        ),
-        ({"variance_tolerance": -0.1}, "predictive.variance_tolerance must be 0 .exact. or"),
         *(
             ({name: 0}, f"predictive.{name} must be positive, not 0")
             for name in ("samples", "networks", "batch_size", "memory")

@@ -1,0 +1,182 @@
+"""Sums over the entries of one parameter's gradients in the eigenbasis of its block.
+
+With the eigenvectors Q = Q_B ⊗ Q_A of a block, the gradient Σ_r b_nrc a_nrᵀ of output c (or of
+backward vector c) of example n becomes G̃_nc = Σ_r (Q_Bᵀ b_nrc) (Q_Aᵀ a_nr)ᵀ. Two sums need it:
+
+- J Σ Jᵀ of a posterior precision Q diag(s) Qᵀ, Σ_ij G̃_nc,ij G̃_nc',ij / s_ij (`covariance_part`);
+- corrected eigenvalues, Σ_n Σ_c G̃_nc,ij² (`add_second_moments`).
+
+The G̃ of all examples are never held at once. With one position G̃ is not needed at all: the
+covariance is Σ_i b̃_ci b̃_c'i Σ_j ã_j² / s_ij, the second moment Σ_n (Σ_c b̃_nci²) ã_nj².
+"""
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kfac_backend.blocks.block import EigenBlock
+from kfac_backend.covariance.gradients import ParameterGradients
+
+__all__ = ["LARGEST_PRODUCT", "add_second_moments", "bases", "covariance_part", "rotated"]
+
+LARGEST_PRODUCT = {"cpu": 2 * 2**20, "cuda": 256 * 2**20}
+"""Bytes of G̃ to compute at once: few enough for a CPU's cache, and enough to keep a GPU busy."""
+
+
+def covariance_part(
+    gradients: ParameterGradients, product_bytes: int, *, q: int = 1, variance_only: bool = False
+) -> Float[Tensor, "T *rest"]:
+    """One parameter's part of J Σ Jᵀ, exact: (T, q·C, q·C) for T sets of q examples.
+
+    Args:
+        gradients: of N = T·q examples; its spectrum is the posterior precision's, > 0.
+        product_bytes: bytes of G̃ that are computed at once, but at least one row.
+        q: examples in a set; 1 gives each example's covariance (N, C, C).
+        variance_only: return the diagonals (N, C), which take no products of different outputs.
+    """
+    joined, s = gradients.joined(), gradients.spectrum
+
+    def paired(left: Float[Tensor, "N C P"], right: Float[Tensor, "N C P"]) -> Tensor:
+        if variance_only:
+            return (left * right).sum(-1)
+        left, right = (t.unflatten(0, (-1, q)).flatten(1, 2) for t in (left, right))
+        return left @ right.mT
+
+    if joined is None:  # no common factors
+        found = []
+        for part in gradients.dense_in_basis(product_bytes, q):
+            scaled = (part * s.rsqrt()).flatten(2)
+            found.append(paired(scaled, scaled))
+        return torch.cat(found)
+    (b, a), transposed, block = *joined, gradients.block
+    if a is None or block.Q_A is None:
+        b = _without_input(b, block)
+        return paired(b / s.flatten(), b)
+    Q_B, Q_A, s = bases(block, s, transposed)
+    a, b = a.to(block.Q_A.dtype), b.to(block.Q_B.dtype)
+    if b.shape[2] > 1 and not b.requires_grad:
+        # Positions that no output depends on, such as later ones in a causal network.
+        reached = b.flatten(3).any(-1).any(0).any(0)
+        if not reached.all():
+            a, b = a[:, :, reached], b[:, :, reached]
+    G, N, R, C, d_out = b.shape
+    d_in = a.shape[-1]
+    # One position, unless the sets are so large and the layer so small that gradients take less
+    # memory than the products of pairs of examples.
+    if R == 1 and (q == 1 or q * (d_in + C * d_out) <= C * d_in * d_out):
+        b, a = rotated(b[:, :, 0], Q_B), rotated(a[:, :, 0], Q_A)
+        if q == 1:
+            weights = a.square() @ s.reciprocal().mT  # (G, N, d_out)
+            b, scaled = (t.movedim(0, 2).flatten(2) for t in (b, b * weights[:, :, None]))
+            return paired(scaled, b)
+        b, a = b.unflatten(1, (-1, q)), a.unflatten(1, (-1, q))
+        weights = (a[:, :, :, None] * a[:, :, None]) @ s.reciprocal().mT[:, None, None]
+        scaled = weights[..., None, :] * b[:, :, :, None]  # (G, T, q, q, C, d_out)
+        return torch.einsum("gtprco,gtrdo->tpcrd", scaled, b).flatten(3).flatten(1, 2)
+    total = b.new_zeros((N, C) if variance_only else (N // q, q * C, q * C))
+    root = s.rsqrt()
+    for n, g, rows, part in _in_basis(b, a, Q_B, Q_A, q, product_bytes):
+        scaled = (part * root[g, rows]).flatten(2)
+        sets = slice(n.start // q, n.stop // q)
+        total[sets] = total[sets] + paired(scaled, scaled)
+    return total
+
+
+def add_second_moments(gradients: ParameterGradients, product_bytes: int) -> None:
+    """Add Σ_n Σ_v (Qᵀ g_nv)² to the spectrum, in place; arguments as of `covariance_part`."""
+    joined, moments, block = gradients.joined(), gradients.spectrum, gradients.block
+    if joined is None:
+        for part in gradients.dense_in_basis(product_bytes):
+            moments += part.square().sum((0, 1))
+        return
+    (b, a), transposed = joined
+    if a is None or block.Q_A is None:
+        moments += _without_input(b, block).square().sum((0, 1)).view_as(moments)
+        return
+    Q_B, Q_A, moments = bases(block, moments, transposed)  # a view
+    a, b = a.to(block.Q_A.dtype), b.to(block.Q_B.dtype)
+    if b.shape[2] == 1:
+        squares = rotated(b[:, :, 0], Q_B).square().sum(2)  # (G, N, d_out)
+        moments += squares.mT @ rotated(a[:, :, 0], Q_A).square()
+        return
+    for _, g, rows, part in _in_basis(b, a, Q_B, Q_A, 1, product_bytes):
+        moments[g, rows] += part.square_().sum((0, 1))
+
+
+def bases(
+    block: EigenBlock, spectrum: Tensor, transposed: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """Eigenvectors (G, d_out, d_out) and (G, d_in, d_in), and the spectrum (G, d_out, d_in).
+
+    They are views. The eigenvectors are None for a diagonal factor, such as that of an embedding's
+    tokens.
+
+    Args:
+        block: a block with two factors.
+        spectrum: a number for each of its eigenvectors, as `EigenBlock.spectrum` returns them.
+        transposed: whether the parameter is stored inputs first, (d_in, d_out).
+    """
+    Q_B, Q_A = _grouped(block.Q_B), _grouped(block.Q_A)
+    if Q_B.shape[-1] == 1 and Q_B.shape[0] > Q_A.shape[0]:
+        # A diagonal over the rows is stored as groups of one entry, (rows, 1, 1), with one Q_A for
+        # all; the spectrum is (rows, 1, ...). Here it is one group with the identity as its basis.
+        apart = spectrum[:, 0]
+        return (Q_A, None, apart.mT[None]) if transposed else (None, Q_A, apart[None])
+    if not transposed:
+        return Q_B, Q_A, _grouped(spectrum)
+    return Q_A, Q_B, _grouped(spectrum).mT
+
+
+def rotated(x: Float[Tensor, "G *rows d"], Q: Tensor | None) -> Float[Tensor, "G *rows k"]:
+    """X Q per group, the coordinates of rows x; x itself if Q is None."""
+    if Q is None:
+        return x
+    if len(x) == 1:  # a plain product is faster than a batch of one
+        return (x[0].flatten(0, -2) @ Q[0]).view(*x.shape[:-1], Q.shape[-1])
+    return (x.flatten(1, -2) @ Q).view(*x.shape[:-1], Q.shape[-1])
+
+
+def _without_input(b: Float[Tensor, "G N R C d"], block: EigenBlock) -> Float[Tensor, "N C P"]:
+    """Qᵀ g of a parameter without an input factor, whose gradient is Σ_r b."""
+    b = b.to(block.Q_B.dtype).sum(2)
+    if block.Q_B.shape[-1] > 1:  # else a diagonal, for P groups of one entry or one of P
+        b = rotated(b, _grouped(block.Q_B))
+    return b.movedim(0, 2).flatten(2)
+
+
+def _in_basis(
+    b: Float[Tensor, "G N R C d_out"],
+    a: Float[Tensor, "G N R d_in"],
+    Q_B: Tensor | None,
+    Q_A: Tensor | None,
+    q: int,
+    product_bytes: int,
+) -> Iterator[tuple[slice, int, slice, Float[Tensor, "n C rows d_in"]]]:
+    """G̃ part by part: examples n, whole sets of q; the group; its rows; and the entries."""
+    b = rotated(b, Q_B)
+    (G, N, R, C, d_out), d_in = b.shape, a.shape[-1]
+    # Rotate the inputs or their products with b, whichever has fewer rows.
+    inputs_first = R <= C * d_out
+    if inputs_first:
+        a = rotated(a, Q_A)
+    # Set by set on a CPU, where single products are faster than batches.
+    at_once = q if b.device.type == "cpu" else N
+    rows = max(1, product_bytes // (at_once * C * d_in * b.element_size()))
+    for start, row, g in product(range(0, N, at_once), range(0, d_out, rows), range(G)):
+        n, some = slice(start, start + at_once), slice(row, row + rows)
+        of_rows = b[g, n, ..., some].flatten(-2).mT  # (n, C·rows, R)
+        # A batch of one is slower than a plain product.
+        part = (of_rows[0] @ a[g, start])[None] if at_once == 1 else of_rows @ a[g, n]
+        part = part.unflatten(-2, (C, -1))
+        if not inputs_first and Q_A is not None:
+            part = rotated(part[None], Q_A[g : g + 1])[0]
+        yield n, g, some, part
+
+
+def _grouped(Q: Any) -> Any:
+    """A matrix with an axis of groups, (G, ..., ...), also for a single group."""
+    return Q if Q.dim() == 3 else Q[None]
