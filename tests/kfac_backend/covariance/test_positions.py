@@ -37,7 +37,7 @@ def test_each_positions_covariance_equals_the_dense_jacobians(name, mode):
     assert (covariance.roll(1, 1) - expected).norm() > 1e-2 * expected.norm()
 
 
-@pytest.mark.parametrize("memory", [1, 10_000, 10**9])
+@pytest.mark.parametrize("memory", [1, None])
 @pytest.mark.parametrize("name", ["gpt", "pixels, wide", "mixing"])
 def test_chosen_positions_and_classes(name, memory):
     model, x, _ = sequences(name)
