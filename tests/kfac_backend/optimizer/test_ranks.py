@@ -20,7 +20,7 @@ SETTINGS = [
     ("factors, solved once", "exact", {"update_every": 1, "factor_every": 1}),
     ("product", "exact", {"damping_on": "product"}),
 ]
-STEPS, N = 4, 8
+STEPS, N = 4, 9
 SAVED = 1  # steps before the state: a resumed run first uses its inverses, not new ones
 
 
