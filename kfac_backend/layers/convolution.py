@@ -9,10 +9,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kfac_backend.layers.gram import Gram
-from kfac_backend.layers.patches.patch_gram import PatchGram
-from kfac_backend.layers.patches.window import Window, patch_sums, patches, windows
+from kfac_backend.layers.patch_gram import PatchGram
 from kfac_backend.layers.rule import ExampleGradients, Use
 from kfac_backend.layers.weight_sharing import WeightSharingRule
+from kfac_backend.layers.window import Window, patch_sums, patches, windows
 from kfac_backend.options import Approximation
 from kfac_backend.precision import at_least_float32
 

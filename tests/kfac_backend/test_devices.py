@@ -13,9 +13,8 @@ from kfac_backend import corrected_factors, kronecker_factors
 from kfac_backend.blocks.eigen import eigenvalues, eigh
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.laplace_torch.interface import KfacGGN
-from kfac_backend.layers import Bias, Scale
-from kfac_backend.layers.patches import patch_gram
-from kfac_backend.layers.patches.window import windows
+from kfac_backend.layers import Bias, Scale, patch_gram
+from kfac_backend.layers.window import windows
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.covariance.posteriors import precision_of

@@ -12,13 +12,12 @@ from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
 from kfac_backend.covariance.output_covariance import OutputCovariance
-from kfac_backend.layers import Use
+from kfac_backend.layers import Use, patch_gram
 from kfac_backend.layers.convolution import ConvolutionRule, ConvTransposeRule
-from kfac_backend.layers.patches import patch_gram
-from kfac_backend.layers.patches.patch_gram import PatchGram
-from kfac_backend.layers.patches.window import windows
+from kfac_backend.layers.patch_gram import PatchGram
 from kfac_backend.layers.rows import Rows
 from kfac_backend.layers.rule import PositionSums
+from kfac_backend.layers.window import windows
 from tests import oracles
 from tests.kfac_backend.block_checks import (
     MODES,

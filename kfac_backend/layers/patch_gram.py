@@ -1,0 +1,371 @@
+"""The Gram matrix of an image's patches: expand's A up to its scale.
+
+With P the padded image and i over the positions of the kernel, the block of the kernel's offsets o
+and o' is Σ_i P[i + o] P[i + o']ᵀ. There are three ways to compute all of these blocks;
+`cheapest_way` takes the one with the least arithmetic:
+
+- unfold: each patch is a row of one matrix, and one product gives all blocks. It takes any stride,
+  groups and number of axes, and is best for few channels and small images.
+- shifts, for two axes at stride 1: the sum over *all* pixels depends on the lag o' − o alone, and
+  is one product of the image with itself, shifted. What the kernel does not meet at the border is
+  subtracted. Nothing is unfolded.
+- frequencies, likewise: all lags along the width from the lines' Fourier transforms, in less than
+  half the multiplications. Best for many channels.
+
+For 16 images and WRN-16-4 on one x86-64 core, a whole pass (expand, one vector) takes 2.0 times as
+long if all is unfolded, and 1.2 times without "frequencies".
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from kfac_backend.layers.gram import DenseGram, Gram, is_tall, mirror_upper_half_, tall_product
+from kfac_backend.layers.window import Window, pad
+from kfac_backend.precision import at_least_float32
+
+__all__ = ["PatchGram", "cheapest_way"]
+
+OVERHEAD = {"cpu": 2e6, "cuda": 5e8}
+"""The cost of starting a matrix product, in multiplications.
+
+The CPU's value was fitted to timings on one x86-64 core (190 cases: 16 images of 4² to 32² pixels
+with 1 to 256 channels, kernels of 3² to 7², with and without padding), the GPU's on an H200 to all
+ways but "frequencies" (29 cases: 16, 128 and 500 images of 8² to 56² pixels with 3 to 512
+channels).
+"""
+
+SYMMETRIC = 0.56
+"""The share of the multiplications of a Gram matrix that `DenseGram` makes on a CPU."""
+
+PATCH_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
+"""Bytes that are unfolded at once, but at least one image.
+
+On a CPU they should fit into the cache: on one x86-64 core 32 volumes of 16×8×16×16 with kernels of
+3³ take 0.61 s if all are unfolded at once, and 0.34 s with 16 MiB at a time.
+"""
+
+Entries = range | tuple[int, ...]
+
+
+class PatchGram(Gram):
+    """Σ of patch patchᵀ over images that were added, (G, d, d) in the order of `patches`.
+
+    Args:
+        kernel_size: of each axis.
+        groups: G, of channels.
+    """
+
+    def __init__(self, kernel_size: tuple[int, ...], groups: int = 1) -> None:
+        self._kernel, self._groups = kernel_size, groups
+        self._unfolded = DenseGram()
+        self._correlations: dict[tuple[Window, Window, str], _Correlation] = {}
+
+    def add_images(self, image: Float[Tensor, "N C *sizes"], *axes: Window) -> None:
+        """Add all patches of a batch of images, whose axes the kernel meets as ``axes`` say."""
+        image = at_least_float32(image)
+        if len(axes) == 1:  # a line is an image of height 1
+            image, axes = image[:, :, None], (Window(1, 1, 1, 1, 0, 0, axes[0].padding_mode), *axes)
+        if len(axes) == 2 and self._groups == 1:
+            y, x = axes
+            way = cheapest_way(len(image), image.shape[1], y, x, image.device.type)
+            if way != "unfold":
+                # A correlation holds sums of its own, from which blocks are assembled only once.
+                # Images of another size need another one.
+                if (y, x, way) not in self._correlations:
+                    self._correlations[y, x, way] = _Correlation(y, x, way)
+                self._correlations[y, x, way].add(image)
+                return
+        row = image.shape[1] * image.element_size()
+        for window in axes:
+            row *= window.positions * window.kernel
+        size = max(1, PATCH_BYTES.get(image.device.type, PATCH_BYTES["cuda"]) // row)
+        for some in image.split(size):
+            self.add(_patch_rows(some, self._groups, axes))
+
+    def add(self, rows: Float[Tensor, "G M kc"]) -> None:
+        """Add patches, whose features are in the order (*kernel, channels)."""
+        self._unfolded.add(rows)
+
+    def total(self) -> Float[Tensor, "G d d"] | None:
+        """The sum so far, features in the order (channels, *kernel); None before any image."""
+        total = self._unfolded.total()
+        for correlation in self._correlations.values():
+            blocks = correlation.total()
+            total = blocks if total is None else total + blocks
+        if total is None:
+            return None
+        # (*kernel, c, *kernel, c) -> (c, *kernel, c, *kernel): as in ``weight.flatten(1)``
+        G, d, _ = total.shape
+        channels, number = d // math.prod(self._kernel), len(self._kernel)
+        order = [number, *range(number)]
+        apart = total.view(G, *2 * (*self._kernel, channels))
+        found = apart.permute(0, *(1 + i for i in order), *(2 + number + i for i in order))
+        return found.reshape(G, d, d)
+
+
+class _Product(NamedTuple):
+    """A sum over pixels of P[i, j] P[i + dy, j + dx]ᵀ, at a lag (dy, dx) between offsets.
+
+    Over all rows i whose partner exists (a is None), or over those that offset a of the kernel does
+    not meet although it is paired with a + dy; over the columns j likewise.
+    """
+
+    a: int | None
+    dy: int
+    b: int | None
+    dx: int
+
+
+class _Correlation:
+    """The sum over images of their patches' Gram matrix at stride 1, from products of pixels.
+
+    The rows that offset a meets are all rows without those that it misses, M_a, and so are the
+    columns. So the block of the offsets (a, b) and (a + dy, b + dx) is a sum over
+    (all − M_a) × (all − M_b), of which the first, all × all, is common to all blocks at that lag.
+    """
+
+    def __init__(self, y: Window, x: Window, way: str) -> None:
+        """Empty sums; ``way`` is "shifts" or "frequencies"."""
+        self._y, self._x, self._way = y, x, way
+        self._sums: dict[_Product, Tensor] = {}
+        self._spectra: dict[int, tuple[Tensor, Tensor]] = {}  # lag dy -> its sums by frequency
+
+    def add(self, image: Float[Tensor, "N C H W"]) -> None:
+        """Add a batch of images."""
+        y, x = self._y, self._x
+        # Without padding of zeros, which is a view: no product wastes time on rows of zeros.
+        image = image if y.padding_mode == "constant" else pad(image, y, x)
+        P = image.permute(2, 0, 3, 1)  # (H, N, W, C)
+        # Step 1: all rows and columns, at all lags.
+        if self._way == "shifts":
+            self._add_shifted(P)
+        else:
+            self._add_spectra(P)
+        # Step 2: the rows and columns that an offset misses.
+        for key, rows, columns in _border(y, x):
+            here = _taken(_taken(P, 2, columns), 0, rows)
+            down, right = key.dy * y.dilation, key.dx * x.dilation
+            there = _taken(_taken(P, 2, columns, right), 0, rows, down)
+            self._sums[key] = _added(self._sums.get(key), here.flatten(0, 2), there.flatten(0, 2))
+
+    def _add_shifted(self, P: Float[Tensor, "H N W C"]) -> None:
+        """One product for each lag, without copying a line."""
+        # A pixel that is shifted over the end of its line meets zeros. So all lines form a single
+        # long one, and a lag of both axes is one shift of it.
+        padded = F.pad(P, (0, 0, 0, _zeros_behind(self._x)))
+        _, N, width, _ = padded.shape
+        pixels = padded.flatten(0, 2)
+        for dy, dx in _lags(self._y, self._x):
+            shift = dy * self._y.dilation * N * width + dx * self._x.dilation
+            here, there = pixels[: max(0, len(pixels) - shift)], pixels[shift:]
+            key = _Product(None, dy, None, dx)
+            self._sums[key] = _added(self._sums.get(key), here, there)
+
+    def _add_spectra(self, P: Float[Tensor, "H N W C"]) -> None:
+        """One complex product for each frequency of the lines, and for each lag of the rows.
+
+        Σ_j p[j] q[j + s]ᵀ = 1/n Σ_f conj(p̂_f) q̂_fᵀ exp(2πi f s / n) for lines p and q at that lag.
+        A complex product takes four real ones, or three between the same lines. So with a kernel of
+        k offsets a line of W pixels takes 2 (W + k) products of pixels for all lags, where shifts
+        take W + k for each of the 2k − 1 lags. Rounding errors are relative to the largest lag's
+        product, not to each one's.
+        """
+        H, N, _, C = P.shape
+        transform = _waves(self._x, P.dtype, P.device).transform
+        real, imaginary = (transform @ P.permute(2, 0, 1, 3).flatten(1)).view(2, -1, H, N, C)
+        imaginary = imaginary[1:-1]  # the first and the last are zero
+        for dy in range(self._y.kernel):
+            shift = dy * self._y.dilation
+            # p̂ = p + iu and q̂ = q + iv: conj(p̂) q̂ᵀ = (pᵀq + uᵀv) + i (pᵀv − uᵀq).
+            p, u = (z[:, : max(0, H - shift)].flatten(1, 2) for z in (real, imaginary))
+            q, v = (z[:, shift:].flatten(1, 2) for z in (real, imaginary))  # (F, lines, C)
+            of_real, of_imaginary = self._spectra.get(dy, (None, None))
+            of_real = _added(of_real, p, q)
+            of_real[1:-1].baddbmm_(u.mT, v)
+            of_imaginary = _added(of_imaginary, p[1:-1], v)
+            if dy:  # between the same lines it is the other product's transpose
+                of_imaginary.baddbmm_(u.mT, q[1:-1], alpha=-1)
+            self._spectra[dy] = of_real, of_imaginary
+
+    def total(self) -> Float[Tensor, "1 d d"]:
+        """The Gram matrix, features in the order (height, width, channels)."""
+        y, x, sums = self._y, self._x, dict(self._sums)
+        for dy, (real, imaginary) in self._spectra.items():
+            imaginary = imaginary if dy else imaginary - imaginary.mT
+            # Back from frequencies to lags, once for all batches.
+            waves = _waves(x, real.dtype, real.device)
+            by_lag = torch.addmm(waves.cosines @ real.flatten(1), waves.sines, imaginary.flatten(1))
+            for dx, found in zip(_lags_of(x), by_lag.view(-1, *real.shape[1:]), strict=True):
+                sums[_Product(None, dy, None, dx)] = found
+        like = sums[_Product(None, 0, None, 0)]
+        total = like.new_empty(y.kernel, x.kernel, len(like), y.kernel, x.kernel, len(like))
+        for dy, dx in _lags(y, x):
+            for a, b in product(_paired(y, dy), _paired(x, dx)):
+                block = sums[_Product(None, dy, None, dx)]
+                for key, sign in (((a, None), -1), ((None, b), -1), ((a, b), 1)):
+                    taken = sums.get(_Product(key[0], dy, key[1], dx))
+                    block = block if taken is None else block + sign * taken
+                total[a, b, :, a + dy, b + dx] = block
+        # Only lags that lead to a later offset were computed: the blocks below the diagonal are the
+        # transposed ones above.
+        found = total.view(1, y.kernel * x.kernel * len(like), -1)
+        mirror_upper_half_(found)
+        return found
+
+
+@lru_cache(maxsize=1024)
+def cheapest_way(examples: int, channels: int, y: Window, x: Window, device: str) -> str:
+    """The way with the fewest multiplications, counting OVERHEAD for each product."""
+    features = y.kernel * x.kernel * channels
+    overhead = OVERHEAD.get(device, OVERHEAD["cuda"])
+    symmetric = SYMMETRIC if device == "cpu" else 1.0
+    positions = examples * y.positions * x.positions
+    cost = {"unfold": symmetric * positions * features**2 + overhead}
+    if y.stride == x.stride == 1 and None is y.most_positions is x.most_positions:
+        # The pixels of each product, whose factors have a column for each channel.
+        heights = [max(0, len(y.content) - dy * y.dilation) for dy in range(y.kernel)]
+        border = [len(rows) * len(columns) for _, rows, columns in _border(y, x)]
+        pixels, frequencies = len(x.content), _num_frequencies(x)
+        sums = {"shifts": [heights[dy] * (pixels + _zeros_behind(x)) for dy, _ in _lags(y, x)]}
+        if device == "cpu":  # on an H200 it is faster only from 256 channels on
+            transform = 2 * frequencies * pixels * len(y.content) / channels
+            products = [(4 if dy else 3) * frequencies * H for dy, H in enumerate(heights)]
+            sums["frequencies"] = [transform, *products]
+        for way, whole in sums.items():
+            cost[way] = sum(n * examples * channels**2 + overhead for n in [*border, *whole])
+    return min(cost, key=lambda way: cost[way])
+
+
+def _lags(y: Window, x: Window) -> Iterator[tuple[int, int]]:
+    """The lags (dy, dx) that need a product; symmetry gives their negatives."""
+    for dy in range(y.kernel):
+        yield from ((dy, dx) for dx in (_lags_of(x) if dy else range(x.kernel)))
+
+
+def _lags_of(window: Window) -> range:
+    """All lags between two offsets along one axis."""
+    return range(1 - window.kernel, window.kernel)
+
+
+def _paired(window: Window, lag: int) -> range:
+    """The offsets that have a partner at a lag."""
+    return range(max(0, -lag), window.kernel - max(0, lag))
+
+
+@lru_cache(maxsize=256)
+def _border(y: Window, x: Window) -> list[tuple[_Product, Entries, Entries]]:
+    """The products of what offsets miss, with their rows and columns."""
+    return [
+        (_Product(a, dy, b, dx), rows, columns)
+        for dy, dx in _lags(y, x)
+        for (a, rows), (b, columns) in product(_missed(y, dy), _missed(x, dx))
+        if a is not None or b is not None
+    ]
+
+
+def _missed(window: Window, lag: int) -> list[tuple[int | None, Entries]]:
+    """(None, all entries with a partner at that lag), and (offset, those of them that it misses).
+
+    Entries are numbered from the first one of ``window.content``.
+    """
+    shift, size = lag * window.dilation, len(window.content)
+    partnered = range(max(0, -shift), max(0, size - max(0, shift)))
+    found: list[tuple[int | None, Entries]] = [(None, partnered)]
+    for offset in _paired(window, lag):
+        seen = window.seen(offset)
+        missed = tuple(v for v in partnered if v + window.content.start not in seen)
+        found += [(offset, missed)] if missed else []
+    return found
+
+
+def _taken(P: Tensor, axis: int, entries: Entries, shift: int = 0) -> Tensor:
+    """Some rows or columns, shifted."""
+    if isinstance(entries, range):
+        return P.narrow(axis, entries.start + shift, len(entries))
+    return P.index_select(axis, _index(entries, shift, P.device))
+
+
+@lru_cache(maxsize=1024)
+def _index(entries: tuple[int, ...], shift: int, device: torch.device) -> Tensor:
+    return torch.tensor(entries, device=device) + shift
+
+
+def _added(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """Total + leftᵀ right, in place, for matrices or batches of matrices."""
+    if total is None:
+        return left.mT @ right if left.dim() > 2 else tall_product(left, right)
+    if left.dim() > 2:
+        return total.baddbmm_(left.mT, right)
+    if is_tall(left):
+        return total.add_(tall_product(left, right))
+    return total.addmm_(left.mT, right)
+
+
+@dataclass(frozen=True)
+class _Waves:
+    """The matrices of a line's Fourier transform: to F frequencies, and back to 2k − 1 lags."""
+
+    transform: Float[Tensor, "2F W"]
+    cosines: Float[Tensor, "lags F"]
+    sines: Float[Tensor, "lags F−2"]
+
+
+@lru_cache(maxsize=256)
+def _waves(x: Window, dtype: torch.dtype, device: torch.device) -> _Waves:
+    # The transform of W pixels, padded with zeros to length n, which is at least W plus the largest
+    # shift: the cyclic correlation does not wrap a line around to its own beginning. The terms of
+    # the frequencies f and n − f are complex conjugates, so n/2 + 1 frequencies are enough. The
+    # first and the last are real.
+    n = 2 * (_num_frequencies(x) - 1)
+    angles = 2 * math.pi / n * torch.arange(n // 2 + 1, dtype=torch.float64)
+    forth = angles[:, None] * torch.arange(len(x.content), dtype=torch.float64)
+    shifts = x.dilation * torch.tensor(_lags_of(x), dtype=torch.float64)
+    back = shifts[:, None] * angles
+    counts = torch.full((len(angles),), 2.0, dtype=torch.float64)  # f and n − f
+    counts[0] = counts[-1] = 1.0
+    return _Waves(
+        torch.cat([forth.cos(), -forth.sin()]).to(device, dtype),
+        (counts / n * back.cos()).to(device, dtype),
+        (-counts / n * back.sin())[:, 1:-1].to(device, dtype),
+    )
+
+
+def _num_frequencies(x: Window) -> int:
+    """n/2 + 1, with n even and at least a line's pixels and the largest shift."""
+    return max(1, -(-(len(x.content) + _zeros_behind(x)) // 2)) + 1
+
+
+def _zeros_behind(x: Window) -> int:
+    """The number of zeros between lines: the largest shift between two offsets."""
+    return x.reach - 1
+
+
+def _patch_rows(
+    image: Float[Tensor, "N C *sizes"], groups: int, axes: tuple[Window, ...]
+) -> Float[Tensor, "G M kc"]:
+    """The patches of all positions, features in the order (*kernel, channels)."""
+    # With channels last a patch is copied in long runs, which takes a third of the time.
+    P = pad(image, *axes).movedim(1, -1).contiguous()  # (N, *sizes, C)
+    N, C = len(P), P.shape[-1] // groups
+    of_image, *of_axes, of_channel = P.stride()
+    patches = P.as_strided(
+        (groups, N, *(w.positions for w in axes), *(w.kernel for w in axes), C),
+        (
+            C * of_channel,
+            of_image,
+            *(step * w.stride for step, w in zip(of_axes, axes, strict=True)),
+            *(step * w.dilation for step, w in zip(of_axes, axes, strict=True)),
+            of_channel,
+        ),
+    )
+    rows = N * math.prod(w.positions for w in axes)
+    return patches.reshape(groups, rows, C * math.prod(w.kernel for w in axes))

@@ -1,1 +1,0 @@
-"""Gram matrices of convolutions' patches, without unfolding where that is slower."""
