@@ -237,7 +237,7 @@ def cheapest_way(examples: int, channels: int, y: Window, x: Window, device: str
         pixels, frequencies = len(x.content), _num_frequencies(x)
         sums = {"shifts": [heights[dy] * (pixels + _zeros_behind(x)) for dy, _ in _lags(y, x)]}
         if device == "cpu":  # on an H200 it is faster only from 256 channels on
-            transform = 2 * frequencies * pixels * len(y.content) / channels
+            transform = 2 * frequencies * pixels * len(y.content) // channels
             products = [(4 if dy else 3) * frequencies * H for dy, H in enumerate(heights)]
             sums["frequencies"] = [transform, *products]
         for way, whole in sums.items():
