@@ -13,8 +13,6 @@ import argparse
 import math
 import statistics
 import sys
-import tarfile
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -22,26 +20,21 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from PIL import Image
-from sklearn.datasets import load_breast_cancer, load_digits
+from sklearn.datasets import load_breast_cancer
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
-from torch.optim.lr_scheduler import CosineAnnealingLR
-from torch.utils.data import DataLoader, TensorDataset
 
-from experiments.data import archive
 from experiments.studies import markdown, mean_with_error, quiet_training, study
-from kfac_backend import CurvatureOptions
-from marglik import (
-    Hyperparameters,
-    OnlineTraining,
-    Posterior,
-    PriorGroups,
-    Schedule,
-    settling_rate,
-    weight_decay_to_precision,
+from experiments.weight_decay.training import (
+    Training,
+    convolutions,
+    digits,
+    mlp,
+    no_norm,
+    scaled_scores,
+    small_images,
+    with_wrong_labels,
 )
-from marglik.prediction.calibration import PRIOR_OF_SHARPNESS
 from marglik.storage.provenance import environment
 
 GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
@@ -72,45 +65,12 @@ class Pooled(nn.Module):
         return self.head(x.mean(1))
 
 
-def convolutions(
-    norm: Callable[[int], nn.Module], head: str, channels: int = 1, size: int = 8
-) -> nn.Module:
-    """Two convolutions with a norm each; the head reads averages or all positions."""
-    ends = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)]
-    if head == "flattened":
-        ends = [nn.Flatten(), nn.Linear(32 * (size // 2) ** 2, 10)]
-    return nn.Sequential(
-        nn.Conv2d(channels, 16, 3, padding=1), norm(16), nn.ReLU(),
-        nn.Conv2d(16, 32, 3, padding=1, stride=2), norm(32), nn.ReLU(), *ends,
-    )  # fmt: skip
-
-
-def mlp(inputs: int, classes: int, norm: Callable[[int], nn.Module], hidden: int = 64) -> nn.Module:
-    """Two hidden layers with a norm each."""
-    return nn.Sequential(
-        nn.Flatten(), nn.Linear(inputs, hidden), norm(hidden), nn.ReLU(),
-        nn.Linear(hidden, hidden), norm(hidden), nn.ReLU(), nn.Linear(hidden, classes),
-    )  # fmt: skip
-
-
 def normed_weights() -> nn.Module:
     """Convolutions w = g v/‖v‖."""
     model = convolutions(lambda _: nn.Identity(), "flattened")
     for index in (0, 3):
         weight_norm(model[index])  # pyright: ignore[reportIndexIssue]
     return model
-
-
-def no_norm(width: int) -> nn.Module:
-    """In place of a norm."""
-    return nn.Identity()
-
-
-def digits() -> tuple[Tensor, Tensor]:
-    """Images (N, 1, 8, 8), standardised, and labels."""
-    found: Any = load_digits()
-    x = torch.tensor(found.images, dtype=torch.float32)[:, None]
-    return (x - x.mean()) / x.std(), torch.tensor(found.target)
 
 
 def rows_of_digits() -> tuple[Tensor, Tensor]:
@@ -126,23 +86,6 @@ def cancer() -> tuple[Tensor, Tensor]:
     return (x - x.mean(0)) / x.std(0), torch.tensor(found.target)
 
 
-def small_images() -> tuple[Tensor, Tensor]:
-    """700 images of each class of CIFAR-10 (JPEG) at half their size, (N, 3, 16, 16)."""
-    pixels, labels = [], []
-    with tarfile.open(archive()) as files:
-        for member in files:
-            parts = member.name.split("/")  # train/CLASS/NNNN.jpg
-            if not member.isfile() or parts[0] != "train" or int(parts[2][:4]) >= 700:
-                continue
-            with Image.open(files.extractfile(member)) as image:  # pyright: ignore
-                small = image.convert("RGB").resize((16, 16), Image.Resampling.BOX)
-                pixels.append(torch.frombuffer(bytearray(small.tobytes()), dtype=torch.uint8))
-            labels.append(parts[-2])
-    x = torch.stack(pixels).float().view(-1, 16, 16, 3).permute(0, 3, 1, 2).contiguous()
-    classes = sorted(set(labels))
-    return (x - x.mean()) / x.std(), torch.tensor([classes.index(label) for label in labels])
-
-
 @dataclass(frozen=True)
 class Problem:
     """A network and its data."""
@@ -153,6 +96,11 @@ class Problem:
     epochs: int = 40
     optimizer: Literal["sgd", "adam"] = "sgd"
     lr: float = 0.05
+
+    @property
+    def training(self) -> Training:
+        """How its network is trained."""
+        return Training(self.make, self.epochs, self.optimizer, self.lr)
 
 
 PROBLEMS = {
@@ -191,95 +139,14 @@ class Config:
         return f"{problem}_{round(100 * self.wrong)}_{self.part}_{self.seed}"
 
 
-Split = tuple[Tensor, Tensor]
-
-
-def splits_of(config: Config) -> tuple[Split, Split, Split]:
-    """Training, held-out and test data; with wrong labels in the first two."""
-    problem = PROBLEMS[config.problem]
-    x, y = problem.data()
-    generator = torch.Generator().manual_seed(config.seed)
-    order = torch.randperm(len(y), generator=generator)
-    x, y, classes = x[order], y[order], int(y.max()) + 1
-    held_out = 100 if problem.examples <= 400 else 200
-    ends = problem.examples, problem.examples + held_out
-    wrong = torch.rand(ends[1], generator=generator) < config.wrong
-    other = torch.randint(1, classes, (ends[1],), generator=generator)
-    noisy = torch.where(wrong, (y[: ends[1]] + other) % classes, y[: ends[1]])
-    return (
-        (x[: ends[0]], noisy[: ends[0]]),
-        (x[ends[0] : ends[1]], noisy[ends[0] :]),
-        (x[ends[1] :][:3000], y[ends[1] :][:3000]),
-    )
-
-
-def train(
-    config: Config, train_split: Split, weight_decay: float | None, rate: str
-) -> tuple[nn.Module, dict[str, Any]]:
-    """Train once; None learns the decays with default options."""
-    problem = PROBLEMS[config.problem]
-    torch.manual_seed(config.seed)
-    model = problem.make()
-    loader = DataLoader(TensorDataset(*train_split), 50, shuffle=True)
-    steps = problem.epochs * len(loader)
-    if problem.optimizer == "sgd":
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(
-            model.parameters(), problem.lr, momentum=0.9, nesterov=True
-        )
-    else:
-        optimizer = torch.optim.Adam(model.parameters(), problem.lr)
-    scheduler = settling_rate(optimizer, steps)
-    if rate == "cosine":
-        scheduler = CosineAnnealingLR(optimizer, steps)
-    learns = weight_decay is None
-    schedule = Schedule(
-        problem.epochs,
-        burn_in=0 if learns else problem.epochs + 1,
-        average=None if rate == "cosine" else "last",
-    )
-    delta = weight_decay_to_precision(5e-4 if learns else weight_decay, problem.examples)
-    options = CurvatureOptions(unsupported="diagonal")
-    started = time.process_time()
-    result = OnlineTraining(
-        model,
-        optimizer,
-        loader,
-        "classification",
-        Hyperparameters(PriorGroups.from_model(model), delta),
-        lambda delta, sigma: Posterior(model, "classification", options, prior_precision=delta),
-        schedule,
-        scheduler=scheduler,
-    ).run()
-    found: dict[str, Any] = {"seconds": time.process_time() - started}
-    if learns:
-        updates = [record for record in result.records if record["kind"] == "update"]
-        found |= {
-            "weight_decay": updates[-1]["weight_decay"],
-            "evidence_per_example": [record["evidence_per_example"] for record in updates],
-        }
-    return model.eval(), found
-
-
-@torch.no_grad()
-def scores(model: nn.Module, held_out: Split, test: Split) -> dict[str, float]:
-    """NLL of held-out and test data at the temperature that suits the former, and accuracy."""
-    f_held_out, f = model(held_out[0]), model(test[0])
-    grid = torch.logspace(-1, 1.5, 126)
-    losses = torch.stack([F.cross_entropy(f_held_out / tau, held_out[1]) for tau in grid])
-    prior = 0.5 * PRIOR_OF_SHARPNESS * grid.log().square() / len(f_held_out)
-    tau = grid[(losses + prior).argmin()]
-    return {
-        "nll": F.cross_entropy(f / tau, test[1]).item(),
-        "accuracy": (f.argmax(-1) == test[1]).float().mean().item(),
-        "held_out_nll": losses.min().item(),
-        "tau": tau.item(),
-    }
-
-
 def run(config: Config) -> dict[str, Any]:
     """Train the networks of a part, and test them."""
     torch.set_num_threads(1)
-    train_split, held_out, test = splits_of(config)
+    problem = PROBLEMS[config.problem]
+    train_split, held_out, test = with_wrong_labels(
+        *problem.data(), problem.examples, 100 if problem.examples <= 400 else 200,
+        config.wrong, config.seed,
+    )  # fmt: skip
     ways: dict[str, tuple[float | None, str]] = {
         "learned": (None, "settling"),
         "none": (SMALLEST, "settling"),
@@ -290,8 +157,13 @@ def run(config: Config) -> dict[str, Any]:
     found = {}
     with quiet_training():
         for way, (decay, rate) in ways.items():
-            model, record = train(config, train_split, decay, rate)
-            found[way] = scores(model, held_out, test) | record
+            trained = problem.training.run(
+                train_split, config.seed, decay, rate, evidence=config.part == "grid"
+            )
+            with torch.no_grad():
+                f_held_out, f = trained.model(held_out[0])[None], trained.model(test[0])[None]
+            found[way] = scaled_scores(f_held_out, held_out[1], f, test[1])
+            found[way] |= {"seconds": trained.seconds} | trained.record
     return {
         "config": asdict(config),
         "results": found,

@@ -1,0 +1,413 @@
+"""What learned weight decays bring in one run, beside what people do instead, and what it costs.
+
+Ways to class probabilities, all with the same network, data and epochs:
+
+- default: a weight decay of 5e-4, and a cosine of the learning rate to zero;
+- grid: the best of seven fixed decays, with that cosine;
+- grid, averaged: the same, with our learning rates and averaged parameters;
+- learned: a decay for each tensor, learned by the loop with its default options;
+- ensemble of five, with the grid's decay or with the learned ones (Lakshminarayanan et al. 2017,
+  arXiv:1612.01474);
+- dropout that stays on, with the best of five probabilities and the grid's decay (Gal & Ghahramani
+  2016, arXiv:1506.02142);
+- SWAG, around the grid's network (Maddox et al. 2019, arXiv:1902.02476);
+- IVON, with the best of six pairs of decay and rate (Shen et al. 2024, arXiv:2402.17641; package
+  ivon-opt).
+
+Held-out data choose, by the NLL at the best temperature, and give that temperature (Guo et al.
+2017). Labels are wrong in training and held-out data, never in the test data. Five predictors of
+one run are drawn with twenty samples. A cost is CPU time, in trainings with the default.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from experiments.data import data_file
+from experiments.data.nci1 import NCI1
+from experiments.studies import markdown, mean_with_error, quiet_training, standard_error, study
+from experiments.weight_decay.training import (
+    Batches,
+    Split,
+    Trained,
+    Training,
+    convolutions,
+    digits,
+    mlp,
+    no_norm,
+    scaled_scores,
+    small_images,
+    with_wrong_labels,
+)
+from marglik.models import GraphNetwork
+from marglik.storage.provenance import environment
+
+DEFAULT = 5e-4
+GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+DROPOUT = (0.05, 0.1, 0.2, 0.3, 0.5)
+IVON = tuple((decay, lr) for decay in (1e-4, 1e-3, 1e-2) for lr in (0.05, 0.2))
+MEMBERS, SAMPLES = 5, 20
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Data, a network, and how it is trained."""
+
+    data: Callable[[], tuple[Any, Tensor]]
+    training: Training
+    held_out: int = 200
+
+
+def molecules() -> tuple[Any, Tensor]:
+    """4,070 molecules of NCI1, two classes."""
+    return NCI1(data_file("NCI1.tar.gz"), test=0.01).load().train
+
+
+PROBLEMS = {
+    "digits, MLP": Problem(digits, Training(lambda: mlp(64, 10, no_norm, hidden=100), epochs=60)),
+    "digits, convolutions": Problem(
+        digits, Training(lambda: convolutions(no_norm, "flattened"), epochs=40)
+    ),
+    "CIFAR-10 (JPEG), convolutions": Problem(
+        small_images,
+        Training(lambda: convolutions(no_norm, "flattened", 3, 16), epochs=20, lr=0.02),
+        held_out=1000,
+    ),
+    "NCI1, GraphNetwork": Problem(
+        molecules,
+        Training(
+            lambda: GraphNetwork(37, 2, edge_features=1, dim=32, depth=2),
+            epochs=30, optimizer="adam", lr=2e-3,
+        ),
+        held_out=500,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Config:
+    """One problem, its number of training examples, and the share of wrong labels."""
+
+    problem: str
+    examples: int
+    wrong: float
+    seed: int
+    everything: bool = False
+    """Whether all rivals are tried, or only the default and the grids."""
+
+    @property
+    def name(self) -> str:
+        """The name of its file."""
+        problem = "".join(c if c.isalnum() else "_" for c in self.problem.lower())
+        return f"{problem}_{self.examples}_{round(100 * self.wrong)}_{self.seed}"
+
+
+@dataclass
+class Way:
+    """The outputs of one way on held-out and test data, (S, N, C) of S networks, and its cost."""
+
+    held_out: Tensor
+    test: Tensor
+    seconds: float
+    trainings: int = 1
+    chosen: Any = None
+
+
+class Rivals:
+    """The ways of one configuration."""
+
+    def __init__(self, config: Config) -> None:
+        self.problem, self.seed = PROBLEMS[config.problem], config.seed
+        self.train_split, self.held_out, self.test = splits_of(config)
+        self.training = self.problem.training
+
+    def outputs(self, model: nn.Module) -> tuple[Tensor, Tensor]:
+        """Of one network on held-out and test data, (1, N, C) each."""
+        with torch.no_grad():
+            return model.eval()(self.held_out[0])[None], model(self.test[0])[None]
+
+    def way(self, trained: Trained) -> Way:
+        """That of one network."""
+        return Way(*self.outputs(trained.model), trained.seconds)
+
+    def best(self, candidates: dict[Any, Way]) -> Way:
+        """The candidate with the lowest scaled NLL on held-out data, with the cost of all."""
+        chosen = min(candidates, key=lambda c: self.scores(candidates[c])["held_out_nll"])
+        way = candidates[chosen]
+        seconds = sum(of.seconds for of in candidates.values())
+        return Way(way.held_out, way.test, seconds, len(candidates), chosen)
+
+    def scores(self, way: Way) -> dict[str, float]:
+        """NLL and accuracy at the temperature that the held-out data choose."""
+        return scaled_scores(way.held_out, self.held_out[1], way.test, self.test[1])
+
+    def fixed(self, decay: Any, rate: str = "cosine", seed: int | None = None) -> Trained:
+        """A training with fixed decays."""
+        seed = self.seed if seed is None else seed
+        return self.training.run(self.train_split, seed, decays=decay, rate=rate)
+
+    def ensemble(self, first: Way, decay: Any, rate: str) -> Way:
+        """The first network and four others with its decays."""
+        others = [
+            self.way(self.fixed(decay, rate, self.seed + 1000 * i)) for i in range(1, MEMBERS)
+        ]
+        held_out, test = (
+            torch.cat([getattr(way, part) for way in (first, *others)])
+            for part in ("held_out", "test")
+        )
+        seconds = first.seconds + sum(of.seconds for of in others)
+        return Way(held_out, test, seconds, first.trainings + len(others))
+
+    def dropout(self, decay: float, p: float) -> Way:
+        """A network with dropout before each linear map but the first, which stays on."""
+        training = self.training.but(lambda: with_dropout(self.training.make(), p))
+        trained = training.run(self.train_split, self.seed, decays=decay, rate="cosine")
+        trained.model.eval()
+        for module in trained.model.modules():
+            module.training = isinstance(module, nn.Dropout)
+        with torch.no_grad():
+            held_out, test = (
+                torch.stack([trained.model(x) for _ in range(SAMPLES)])
+                for x in (self.held_out[0], self.test[0])
+            )
+        return Way(held_out, test, trained.seconds)
+
+    def swag(self, decay: float) -> Way:
+        """Twenty networks of the Gaussian of the last third of the epochs (SWAG, algorithm 1)."""
+        epochs = self.training.epochs
+        seen: list[Tensor] = []
+
+        def keep(epoch: int, model: nn.Module) -> None:
+            if epoch > epochs - epochs // 3:
+                seen.append(nn.utils.parameters_to_vector(model.parameters()).detach())
+
+        trained = self.training.run(
+            self.train_split, self.seed, decays=decay, rate="settling", after_epoch=keep
+        )
+        started = time.process_time()
+        theta = torch.stack(seen)
+        mean, variance = theta.mean(0), theta.var(0, unbiased=False)
+        deviations = (theta - mean)[-20:]
+        found: list[tuple[Tensor, Tensor]] = []
+        for _ in range(SAMPLES):
+            low_rank = torch.randn(len(deviations)) @ deviations / (len(deviations) - 1) ** 0.5
+            sample = mean + (variance.sqrt() * torch.randn_like(mean) + low_rank) / 2**0.5
+            nn.utils.vector_to_parameters(sample, trained.model.parameters())
+            found.append(self.outputs(trained.model))
+        held_out, test = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return Way(held_out, test, trained.seconds + time.process_time() - started)
+
+    def ivon(self, decay: float, lr: float) -> Way:
+        """Twenty networks of IVON's Gaussian."""
+        from ivon import IVON as Ivon
+
+        torch.manual_seed(self.seed)
+        started = time.process_time()
+        model = self.training.make()
+        loader = Batches(*self.train_split, self.training.batch_size)
+        optimizer = Ivon(
+            model.parameters(), lr, ess=len(self.train_split[1]), hess_init=0.5, weight_decay=decay
+        )
+        steps = self.training.epochs * len(loader)
+        rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        for _ in range(self.training.epochs):
+            for x, y in loader:
+                with optimizer.sampled_params(train=True):
+                    optimizer.zero_grad()
+                    F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                rate.step()
+        found: list[tuple[Tensor, Tensor]] = []
+        for _ in range(SAMPLES):
+            with optimizer.sampled_params():
+                found.append(self.outputs(model))
+        held_out, test = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return Way(held_out, test, time.process_time() - started)
+
+
+def with_dropout(model: nn.Module, p: float) -> nn.Module:
+    """The network with dropout before every linear map and convolution but the first.
+
+    The places are those of Gal & Ghahramani 2016, sec. 3; the first would hide inputs.
+    """
+    found = [
+        (parent, name, layer)
+        for parent in model.modules()
+        for name, layer in parent.named_children()
+        if isinstance(layer, (nn.Linear, nn.Conv2d))
+    ]
+    for parent, name, layer in found[1:]:
+        setattr(parent, name, nn.Sequential(nn.Dropout(p), layer))
+    return model
+
+
+def splits_of(config: Config) -> tuple[Split, Split, Split]:
+    """Training, held-out and test data; with wrong labels in the first two."""
+    problem = PROBLEMS[config.problem]
+    x, y = problem.data()
+    return with_wrong_labels(x, y, config.examples, problem.held_out, config.wrong, config.seed)
+
+
+def run(config: Config) -> dict[str, Any]:
+    """Try all ways, and test them."""
+    torch.set_num_threads(1)
+    of = Rivals(config)
+    with quiet_training():
+        default = of.way(of.fixed(DEFAULT))
+        cosine = {decay: of.way(of.fixed(decay)) for decay in GRID}
+        unit = statistics.median(way.seconds for way in cosine.values())
+        ways = {"default": default, "grid": of.best(cosine)}
+        settling = {decay: of.way(of.fixed(decay, "settling")) for decay in GRID}
+        ways["grid, averaged"] = of.best(settling)
+        learned = of.fixed(None, "settling")
+        ways["learned"] = of.way(learned)
+        if config.everything:
+            grid = ways["grid"]
+            ways["ensemble, grid's decay"] = of.ensemble(grid, grid.chosen, "cosine")
+            ways["ensemble, learned decays"] = of.ensemble(
+                ways["learned"], learned.decays, "settling"
+            )
+            ways["dropout"] = of.best({p: of.dropout(grid.chosen, p) for p in DROPOUT})
+            ways["SWAG"] = of.swag(ways["grid, averaged"].chosen)
+            ways["IVON"] = of.best({pair: of.ivon(*pair) for pair in IVON})
+            for name in ("dropout", "SWAG"):  # after a search for the decay
+                search = grid if name == "dropout" else ways["grid, averaged"]
+                ways[name].seconds += search.seconds
+                ways[name].trainings += search.trainings
+    return {
+        "config": asdict(config),
+        "ways": {
+            name: of.scores(way)
+            | {
+                "cost": way.seconds / unit,
+                "trainings": way.trainings,
+                "chosen": way.chosen,
+            }
+            for name, way in ways.items()
+        },
+        "decays": learned.record["weight_decay"],
+        "seconds": sum(way.seconds for way in ways.values()),
+        **environment(torch.device("cpu")),
+    }
+
+
+def tasks(options: argparse.Namespace) -> list[Config]:
+    """All rivals on four problems, and the wrong labels of several sizes."""
+    everything = [
+        ("digits, MLP", 800, 0.0),
+        ("digits, MLP", 800, 0.2),
+        ("CIFAR-10 (JPEG), convolutions", 4000, 0.0),
+        ("NCI1, GraphNetwork", 1500, 0.0),
+    ]
+    wrong = [
+        ("digits, MLP", 400, 0.2),
+        ("digits, MLP", 400, 0.4),
+        ("digits, MLP", 800, 0.4),
+        ("digits, convolutions", 400, 0.2),
+        ("digits, convolutions", 400, 0.4),
+        ("digits, convolutions", 1000, 0.0),
+        ("digits, convolutions", 1000, 0.2),
+        ("digits, convolutions", 1000, 0.4),
+        ("CIFAR-10 (JPEG), convolutions", 1000, 0.2),
+        ("CIFAR-10 (JPEG), convolutions", 4000, 0.2),
+        ("CIFAR-10 (JPEG), convolutions", 4000, 0.4),
+    ]
+    return [
+        Config(*which, seed, everything=which in everything)
+        for seed in range(options.seeds)
+        for which in (*everything, *wrong)
+        if which[0] in options.data
+    ]
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """A row for each way of each problem, and what learning has less, paired by seed."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
+    for of in found:
+        config = of["config"]
+        groups[config["problem"], config["examples"], config["wrong"]].append(of["ways"])
+    rows = [
+        ["problem", "N", "wrong", "seeds", "way", "scaled NLL", "accuracy, %", "trainings",
+         "CPU time", "learned − it, NLL", "accuracy"],
+    ]  # fmt: skip
+    for (problem, examples, wrong), runs in sorted(groups.items()):
+        for way in runs[0]:
+            own = [of[way] for of in runs]
+            minus = [of["learned"]["nll"] - of[way]["nll"] for of in runs]
+            accuracy = [100 * (of["learned"]["accuracy"] - of[way]["accuracy"]) for of in runs]
+            rows.append(
+                [
+                    problem, f"{examples:,}", f"{wrong:.0%}", str(len(runs)), way,
+                    mean_with_error([of["nll"] for of in own]),
+                    mean_with_error([100 * of["accuracy"] for of in own], "{:.1f}"),
+                    f"{statistics.fmean(of['trainings'] for of in own):.0f}",
+                    f"{statistics.median(of['cost'] for of in own):.1f}",
+                    "" if way == "learned" else mean_with_error(minus, "{:+.3f}"),
+                    "" if way == "learned" else mean_with_error(accuracy, "{:+.1f}"),
+                ]
+            )  # fmt: skip
+    return markdown(rows)
+
+
+COLORS = {"default": "tab:gray", "grid": "tab:blue", "learned": "tab:orange"}
+SHOWN = {"digits, MLP": 800, "CIFAR-10 (JPEG), convolutions": 4000}
+
+
+def figures(found: list[dict[str, Any]]) -> dict[str, Figure]:
+    """The README's: NLL by the share of wrong labels, and the cost, of two networks."""
+    figure = Figure(figsize=(8.5, 2.9), layout="constrained")
+    axes = figure.subplots(1, 3, width_ratios=(3, 3, 2))
+    for axis, (problem, examples) in zip(axes, SHOWN.items(), strict=False):
+        of = [
+            run
+            for run in found
+            if (run["config"]["problem"], run["config"]["examples"]) == (problem, examples)
+        ]
+        shares = sorted({run["config"]["wrong"] for run in of})
+        for i, way in enumerate(COLORS):
+            values = [
+                [run["ways"][way]["nll"] for run in of if run["config"]["wrong"] == share]
+                for share in shares
+            ]
+            axis.bar(
+                [j + 0.27 * (i - 1) for j in range(len(shares))],
+                [statistics.fmean(v) for v in values],
+                0.25, yerr=[standard_error(v) for v in values], color=COLORS[way], label=way,
+            )  # fmt: skip
+        axis.set_xticks(range(len(shares)), [f"{share:.0%}" for share in shares])
+        axis.set_xlabel("wrong labels")
+        axis.set_title(f"{problem}, {examples:,}", fontsize=9)
+    axes[0].set_ylabel("test NLL (nats)")
+    costs = [
+        statistics.median(run["ways"][way]["cost"] for run in found if way in run["ways"])
+        for way in COLORS
+    ]
+    bars = axes[2].barh(range(3), costs, color=list(COLORS.values()))
+    axes[2].bar_label(bars, [f"{cost:.1f}" for cost in costs], padding=2, fontsize=8)
+    axes[2].set_yticks(range(3), ["default", "grid of seven", "learned"])
+    axes[2].invert_yaxis()
+    axes[2].set_xlabel("CPU time, in trainings")
+    axes[2].spines[["top", "right"]].set_visible(False)
+    return {"summary": figure}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the missing tasks, and report."""
+    return study(
+        "weight_decay_rivals", __doc__, run, tasks, table, arguments,
+        problems=PROBLEMS, seeds=5, figures=figures,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,308 @@
+"""What the studies of weight decays share: small networks and data, a training, scaled scores."""
+
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
+from torch.optim.swa_utils import AveragedModel, update_bn
+
+from experiments.data import archive
+from kfac_backend import CurvatureOptions
+from marglik import (
+    Hyperparameters,
+    OnlineTraining,
+    Posterior,
+    PriorGroups,
+    Schedule,
+    settling_rate,
+    weight_decay_to_precision,
+)
+from marglik.posterior.prior import precision_to_weight_decay
+from marglik.prediction.calibration import PRIOR_OF_SHARPNESS
+from marglik.training.update import update_prior
+
+__all__ = [
+    "Batches",
+    "Split",
+    "Trained",
+    "Training",
+    "convolutions",
+    "digits",
+    "mlp",
+    "no_norm",
+    "scaled_scores",
+    "small_images",
+    "with_wrong_labels",
+]
+
+DEFAULT = 5e-4
+"""Weight decay that learning starts from."""
+
+Split = tuple[Any, Tensor]
+"""Inputs, which can be indexed, and labels (N,)."""
+
+
+# Networks
+
+
+def convolutions(
+    norm: Callable[[int], nn.Module], head: str, channels: int = 1, size: int = 8
+) -> nn.Module:
+    """Two convolutions with a norm each; the head reads averages or all positions."""
+    ends = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)]
+    if head == "flattened":
+        ends = [nn.Flatten(), nn.Linear(32 * (size // 2) ** 2, 10)]
+    return nn.Sequential(
+        nn.Conv2d(channels, 16, 3, padding=1), norm(16), nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1, stride=2), norm(32), nn.ReLU(), *ends,
+    )  # fmt: skip
+
+
+def mlp(inputs: int, classes: int, norm: Callable[[int], nn.Module], hidden: int = 64) -> nn.Module:
+    """Two hidden layers with a norm each."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(inputs, hidden), norm(hidden), nn.ReLU(),
+        nn.Linear(hidden, hidden), norm(hidden), nn.ReLU(), nn.Linear(hidden, classes),
+    )  # fmt: skip
+
+
+def no_norm(width: int) -> nn.Module:
+    """In place of a norm."""
+    return nn.Identity()
+
+
+# Data
+
+
+def digits() -> tuple[Tensor, Tensor]:
+    """Images (N, 1, 8, 8), standardised, and labels."""
+    found: Any = load_digits()
+    x = torch.tensor(found.images, dtype=torch.float32)[:, None]
+    return (x - x.mean()) / x.std(), torch.tensor(found.target)
+
+
+def small_images() -> tuple[Tensor, Tensor]:
+    """700 images of each class of CIFAR-10 (JPEG) at half their size, (N, 3, 16, 16)."""
+    pixels, labels = [], []
+    with tarfile.open(archive()) as files:
+        for member in files:
+            parts = member.name.split("/")  # train/CLASS/NNNN.jpg
+            if not member.isfile() or parts[0] != "train" or int(parts[2][:4]) >= 700:
+                continue
+            with Image.open(files.extractfile(member)) as image:  # pyright: ignore
+                small = image.convert("RGB").resize((16, 16), Image.Resampling.BOX)
+                pixels.append(torch.frombuffer(bytearray(small.tobytes()), dtype=torch.uint8))
+            labels.append(parts[-2])
+    x = torch.stack(pixels).float().view(-1, 16, 16, 3).permute(0, 3, 1, 2).contiguous()
+    classes = sorted(set(labels))
+    return (x - x.mean()) / x.std(), torch.tensor([classes.index(label) for label in labels])
+
+
+def with_wrong_labels(
+    x: Any, y: Tensor, examples: int, held_out: int, wrong: float, seed: int
+) -> tuple[Split, Split, Split]:
+    """Training, held-out and at most 3,000 test data of a seed.
+
+    A share of the labels in the first two is changed to another class, uniformly.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(y), generator=generator)
+    x, y, classes = x[order], y[order], int(y.max()) + 1
+    ends = examples, examples + held_out
+    chosen = torch.rand(ends[1], generator=generator) < wrong
+    other = torch.randint(1, classes, (ends[1],), generator=generator)
+    noisy = torch.where(chosen, (y[: ends[1]] + other) % classes, y[: ends[1]])
+    return (
+        (x[: ends[0]], noisy[: ends[0]]),
+        (x[ends[0] : ends[1]], noisy[ends[0] :]),
+        (x[ends[1] :][:3000], y[ends[1] :][:3000]),
+    )
+
+
+@dataclass
+class Batches:
+    """Shuffled batches (x, y) of inputs that can be indexed: tensors or graphs."""
+
+    x: Any
+    y: Tensor
+    batch_size: int
+
+    @property
+    def num_examples(self) -> int:
+        """N."""
+        return len(self.y)
+
+    def __len__(self) -> int:
+        return -(-len(self.y) // self.batch_size)
+
+    def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
+        for which in torch.randperm(len(self.y)).split(self.batch_size):
+            yield self.x[which], self.y[which]
+
+
+# Training
+
+
+@dataclass
+class Trained:
+    """A network, the weight decays that it was trained with last, and its cost."""
+
+    model: nn.Module
+    decays: Tensor
+    """Of each trainable tensor."""
+    seconds: float
+    """CPU time."""
+    record: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Training:
+    """A network, and how it is trained."""
+
+    make: Callable[[], nn.Module]
+    epochs: int = 40
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    lr: float = 0.05
+    batch_size: int = 50
+
+    def but(self, make: Callable[[], nn.Module]) -> "Training":
+        """The same training of another network."""
+        return replace(self, make=make)
+
+    def run(
+        self,
+        split: Split,
+        seed: int,
+        decays: float | Tensor | None,
+        rate: str = "settling",
+        after_epoch: Callable[[int, nn.Module], None] | None = None,
+        evidence: bool = False,
+    ) -> Trained:
+        """Train once.
+
+        Args:
+            split: the training data.
+            seed: of the initial parameters and of the batches' order.
+            decays: fixed, one or one for each tensor, in a plain loop; None learns them with
+                default options.
+            rate: "settling", our default rates with averaged parameters; or "cosine", to zero,
+                without an average, for fixed decays.
+            after_epoch: called with the number of an epoch that has ended, and the network.
+            evidence: whether to record, of fixed decays, the evidence of the network that they
+                lead to, at the decays that maximise it there.
+        """
+        torch.manual_seed(seed)
+        model = self.make()
+        loader = Batches(*split, self.batch_size)
+        N, steps = len(split[1]), self.epochs * len(loader)
+        delta = weight_decay_to_precision(DEFAULT if decays is None else torch.as_tensor(decays), N)
+        hyper = Hyperparameters(PriorGroups.from_model(model), delta)
+        optimizer = self._optimizer(model)
+        scheduler = settling_rate(optimizer, steps)
+        if rate == "cosine":
+            scheduler = CosineAnnealingLR(optimizer, steps)
+        started = time.process_time()
+        if decays is not None:
+            start = torch.as_tensor(decays).expand(len(list(model.parameters()))).tolist()
+            self._train(model, loader, optimizer, scheduler, start, rate != "cosine", after_epoch)
+            trained = Trained(model.eval(), torch.tensor(start), time.process_time() - started)
+            if evidence:
+                laplace = _posterior(model, hyper.prior_precision)
+                found, _ = update_prior(hyper, laplace, loader, N, steps=200)
+                trained.record["evidence_per_example"] = [found[0] / N, found[-1] / N]
+            return trained
+        result = OnlineTraining(
+            model, optimizer, loader, "classification", hyper,
+            lambda delta, sigma: _posterior(model, delta), Schedule(self.epochs),
+            scheduler=scheduler,
+        ).run()  # fmt: skip
+        seconds = time.process_time() - started
+        updates = [record for record in result.records if record["kind"] == "update"]
+        record = {
+            "weight_decay": updates[-1]["weight_decay"],
+            "evidence_per_example": [of["evidence_per_example"] for of in updates],
+        }
+        learned = precision_to_weight_decay(hyper.prior_precision, N)
+        return Trained(model.eval(), learned, seconds, record)
+
+    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        # A group for each tensor, so that each may have a weight decay of its own.
+        groups = [{"params": [p]} for p in model.parameters()]
+        if self.optimizer == "adam":
+            return torch.optim.Adam(groups, self.lr)
+        return torch.optim.SGD(groups, self.lr, momentum=0.9, nesterov=True)
+
+    def _train(
+        self,
+        model: nn.Module,
+        loader: Batches,
+        optimizer: torch.optim.Optimizer,
+        scheduler: LRScheduler,
+        decays: list[float],
+        averages: bool,
+        after_epoch: Callable[[int, nn.Module], None] | None,
+    ) -> None:
+        """A plain loop with torch's weight decay; the last third of the epochs may be averaged."""
+        for group, decay in zip(optimizer.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
+        average = AveragedModel(model) if averages else None
+        for epoch in range(1, self.epochs + 1):
+            for x, y in loader:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                scheduler.step()
+                if average is not None and epoch > self.epochs - round(self.epochs / 3):
+                    average.update_parameters(model)
+            if after_epoch is not None:
+                after_epoch(epoch, model)
+        if average is not None:
+            model.load_state_dict(average.module.state_dict())
+            update_bn(loader, model)
+
+
+def _posterior(model: nn.Module, prior_precision: Tensor) -> Posterior:
+    options = CurvatureOptions(unsupported="diagonal")
+    return Posterior(model, "classification", options, prior_precision=prior_precision)
+
+
+# Scores
+
+
+def scaled_scores(f_held_out: Tensor, y_held_out: Tensor, f: Tensor, y: Tensor) -> dict[str, float]:
+    """NLL and accuracy of a mixture, at the temperature that held-out data choose.
+
+    The class probabilities are the mean of softmax(f/τ) over networks; the prior on log τ is that
+    of `marglik.calibrate`.
+
+    Args:
+        f_held_out: outputs (S, N, C) of S networks on held-out data.
+        y_held_out: its labels.
+        f: outputs (S, M, C) on test data.
+        y: its labels.
+    """
+    grid = torch.logspace(-1, 1.5, 126)
+    losses = torch.stack([mixture_nll(f_held_out / tau, y_held_out) for tau in grid])
+    prior = 0.5 * PRIOR_OF_SHARPNESS * grid.log().square() / len(y_held_out)
+    tau = grid[(losses + prior).argmin()]
+    p = torch.softmax(f / tau, -1).mean(0)
+    return {
+        "nll": mixture_nll(f / tau, y).item(),
+        "accuracy": (p.argmax(-1) == y).float().mean().item(),
+        "held_out_nll": losses.min().item(),
+        "tau": tau.item(),
+    }
+
+
+def mixture_nll(f: Tensor, y: Tensor) -> Tensor:
+    """NLL (nats, a mean) of the mean over networks of softmax(f), for f (S, N, C) and y (N,)."""
+    log_p = torch.log_softmax(f, -1).logsumexp(0) - torch.tensor(float(len(f))).log()
+    return F.nll_loss(log_p, y)
