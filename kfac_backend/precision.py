@@ -6,6 +6,7 @@ eigenvalues are differences of large numbers. A backward pass bears it: its erro
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -85,7 +86,9 @@ def check_precision(precision: BackwardPrecision, device: torch.device) -> None:
         )
 
 
+@cache
 def _backends() -> list[Any]:
+    # Asking for a GPU takes a millisecond, more than a small layer's whole pass.
     mkldnn: Any = torch.backends.mkldnn  # its stubs, and cuDNN's, lack single operators
     cudnn: Any = torch.backends.cudnn
     cpu = [mkldnn.conv, mkldnn.matmul]

@@ -39,7 +39,7 @@ from marglik.posterior.prior import (
     weight_decay_to_precision,
 )
 from marglik.training.average import WeightAverage, renew_batch_norm
-from marglik.training.loaders import Loader
+from marglik.training.loaders import Loader, MergedBatches
 from marglik.training.penalty import Decay, add_penalty, check_no_weight_decay, stable_decays
 from marglik.training.ranks import check_shards, count_on_ranks
 from marglik.training.schedule import CurvatureFrom, Schedule
@@ -333,18 +333,23 @@ class PriorLearner:
             self._find_invariant()
         self._steps += 1
         self._highest_rate = max(self._highest_rate, self._rate)
-        stable, limited = stable_decays(
-            self._model, self._optimizer, self._decays, self.gradient_scale
-        )
-        self._say_once(
-            "limited",
-            limited,
-            "The weight decay of {} has grown beyond 1 / learning rate, where SGD would diverge, "
-            "and is limited to it: the data needs none of it, or training is unstable.",
-        )
-        self.limited.update(limited)
-        factor = torch.as_tensor(self.gradient_scale * scale, device=parameters[0].device)
-        return add_penalty(parameters, stable, factor)
+        gradient_scale = self.gradient_scale
+        rates = [gradient_scale, *(float(group["lr"]) for group in self._optimizer.param_groups)]
+        if rates != self._rates_of_stable:  # else nothing has changed since the last step
+            self._rates_of_stable = rates
+            self._stable, limited = stable_decays(
+                self._model, self._optimizer, self._decays, gradient_scale
+            )
+            self._say_once(
+                "limited",
+                limited,
+                "The weight decay of {} has grown beyond 1 / learning rate, where SGD would "
+                "diverge, and is limited to it: the data needs none of it, or training is "
+                "unstable.",
+            )
+            self.limited = set(limited)
+        factor = torch.as_tensor(gradient_scale * scale, device=parameters[0].device)
+        return add_penalty(parameters, self._stable, factor)
 
     @property
     def ended_epochs(self) -> int:
@@ -403,6 +408,7 @@ class PriorLearner:
         sqrt(2 η λ) in a step. The evidence knows of no such rate: it raises δ as ‖w‖ falls, and
         training breaks down once the direction turns too far. So these decays have a limit.
         """
+        self._rates_of_stable: list[float] = []
         groups, decays = self.hyperparameters.groups, self.weight_decays()
         if groups.diagonal:
             self._decays: list[Decay] = list(groups.for_parameters(decays))
@@ -568,10 +574,12 @@ class PriorLearner:
         with forked_random_numbers(self._model):
             torch.manual_seed(self._epoch)
             self.posterior = laplace
+            # Not on several ranks, whose batches correspond; laplace-torch wants its data set.
+            merges = self._ranks.size == 1 and isinstance(laplace, Posterior)
             return update_prior(
                 hyper,
                 laplace,
-                self._loader,
+                MergedBatches(self._loader) if merges else self._loader,
                 self.num_data,
                 steps,
                 progress=self.progress,

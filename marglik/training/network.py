@@ -136,7 +136,6 @@ class NetworkTraining:
         self.model.train()
         variance = self.learner.hyperparameters.sigma_noise.square().item()
         self._set_damping(variance)
-        self.learner.limited.clear()
         # On the device, and read once at the end: reading a loss waits for its step.
         totals = torch.zeros(4, dtype=torch.float64, device=next(self.model.parameters()).device)
         examples = 0

@@ -26,6 +26,7 @@ from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
 from marglik.runs.training_setup import TrainingSetup
 from marglik.training import learner
 from marglik.training.average import renew_batch_norm
+from marglik.training.loaders import MergedBatches
 from marglik.training.optimizers import OptimizerConfig
 from tests.marglik.callbacks.online import (
     EPOCHS,
@@ -380,3 +381,21 @@ def test_several_terms_are_asked_for_before_anything_is_done():
 def test_a_step_before_the_start_is_told():
     with pytest.raises(RuntimeError, match="call start\\(model, optimizer, loader\\) before"):
         PriorLearner("classification").add_to_gradients()
+
+
+def test_small_batches_are_merged_without_a_change_of_the_data():
+    x, y = torch.randn(23, 4), torch.arange(23)
+    loader = [(x[i : i + 5], y[i : i + 5]) for i in range(0, 23, 5)]
+    merged = list(MergedBatches(loader))
+    assert len(merged) == 1
+    assert torch.equal(merged[0][0], x)
+    assert torch.equal(merged[0][1], y)
+    # Large batches, other lengths and other types stay as they are.
+    large = [(torch.zeros(2, 2**17), torch.zeros(2))] * 2
+    tokens = [(torch.zeros(2, 5), torch.zeros(2)), (torch.zeros(2, 6), torch.zeros(2))]
+    other = [("text", torch.zeros(2))] * 2
+    for kept in (large, tokens, other):
+        assert all(a is b for a, b in zip(MergedBatches(kept), kept, strict=True))
+    mapping = [{"x": x[:2], "labels": y[:2]}, {"x": x[2:4], "labels": y[2:4]}]
+    (joined,) = MergedBatches(mapping)
+    assert torch.equal(joined["labels"], y[:4])
