@@ -203,7 +203,8 @@ class Training:
         model = self.make()
         loader = Batches(*split, self.batch_size)
         N, steps = len(split[1]), self.epochs * len(loader)
-        delta = weight_decay_to_precision(DEFAULT if decays is None else torch.as_tensor(decays), N)
+        start = torch.as_tensor(DEFAULT if decays is None else decays)
+        delta: Tensor = weight_decay_to_precision(start, N)
         hyper = Hyperparameters(PriorGroups.from_model(model), delta)
         optimizer = self._optimizer(model)
         scheduler = settling_rate(optimizer, steps)
@@ -211,9 +212,11 @@ class Training:
             scheduler = CosineAnnealingLR(optimizer, steps)
         started = time.process_time()
         if decays is not None:
-            start = torch.as_tensor(decays).expand(len(list(model.parameters()))).tolist()
-            self._train(model, loader, optimizer, scheduler, start, rate != "cosine", after_epoch)
-            trained = Trained(model.eval(), torch.tensor(start), time.process_time() - started)
+            fixed = start.expand(len(list(model.parameters())))
+            self._train(
+                model, loader, optimizer, scheduler, fixed.tolist(), rate != "cosine", after_epoch
+            )
+            trained = Trained(model.eval(), fixed, time.process_time() - started)
             if evidence:
                 laplace = _posterior(model, hyper.prior_precision)
                 found, _ = update_prior(hyper, laplace, loader, N, steps=200)
