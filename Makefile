@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: train test test-slow test-lowest lint house bench bench-quick large-classes growth exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study default-options uci update-step-timing gpt-timing models graph-network-training vision-transformer-training optimizer-comparison optimizer-defaults evidence-from-training ranks-timing docs gpu
+.PHONY: train test test-slow test-lowest lint house bench bench-quick large-classes growth exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study default-options uci update-step-timing gpt-timing models graph-network-training vision-transformer-training optimizer-comparison optimizer-defaults ranks-timing docs gpu
 
 train: $(INSTALLED)  ## train on the built-in digits, learn the weight decays, write runs/digits
 	$(BIN)/marglik train --config digits
@@ -108,8 +108,8 @@ optimizer-comparison: $(INSTALLED)  ## SGD, AdamW, SOAP and K-FAC with the same 
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
 	$(BIN)/python -m experiments.optimizers.optimizer_comparison
 
-optimizer-deevidence-from-training: $(INSTALLED)  ## weight decays from curvature passes or from K-FAC's own factors: digits, five minutes; resumes
-	$(BIN)/python -m experiments.weight_decay.evidence_from_training
+optimizer-defaults: $(INSTALLED)  ## K-FAC's defaults beside tuned SGD and AdamW on five small problems: a quarter of an hour; resumes
+	$(BIN)/python -m experiments.optimizers.optimizer_defaults
 
 test-lowest:  ## run the default test suite with the oldest dependencies that pyproject.toml allows
 	$(PYTHON) -m venv .venv-lowest

@@ -105,10 +105,9 @@ class PriorConfig:
         keep: which update to end with. last keeps the last one; best goes back to the parameters
             of the update with the highest evidence, which may be an early one, before the network
             has reached a mode.
-        curvature_from: where an update takes the curvature from. auto makes a pass over the data
-            for each update, and draws labels (fisher=mc) in all but the last where exact passes
-            would take longer than the training; pass makes each as curvature says; optimizer takes
-            the moving averages of optimizer.name=kfac, and makes a single pass at the end.
+        curvature_from: which pass over the data an update makes. auto draws labels (fisher=mc) in
+            all but the last where exact passes would take longer than the training; pass makes each
+            as curvature says.
     """
 
     weight_decay: float = 5e-4

@@ -64,15 +64,7 @@ class TrainingSetup:
     likelihood: Likelihood = "classification"
 
     def check(self) -> None:
-        """Raise a ValueError if updates need factors of an optimiser without, or batches are small.
-
-        Each rank needs at least one example of each full batch.
-        """
-        if self.prior.curvature_from == "optimizer" and self.optimizer.name != "kfac":
-            raise ValueError(
-                "prior.curvature_from=optimizer takes K-FAC's factors, but optimizer.name is "
-                f"{self.optimizer.name}; pass --optimizer.name kfac, or prior.curvature_from pass."
-            )
+        """Raise a ValueError unless each rank has at least one example of each full batch."""
         number, size = self.ranks.size, self.run.batch_size
         examples = len(tensors_in(self.splits.train)[-1])
         if min(size, examples) < number:

@@ -13,7 +13,7 @@ examples.
 import logging
 import warnings
 from collections.abc import Callable, Mapping
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -24,12 +24,10 @@ from kfac_backend.loss import counted_terms
 from kfac_backend.model.batches import Targets, split_batch, to_device
 from kfac_backend.model.calls import arguments, forked_random_numbers, logits_of
 from kfac_backend.model.checks import check_module
-from kfac_backend.optimizer import KFAC
 from kfac_backend.optimizer.training_pass import MeanOver
 from kfac_backend.options import CurvatureOptions, Likelihood, check_option, check_positive
 from kfac_backend.ranks import Ranks
 from marglik.eval_mode import eval_mode
-from marglik.posterior.evidence import EvidenceTerms
 from marglik.posterior.hyperparameters import Hyperparameters, UpdateMethod
 from marglik.posterior.posterior import Posterior, parameter_vector
 from marglik.posterior.prior import (
@@ -96,8 +94,6 @@ class PriorLearner:
         curvature_from: "auto" makes a pass over the data for each update, with a label drawn from
             the model for each loss term if all updates with the exact Fisher would take longer than
             the training; the last pass is exact. "pass" makes each as ``curvature`` says.
-            "optimizer" takes the moving averages of `KFAC`'s factors and the loss of the latest
-            epoch, and makes one pass at the end.
         schedule: when updates happen, and what is averaged; or give its fields as keywords, such as
             ``updates``, ``every``, ``burn_in``, ``steps`` and ``average``, see `Schedule`.
         hyperparameters: your own, in place of weight_decay, structure, method, lr and the noise.
@@ -108,6 +104,12 @@ class PriorLearner:
     Raises:
         ValueError: an option that is not supported.
     """
+
+    STATE = (
+        "_epoch", "_steps", "_steps_at_update", "_highest_rate", "evidences", "evidences_of_steps",
+        "_best", "_invariant", "_moves", "_objective_then", "_said",
+    )  # fmt: skip
+    """Attributes of plain data and tensors that change from step to step; see `state_dict`."""
 
     def __init__(
         self,
@@ -132,12 +134,9 @@ class PriorLearner:
         curvature.check(likelihood)
         check_option("mean_over", mean_over, MeanOver)
         check_option("curvature_from", curvature_from, CurvatureFrom)
-        for name, value in (
-            ("weight_decay", weight_decay),
-            ("temperature", temperature),
-            ("loss_scale", loss_scale),
-        ):
-            check_positive(name, value)
+        check_positive("weight_decay", weight_decay)
+        check_positive("temperature", temperature)
+        check_positive("loss_scale", loss_scale)
         if learn_sigma_noise and likelihood != "regression":
             raise ValueError(
                 f"learn_sigma_noise=True is for likelihood 'regression', not {likelihood!r}."
@@ -161,25 +160,23 @@ class PriorLearner:
         """The epoch that the final parameters are of."""
         self.limited: set[str] = set()
         """Names of the parameters whose weight decay SGD could not take, see `stable_decays`."""
-        self.loss_of_epoch = 0.0
-        """With curvature_from="optimizer" the loop sets it before `end_of_epoch`: the mean over the
-        epoch's examples, at σ = 1."""
         self.progress = False
-        self._given, self._make_posterior = hyperparameters, make_posterior
+        self._make_posterior = make_posterior or self._new_posterior
         self._curvature_from: CurvatureFrom = curvature_from
-        self._initial = weight_decay
+        self._given = hyperparameters
         self._structure: PriorStructure | Mapping[str, str] = structure
+        self._weight_decay = weight_decay
+        if sigma_noise is None:
+            sigma_noise = 0.1 if learn_sigma_noise else 1.0
         self._hyperparameter_options: dict[str, Any] = {
             "method": method,
             "lr": lr,
             "learn_sigma_noise": learn_sigma_noise,
-            "sigma_noise": (0.1 if learn_sigma_noise else 1.0)
-            if sigma_noise is None
-            else sigma_noise,
+            "sigma_noise": sigma_noise,
         }
         # Loaded before `start`, and applied by it.
         self._state: Mapping[str, Any] | None = None
-        self._said: set[str] = set()
+        self._said: list[str] = []
 
     def start(
         self,
@@ -206,8 +203,8 @@ class PriorLearner:
 
         Raises:
             ValueError: an optimiser with weight decay, no data, a state of another model or of
-                other options, loaders that are not shards of one data set, mean_over="examples" for
-                examples with several loss terms, or curvature_from="optimizer" without factors.
+                other options, loaders that are not shards of one data set, or mean_over="examples"
+                for examples with several loss terms.
             RankError: another rank has failed, or is gone.
         """
         check_module(model)
@@ -216,9 +213,6 @@ class PriorLearner:
         check_shards(self._ranks, loader=loader)
         self._model, self._optimizer, self._loader = model, optimizer, loader
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._preconditioner = None
-        if self._curvature_from == "optimizer":
-            self._preconditioner = _preconditioner_of(self._named, optimizer)
         self.schedule = replace(self.schedule, epochs=epochs)
         self._say_once(
             "average",
@@ -230,7 +224,7 @@ class PriorLearner:
         """N, the number of examples of all ranks."""
         self.hyperparameters = self._given or Hyperparameters(
             PriorGroups.from_model(model, self._structure),
-            weight_decay_to_precision(self._initial, self.num_data, self.temperature),
+            weight_decay_to_precision(self._weight_decay, self.num_data, self.temperature),
             **self._hyperparameter_options,
         )
         self._epoch = 0  # the number of epochs that have ended
@@ -240,7 +234,8 @@ class PriorLearner:
         self._average = WeightAverage(self.schedule.average or "last")
         self._best: dict[str, Any] | None = None
         self._moves: dict[str, float] = {}
-        self._invariant = set(self._named)  # of scale, as far as is known
+        self._objective_then: float | None = None
+        self._invariant = sorted(self._named)  # of scale, as far as is known
         self._terms_per_example = self._look_at_data(sums_terms)
         if self._state is not None:
             self._load(self._state)
@@ -270,25 +265,21 @@ class PriorLearner:
                 if index == 0 and len(y):
                     args, kwargs = arguments(self._model, x)
                     f = logits_of(self._model(*args, **kwargs))
-                    positions = f.shape[1:-1].numel()
-                    self._vectors = positions * (
-                        f.shape[-1] - (self.likelihood == "classification")
-                    )
+                    of_position = f.shape[-1] - (self.likelihood == "classification")
+                    self._vectors = f.shape[1:-1].numel() * of_position
                 if self.mean_over == "examples":
                     break
         of_ranks = self._ranks.gather((terms, examples, self._vectors), "counting the loss terms")
         found = max(sum(r[0] for r in of_ranks), 1) / max(sum(r[1] for r in of_ranks), 1)
         self._vectors = max(r[2] for r in of_ranks)
-        if sums_terms:
-            return 1.0
-        if self.mean_over == "examples" and found != 1:
+        if self.mean_over == "examples" and found != 1 and not sums_terms:
             raise ValueError(
                 f"The examples have {found:.4g} loss terms each. If the loss is a mean over all "
                 "terms, the prior's gradient must be smaller by this factor: pass "
                 "mean_over='terms'. If the loss is a mean over examples of sums over terms, call "
                 "start(..., sums_terms=True)."
             )
-        return found
+        return 1.0 if sums_terms else found
 
     @property
     def _draws_labels(self) -> bool:
@@ -298,15 +289,16 @@ class PriorLearner:
         its cost; an exact pass is a forward pass and V backward passes. With few examples the noise
         of drawn labels is larger, and an exact pass takes no time to speak of.
         """
-        updates, epochs = self.schedule.updates, self.schedule.epochs
-        if self._curvature_from != "auto" or self.curvature.fisher != "exact" or epochs is None:
+        schedule, V = self.schedule, self._vectors
+        if self._curvature_from != "auto" or self.curvature.fisher != "exact":
             return False
-        if self.schedule.keep == "best":  # noise would choose among the evidences
+        # With keep="best", noise would choose among the evidences.
+        if schedule.epochs is None or schedule.keep == "best":
             return False
-        if self.schedule.every is not None:
-            updates = epochs // self.schedule.every
-        is_long = updates * (1 + 2 * self._vectors) > 3 * epochs
-        return is_long and self._vectors > 1 and self._vectors * self.num_data > FEW_VECTORS
+        every = schedule.every
+        updates = schedule.updates if every is None else schedule.epochs // every
+        is_long = updates * (1 + 2 * V) > 3 * schedule.epochs
+        return is_long and V > 1 and V * self.num_data > FEW_VECTORS
 
     # --- in the network's steps ---
 
@@ -330,7 +322,7 @@ class PriorLearner:
         if self.schedule.is_averaged(self._epoch + 1):
             self._average.add(parameters)  # what the steps before this one have come to
         if self._steps < OBSERVED_STEPS:
-            self._find_invariant()
+            self._invariant = [name for name in self._invariant if self._may_be_invariant(name)]
         self._steps += 1
         self._highest_rate = max(self._highest_rate, self._rate)
         gradient_scale = self.gradient_scale
@@ -338,7 +330,7 @@ class PriorLearner:
         if rates != self._rates_of_stable:  # else nothing has changed since the last step
             self._rates_of_stable = rates
             self._stable, limited = stable_decays(
-                self._model, self._optimizer, self._decays, gradient_scale
+                self._named, self._optimizer, self._decays, gradient_scale
             )
             self._say_once(
                 "limited",
@@ -425,26 +417,24 @@ class PriorLearner:
         return float(self._optimizer.param_groups[0]["lr"])
 
     @torch.no_grad()
-    def _find_invariant(self) -> None:
-        """Find the weights with f(cw) = f(w), alone or with their bias: f(cw, cb) = f(w, b).
+    def _may_be_invariant(self, name: str) -> bool:
+        """Whether f(cw) = f(w) for a weight, alone or with its bias: f(cw, cb) = f(w, b).
 
         The gradient is orthogonal to them in each step. A weight is followed by BatchNorm or is
         normed itself where it is so alone, and by GroupNorm or LayerNorm where it is with its bias.
         """
-        for name in sorted(self._invariant):
-            p, bias = self._named[name], self._named.get(f"{name.removesuffix('weight')}bias")
-            if p.dim() < 2 or p.grad is None:
-                self._invariant.discard(name)
+        weight, bias = self._named[name], self._named.get(f"{name.removesuffix('weight')}bias")
+        if weight.dim() < 2 or weight.grad is None:
+            return False
+        inner = squares = lengths = torch.zeros((), device=weight.device)
+        for p in (weight, bias):
+            if p is None or p.grad is None:
                 continue
-            inner, lengths = (p.grad * p).sum(), (p.grad.square().sum(), p.square().sum())
-            cosines = [inner.abs() / (lengths[0] * lengths[1]).sqrt().clamp(min=1e-30)]
-            if bias is not None and bias.grad is not None:
-                inner = inner + (bias.grad * bias).sum()
-                square = lengths[0] + bias.grad.square().sum()
-                square = square * (lengths[1] + bias.square().sum())
-                cosines.append(inner.abs() / square.sqrt().clamp(min=1e-30))
-            if min(cosines) > LARGEST_COSINE:
-                self._invariant.discard(name)
+            inner = inner + (p.grad * p).sum()
+            squares, lengths = squares + p.grad.square().sum(), lengths + p.square().sum()
+            if inner.abs() <= LARGEST_COSINE * (squares * lengths).sqrt().clamp(min=1e-30):
+                return True
+        return False
 
     # --- between epochs ---
 
@@ -478,8 +468,9 @@ class PriorLearner:
         Raises:
             FloatingPointError: see `end_of_epoch`.
         """
-        parameters = list(self._named.values())
+        # Step 1: the average, if there is one, takes the place of the last step's parameters.
         if self._average.count:
+            parameters = list(self._named.values())
             self._average.add(parameters)
             self._average.write(parameters)
             self._steps_at_update = None
@@ -491,18 +482,20 @@ class PriorLearner:
         schedule, known = self.schedule, self.posterior
         if not schedule.updates:
             return {}
+        # Step 2: the last update, or else a posterior, at the parameters that are there now. They
+        # are compared by value, as the loop may have loaded others since; and an update at them,
+        # perhaps before a resume, is not made again.
         found: dict[str, float] = {}
-        # By the parameters themselves, too, as the loop may have loaded others since.
         is_fitted = self._is_fitted_here(known)
-        # An update at these parameters, perhaps before a resume, is not made again.
         is_updated = self._steps == self._steps_at_update and (known is None or is_fitted)
         learns = self._steps > 0 and self._epoch >= schedule.burn_in and not is_updated
         if learns and (schedule.last_epoch or schedule.is_due(self._epoch)):
             found = self._update(schedule.steps, is_last=True)
-        elif not is_fitted or self._draws_labels or self._preconditioner is not None:
+        elif not is_fitted or self._draws_labels:
             if is_updated:
-                self.evidences.pop()  # the same update's, of other factors or before a resume
+                self.evidences.pop()  # the same update's, of drawn labels or before a resume
             self.evidences.append(self._fit(0, is_last=True)[0][-1])
+        # Step 3: back to the best update, if that is asked for.
         if self._best is not None and self._best["evidence"] > self.evidences[-1]:
             self._model.load_state_dict(self._best["model"])
             self.hyperparameters.set(self._best["prior_precision"], self._best["sigma_noise"])
@@ -548,6 +541,12 @@ class PriorLearner:
             found["sigma_noise"] = self.record["sigma_noise"]
         return found
 
+    def _new_posterior(self, prior_precision: Tensor, sigma_noise: Tensor) -> Posterior:
+        return Posterior(
+            self._model, self.likelihood, self.curvature, prior_precision=prior_precision,
+            sigma_noise=sigma_noise, temperature=self.temperature,
+        )  # fmt: skip
+
     def _fit(self, steps: int, is_last: bool) -> tuple[list[float], dict[str, Any]]:
         """A posterior at the present parameters, and steps on its evidence; see `update_prior`.
 
@@ -555,25 +554,13 @@ class PriorLearner:
         """
         hyper = self.hyperparameters
         delta = hyper.groups.for_laplace(hyper.prior_precision)
-        if self._make_posterior is not None:
-            laplace = self._make_posterior(delta, hyper.sigma_noise)
-        else:
-            laplace = Posterior(
-                self._model, self.likelihood, self.curvature, prior_precision=delta,
-                sigma_noise=hyper.sigma_noise, temperature=self.temperature,
-            )  # fmt: skip
-        factors = None
-        if self._preconditioner is not None and not is_last:
-            # Σ ℓ over the data, as the evidence needs it, and not the mean over the epoch.
-            loss = self.num_data * self.loss_of_epoch
-            factors = self._preconditioner.factors(self.num_data, loss)
+        self.posterior = laplace = self._make_posterior(delta, hyper.sigma_noise)
         if self._draws_labels and not is_last and isinstance(laplace, Posterior):
             laplace.options = laplace.options.but(fisher="mc", mc_samples=1)
         # Its own random numbers, so that neither the loop's depend on when updates happen, nor
         # updates on what the loop has drawn.
         with forked_random_numbers(self._model):
             torch.manual_seed(self._epoch)
-            self.posterior = laplace
             # Not on several ranks, whose batches correspond; laplace-torch wants its data set.
             merges = self._ranks.size == 1 and isinstance(laplace, Posterior)
             return update_prior(
@@ -585,7 +572,6 @@ class PriorLearner:
                 progress=self.progress,
                 ranks=self._ranks,
                 dict_key_y=self.curvature.dict_key_y,
-                factors=factors,
             )
 
     # --- what it says while it runs ---
@@ -595,21 +581,20 @@ class PriorLearner:
 
         ``before`` are δ of the groups and σ before the update.
         """
-        groups, terms = self.hyperparameters.groups, laplace.evidence_terms
-        if self._invariant and self._steps >= OBSERVED_STEPS and "invariant" not in self._said:
-            self._said.add("invariant")
+        groups, now = self.hyperparameters.groups, self._steps >= OBSERVED_STEPS
+        if self._invariant and now and "invariant" not in self._said:
+            self._said.append("invariant")
             _logger.info(
                 "the outputs do not depend on the length of %s (a normalisation follows): their "
                 "weight decay acts on the learning rate of their direction alone, and training "
                 "takes at most %.0e of it",
-                ", ".join(sorted(self._invariant)),
+                ", ".join(self._invariant),
                 LARGEST_INVARIANT_DECAY,
             )
         if groups.diagonal:
             return
-        objective = self._objective(terms, *before)
         if self._objective_then is not None and self._rate > 0:
-            rise = objective - self._objective_then
+            rise = self._objective(laplace, *before) - self._objective_then
             self._say_once(
                 "rise",
                 ["the objective"] if rise > max(0.1, 0.5 * abs(self._objective_then)) else [],
@@ -618,24 +603,21 @@ class PriorLearner:
                 "learning rate, or pass fewer steps per update.",
             )
         delta, sigma = self.hyperparameters.prior_precision, self.hyperparameters.sigma_noise
-        self._objective_then = self._objective(terms, delta, sigma)
+        self._objective_then = self._objective(laplace, delta, sigma)
         if self._rate >= 0.1 * self._highest_rate:
-            gamma = groups.sum_over_tensors(laplace.effective_parameters())
-            moves = (delta / before[0]).log().abs().exp()
+            gamma = groups.sum_over_tensors(laplace.effective_parameters()).tolist()
+            moves = (delta / before[0]).log().abs().exp().tolist()
             self._moves = {
                 name: move
-                for name, move, number in zip(
-                    groups.names, moves.tolist(), gamma.tolist(), strict=True
-                )
+                for name, move, number in zip(groups.names, moves, gamma, strict=True)
                 # A group of which the data determines nothing has no decay to settle at, nor has
                 # a scale-invariant weight: the evidence fixes δ‖w‖² alone.
                 if move > STILL_MOVING and number >= 1 and name not in self._invariant
             }
 
-    _objective_then: float | None = None
-
-    def _objective(self, terms: EvidenceTerms, delta: Tensor, sigma: Tensor) -> float:
+    def _objective(self, laplace: Posterior, delta: Tensor, sigma: Tensor) -> float:
         """The objective of training (nats per example) with δ of the groups, and σ."""
+        terms = laplace.evidence_terms
         per_tensor = self.hyperparameters.groups.for_laplace(delta).to(terms.squared_norms)
         penalty = 0.5 * self.temperature * (per_tensor * terms.squared_norms).sum().item()
         return (terms.loss / float(sigma) ** 2 + penalty) / self.num_data
@@ -643,7 +625,7 @@ class PriorLearner:
     def _say_once(self, kind: str, names: list[str], text: str) -> None:
         """Warn, once for each name."""
         new = [name for name in names if f"{kind} {name}" not in self._said]
-        self._said.update(f"{kind} {name}" for name in new)
+        self._said += [f"{kind} {name}" for name in new]
         if new:
             shown = ", ".join(new[:4]) + (f" and {len(new) - 4} more" if len(new) > 4 else "")
             warnings.warn(text.format(shown), RuntimeWarning, stacklevel=4)
@@ -656,20 +638,9 @@ class PriorLearner:
             return {}
         return {
             "identity": self._identity(),
-            "epoch": self._epoch,
-            "steps": self._steps,
-            "steps_at_update": self._steps_at_update,
-            "highest_rate": self._highest_rate,
-            "loss_of_epoch": self.loss_of_epoch,
             "hyperparameters": self.hyperparameters.state_dict(),
-            "evidences": list(self.evidences),
-            "evidences_of_steps": list(self.evidences_of_steps),
             "average": self._average.state_dict(),
-            "best": self._best,
-            "invariant": sorted(self._invariant),
-            "moves": self._moves,
-            "objective_then": self._objective_then,
-            "said": sorted(self._said),
+            **{name.strip("_"): copy(getattr(self, name)) for name in self.STATE},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -692,38 +663,14 @@ class PriorLearner:
         }
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        ours, theirs = self._identity(), state["identity"]
-        for name, value in ours.items():
-            if theirs.get(name) != value:
+        for name, value in self._identity().items():
+            if state["identity"].get(name) != value:
                 raise ValueError(
-                    f"The state of the prior is of another run: {name} is {theirs.get(name)!r} "
-                    f"there, {value!r} here. Continue with the same model, data and options, or "
-                    "start anew."
+                    f"The state of the prior is of another run: {name} is "
+                    f"{state['identity'].get(name)!r} there, {value!r} here. Continue with the "
+                    "same model, data and options, or start anew."
                 )
         self.hyperparameters.load_state_dict(state["hyperparameters"])
         self._average.load_state_dict(state["average"], list(self._named.values()))
-        self._epoch, self._steps = state["epoch"], state["steps"]
-        self._steps_at_update = state["steps_at_update"]
-        self._highest_rate, self._best = state["highest_rate"], state["best"]
-        self.loss_of_epoch = state["loss_of_epoch"]
-        self.evidences = list(state["evidences"])
-        self.evidences_of_steps = list(state["evidences_of_steps"])
-        self._invariant, self._said = set(state["invariant"]), set(state["said"])
-        self._moves, self._objective_then = dict(state["moves"]), state["objective_then"]
-
-
-def _preconditioner_of(named: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> Any:
-    """The optimiser's preconditioner, if it has factors of all trainable parameters."""
-    if not isinstance(optimizer, KFAC):
-        raise ValueError(
-            f"curvature_from='optimizer' takes K-FAC's factors, and {type(optimizer).__name__} has "
-            "none. Train with KFAC (optimizer.name=kfac), or pass curvature_from='pass'."
-        )
-    missing = [name for name in named if name not in optimizer.preconditioner.names]
-    if missing:
-        raise ValueError(
-            f"curvature_from='optimizer' needs K-FAC's factors of all trainable parameters, and "
-            f"'{missing[0]}' has none (no rule, or excluded). Freeze it (requires_grad_(False)), "
-            "or pass curvature_from='pass'."
-        )
-    return optimizer.preconditioner
+        for name in self.STATE:
+            setattr(self, name, copy(state[name.strip("_")]))

@@ -112,9 +112,7 @@ class OnlineTraining:
     Raises:
         ValueError: no data; a likelihood or a temperature that is not supported; several processes
             of torch.distributed without a Fabric of them; shards that do not fit together;
-            curvature_from="optimizer" without `KFAC`, or with a parameter that `KFAC` has no
-            factors of; ``make_laplace`` with other options for targets than this object.
-        TypeError: curvature_from="optimizer" with another Laplace approximation than marglik's.
+            ``make_laplace`` with other options for targets than this object.
         NotImplementedError: a Fabric's strategy other than DDP.
         RankError: ranks with different models or options.
     """
@@ -159,7 +157,7 @@ class OnlineTraining:
             hyperparameters.groups.for_laplace(hyperparameters.prior_precision),
             hyperparameters.sigma_noise,
         )
-        _check_options(example, targets, curvature_from)
+        _check_options(example, targets)
         curvature = getattr(example, "options", CurvatureOptions(**_fields(targets)))
         self.learner = PriorLearner(
             likelihood,
@@ -342,7 +340,6 @@ class OnlineTraining:
         with own_random_numbers(self.ranks):
             record = self.network.epoch(self._epoch + 1)
         self._epoch += 1
-        self.learner.loss_of_epoch = record["loss"]
         if self.monitor is not None:
             with eval_mode(self.model), torch.no_grad():
                 record |= self.monitor(self._epoch)
@@ -379,14 +376,9 @@ def _fields(targets: TargetOptions) -> dict[str, Any]:
     return {option.name: getattr(targets, option.name) for option in fields(TargetOptions)}
 
 
-def _check_options(laplace: Any, targets: TargetOptions, curvature_from: CurvatureFrom) -> None:
-    """Raise an error unless a Laplace approximation has these targets, and factors if needed."""
+def _check_options(laplace: Any, targets: TargetOptions) -> None:
+    """Raise an error unless a Laplace approximation has these targets."""
     if not isinstance(laplace, Posterior):  # laplace-torch's classes have no options for targets
-        if curvature_from == "optimizer":
-            raise TypeError(
-                f"curvature_from='optimizer' needs marglik.Posterior, not "
-                f"{type(laplace).__name__}; use that, or pass curvature_from='pass'."
-            )
         return
     for name, ours in _fields(targets).items():
         theirs = getattr(laplace.options, name)

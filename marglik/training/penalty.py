@@ -6,7 +6,7 @@ momentum of 0.9). So SGD's weight decays are limited to 1 / learning rate, at wh
 takes the parameter to zero.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ def check_no_weight_decay(optimizer: torch.optim.Optimizer) -> None:
 
 
 def stable_decays(
-    model: nn.Module, optimizer: Any, decays: Sequence[Decay], variance: float
+    named: Mapping[str, Tensor], optimizer: Any, decays: Sequence[Decay], variance: float
 ) -> tuple[list[Decay], list[str]]:
     """Weight decays that the optimiser can take, and the names of the parameters that were limited.
 
@@ -36,26 +36,21 @@ def stable_decays(
     do not grow with the gradient, and K-FAC's damping grows with the decay.
 
     Args:
-        model: the network.
-        optimizer: its optimiser, or a wrapper of it with the attribute ``optimizer``.
-        decays: weight decay of each trainable tensor, in ``parameters()`` order.
+        named: the trainable tensors.
+        optimizer: their optimiser, or a wrapper of it with the attribute ``optimizer``.
+        decays: their weight decays.
         variance: factor on the penalty's gradient, see `add_penalty`.
     """
     inner = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(inner, torch.optim.SGD):
         return list(decays), []
     rates = {p: group["lr"] for group in inner.param_groups for p in group["params"]}
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     stable, limited = [], []
-    for (name, p), decay in zip(named, decays, strict=True):
+    for (name, p), decay in zip(named.items(), decays, strict=True):
         largest = 1 / (rates[p] * variance) if rates.get(p) else float("inf")
-        if isinstance(decay, Tensor):
-            is_limited = bool((decay > largest).any())
-            stable.append(decay.clamp(max=largest))
-        else:
-            is_limited = decay > largest
-            stable.append(min(decay, largest))
-        if is_limited:
+        is_tensor = isinstance(decay, Tensor)
+        stable.append(decay.clamp(max=largest) if is_tensor else min(decay, largest))
+        if (decay > largest).any() if is_tensor else decay > largest:
             limited.append(name)
     return stable, limited
 

@@ -18,9 +18,9 @@ __all__ = ["Average", "CurvatureFrom", "Keep", "Schedule", "settling_rate"]
 Keep = Literal["best", "last"]
 Average = Literal["last", "ema"]
 """Equal weights in the last third of the epochs, or an exponential moving average of all steps."""
-CurvatureFrom = Literal["auto", "pass", "optimizer"]
-"""Where an update takes the curvature from: a pass over the data (with "auto" one that draws
-labels, if exact ones would take longer than the training), or K-FAC's moving averages."""
+CurvatureFrom = Literal["auto", "pass"]
+"""Which pass over the data an update makes: with "auto" one that draws labels, if exact ones would
+take longer than the training."""
 
 AVERAGED_SHARE = 1 / 3
 """Of the epochs: the parameters of the last third are averaged."""

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.ranks import Ranks
 from marglik.posterior.hyperparameters import Hyperparameters
 from marglik.posterior.prior import precision_to_weight_decay
@@ -25,7 +24,6 @@ def update_prior(
     progress: bool = False,
     ranks: Ranks = Ranks(None),  # noqa: B008
     dict_key_y: str = "labels",
-    factors: KroneckerFactors | None = None,
 ) -> tuple[list[float], dict[str, Any]]:
     """Fit a Laplace approximation, then take hyperparameter steps that raise its evidence.
 
@@ -41,7 +39,6 @@ def update_prior(
         progress: whether to show a bar over the batches.
         ranks: the ranks that fit together; all end with the same hyperparameters, to the bit.
         dict_key_y: the targets' key in batches that are mappings.
-        factors: the curvature, if it is known already; no pass over the data is made then.
 
     Returns:
         The evidence (nats, a sum over the data) before each step and after the last; and the record
@@ -54,9 +51,7 @@ def update_prior(
     device = next(laplace.model.parameters()).device
     num_data = count_examples(data) if num_data is None else num_data
     start = _now(device)
-    if factors is not None:
-        laplace.restore(factors)
-    elif ranks.size == 1:
+    if ranks.size == 1:
         laplace.fit(data, progress_bar=progress)
     else:
         with own_random_numbers(ranks):

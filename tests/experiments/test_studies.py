@@ -25,7 +25,6 @@ STUDIES = {
     "table2.marglik_cifar10": "table2",
     "uci.regression": "uci",
     "weight_decay.default_options": "",
-    "weight_decay.evidence_from_training": "",
     "weight_decay.presets": "",
     "weight_decay.weight_decay_study": "",
 }

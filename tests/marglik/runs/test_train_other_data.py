@@ -293,8 +293,7 @@ def test_targets_that_are_no_classes(make_problem, tmp_path, capsys):
         assert results["sigma_noise"] is None
 
 
-@pytest.mark.parametrize("curvature_from", ["pass", "optimizer"])
-def test_kfac_has_the_likelihood_of_the_run(curvature_from, tmp_path, monkeypatch):
+def test_kfac_has_the_likelihood_of_the_run(tmp_path, monkeypatch):
     made = []
 
     def recorded(*args, **options):
@@ -304,8 +303,8 @@ def test_kfac_has_the_likelihood_of_the_run(curvature_from, tmp_path, monkeypatc
 
     monkeypatch.setattr(training_setup, "build_optimizer", recorded)
     options = [
-        "--optimizer.name", "kfac", "--prior.curvature_from", curvature_from, "--epochs", "2",
-        "--prior.every", "1", "--prior.steps", "5", "--no_progress",
+        "--optimizer.name", "kfac", "--epochs", "2", "--prior.every", "1", "--prior.steps", "5",
+        "--no_progress",
     ]  # fmt: skip
     output = tmp_path / "run"
     problem = regression(tmp_path)
@@ -314,11 +313,3 @@ def test_kfac_has_the_likelihood_of_the_run(curvature_from, tmp_path, monkeypatc
     assert factors.likelihood == "regression"
     posterior = load_posterior(output, MLP(3, (4,), 2, "tanh"))
     assert posterior.factors.likelihood == "regression"
-
-
-def test_factors_of_another_optimiser_are_refused(tmp_path, capsys):
-    output = tmp_path / "run"
-    options = ["--prior.curvature_from", "optimizer", "--output", str(output)]
-    message = refusal(capsys, "train", *regression(tmp_path).options, *options)
-    assert "optimizer.name is sgd; pass --optimizer.name kfac" in message
-    assert not output.exists()

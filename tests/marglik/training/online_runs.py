@@ -50,11 +50,6 @@ CASES: dict[str, dict[str, Any]] = {
         "kfac": {"lr": 0.02, "fisher": "mc"},
         "preconditioner": {"ema_decay": 0.5, "factor_every": 2, "update_every": 3},
     },
-    "K-FAC, its factors": {
-        "kfac": {"lr": 0.02, "fisher": "mc"},
-        "preconditioner": {"ema_decay": 0.5, "factor_every": 5, "update_every": 5},
-        "curvature_from": "optimizer",
-    },
 }
 
 
@@ -110,7 +105,7 @@ def make(
         model, optimizer, loader, likelihood, hyperparameters, make_laplace, schedule,
         scheduler=options["scheduler"](optimizer), curvature_loader=curvature_loader,
         fabric=scaled_fabric() if options.get("float16") else None, on_record=on_record,
-        curvature_from=options.get("curvature_from", "pass"),
+        curvature_from="pass",
     )  # fmt: skip
 
 
