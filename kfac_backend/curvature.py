@@ -98,9 +98,7 @@ def kronecker_factors(
     Before the pass, up to eight examples of the first batch run a few times through the model (the
     whole batch, if it cannot be split). They prove that the hooks see all uses of the parameters
     and that no examples mix, and they show how batches may be split. (If the first batch has one
-    example, a part of the proof waits for the first batch of several.) Later passes over the same
-    model prove on two examples that this still holds. They prove everything again if the model's
-    structure has changed (a layer, a mode, a hook, a setting) or if examples have another shape.
+    example, a part of the proof waits for the first batch of several.)
 
     Args:
         model: any model of the supported layers (`kfac_backend.layers`); a layer may run several
@@ -302,7 +300,6 @@ class CurvaturePass:
             self._add_input,
             self._add_gradient,
             channels_last=self._proof.plan.channels_last,
-            batched=self._options.batched,
             keep_inputs=self._keeps_inputs,
         )
         with counting(mask), capture:
@@ -440,13 +437,8 @@ class CurvaturePass:
             x, y = examples(x, which), y[which]
         counted = counted_terms(y, self._likelihood)
         with counting(mask_of(x, self._options.dict_key_mask)):
-            verify_independence(
-                self._model,
-                self._assignment,
-                x,
-                channels_last=self._proof.plan.channels_last,
-                ignored=None if counted is None else ~counted,
-            )
+            ignored = None if counted is None else ~counted
+            verify_independence(self._model, self._assignment, x, ignored=ignored)
         return True
 
     def _check_rows(self, examples: int, hides: bool) -> None:

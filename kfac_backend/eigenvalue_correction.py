@@ -222,24 +222,16 @@ class CorrectionPass(CurvaturePass):
 
     def _add_gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
         with exact_arithmetic(self._options.backward_precision):
-            rows = self._moments.rules[tracked].position_gradients(use, b)  # (V·M, R, d_out)
-            if not self._options.batched:
-                # A copy, since autograd may add to b in place, or reuse its memory.
-                held = self._held.setdefault((tracked, use), {})
-                held[self._vector] = rows.clone()
-                self._held_bytes += rows.nbytes
-                return
-            rows = rows.unflatten(0, (-1, len(use.a))).movedim(0, 2)  # (M, R, V, d_out)
-            if self._moments.stands_alone(tracked, self._uses[tracked]):
-                self._moments.add_one((tracked, use, rows))
-            else:
-                self._held[tracked, use] = dict(enumerate(rows.unbind(2)))
+            rows = self._moments.rules[tracked].position_gradients(use, b)  # (M, R, d_out)
+            # A copy, since autograd may add to b in place, or reuse its memory.
+            self._held.setdefault((tracked, use), {})[self._vector] = rows.clone()
+            self._held_bytes += rows.nbytes
 
     def _end_vector(self) -> None:
         self._vector += 1
         # Square what is held before the next vector would exceed the memory.
         of_one = self._held_bytes / self._vector
-        if self._held_bytes + of_one > self._memory and not self._options.batched:
+        if self._held_bytes + of_one > self._memory:
             self._add_held()
 
     def _end_part(self) -> None:

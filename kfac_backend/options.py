@@ -155,8 +155,6 @@ class PassOptions(Options):
         backward_precision: precision of the backward passes. bf16 (CPU) and tf32 (GPU) are faster
             than float32, and make the gradient factors less exact (by up to 0.3 % on WRN-16-4 in
             bf16); A is not affected.
-        batched: whether to propagate all vectors of a batch back at once. This needs fewer kernel
-            launches on a GPU, but the memory of all of them.
         diagonal_above: number of rows above which only the diagonal of a weight's factor over its
             rows is kept, and of its bias's block, for the layers of large vocabularies. Traces and
             each row's own curvature stay exact (of a tied weight, each row's trace); the coupling
@@ -172,7 +170,6 @@ class PassOptions(Options):
     mc_samples: int = 1
     unsupported: Unsupported = "error"
     backward_precision: BackwardPrecision = "float32"
-    batched: bool = False
     diagonal_above: int | None = None
 
     def __post_init__(self) -> None:
@@ -191,15 +188,15 @@ class PassOptions(Options):
     def of_the_matrix(self) -> dict[str, Any]:
         """The options that decide which matrix a pass computes or estimates, by name.
 
-        Factors add up only where these agree. The others say how it is computed (``batched``), how
-        well (``mc_samples``), or how batches give their targets.
+        Factors add up only where these agree. The others say how it is computed, how well
+        (``mc_samples``), or how batches give their targets.
         """
         names = ("kfac_approx", "fisher", "diagonal_above")
         return {name: getattr(self, name) for name in names}
 
     def in_training_steps(self, fisher: Fisher) -> Self:
-        """These options for factors of training steps: one sample, vectors one by one."""
-        return self.but(fisher=fisher, mc_samples=1, batched=False)
+        """These options for factors of training steps: one sample."""
+        return self.but(fisher=fisher, mc_samples=1)
 
 
 @dataclass(frozen=True, kw_only=True)

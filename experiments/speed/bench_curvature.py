@@ -16,7 +16,7 @@ when the part is done:
 - update: a whole update of the online loop, from its first image to the last step on the
   precisions, ours and with laplace-torch and curvlinops: 10,000 images on a GPU, 640 on a CPU.
 - update_50000: our update with all of CIFAR-10's images, on a GPU.
-- sizes: how a pass on a GPU depends on batch size, memory format, precision and ``batched``.
+- sizes: how a pass on a GPU depends on batch size, memory format and precision.
 - factor_1024 to factor_8192: one factor of a transformer's width; the largest takes some minutes.
 
 ``make bench`` runs it in half an hour on two cores. Naming parts runs only those; ``--resume``
@@ -88,10 +88,10 @@ class Batch:
         """A new network of the configuration."""
         return network(self.device, self.config.width, self.config.num_classes, channels_last)
 
-    def limit(self, fisher: str, batched: bool = False) -> Work:
+    def limit(self, fisher: str) -> Work:
         """The limit for a kind of Fisher."""
         vectors = self.config.num_classes - 1 if fisher == "exact" else 1
-        return limit(self.network(channels_last=True), self.x, vectors, batched)
+        return limit(self.network(channels_last=True), self.x, vectors)
 
     def of(self, make: Callable[..., Work], *args: Any, **options: Any) -> Work:
         """A contender on a new network."""
@@ -108,8 +108,6 @@ def run_batch(config: Config) -> dict[str, Any]:
         "limit, exact": batch.limit("exact"),
         "limit, mc": batch.limit("mc"),
     }
-    if config.batch_size <= 32:
-        work["limit batched, exact"] = batch.limit("exact", batched=True)
     for fisher in ("exact", "mc"):
         for kfac_approx in ("expand", "reduce"):
             options = {"kfac_approx": kfac_approx, "fisher": fisher}
@@ -125,10 +123,6 @@ def run_batch(config: Config) -> dict[str, Any]:
         work[f"ours {fast}, {kfac_approx}, exact"] = batch.of(
             ours, kfac_approx=kfac_approx, backward_precision=fast
         )
-        if batch.device.type == "cuda":
-            work[f"ours batched, {kfac_approx}, exact"] = batch.of(
-                ours, kfac_approx=kfac_approx, batched=True
-            )
     result = _measured(config, work)
     watched = [n for n in work if n.startswith(("training step", "limit,", "ours alone", *PEERS))]
     result["peak_mebibytes"] = {n: peak_memory(work[n], batch.device) / 2**20 for n in watched}
@@ -202,21 +196,16 @@ def run_sizes(config: Config) -> dict[str, Any]:
     device = torch.device(config.device)
     seconds_of_500: dict[str, float] = {}
     peak: dict[str, float] = {}
-    for N, last, precision, kfac_approx, batched in product(
-        (128, 500, 1000), (False, True), ("float32", "tf32"), get_args(Mode), (False, True)
+    for N, last, precision, kfac_approx in product(
+        (128, 500, 1000), (False, True), ("float32", "tf32"), get_args(Mode)
     ):
         batch = Batch(replace(config, batch_size=N))
         x = batch.x.clone(memory_format=torch.channels_last) if last else batch.x
-        options = {
-            "kfac_approx": kfac_approx,
-            "backward_precision": precision,
-            "batched": batched,
-        }
+        options = {"kfac_approx": kfac_approx, "backward_precision": precision}
         work = ours(batch.network(channels_last=last), x, batch.y, **options)
         name = (
             f"{N} images, {'channels_last' if last else 'contiguous'}, {precision}, {kfac_approx}"
         )
-        name += ", batched" * batched
         measured = interleaved({name: work}, config.repetitions, device)
         seconds_of_500[name] = medians(measured)[name] * 500 / N
         peak[name] = peak_memory(work, device) / 2**20

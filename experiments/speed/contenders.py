@@ -121,7 +121,7 @@ def online_epoch(model: nn.Module, loader: Loader, batches: int) -> Work:
     return lambda: training.epoch(1)
 
 
-def limit(model: nn.Module, x: Tensor, vectors: int, batched: bool = False) -> Work:
+def limit(model: nn.Module, x: Tensor, vectors: int) -> Work:
     """A forward pass and backward passes to the inputs only, in channels_last."""
     model.requires_grad_(False)
     # A copy, as it requires a gradient from here on.
@@ -130,10 +130,6 @@ def limit(model: nn.Module, x: Tensor, vectors: int, batched: bool = False) -> W
     def passes() -> None:
         f = model(x)
         vector = torch.randn_like(f)
-        if batched:
-            stacked = vector.expand(vectors, *f.shape)
-            torch.autograd.grad(f, x, stacked, is_grads_batched=True)
-            return
         for _ in range(vectors):
             torch.autograd.grad(f, x, vector, retain_graph=True)
 

@@ -14,7 +14,6 @@ LABELS = {
     "ours": "**marglik**",
     "ours bf16": "marglik, backward in bf16",
     "ours tf32": "marglik, backward in TF32",
-    "ours batched": "marglik, vectors batched",
     "ours alone": "marglik, factors of each batch",
     "KfacGGN": "laplace-torch + marglik's KfacGGN",
     "curvlinops": "laplace-torch + curvlinops",

@@ -1,13 +1,13 @@
 """Calling a model with other parameters, and with layers split into parts that hooks can see.
 
-Also whether two calls give the same, up to rounding (`close`, `same_with_derivatives`).
+Also whether two calls give the same, up to rounding (`close`).
 
 Whatever happens meanwhile, an error or an interrupt, the model is afterwards as it was before.
 """
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy as copy_of
 from functools import partial
@@ -35,7 +35,6 @@ __all__ = [
     "own_loss",
     "plain_attention",
     "restoration",
-    "same_with_derivatives",
     "takes_labels",
     "uncompiled",
 ]
@@ -360,35 +359,6 @@ class DtypesInUse(TorchFunctionMode):
         if isinstance(output, Tensor) and output.is_floating_point():
             self.tolerance = max(self.tolerance, _tolerance(output))
         return output
-
-
-def same_with_derivatives(
-    should: Tensor, does: Tensor, parameters: Sequence[Tensor], tolerance: float = 0.0
-) -> bool:
-    """Whether two outputs agree, and their gradients in some parameters from one random vector.
-
-    Args:
-        should: the output as expected; its graph is freed.
-        does: the other; its graph stays.
-        parameters: the parameters.
-        tolerance: see `close`.
-    """
-    if should.shape != does.shape or should.requires_grad != does.requires_grad:
-        return False
-    if not close(should.detach(), does.detach(), tolerance):
-        return False
-    if not parameters:
-        return True
-    if not does.requires_grad:
-        return False
-    u = noise_like(does)
-    # Some may be unused, where only a part of a layer's parameters is trainable.
-    first = torch.autograd.grad(should, parameters, u, allow_unused=True)
-    second = torch.autograd.grad(does, parameters, u, retain_graph=True, allow_unused=True)
-    return all(
-        (a is None) == (b is None) and (a is None or b is None or close(a, b, tolerance))
-        for a, b in zip(first, second, strict=True)
-    )
 
 
 def close(should: Tensor, does: Tensor, tolerance: float = 0.0) -> bool:

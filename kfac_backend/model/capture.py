@@ -59,8 +59,6 @@ class Capture:
             takes its place, so that memory does not hold all layers' inputs.
         channels_last: run convolutions in that memory format; their outputs and gradients then
             have it, too.
-        batched: propagate all vectors back at once, by torch.func.vmap. Fewer launches, V times
-            the memory of a backward pass; never faster on a CPU.
         keep_inputs: hand all layers' inputs to ``on_gradient``, whether their rules need them or
             not.
         in_training: report the forward pass of a step of training, which `begin` and `end` enclose,
@@ -86,7 +84,6 @@ class Capture:
         on_gradient: OnGradient,
         *,
         channels_last: bool = False,
-        batched: bool = False,
         keep_inputs: bool = False,
         in_training: bool = False,
         differentiable: bool = False,
@@ -97,7 +94,6 @@ class Capture:
         self._on_input = on_input
         self._on_gradient = on_gradient
         self._channels_last = channels_last
-        self._batched = batched
         self._keep_inputs = keep_inputs
         self._in_training = in_training
         self._differentiable = differentiable
@@ -206,41 +202,23 @@ class Capture:
         Args:
             f: what `forward` returned.
             vectors: the vectors.
-            on_vector_end: called after each, or after all if they are ``batched``.
+            on_vector_end: called after each.
         """
-
-        def propagate(vector: Tensor) -> Tensor:
+        self._runs_backward = True
+        self.listen()
+        # Without a graph the output depends on no tracked layer, and all gradients are zero.
+        for vector in vectors if f.requires_grad else ():
             torch.autograd.grad(
                 f,
                 self._sources,
-                vector,
+                vector.to(f.dtype),
                 retain_graph=True,
                 create_graph=self._differentiable,
                 allow_unused=True,
             )
-            return vector
-
-        def end_vector() -> None:
             self._end_vector()
             if on_vector_end is not None:
                 on_vector_end()
-
-        vectors = (vector.to(f.dtype) for vector in vectors)
-        self._runs_backward = True
-        self.listen()
-        # Without a graph the output depends on no tracked layer, and all gradients are zero.
-        if not f.requires_grad:
-            return
-        # All at once: the hooks see (V, N, ...), see `_Tap`.
-        if self._batched:
-            vectors = list(vectors)
-            if vectors:
-                torch.func.vmap(propagate)(torch.stack(vectors))
-                end_vector()
-            return
-        for vector in vectors:
-            propagate(vector)
-            end_vector()
 
     def _clear(self) -> None:
         self._listens = False
@@ -336,8 +314,6 @@ class Capture:
                     known = self._waiting.get(leaf)
                     self._waiting[leaf] = gradients if known is None else known + gradients
 
-        if self._batched:
-            return _Tap.apply(source.clone(), on_gradient)
         source.register_hook(on_gradient)
         return source
 
@@ -524,57 +500,12 @@ class Capture:
             if not b.numel():  # graphs without edges
                 return
             axes = 1 if use.rows is None else len(use.rows.axes)
-            if self._batched:  # (V, rows, ...)
-                b = b.flatten(0, axes)
-            elif axes > 1:
+            if axes > 1:
                 b = b.flatten(0, axes - 1)
             self._on_gradient(tracked, use, b)
 
-        if self._batched:
-            return _Tap.apply(output, on_gradient)
         output.register_hook(on_gradient)
         return output
-
-
-class _Tap(torch.autograd.Function):
-    """The identity, whose gradients are passed to a callback, all vectors of a vmap at once.
-
-    A tensor hook would run inside the vmap, which hides the axis of the vectors. A function of
-    autograd with a rule for vmap of its own, `_Show`, sees that axis.
-    """
-
-    @staticmethod
-    def forward(x: Tensor, on_gradient: Callable[[Tensor], None]) -> Tensor:
-        return x
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        x, ctx.on_gradient = inputs
-        ctx.mark_dirty(x)  # makes no copy, and allows in-place activations behind it
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        return _Show.apply(grad_outputs[0], ctx.on_gradient), None
-
-
-class _Show(torch.autograd.Function):
-    """The identity on gradients, which calls back outside of the vmap with all vectors (V, ...)."""
-
-    @staticmethod
-    def forward(b: Tensor, on_gradient: Callable[[Tensor], None]) -> Tensor:
-        on_gradient(b[None])
-        return b.view_as(b)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        """Save nothing: second derivatives are not supported."""
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple[Tensor, int]:
-        b, on_gradient = args
-        b = b.movedim(in_dims[0], 0)  # (V, N, ...)
-        on_gradient(b)
-        return b, 0
 
 
 def _ignore(*_: object) -> None:

@@ -18,13 +18,11 @@ Life cycle. A pass makes one `Proof` when it is constructed. With each batch it 
 examples usually proves all. From then on `Proof.assignment`, `plan` and `output_dim` stay as they
 are, and the pass reads them for all batches: which rule each layer has, how batches split, and
 which runs of a layer work on an input that all examples share or on several rows of each
-(`find_runs`). They live as long as the pass. The findings outlive it, for as long as the model
-keeps its structure (`earlier_proofs`): the next pass then proves only what other values of the
-parameters could change, on two examples.
+(`find_runs`). They live as long as the pass.
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,19 +42,12 @@ from kfac_backend.model.calls import (
     forked_random_numbers,
     noise_like,
     num_examples,
-    same_with_derivatives,
 )
 from kfac_backend.model.capture import Capture, check_before, first_input, rows_of
 from kfac_backend.model.checks import check_inputs, is_out_of_memory
-from kfac_backend.model.earlier_proofs import Key, findings_of, proof_key, recall, remember
 from kfac_backend.model.rule_assignment import DividedLayer, Refusal, RuleAssignment, TrackedLayer
 
-__all__ = [
-    "Proof",
-    "no_copies",
-    "verify_divided",
-    "verify_independence",
-]
+__all__ = ["Proof", "verify_independence"]
 
 MOST_EXAMPLES = 8
 """The most examples that a proof runs on, unless a batch cannot be split. Measured with WRN-16-4
@@ -71,12 +62,6 @@ class Proof:
     parameters, and that no layer mixes examples. One example is enough for the first part. The
     second part waits for the first batch of several examples.
 
-    A model that was proved before and has kept its structure is proved again on two examples: no
-    parameter is used where no hook sees it, derived layers still match their rules, and the second
-    example's output does not reach the rows of the first example, one of which stands before it and
-    one behind. These checks find what other values of the parameters can change. If one of them
-    fails, the whole proof is made again.
-
     Args:
         model: the model.
         assignment: its tracked layers.
@@ -85,9 +70,6 @@ class Proof:
     def __init__(self, model: nn.Module, assignment: RuleAssignment) -> None:
         self._model = model
         self._uses_verified = self._independence_verified = False
-        self._initial = assignment
-        self._key: Key | None = None
-        self._is_known = False
         self.assignment = assignment
         """The tracked layers; once the proof is made, with their runs and matching rules."""
         self.plan = Plan()
@@ -113,89 +95,27 @@ class Proof:
             ValueError: inputs with NaN or infinity, if they prevent the proof.
             NotImplementedError: what the hooks cannot follow, by name.
         """
-        which = self._few(x, N)
-        if which is not None:
-            x, N = examples(x, which), len(which)
-            ignored = None if ignored is None else ignored[which]
+        if N is not None and num_examples(x) == N:
+            device = next(self._model.parameters()).device
+            self.plan = make_plan(self._model, x, device)
+            # `with_first_again` appends two copies: no more examples in all than a part, or the
+            # batch.
+            most = max(2, min(MOST_EXAMPLES, (self.plan.part_size or N) - 2))
+            if self.plan.splits and N > most:  # a few, spread evenly over the batch
+                which = torch.linspace(0, N - 1, most, dtype=torch.float64).long().to(device)
+                x, N = examples(x, which), most
+                ignored = None if ignored is None else ignored[which]
         try:
             with forked_random_numbers(self._model):
-                if self._is_known and self._holds_again(x, ignored):
-                    return
-                self._make(x, N, ignored)
+                while True:  # ends, as each refusal takes parameters away or raises
+                    try:
+                        self._prove(x, N, ignored)
+                        return
+                    except Refusal as refusal:
+                        self._give_up(refusal)
         except NotImplementedError:
             check_inputs(x)  # NaN spreads to all rows, which looks as if examples mixed
             raise
-        # Findings are kept only once both parts are proved: a later pass relies on both.
-        if self._independence_verified:
-            found = findings_of(self._initial, self.assignment, self.plan, self.output_dim)
-            remember(self._model, self._key, found)
-
-    def _few(self, x: Any, N: int | None) -> Tensor | None:
-        """Indices of the examples to prove on: a few, spread evenly over a batch of N.
-
-        None means the whole batch, because it is small or cannot be split by example.
-        """
-        if N is None or num_examples(x) != N:
-            return None
-        device = next(self._model.parameters()).device
-        if not self._is_known:
-            self._recall(x)
-        if not self._is_known:
-            self.plan = make_plan(self._model, x, device)
-        # `with_first_again` appends two copies: no more examples in all than a part, or the batch.
-        most = max(2, min(MOST_EXAMPLES, (self.plan.part_size or N) - 2))
-        if not self.plan.splits or N <= most:
-            return None
-        return torch.linspace(0, N - 1, most, dtype=torch.float64).long().to(device)
-
-    def _recall(self, x: Any) -> None:
-        """Take over what an earlier proof of this model found on inputs of these shapes."""
-        self._key = proof_key(self._model, self._initial, x)
-        findings = recall(self._model, self._key)
-        if findings is None:
-            return
-        self.assignment = findings.applied(self._initial)
-        self.plan, self.output_dim = findings.plan, findings.output_dim
-        self._is_known = True
-
-    def _holds_again(self, x: Any, ignored: Tensor | None) -> bool:
-        """Prove the remembered findings on two examples; False if one of them fails.
-
-        Failing is no error here. The remembered rules and runs are forgotten (the plan stays), so
-        that the whole proof, which names the cause, starts from the assignment that the pass was
-        given.
-        """
-        few = examples(x, slice(2)) if self.plan.splits else x
-        N, rules = num_examples(few) or 0, [t.rule for t in self.assignment.layers]
-        try:
-            if not self._uses_verified:
-                one = examples(x, slice(1)) if self.plan.splits else x
-                verify_divided(self._model, self.assignment, one)
-                _, assignment, candidates = verify_uses(self._model, self.assignment, one)
-                if candidates or [t.rule for t in assignment.layers] != rules:
-                    raise NotImplementedError  # caught below, so that it needs no message
-                self._uses_verified = True
-            if N > 1 and not self._independence_verified:
-                again = with_first_again(few, self.plan.splits, copies=1)
-                ignored = None if ignored is None else ignored[:N]
-                self._independence_verified, _ = verify_independence(
-                    self._model, self.assignment, *again, self.plan.channels_last, ignored, True
-                )
-        except NotImplementedError:
-            self._is_known = self._uses_verified = self._independence_verified = False
-            remember(self._model, self._key, None)
-            self.assignment = self._initial
-            return False
-        return True
-
-    def _make(self, x: Any, N: int | None, ignored: Tensor | None) -> None:
-        """The whole proof, repeated without the parameters that failed until the rest passes."""
-        while True:  # ends, as each refusal takes parameters away or raises
-            try:
-                self._prove(x, N, ignored)
-                return
-            except Refusal as refusal:
-                self._give_up(refusal)
 
     def _prove(self, x: Any, N: int | None, ignored: Tensor | None) -> None:
         # The order matters. Parts come first, since every later check runs them in place of the
@@ -225,11 +145,14 @@ class Proof:
                 verify_gradients(self._model, assignment, x, candidates | shared)
         # Step 5: no layer mixes examples, with everything in place that the steps before found.
         if not self._independence_verified and (N is None or N > 1):
-            again = with_first_again(x, self.plan.splits) if by_example else (x, None)
+            x, numbers = with_first_again(x, self.plan.splits) if by_example else (x, None)
+            own = [name for t in assignment.own_parameters for name in t.parameters.values()]
+            if own:
+                verify_gradients(self._model, assignment, x, dict.fromkeys(own, no_copies(own)))
             while True:
                 try:
                     self._independence_verified, runs = verify_independence(
-                        self._model, assignment, *again, self.plan.channels_last, ignored
+                        self._model, assignment, x, numbers, ignored
                     )
                     break
                 # "folded" was a guess from the number of rows. Without it the rows may still be
@@ -242,7 +165,7 @@ class Proof:
         self.assignment = assignment
         self._uses_verified = True
 
-    def _give_up(self, refusal: "Refusal") -> None:
+    def _give_up(self, refusal: Refusal) -> None:
         """Treat the refused parameters as the option ``unsupported`` says.
 
         Raises:
@@ -264,8 +187,6 @@ class Proof:
             )
             self.assignment = assignment.with_constants(names)
             return
-        repeated = [name for name in names if name in assignment.diagonal]
-        assert not repeated, repeated  # else `_make` would never end
         self.assignment = replace(
             assignment.without(names),
             diagonal=[n for n in assignment.names if n in names or n in assignment.diagonal],
@@ -288,12 +209,10 @@ def _without_folds(assignment: RuleAssignment, mixed: _Mixed) -> RuleAssignment:
         NotImplementedError: the layer was not guessed to; its rows do mix.
     """
     runs = dict(assignment.runs)
-    if "folded" not in runs.get(mixed.tracked.layer, ()):
+    kinds = runs.get(mixed.tracked.layer, ())
+    if "folded" not in kinds:
         raise NotImplementedError(str(mixed)) from None
-    folded = runs.pop(mixed.tracked.layer)
-    kinds: tuple[Run, ...] = tuple("examples" if kind == "folded" else kind for kind in folded)
-    if any(kind != "examples" for kind in kinds):
-        runs[mixed.tracked.layer] = kinds
+    runs[mixed.tracked.layer] = tuple("examples" if kind == "folded" else kind for kind in kinds)
     return replace(assignment, runs=runs)
 
 
@@ -313,9 +232,7 @@ class _Uses(Capture):
             if name in names
         }
         self.rules: dict[TrackedLayer, list[type[Rule]]] = {}
-        """The rules that match all runs of a layer so far."""
-        self.unmatched: set[TrackedLayer] = set()
-        """The layers with a run that no rule matches."""
+        """The rules that match all runs of a layer so far; empty if none does."""
         self.outside: dict[str, str] = {}
         """The parameters that are used outside of their layer's forward -> the message."""
 
@@ -345,7 +262,7 @@ class _Uses(Capture):
         except TypeError:
             if type(layer) is tracked.layer_type:
                 raise
-            self.unmatched.add(tracked)  # a derived class that takes other arguments
+            self.rules[tracked] = []  # a derived class that takes other arguments
 
     def _after(
         self, tracked: TrackedLayer, layer: nn.Module, args: tuple, kwargs: dict, output: Any
@@ -353,16 +270,10 @@ class _Uses(Capture):
         a = first_input(args, kwargs)
         if a.requires_grad:
             self.found_outside(a, f"the input of layer {tracked}")
-        if tracked not in self.unmatched:
-            own = {local: self._parameters[name] for local, name in tracked.parameters.items()}
-            known = self.rules.get(tracked)  # one rule must match all runs of the layer
-            self.rules[tracked] = [
-                rule
-                for rule in _matching_rules(tracked, own, args, kwargs, output)
-                if known is None or rule in known
-            ]
-            if not self.rules[tracked]:
-                self.unmatched.add(tracked)
+        own = {local: self._parameters[name] for local, name in tracked.parameters.items()}
+        known = self.rules.setdefault(tracked, [tracked.rule, *tracked.rule.alternatives])
+        if known:  # one rule must match all runs of the layer
+            self.rules[tracked] = _matching_rules(tracked, known, own, args, kwargs, output)
         return output.detach()
 
 
@@ -383,64 +294,57 @@ def verify_uses(
     if f.requires_grad:
         uses.found_outside(f, "the model's output")
         f = f.detach()
-    rules, unmatched, outside = uses.rules, uses.unmatched, uses.outside
-    candidates = dict(assignment.unknown)
-    layers = []
-    unused = []
+    rules, outside = uses.rules, uses.outside
+    candidates, layers, unused = dict(assignment.unknown), [], []
     for t in assignment.layers:
-        # A user registered this rule for this very layer: the rule is wrong, which must be said. A
-        # rule of ours may just not be for a derived class; following can still find its block.
-        if t in unmatched and not t.built_in:
-            raise NotImplementedError(_something_else(t))
-        if t in unmatched:
-            candidates |= dict.fromkeys(t.parameters.values(), _something_else(t))
-        elif t in rules:
+        if t not in rules:
+            # It did not run: its parameters are unused, unless functions use all of them.
+            if not outside.keys() >= set(t.parameters.values()):
+                layers.append(t)
+                unused.append(t)
+        elif rules[t]:
             layers.append(t if rules[t][0] is t.rule else replace(t, rule=rules[t][0]))
-        # A layer that did not run: its parameters are unused, unless functions use all of them.
-        elif not outside.keys() >= set(t.parameters.values()):
-            layers.append(t)
-            unused.append(t)
-    run = {name for t in rules for name in t.parameters.values()}
-    unused = [str(t) for t in unused if not run.issuperset(t.parameters.values())]
-    if unused:
+        else:
+            message = (
+                f"Layer {t} computes something other than its class {t.layer_type.__name__} and "
+                "the rule for it (an overridden forward, a hook, or computed weights), so that its "
+                "rule would give wrong numbers. Register a rule for its class (register_rule), "
+                "derive it from nn.Module, or freeze it (requires_grad_(False))."
+            )
+            # A user registered this rule for this very layer: the rule is wrong, which must be
+            # said. A rule of ours may just not be for a derived class, which can be followed.
+            if not t.built_in:
+                raise NotImplementedError(message)
+            candidates |= dict.fromkeys(t.parameters.values(), message)
+    run = {name for t in rules if rules[t] for name in t.parameters.values()}
+    idle = [str(t) for t in unused if not run.issuperset(t.parameters.values())]
+    if idle:
         warnings.warn(
-            f"No part of the forward pass, so that their blocks are zero: {', '.join(unused)}.",
+            f"No part of the forward pass, so that their blocks are zero: {', '.join(idle)}.",
             stacklevel=2,
         )
-    candidates = outside | candidates
-    return f, replace(assignment, layers=layers), candidates
-
-
-def _something_else(tracked: TrackedLayer) -> str:
-    return (
-        f"Layer {tracked} computes something other than its class "
-        f"{tracked.layer_type.__name__} and the rule for it (an overridden forward, a "
-        "hook, or computed weights), so that its rule would give wrong numbers. "
-        "Register a rule for its class (register_rule), derive it from nn.Module, or "
-        "freeze it (requires_grad_(False))."
-    )
+    return f, replace(assignment, layers=layers), outside | candidates
 
 
 def _matching_rules(
-    tracked: TrackedLayer, own: dict[str, Tensor], args: tuple, kwargs: dict, output: Any
+    tracked: TrackedLayer,
+    rules: list[type[Rule]],
+    own: dict[str, Tensor],
+    args: tuple,
+    kwargs: dict,
+    output: Any,
 ) -> list[type[Rule]]:
-    """The rules whose gradients in the layer's own parameters equal autograd's.
+    """Those of the rules whose gradients in the layer's own parameters equal autograd's.
 
-    A layer that computes what one of our classes computes matches the rule of that class: comparing
-    the outputs and their derivatives is enough. For an overridden forward, or a user's rule, the
-    rule itself is tried: it computes the parameters' gradients from the layer's input and a random
-    gradient of its output, and autograd computes them from the graph.
-
-    Returns:
-        Those of `tracked.rule` and its alternatives that agree; empty if none does.
+    Where only the code of the rule's class can have made the output, the rule is right: that code
+    is what we know. For an overridden forward, or a user's rule, the rule itself is tried: it
+    computes the parameters' gradients from the layer's input and a random gradient of its output,
+    and autograd computes them from the graph.
     """
-    layer, tensors = tracked.layer, list(own.values())
+    layer = tracked.layer
     if not isinstance(output, Tensor):
         return []
-    # The cheapest evidence first: most layers are torch's own, and their code is what we know.
     if _runs_its_class(tracked):
-        return [tracked.rule]
-    if tracked.built_in and _same_as_class(tracked, tensors, args, kwargs, output):
         return [tracked.rule]
     a, u = first_input(args, kwargs).detach(), noise_like(output)
     rows = rows_of(tracked, a)
@@ -453,33 +357,32 @@ def _matching_rules(
     some = slice(2 if tracked.built_in else len(a))
     u[some.stop :] = 0.0
     should = torch.autograd.grad(
-        output, tensors, u.view_as(output), retain_graph=True, allow_unused=True
+        output, list(own.values()), u.view_as(output), retain_graph=True, allow_unused=True
     )
     if None in should:
         return []
-    obeyed = []
-    for kind in (tracked.rule, *tracked.rule.alternatives):
+
+    def obeys(kind: type[Rule]) -> bool:
         try:
             rule = kind(layer, "expand", tracked.parameters)
             does = summed_gradients(rule, Use(a[some], rows), u[some])
         except (RuntimeError, ValueError, IndexError) as error:
             if is_out_of_memory(error):
                 raise
-            continue  # the rule is not for such inputs
+            return False  # the rule is not for such inputs
         pairs = [
             (gradient.flatten(), does[local].to(gradient))
             for local, gradient in zip(own, should, strict=True)
-            if gradient is not None
         ]
         if all(close(*pair) for pair in pairs):
-            obeyed.append(kind)
-            continue
+            return True
         # The layer may compute in a coarser dtype inside. That is asked only after a mismatch,
         # since it takes another forward of the layer.
-        tolerance = _tolerance_of(tracked, args, kwargs)
-        if all(close(*pair, tolerance) for pair in pairs):
-            obeyed.append(kind)
-    return obeyed
+        with DtypesInUse() as used, torch.no_grad(), forked_random_numbers(layer):
+            layer.forward(*args, **kwargs)
+        return all(close(*pair, used.tolerance) for pair in pairs)
+
+    return [kind for kind in rules if obeys(kind)]
 
 
 def _runs_its_class(tracked: TrackedLayer) -> bool:
@@ -498,41 +401,18 @@ def _runs_its_class(tracked: TrackedLayer) -> bool:
     )
 
 
-def _same_as_class(
-    tracked: TrackedLayer, tensors: list[Tensor], args: tuple, kwargs: dict, output: Tensor
-) -> bool:
-    """Whether the forward of the layer's class makes this output, with these derivatives."""
-    try:
-        expected = tracked.layer_type.forward(tracked.layer, *args, **kwargs)
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        if is_out_of_memory(error):
-            raise
-        return False  # a derived layer that takes other inputs than its class
-    return same_with_derivatives(expected, output, tensors)
-
-
-def _tolerance_of(tracked: TrackedLayer, args: tuple, kwargs: dict) -> float:
-    """The tolerance of the coarsest dtype in which the layer computes."""
-    with DtypesInUse() as used, torch.no_grad(), forked_random_numbers(tracked.layer):
-        tracked.layer.forward(*args, **kwargs)
-    return used.tolerance
-
-
 def verify_independence(
     model: nn.Module,
     assignment: RuleAssignment,
     x: Any,
     numbers: Tensor | None = None,
-    channels_last: bool = False,
     ignored: Tensor | None = None,
-    one_way: bool = False,
 ) -> tuple[bool, dict[TrackedLayer, list[Run]]]:
     """Prove with one forward pass that no row of a layer belongs to two examples.
 
     The gradient of the first example's output must reach only that example's rows, and the gradient
     of the other outputs only the other rows. Examples that happen to be sorted would hide a forward
-    that sorts them by their values; `with_first_again` prevents that. If modules have parameters of
-    their own, further passes compare these with copies for each example.
+    that sorts them by their values; `with_first_again` prevents that.
 
     Args:
         model: the model.
@@ -540,10 +420,7 @@ def verify_independence(
         x: some examples.
         numbers: for each row of x, the index of its example in ``ignored``, (len(x),); None if the
             rows are these examples themselves, in order.
-        channels_last: see `Capture`.
         ignored: loss terms (N, ...) that do not count.
-        one_way: prove only, with a single backward pass, that no other example's output reaches a
-            row of the first.
 
     Returns:
         Whether these examples could prove it: a single one cannot, nor can numbers that are not
@@ -553,9 +430,6 @@ def verify_independence(
         NotImplementedError: the first example's output reaches a row that another's reaches, or a
             row that does not count; own parameters that are not used elementwise.
     """
-    own = [name for t in assignment.own_parameters for name in t.parameters.values()]
-    if own:
-        verify_gradients(model, assignment, x, dict.fromkeys(own, no_copies(own)))
     reached: dict[tuple[TrackedLayer, Use], list[Tensor]] = {}
     finite = True
 
@@ -565,10 +439,7 @@ def verify_independence(
         finite = finite and bool(torch.isfinite(b).all())
         reached.setdefault((tracked, use), []).append((b.reshape(len(b), -1) != 0).any(1))
 
-    capture = Capture(
-        model, assignment, lambda tracked, use: None, record, channels_last=channels_last
-    )
-    with capture:
+    with Capture(model, assignment, lambda *_: None, record) as capture:
         f = capture.forward(x)
         for tracked in capture.not_folded:
             raise _Mixed(f"Layer {tracked} got rows in no multiple of the examples.", tracked)
@@ -587,7 +458,6 @@ def verify_independence(
             and int(numbers.max()) < len(ignored)
         ):
             u = u * ~ignored[numbers][..., None]
-        alone = one_way and not capture.folds
         splits = [numbers == 0]
         if capture.folds:
             # That rows are folded was guessed from their number. The first example against the rest
@@ -598,17 +468,14 @@ def verify_independence(
             splits += [(order >> bit & 1).bool() for bit in range((len(f) - 1).bit_length())]
         for first in splits:
             of_first = first.view(-1, *[1] * (f.dim() - 1))
-            capture.backward(f, [u * ~of_first] if alone else [u * of_first, u * ~of_first])
+            capture.backward(f, [u * of_first, u * ~of_first])
             # 0 · NaN is NaN, which would look as if every gradient reached every row. Factors that
             # are not finite raise an error with the layer's name later.
             if not finite:
                 return False, {}
             for (tracked, use), seen in reached.items():
-                if alone:
-                    seen.insert(0, torch.zeros_like(seen[0]))
                 if len(seen) == 2:  # otherwise one of the two gradients did not reach this run
-                    by_first, by_rest = seen
-                    _check_apart(tracked, use, by_first, by_rest, first)
+                    _check_apart(tracked, use, seen[0], seen[1], first)
             reached.clear()
     return len(f) > 1, capture.runs
 
@@ -653,7 +520,7 @@ def _check_apart(
     )
 
 
-def with_first_again(x: Any, splits: bool = True, copies: int = 2) -> tuple[Any, Tensor | None]:
+def with_first_again(x: Any, splits: bool = True) -> tuple[Any, Tensor | None]:
     """The examples with the first one appended twice, and the example index of each row.
 
     This exposes a forward that changes the order of the examples. Sorting puts equal examples side
@@ -665,7 +532,6 @@ def with_first_again(x: Any, splits: bool = True, copies: int = 2) -> tuple[Any,
         splits: whether the model takes batches of another size. If not, the two copies replace the
             last two examples of a batch of at least four; a smaller batch is returned as it is,
             with None for the indices.
-        copies: how often the first is appended.
     """
     N = num_examples(x)
     assert N is not None
@@ -673,8 +539,8 @@ def with_first_again(x: Any, splits: bool = True, copies: int = 2) -> tuple[Any,
         return x, None
     tensors = x.values() if isinstance(x, dict) else [x]
     device = next((t.device for t in tensors if isinstance(t, Tensor)), torch.device("cpu"))
-    numbers = torch.arange(N + copies if splits else N, device=device)
-    numbers[-copies:] = 0
+    numbers = torch.arange(N + 2 if splits else N, device=device)
+    numbers[-2:] = 0
     try:
         again = examples(x, numbers)
     except Exception:  # an object of the user's that takes slices, but no indices
@@ -716,27 +582,29 @@ def find_runs(
         if is_out_of_memory(error):
             raise
         return assignment, {}
-    shared = {
-        (tracked, number): shape
-        for tracked, seen in shapes.items()
-        if len(seen) == len(shapes_of_two.get(tracked, []))
-        for number, (shape, of_two) in enumerate(zip(seen, shapes_of_two[tracked], strict=True))
-        if shape is not None and shape == of_two and runs[tracked][number] != "constant"
-    }
-    if not shared:
-        return _with_runs(assignment, _with_folds(runs, shapes, shapes_of_two)), {}
+    shared: dict[tuple[TrackedLayer, int], torch.Size] = {}
+    folded = {tracked: list(kinds) for tracked, kinds in runs.items()}
+    for tracked, seen in shapes.items():
+        of_two = shapes_of_two.get(tracked, [])
+        for number, (shape, twice) in enumerate(zip(seen, of_two, strict=False)):
+            # The shape is None where `examples_of_rows` gives the examples.
+            if shape is None or twice is None or runs[tracked][number] == "constant":
+                continue
+            if shape == twice and len(seen) == len(of_two):
+                shared[tracked, number] = shape
+            elif len(shape) and shape[0] > 1 and twice[0] == 2 * shape[0]:
+                folded[tracked][number] = "folded"
     # A first axis of size one may be a batch axis or an axis with a single position. Its size does
     # not tell, so both are tried: with the wrong one the model's output changes.
-    for first in (True, False):
+    for first in (True, False) if shared else ():
         for (tracked, number), shape in shared.items():
             with_first = first and len(shape) > 0 and shape[0] == 1
-            runs[tracked][number] = SharedAxes(with_first, len(shape))
-        known = _with_runs(assignment, runs)
-        error = _error_with_copies(model, known, twins)
-        if error is None:
-            return _with_runs(assignment, _with_folds(runs, shapes, shapes_of_two)), {}
+            kind = SharedAxes(with_first, len(shape))
+            runs[tracked][number] = folded[tracked][number] = kind
+        if _takes_copies(model, _with_runs(assignment, runs), twins):
+            return _with_runs(assignment, folded), {}
     for tracked, number in shared:
-        runs[tracked][number] = "followed"
+        folded[tracked][number] = "followed"
     layers = dict.fromkeys(tracked for tracked, _ in shared)
     message = (
         f"{' and '.join(map(str, layers))} has the same input for all examples, and its output "
@@ -745,25 +613,7 @@ def find_runs(
         "(N, ...), or freeze it (requires_grad_(False))."
     )
     names = [name for tracked in layers for name in tracked.parameters.values()]
-    known = _with_runs(assignment, _with_folds(runs, shapes, shapes_of_two))
-    return known, dict.fromkeys(names, message)
-
-
-def _with_folds(
-    runs: dict[TrackedLayer, list[Run]],
-    shapes: dict[TrackedLayer, list[torch.Size | None]],
-    shapes_of_two: dict[TrackedLayer, list[torch.Size | None]],
-) -> dict[TrackedLayer, list[Run]]:
-    """The runs, in which those with k > 1 rows for one example and 2k for two are "folded"."""
-    for tracked, kinds in runs.items():
-        of_both = zip(shapes.get(tracked, []), shapes_of_two.get(tracked, []), strict=False)
-        for number, (one, two) in enumerate(of_both):
-            # None where `examples_of_rows` gives the examples, empty for an input without axes.
-            if not one or not two or kinds[number] != "examples":
-                continue
-            if one[0] > 1 and two[0] == 2 * one[0]:
-                kinds[number] = "folded"
-    return runs
+    return _with_runs(assignment, folded), dict.fromkeys(names, message)
 
 
 def _runs_and_shapes(
@@ -771,13 +621,12 @@ def _runs_and_shapes(
 ) -> tuple[dict[TrackedLayer, list[Run]], dict[TrackedLayer, list[torch.Size | None]]]:
     """What the layers' runs are, and the shape of each run's input.
 
-    The shape is None where `examples_of_rows` says which example each row belongs to.
+    The shape is None where `examples_of_rows` says which example each row belongs to: the rows of
+    one example may be as many as those of several by chance. The same holds where there are none.
     """
     shapes: dict[TrackedLayer, list[torch.Size | None]] = {}
 
     def record(tracked: TrackedLayer, use: Use) -> None:
-        # Numbers of rows tell nothing where `examples_of_rows` gives the examples: the rows of one
-        # example may be as many as those of several by chance. The same holds where there are none.
         given = use.rows is not None and not use.rows.of_positions
         shape = use.a.shape if use.rows is None else use.rows.axes + use.a.shape[1:]
         known = None if given or not use.a.numel() else torch.Size(shape)
@@ -793,18 +642,12 @@ def _runs_and_shapes(
 
 def _with_runs(assignment: RuleAssignment, runs: dict[TrackedLayer, list[Run]]) -> RuleAssignment:
     """The assignment with the runs of those layers that have any other kind than "examples"."""
-    others = {
-        tracked.layer: tuple(kinds)
-        for tracked, kinds in runs.items()
-        if any(kind != "examples" for kind in kinds)
-    }
+    others = {t.layer: tuple(kinds) for t, kinds in runs.items() if set(kinds) != {"examples"}}
     return replace(assignment, runs=others)
 
 
-def _error_with_copies(
-    model: nn.Module, assignment: RuleAssignment, twins: Any
-) -> Exception | None:
-    """The error when shared outputs are copied for each of two examples; None if there is none."""
+def _takes_copies(model: nn.Module, assignment: RuleAssignment, twins: Any) -> bool:
+    """Whether the output stays when shared outputs are copied for each of two examples."""
     try:
         with explicit_forwards(assignment), forked_random_numbers(model), DtypesInUse() as used:
             f = call_with(model, {}, twins)
@@ -814,14 +657,14 @@ def _error_with_copies(
         ):
             g = capture.forward(twins)
         if not close(f.detach(), g.detach(), used.tolerance):
-            return ValueError("The model's output changes.")
+            return False
         with forked_random_numbers(model):
             verify_independence(model, assignment, twins)
-    except Exception as error:
+    except Exception as error:  # a forward may fail in any way on a tensor of another shape
         if is_out_of_memory(error):
             raise
-        return error
-    return None
+        return False
+    return True
 
 
 def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None:
@@ -854,7 +697,7 @@ def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None
             finally:
                 for module, mode in modes:
                     module.training = mode
-            if not same_with_derivatives(should, does, own, used.tolerance):
+            if not _same_with_derivatives(should, does, own, used.tolerance):
                 error = (
                     f"Layer '{d.name}' ({type(layer).__name__}) computes something other than "
                     f"{type(d.by_parts).__name__} (an overridden forward, other options, or wrong "
@@ -873,6 +716,23 @@ def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _same_with_derivatives(
+    should: Tensor, does: Tensor, parameters: Sequence[Tensor], tolerance: float
+) -> bool:
+    """Whether two outputs agree, and their gradients in some parameters from one random vector."""
+    if should.requires_grad != does.requires_grad or not close(should, does, tolerance):
+        return False
+    if not parameters or not should.requires_grad:
+        return not parameters
+    u = noise_like(does)
+    # Some may be unused, where only a part of a layer's parameters is trainable.
+    first, second = (
+        torch.autograd.grad(f, parameters, u, allow_unused=True, materialize_grads=True)
+        for f in (should, does)
+    )
+    return all(close(a, b, tolerance) for a, b in zip(first, second, strict=True))
 
 
 def verify_gradients(

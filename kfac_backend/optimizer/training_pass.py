@@ -97,11 +97,6 @@ class TrainingPass(CurvaturePass):
         mean_over: MeanOver = "terms",
         process_group: ProcessGroupOption = "default",
     ) -> None:
-        if options.batched:
-            raise ValueError(
-                "batched=True needs a forward pass of its own, and a step of training shares its "
-                "own; use batched=False."
-            )
         self._left_out = left_out
         self._mean_over: MeanOver = mean_over
         self._now: _Forward | None = None

@@ -76,7 +76,6 @@ def of_fishers(ranks: Ranks) -> dict[str, Tensor]:
         {"fisher": "empirical"},
         {"kfac_approx": "auto"},
         {"ignore_index": 2},
-        {"batched": True},
         {"diagonal_above": 2},
     ):
         factors = kronecker_factors(model, shard(x, y, ranks), "classification", **options)

@@ -8,7 +8,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from kfac_backend import kronecker_factors
 from kfac_backend.curvature import CurvaturePass
-from kfac_backend.layers import Scale
 from tests import oracles
 from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.formulas import by_the_formulas
@@ -110,7 +109,7 @@ def test_monte_carlo_fisher_converges_to_the_exact_one(kfac_approx):
     def error(samples):
         mc = kronecker_factors(
             model, [(x, y)], "classification", kfac_approx=kfac_approx, fisher="mc",
-            mc_samples=samples, batched=True, generator=torch.Generator().manual_seed(0),
+            mc_samples=samples, generator=torch.Generator().manual_seed(0),
         )  # fmt: skip
         differences = [
             (mc.blocks[n].B - exact.blocks[n].B).norm() / exact.blocks[n].B.norm()
@@ -262,18 +261,3 @@ def test_a_batch_that_fails_halfway_cannot_be_skipped_in_silence():
     assert_same_factors(curvature.factors(), kronecker_factors(model, [(x, y)], "classification"))
     with pytest.raises(ValueError, match="since the last factors"):
         curvature.factors()
-
-
-@pytest.mark.parametrize("kfac_approx", MODES)
-@pytest.mark.parametrize("fisher", ["exact", "mc", "empirical"])
-def test_batched_vectors_with_several_loss_terms(fisher, kfac_approx):
-    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), Scale(), nn.Linear(4, 3)).double()
-    x, y = torch.randn(5, 2, 3).double(), torch.randint(3, (5, 2))
-    looped, batched = (
-        kronecker_factors(
-            model, [(x, y)], "classification", kfac_approx=kfac_approx, fisher=fisher,
-            mc_samples=2, generator=torch.Generator().manual_seed(0), batched=batched,
-        )
-        for batched in (False, True)
-    )  # fmt: skip
-    assert_same_factors(batched, looped)

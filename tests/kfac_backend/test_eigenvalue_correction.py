@@ -70,8 +70,6 @@ def test_equals_the_diagonal_of_the_exact_block(name, kfac_approx):
     factors = kronecker_factors(model, batches, likelihood, **options)
     exact = exact_blocks(model, batches[0] if isinstance(x, Mapping) else x, likelihood)
     off = check(factors, corrected_factors(factors, model, batches), exact)
-    together = corrected_factors(factors, model, batches, batched=True)
-    check(factors, together, exact)
     # Negative control: the Kronecker eigenvalues are others, but in regression's linear heads,
     # which see one position each and are exact.
     assert max(off) > 1e-5 or name in ("RMSNorm", "no rule")
@@ -108,15 +106,14 @@ def test_likelihoods_and_loss_terms(build, likelihood, kfac_approx):
         assert_close(again.blocks[name].eigenvalues(), block.eigenvalues())
 
 
-@pytest.mark.parametrize("batched", [False, True])
-def test_labels_that_do_not_count(batched):
+def test_labels_that_do_not_count():
     model, x = several_terms()
     y = targets(model(x).detach(), "classification")
     ignored = torch.zeros(y.shape, dtype=torch.bool)
     ignored[0, 1:], ignored[3] = True, True
     batches = [(x, y.masked_fill(ignored, 7))]
     factors = kronecker_factors(model, batches, "classification", ignore_index=7)
-    found = corrected_factors(factors, model, batches, ignore_index=7, batched=batched)
+    found = corrected_factors(factors, model, batches, ignore_index=7)
     exact = exact_blocks(model, x, "classification", ignored)
     assert max(check(factors, found, exact)) > 1e-3
 

@@ -52,7 +52,6 @@ def test_every_way_gives_the_same_blocks(name, mode):
     dense = {name: whole.to_dense(name) for name in whole.blocks}
     assert any(block.any() for block in dense.values())
     assert_blocks(factors(slice(1), slice(1, None)), dense)  # in two batches
-    assert_blocks(factors(all_of_it, batched=True), dense)
     # In a step of training, whose loss is a mean; parameters without a hook have no block there.
     options = CurvatureOptions(kfac_approx=mode, fisher="exact")
     curvature = TrainingPass(model, "classification", options, torch.Generator())

@@ -303,10 +303,6 @@ def test_options_of_the_pass_reach_it(backend):
         backend(network(), "classification", backward_precision="tf32").kron(
             torch.randn(2, 2, 4, 4).double(), torch.tensor([0, 1]), N=2
         )
-    x, y = loader("classification").dataset.tensors
-    plain = backend(network(), "classification").kron(x, y, N=11)[1]
-    batched = backend(network(), "classification", batched=True).kron(x, y, N=11)[1]
-    assert_close(batched.to_matrix(), plain.to_matrix())
 
 
 def test_a_decomposition_is_of_the_factors_as_they_were():

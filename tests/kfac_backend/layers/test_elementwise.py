@@ -122,12 +122,11 @@ def test_exact_in_both_modes_and_for_the_empirical_fisher(name):
     expected = of_layer(dense_ggn_blocks(model, x, "classification"))
     assert len(expected) == len(list(model.layer.parameters()))
     assert all(block.norm() > 1e-3 for block in expected.values()) or name.endswith("one entry")
-    # Whichever way the batches are cut, and however the vectors are propagated.
+    # Whichever way the batches are cut.
     split = [(x[:1], y[:1]), (x[1:], y[1:])]
     for data, options in (
         ([(x, y)], {"kfac_approx": "expand"}),
         (split, {"kfac_approx": "reduce"}),
-        (split, {"batched": True}),
     ):
         factors = kronecker_factors(model, data, "classification", **options)
         assert_blocks(factors, expected)
@@ -149,7 +148,6 @@ def test_several_loss_terms(name, likelihood):
         factors = kronecker_factors(model, [(x, y)], likelihood, kfac_approx=mode)
         assert_blocks(factors, expected)
     assert_blocks(kronecker_factors(model, [(x, y)], likelihood, fisher="empirical"), fisher)
-    assert_blocks(kronecker_factors(model, [(x, y)], likelihood, batched=True), expected)
 
 
 def test_positions_as_examples_would_be_another_block():
@@ -172,24 +170,23 @@ def test_positions_as_examples_would_be_another_block():
     positions=st.lists(st.integers(1, 3), max_size=2),
     normalised=st.lists(st.integers(1, 3), min_size=1, max_size=2),
     layer=st.sampled_from([nn.LayerNorm, nn.RMSNorm]),
-    batched=st.booleans(),
 )
-def test_norms_of_any_shape(positions, normalised, layer, batched):
+def test_norms_of_any_shape(positions, normalised, layer):
     shape = (*positions, *normalised)
     model = randomize(Around(layer(normalised, eps=0.1), torch.Size(shape).numel()))
     x = normal(2, *shape, seed=1)
     expected = of_layer(ggn_blocks(model, lambda run: run(x), "classification"))
     y = torch.tensor([0, 2])
-    assert_blocks(kronecker_factors(model, [(x, y)], "classification", batched=batched), expected)
+    assert_blocks(kronecker_factors(model, [(x, y)], "classification"), expected)
 
 
-@pytest.mark.parametrize(("times", "batched"), [(1, False), (2, True)])
+@pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("name", ["LayerNorm, positions", "BatchNorm2d", "PReLU, lines"])
-def test_large_parameters_have_the_exact_diagonal(monkeypatch, name, times, batched):
+def test_large_parameters_have_the_exact_diagonal(monkeypatch, name, times):
     monkeypatch.setattr(gram, "LARGEST_DENSE", 2)
     model, x, y = setting(name, times=times)
     exact = of_layer(ggn_blocks(model, lambda run: run(x), "classification"))
-    factors = kronecker_factors(model, [(x, y)], "classification", batched=batched)
+    factors = kronecker_factors(model, [(x, y)], "classification")
     for parameter, block in exact.items():
         assert factors.blocks[parameter].B.shape == (len(block), 1, 1)
         assert_close(factors.to_dense(parameter), block.diagonal().diag(), rtol=1e-9, atol=1e-12)
@@ -218,7 +215,6 @@ def test_uses_add_up_before_the_outer_product(name):
     for mode in MODES:
         factors = kronecker_factors(model, [(x, y)], "classification", kfac_approx=mode)
         assert_blocks(factors, expected)
-    assert_blocks(kronecker_factors(model, [(x, y)], "classification", batched=True), expected)
     # Negative control: the sum of what each use adds alone lacks the terms between them.
     twice = TwoNorms(nn.ModuleList([model.layer, copy.deepcopy(model.layer)]), 1)
     twice.head = model.head
@@ -235,7 +231,7 @@ def test_mc_fisher_is_right_on_average(name):
     model, x, y = setting(name)
     exact = of_layer(ggn_blocks(model, lambda run: run(x), "classification"))
     generator = torch.Generator().manual_seed(0)
-    options = {"fisher": "mc", "generator": generator, "batched": True}
+    options = {"fisher": "mc", "generator": generator}
     many = kronecker_factors(model, [(x, y)], "classification", mc_samples=2000, **options)
     few = kronecker_factors(model, [(x, y)], "classification", mc_samples=4, **options)
     for parameter, block in exact.items():
@@ -297,9 +293,7 @@ def test_rows_of_examples(name):
     with_statistics(model)
     x, y = normal(3, 2, 4), torch.tensor([0, 1, 2])
     expected = of_layer(ggn_blocks(model, lambda run: run(x), "classification"))
-    for batched in (False, True):
-        factors = kronecker_factors(model, [(x, y)], "classification", batched=batched)
-        assert_blocks(factors, expected)
+    assert_blocks(kronecker_factors(model, [(x, y)], "classification"), expected)
     model.declared = False
     with pytest.raises(NotImplementedError, match="got 6 rows in a batch of 3 examples"):
         kronecker_factors(model, [(x, y)], "classification")

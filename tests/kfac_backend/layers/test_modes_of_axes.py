@@ -64,8 +64,8 @@ def test_a_mode_for_each_axis(name, first, second):
     model, x, y = randomize(build()), normal(*shape, seed=2), torch.tensor([0, 1, 2])
     mapping = {"*": dict(zip(axes, (first, second), strict=True))}
     expected = blocks_by_loops(model, x, sizes, (first, second))
-    for batches, batched in (([(x, y)], False), ([(x[:1], y[:1]), (x[1:], y[1:])], True)):
-        factors = factors_of(model, batches, mapping, batched=batched)
+    for batches in ([(x, y)], [(x[:1], y[:1]), (x[1:], y[1:])]):
+        factors = factors_of(model, batches, mapping)
         assert_blocks(factors, expected)
     for others in ((OTHER[first], second), (first, OTHER[second])):  # negative controls
         other = blocks_by_loops(model, x, sizes, others)
@@ -127,9 +127,8 @@ def test_examples_with_different_numbers_of_rows(rows, space, by_roots):
         # Whatever an input is scaled by, a bias has none.
         B, B_bias = B + gram, B_bias + gram * (scale**2 if by_roots and rows == "reduce" else 1)
     expected = {"layer.weight": torch.kron(B.contiguous(), A / terms), "layer.bias": B_bias}
-    for batched in (False, True):
-        mapping = {"*": {"rows": rows, "space": space}}
-        assert_blocks(factors_of(model, [(x, y)], mapping, batched=batched), expected)
+    mapping = {"*": {"rows": rows, "space": space}}
+    assert_blocks(factors_of(model, [(x, y)], mapping), expected)
     if rows == space:
         assert_blocks(factors_of(model, [(x, y)], rows), expected)
 
@@ -152,7 +151,7 @@ def test_the_same_mode_for_all_axes(name, mode):
     build, shape = OTHER_LAYERS[name]
     model, x, y = randomize(build()), normal(*shape), torch.tensor([0, 1, 2])
     mapping = {"layer": {"rows": mode, "space": mode}, "head": "expand"}
-    factors = factors_of(model, [(x, y)], mapping, batched=True)
+    factors = factors_of(model, [(x, y)], mapping)
     assert_same(factors, factors_of(model, [(x, y)], mode))
     for mixed in ({"rows": mode, "space": OTHER[mode]}, {"rows": OTHER[mode], "space": mode}):
         other = factors_of(model, [(x, y)], {"layer": mixed, "head": "expand"})
@@ -192,17 +191,17 @@ USED_TWICE = {
 }
 
 
-@pytest.mark.parametrize(("mode", "batched"), [("expand", True), ("reduce", False)])
+@pytest.mark.parametrize("mode", ["expand", "reduce"])
 @pytest.mark.parametrize("frozen", [None, "layer.bias", "layer.weight"])
 @pytest.mark.parametrize("name", USED_TWICE)
-def test_a_layer_whose_rows_are_told_in_some_uses(name, frozen, mode, batched):
+def test_a_layer_whose_rows_are_told_in_some_uses(name, frozen, mode):
     build, shape = USED_TWICE[name]
     x, y, found = normal(*shape), torch.tensor([0, 1, 2]), []
     for told in [(False, False), (True, True), (True, False), (False, True)]:
         model = randomize(UsedTwice(told, build()))
         if frozen:
             model.get_parameter(frozen).requires_grad_(False)
-        found.append(factors_of(model, [(x, y)], mode, batched=batched))
+        found.append(factors_of(model, [(x, y)], mode))
     for factors in found[1:]:
         assert_same(factors, found[0])
 

@@ -76,8 +76,8 @@ def test_exact_in_both_modes_and_for_the_empirical_fisher(positions, likelihood)
     y = y if likelihood == "classification" else normal(*model(x).shape).sigmoid()
     exact = dense_ggn_blocks(model, x, likelihood)
     data = [(x[:1], y[:1]), (x[1:], y[1:])]
-    for mode, batched in zip(MODES, (False, True), strict=True):
-        factors = kronecker_factors(model, data, likelihood, kfac_approx=mode, batched=batched)
+    for mode in MODES:
+        factors = kronecker_factors(model, data, likelihood, kfac_approx=mode)
         assert list(factors.blocks) == [name for name, _ in model.named_parameters()]
         assert_blocks(factors, own(exact))
     # Negative control: what a linear layer has under expand is not what they have.
@@ -147,7 +147,7 @@ def test_one_parameter_of_two_modules_and_uses_add_up():
                                     nn.Linear(6, 2)))  # fmt: skip
     x, y = normal(4, 2, 3), torch.tensor([0, 1, 1, 0])
     exact = ggn_blocks(model, lambda run: run(x), "classification")
-    for options in ({}, {"batched": True}, {"kfac_approx": "reduce"}):
+    for options in ({}, {"kfac_approx": "reduce"}):
         factors = kronecker_factors(model, [(x, y)], "classification", **options)
         assert list(factors.blocks) == list(exact)
         assert_blocks(factors, {"0.p": exact["0.p"]})
@@ -264,7 +264,7 @@ def test_vision_transformer(pool):
     exact = ggn_blocks(model, lambda run: run(x), "classification")
     names = [n for n in exact if "norm" in n or n in ("class_token", "position_embedding")]
     assert len(names) == (7 if pool == "mean" else 8)
-    for options in ({"kfac_approx": "reduce"}, {"batched": True}):
+    for options in ({"kfac_approx": "reduce"}, {}):
         factors = kronecker_factors(model, [(x[:2], y[:2]), (x[2:], y[2:])],
                                     "classification", **options)  # fmt: skip
         assert_blocks(factors, {name: exact[name] for name in names})

@@ -176,9 +176,6 @@ USES = {
     "diagonal": lambda model, x: kronecker_factors(
         model, [(x, LABELS)], "classification", unsupported="diagonal"
     ),
-    "batched": lambda model, x: kronecker_factors(
-        model, [(x, LABELS)], "classification", batched=True
-    ),
     "corrected": lambda model, x: corrected_factors(
         kronecker_factors(model, [(x, LABELS)], "classification"), model, [(x, LABELS)]
     ),

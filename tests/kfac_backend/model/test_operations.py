@@ -147,9 +147,8 @@ OWN = {
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("case", OWN)
-def test_exact(case, batched):
+def test_exact(case):
     function, own = OWN[case]
     model, x = Model(function, **{"head": head(), **own}), normal(5, 4, 3)
     exact = dense_ggn_blocks(model, x, "classification")
@@ -157,7 +156,7 @@ def test_exact(case, batched):
     exact = {name: block for name, block in exact.items() if not name.startswith(skipped)}
     tolerance = 1e-5 if "1 + weight" in case else 1e-9  # it computes in float32
     for mode in MODES:
-        found = factors(model, x, kfac_approx=mode, batched=batched)
+        found = factors(model, x, kfac_approx=mode)
         assert list(found.blocks) == [name for name, _ in model.named_parameters()]
         for name, block in exact.items():
             assert_close(found.to_dense(name), block, rtol=tolerance, atol=tolerance)
@@ -306,8 +305,7 @@ def tables_for_each(m, x):
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("batched", [False, True])
-def test_layers_that_run_once_and_whose_outputs_are_not_broadcast(batched):
+def test_layers_that_run_once_and_whose_outputs_are_not_broadcast():
     """Each layer's block is as if it ran for each example; that of the table is exact."""
 
     def layers():
@@ -325,7 +323,7 @@ def test_layers_that_run_once_and_whose_outputs_are_not_broadcast(batched):
     x = normal(5, 2, 4)
     exact = dense_ggn_blocks(model, x, "classification")["table.weight"]
     for mode in MODES:
-        found = factors(model, x, kfac_approx=mode, batched=batched)
+        found = factors(model, x, kfac_approx=mode)
         expected = factors(each, x, kfac_approx=mode)
         blocks = {name: expected.to_dense(name) for name in expected.blocks}
         assert error(blocks["table.weight"], exact) > 0.02
