@@ -1,4 +1,8 @@
-"""What a pass proves on its first batches: which runs of layers are uses, and in which order."""
+"""What a pass proves on its first batches: odd models have the blocks of plain ones, or a name.
+
+`PAIRS` are models that a proof must see through: each equals a plain one. `REFUSED` are those that
+it cannot follow. A wrong number is worse than an error.
+"""
 
 from itertools import product
 
@@ -7,219 +11,146 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
-from kfac_backend import examples_of_rows, kronecker_factors, register_parameters
+from kfac_backend import counted_positions, examples_of_rows, kronecker_factors, register_parameters
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature import CurvaturePass
-from kfac_backend.laplace_torch.interface import KfacGGN
 from kfac_backend.layers import Scale
 from kfac_backend.model.proof import with_first_again
 from tests.kfac_backend.block_checks import MODES
-from tests.kfac_backend.covariance.posteriors import precision_of
-from tests.kfac_backend.model.odd_models import Gain, Model, assert_same_blocks, factors, noise
+from tests.kfac_backend.covariance.posteriors import brute_force, dense_precision, precision_of
+from tests.oracles import dense_ggn_blocks
+from tests.random_numbers import normal
+
+EYE = torch.eye(4, dtype=torch.float64)
 
 
-def covariance(model, x, found):
-    return OutputCovariance(model, precision_of(found))(x)[1]
+class Model(nn.Module):
+    """A function of named children."""
+
+    def __init__(self, function, **children):
+        super().__init__()
+        self.function, self.layers = function, nn.ModuleDict(children)
+        for i, p in enumerate(self.parameters()):
+            generator = torch.Generator().manual_seed(i)
+            p.data = 0.5 * torch.randn(p.shape, generator=generator, dtype=torch.float64)
+        self.double()
+
+    def forward(self, x):
+        return self.function(self.layers, x)
 
 
-def scaled_by(constant):
+class Gain(nn.Module):
+    """A layer without a rule."""
+
+    def __init__(self):
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return x * self.by
+
+
+def factors(model, *xs, **options):
+    """Of batches of inputs or mappings; labels of inputs are 0, 1, 0, ..."""
+    batches = [x if isinstance(x, dict) else (x, torch.arange(len(x)) % 2) for x in xs]
+    return kronecker_factors(model, batches, "classification", **options)
+
+
+def assert_same_blocks(first, second, **tolerance):
+    for name, block in first.blocks.items():
+        assert_close(block.to_dense(), second.to_dense(name), **tolerance)
+        assert block.num_terms == second.blocks[name].num_terms
+
+
+def over_a_constant(norm):
     """A linear layer over a norm of what it makes of something that is no example."""
 
-    def forward(layers, x):
-        y = layers["fc"](x)
-        y = y / (
-            layers["fc"](torch.eye(4).double()).norm().detach() if constant is None else constant
-        )
-        return layers["gain"](torch.cat([y, y], 1))[:, :2] if "gain" in layers else y
+    def forward(m, x):
+        constant = norm or m["fc"](EYE).norm().detach()
+        y = m["fc"](x) / constant
+        return m["gain"](torch.cat([y, y], 1))[:, :2] if "gain" in m else y
 
     return forward
 
 
-CONSTANTS = {
-    "error": {},
-    "freeze": {"gain": Gain()},
-    "diagonal": {"gain": Gain()},
-}
+def positions(expanded):
+    """An embedding of positions, a norm and a layer, which run once or for each example."""
+
+    def forward(m, x):
+        R = x.shape[1]
+        ids = torch.arange(R).expand(len(x), R) if expanded else torch.arange(R)
+        return m["fc"](x + m["lin"](m["norm"](m["pos"](ids)))).tanh().mean(1)
+
+    return forward
 
 
-@pytest.mark.filterwarnings("ignore:Treated as constants")
-@pytest.mark.parametrize(
-    ("N", "kfac_approx"),  # with N = 4 the constant's four rows look like examples
-    [(1, "expand"), (3, "reduce"), (4, "expand"), (4, "reduce"), (7, "expand")],
-)
-@pytest.mark.parametrize("unsupported", CONSTANTS)
-def test_a_run_that_no_derivative_goes_through_is_no_use(unsupported, kfac_approx, N):
-    children = {"fc": nn.Linear(4, 2)} | CONSTANTS[unsupported]
-    model = Model(scaled_by(None), **children)
-    norm = children["fc"](torch.eye(4).double()).norm().detach()
-    alone = Model(scaled_by(norm), **children)
-    options = {"unsupported": unsupported, "kfac_approx": kfac_approx}
-    x = noise(N, 4)
-    found, expected = factors(model, x, **options), factors(alone, x, **options)
-    assert_same_blocks(found, expected)
-    assert found.blocks["layers.fc.weight"].num_terms == N
-    assert_close(covariance(model, x, found), covariance(alone, x, expected))
+def tokens_and_positions(expanded):
+    """One embedding for both."""
+
+    def forward(m, x):
+        ids = torch.arange(3).expand(x.shape) if expanded else torch.arange(3)
+        return m["fc"]((m["tokens"](x) * m["tokens"](ids)).tanh()).mean(1)
+
+    return forward
 
 
-def test_a_tied_layer_that_no_derivative_goes_through():
-    def both(layers, x, with_other=True):
-        other = layers["other"](torch.eye(4).double()).sum().detach() if with_other else 0.0
-        return layers["fc"](x) + other
+def grid(expanded):
+    def forward(m, x):
+        points = torch.linspace(-1, 1, 48).double().view(3, 16)
+        points = points.expand(len(x), 3, 16) if expanded else points
+        return m["fc"](m["norm"](m["norm"](m["grid"](points)) + x[:, None]).mean(1))
 
-    children = {"fc": nn.Linear(4, 2), "other": nn.Linear(4, 2)}
-    children["other"].weight = children["fc"].weight
-    children["other"].bias = children["fc"].bias
-    found, expected = (
-        Model(lambda layers, x, w=w: both(layers, x, w), **children) for w in (True, False)
-    )
-    x = noise(5, 4)
-    assert_same_blocks(factors(found, x), factors(expected, x))
+    return forward
 
 
-def test_runs_on_examples_and_on_what_all_share():
-    def tied(layers, x, expanded=False):
-        positions = torch.arange(3)
-        positions = positions.expand(x.shape) if expanded else positions
-        return layers["fc"]((layers["tokens"](x) * layers["tokens"](positions)).tanh()).mean(1)
+def over_a_shared_norm(expanded):
+    """What all examples share, and is not broadcast."""
 
-    children = {"tokens": nn.Embedding(5, 4), "fc": nn.Linear(4, 2)}
-    x = torch.randint(5, (6, 3), generator=torch.Generator().manual_seed(0))
-    for kfac_approx in MODES:
-        once = factors(Model(tied, **children), x, kfac_approx=kfac_approx)
-        each = Model(lambda layers, x: tied(layers, x, True), **children)
-        assert_same_blocks(once, factors(each, x, kfac_approx=kfac_approx))
+    def forward(m, x):
+        if not expanded:
+            return m["fc"](x) / m["fc"](EYE).norm()
+        return m["fc"](x) / m["fc"](EYE.expand(len(x), 4, 4)).flatten(1).norm(dim=1, keepdim=True)
+
+    return forward
 
 
-def test_what_all_share_and_is_not_broadcast():
-    once = Model(
-        lambda layers, x: layers["fc"](x) / layers["fc"](torch.eye(4).double()).norm(),
-        fc=nn.Linear(4, 2),
-    )
-    each = Model(
-        lambda layers, x: (
-            layers["fc"](x)
-            / layers["fc"](torch.eye(4).double().expand(len(x), 4, 4))
-            .flatten(1)
-            .norm(dim=1, keepdim=True)
-        ),
-        **once.layers,
-    )
-    x = noise(5, 4)
-    for kfac_approx in MODES:
-        found = factors(once, x, kfac_approx=kfac_approx)
-        assert_same_blocks(found, factors(each, x, kfac_approx=kfac_approx))
+def shown(x):
+    """A mask that hides one position of each example."""
+    return x[..., 0] < x[..., 0].amax(1, keepdim=True)
 
 
-def test_what_all_share_and_no_copy_can_be_given():
-    model = Model(
-        lambda layers, x: layers["fc"](x) / layers["fc"](noise(9, 4))[: len(x)].exp(),
-        fc=nn.Linear(4, 2),
-    )
-    with pytest.raises(NotImplementedError, match="'layers.fc' .*has the same input for all"):
-        factors(model, noise(5, 4))
+def attended(query):
+    """Keys that are the queries' tensor, or another with the same values."""
+
+    def forward(m, x):
+        mask = shown(x)
+        with counted_positions(mask):
+            y, _ = m["attention"](query(x), x, x, key_padding_mask=~mask)
+        return m["fc"](y.masked_fill(~mask[..., None], 0).sum(1))
+
+    return forward
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_runs_that_change_between_batches(first):
-    def sometimes(layers, x):
-        norm = layers["fc"](x * 2).norm(dim=1, keepdim=True)
-        return layers["fc"](x) / (norm.detach() if (x[0, 0] > 0) == first else norm)
+def in_a_mask(fold):
 
-    model, y = Model(sometimes, fc=nn.Linear(4, 2)), torch.tensor([0, 1, 1])
-    batches = [(noise(3, 4).abs(), y), (-noise(3, 4).abs(), y)]
-    with pytest.raises(NotImplementedError, match="'layers.fc' .*differs from the first batch"):
-        kronecker_factors(model, batches, "classification")
+    def forward(m, x):
+        mask = shown(x)
+        with counted_positions(mask):
+            y = fold(m["fc"], x)
+        return y.masked_fill(~mask[..., None], 0).mean(1)
 
-
-def test_more_runs_than_in_the_first_batch():
-    def steps(layers, x):
-        norm = layers["fc"](torch.eye(4).double()).norm().detach()
-        return sum(layers["fc"](x_t) for x_t in x.unbind(1)) / norm
-
-    model, y = Model(steps, fc=nn.Linear(4, 2)), torch.tensor([0, 1, 1])
-    batches = [(noise(3, 2, 4), y), (noise(3, 3, 4), y)]
-    with pytest.raises(NotImplementedError, match="runs 4 times instead of 3"):
-        kronecker_factors(model, batches, "classification")
+    return forward
 
 
-def test_constant_runs_of_graphs():
-    """Rows of which no input tells how to take single examples."""
-
-    def network(layers, batch, constant=None):
-        with examples_of_rows(batch["index"], 3):
-            rows = layers["edge"](batch["rows"])
-        if constant is None:
-            constant = layers["edge"](torch.eye(4).double()).norm().detach()
-        return rows.new_zeros(3, 2).index_add(0, batch["index"], rows) / constant
-
-    edge = nn.Linear(4, 2)
-    batch = {"rows": noise(5, 4), "index": torch.tensor([0, 1, 1, 2, 2])}
-    model = Model(network, edge=edge)
-    norm = edge(torch.eye(4).double()).norm().detach()
-    alone = Model(lambda layers, x: network(layers, x, norm), edge=edge)
-    y = torch.tensor([0, 1, 1])
-    assert_same_blocks(factors(model, batch, y), factors(alone, batch, y))
+def folded(fc, x):
+    return fc(x.flatten(0, 1)).unflatten(0, (len(x), -1))
 
 
-def in_order(key):
-    """A model that sorts its examples, and puts them back in their order."""
-
-    def forward(layers, x):
-        order = key(x).argsort(stable=True)
-        h = layers["first"](x[order]).tanh()
-        return layers["last"](h[order.argsort()])
-
-    return Model(forward, first=nn.Linear(4, 3), last=nn.Linear(3, 2))
-
-
-KEYS = {
-    "ascending": lambda x: x[:, 0],
-    "descending": lambda x: -x[:, 0],
-    "another feature": lambda x: x[:, 1],
-    "two values": lambda x: (x[:, 0] > x[:, 0].mean()).long(),
-    "a norm": lambda x: x.norm(dim=1),
-    "reversed": lambda x: -torch.arange(len(x)),
-    "rolled": lambda x: torch.arange(len(x)).roll(1),
-}
-
-
-@pytest.mark.parametrize("N", [2, 4, 5, 40])
-@pytest.mark.parametrize("key", KEYS)
-def test_examples_in_another_order_are_seen(key, N):
-    """Also where the first batch happens to be in order."""
-    model, x = in_order(KEYS[key]), noise(N, 4)
-    found = factors(in_order(lambda x: torch.zeros(len(x))), x)  # in order: nothing to see
-    for batch in (x, x[x[:, 0].argsort()], x[KEYS[key](x).argsort(stable=True)]):
-        with pytest.raises(NotImplementedError, match="'layers.first' .*in another order"):
-            factors(model, batch)
-        with pytest.raises(NotImplementedError, match="'layers.first' .*in another order"):
-            covariance(model, batch, found)
-
-
-@pytest.mark.parametrize(("N", "splits"), [(2, True), (3, True), (4, True), (4, False), (5, False)])
-def test_no_sort_leaves_the_proofs_examples_in_order(N, splits):
-    """Whatever the examples' keys are, if the first has not that of all that are there."""
-    numbers = with_first_again(torch.arange(N), splits)[1]
-    assert numbers is not None and len(numbers) == (N + 2 if splits else N)
-    there = numbers.unique().tolist()
-    is_first = numbers == 0
-    for keys in product(range(len(there)), repeat=N):
-        key = torch.tensor(keys)[numbers]
-        moved = not torch.equal(is_first[key.argsort(stable=True)], is_first)
-        assert moved == any(keys[n] != keys[0] for n in there)
-
-
-def test_a_proof_runs_on_few_examples_from_all_over_the_batch():
-    sizes = []
-    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
-    model.register_forward_pre_hook(lambda module, args: sizes.append(args[0][:, 0].tolist()))
-    x = noise(100, 4)
-    x[:, 0] = torch.arange(100)
-    factors(model, x)
-    whole, uses, independence = sizes[-1], *(seen for seen in sizes if len(seen) in (8, 10))
-    assert len(whole) == 100 and len(uses) == 8 and uses == sorted(uses)
-    assert (uses[0], uses[-1]) == (0, 99) and independence == [*uses, 0, 0]
+def turned(fc, x):
+    """Positions in front of examples."""
+    return fc(x.transpose(0, 1).flatten(0, 1)).unflatten(0, (-1, len(x))).transpose(0, 1)
 
 
 @register_parameters(weight=(1, 1, -1))
@@ -240,99 +171,376 @@ class LayerNormInFloat32(nn.LayerNorm):
         return F.layer_norm(input.float(), self.normalized_shape, *parameters).to(input.dtype)
 
 
-@pytest.mark.parametrize("norm", [NormInFloat32, LayerNormInFloat32])
-def test_a_norm_in_float32_inside_of_a_float64_model(norm):
-    def forward(layers, x, expanded=False):
-        grid = torch.linspace(-1, 1, 48).double().view(3, 16)
-        grid = grid.expand(len(x), 3, 16) if expanded else grid
-        h = layers["norm"](layers["grid"](grid))
-        return layers["out"](layers["norm"](h + layers["fc"](x)[:, None]).mean(1))
-
-    children = {"fc": nn.Linear(16, 64), "grid": nn.Linear(16, 64), "norm": norm(64)}
-    children["out"] = nn.Linear(64, 2)
-    x = noise(9, 16)
-    found = factors(Model(forward, **children), x)
-    each = factors(Model(lambda layers, x: forward(layers, x, True), **children), x)
-    for name, block in found.blocks.items():
-        assert_close(block.to_dense(), each.to_dense(name), rtol=1e-4, atol=1e-5)
+def tied():
+    first = nn.Linear(4, 2)
+    children = {"fc": first, "other": nn.Linear(4, 2)}
+    children["other"].weight, children["other"].bias = first.weight, first.bias
+    return children
 
 
-def test_in_float64_rounding_of_float32_is_seen():
-    """The negative control: without a cast, 1e-6 is another function."""
-    layer = nn.Linear(4, 2).double()
-    scaled = nn.functional.linear
-    layer.forward = lambda x: scaled(x, layer.weight * (1 + 1e-6), layer.bias)
-    with pytest.raises(NotImplementedError, match="computes something other"):
-        factors(nn.Sequential(layer), noise(5, 4))
+FC = {"fc": nn.Linear(4, 2)}
+POSITIONS = {"pos": nn.Embedding(3, 4), "norm": nn.LayerNorm(4), "lin": nn.Linear(4, 4), **FC}
+ATTENTION = {"attention": nn.MultiheadAttention(4, 2, batch_first=True), **FC}
+ENCODER = {"encoder": nn.TransformerEncoderLayer(4, 2, 8, dropout=0), **FC}
+IDS = torch.tensor([[0, 1, 2], [4, 4, 1], [3, 0, 2], [1, 1, 1]])
+PAIRS = {
+    # A run that no derivative goes through is no use, however many rows it has (four, here).
+    **{
+        f"a constant run beside {N} examples": (
+            over_a_constant(None), over_a_constant, FC, (normal(N, 4),)
+        )
+        for N in (1, 4, 7)
+    },
+    "a constant run of a tied layer": (
+        lambda m, x: m["fc"](x) + m["other"](EYE).sum().detach(),
+        lambda m, x: m["fc"](x),  # all logits are shifted by one number
+        tied(), (normal(5, 4),),
+    ),
+    "layers that run once, in batches of other lengths": (
+        positions(False), positions(True), POSITIONS, (normal(5, 3, 4), normal(4, 1, 4)),
+    ),
+    "on examples and on what all share": (
+        tokens_and_positions(False), tokens_and_positions(True),
+        {"tokens": nn.Embedding(5, 4), **FC}, (IDS,),
+    ),
+    "what all share and is not broadcast": (
+        over_a_shared_norm(False), over_a_shared_norm(True), FC, (normal(5, 4),),
+    ),
+    **{
+        f"{norm.__name__} in a float64 model": (
+            grid(False), grid(True),
+            {"grid": nn.Linear(16, 64), "norm": norm(64), "fc": nn.Linear(64, 2)},
+            (normal(5, 64),),
+        )
+        for norm in (NormInFloat32, LayerNormInFloat32)
+    },
+    "keywords of a transformer layer": (
+        lambda m, x: m["fc"](m["encoder"](src=x.transpose(0, 1)).mean(0)),
+        lambda m, x: m["fc"](m["encoder"](x.transpose(0, 1)).mean(0)),
+        ENCODER, (normal(4, 3, 4),),
+    ),
+    "keys that are not the queries' tensor": (
+        attended(lambda x: x * 1.0), attended(lambda x: x), ATTENTION, (normal(3, 3, 4),),
+    ),
+    "folded positions": (
+        lambda m, x: folded(m["fc"], x).mean(1),
+        lambda m, x: m["fc"](x).mean(1),
+        FC, (normal(4, 3, 4), normal(3, 2, 4)),
+    ),
+    "folded positions in a mask": (
+        in_a_mask(folded), in_a_mask(lambda fc, x: fc(x)), FC, (normal(4, 3, 4),),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", PAIRS)
+def test_odd_models_have_the_blocks_of_plain_ones(case, mode):
+    odd, plain, children, xs = PAIRS[case]
+    if plain is over_a_constant:
+        plain = over_a_constant(Model(odd, **children).layers["fc"](EYE).norm().detach())
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if "float64" in case else {}
+    found, expected = (
+        factors(Model(function, **children), *xs, kfac_approx=mode) for function in (odd, plain)
+    )
+    assert_same_blocks(found, expected, **tolerance)
+    f, covariance = OutputCovariance(Model(odd, **children), precision_of(found))(xs[0])
+    assert_close(covariance, brute_force(Model(odd, **children), xs[0], dense_precision(found)),
+                 rtol=1e-3 if tolerance else 1e-6, atol=1e-4 if tolerance else 1e-8)  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Treated as constants")
+@pytest.mark.parametrize("unsupported", ["freeze", "diagonal"])
+def test_constant_runs_beside_a_layer_without_a_rule(unsupported):
+    children, x = {**FC, "gain": Gain()}, normal(4, 4)
+    model = Model(over_a_constant(None), **children)
+    alone = Model(over_a_constant(model.layers["fc"](EYE).norm().detach()), **children)
+    found, expected = (factors(m, x, unsupported=unsupported) for m in (model, alone))
+    assert_same_blocks(found, expected)
+
+
+def graphs(edges_of):
+    generator = torch.Generator().manual_seed(1)
+    edge_graph = torch.tensor([g for g, number in enumerate(edges_of) for _ in range(number)])
+    edges = torch.randn(len(edge_graph), 3, generator=generator).double()
+    labels = torch.arange(len(edges_of)) % 2
+    return {"edges": edges, "edge_graph": edge_graph.long(), "labels": labels}
+
+
+def graph_network(m, batch):
+    N = len(batch["labels"])
+    with examples_of_rows(batch["edge_graph"], N):
+        edges = m["edge"](batch["edges"]).tanh()
+    sums = edges.new_zeros(N, 4).index_add(0, batch["edge_graph"], edges)
+    return m["out"](m["gain"](sums) if "gain" in m else sums)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_batches_that_do_not_reach_a_layer_add_up(mode):
+    model = Model(graph_network, edge=nn.Linear(3, 4), out=nn.Linear(4, 2))
+    some, none = graphs([2, 0, 3]), graphs([0, 0])
+    added = factors(model, some, kfac_approx=mode) + factors(model, none, kfac_approx=mode)
+    assert_same_blocks(added, factors(model, some, none, kfac_approx=mode))
+
+
+def test_covariances_of_graphs_with_a_diagonal_block():
+    model = Model(graph_network, edge=nn.Linear(3, 4), gain=Gain(), out=nn.Linear(4, 2))
+    batch = graphs([2, 1, 1])  # four edges, three graphs
+    found = factors(model, batch, unsupported="diagonal")
+    covariance = OutputCovariance(model, precision_of(found))(batch)[1]
+    assert_close(covariance, brute_force(model, batch, dense_precision(found)))
+
+
+def test_a_row_that_no_example_reaches():
+    """An expert that the first example is not routed to."""
+
+    def routed(m, x):
+        chosen = x[:, 0] > x[0, 0]
+        return m["rest"](x).index_add(0, chosen.nonzero().flatten(), m["expert"](x[chosen]))
+
+    model = Model(routed, expert=nn.Linear(4, 2), rest=nn.Linear(4, 2))
+    found = factors(model, normal(6, 4))
+    assert found.blocks["layers.expert.weight"].num_terms < 6
+    assert found.to_dense("layers.expert.weight").any()
+
+
+def test_dropout_beside_what_all_examples_share():
+    encoder = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.2, batch_first=True)
+    model = Model(
+        lambda m, x: m["fc"](m["encoder"](x + m["pos"](torch.arange(3))).mean(1)),
+        encoder=encoder, pos=nn.Embedding(3, 4), fc=nn.Linear(4, 2),
+    ).train()  # fmt: skip
+    state = torch.random.get_rng_state()
+    with torch.random.fork_rng():
+        proof = CurvaturePass(model, "classification")._proof
+    proof.make(normal(4, 3, 4), 4)
+    assert torch.equal(torch.random.get_rng_state(), state)  # it draws none of the user's numbers
+    assert factors(model, normal(4, 3, 4)).num_data == 4
+
+
+class ScaledLinear(nn.Linear):
+    def forward(self, input):
+        return F.linear(input, self.weight / self.weight.norm(), self.bias)
+
+
+class OwnAttention(nn.MultiheadAttention):
+    def forward(self, x):
+        return super().forward(x, x, x, need_weights=False)[0]
+
+
+def with_unit_norm():
+    model = Model(lambda m, x: m["fc"](x), fc=ScaledLinear(4, 2))
+    with torch.no_grad():
+        model.layers["fc"].weight /= model.layers["fc"].weight.norm()
+    return model
+
+
+def with_another_forward(scale):
+    model = Model(lambda m, x: m["fc"](x), fc=nn.Linear(4, 2))
+    layer = model.layers["fc"]
+    layer.forward = lambda x: F.linear(x, layer.weight * scale, layer.bias)
+    return model
+
+
+def under_no_grad(m, x):
+    with torch.no_grad():
+        h = m["fc"](x)
+    return m["out"](h)
+
+
+def modified_in_place(m, x):
+    h = m["fc"](x)
+    y = m["scale"](h)
+    h.mul_(2)
+    return y + h
+
+
+def differently(m, x):
+    """Twice, once without a derivative: which of them depends on the values."""
+    norm = m["fc"](x * 2).norm(dim=1, keepdim=True)
+    return m["fc"](x) / (norm.detach() if x[0, 0] > 0 else norm)
+
+
+def shared_in_two_ways():
+    model = Model(lambda m, x: m["out"](m["norm"](m["fc"](x))), fc=nn.Linear(4, 4),
+                  norm=nn.LayerNorm(4), out=nn.Linear(4, 2))  # fmt: skip
+    model.layers["norm"].bias = model.layers["fc"].bias
+    return model
+
+
+def of(function, **children):
+    return lambda: Model(function, **children)
+
+
+X, TWO = normal(4, 4), {"fc": nn.Linear(4, 4), "out": nn.Linear(4, 2)}
+REFUSED = {
+    "LSTM": (of(lambda m, x: m["rnn"](x)[0], rnn=nn.LSTM(4, 2)), [X], r"\(LSTM\).*nn.Linear works"),
+    "Bilinear": (
+        of(lambda m, x: m["b"](x, x), b=nn.Bilinear(4, 4, 2)), [X], r"Supported: Linear, Conv",
+    ),
+    "shared in two ways": (
+        shared_in_two_ways, [X],
+        r"'layers.fc.bias' is used in different ways by 'layers.fc' .* 'layers.norm'",
+    ),
+    "a use behind the last layer": (
+        of(lambda m, x: m["fc"](x) * m["fc"].weight.sum(), **FC), [X],
+        r"'layers.fc.weight' reached the model's output",
+    ),
+    "another function": (of(lambda m, x: m["fc"](x), fc=ScaledLinear(4, 2)), [X], r"something oth"),
+    "another derivative only": (with_unit_norm, [X], r"something other than its class Linear"),
+    "another forward": (lambda: with_another_forward(2), [X], r"something other"),
+    # The negative control of PAIRS in float32: without a cast, 1e-6 is another function.
+    "another forward, by little": (lambda: with_another_forward(1 + 1e-6), [X], r"something other"),
+    "attention with other arguments": (
+        of(lambda m, x: m["fc"](m["a"](x).mean(1)), a=OwnAttention(4, 2, batch_first=True), **FC),
+        [normal(4, 3, 4)], r"'layers.a' .*AttentionByParts",
+    ),
+    "positions first, as many as examples": (
+        of(lambda m, x: m["fc"](x[:, None] * torch.ones(4, 4, 1)).mean(0), **FC), [X], r"mix",
+    ),
+    "normalised over the batch": (
+        of(lambda m, x: m["out"](F.batch_norm(m["fc"](x), None, None, training=True)), **TWO), [X],
+        r"layer 'layers.fc' \(Linear\) the rows of different examples mix",
+    ),
+    "examples that mix after a batch of one": (
+        of(lambda m, x: m["out"](m["fc"](x).roll(1, 0)), **TWO), [X[:1], X], r"'layers.fc' .*mix",
+    ),
+    "turned positions in a mask": (
+        of(in_a_mask(turned), **FC), [normal(4, 3, 4)], r"'layers.fc'.* (mix|do not count)",
+    ),
+    "under no_grad": (of(under_no_grad, **TWO), [X], r"'layers.fc' \(Linear\) runs without gradie"),
+    "under vmap": (of(lambda m, x: torch.func.vmap(m["fc"])(x), **FC), [X], r"vmap.*whole batch"),
+    "checkpointed": (
+        of(
+            lambda m, x: m["out"](
+                checkpoint(lambda h: m["fc"](h).tanh(), m["first"](x), use_reentrant=False)
+            ),
+            first=nn.Linear(4, 4), **TWO,
+        ),
+        [X], r"'layers.fc' .*runs again in the backward pass",
+    ),
+    "no copy for each": (
+        of(lambda m, x: m["fc"](x) / m["fc"](normal(9, 4))[: len(x)].exp(), **FC), [X],
+        r"'layers.fc' .*has the same input for all",
+    ),
+    "other runs in another batch": (
+        of(differently, **FC), [X.abs(), -X.abs()], r"'layers.fc' .*differs from the first batch",
+    ),
+    "the same, the other way round": (
+        of(differently, **FC), [-X.abs(), X.abs()], r"'layers.fc' .*differs from the first batch",
+    ),
+    "more runs in another batch": (
+        of(lambda m, x: sum(map(m["fc"], x.unbind(1))) / m["fc"](EYE).norm().detach(), **FC),
+        [normal(3, 2, 4), normal(3, 3, 4)], r"runs 4 times instead of 3",
+    ),
+    "modified in place": (
+        of(modified_in_place, **FC, scale=Scale()), [X], r"'layers.scale' .* was modified in place",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_hooks_cannot_see_is_a_named_error(case):
+    make, xs, match = REFUSED[case]
+    with pytest.raises(NotImplementedError, match=match) as raised:
+        factors(make(), *xs)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.filterwarnings("ignore:Treated as constants")
+def test_a_tensor_that_a_layer_without_a_rule_shares():
+    model = Model(lambda m, x: m["b"](m["fc"](x), x), fc=nn.Linear(4, 3), b=nn.Bilinear(3, 4, 3))
+    model.layers["b"].bias = model.layers["fc"].bias
+    for unsupported in ("error", "freeze"):  # what has a rule is not frozen
+        with pytest.raises(NotImplementedError, match="'layers.fc.bias' reached .* by a layer wi"):
+            factors(model, X, unsupported=unsupported)
+    found = factors(model, X, unsupported="diagonal")
+    exact = dense_ggn_blocks(model, X, "classification")
+    for name in ("layers.fc.bias", "layers.b.weight"):
+        assert_close(found.to_dense(name), exact[name].diagonal().diag())
+    with (
+        pytest.warns(UserWarning),
+        pytest.raises(ValueError, match="No trainable parameter of the"),
+    ):
+        factors(Model(lambda m, x: m["b"](x, x), b=nn.Bilinear(4, 4, 2)), X, unsupported="freeze")
+
+
+def test_rows_folded_in_another_order_are_not_guessed():
+    model, x = Model(lambda m, x: turned(m["fc"], x).mean(1), **FC), normal(4, 3, 4)
+    assert_same_blocks(factors(model, x), factors(Model(PAIRS["folded positions"][1], **FC), x))
+    with pytest.raises(NotImplementedError, match="12 rows in a batch of 4"):
+        factors(model, x, kfac_approx="reduce")
+
+
+def in_order(key):
+    """A model that sorts its examples, and puts them back in their order."""
+
+    def forward(m, x):
+        order = key(x).argsort(stable=True)
+        return m["out"](m["fc"](x[order]).tanh()[order.argsort()])
+
+    return Model(forward, **TWO)
+
+
+KEYS = {
+    "ascending": lambda x: x[:, 0],
+    "two values": lambda x: (x[:, 0] > x[:, 0].mean()).long(),
+    "reversed": lambda x: -torch.arange(len(x)),
+    "rolled": lambda x: torch.arange(len(x)).roll(1),
+}
+
+
+@pytest.mark.parametrize("N", [2, 5, 40])
+@pytest.mark.parametrize("key", KEYS)
+def test_examples_in_another_order_are_seen(key, N):
+    """Also where the first batch happens to be in order."""
+    model, x = in_order(KEYS[key]), normal(N, 4)
+    found = factors(in_order(lambda x: torch.zeros(len(x))), x)  # in order: nothing to see
+    for batch in (x, x[x[:, 0].argsort()], x[KEYS[key](x).argsort(stable=True)]):
+        with pytest.raises(NotImplementedError, match=r"'layers.fc' .*in another order"):
+            factors(model, batch)
+    with pytest.raises(NotImplementedError, match=r"'layers.fc' .*in another order"):
+        OutputCovariance(model, precision_of(found))(x)
+
+
+@pytest.mark.parametrize(("N", "splits"), [(2, True), (3, True), (4, False), (5, False)])
+def test_no_sort_leaves_the_proofs_examples_in_order(N, splits):
+    """Whatever the examples' keys are, if the first has not that of all that are there."""
+    numbers = with_first_again(torch.arange(N), splits)[1]
+    assert numbers is not None and len(numbers) == (N + 2 if splits else N)
+    there = numbers.unique().tolist()
+    is_first = numbers == 0
+    for keys in product(range(len(there)), repeat=N):
+        key = torch.tensor(keys)[numbers]
+        moved = not torch.equal(is_first[key.argsort(stable=True)], is_first)
+        assert moved == any(keys[n] != keys[0] for n in there)
+
+
+def test_a_proof_runs_on_few_examples_from_all_over_the_batch():
+    sizes = []
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    model.register_forward_pre_hook(lambda module, args: sizes.append(args[0][:, 0].tolist()))
+    x = normal(100, 4)
+    x[:, 0] = torch.arange(100)
+    factors(model, x)
+    whole, uses, independence = sizes[-1], *(seen for seen in sizes if len(seen) in (8, 10))
+    assert len(whole) == 100 and len(uses) == 8 and uses == sorted(uses)
+    assert (uses[0], uses[-1]) == (0, 99) and independence == [*uses, 0, 0]
 
 
 def test_nan_is_said_before_what_it_looks_like():
-    model = Model(lambda layers, x: layers["fc"](x.nan_to_num()).roll(1, 0), fc=nn.Linear(4, 2))
-    x = noise(5, 4)
-    with pytest.raises(NotImplementedError, match="rows of different examples mix"):
-        factors(model, x)
+    model, x = Model(lambda m, x: m["fc"](x.nan_to_num()).roll(1, 0), **FC), X.clone()
     x[2] = torch.nan
     with pytest.raises(ValueError, match="inputs contain NaN"):
         factors(model, x)
 
 
-@pytest.mark.parametrize("model", [None, "resnet18", nn.Linear], ids=str)
-def test_what_is_no_model(model):
-    for use in (
-        lambda: kronecker_factors(model, [(noise(3, 4), torch.zeros(3).long())], "regression"),
-        lambda: CurvaturePass(model, "regression"),
-        lambda: OutputCovariance(model, {}),
-    ):
-        with pytest.raises(TypeError, match="torch.nn.Module is needed"):
-            use()
-
-
-@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda m: nn.Sequential(nn.DataParallel(m))])
-def test_data_parallel_models_name_the_way_out(wrap):
-    model = wrap(nn.Linear(4, 2))
-    for use in (
-        lambda: factors(model, noise(3, 4).float()),
-        lambda: CurvaturePass(model, "regression"),
-        lambda: KfacGGN(model, "classification").kron(
-            noise(3, 4).float(), torch.zeros(3).long(), 3
-        ),
-    ):
-        with pytest.raises(TypeError, match="nn.DataParallel.*Pass what it holds: model.*module"):
-            use()
-
-
 def test_the_proof_is_asked_for_again_after_it_failed():
-    class Bypassed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc, self.out = nn.Linear(4, 4), nn.Linear(4, 3)
-
-        def forward(self, x):
-            return self.out(nn.functional.linear(x, self.fc.weight.tanh(), self.fc.bias))
-
-    curvature = CurvaturePass(Bypassed(), "classification")
-    x, y = torch.randn(3, 4), torch.tensor([0, 1, 2])
+    curvature = CurvaturePass(with_another_forward(2), "classification")
+    y = torch.tensor([0, 1, 1, 0])
     for _ in range(2):
-        with pytest.raises(NotImplementedError, match="outside of the forward"):
-            curvature.add(x, y)
+        with pytest.raises(NotImplementedError, match="something other"):
+            curvature.add(X, y)
         with pytest.raises(RuntimeError, match="Call reset"):
-            curvature.add(x, y)
+            curvature.add(X, y)
         curvature.reset()
-
-
-def test_an_input_that_is_modified_in_place_afterwards_is_an_error():
-    class Modifies(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc, self.scale = nn.Linear(4, 3), Scale()
-
-        def forward(self, x):
-            h = self.fc(x)
-            y = self.scale(h)
-            h.mul_(2)
-            return y + h
-
-    with pytest.raises(NotImplementedError, match="'scale' \\(Scale\\) was modified in place"):
-        kronecker_factors(
-            Modifies(), [(torch.randn(3, 4), torch.tensor([0, 1, 2]))], "classification"
-        )
