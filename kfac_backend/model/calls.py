@@ -146,7 +146,7 @@ def _called(
     channels_last: bool = False,
 ) -> Any:
     """What the model returns; its arguments are copied, since it may change them in place."""
-    args, kwargs = _copied((args, kwargs), {})
+    args, kwargs = _copied((args, kwargs))
     values = {name: p.detach() for name, p in model.named_parameters()} | parameters
     if channels_last:  # a convolution's output takes its weight's memory format
         for name, p in values.items():
@@ -157,33 +157,19 @@ def _called(
         return torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
 
 
-def _copied(value: Any, known: dict[int, Any]) -> Any:
-    """A value whose tensors are copies, also inside of lists, mappings and objects that hold them.
-
-    Args:
-        value: tensors keep their graph.
-        known: id of a value -> its copy: a tensor that is passed twice stays one.
-    """
-    if id(value) in known:
-        return known[id(value)]
-    if isinstance(value, Tensor):
-        copy = value.clone()
-    elif isinstance(value, Mapping):
-        copy = {key: _copied(entry, known) for key, entry in value.items()}
-    elif isinstance(value, list | tuple):
-        entries = [_copied(entry, known) for entry in value]
-        # A named tuple takes its fields one by one.
-        copy = type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
-    elif hasattr(value, "clone"):  # graphs
-        copy = value.clone()
-    elif hasattr(value, "to") and hasattr(value, "__dict__") and not isinstance(value, nn.Module):
-        # a user's object of tensors
+def _copied(value: Any) -> Any:
+    """A value whose tensors are copies, also inside of mappings and of objects that hold them."""
+    if hasattr(value, "clone"):  # tensors, which keep their graph, and graphs
+        return value.clone()
+    if isinstance(value, Mapping):
+        return {key: _copied(entry) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(entry) for entry in value)
+    if hasattr(value, "to") and hasattr(value, "__dict__"):  # a user's object of tensors
         copy = copy_of(value)
-        vars(copy).update({key: _copied(entry, known) for key, entry in vars(value).items()})
-    else:
-        return value
-    known[id(value)] = copy
-    return copy
+        vars(copy).update(_copied(vars(value)))
+        return copy
+    return value
 
 
 def logits_of(output: Any) -> Any:

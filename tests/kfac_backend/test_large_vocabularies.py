@@ -1,7 +1,5 @@
 """Many classes: ``diagonal_above`` against brute force, what does not fit, and the peak memory."""
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -9,7 +7,6 @@ from torch.testing import assert_close
 
 from experiments.timing import peak_memory
 from kfac_backend import (
-    KroneckerFactors,
     block_assembly,
     corrected_factors,
     kronecker_factors,
@@ -18,7 +15,6 @@ from kfac_backend.blocks.block import CorrectedBlock
 from kfac_backend.covariance.last_layer import LastLayerCovariance
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature import CurvaturePass
-from kfac_backend.optimizer import KfacPreconditioner, PreconditionerOptions
 from marglik.models import GPT
 from tests import oracles
 from tests.kfac_backend.block_checks import MODES, OTHER, basis
@@ -155,38 +151,6 @@ def test_corrected_eigenvalues_are_the_exact_diagonal():
         assert_close(block.eigenvalues().flatten(), (Q.T @ exact @ Q).diag(), atol=1e-10, rtol=1e-9)
 
 
-def test_preconditioned_gradients_against_dense_algebra():
-    model, (x, y) = Language(), batch()
-    options = PreconditionerOptions(damping=0.03, damping_on="product", norm_control="none")
-    conditioner = KfacPreconditioner(
-        model, "classification", options, fisher="exact", diagonal_above=10
-    )
-    blocks = factors(model, diagonal_above=10).blocks
-    nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
-    before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    conditioner.step(lr=0.1)
-    for name, p in model.named_parameters():
-        dense = blocks[name].to_dense() / (N * R) + 0.03 * torch.eye(blocks[name].numel)
-        expected = torch.linalg.solve(dense, before[name].flatten()).view_as(p)
-        assert p.grad is not None
-        assert_close(p.grad, expected)
-        assert (expected - before[name] / 0.03).norm() > 1e-3 * expected.norm()
-
-
-def test_saved_added_and_loaded(tmp_path):
-    model, (x, y) = Language(), batch()
-    halves = [factors(model, [(x[half], y[half])], diagonal_above=10) for half in ([0, 1], [2, 3])]
-    both = factors(model, [(x[:4], y[:4])], diagonal_above=10)
-    total = halves[0] + halves[1]
-    total.save(tmp_path / "factors.safetensors")
-    loaded = KroneckerFactors.load(tmp_path / "factors.safetensors")
-    assert loaded.options.diagonal_above == 10
-    for name, block in both.blocks.items():
-        assert_close(loaded.to_dense(name), block.to_dense())
-    with pytest.raises(ValueError, match="diagonal_above 10 and None"):
-        _ = total + factors(model)
-
-
 def test_a_layer_that_no_row_reaches():
     class Idle(Language):
         def forward(self, x):
@@ -226,22 +190,6 @@ def test_a_large_embedding_under_reduce(monkeypatch):
     with pytest.raises(NotImplementedError, match="diagonal_above=20.*take expand"):
         CurvaturePass(Language(), "classification", kfac_approx="reduce")
     CurvaturePass(Language(), "classification", kfac_approx="reduce", diagonal_above=20)
-
-
-def test_very_many_backward_passes_are_warned_about_once(monkeypatch):
-    monkeypatch.setattr("kfac_backend.loss.MANY_PASSES", R * (V - 1) - 1)
-    with pytest.warns(UserWarning, match="147 backward passes .* fisher='mc' takes") as caught:
-        factors(Language(), [batch()] * 2)
-    assert len(caught) == 1
-    with monkeypatch.context() as patched, pytest.raises(ValueError, match="fisher='mc' takes"):
-        patched.setattr("kfac_backend.loss.MOST_PASSES", R * (V - 1) - 1)
-        factors(Language(), [batch()])
-    monkeypatch.setattr("kfac_backend.loss.MANY_PASSES", R * (V - 1))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        factors(Language())
-        monkeypatch.setattr("kfac_backend.loss.MANY_PASSES", 1)
-        factors(Language(), fisher="mc")
 
 
 @pytest.mark.parametrize("fisher", ["mc", "empirical"])

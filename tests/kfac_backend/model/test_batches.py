@@ -41,21 +41,6 @@ def test_a_model_that_takes_whole_batches_only_is_not_split(monkeypatch):
     assert kronecker_factors(Fixed(), [(x, y)], "classification").num_data == 6
 
 
-def test_examples_that_mix_before_the_first_layer_are_not_split(monkeypatch):
-    class Centred(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = network()
-
-        def forward(self, x):
-            return self.net(x - x.mean(0))
-
-    model, (x, y) = Centred(), data()
-    whole = kronecker_factors(model, [(x, y)], "classification")
-    monkeypatch.setattr(batches, "LARGEST_ACTIVATION", 1)
-    assert_same_factors(kronecker_factors(model, [(x, y)], "classification"), whole)
-
-
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_a_model_that_views_its_images_runs_in_their_own_memory_format(memory_format):
     class Viewing(nn.Module):

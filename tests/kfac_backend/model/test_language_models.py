@@ -19,7 +19,6 @@ from marglik.training.schedule import Schedule
 from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.model.language import (
     IGNORED,
-    LENGTHS,
     Plain,
     Transformer,
     alone,
@@ -61,15 +60,6 @@ def test_the_loss_of_a_causal_model_is_its_own(mode):
     assert_same_loss_and_blocks(found, said)
 
 
-def test_head_of_a_causal_model_against_brute_force():
-    """The logits' bias is seen by one loss term each: its block is exact."""
-    model, batch = Transformer("causal"), batch_of("causal")
-    p = model(**{k: v for k, v in batch.items() if k != "labels"}).logits.softmax(-1).detach()
-    counts = batch["labels"][:, 1:] != IGNORED
-    expected = sum(torch.diag(q) - torch.outer(q, q) for q in p[:, :-1][counts])
-    assert_close(factors(model, [batch]).to_dense("head.bias"), expected)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_left_padding(mode):
     model = Transformer("causal")
@@ -81,31 +71,6 @@ def test_left_padding(mode):
     for length in (5, 8):
         left = batch_of("causal", length, left=True)
         assert_same_loss_and_blocks(factors(model, [left], mode), expected)
-
-
-def test_evidence_training_and_metrics_do_not_depend_on_padding():
-    found = []
-    for length in (5, 9):
-        data = [batch_of("causal", length), batch_of("causal", length)]
-        la = KronLaplace(Transformer("causal"), "classification", kfac_approx="expand")
-        la.fit(data)
-        options = {"n_epochs": 3, "marglik_frequency": 2, "n_hypersteps": 3}
-        _, model, evidences, losses = marglik_training(Transformer("causal"), data, **options)
-        prediction, y = predict_all(map_predictive(model), data)
-        own = model(**data[0]).loss
-        nll = F.nll_loss(prediction.mean.log(), y)
-        assert_close(nll, own.detach())
-        found.append((la.log_marginal_likelihood(), torch.tensor(evidences), torch.tensor(losses)))
-    assert_close(*found)
-
-
-def test_training_takes_the_loss_of_the_curvature():
-    model, data = Transformer("causal"), [batch_of("causal")]
-    own = model(**data[0]).loss.item() * int((data[0]["labels"][:, 1:] != IGNORED).sum())
-    *_, losses = marglik_training(
-        model, data, n_epochs=1, prior_prec_init=1e-12, optimizer_kwargs={"lr": 1e-12}
-    )
-    assert_close(losses[0], own / len(LENGTHS))
 
 
 def test_training_and_curvature_of_other_targets_are_refused():
@@ -210,26 +175,6 @@ def test_rows_of_which_a_mask_does_not_tell_are_a_named_error():
     with pytest.raises(NotImplementedError, match="hidden.layer' .*dict_key_mask=None"):
         factors(model, [batch])
     factors(model, [batch], dict_key_mask=None)
-
-
-def test_as_many_channels_as_positions_are_none():
-    class Convolved(nn.Module):
-        """Its convolution sees (N, channels, d), which is no (N, positions, d)."""
-
-        def __init__(self):
-            super().__init__()
-            self.conv, self.head = nn.Conv1d(5, 3, 3), nn.Linear(3, 2)
-            self.double()
-
-        def forward(self, x, attention_mask):
-            return self.head(self.conv(x).tanh().mean(-1))
-
-    torch.manual_seed(0)
-    model, x = Convolved(), torch.randn(4, 5, 6).double()
-    batch = {"x": x, "attention_mask": torch.ones(4, 5), "labels": torch.tensor([0, 1, 1, 0])}
-    expected = factors(model, [batch])
-    batch["attention_mask"][1:, 2:] = 0
-    assert_same_loss_and_blocks(factors(model, [batch]), expected)
 
 
 def test_labels_of_models_without_a_loss_are_taken_as_they_are():

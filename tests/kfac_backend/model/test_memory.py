@@ -65,23 +65,3 @@ except torch.OutOfMemoryError as error:
         done.stderr
     )
     assert "seen 512" in done.stdout, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("mapping", [False, True])
-def test_out_of_memory_of_any_input(mapping):
-    class Small(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(3, 2)
-
-        def forward(self, x):
-            x = x["values"] if mapping else x
-            if len(x) > 5:
-                raise torch.OutOfMemoryError
-            return self.layer(x)
-
-    x = torch.randn(24, 3)
-    batch = {"values": x, "other": torch.ones(24)} if mapping else x
-    curvature = CurvaturePass(Small(), "classification")
-    with pytest.raises(torch.OutOfMemoryError, match="with batches of 24 examples. Batches of 3 f"):
-        curvature.add(batch, torch.zeros(24, dtype=torch.long))
