@@ -3,7 +3,7 @@
 `CorrectedBlock` has corrected eigenvalues in the eigenbasis of B ⊗ A (EKFAC).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from kfac_backend.blocks.eigen import (
-    check_gram,
-    check_orthonormal,
     eigenvalues,
     eigh,
     map_on_cores,
@@ -61,15 +59,6 @@ class KroneckerBlock:
                 f"{None if A_shape is None else tuple(A_shape)}; expected square matrices, with "
                 "the same leading number of groups if there are groups."
             )
-
-    def check(self) -> None:
-        """Raise a ValueError unless a pass can have made the block; for factors from a file."""
-        terms = torch.tensor(self._terms, dtype=torch.float64)
-        right = (terms >= 0).all() and not terms.isinf().any()
-        if not right or len(terms) not in (1, *self.B.shape[:-2]):
-            raise ValueError(f"The block of '{self.name}' has num_terms={self.num_terms}.")
-        for F, name in self.named_factors():
-            check_gram(F, name)
 
     @property
     def numel(self) -> int:
@@ -170,7 +159,7 @@ class KroneckerBlock:
         """The numbers of terms as a tuple: one for all groups, or one for each."""
         return self.num_terms if isinstance(self.num_terms, tuple) else (self.num_terms,)
 
-    def _solved(self) -> list[tuple[Tensor, ...]]:
+    def _solved(self) -> list[tuple[Tensor, Tensor]]:
         """Each factor's eigenvalues and how many of them were clipped; computed once."""
         if "_known" not in self.__dict__:  # not a field, which comparing and copying would see
             compute_eigenvalues([self])
@@ -216,74 +205,61 @@ def compute_eigenvalues(blocks: Iterable[KroneckerBlock], ranks: Ranks | None = 
     """
     # A corrected block knows them: they are its own.
     blocks = [b for b in blocks if type(b) is KroneckerBlock and "_known" not in b.__dict__]
-
-    def unsolved(F: Tensor) -> tuple[Tensor, Tensor]:
-        count = torch.zeros((), dtype=torch.int64, device=F.device)
-        return torch.empty(F.shape[:-1], dtype=torch.float64, device=F.device), count
-
-    solved = _solve(blocks, _all_eigenvalues, unsolved, ranks, "eigenvalues")
-    for block in blocks:
-        block.__dict__["_known"] = [solved[_identity(F)] for F, _ in block.named_factors()]
+    for block, known in zip(blocks, _solved(blocks, ranks, vectors=False), strict=True):
+        block.__dict__["_known"] = known
 
 
 def decompose_on_ranks(blocks: Iterable[KroneckerBlock], ranks: Ranks) -> dict[str, "EigenBlock"]:
     """Name -> eigenvalues and eigenvectors of each block; as `compute_eigenvalues` otherwise."""
     blocks = list(blocks)
-    known = {b.name: b.decompose() for b in blocks if type(b) is not KroneckerBlock}
-
-    def unsolved(F: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.empty_like(F[..., 0]), torch.empty_like(F)
-
-    left = [b for b in blocks if b.name not in known]
-    solved = _solve(left, lambda all: [eigh(*F)[:2] for F in all], unsolved, ranks, "eigenvectors")
-    for block in left:
-        of_factors = [solved[_identity(F)] for F, _ in block.named_factors()]
-        known[block.name] = EigenBlock(*(part for of_one in of_factors for part in of_one))
-    return {block.name: known[block.name] for block in blocks}
+    plain = [b for b in blocks if type(b) is KroneckerBlock]
+    found = {
+        block.name: EigenBlock(*(part for of_one in of_factors for part in of_one))
+        for block, of_factors in zip(plain, _solved(plain, ranks, vectors=True), strict=True)
+    }
+    return {b.name: found[b.name] if b.name in found else b.decompose() for b in blocks}
 
 
-def _solve(
-    blocks: Iterable[KroneckerBlock],
-    solve: Callable[[list[tuple[Tensor, str]]], list[tuple[Tensor, ...]]],
-    unsolved: Callable[[Tensor], tuple[Tensor, ...]],
-    ranks: Ranks | None,
-    what: str,
-) -> dict[object, tuple[Any, ...]]:
-    """What ``solve`` finds for each distinct factor, by `_identity`.
+def _solved(
+    blocks: list[KroneckerBlock], ranks: Ranks | None, *, vectors: bool
+) -> list[list[tuple[Tensor, Tensor]]]:
+    """For each factor of each block, its eigenvalues, with eigenvectors or how many were clipped.
 
     Args:
         blocks: the blocks.
-        solve: the work on a list of factors and their names, the largest first.
-        unsolved: tensors in the shapes of its result for a factor, to receive another rank's.
         ranks: the ranks that share the work; None: this process alone.
-        what: the work, for errors of ranks.
+        vectors: whether to compute eigenvectors.
     """
-    ranks = ranks or Ranks(None)
     factors = {_identity(F): (F, name) for b in blocks for F, name in b.named_factors()}
+
+    def solve(key: object) -> tuple[Tensor, Tensor]:
+        F, name = factors[key]
+        if vectors:
+            values, Q, _ = eigh(F, name)
+            return values, Q
+        values, clipped = eigenvalues(F, name)
+        return values, torch.tensor(clipped, device=F.device)
+
+    def unsolved(key: object) -> tuple[Tensor, Tensor]:
+        F, _ = factors[key]
+        if vectors:
+            return torch.empty_like(F[..., 0]), torch.empty_like(F)
+        values = F.new_empty(F.shape[:-1], dtype=torch.float64)
+        return values, F.new_zeros((), dtype=torch.int64)
+
+    # Each rank solves its own factors, the largest first, and receives those of the others.
+    ranks = ranks or Ranks(None)
     keys = sorted(factors, key=lambda key: -_cost(factors[key][0]))
     owners = ranks.owners([_cost(factors[key][0]) for key in keys])
-    # Each rank solves its own factors, and receives those of the others into empty tensors.
     own = [key for key, owner in zip(keys, owners, strict=True) if owner == ranks.rank]
-    found = dict(zip(own, solve([factors[key] for key in own]), strict=True))
-    for key in factors:
-        found.setdefault(key, unsolved(factors[key][0]))
+    largest = factors[own[0]][0] if own else torch.empty(0)
+    on_cores = not vectors and largest.device.type == "cpu" and largest.shape[-1] >= 256
+    found = dict(zip(own, map_on_cores(solve, own) if on_cores else map(solve, own), strict=True))
+    found |= {key: unsolved(key) for key in keys if key not in found}
     by_owner = [(t, owner) for key, owner in zip(keys, owners, strict=True) for t in found[key]]
+    what = "eigenvectors" if vectors else "eigenvalues"
     ranks.exchange_([t for t, _ in by_owner], [owner for _, owner in by_owner], what)
-    return found
-
-
-def _all_eigenvalues(factors: list[tuple[Tensor, str]]) -> list[tuple[Tensor, ...]]:
-    """The eigenvalues of named factors, and how many were clipped; the largest factor is first."""
-    small = not factors or factors[0][0].shape[-1] < 256
-    if small or factors[0][0].device.type != "cpu":
-        return [_eigenvalues(*factor) for factor in factors]
-    return map_on_cores(lambda factor: _eigenvalues(*factor), factors)
-
-
-def _eigenvalues(factor: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, ascending, and how many were clipped."""
-    values, clipped = eigenvalues(factor, name)
-    return values, torch.tensor(clipped, device=values.device)
+    return [[found[_identity(F)] for F, _ in block.named_factors()] for block in blocks]
 
 
 def _identity(factor: Tensor) -> object:
@@ -417,24 +393,6 @@ class CorrectedBlock(KroneckerBlock):
                 f"The block of '{self.name}' has {self.numel} entries and corrected eigenvalues of "
                 f"shape {tuple(self._corrected.shape)}; there is one for each entry."
             )
-
-    def check(self) -> None:
-        """Raise a ValueError unless a pass can have made the block; for factors from a file."""
-        super().check()
-        sums = self._corrected
-        if sums.shape != self.eigen.spectrum_shape or not (sums >= 0).all() or sums.isinf().any():
-            raise ValueError(
-                f"The corrected eigenvalues of '{self.name}', {tuple(sums.shape)}, are not sums of "
-                f"squares {tuple(self.eigen.spectrum_shape)}."
-            )
-        for Q, F in ((self.eigen.Q_B, self.B), (self.eigen.Q_A, self.A)):
-            if Q is not None and F is not None:
-                if Q.shape != F.shape:
-                    raise ValueError(
-                        f"The eigenvectors of '{self.name}' are {tuple(Q.shape)}, the factor "
-                        f"{tuple(F.shape)}."
-                    )
-                check_orthonormal(Q, self.name)
 
     @property
     def _corrected(self) -> Tensor:

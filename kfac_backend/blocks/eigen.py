@@ -15,8 +15,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 __all__ = [
-    "check_gram",
-    "check_orthonormal",
     "EigenDecomposition",
     "check_finite_factor",
     "eigenvalues",
@@ -94,32 +92,6 @@ def check_finite_factor(matrix: Tensor, name: str) -> None:
             f"The curvature factor of '{name}' is not finite. Likely causes: exploding activations "
             "or gradients, or too large a learning rate before the pass."
         )
-
-
-def check_gram(matrix: Tensor, name: str) -> None:
-    """Raise a ValueError unless this can be a Gram matrix up to rounding.
-
-    It must be finite and symmetric, and no eigenvalue may be negative: then a little more than the
-    rounding of its entries, added to the diagonal, makes its Cholesky decomposition succeed.
-    """
-    if not matrix.is_floating_point():
-        raise ValueError(f"The curvature factor of '{name}' has dtype {matrix.dtype}.")
-    check_finite_factor(matrix, name)
-    numbers = torch.finfo(matrix.dtype)
-    largest = matrix.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True)  # (*G, 1)
-    rounding = (16 * matrix.shape[-1] * numbers.eps * largest).clamp(min=numbers.tiny)
-    if ((matrix - matrix.mT).abs() > rounding[..., None]).any():
-        raise ValueError(f"The curvature factor of '{name}' is not symmetric.")
-    regular = matrix + torch.diag_embed(rounding.expand(matrix.shape[:-1]))
-    if torch.linalg.cholesky_ex(regular).info.any():
-        raise ValueError(f"The curvature factor of '{name}' has a negative eigenvalue.")
-
-
-def check_orthonormal(vectors: Tensor, name: str) -> None:
-    """Raise a ValueError unless the columns are orthonormal up to rounding."""
-    error = (vectors.mT @ vectors).diagonal_scatter(vectors.square().sum(-2) - 1, dim1=-2, dim2=-1)
-    if not (error.abs() < torch.finfo(vectors.dtype).eps ** 0.5).all():  # NaN, too
-        raise ValueError(f"The eigenvectors of '{name}' are not orthonormal.")
 
 
 def _rows_apart(matrix: Float[Tensor, "*G d d"]) -> tuple[Tensor, Tensor]:

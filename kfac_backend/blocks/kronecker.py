@@ -17,7 +17,7 @@ from kfac_backend.blocks.block import (
     compute_eigenvalues,
 )
 from kfac_backend.files import parse_json, read_tensors, write_tensors
-from kfac_backend.options import CurvatureOptions, Likelihood, check_option, check_positive
+from kfac_backend.options import CurvatureOptions, Likelihood, check_positive
 
 __all__ = ["KroneckerFactors"]
 
@@ -136,11 +136,6 @@ class KroneckerFactors:
             for name, block in self.blocks.items()
         }
 
-    def quadratic(self, v: Mapping[str, Tensor]) -> Tensor:
-        """vᵀ · GGN · v for one tensor per parameter."""
-        product = self.matvec(v)
-        return torch.stack([(v[name] * product[name]).sum() for name in self.blocks]).sum()
-
     def check_alignment(self, model: nn.Module) -> None:
         """Raise a ValueError unless there is one block per trainable parameter, in the same order.
 
@@ -189,8 +184,7 @@ class KroneckerFactors:
             source: its name for errors.
 
         Raises:
-            ValueError: not such a state, one of another format version, or one whose values no pass
-                makes: counts that are not positive, factors that are not positive semi-definite.
+            ValueError: not such a state, or one of another format version.
         """
         header, tensors = state.get("header") or {}, state.get("tensors") or {}
         if header.get("format") != FORMAT:
@@ -202,7 +196,6 @@ class KroneckerFactors:
                 "wrote them."
             )
         try:
-            _check_numbers(header)
             return cls(
                 {entry["name"]: _block(entry, tensors) for entry in header["blocks"]},
                 options=CurvatureOptions(**header["options"]),
@@ -210,7 +203,7 @@ class KroneckerFactors:
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{source} holds no Kronecker factors that a pass has made: {error} Save them anew."
+                f"{source} holds no whole Kronecker factors ({error}). Save them anew."
             ) from error
 
     def save(self, path: str | Path) -> str:
@@ -253,15 +246,6 @@ class KroneckerFactors:
             raise KeyError(f"No vector for parameter '{missing[0]}'; pass one per block.")
 
 
-def _check_numbers(header: Mapping[str, Any]) -> None:
-    """Raise an error unless a pass can have counted these numbers."""
-    for name in ("num_data", "num_outputs", "num_loss_terms"):
-        check_positive(name, header[name])
-    check_option("likelihood", header["likelihood"], Likelihood)
-    if not math.isfinite(header["loss"]):
-        raise ValueError(f"loss is {header['loss']}, which is not finite.")
-
-
 def _block(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> KroneckerBlock:
     """A block from its entry in the header and its tensors; with an eigenbasis it is corrected."""
     name = entry["name"]
@@ -273,5 +257,4 @@ def _block(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Kronecker
         names = ["beta", "Q_B", "corrected", *(["alpha", "Q_A"] if entry["A"] else [])]
         eigen = EigenBlock(**{part: tensors[f"{name}/eigen/{part}"] for part in names})
         block = CorrectedBlock(name, B, A, terms, eigen=eigen)
-    block.check()
     return block

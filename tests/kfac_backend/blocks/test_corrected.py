@@ -89,15 +89,6 @@ def test_damping_is_for_products(both):
     assert both[0].blocks["0.weight"].decompose().spectrum(0.1, damping=True).min() > 0
 
 
-def test_to(both):
-    _, corrected = both
-    moved = corrected.to("cpu", torch.float32)
-    assert moved.is_corrected
-    for name, block in moved.blocks.items():
-        assert block.to_dense().dtype == torch.float32
-        assert_close(block.to_dense().double(), corrected.to_dense(name), rtol=1e-4, atol=1e-4)
-
-
 def test_files(both, tmp_path):
     _, corrected = both
     corrected.save(tmp_path / "corrected.safetensors")
@@ -107,24 +98,6 @@ def test_files(both, tmp_path):
     for name in corrected.blocks:
         assert torch.equal(loaded.eigenvalues()[name], corrected.eigenvalues()[name])
     same(KroneckerFactors.from_state_dict(corrected.state_dict()), corrected)
-
-
-@pytest.mark.parametrize(
-    ("part", "change", "message"),
-    [
-        ("Q_A", lambda state, key: state.pop(key), "0.weight/eigen/Q_A"),
-        ("Q_A", lambda state, key: state.update({key: 2 * state[key]}), "not orthonormal"),
-        ("Q_B", lambda state, key: state.update({key: state[key][:, 1:]}), "'0.weight' are"),
-        ("corrected", lambda state, key: state.update({key: -state[key]}), "sums of squares"),
-        ("corrected", lambda state, key: state.update({key: state[key].mT}), "sums of squares"),
-        ("corrected", lambda state, key: state.update({key: state[key][1:]}), "for each entry"),
-    ],
-)
-def test_forged_corrections_are_refused(both, part, change, message):
-    state = both[1].state_dict()
-    change(state["tensors"], f"0.weight/eigen/{part}")
-    with pytest.raises(ValueError, match=message):
-        KroneckerFactors.from_state_dict(state)
 
 
 def test_eigenvalues_of_another_shape(both):

@@ -17,16 +17,9 @@ def test_negative_eigenvalues_are_clipped_and_counted():
     assert decomposed.clipped == 1 and decomposed.values[0] == 0
 
 
-def test_eigenvalues_are_float64_and_vectors_in_the_matrix_dtype():
-    matrix = torch.diag(torch.tensor([1.0, 3.0]))
-    assert eigen.eigenvalues(matrix, "m")[0].dtype == torch.float64
-    assert eigen.eigh(matrix, "m").vectors.dtype == torch.float32
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_not_finite_names_the_layer(value):
+def test_not_finite_names_the_layer():
     with pytest.raises(ValueError, match="'stage1.conv.weight, A' is not finite"):
-        eigen.eigenvalues(torch.full((2, 2), value), "stage1.conv.weight, A")
+        eigen.eigenvalues(torch.full((2, 2), torch.nan), "stage1.conv.weight, A")
 
 
 def gram(d, rank, seed=0):

@@ -1,6 +1,5 @@
 """Blocks and factors: algebra against dense matrices, eigenvalues, files."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -95,7 +94,7 @@ def dense(factors):
     return torch.block_diag(*(factors.to_dense(name) for name in factors.blocks))
 
 
-def test_log_det_matvec_and_quadratic(model):
+def test_log_det_and_matvec(model):
     factors = factors_of(model)
     deltas = torch.tensor([0.5, 2.0, 1.0, 3.0], dtype=torch.float64)
     sizes = [block.numel for block in factors.blocks.values()]
@@ -109,21 +108,13 @@ def test_log_det_matvec_and_quadratic(model):
     v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
     flat = torch.cat([t.flatten() for t in v.values()])
     assert_close(torch.cat([t.flatten() for t in factors.matvec(v).values()]), H @ flat)
-    assert_close(factors.quadratic(v), flat @ H @ flat)
 
 
-@pytest.mark.parametrize(
-    ("delta", "message"),
-    [
-        (torch.ones(3), r"has shape \(3,\); expected a scalar or \(4,\)"),
-        (torch.ones(4, 1), r"has shape \(4, 1\); expected a scalar"),
-        (0.0, "0.0"),
-        (-1.0, "-1.0"),
-    ],
-)
-def test_log_det_names_a_wrong_prior_precision(model, delta, message):
-    with pytest.raises(ValueError, match=f"prior_precision.*{message}"):
-        factors_of(model).log_det(delta)
+def test_log_det_names_a_wrong_prior_precision(model):
+    with pytest.raises(ValueError, match=r"prior_precision has shape \(3,\); expected a scalar or"):
+        factors_of(model).log_det(torch.ones(3))
+    with pytest.raises(ValueError, match="prior_precision.*-1.0"):
+        factors_of(model).log_det(-1.0)
 
 
 def test_sum_and_product(model):
@@ -211,13 +202,6 @@ def test_means_without_a_count_cannot_be_added():
         block.add(block)
 
 
-def test_to_changes_the_dtype(model):
-    assert all(
-        b.B.dtype == torch.float32
-        for b in factors_of(model).to(dtype=torch.float32).blocks.values()
-    )
-
-
 def test_saved_factors_load_equal(model, tmp_path):
     factors = 0.3 * factors_of(model, kfac_approx="reduce", fisher="empirical")
     path = tmp_path / "factors.safetensors"
@@ -239,73 +223,25 @@ def test_files_of_others_are_one_clear_error(model, tmp_path):
         KroneckerFactors.load(path)
     state = factors_of(model).state_dict()
     state["header"]["version"] += 1
-    with pytest.raises(ValueError, match="format version 5, this release reads 4"):
+    with pytest.raises(ValueError, match="format version 6, this release reads 5"):
         KroneckerFactors.from_state_dict(state)
 
 
-def moved(change):
-    """The state with one tensor changed."""
-
-    def forge(state, name="3.weight/B"):
-        state["tensors"][name] = change(state["tensors"][name].clone())
-
-    return forge
-
-
-def with_entry(name, value):
-    return lambda state: state["header"].update({name: value})
-
-
-def with_terms(value):
-    return lambda state: state["header"]["blocks"][0].update(num_terms=value)
-
-
-FORGERIES = {
-    # A valid file, with a checksum of its own, of numbers that no pass makes: what the error says.
-    "negative B": (moved(lambda B: -B), "negative eigenvalue"),
-    "slightly negative B": (moved(lambda B: B - 1e-6 * B.trace() * torch.eye(3)), "negative"),
-    "not symmetric": (moved(lambda B: B + torch.eye(3).roll(1, 0)), "not symmetric"),
-    "NaN": (moved(lambda B: B.fill_(torch.nan)), "not finite"),
-    "infinite": (moved(lambda B: B.fill_(torch.inf)), "not finite"),
-    "integers": (moved(lambda B: B.long()), "dtype torch.int64"),
-    "not square": (moved(lambda B: B[:2]), r"shapes B \(2, 3\)"),
-    "a vector": (moved(lambda B: B[0]), r"shapes B \(3,\)"),
-    "no B": (lambda state: state["tensors"].pop("3.weight/B"), "3.weight/B"),
-    "no likelihood": (lambda state: state["header"].pop("likelihood"), "likelihood"),
-    "unknown likelihood": (with_entry("likelihood", "magic"), "'magic' is not supported"),
-    "unknown option": (lambda state: state["header"]["options"].update(x=1), "'x'"),
-    "wrong option": (lambda state: state["header"]["options"].update(fisher=1), "fisher=1"),
-    "infinite loss": (with_entry("loss", float("inf")), "loss is inf"),
-    "text": (with_entry("loss", "text"), "real number"),
-    "blocks": (with_entry("blocks", 3), "not iterable"),
-    "terms": (with_terms(-1), "num_terms=-1"),
-    "terms of other groups": (with_terms([1, 2, 3]), r"num_terms=\(1, 2, 3\)"),
-} | {
-    f"{name} {value}": (with_entry(name, value), f"{name} .*{value}")
-    for name in ("num_data", "num_outputs", "num_loss_terms")
-    for value in (-5, 0, float("nan"), float("inf"), "text")
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", FORGERIES)
-def test_forged_factors_are_refused_where_they_are_read(model, tmp_path, case):
-    forge, message = FORGERIES[case]
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda state: state["tensors"].pop("3.weight/B"), "3.weight/B"),
+        (lambda state: state["tensors"].update({"3.weight/B": torch.ones(2, 3)}), r"\(2, 3\)"),
+        (lambda state: state["header"].pop("loss"), "loss"),
+        (lambda state: state["header"]["options"].update(x=1), "'x'"),
+    ],
+)
+def test_a_state_that_is_not_whole_is_one_clear_error(model, spoil, message):
     state = factors_of(model).state_dict()
-    tensors = {name: tensor.clone() for name, tensor in state["tensors"].items()}
-    state = {"header": json.loads(json.dumps(state["header"])), "tensors": tensors}
     KroneckerFactors.from_state_dict(state)  # negative control
-    forge(state)
-    path = tmp_path / "factors.safetensors"
-    write_tensors(path, state["tensors"], {"header": json.dumps(state["header"])})
-    with pytest.raises(ValueError, match=f"factors.safetensors holds .*{message}"):
-        KroneckerFactors.load(path)
-
-
-def test_rounding_is_no_forgery():
-    """Singular Gram matrices in float32, whose smallest eigenvalues rounding makes negative."""
-    for d, rank, scale in ((300, 2, 1.0), (64, 200, 1e-30), (5, 0, 1.0), (40, 1, 1e30)):
-        rows = scale**0.5 * torch.randn(rank, d, generator=torch.Generator().manual_seed(0))
-        KroneckerBlock("w", rows.mT @ rows, torch.zeros(1, 1)).check()
+    spoil(state)
+    with pytest.raises(ValueError, match=f"holds no whole Kronecker factors.*{message}"):
+        KroneckerFactors.from_state_dict(state)
 
 
 def test_blocks_of_another_shape_do_not_fit_a_model(model):
@@ -342,11 +278,24 @@ def test_a_factor_that_a_weight_and_its_bias_share_is_solved_once(monkeypatch):
         assert_close(values.sort().values, expected, rtol=1e-9, atol=1e-10)
 
 
-def test_threads_are_as_before_whatever_happens():
+def test_several_factors_at_once_each_on_one_core():
     before = torch.get_num_threads()
-    good, bad = torch.eye(300), torch.full((300, 300), torch.nan)
-    block.compute_eigenvalues([KroneckerBlock("weight", good, 2 * good)])
-    assert torch.get_num_threads() == before
-    with pytest.raises(ValueError, match="'weight, A' is not finite"):
-        block.compute_eigenvalues([KroneckerBlock("weight", good, bad)])
-    assert torch.get_num_threads() == before
+    torch.set_num_threads(2)
+    try:
+        blocks = [
+            KroneckerBlock("w", gram(400, 300), gram(300, 260)),
+            KroneckerBlock("b", gram(9, 3)),
+        ]
+        block.compute_eigenvalues(blocks)
+        for one in blocks:
+            of_factors = zip(one.factor_eigenvalues(), (one.B, one.A), strict=True)
+            for found, F in of_factors:
+                if F is not None:
+                    assert_close(found, torch.linalg.eigvalsh(F), rtol=1e-8, atol=1e-8)
+        assert torch.get_num_threads() == 2
+        bad = torch.full((300, 300), torch.nan)
+        with pytest.raises(ValueError, match="'weight, A' is not finite"):
+            block.compute_eigenvalues([KroneckerBlock("weight", torch.eye(300), bad)])
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
