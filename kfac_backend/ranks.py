@@ -216,35 +216,39 @@ class PassSums:
     loss: float
     """Σ ℓ (nats)."""
 
-    def map(self, change: Callable[..., Any], *others: "PassSums") -> "PassSums":
-        """The sums with each leaf, a tensor or a number of terms, replaced.
+    def map(self, change: Callable[[Tensor], Tensor]) -> "PassSums":
+        """The sums with each tensor replaced."""
 
-        Args:
-            change: called with a leaf and those at the same place in ``others``.
-            others: sums with the same blocks.
-        """
+        def of_part(part: Any) -> Any:
+            B, A = (None if F is None else change(F) for F in (part.sums.B, part.sums.A))
+            return part._replace(sums=part.sums._replace(B=B, A=A))
 
-        def of_part(part: Any, *same: Any) -> Any:
-            B, A, terms = (
-                None if leaves[0] is None else change(*leaves)
-                for leaves in zip(part.sums, *(p.sums for p in same), strict=True)
-            )
-            return part._replace(sums=type(part.sums)(B, A, terms))
-
-        blocks = {
-            name: [of_part(*p) for p in zip(parts, *(o.blocks[name] for o in others), strict=True)]
-            for name, parts in self.blocks.items()
-        }
-        rest = {
-            name: change(t, *(o.others[name] for o in others)) for name, t in self.others.items()
-        }
-        return replace(self, blocks=blocks, others=rest)
+        return replace(
+            self,
+            blocks={name: [of_part(part) for part in parts] for name, parts in self.blocks.items()},
+            others={name: change(tensor) for name, tensor in self.others.items()},
+        )
 
     def tensors(self) -> list[Tensor]:
         """All tensors. One that a weight and its bias share comes twice."""
         found: list[Tensor] = []
-        self.map(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else leaf)
+        self.map(lambda tensor: found.append(tensor) or tensor)
         return found
+
+    def with_counts_of(self, of_ranks: "Sequence[PassSums]") -> "PassSums":
+        """These tensors with the sums of all ranks' counts."""
+        counts = ("num_data", "num_loss_terms", "loss")
+        totals: Any = {name: sum(getattr(one, name) for one in of_ranks) for name in counts}
+
+        def of_part(part: Any, *same: Any) -> Any:
+            number = sum(one.sums.num_terms for one in same)
+            return part._replace(sums=part.sums._replace(num_terms=number))
+
+        blocks = {
+            name: list(map(of_part, parts, *(one.blocks[name] for one in of_ranks)))
+            for name, parts in self.blocks.items()
+        }
+        return replace(self, blocks=blocks, **totals)
 
 
 class _Message(NamedTuple):
@@ -290,23 +294,14 @@ def sum_over_ranks(
         device = next(model.parameters()).device
         zeros = [torch.zeros_like(tensor, device=device) for tensor in first.tensors()]
         rest = iter(zeros[i] for i in first_of)
-        sums = first.map(lambda leaf: next(rest) if isinstance(leaf, Tensor) else leaf)
+        sums = first.map(lambda _: next(rest))
     if any(other != first_of for _, other in with_data):
         # One rank has two tensors where another shares one between a weight and its bias: whether
         # B is shared depends on the batches. All must reduce the same number, so all get two.
-        sums = sums.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
+        sums = sums.map(torch.clone)
     # Step 3: the sums, in large buckets. The counts came with the messages.
     ranks.sum_(sums.tensors(), what)
-    sums = sums.map(_total, *(of_rank for of_rank, _ in with_data))
-    counts = ("num_data", "num_loss_terms", "loss")
-    totals: Any = {name: sum(getattr(one, name) for one, _ in with_data) for name in counts}
-    return replace(sums, **totals)
-
-
-def _total(own: Any, *of_ranks: Any) -> Any:
-    if isinstance(own, Tensor):
-        return own  # reduced already
-    return sum(of_ranks)
+    return sums.with_counts_of([of_rank for of_rank, _ in with_data])
 
 
 def _message(sums: PassSums, model: nn.Module, same: Mapping[str, Any]) -> _Message:
@@ -323,12 +318,8 @@ def _message(sums: PassSums, model: nn.Module, same: Mapping[str, Any]) -> _Mess
     positions: dict[int, int] = {}
     first_of = [positions.setdefault(id(tensor), i) for i, tensor in enumerate(sums.tensors())]
 
-    def shape_alone(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return torch.empty_like(leaf, device="meta")
-        return leaf if isinstance(leaf, int | float) else leaf.to("cpu")
-
-    return _Message(same, by_name, sums.map(shape_alone), first_of)
+    shapes = sums.map(lambda t: torch.empty_like(t, device="meta"))
+    return _Message(same, by_name, shapes, first_of)
 
 
 def _check(messages: Sequence[_Message], what: str) -> None:

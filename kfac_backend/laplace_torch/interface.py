@@ -28,9 +28,9 @@ class KfacInterface(laplace.curvature.CurvatureInterface):
         dict_key_y: the targets' key in batches that are mappings.
         generator: source of Monte Carlo labels.
         process_group: the ranks that have a shard of each batch, None for this process alone.
-            `kron`, `full` and `diag` return the sums over all shards, so that all ranks must call
-            them equally often: give each rank the same number of batches, of any sizes.
-            `marglik.KronLaplace` reduces once for all batches, and does not need that.
+            `kron` returns the sums over all shards, so that all ranks must call it equally often:
+            give each rank the same number of batches, of any sizes. `marglik.KronLaplace` reduces
+            once for all batches, and does not need that.
         kwargs: ``stochastic`` and ``num_samples`` of laplace-torch's interfaces, and all options of
             `CurvatureOptions` except ``fisher`` and ``mc_samples``. laplace-torch needs a block for
             every trainable parameter: freeze with requires_grad_(False) instead of
@@ -125,11 +125,6 @@ class KfacInterface(laplace.curvature.CurvatureInterface):
             )
         return self._passes[key]
 
-    def _of_all_ranks(self, loss: Tensor, H: Tensor) -> tuple[Tensor, Tensor]:
-        """The sums of both over the ranks."""
-        self.ranks.sum_([loss, H], "laplace-torch's curvature")
-        return loss, H
-
 
 class KfacGGN(KfacInterface, laplace.curvature.GGNInterface):  # pyright: ignore[reportIncompatibleMethodOverride]
     """The GGN by K-FAC, expand or reduce, for laplace-torch 0.3.
@@ -144,19 +139,18 @@ class KfacGGN(KfacInterface, laplace.curvature.GGNInterface):  # pyright: ignore
         """Monte Carlo if stochastic, else exact."""
         return "mc" if self.stochastic else "exact"
 
-    def full(  # pyright: ignore[reportIncompatibleMethodOverride]  # names the keywords
+    # laplace-torch's own take any keyword and pass over it; these know ``mc_samples`` alone.
+    def full(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, x: Any, y: Tensor, N: int | None = None, mc_samples: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """Loss and dense GGN (P, P) of one batch; ``mc_samples`` as in `kron`, N is not needed."""
-        backend = self._with_samples(mc_samples)
-        return self._of_all_ranks(*laplace.curvature.GGNInterface.full(backend, x, y))
+        return laplace.curvature.GGNInterface.full(self._with_samples(mc_samples), x, y)
 
-    def diag(  # pyright: ignore[reportIncompatibleMethodOverride]  # names the keywords
+    def diag(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, x: Any, y: Tensor, N: int | None = None, mc_samples: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """Loss and diagonal (P,) of the GGN of one batch; arguments as in `full`."""
-        backend = self._with_samples(mc_samples)
-        return self._of_all_ranks(*laplace.curvature.GGNInterface.diag(backend, x, y))
+        return laplace.curvature.GGNInterface.diag(self._with_samples(mc_samples), x, y)
 
     def _with_samples(self, mc_samples: int | None) -> "KfacGGN":
         if mc_samples is None:
@@ -194,12 +188,12 @@ class KfacEF(KfacInterface, laplace.curvature.EFInterface):  # pyright: ignore[r
     def full(self, x: Any, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Loss and dense empirical Fisher (P, P) of one batch."""
         loss, H = super().full(x, y, **kwargs)
-        return self._of_all_ranks(loss, self.factor * H)
+        return loss, self.factor * H
 
     def diag(self, x: Any, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Loss and diagonal (P,) of the empirical Fisher of one batch."""
         loss, H = super().diag(x, y, **kwargs)
-        return self._of_all_ranks(loss, self.factor * H)
+        return loss, self.factor * H
 
 
 def _check_sum(factors: KroneckerFactors, N: int) -> None:

@@ -110,17 +110,6 @@ class FactorKron(Kron):
         products = [block.matvec(w) for block, w in zip(self.blocks, parts, strict=True)]
         return torch.cat(products, dim=-1)
 
-    def diag(self) -> Tensor:
-        """The diagonal (P,)."""
-        parts = []
-        for block in self.blocks:
-            B, A = block.B, block.A
-            d = B.diagonal(dim1=-2, dim2=-1)
-            if A is not None:
-                d = d[..., :, None] * A.diagonal(dim1=-2, dim2=-1)[..., None, :]
-            parts.append(d.flatten())
-        return torch.cat(parts)
-
     def logdet(self) -> Tensor:
         """Log det of the curvature without a prior; −∞ where it is singular."""
         return torch.stack([b.eigenvalues().log().sum() for b in self.blocks]).sum()

@@ -115,9 +115,6 @@ def of_backend(ranks: Ranks) -> dict[str, Tensor]:
         found[f"{kind.__name__}, loss"] = loss
         for i, F in enumerate(kron.kfacs):
             found |= {f"{kind.__name__}, {i}, {j}": factor for j, factor in enumerate(F)}
-        for what in ("full", "diag"):
-            loss, H = getattr(backend, what)(x[parts], y[parts])
-            found |= {f"{kind.__name__}, {what}, loss": loss, f"{kind.__name__}, {what}": H}
     return found
 
 
