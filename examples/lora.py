@@ -24,7 +24,6 @@ import torch
 import transformers
 
 import marglik
-from marglik.prediction.metrics import classification_metrics
 
 torch.manual_seed(0)
 random.seed(0)
@@ -156,7 +155,7 @@ predictives["MAP, temperature"] = marglik.map_predictive(model, output_temperatu
 print(f"{'':22}{'NLL':>8}{'accuracy':>10}{'ECE':>8}")
 for name, predict in predictives.items():
     prediction, y = marglik.predict_all(predict, batches(parts["test"]))
-    of = classification_metrics(prediction.mean, y)
+    of = marglik.compute_metrics(prediction, y, "classification")
     print(f"{name:22}{of['cls/NLL']:8.3f}{of['cls/accuracy']:10.3f}{of['cal/ECE']:8.3f}")
 print(f"s = {calibration.calibration.covariance_scale:.3g}, τ of the MAP = {temperature:.3g}")
 

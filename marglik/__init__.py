@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     )
     from marglik.prediction.calibration import calibrate
     from marglik.prediction.ensemble import Ensemble
-    from marglik.prediction.evaluation import compute_metrics, predict_all, reliability_curve
+    from marglik.prediction.evaluation import predict_all
     from marglik.prediction.links import Prediction
+    from marglik.prediction.metrics import compute_metrics, reliability_curve
     from marglik.prediction.predictive import PredictiveConfig, laplace_predictive, map_predictive
     from marglik.report import write_report
     from marglik.training.drop_in import marglik_training
@@ -76,7 +77,7 @@ _MODULES = {
     "PriorLearner": "training.learner",
     "Schedule": "training.schedule",
     "calibrate": "prediction.calibration",
-    "compute_metrics": "prediction.evaluation",
+    "compute_metrics": "prediction.metrics",
     "laplace_predictive": "prediction.predictive",
     "load_posterior": "posterior.posterior_file",
     "log_marginal_likelihood": "posterior.evidence",
@@ -86,7 +87,7 @@ _MODULES = {
     "minimize_validation_loss": "training.post_hoc",
     "precision_to_weight_decay": "posterior.prior",
     "predict_all": "prediction.evaluation",
-    "reliability_curve": "prediction.evaluation",
+    "reliability_curve": "prediction.metrics",
     "save_posterior": "posterior.posterior_file",
     "settling_rate": "training.schedule",
     "update_prior": "training.update",

@@ -39,9 +39,9 @@ from marglik.posterior.hyperparameters import Hyperparameters
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import PriorGroups, weight_decay_to_precision
 from marglik.prediction.calibration import calibrate
-from marglik.prediction.evaluation import compute_metrics, predict_all
+from marglik.prediction.evaluation import predict_all
 from marglik.prediction.links import Prediction
-from marglik.prediction.metrics import out_of_distribution_metrics
+from marglik.prediction.metrics import compute_metrics, out_of_distribution_metrics
 from marglik.prediction.predictive import (
     PredictiveConfig,
     laplace_predictive,

@@ -29,8 +29,9 @@ from kfac_backend.model.calls import call_with
 from kfac_backend.options import Likelihood
 from marglik.data.batches import Batches
 from marglik.eval_mode import in_eval_mode
-from marglik.prediction.evaluation import compute_metrics, predict_all
+from marglik.prediction.evaluation import predict_all
 from marglik.prediction.links import Prediction, predict_from_outputs
+from marglik.prediction.metrics import compute_metrics
 from marglik.prediction.predictive import Predictive, map_predictive
 from marglik.training.optimizers import OptimizerConfig, build_optimizer
 

@@ -47,7 +47,8 @@ from experiments.studies import quiet_training, study
 from experiments.uci.report import report
 from experiments.uci.rivals import Gaussian, Pair, Training, grid_and_ensemble, post_hoc
 from marglik import Hyperparameters, OnlineTraining, Posterior, PriorGroups, Schedule
-from marglik.prediction.metrics import regression_metrics
+from marglik.prediction.links import Prediction
+from marglik.prediction.metrics import compute_metrics
 from marglik.storage.provenance import environment
 
 __all__ = ["FOLDERS", "Config", "Task", "main", "run"]
@@ -217,7 +218,9 @@ def _float64() -> Any:
 def _metrics(found: Gaussian, splits: StandardisedSplits, y: Tensor) -> dict[str, float]:
     """Test log likelihood (nats) and RMSE in the target's units, and the cost."""
     mean, std = splits.target_mean, splits.target_std
-    metrics = regression_metrics(found.mean * std + mean, found.variance * std**2, y * std + mean)
+    variance = found.variance * std**2
+    prediction = Prediction(found.mean * std + mean, variance, torch.zeros_like(variance))
+    metrics = compute_metrics(prediction, y * std + mean, "regression")
     return {
         "log_likelihood": -metrics["reg/NLL"],
         "rmse": metrics["reg/RMSE"],

@@ -47,7 +47,8 @@ from marglik.models import MLP, GraphNetwork, LeNet
 from marglik.posterior.calibration import CalibrationFit
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.calibration import HeldOut, calibrate, fit_calibration
-from marglik.prediction.evaluation import compute_metrics, predict_all
+from marglik.prediction.evaluation import predict_all
+from marglik.prediction.metrics import compute_metrics
 from marglik.prediction.predictive import (
     Predictive,
     PredictiveConfig,

@@ -8,8 +8,7 @@ s ≥ 0, and outputs are divided by τ > 0,
 
 s = 0 is temperature scaling of the MAP (Guo et al. 2017, arXiv:1706.04599), s = τ = 1 the plain
 Laplace predictive. In regression σ takes the place of τ: p(y|x) = N(f, s V + σ²). Outputs and
-covariances of the held-out data are computed once; finding the two numbers then takes less than a
-second.
+covariances of the held-out data are computed once; finding the two numbers then takes a moment.
 
 Few held-out examples say little about s and τ: the least NLL of a hundred is often that of absurd
 numbers, such as τ → 0, or s = 0 with intervals that cover too little. Both therefore have a prior
@@ -35,20 +34,12 @@ from torch.nn.functional import logsigmoid
 
 from kfac_backend.loss import check_targets, counted_terms
 from kfac_backend.model.batches import Targets, each_batch, split_batch
-from kfac_backend.options import Likelihood
+from kfac_backend.options import Likelihood, check_option
 from kfac_backend.ranks import Ranks
 from marglik.eval_mode import in_eval_mode
 from marglik.posterior.calibration import Calibration, CalibrationFit
 from marglik.posterior.posterior import Posterior
-from marglik.prediction.links import (
-    Link,
-    bridge_log_counts,
-    check_link,
-    deviations,
-    is_link_of,
-    probit_outputs,
-    quadrature,
-)
+from marglik.prediction.links import Link, deviations, probit_outputs
 from marglik.prediction.predictive import (
     Predictive,
     PredictiveConfig,
@@ -82,8 +73,6 @@ MOST_NUMBERS = 2**24
 """Most numbers in the outputs of all samples, and in all covariances. Of a language model's many
 positions this leaves some thousand, which are plenty for s and τ."""
 
-Terms = tuple[Tensor, Tensor, Tensor]
-"""Outputs (M, C), their covariances or deviations, and targets of M loss terms."""
 Loss = Callable[[Tensor | None, Tensor], Tensor]
 """Mean NLL at (s, τ or σ); None for s = 0, where √s has no derivative."""
 
@@ -153,71 +142,68 @@ class HeldOut:
         Raises:
             ValueError: no batch, no target that counts, or targets that do not fit the outputs.
         """
-        options, likelihood = posterior.options, posterior.likelihood
-        targets_of = Targets(likelihood, options)
-        memory = config.memory and config.memory * 2**20
+        likelihood, device = posterior.likelihood, posterior.mean.device
+        targets_of = Targets(likelihood, posterior.options)
         if config.layers == "all":
             posterior.share_eigenvectors(ranks)
         samples = None
         if config.method == "linearised":
-            generator = torch.Generator(posterior.mean.device).manual_seed(0)
-            samples = posterior.sample(config.networks, generator)
+            samples = posterior.sample(config.networks, torch.Generator(device).manual_seed(0))
         variance_only = likelihood != "classification" or set(links) == {"probit"}
-        found: list[tuple[Tensor, Tensor, Tensor]] = []
-        seen, stride, most = 0, 1, MOST_NUMBERS
 
-        def of_batch(x: Any, y: Any) -> Terms:
-            y = targets_of(posterior.model, x, y).to(posterior.mean.device)
+        def of_batch(x: Any, y: Any) -> tuple[Tensor, Tensor, Tensor]:
+            """Outputs (M, C), their spread (M, ...), and targets of the terms that count."""
+            y = targets_of(posterior.model, x, y).to(device)
             f = in_eval_mode(posterior.model, outputs_of)(posterior.model, x)
             check_targets(f, y, likelihood, may_ignore=targets_of.may_ignore)
-            if not found:
-                config.check_cost(f[0, ..., 0].numel(), f.shape[-1], likelihood)
+            config.check_cost(f[0, ..., 0].numel(), f.shape[-1], likelihood)
             counted = counted_terms(y, likelihood)
-            if likelihood == "classification":
-                y = y.long()
             if samples is not None:
                 spread = posterior.linearised_outputs(samples, x) - f
                 spread = spread.flatten(1, -2).movedim(0, 1)  # (M, S, C)
             else:
-                mask = counted if f.dim() > 2 else None
                 _, spread = posterior.output_distribution(
                     x,
                     config.layers,
-                    memory,
-                    positions=mask,
+                    config.bytes,
+                    positions=counted if f.dim() > 2 else None,
                     variance_only=variance_only,
                 )
                 spread = spread.flatten(0, -2 if variance_only else -3)  # (M, C) or (M, C, C)
             f, y = f.flatten(0, -2), y.flatten(0, f.dim() - 2)
+            if likelihood == "classification":
+                y = y.long()
             if counted is not None:
                 f, y = f[counted.flatten()], y[counted.flatten()]
-                if len(spread) > len(f):
-                    spread = spread[counted.flatten()]
+                # The spread of positions was computed only where they count.
+                spread = spread if len(spread) == len(f) else spread[counted.flatten()]
             return f, spread, y
 
+        found, seen, stride = [], 0, 1
         for batch in each_batch(batches, "Calibrating", progress):
-            x, y = split_batch(batch, options.dict_key_y)
+            x, y = split_batch(batch, posterior.options.dict_key_y)
             part = None
             if len(y) or ranks.size == 1:
-                part = of_batch(x, y)
-            f, spread, y = _gathered(part, ranks, posterior.mean.device)
-            kept = (torch.arange(seen, seen + len(f), device=f.device) % stride) == 0
+                # On the CPU: a pickled CUDA tensor would be restored on the sender's GPU.
+                part = [tensor.cpu() for tensor in of_batch(x, y)]
+            parts = [one for one in ranks.gather(part, "calibration") if one is not None]
+            f, spread, y = (torch.cat(column) for column in zip(*parts, strict=True))
+            kept = (torch.arange(seen, seen + len(f)) % stride) == 0
             seen += len(f)
             found.append((f[kept], spread[kept], y[kept]))
             # Two numbers need no more terms than this: when there are more, keep every second one,
             # of the later batches as well. Variances count as much as covariances, so that a link
             # is calibrated on the same terms whatever other links are asked for.
             numbers = f.shape[1] ** 2 if samples is None else spread[:1].numel()
-            while sum(len(y) for *_, y in found) > max(ROUGH_TERMS, most // numbers):
+            while sum(len(y) for *_, y in found) > max(ROUGH_TERMS, MOST_NUMBERS // numbers):
                 stride *= 2
-                whole = (torch.cat(part)[::2] for part in zip(*found, strict=True))
-                found = [tuple(whole)]  # pyright: ignore[reportAssignmentType]
+                found = [tuple(torch.cat(column)[::2] for column in zip(*found, strict=True))]
         if not sum(len(y) for *_, y in found):
             raise ValueError(
                 "There is nothing to calibrate with: the held-out data has no batch, or no target "
                 "that counts."
             )
-        f, spread, y = (torch.cat(part) for part in zip(*found, strict=True))
+        f, spread, y = (torch.cat(column).to(device) for column in zip(*found, strict=True))
         sigma = float(posterior.sigma_noise)
         if samples is None:
             return HeldOut(likelihood, f, spread, y, sigma)
@@ -234,24 +220,26 @@ class HeldOut:
             deviations=None if self.deviations is None else self.deviations[:, some],
         )
 
+    def double(self) -> "HeldOut":
+        """The same in float64."""
+        names = ("f", "covariance", "deviations")
+        given = {name: getattr(self, name) for name in names}
+        return replace(
+            self, **{n: value.double() for n, value in given.items() if value is not None}
+        )
+
     def loss(self, link: Link, noise: Float[Tensor, "S C"]) -> Loss:
         """The mean NLL of a link, as a function of (s, τ), or of (s, σ) for regression."""
         if self.likelihood == "regression":
             return self._regression_loss()
         f, y, variance = self.f, self.targets, self._variance
-        # Samples d of the outputs' deviations at s = 1, (S, M, C), and their weights; where there
-        # is a closed form, none.
+        # Samples d of the outputs' deviations at s = 1, (S, M, C); "probit" has a closed form.
         samples, weights = self.deviations, None
-        if samples is None and link == "mc" and self.likelihood == "bernoulli":
-            nodes, weights = quadrature(f)
-            samples = variance.sqrt() * nodes
-        elif samples is None and link == "mc":
+        if samples is None and link == "mc":
             assert self.covariance is not None
-            samples = deviations(self.covariance, noise)
-        if samples is not None and weights is None:
-            weights = f.new_full((len(samples), 1, 1), 1 / len(samples))
-        # Each term's probabilities of its possible targets, and the share of each in the target:
-        # a label is one of them; a Bernoulli output has two, so that y may lie between 0 and 1.
+            samples, weights = deviations(self.covariance, self.likelihood, noise)
+        # Each term's log probabilities of its possible targets, and the share of each: a label is
+        # one of them; a Bernoulli output has two, so that y may lie between 0 and 1.
         shares = torch.ones(1, 1).to(f)
         if self.likelihood == "bernoulli":
             shares = torch.stack([y.to(f), 1 - y.to(f)], -1).flatten(1)  # (M, 2C)
@@ -265,17 +253,12 @@ class HeldOut:
         def loss(scale: Tensor | None, temperature: Tensor) -> Tensor:
             if scale is None:
                 terms = log_p(f / temperature)
-            elif samples is not None:
-                outputs = (f + scale.sqrt() * samples) / temperature
-                assert weights is not None
-                terms = (log_p(outputs) + weights.log()).logsumexp(0)
-            elif link == "bridge":
-                assert self.covariance is not None
-                scaled = scale / temperature**2 * self.covariance
-                terms = log_p(bridge_log_counts(f / temperature, scaled))
+            elif samples is None:
+                terms = log_p(probit_outputs(f / temperature, scale / temperature**2 * variance))
             else:
-                scaled = scale / temperature**2 * variance
-                terms = log_p(probit_outputs(f / temperature, scaled))
+                of_samples = log_p((f + scale.sqrt() * samples) / temperature)
+                log_weights = -math.log(len(samples)) if weights is None else weights.log()
+                terms = (of_samples + log_weights).logsumexp(0)
             return -(shares * terms).sum() / len(f)
 
         return loss
@@ -347,9 +330,9 @@ def calibrations_of(
     progress: bool = False,
     ranks: Ranks = Ranks(None),  # noqa: B008
 ) -> dict[str, CalibrationFit]:
-    """Calibrate the predictives of all links; returns label -> calibration.
+    """Calibrate the predictives of both links; returns label -> calibration.
 
-    All links need the same outputs and covariances, so that one pass over the data serves them all.
+    They need the same outputs and covariances, so that one pass over the data serves them both.
     With method "linearised", only that one is calibrated. The posterior stores the calibrations.
 
     Args:
@@ -361,48 +344,29 @@ def calibrations_of(
             calibrations, to the bit.
     """
     held_out = HeldOut.of(posterior, batches, config, progress=progress, ranks=ranks)
-    links = [link for link in get_args(Link) if is_link_of(link, held_out.likelihood)]
-    of_links = [replace(config, method=link) for link in links]
+    of_links = [replace(config, method=link) for link in get_args(Link)]
     fits = _fits(posterior, held_out, [config] if config.method == "linearised" else of_links)
     if ranks.size > 1:  # to the bit
-        fits, remembered = ranks.gather((fits, posterior.calibrations), "calibration")[0]
-        posterior.calibrations = remembered
+        fits, posterior.calibrations = ranks.gather((fits, posterior.calibrations), "fits")[0]
     return fits
-
-
-def _gathered(part: Terms | None, ranks: Ranks, device: torch.device) -> Terms:
-    """The terms of all ranks' parts of a batch, in their order."""
-    if ranks.size == 1:
-        assert part is not None
-        return part
-    # On the CPU: a pickled CUDA tensor would be restored on the sender's GPU by every rank.
-    own = None if part is None else tuple(tensor.cpu() for tensor in part)
-    parts = [one for one in ranks.gather(own, "calibration") if one is not None]
-    f, spread, y = (torch.cat(column).to(device) for column in zip(*parts, strict=True))
-    return f, spread, y
 
 
 def _fits(
     posterior: Posterior, held_out: HeldOut, configs: Sequence[PredictiveConfig]
 ) -> dict[str, CalibrationFit]:
     """Label -> calibration, for each way of predicting; stored in the posterior."""
-    fits = {
-        config.label: fit_calibration(
-            held_out, "mc" if config.method == "linearised" else config.method, config.samples
-        )
-        for config in configs
-    }
-    posterior.calibrations |= {label: asdict(fit) for label, fit in fits.items()}
+    fits = {}
     for config in configs:
-        if fits[config.label].calibration.covariance_scale == 0:
-            _logger.warning("%s: %s", config.label, fits[config.label].calibration.in_words)
+        link = "mc" if config.method == "linearised" else config.method
+        fits[config.label] = fit = fit_calibration(held_out, link, config.samples)
+        if fit.calibration.covariance_scale == 0:
+            _logger.warning("%s: %s", config.label, fit.calibration.in_words)
+    posterior.calibrations |= {label: asdict(fit) for label, fit in fits.items()}
     return fits
 
 
 def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100) -> CalibrationFit:
     """The s and τ, or s and σ, of lowest held-out NLL; takes about a second for 10,000 examples.
-
-    For link "bridge" s is 1 or 0, since the bridge's mean does not depend on s > 0.
 
     Args:
         held_out: the held-out data.
@@ -410,21 +374,21 @@ def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100
         samples: number of samples of link "mc", the same ones for all s and τ; without effect if
             ``held_out`` has sampled deviations.
     """
-    check_link(link, held_out.likelihood)
-    S = samples if held_out.deviations is None else len(held_out.deviations)
-    # One subset of the terms for all links, so that their NLLs can be compared.
-    held_out = held_out.some(max(ROUGH_TERMS, MOST_NUMBERS // (held_out.f.shape[1] * S)))
+    check_option("link", link, Link)
     f = held_out.f
     generator = torch.Generator(f.device).manual_seed(0)
     noise = torch.randn(samples, f.shape[1], generator=generator, device=f.device, dtype=f.dtype)
+    # One subset of the terms for all links, so that their NLLs can be compared. In float64: near
+    # the flat bottom of the NLL, float32's rounding would decide where the search stops.
+    S = samples if held_out.deviations is None else len(held_out.deviations)
+    held_out = held_out.some(max(ROUGH_TERMS, MOST_NUMBERS // (f.shape[1] * S))).double()
     is_regression = held_out.likelihood == "regression"
     own = math.log(held_out.sigma_noise) if is_regression else 0.0
-    sharpness = own + LOG_SHARPNESS[0], own + LOG_SHARPNESS[1]
-    scale = LOG_SCALES if is_regression or link != "bridge" else (0.0, 0.0)
+    bounds = [LOG_SCALES, (own + LOG_SHARPNESS[0], own + LOG_SHARPNESS[1])]
 
     def minimize(data: HeldOut, *start: float) -> tuple[float, list[float]]:
         """The objective's least value and (log s, log τ) there, or (log τ,) for s = 0."""
-        loss = data.loss(link, noise)
+        loss = data.loss(link, noise.double())
 
         def objective(v: Tensor) -> Tensor:
             nll = loss(v[0].exp() if len(v) == 2 else None, v[-1].exp())
@@ -432,7 +396,7 @@ def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100
             prior = PRIOR_OF_SHARPNESS * (v[-1] - own) ** 2 + PRIOR_OF_SCALE * (root - 1) ** 2
             return nll + 0.5 * prior / len(data.f)
 
-        return _minimize(objective, start, [scale, sharpness][-len(start) :])
+        return _minimize(objective, start, bounds[-len(start) :])
 
     def calibration(scale: float, log_sharpness: float) -> Calibration:
         value = math.exp(log_sharpness)
@@ -440,19 +404,16 @@ def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100
 
     of_map, (log_map,) = minimize(held_out, own)
     few = held_out.some(ROUGH_TERMS)
-    # Within the bounds of s; for the bridge, whose s is fixed, that leaves a single start.
-    inside = {min(max(math.log(s), scale[0]), scale[1]) for s in STARTS}
-    starts = [minimize(few, log_scale, log_map) for log_scale in sorted(inside)]
+    starts = [minimize(few, math.log(s), log_map) for s in STARTS]
     of_both, (log_scale, log_sharpness) = minimize(held_out, *min(starts)[1])
     scaled_map = calibration(0.0, log_map)
     # If the covariance does not help, the MAP is the simpler predictive.
-    helps = of_both < of_map
-    found = calibration(math.exp(log_scale), log_sharpness) if helps else scaled_map
-    loss = held_out.loss(link, noise)
+    found = calibration(math.exp(log_scale), log_sharpness) if of_both < of_map else scaled_map
+    loss = held_out.loss(link, noise.double())
 
     def nll(c: Calibration) -> float:
         s, sharp = c.covariance_scale, c.sigma_noise or c.output_temperature
-        return loss(f.new_tensor(s) if s else None, f.new_tensor(sharp)).item()
+        return loss(torch.tensor(s).double() if s else None, torch.tensor(sharp)).item()
 
     return CalibrationFit(
         found,
@@ -461,7 +422,7 @@ def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100
         scaled_map,
         nll(scaled_map),
         nll(calibration(0.0, own)),
-        len(f),
+        len(held_out.f),
     )
 
 
@@ -504,5 +465,9 @@ def _minimize(
         raise FloatingPointError(
             "The held-out NLL is not finite. Check the network's outputs and the held-out targets."
         )
-    found: Any = minimize(objective, start, jac=True, method="L-BFGS-B", bounds=bounds)
+    # scipy's own tolerances stop where two starts, or two roundings, still differ by per cents.
+    tolerances = {"ftol": 1e-13, "gtol": 1e-9}
+    found: Any = minimize(
+        objective, start, jac=True, method="L-BFGS-B", bounds=bounds, options=tolerances
+    )
     return float(found.fun), found.x.tolist()

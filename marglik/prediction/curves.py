@@ -1,7 +1,7 @@
 """What the report plots: reliability, coverage, risk-coverage and ROC curves, errors by class.
 
 Each is computed from all examples, and returned as plain lists. Of risk-coverage and ROC curves at
-most `POINTS` points are kept.
+most `POINTS` points are kept. Inputs are those that `marglik.prediction.metrics` has checked.
 """
 
 from collections.abc import Sequence
@@ -9,14 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from marglik.prediction.metric_inputs import (
-    as_finite,
-    as_labels,
-    as_probabilities,
-    as_variance,
-    check_shapes,
-)
 
 __all__ = [
     "MOST_CLASSES",
@@ -33,63 +25,41 @@ __all__ = [
 
 LEVELS = tuple(k / 20 for k in range(1, 20))
 """0.05, 0.10, ..., 0.95."""
+BINS = 15
 POINTS = 101
 MOST_CLASSES = 20
 """Largest number of classes for which there is a confusion matrix."""
 
 
-def reliability(
-    confidence: Tensor, correct: Tensor, num_bins: int = 15, adaptive: bool = False
-) -> dict[str, list[Any]]:
-    """Confidence and accuracy in M bins of the confidence.
+def reliability(confidence: Tensor, correct: Tensor, num_bins: int = BINS) -> dict[str, list[Any]]:
+    """Confidence and accuracy in M bins of the confidence, of equal width on [0, 1].
 
     Bins are open below and closed above, as in Guo et al. 2017 (arXiv:1706.04599, sec. 2), so that
     a confidence of exactly 1 counts in the last bin. torchmetrics puts it in a bin of its own (its
-    issue 3510), has no bins of equal mass, and does not return the bins that a diagram needs.
+    issue 3510), and does not return the bins that a diagram needs.
 
     Args:
-        confidence: (N,) probabilities of the predictions, any float dtype and device.
+        confidence: (N,) probabilities of the predictions.
         correct: (N,) bool, whether each prediction is right.
         num_bins: M.
-        adaptive: False for bins of equal width on [0, 1]. True for bins of equal mass (Nguyen &
-            O'Connor 2015, arXiv:1508.05154): without ties their sizes differ by at most one.
-            Equal confidences always share a bin, so that the order of the data decides nothing;
-            a tie across a bin's upper edge makes that bin larger, and those after it smaller or
-            empty.
 
     Returns:
         "edges", M + 1 ascending ones; "counts", "confidence" (means) and "accuracy" of the bins,
         the latter two None where a bin is empty.
-
-    Raises:
-        TypeError: confidences that are not floats, ``correct`` that is not bool.
-        ValueError: wrong shapes, no predictions, confidences outside [0, 1], no bin.
     """
-    check_shapes(confidence=(confidence, "N"), correct=(correct, "N"))
-    if correct.dtype != torch.bool:
-        raise TypeError(
-            f"correct has dtype {correct.dtype}; expected bool. Pass predictions == labels."
-        )
-    if num_bins < 1:
-        raise ValueError(f"num_bins must be at least 1, not {num_bins}; the usual choice is 15.")
-    c, right = as_probabilities("confidence", confidence), correct.cpu().double()
     edges = torch.linspace(0, 1, num_bins + 1, dtype=torch.float64)
-    if adaptive:  # the smallest confidence, then those of ranks ⌈N m / M⌉, counted from 1
-        ranks = (torch.arange(1, num_bins + 1) * len(c) + num_bins - 1) // num_bins
-        ordered = c.sort().values
-        edges = torch.cat([ordered[:1], ordered[ranks - 1]])
-    index = torch.bucketize(c, edges[1:-1])  # (N,)
+    index = torch.bucketize(confidence.double(), edges[1:-1])  # (N,)
     counts = index.bincount(minlength=num_bins).tolist()
 
     def means(values: Tensor) -> list[float | None]:
-        sums = index.bincount(weights=values, minlength=num_bins).tolist()
+        sums = index.bincount(weights=values.double(), minlength=num_bins).tolist()
         return [s / n if n else None for s, n in zip(sums, counts, strict=True)]
 
     return {
         "edges": edges.tolist(),
         "counts": counts,
-        "confidence": means(c),
-        "accuracy": means(right),
+        "confidence": means(confidence),
+        "accuracy": means(correct),
     }
 
 
@@ -105,6 +75,18 @@ def calibration_error(bins: dict[str, list[Any]]) -> float:
     return sum(n * abs(a - c) for n, c, a in columns if n) / sum(bins["counts"])
 
 
+def inside_intervals(
+    mean: Tensor, variance: Tensor, targets: Tensor, levels: Sequence[float]
+) -> Tensor:
+    """Whether each target lies within the central interval of each level, (levels, N, C) bool.
+
+    The interval of level q is mean ± Φ⁻¹((1 + q)/2) √variance, both ends included.
+    """
+    distance = (targets - mean).abs() / variance.sqrt()  # (N, C), in σ
+    q = torch.tensor(list(levels), dtype=torch.float64)
+    return distance <= torch.special.ndtri((1 + q) / 2)[:, None, None]
+
+
 def coverage_curve(
     mean: Tensor, variance: Tensor, targets: Tensor, levels: Sequence[float] = LEVELS
 ) -> dict[str, Any]:
@@ -118,34 +100,16 @@ def coverage_curve(
 
     Returns:
         "levels", and in the same order "coverage", the shares of all N·C targets; "count" is N·C.
-
-    Raises:
-        ValueError: shapes that differ, no examples, numbers that are not finite, variances that are
-            not positive.
     """
     shares = inside_intervals(mean, variance, targets, levels).double().mean(dim=(1, 2))
     return {"levels": list(levels), "coverage": shares.tolist(), "count": targets.numel()}
-
-
-def inside_intervals(
-    mean: Tensor, variance: Tensor, targets: Tensor, levels: Sequence[float]
-) -> Tensor:
-    """Whether each target lies within the central interval of each level, (levels, N, C) bool.
-
-    The interval of level q is mean ± Φ⁻¹((1 + q)/2) √variance, both ends included. Arguments and
-    errors are those of `coverage_curve`.
-    """
-    check_shapes(mean=(mean, "NC"), variance=(variance, "NC"), targets=(targets, "NC"))
-    residual = as_finite("targets", targets) - as_finite("mean", mean)
-    distance = residual.abs() / as_variance(variance).sqrt()  # (N, C), in σ
-    q = torch.tensor(list(levels), dtype=torch.float64)
-    return distance <= torch.special.ndtri((1 + q) / 2)[:, None, None]
 
 
 def risk_by_coverage(confidence: Tensor, correct: Tensor) -> Tensor:
     """Error rate among the k most confident predictions, k = 1..N: (N,), whose mean is the AURC.
 
     Examples with equal confidence all count with their mean error: the average over their orders.
+    Source: Geifman, Uziel & El-Yaniv 2019 (arXiv:1805.08206).
 
     Args:
         confidence: (N,).
@@ -160,15 +124,12 @@ def risk_by_coverage(confidence: Tensor, correct: Tensor) -> Tensor:
 def risk_coverage_curve(probabilities: Tensor, labels: Tensor) -> dict[str, list[float]]:
     """The error rate ("risk") among the most confident predictions, over their share ("coverage").
 
-    Source: Geifman, Uziel & El-Yaniv 2019 (arXiv:1805.08206). "cls/AURC" is its mean over all
-    k = 1..N; see `risk_by_coverage` for ties.
-
     Args:
         probabilities: (N, C).
         labels: (N,).
     """
-    confidence, predicted, y = _of_classes(probabilities, labels)
-    risk = risk_by_coverage(confidence, predicted == y)
+    confidence, predicted = probabilities.max(dim=1)
+    risk = risk_by_coverage(confidence, predicted == labels)
     kept = _some(len(risk))
     return {"coverage": _plain((kept + 1) / len(risk)), "risk": _plain(risk[kept])}
 
@@ -176,14 +137,14 @@ def risk_coverage_curve(probabilities: Tensor, labels: Tensor) -> dict[str, list
 def roc_curve(inside: Tensor, outside: Tensor) -> dict[str, list[float]]:
     """Share of out-of-distribution examples flagged ("tpr") over that of in-distribution ("fpr").
 
-    Arguments and errors are those of `out_of_distribution_metrics`; "ood/AUROC" is its area.
+    Args:
+        inside: (N,) scores of examples from the training distribution.
+        outside: (M,) scores of examples from elsewhere.
     """
     from sklearn import metrics  # here, since importing scikit-learn takes a second
 
-    check_shapes(inside=(inside, "N"), outside=(outside, "M"))
-    sides = as_finite("inside", inside), as_finite("outside", outside)
-    is_ood = torch.cat([torch.zeros(len(sides[0])), torch.ones(len(sides[1]))])
-    fpr, tpr, _ = metrics.roc_curve(is_ood.numpy(), torch.cat(sides).numpy())
+    is_ood = [0] * len(inside) + [1] * len(outside)
+    fpr, tpr, _ = metrics.roc_curve(is_ood, torch.cat([inside, outside]).numpy())
     kept = _some(len(fpr))
     return {"fpr": _plain(torch.tensor(fpr)[kept]), "tpr": _plain(torch.tensor(tpr)[kept])}
 
@@ -198,23 +159,14 @@ def errors_by_class(probabilities: Tensor, labels: Tensor) -> dict[str, list[Any
         probabilities: (N, C).
         labels: (N,).
     """
-    _, predicted, y = _of_classes(probabilities, labels)
-    C = probabilities.shape[1]
+    C, predicted = probabilities.shape[1], probabilities.argmax(dim=1)
     found: dict[str, list[Any]] = {
-        "counts": y.bincount(minlength=C).tolist(),
-        "right": y[predicted == y].bincount(minlength=C).tolist(),
+        "counts": labels.bincount(minlength=C).tolist(),
+        "right": labels[predicted == labels].bincount(minlength=C).tolist(),
     }
     if C <= MOST_CLASSES:
-        found["confusion"] = (C * y + predicted).bincount(minlength=C * C).view(C, C).tolist()
+        found["confusion"] = (C * labels + predicted).bincount(minlength=C * C).view(C, C).tolist()
     return found
-
-
-def _of_classes(probabilities: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Confidences, predictions and labels, (N,) each."""
-    check_shapes(probabilities=(probabilities, "NC"), labels=(labels, "N"))
-    p = as_probabilities("probabilities", probabilities)
-    confidence, predicted = p.max(dim=1)
-    return confidence, predicted, as_labels(labels, p.shape[1])
 
 
 def _some(number: int) -> Tensor:

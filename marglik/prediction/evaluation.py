@@ -1,4 +1,4 @@
-"""Predictions for whole data sets, and their metrics."""
+"""Predictions for whole data sets."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,19 +10,10 @@ from kfac_backend.loss import counted_terms
 from kfac_backend.model.batches import Targets, each_batch, split_batch
 from kfac_backend.options import Likelihood, TargetOptions
 from kfac_backend.ranks import Ranks
-from marglik.prediction.curves import coverage_curve, reliability
 from marglik.prediction.links import Prediction
-from marglik.prediction.metrics import (
-    bernoulli_metrics,
-    bernoulli_scores,
-    classification_metrics,
-    classification_scores,
-    regression_metrics,
-    regression_scores,
-)
 from marglik.prediction.predictive import Predictive
 
-__all__ = ["compute_metrics", "example_scores", "predict_all", "reliability_curve"]
+__all__ = ["predict_all"]
 
 
 def predict_all(
@@ -89,49 +80,3 @@ def _of_counted_terms(
     if prediction.mean.dim() > 2:
         return prediction.terms(), y.flatten(0, prediction.mean.dim() - 2)
     return prediction, y
-
-
-def compute_metrics(
-    prediction: Prediction, targets: Tensor, likelihood: Likelihood
-) -> dict[str, float]:
-    """The metrics of a prediction, by name; see `marglik.prediction.metrics` for their definitions.
-
-    Args:
-        prediction: predictions for N examples.
-        targets: class indices (N,), or targets (N, C) of regression and Bernoulli outputs.
-        likelihood: decides which metrics these are.
-    """
-    if likelihood == "classification":
-        return classification_metrics(prediction.mean, targets)
-    if likelihood == "bernoulli":
-        return bernoulli_metrics(prediction.mean, targets)
-    return regression_metrics(prediction.mean, prediction.total, targets)
-
-
-def example_scores(
-    prediction: Prediction, targets: Tensor, likelihood: Likelihood
-) -> dict[str, Tensor]:
-    """Each example's contribution to the metrics that are means: name -> (N,), or (N, C)."""
-    if likelihood == "classification":
-        return classification_scores(prediction.mean, targets)
-    if likelihood == "bernoulli":
-        return bernoulli_scores(prediction.mean, targets)
-    return regression_scores(prediction.mean, prediction.total, targets)
-
-
-def reliability_curve(
-    prediction: Prediction, targets: Tensor, likelihood: Likelihood
-) -> dict[str, Any]:
-    """The data of a reliability diagram as plain lists; `figures.reliability_diagram` draws it.
-
-    For classification, bins of confidence. For Bernoulli outputs, too, over all outputs, with the
-    confidence max(p, 1 − p). For regression, the coverage of central intervals.
-    """
-    if likelihood == "regression":
-        return coverage_curve(prediction.mean, prediction.total, targets)
-    p = prediction.mean
-    if likelihood == "classification":
-        confidence, predicted = p.max(dim=-1)
-        return reliability(confidence, predicted == targets)
-    confidence = torch.maximum(p, 1 - p).flatten()
-    return reliability(confidence, ((p > 0.5) == (targets > 0.5)).flatten())

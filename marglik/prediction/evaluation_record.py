@@ -5,15 +5,14 @@ import io
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kfac_backend.files import sha256_of_tensors
 from kfac_backend.loss import counted_terms
 from kfac_backend.model.batches import each_batch
 from kfac_backend.options import Likelihood
@@ -31,25 +30,19 @@ from marglik.data import (
 )
 from marglik.data.batches import split_batches
 from marglik.data.images.out_of_distribution import OutOfDistributionImages
-from marglik.data.record import tensors_in
 from marglik.data.shard import Shard
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.curves import errors_by_class, risk_coverage_curve, roc_curve
 from marglik.prediction.ensemble import Ensemble
-from marglik.prediction.evaluation import (
+from marglik.prediction.evaluation import predict_all
+from marglik.prediction.intervals import area_interval, differences, intervals, of_examples
+from marglik.prediction.links import Prediction
+from marglik.prediction.metrics import (
     compute_metrics,
     example_scores,
-    predict_all,
+    out_of_distribution_metrics,
     reliability_curve,
 )
-from marglik.prediction.intervals import (
-    area_interval,
-    differences,
-    intervals,
-    of_examples,
-)
-from marglik.prediction.links import Prediction
-from marglik.prediction.metrics import out_of_distribution_metrics
 from marglik.prediction.predictive import (
     Predictive,
     PredictiveConfig,
@@ -59,14 +52,7 @@ from marglik.prediction.predictive import (
 )
 from marglik.storage.provenance import environment
 
-__all__ = [
-    "IN_SAMPLE",
-    "combined",
-    "compared",
-    "evaluate",
-    "evaluate_network",
-    "has_in_sample_metrics",
-]
+__all__ = ["IN_SAMPLE", "compared", "data_uri", "evaluate", "evaluate_network"]
 
 _logger = logging.getLogger(__name__)
 
@@ -120,8 +106,8 @@ def evaluate(
         sequences have the same number of them.
 
     Raises:
-        ValueError: shifts or out-of-distribution data without images, or with regression; shifts of
-            images with neither one nor three channels.
+        ValueError: shifts or out-of-distribution data without images; shifts of images with neither
+            one nor three channels.
     """
     images = splits if isinstance(splits, ImageSplits) else None
     if images is None and (shift or ood is not None):
@@ -133,61 +119,81 @@ def evaluate(
             f"{splits.name} has images of {images.image_shape[0]} channels; shift supports one or "
             "three. Leave it out."
         )
-    ood_images = ood if isinstance(ood, OutOfDistributionImages) else None
-    if isinstance(ood, ImageData) and images is not None:
-        ood_images = out_of_distribution_images(ood, images)
-    data = _TestData(splits, likelihood, batch_size, torch.device(device), progress, ranks)
+    if isinstance(ood, ImageData):
+        assert images is not None
+        ood = out_of_distribution_images(ood, images)
+    shard = Shard(ranks.rank, ranks.size)
+
+    def predict_split(name: Any, predict: Predictive) -> tuple[Prediction, Tensor]:
+        batches = split_batches(splits, name, batch_size, device=device, shard=shard)
+        return predict_all(predict, batches, targets=splits.targets, progress=progress, ranks=ranks)
+
+    def predict_images(pixels: Tensor, predict: Predictive) -> Prediction:
+        assert images is not None
+        unlabelled = ImageSet(pixels, torch.zeros(len(pixels), dtype=torch.int64))
+        batches = ImageBatches(
+            unlabelled, images.mean, images.std, batch_size, device=device, shard=shard
+        )
+        return predict_all(predict, batches, progress=progress, ranks=ranks)[0]
+
     scores = {} if scores is None else scores
     entries: dict[str, dict[str, Any]] = {}
     uncertain = None
     for label, predict in predictives.items():
         _logger.info("evaluating %s on %s", label, splits.name)
         # The first call computes eigenvectors; the time of the test set must not include that.
-        predict(data.two_inputs())
+        predict(next(iter(split_batches(splits, "test", 2, device=device)))[0])
         start = time.perf_counter()
-        prediction, targets = data.predict("test", predict)
+        prediction, targets = predict_split("test", predict)
         seconds = time.perf_counter() - start
-        entry, of_examples = _entry_of_test(data, prediction, targets)
-        if of_examples is not None:
-            scores[label] = of_examples
-            first = next(iter(scores))
-            if first != label:
-                found = compared(of_examples, scores[first])
+        entry = _entry_of_test(prediction, targets, likelihood)
+        if (positions := _positions(splits, likelihood, len(targets))) is not None:
+            of_rows = example_scores(prediction, targets, likelihood)
+            scores[label] = {name: of_examples(row, positions) for name, row in of_rows.items()}
+            ends = {name: list(pair) for name, pair in intervals(scores[label]).items()}
+            entry["intervals"] = _prefixed("test", ends)
+            if (first := next(iter(scores))) != label:
+                found = compared(scores[label], scores[first])
                 entry["against"] = {"predictive": first, "differences": found}
         if splits.validation is not None:
-            of_validation = compute_metrics(*data.predict("validation", predict), likelihood)
+            of_validation = compute_metrics(*predict_split("validation", predict), likelihood)
             entry["metrics"] |= _prefixed("validation", of_validation)
-        if ood_images is not None:
-            _add_ood(entry, prediction, data.predict_images(ood_images.images, predict), likelihood)
-        if shift:
-            entry["metrics"] |= _shifted(data, predict)
+        if ood is not None:
+            _add_ood(entry, prediction, predict_images(ood.images, predict), likelihood)
+        if shift and images is not None:
+            shifts = list(product(CORRUPTIONS, SEVERITIES))
+            for kind, severity in each_batch(shifts, "Shifted test sets", progress, unit="set"):
+                shifted = predict_images(corrupt(images.test.images, kind, severity), predict)
+                of_shift = compute_metrics(shifted, images.test.labels, likelihood)
+                entry["metrics"] |= _prefixed(f"shift/{kind}/{severity}", of_shift)
         if images is not None and likelihood == "classification":
             examples = _most_uncertain(prediction, images)
             uncertain = {"predictive": label, "examples": examples}
         entries[label] = entry | {"seconds": seconds}
-    record = {
+
+    y = None if images is not None else splits.test[1]  # pyright: ignore
+    is_sequence = y is not None and likelihood == "classification" and y.dim() > 1
+    return {
         "format": "marglik.evaluation",
         "version": 1,
         "data": splits.name,
         "likelihood": likelihood,
         "classes": None if splits.classes is None else list(splits.classes),
-        **data.sizes(),
+        "num_test": len(splits.test) if y is None else len(y),
+        "num_positions": splits.num_terms if is_sequence else None,  # pyright: ignore
         "predictives": entries,
-        "ood": None,
-        "shift": None,
-        "uncertain": uncertain,
-    }
-    if ood_images is not None:
-        record["ood"] = {
-            "name": ood_images.name,
-            "num_examples": len(ood_images.images),
+        "ood": None
+        if ood is None
+        else {
+            "name": ood.name,
+            "num_examples": len(ood.images),
             "score": "entropy",
-            "note": ood_images.note,
-            "sha256": sha256_of_tensors([ood_images.images]),
-        }
-    if shift:
-        record["shift"] = {"kinds": list(CORRUPTIONS), "severities": list(SEVERITIES)}
-    return record | environment(data.device)
+            "note": ood.note,
+        },
+        "shift": {"kinds": list(CORRUPTIONS), "severities": list(SEVERITIES)} if shift else None,
+        "uncertain": uncertain,
+        **environment(torch.device(device)),
+    }
 
 
 def evaluate_network(
@@ -197,17 +203,14 @@ def evaluate_network(
     splits: Splits,
     likelihood: Likelihood,
     *,
-    of: str,
     seed: int = 0,
     ensemble: Ensemble | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """`evaluate` a network at its parameters and under its posterior; returns the whole record.
+    """`evaluate` a network at its parameters and under its posterior.
 
-    The record also says what was evaluated (a sum of the posterior and of the test set) and with
-    which options, so that `combined` can tell which results belong together. If the posterior has a
-    calibration of a predictive, the temperature-scaled MAP is evaluated, too; a posterior
-    predictive without one is labelled "uncalibrated".
+    If the posterior has a calibration of a predictive, the temperature-scaled MAP is evaluated,
+    too; a posterior predictive without one is labelled "uncalibrated".
 
     Args:
         map_: the predictive of the network at its parameters.
@@ -215,188 +218,66 @@ def evaluate_network(
         configs: the ways in which the posterior predicts, evaluated one after the other.
         splits: see `evaluate`.
         likelihood: likelihood of the predictives.
-        of: SHA-256 sum that identifies the posterior or checkpoint.
         seed: seed of sampling, the same for each way of predicting.
         ensemble: an ensemble whose first member is the network.
         options: further arguments of `evaluate`.
     """
     predictives: dict[str, Predictive] = {"MAP": map_}
-    how: dict[str, dict[str, Any]] = {"MAP": {}}
-    for one in configs:
+    calibrations = {}
+    for config in configs:
         assert laplace is not None
-        found = remembered_calibration(laplace, one)
-        if found is not None:
-            scaled, label = found.map_calibration, "MAP, temperature-scaled"
-            sigma = scaled.sigma_noise or laplace.sigma_noise
-            predictives[label] = map_predictive(
-                laplace.model, likelihood, sigma, scaled.output_temperature
+        found, label = remembered_calibration(laplace, config), config.label
+        if found is None:
+            label = f"{label}, uncalibrated"
+        else:
+            scaled, calibrations[label] = found.map_calibration, asdict(found.calibration)
+            predictives["MAP, temperature-scaled"] = map_predictive(
+                laplace.model,
+                likelihood,
+                scaled.sigma_noise or laplace.sigma_noise,
+                scaled.output_temperature,
             )
-            how[label] = {"calibration": asdict(scaled)}
-        label = one.label if found is not None else f"{one.label}, uncalibrated"
         generator = torch.Generator(options["device"]).manual_seed(seed)
         ranks = options.get("ranks", Ranks(None))
-        predictives[label] = laplace_predictive(laplace, one, generator, ranks=ranks)
-        # Only what changes predictions: `combined` replaces a result whose options differ.
-        without_effect = ("batch_size", "memory")
-        plain = {name: v for name, v in asdict(one).items() if name not in without_effect}
-        plain["calibration"] = None if found is None else asdict(found.calibration)
-        how[label] = plain | {"seed": seed}
+        predictives[label] = laplace_predictive(laplace, config, generator, ranks=ranks)
     if ensemble is not None:
         predictives[ensemble.label] = ensemble
-        found = ensemble.calibration
-        calibration = None if found is None else asdict(found)
-        how[ensemble.label] = {"members": len(ensemble.models), "calibration": calibration}
+        if ensemble.calibration is not None:
+            calibrations[ensemble.label] = asdict(ensemble.calibration)
     record = evaluate(predictives, splits, likelihood, **options)
-    for label, entry in record["predictives"].items():
-        entry["options"] = how[label]
-        if ensemble is not None and label == ensemble.label:
-            entry["seconds_of_training"] = ensemble.seconds
-    scale = [splits.mean, splits.std] if isinstance(splits, ImageSplits) else []
-    tensors = [*tensors_in(splits.test), *map(torch.tensor, scale)]
-    return record | {"of": of, "test": sha256_of_tensors(tensors)}
+    if ensemble is not None:
+        record["predictives"][ensemble.label]["seconds_of_training"] = ensemble.seconds
+    for label, calibration in calibrations.items():
+        record["predictives"][label]["calibration"] = calibration
+    in_sample = bool(calibrations) and splits.validation is not None
+    return record | {"in_sample": in_sample}
 
 
-def has_in_sample_metrics(evaluation: Mapping[str, Any]) -> bool:
-    """Whether an evaluation has metrics of a calibrated predictive on a validation set."""
-    return any(
-        (entry.get("options") or {}).get("calibration")
-        and any(key.startswith("validation/") for key in entry["metrics"])
-        for entry in evaluation["predictives"].values()
-    )
+def compared(
+    scores: Mapping[str, Tensor], reference: Mapping[str, Tensor]
+) -> dict[str, list[float]]:
+    """`differences` of test metrics as plain data, under keys such as ``test/cls/NLL``."""
+    found = differences(scores, reference).items()
+    return _prefixed("test", {name: list(values) for name, values in found})
 
 
-def combined(found: dict[str, Any], earlier: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A new evaluation merged with an earlier one, and what it replaces of that one, in words.
+def _positions(splits: Splits, likelihood: Likelihood, rows: int) -> int | None:
+    """Rows of predictions per test example; None if the number differs between examples.
 
-    Results of the earlier evaluation are kept if they are of the same network or posterior and the
-    same test set, and of another way of predicting, or of parts that the new one does not have (a
-    shift, say). An evaluation has one out-of-distribution data set: a new one drops the earlier
-    results on the old one.
+    The rows of a prediction do not say which sequence they belong to.
     """
-    for key, what in SUBJECT.items():
-        if found[key] != earlier.get(key):
-            return found, [f"all of the earlier evaluation, which was of {what}"]
-    replaced, entries = [], {}
-    stays = found["ood"] is None or found["ood"] == earlier["ood"]
-    for label, former in earlier["predictives"].items():
-        entry = found["predictives"].get(label)
-        if entry is not None and entry["options"] != former["options"]:
-            before, now = former["options"], entry["options"]
-            changes = [f"{k} {before.get(k)}, now {now[k]}" for k in now if now[k] != before.get(k)]
-            replaced.append(f"{label}, which was evaluated with {'; '.join(changes)}")
-            entries[label] = entry
-            continue
-        if not stays:
-            former = _without_ood(former)
-        entries[label] = former if entry is None else _both(former, entry)
-    if earlier["ood"] and not stays:
-        replaced.append(f"the results on out-of-distribution data ({_ood_name(earlier['ood'])})")
-    former = {key: earlier[key] for key in ("ood", "shift", "uncertain") if found[key] is None}
-    return found | former | {"predictives": found["predictives"] | entries}, replaced
-
-
-SUBJECT = {
-    "of": "another network or posterior",
-    "data": "other data",
-    "test": "another test set",
-    "likelihood": "another likelihood",
-}
-"""Keys that say what was evaluated -> what to call it if they differ."""
-
-
-def _without_ood(entry: dict[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in entry.items() if key != "roc"}
-    for name in ("metrics", "intervals"):
-        if name in kept:
-            kept[name] = {k: v for k, v in kept[name].items() if not k.startswith("ood/")}
-    if kept.get("entropy"):
-        kept["entropy"] = {k: v for k, v in kept["entropy"].items() if k != "ood"}
-    return kept
-
-
-def _both(former: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
-    both = former | entry
-    for name in ("metrics", "intervals", "entropy"):
-        if name in entry:
-            both[name] = former.get(name, {}) | entry[name]
-    return both
-
-
-def _ood_name(ood: dict[str, Any]) -> str:
-    return f"{ood['num_examples']} of {ood['name']}, detected by {ood['score']}"
-
-
-@dataclass(frozen=True)
-class _TestData:
-    """The data, and how predictives go through it."""
-
-    splits: Splits
-    likelihood: Likelihood
-    batch_size: int
-    device: torch.device
-    progress: bool
-    ranks: Ranks
-
-    @property
-    def _shard(self) -> Shard:
-        return Shard(self.ranks.rank, self.ranks.size)
-
-    def predict(
-        self, split: Literal["validation", "test"], predict: Predictive
-    ) -> tuple[Prediction, Tensor]:
-        batches = split_batches(
-            self.splits, split, self.batch_size, device=self.device, shard=self._shard
-        )
-        return predict_all(
-            predict,
-            batches,
-            targets=self.splits.targets,
-            progress=self.progress,
-            ranks=self.ranks,
-        )
-
-    def predict_images(self, images: Tensor, predict: Predictive) -> Prediction:
-        assert isinstance(self.splits, ImageSplits)
-        batches = ImageBatches(
-            ImageSet(images, torch.zeros(len(images), dtype=torch.int64)),
-            self.splits.mean,
-            self.splits.std,
-            self.batch_size,
-            device=self.device,
-            shard=self._shard,
-        )
-        return predict_all(predict, batches, progress=self.progress, ranks=self.ranks)[0]
-
-    def two_inputs(self) -> Any:
-        return next(iter(split_batches(self.splits, "test", 2, device=self.device)))[0]
-
-    def sizes(self) -> dict[str, int | None]:
-        """The numbers of test examples and, for sequences, of positions that count."""
-        if isinstance(self.splits, ImageSplits):
-            return {"num_test": len(self.splits.test), "num_positions": None}
-        y = self.splits.test[1]
-        several = self.likelihood == "classification" and y.dim() > 1
-        return {"num_test": len(y), "num_positions": self.splits.num_terms if several else None}
-
-    def positions(self, rows: int) -> int | None:
-        """Rows of predictions per test example; None if the number differs between examples."""
-        if isinstance(self.splits, ImageSplits):
-            return 1
-        y = self.splits.test[1]
-        counted = counted_terms(y, self.likelihood)
-        alike = rows % len(y) == 0 and (counted is None or bool(counted.all()))
-        return rows // len(y) if alike else None
+    if isinstance(splits, ImageSplits):
+        return 1
+    y = splits.test[1]
+    counted = counted_terms(y, likelihood)
+    alike = rows % len(y) == 0 and (counted is None or bool(counted.all()))
+    return rows // len(y) if alike else None
 
 
 def _entry_of_test(
-    data: _TestData, prediction: Prediction, targets: Tensor
-) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
-    """Metrics, intervals and curves of the test set, and each example's scores, (N,).
-
-    Without intervals and scores for sequences with different numbers of positions that count: the
-    rows of a prediction do not say which sequence they belong to.
-    """
-    likelihood = data.likelihood
+    prediction: Prediction, targets: Tensor, likelihood: Likelihood
+) -> dict[str, Any]:
+    """Metrics and curves of the test set."""
     entry: dict[str, Any] = {
         "metrics": _prefixed("test", compute_metrics(prediction, targets, likelihood)),
         "intervals": {},
@@ -407,14 +288,7 @@ def _entry_of_test(
     if likelihood == "classification":
         entry["risk_coverage"] = risk_coverage_curve(prediction.mean, targets)
         entry["classes"] = errors_by_class(prediction.mean, targets)
-    positions = data.positions(len(targets))
-    if positions is None:
-        return entry, None
-    of_rows = example_scores(prediction, targets, likelihood)
-    scores = {name: of_examples(values, positions).cpu() for name, values in of_rows.items()}
-    ends = {name: list(pair) for name, pair in intervals(scores).items()}
-    entry["intervals"] = _prefixed("test", ends)
-    return entry, scores
+    return entry
 
 
 def _add_ood(
@@ -437,34 +311,13 @@ def _add_ood(
     entry["entropy"]["ood"] = _entropies(outside, likelihood)["test"]
 
 
-def _shifted(data: _TestData, predict: Predictive) -> dict[str, float]:
-    """The metrics on the corrupted test sets."""
-    assert isinstance(data.splits, ImageSplits)
-    test, found = data.splits.test, {}
-    shifts = [*product(CORRUPTIONS, SEVERITIES)]
-    for kind, severity in each_batch(shifts, "Shifted test sets", data.progress, unit="set"):
-        _logger.info("evaluating on %s of severity %d", kind, severity)
-        prediction = data.predict_images(corrupt(test.images, kind, severity), predict)
-        metrics = compute_metrics(prediction, test.labels, data.likelihood)
-        found |= _prefixed(f"shift/{kind}/{severity}", metrics)
-    return found
-
-
-def compared(
-    scores: Mapping[str, Tensor], reference: Mapping[str, Tensor]
-) -> dict[str, list[float]]:
-    """`differences` of test metrics as plain data, under keys such as ``test/cls/NLL``."""
-    found = differences(scores, reference).items()
-    return _prefixed("test", {name: list(values) for name, values in found})
-
-
 def _prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{prefix}/{key}": value for key, value in values.items()}
 
 
 def _entropies(prediction: Prediction, likelihood: Likelihood) -> dict[str, list]:
-    outputs = prediction.mean.shape[1] if likelihood == "classification" else 2
-    largest = math.log(outputs)
+    """A histogram of the predictive entropy, from 0 to its largest value."""
+    largest = math.log(prediction.mean.shape[1] if likelihood == "classification" else 2)
     # Rounding may put an entropy above its bound, where the histogram would not count it.
     entropy = prediction.entropy.flatten().double().clamp(0, largest)
     counts, edges = torch.histogram(entropy, ENTROPY_BINS, range=(0.0, largest))
@@ -473,7 +326,7 @@ def _entropies(prediction: Prediction, likelihood: Likelihood) -> dict[str, list
 
 def _most_uncertain(prediction: Prediction, splits: ImageSplits) -> list[dict[str, Any]]:
     entropy = prediction.entropy
-    indices = entropy.argsort(descending=True, stable=True)[:MOST_UNCERTAIN].tolist()
+    indices: Iterable[int] = entropy.argsort(descending=True, stable=True).tolist()
     probability, predicted = prediction.mean.max(dim=-1)
     return [
         {
@@ -484,13 +337,13 @@ def _most_uncertain(prediction: Prediction, splits: ImageSplits) -> list[dict[st
             "entropy": entropy[i].item(),
             "aleatoric": prediction.aleatoric[i].item(),
             "epistemic": prediction.epistemic[i].item(),
-            "image": _data_uri(splits.test.images[i]),
+            "image": data_uri(splits.test.images[i]),
         }
-        for i in indices
+        for i in list(indices)[:MOST_UNCERTAIN]
     ]
 
 
-def _data_uri(image: Tensor) -> str:
+def data_uri(image: Tensor) -> str:
     """A uint8 image (C, H, W) as a PNG in a data URI; channels beyond three are left out."""
     from PIL import Image
 

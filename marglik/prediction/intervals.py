@@ -15,7 +15,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from marglik.prediction.metric_inputs import as_finite, check_shapes
 from marglik.prediction.metrics import SHARES
 
 __all__ = [
@@ -40,9 +39,6 @@ def share_interval(successes: int, trials: int) -> Interval:
     Args:
         successes: k.
         trials: n, the number of independent trials.
-
-    Raises:
-        ValueError: n is not positive, or k is not in 0..n.
     """
     from scipy.stats import binomtest  # here, since importing it takes a second
 
@@ -66,29 +62,32 @@ def mean_interval(values: Tensor) -> Interval | None:
     return float(low), float(high)
 
 
-def intervals(scores: Mapping[str, Tensor], positions: int = 1) -> dict[str, Interval]:
-    """Intervals of the metrics that are means: Wilson's for shares of examples, else Student's.
+def of_examples(scores: Tensor, positions: int = 1) -> Tensor:
+    """Means over the outputs and the positions of each example, (N,).
 
-    Values of one example (its outputs, the positions of a sequence) are not independent. They are
-    averaged first, so that only examples count as independent.
+    Values of one example are not independent. They are averaged first, so that only examples count.
 
     Args:
-        scores: as `marglik.prediction.evaluation.example_scores` returns them.
+        scores: of rows, (N·positions,) or with a column per output.
         positions: number of consecutive rows that belong to one example.
+    """
+    return scores.reshape(len(scores) // positions, -1).mean(dim=1)
+
+
+def intervals(scores: Mapping[str, Tensor]) -> dict[str, Interval]:
+    """Intervals of the metrics that are means: Wilson's for shares of examples, else Student's.
+
+    Args:
+        scores: metric -> value of each example (N,), see `of_examples`.
 
     Returns:
         Name -> interval, of the metrics that have one. That of "reg/RMSE" is the root of the
         interval of the mean square.
     """
-    found = {name: _interval_of_mean(name, of_examples(s, positions)) for name, s in scores.items()}
+    found = {name: _interval_of_mean(name, s) for name, s in scores.items()}
     if ends := found.get("reg/RMSE"):
         found["reg/RMSE"] = max(ends[0], 0.0) ** 0.5, ends[1] ** 0.5
     return {name: ends for name, ends in found.items() if ends is not None}
-
-
-def of_examples(scores: Tensor, positions: int) -> Tensor:
-    """Means over the positions and outputs of each example, (N,)."""
-    return scores.reshape(len(scores) // positions, -1).mean(dim=1)  # (N,)
 
 
 def _interval_of_mean(name: str, values: Tensor) -> Interval | None:
@@ -98,7 +97,7 @@ def _interval_of_mean(name: str, values: Tensor) -> Interval | None:
 
 
 def differences(
-    scores: Mapping[str, Tensor], reference: Mapping[str, Tensor], positions: int = 1
+    scores: Mapping[str, Tensor], reference: Mapping[str, Tensor]
 ) -> dict[str, tuple[float, float, float]]:
     """Differences d of metrics from a reference's on the same examples, with intervals.
 
@@ -111,14 +110,13 @@ def differences(
     Args:
         scores: see `intervals`.
         reference: the scores of another predictive.
-        positions: see `intervals`.
 
     Returns:
         Name -> (d, low, high), of the metrics that are means; without "reg/RMSE", a root of one.
     """
     found = {}
     for name in scores.keys() & reference.keys() - {"reg/RMSE"}:
-        d = of_examples(scores[name], positions) - of_examples(reference[name], positions)
+        d = scores[name] - reference[name]
         if not d.any():
             found[name] = 0.0, 0.0, 0.0
             continue
@@ -151,14 +149,11 @@ def area_interval(inside: Tensor, outside: Tensor) -> Interval | None:
         inside: (N,) scores of examples from the training distribution.
         outside: (M,) scores of examples from elsewhere.
 
-    Raises:
-        ValueError: no examples on a side, wrong shapes, scores that are not finite.
     """
     from scipy.special import expit, logit
     from scipy.stats import norm, rankdata
 
-    check_shapes(inside=(inside, "N"), outside=(outside, "M"))
-    x, y = as_finite("inside", inside).numpy(), as_finite("outside", outside).numpy()
+    x, y = inside.double().numpy(), outside.double().numpy()
     n, m = len(x), len(y)
     ranks = rankdata([*x, *y])
     # For each example the share of the other side that it is ranked correctly against.

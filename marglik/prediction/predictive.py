@@ -1,9 +1,8 @@
 """Predictives: functions from inputs to predictions, at the MAP or under the posterior."""
 
-import logging
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -22,7 +21,6 @@ from marglik.posterior.posterior import Posterior
 from marglik.posterior.subset import Layers
 from marglik.prediction.links import (
     Prediction,
-    check_link,
     predict_from_deviations,
     predict_from_gaussian,
     predict_from_outputs,
@@ -38,14 +36,9 @@ __all__ = [
     "remembered_calibration",
 ]
 
-_logger = logging.getLogger(__name__)
-
-PredictiveMethod = Literal["probit", "bridge", "mc", "linearised"]
+PredictiveMethod = Literal["probit", "mc", "linearised"]
 CalibrationMethod = Literal["held_out", "none"]
 Predictive = Callable[[Any], Prediction]
-
-MOST_SAMPLES = 100_000
-"""Most samples, and most networks. They are held at once, and the error falls as 1/√samples."""
 
 COPIES_OF_SAMPLES, COPIES_OF_COVARIANCE = 3, 6
 """Most arrays of the size of the outputs' samples, and of their covariances, that exist at once."""
@@ -74,11 +67,10 @@ class PredictiveConfig:
     """How the Laplace posterior predicts.
 
     Args:
-        method: how outputs become probabilities. probit, bridge and mc compute the exact covariance
-            of the linearised network's outputs; probit and bridge (for few classes) then have
-            closed forms, and mc averages over samples of the outputs. linearised samples parameters
-            of the linearised network instead, at about a backward pass per sample however many
-            outputs there are.
+        method: how outputs become probabilities. probit and mc compute the exact covariance of the
+            linearised network's outputs; probit then has a closed form, and mc averages over
+            samples of the outputs. linearised samples parameters of the linearised network instead,
+            at about a backward pass per sample however many outputs there are.
         samples: number of samples of the outputs, for mc, and for probit's split of the uncertainty
             into aleatoric and epistemic parts.
         networks: number of samples of the parameters, for linearised.
@@ -114,8 +106,6 @@ class PredictiveConfig:
             check_positive(f"predictive.{name}", value)
             if not isinstance(value, int):
                 raise TypeError(f"predictive.{name} must be a whole number, not {value!r}.")
-            if name in ("samples", "networks") and value > MOST_SAMPLES:
-                raise ValueError(f"predictive.{name} must be at most {MOST_SAMPLES}, not {value}.")
         if self.method == "linearised" and self.layers != "all":
             raise ValueError(
                 f"predictive.layers {self.layers!r} is not for method 'linearised'; choose 'all', "
@@ -123,14 +113,22 @@ class PredictiveConfig:
             )
 
     @property
+    def bytes(self) -> int | None:
+        """``memory`` in bytes."""
+        return self.memory and self.memory * 2**20
+
+    @property
     def is_calibrated(self) -> bool:
         """Whether the covariance and the outputs are scaled by factors fitted to held-out data."""
         return self.calibration == "held_out"
 
+    @property
+    def label(self) -> str:
+        """Its name in tables and files."""
+        return f"Laplace, {self.method}{', last layer' if self.layers == 'last' else ''}"
+
     def check_cost(self, positions: int, classes: int, likelihood: Likelihood) -> None:
         """Raise a ValueError if the outputs' covariances would take hours for a single example.
-
-        Where method "linearised" samples the same outputs in much less time, the log says so.
 
         Args:
             positions: R of one example, 1 for outputs (N, C).
@@ -138,11 +136,10 @@ class PredictiveConfig:
             likelihood: classification needs the covariance (C, C) and its root at each position,
                 others the variances (C,).
         """
-        if self.method == "linearised":
-            return
         passes = positions * classes if self.layers == "all" else 0
         too_wide = likelihood == "classification" and classes > MOST_CLASSES
-        if too_wide or (positions > 1 and passes > MOST_BACKWARD_PASSES):
+        too_long = positions > 1 and passes > MOST_BACKWARD_PASSES
+        if self.method != "linearised" and (too_wide or too_long):
             last = "" if too_wide else ", or --predictive.layers last"
             raise ValueError(
                 f"predictive.method {self.method!r} needs the covariances of {classes} outputs at "
@@ -150,20 +147,6 @@ class PredictiveConfig:
                 f"{MOST_CLASSES} classes or {MOST_BACKWARD_PASSES} passes take very long. Use "
                 f"--predictive.method linearised, which samples the same outputs{last}."
             )
-        if positions > 1 and passes > 5 * self.networks:
-            _logger.warning(
-                "predictive.method %r takes %d backward passes per example; linearised takes about "
-                "%d (predictive.networks) and samples the same outputs",
-                self.method,
-                passes,
-                self.networks,
-            )
-
-    @property
-    def label(self) -> str:
-        """Its name in tables and files."""
-        last = ", last layer" if self.layers == "last" else ""
-        return f"Laplace, {self.method}{last}"
 
 
 def map_predictive(
@@ -217,81 +200,75 @@ def laplace_predictive(
         AttributeError: a posterior that is not fitted.
     """
     laplace.fitted_factors()
-    likelihood: Likelihood = laplace.likelihood  # pyright: ignore[reportAssignmentType]
+    model, likelihood, sigma = laplace.model, laplace.likelihood, laplace.sigma_noise
     if calibration is None:
         found = remembered_calibration(laplace, config)
         calibration = Calibration() if found is None else found.calibration
-    if config.method != "linearised":
-        check_link(config.method, likelihood)
     if calibration.covariance_scale == 0:  # the MAP's, which needs no covariances
-        sigma = calibration.sigma_noise or laplace.sigma_noise
-        return map_predictive(laplace.model, likelihood, sigma, calibration.output_temperature)
+        sigma = calibration.sigma_noise or sigma
+        return map_predictive(model, likelihood, sigma, calibration.output_temperature)
     if config.layers == "all":  # those of a single layer are not worth sharing
         laplace.share_eigenvectors(ranks)
     if config.method == "linearised":
-        return _linearised_networks(laplace, config, likelihood, generator, calibration)
-    link, memory = config.method, config.memory and config.memory * 2**20
+        parameters = laplace.sample(config.networks, generator)
+
+        def of_networks(x: Any) -> Prediction:
+            f = outputs_of(model, x)
+            spread = laplace.linearised_outputs(parameters, x) - f
+            return predict_from_deviations(f, spread, likelihood, sigma, calibration)
+
+        predict: Predictive = of_networks
+    else:
+        predict = _from_covariances(laplace, config, generator, calibration)
+    return _ModelPredictive(in_eval_mode(model, torch.no_grad()(predict)), model, likelihood)
+
+
+def _from_covariances(
+    laplace: Posterior,
+    config: PredictiveConfig,
+    generator: torch.Generator | None,
+    calibration: Calibration,
+) -> Predictive:
+    """The predictive by the links "probit" and "mc"."""
+    likelihood, link = laplace.likelihood, config.method
+    assert link != "linearised"
     mean = at_least_float32(laplace.mean)
     shape = (config.samples, laplace.n_outputs)
     noise = torch.randn(shape, generator=generator, device=mean.device, dtype=mean.dtype)
-
     # Regression and Bernoulli outputs have a target each: covariances between them do not matter.
     variance_only = likelihood != "classification"
-    known_shapes: set[torch.Size] = set()
 
     def of_some(x: Any, positions: Tensor | None = None) -> Prediction:
         f, covariance = laplace.output_distribution(
-            x,
-            config.layers,
-            memory,
-            positions=positions,
-            variance_only=variance_only,
+            x, config.layers, config.bytes, positions=positions, variance_only=variance_only
         )
         f, covariance = f.flatten(0, -2), covariance.flatten(0, -2 if variance_only else -3)
         return predict_from_gaussian(
             f, covariance, likelihood, link, noise, laplace.sigma_noise, calibration
         )
 
-    @torch.no_grad()
     def predict(x: Any) -> Prediction:
-        shape, N = _output_shape(laplace.model, x), num_examples(x)
-        if shape not in known_shapes:  # once, before any covariance is computed
-            config.check_cost(math.prod(shape[:-1]), shape[-1], likelihood)
-            known_shapes.add(shape)
-        if len(shape) == 1:
+        N = num_examples(x)
+        one = x if N is None else examples(x, slice(1))
+        *axes, C = outputs_of(laplace.model, one).shape[1:]
+        config.check_cost(math.prod(axes), C, likelihood)
+        if not axes:
             return of_some(x)
-        *axes, C = shape
+        # Covariances and samples of all positions are not held at once.
         columns = 1 if variance_only else C
         of_position = C * (COPIES_OF_SAMPLES * config.samples + COPIES_OF_COVARIANCE * columns)
-        most = (memory or default_memory(mean.device)) // (of_position * mean.element_size())
-        some = _some_positions(x, N, axes, max(1, most))
-        return _with_axes(Prediction.cat([of_some(*part) for part in some]), axes)
+        memory = config.bytes or default_memory(mean.device)
+        most = max(1, memory // (of_position * mean.element_size()))
+        parts = Prediction.cat([of_some(*part) for part in _some_positions(x, N, axes, most)])
+        return Prediction(*(part.unflatten(0, (-1, *axes)) for part in parts.tensors()))
 
-    return _ModelPredictive(in_eval_mode(laplace.model, predict), laplace.model, likelihood)
+    return predict
 
 
 def remembered_calibration(laplace: Posterior, config: PredictiveConfig) -> CalibrationFit | None:
     """What `calibrate` found for this predictive; None if nothing, or if none is wanted."""
     found = laplace.calibrations.get(config.label) if config.is_calibrated else None
     return None if found is None else CalibrationFit.of(found)
-
-
-def _linearised_networks(
-    laplace: Posterior,
-    config: PredictiveConfig,
-    likelihood: Likelihood,
-    generator: torch.Generator | None,
-    calibration: Calibration,
-) -> Predictive:
-    samples = laplace.sample(config.networks, generator)
-
-    @torch.no_grad()
-    def predict(x: Any) -> Prediction:
-        outputs = laplace.linearised_outputs(samples, x)
-        f = outputs_of(laplace.model, x)
-        return predict_from_deviations(f, outputs - f, likelihood, laplace.sigma_noise, calibration)
-
-    return _ModelPredictive(in_eval_mode(laplace.model, predict), laplace.model, likelihood)
 
 
 def outputs_of(model: nn.Module, x: Any) -> Tensor:
@@ -305,17 +282,12 @@ def outputs_of(model: nn.Module, x: Any) -> Tensor:
     return at_least_float32(f)
 
 
-def _output_shape(model: nn.Module, x: Any) -> torch.Size:
-    """The shape of one example's output, (C,) or (..., C)."""
-    return outputs_of(model, x if num_examples(x) is None else examples(x, slice(1))).shape[1:]
-
-
 def _some_positions(
     x: Any, N: int | None, axes: list[int], most: int
 ) -> Iterator[tuple[Any, Tensor | None]]:
     """Examples with a mask of some of their positions, at most ``most`` at a time, in order.
 
-    So that their covariances are not held all at once. What cannot be taken apart stays whole.
+    What cannot be taken apart stays whole.
     """
     R = math.prod(axes)
     if N is None:
@@ -329,10 +301,3 @@ def _some_positions(
             mask = torch.zeros(n, R, dtype=torch.bool)
             mask[:, first : first + step] = True
             yield examples(x, slice(start, start + n)), mask.view(n, *axes)
-
-
-def _with_axes(prediction: Prediction, axes: list[int]) -> Prediction:
-    """(N·R, ...) as (N, R, ...)."""
-    return Prediction(
-        *(getattr(prediction, part.name).unflatten(0, (-1, *axes)) for part in fields(prediction))
-    )

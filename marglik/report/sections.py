@@ -11,7 +11,7 @@ from shlex import quote
 from typing import Any
 
 from marglik.posterior.calibration import Calibration
-from marglik.prediction.evaluation_record import IN_SAMPLE, has_in_sample_metrics
+from marglik.prediction.evaluation_record import IN_SAMPLE
 from marglik.report import charts
 from marglik.report.contents import MISSING, Predictive, Run, differing, predictives
 from marglik.report.tables import (
@@ -86,7 +86,7 @@ def _summary(runs: Sequence[Run]) -> Blocks:
         )
     if any(one.content.get("intervals") for one in columns):
         blocks.append(Note(INTERVALS))
-    if any(run.evaluation and has_in_sample_metrics(run.evaluation) for run in runs):
+    if any(run.evaluation.get("in_sample") for run in runs):
         blocks.append(Note(IN_SAMPLE))
     if len({one.run.data for one in columns}) > 1:
         blocks.append(Note("The runs have different data; the best values are marked for each."))
@@ -110,7 +110,7 @@ def _gains(run: Run) -> list[Note]:
         nll = {p.name: p.content["metrics"][key] for p in found if key in p.content["metrics"]}
         maps = ", ".join(f"{name} {nll[name]:.4f}" for name in nll if name.startswith("MAP"))
         for one in found:
-            calibration = (one.content.get("options") or {}).get("calibration")
+            calibration = one.content.get("calibration")
             if maps and calibration and one.name in nll and not one.name.startswith("MAP"):
                 who = "" if run.alone else f"{run.label}: "
                 how = f"calibrated ({Calibration(**calibration).in_words})"

@@ -152,7 +152,6 @@ METRICS = {
     "cls/Brier": Metric("Brier score", "", "lower"),
     "cls/AURC": Metric("Area under the risk–coverage curve", "", "lower"),
     "cal/ECE": Metric("Expected calibration error", "%", "lower"),
-    "cal/ECE_adaptive": Metric("Expected calibration error, bins of equal counts", "%", "lower"),
     "reg/NLL": Metric("Negative log-likelihood", "nats per example", "lower"),
     "reg/RMSE": Metric("Root mean squared error", "unit of the target", "lower"),
     "cal/coverage50": Metric("Coverage of the 50 % interval", "%", 0.5),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kfac_backend.files import parse_json, sha256
+from kfac_backend.files import sha256
 from kfac_backend.options import Likelihood, check_positive
 from kfac_backend.ranks import Ranks
 from marglik import data as sources
@@ -23,7 +23,7 @@ from marglik.posterior.posterior_file import load_posterior
 from marglik.posterior.pretrained import load_pretrained
 from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.ensemble import Ensemble
-from marglik.prediction.evaluation_record import combined, evaluate_network
+from marglik.prediction.evaluation_record import evaluate_network
 from marglik.prediction.predictive import (
     PredictiveConfig,
     PredictiveMethod,
@@ -64,10 +64,8 @@ def evaluate_run(
     A predictive whose calibration is not saved with the posterior is calibrated on the data's
     validation set, if the network was not trained on it.
 
-    The results are merged with an earlier evaluation of the same posterior and test set in the
-    folder; where they contradict each other, the new ones replace the old ones. Returns the content
-    of ``evaluation.json``, its folder under "output", what it replaces (in words) under "replaced",
-    and the new calibrations under "calibrated".
+    Returns the content of ``evaluation.json``, which replaces that of an earlier evaluation in the
+    folder; its folder under "output"; and the new calibrations under "calibrated".
 
     Args:
         path: folder that marglik train or marglik fit has written, or a checkpoint file. A
@@ -154,15 +152,11 @@ def evaluate_run(
         check_model(model, splits, None, likelihood, config)  # pyright: ignore[reportArgumentType]
     check_same_on_ranks({"path": of, "data": splits.name, "versions": versions()}, ranks)
     with ExitStack() as lock:
-        earlier = None
         if ranks.rank == 0:
             lock.enter_context(folder.locked())
             folder.check_beside()
             # Now, since the report at the end would find the same errors only after the work.
             folder.check(but=EVALUATION)
-            # A user who has removed evaluation.json wants a new one: that is no error.
-            is_there = (folder.path / EVALUATION).exists()
-            earlier = parse_json(folder.read(EVALUATION) or b"null") if is_there else None
         calibrated = {}
         if laplace is not None and record is not None:
             trained_on = record["data"]
@@ -174,7 +168,6 @@ def evaluate_run(
             splits,
             likelihood,  # pyright: ignore[reportArgumentType]
             shift=shift,
-            of=of,
             seed=seed,
             ensemble=ensemble,
             ood=ood,
@@ -183,11 +176,10 @@ def evaluate_run(
             progress=progress,
             ranks=ranks,
         )
-        found, replaced = (found, []) if earlier is None else combined(found, earlier)
         if ranks.rank == 0:
             folder.adopt("evaluate")
             folder.write(EVALUATION, as_json(found))
-    return found | {"output": str(folder.path), "replaced": replaced, "calibrated": calibrated}
+    return found | {"output": str(folder.path), "calibrated": calibrated}
 
 
 def _calibrate(
@@ -209,7 +201,7 @@ def _calibrate(
     if not unknown or not is_held_out(splits, trained_on):
         return {}
     for config in unknown:
-        if config.label not in laplace.calibrations:  # one call calibrates all links
+        if config.label not in laplace.calibrations:  # one call calibrates both links
             _logger.info("calibrating %s on the validation set", config.label)
             shard = Shard(ranks.rank, ranks.size)
             batches = split_batches(

@@ -17,7 +17,6 @@ from marglik.data import ImageSplits, Splits
 from marglik.data.batches import split_batches
 from marglik.data.tensors import described
 from marglik.eval_mode import eval_mode
-from marglik.prediction.links import check_link
 from marglik.prediction.predictive import PredictiveConfig
 from marglik.runs.config import CurvatureConfig, PostHocCurvatureConfig
 
@@ -93,7 +92,6 @@ def check_model(
             if corrects:
                 CorrectionPass(unit, model, of_pass, process_group=None).add(x, y)
             if predictive is not None and by_covariance:
-                check_link(predictive.method, likelihood)
                 covariance = OutputCovariance(model, _unit_precision(unit))
                 # One position and two outputs suffice to find uses that hooks cannot follow.
                 first = torch.zeros(f.shape[:-1], dtype=torch.bool)

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from marglik.posterior.calibration import Calibration
-from marglik.prediction.evaluation_record import IN_SAMPLE, has_in_sample_metrics
+from marglik.prediction.evaluation_record import IN_SAMPLE
 from marglik.runs.terminal import print_paragraph, print_table
 
 __all__ = ["print_evaluation", "print_fit", "print_summary"]
@@ -82,7 +82,7 @@ def print_evaluation(results: dict[str, Any]) -> None:
     named = results["predictives"].items()
     metrics = {name: _shifts_averaged(entry["metrics"]) for name, entry in named}
     _print_metrics(metrics, {name: entry.get("intervals", {}) for name, entry in named})
-    if has_in_sample_metrics(results):
+    if results["in_sample"]:
         print_paragraph(IN_SAMPLE)
     for label, fit in results["calibrated"].items():
         _print_calibration(fit, f"{label}: c")
@@ -92,8 +92,6 @@ def print_evaluation(results: dict[str, Any]) -> None:
             "--predictive.calibration is none. marglik fit and marglik evaluate calibrate if the "
             "data has a validation set that the network was not trained on."
         )
-    for what in results["replaced"]:
-        print_paragraph(f"Replaced: {what}.")
 
 
 def _print_calibration(fit: dict[str, Any] | None, begin: str = "C") -> None:

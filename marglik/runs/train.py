@@ -170,17 +170,16 @@ def train(
                 ensemble = setup.ensemble(model, learned, make_model, states)
             of_all = learned.seconds if ensemble is None else ensemble.seconds
             joined = time.perf_counter()
-            posterior = ""
             if leads:
                 if ensemble is not None:
                     ensemble.save(folder.path)
                 record = data_record(splits, provenance.data)
-                posterior = save_posterior(
+                save_posterior(
                     learned.laplace, folder.path, model=provenance.model, data=record, frozen=True
                 )
             saved = time.perf_counter()
             scores: dict[str, dict[str, Tensor]] = {}
-            found = setup.evaluate(model, learned.laplace, posterior, scores, ensemble)
+            found = setup.evaluate(model, learned.laplace, scores, ensemble)
             evaluated = time.perf_counter()
             results = (
                 identity
@@ -217,7 +216,7 @@ def train(
             trained = time.perf_counter()
             setup.calibrate(initial.laplace)
             scores = {}
-            found = setup.evaluate(initial_model, initial.laplace, scores=scores)
+            found = setup.evaluate(initial_model, initial.laplace, scores)
             for kind, of_baseline in metrics_of("initial", found).items():
                 results[kind] |= of_baseline
             seconds = initial.seconds + time.perf_counter() - trained

@@ -21,8 +21,9 @@ from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import PriorGroups, weight_decay_to_precision
 from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.ensemble import Ensemble
-from marglik.prediction.evaluation import compute_metrics, predict_all
+from marglik.prediction.evaluation import predict_all
 from marglik.prediction.evaluation_record import evaluate_network
+from marglik.prediction.metrics import compute_metrics
 from marglik.prediction.predictive import PredictiveConfig, map_predictive
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
 from marglik.storage.checkpoint import Checkpoints
@@ -209,14 +210,12 @@ class TrainingSetup:
         self,
         model: nn.Module,
         laplace: Posterior,
-        of: str = "",
         scores: dict[str, dict[str, Tensor]] | None = None,
         ensemble: Ensemble | None = None,
     ) -> dict[str, Any]:
         """The content of ``evaluation.json`` for a network.
 
-        ``of`` is the SHA-256 sum of the saved posterior; for ``scores`` see
-        `marglik.prediction.evaluation_record.evaluate`.
+        For ``scores`` see `marglik.prediction.evaluation_record.evaluate`.
         """
         # Held-out examples have calibrated the predictives, and so cannot test them.
         splits = replace(self.splits, validation=None) if self.held_out else self.splits
@@ -226,7 +225,6 @@ class TrainingSetup:
             [self.predictive],
             splits,
             self.likelihood,
-            of=of,
             seed=self.run.seed,
             ensemble=ensemble,
             ood=self.ood_images,

@@ -19,7 +19,8 @@ from marglik.posterior import evidence
 from marglik.posterior.hyperparameters import LARGEST_PRECISION, SMALLEST_PRECISION
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import PriorGroups
-from marglik.prediction.evaluation import compute_metrics, predict_all
+from marglik.prediction.evaluation import predict_all
+from marglik.prediction.metrics import compute_metrics
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive
 
 __all__ = ["PriorFit", "maximize_evidence", "minimize_validation_loss", "validation_nll"]

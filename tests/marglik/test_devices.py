@@ -22,7 +22,7 @@ from tests.marglik.runs.command_line import DATA, MODEL, TRAIN
 
 pytestmark = pytest.mark.gpu
 METHODS = {
-    "classification": ("probit", "bridge"),
+    "classification": ("probit", "mc"),
     "regression": ("mc",),  # in closed form
     "bernoulli": ("probit",),
 }

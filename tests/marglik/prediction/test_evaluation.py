@@ -1,28 +1,42 @@
-"""Predictions of whole data sets, and what is made of them for each likelihood."""
+"""Predictions of whole data sets, and the content of evaluation.json, by direct computation."""
 
+import base64
+import io
 import json
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
+from scipy import special
+from torch import nn
 from torch.testing import assert_close
 
-from marglik.prediction.curves import coverage_curve
-from marglik.prediction.evaluation import compute_metrics, predict_all, reliability_curve
+from marglik import KronLaplace
+from marglik.data import (
+    CORRUPTIONS,
+    SEVERITIES,
+    Digits,
+    ImageData,
+    ImageSet,
+    ImageSplits,
+    Noise,
+    TensorSplits,
+    corrupt,
+)
+from marglik.prediction.evaluation import predict_all
+from marglik.prediction.evaluation_record import compared, evaluate
+from marglik.prediction.intervals import differences, intervals
 from marglik.prediction.links import Prediction
-from marglik.prediction.metrics import bernoulli_metrics, classification_metrics, regression_metrics
-from marglik.prediction.predictive import map_predictive
+from marglik.prediction.metrics import (
+    compute_metrics,
+    example_scores,
+    out_of_distribution_metrics,
+)
+from marglik.prediction.predictive import PredictiveConfig, laplace_predictive, map_predictive
 from tests.marglik.small_laplace import TakesMapping, data, network
-
-
-def prediction(mean, aleatoric=None, epistemic=None):
-    mean = torch.as_tensor(mean, dtype=torch.float64)
-    nothing = torch.zeros(len(mean), dtype=torch.float64)
-    return Prediction(
-        mean,
-        nothing if aleatoric is None else aleatoric,
-        nothing if epistemic is None else epistemic,
-    )
 
 
 def test_batches_of_unequal_size_become_one_prediction():
@@ -31,10 +45,10 @@ def test_batches_of_unequal_size_become_one_prediction():
     order = torch.randperm(8, generator=torch.Generator().manual_seed(0))
     batches = [(x[part], y[part]) for part in order.split([5, 2, 1])]
     found, targets = predict_all(predict, iter(batches))
-    whole = predict(x[order])
-    for name in ("mean", "aleatoric", "epistemic"):
-        assert_close(getattr(found, name), getattr(whole, name))
+    assert_close(found.tensors(), predict(x[order]).tensors())
     assert torch.equal(targets, y[order])
+    with pytest.raises(ValueError, match="The data is empty: the loader yields no batch"):
+        predict_all(predict, [])
 
 
 def test_batches_that_are_mappings():
@@ -48,70 +62,217 @@ def test_batches_that_are_mappings():
         predict_all(predict, batches)
 
 
-def test_no_batch():
-    with pytest.raises(ValueError, match="The data is empty: the loader yields no batch"):
-        predict_all(map_predictive(network()), [])
+# --- the record ---
 
 
-def test_metrics_over_batches_by_hand():
-    """A mean over examples, not over batches."""
-    p = torch.tensor([[0.8, 0.2], [0.6, 0.4], [0.1, 0.9], [0.3, 0.7]])
-    y = torch.tensor([0, 1, 1, 0])
-    batches = [(p[:1], y[:1]), (p[1:], y[1:])]
-    found = compute_metrics(*predict_all(prediction, batches), "classification")
-    expected = -(math.log(0.8) + math.log(0.4) + math.log(0.9) + math.log(0.3)) / 4
-    assert found["cls/NLL"] == pytest.approx(expected)
-    assert found["cls/accuracy"] == 0.5
-    # Of the bins of width 1/15 no two confidences share one.
-    assert found["cal/ECE"] == pytest.approx((0.2 + 0.6 + 0.1 + 0.7) / 4)
+class Given(ImageData):
+    def __init__(self, splits):
+        self.splits = splits
+
+    def load(self):
+        return self.splits
 
 
-def test_metrics_are_those_of_the_likelihood():
-    generator = torch.Generator().manual_seed(0)
-    p = torch.rand(30, 3, generator=generator).double()
-    variances = [torch.rand(30, 3, generator=generator).double() + 0.1 for _ in range(2)]
-    labels, yes_no = torch.randint(3, (30,), generator=generator), (p > 0.3).double()
-    rows = p / p.sum(1, keepdim=True)
-    assert compute_metrics(prediction(rows), labels, "classification") == classification_metrics(
-        rows, labels
+@pytest.fixture(scope="module")
+def digits():
+    whole = Digits(validation=0.1).load()
+    first = torch.arange(40)
+    return replace(
+        whole,
+        train=whole.train.select(torch.arange(200)),
+        validation=whole.validation.select(first),
+        test=whole.test.select(first),
     )
-    assert compute_metrics(prediction(p), yes_no, "bernoulli") == bernoulli_metrics(p, yes_no)
-    found = compute_metrics(prediction(p, *variances), yes_no, "regression")
-    assert found == regression_metrics(p, sum(variances), yes_no)
-    # Negative control: without the parameters' variance.
-    assert found["reg/NLL"] != regression_metrics(p, variances[0], yes_no)["reg/NLL"]
 
 
-def test_reliability_of_classes_by_hand():
-    p = torch.tensor([[0.9, 0.06, 0.04], [0.32, 0.3, 0.38], [0.06, 0.92, 0.02]])
-    curve = reliability_curve(prediction(p), torch.tensor([0, 0, 2]), "classification")
-    assert curve["edges"] == pytest.approx([k / 15 for k in range(16)])
-    assert [k for k, count in enumerate(curve["counts"]) if count] == [5, 13]
-    assert curve["counts"][13] == 2
-    assert curve["confidence"][13] == pytest.approx(0.91)
-    assert (curve["accuracy"][5], curve["accuracy"][13]) == (0.0, 0.5)
-    assert curve["accuracy"][0] is None
-    assert json.loads(json.dumps(curve, allow_nan=False)) == curve
+def normalised(images, splits):
+    return (images.float() - splits.mean[0]) / splits.std[0]
 
 
-def test_reliability_of_bernoulli_outputs_is_that_of_the_predicted_side():
-    """.1 predicts a zero with confidence .9; four outputs, all counted."""
-    p = torch.tensor([[0.1, 0.9], [0.4, 0.95]])
-    curve = reliability_curve(prediction(p), torch.tensor([[0, 0], [1, 1]]), "bernoulli")
-    found = {k: count for k, count in enumerate(curve["counts"]) if count}
-    assert found == {8: 1, 13: 2, 14: 1}
-    assert curve["confidence"][8] == pytest.approx(0.6)
-    assert [curve["accuracy"][k] for k in (8, 13, 14)] == [0.0, 0.5, 1.0]
+@pytest.fixture(scope="module")
+def predictives(digits):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    x, y = normalised(digits.train.images, digits), digits.train.labels
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(30):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    la = KronLaplace(model, "classification", prior_precision=1.0)
+    la.fit([(x, y)])
+    config = PredictiveConfig("mc", samples=30)
+    mc = laplace_predictive(la, config, torch.Generator().manual_seed(0))
+    return {"MAP": map_predictive(model), "Laplace, mc": mc}
 
 
-def test_reliability_of_regression_is_the_coverage():
-    """Noise of variance .36 and parameters' variance .64 make a σ of one together."""
-    targets = torch.randn(4000, 1, generator=torch.Generator().manual_seed(0)).double()
-    zero = torch.zeros_like(targets)
-    parts = torch.full_like(targets, 0.36), torch.full_like(targets, 0.64)
-    curve = reliability_curve(prediction(zero, *parts), targets, "regression")
-    assert curve == coverage_curve(zero, torch.ones_like(zero), targets)
-    assert curve["coverage"] == pytest.approx(curve["levels"], abs=0.03)
-    # Negative control: the noise alone covers too little.
-    too_narrow = reliability_curve(prediction(zero, parts[0], zero), targets, "regression")
-    assert too_narrow["coverage"][9] < 0.4
+@pytest.fixture(scope="module")
+def record(digits, predictives):
+    ood = Noise(num_images=30)
+    return evaluate(predictives, digits, "classification", shift=True, ood=ood, batch_size=16)
+
+
+def test_form(record):
+    assert json.loads(json.dumps(record, allow_nan=False)) == record
+    expected = {
+        "data": "digits", "likelihood": "classification", "num_test": 40, "num_positions": None,
+        "classes": [str(digit) for digit in range(10)],
+        "shift": {"kinds": list(CORRUPTIONS), "severities": list(SEVERITIES)},
+        "ood": {"name": "noise", "num_examples": 30, "score": "entropy", "note": None},
+    }  # fmt: skip
+    assert expected.items() <= record.items()
+    assert list(record["predictives"]) == ["MAP", "Laplace, mc"]
+    parts = {"metrics", "intervals", "reliability", "risk_coverage", "roc", "classes", "entropy"}
+    for entry in record["predictives"].values():
+        assert set(entry) - {"against"} == parts | {"seconds"} and entry["seconds"] > 0
+        assert sum(entry["reliability"]["counts"]) == 40
+
+
+def test_metrics_are_those_of_all_examples_at_once(record, digits, predictives):
+    test, validation = digits.test, digits.validation
+    sets = {"test": (test.images, test.labels)}
+    sets["validation"] = validation.images, validation.labels
+    for kind in CORRUPTIONS:
+        sets[f"shift/{kind}/5"] = corrupt(test.images, kind, 5), test.labels
+    for name, predict in predictives.items():
+        found = record["predictives"][name]["metrics"]
+        for split, (images, labels) in sets.items():
+            prediction = predict(normalised(images, digits))
+            for key, value in compute_metrics(prediction, labels, "classification").items():
+                assert found[f"{split}/{key}"] == pytest.approx(value, rel=1e-4), (split, key)
+    assert found["shift/contrast/5/cls/NLL"] > 1.05 * found["test/cls/NLL"]
+    count = len({key.rsplit("/", 2)[0] for key in found})
+    assert count == 3 + len(CORRUPTIONS) * len(SEVERITIES)  # with "ood"
+
+
+def test_intervals_and_differences_are_of_the_test_set(record, digits, predictives):
+    x, y = normalised(digits.test.images, digits), digits.test.labels
+    scores = {n: example_scores(p(x), y, "classification") for n, p in predictives.items()}
+    for name, entry in record["predictives"].items():
+        ends = dict(entry["intervals"])
+        low, high = ends.pop("ood/AUROC")
+        assert low < entry["metrics"]["ood/AUROC"] < high
+        expected = intervals(scores[name]).items()
+        assert ends == {f"test/{key}": pytest.approx(value, rel=1e-4) for key, value in expected}
+    assert "against" not in record["predictives"]["MAP"]
+    against = record["predictives"]["Laplace, mc"]["against"]
+    assert against["predictive"] == "MAP"
+    for key, value in differences(scores["Laplace, mc"], scores["MAP"]).items():
+        found = against["differences"][f"test/{key}"]
+        assert found == pytest.approx(value, rel=1e-3, abs=1e-6)
+
+
+def test_scores_of_two_networks_are_compared_by_example(digits, predictives):
+    def less_sure(x):
+        p = predictives["MAP"](x)
+        return replace(p, mean=0.9 * p.mean + 0.01)
+
+    found = {}
+    for name, predict in (("first", predictives["MAP"]), ("second", less_sure)):
+        scores = {}
+        evaluate({"MAP": predict}, digits, "classification", batch_size=13, scores=scores)
+        found[name] = scores["MAP"]
+    difference = compared(found["second"], found["first"])["test/cls/NLL"]
+    assert difference == list(differences(found["second"], found["first"])["cls/NLL"])
+    # Negative control: the same values, not of the same examples.
+    mixed = {name: values.roll(1) for name, values in found["first"].items()}
+    wrong = compared(found["second"], mixed)["test/cls/NLL"]
+    assert wrong[2] - wrong[1] > 1.1 * (difference[2] - difference[1])
+
+
+def test_sequences_of_several_lengths_have_no_intervals():
+    """As examples alone are independent; of one length each sequence counts as one."""
+    torch.manual_seed(0)
+    x, y = torch.randn(30, 4, 5).softmax(-1), torch.randint(5, (30, 4))
+
+    def predict(rows):
+        return Prediction(rows, *[torch.zeros(rows.shape[:-1])] * 2)
+
+    def found(labels):
+        splits = TensorSplits(*[(x, labels)] * 3, name="rows")
+        return evaluate({"given": predict}, splits, "classification")["predictives"]["given"]
+
+    scores = example_scores(predict(x.flatten(0, 1)), y.flatten(), "classification")["cls/NLL"]
+    expected = intervals({"x": scores.view(30, 4).mean(1)})["x"]
+    assert found(y)["intervals"]["test/cls/NLL"] == pytest.approx(expected)
+    assert expected != pytest.approx(intervals({"x": scores})["x"])  # the control
+    ragged = y.clone()
+    ragged[3, 2:] = -100
+    assert found(ragged)["intervals"] == {}
+
+
+def test_out_of_distribution_images_are_told_by_the_entropy(digits, predictives):
+    predict = predictives["Laplace, mc"]
+    turned = digits.test.images.rot90(1, (2, 3)).contiguous()
+    ood = Given(replace(digits, test=ImageSet(turned, digits.test.labels), name="turned"))
+    found = evaluate({"mc": predict}, digits, "classification", ood=ood)
+    inside, outside = (predict(normalised(x, digits)) for x in (digits.test.images, turned))
+    expected, wrong = (
+        out_of_distribution_metrics(getattr(inside, name), getattr(outside, name))
+        for name in ("entropy", "epistemic")
+    )
+    metrics = found["predictives"]["mc"]["metrics"]
+    metrics = {key: value for key, value in metrics.items() if key in expected}
+    assert metrics == pytest.approx(expected)
+    assert metrics != pytest.approx(wrong)  # negative control
+
+
+@pytest.mark.parametrize("classes", [2, 10])
+def test_histograms_count_all_examples_and_the_ends(classes):
+    """Entropies of 0 and, with rounding up or down, of log C."""
+    uniform = torch.full((5, classes), 1 / classes)
+    rows = torch.cat([torch.eye(classes)[:2], uniform, uniform * (1 + 1e-6), uniform * (1 - 1e-6)])
+    splits = TensorSplits(*[(rows, torch.zeros(len(rows)).long())] * 3, name="rows")
+
+    def predict(p):
+        return Prediction(p, torch.zeros(len(p)), torch.zeros(len(p)))
+
+    found = evaluate({"given": predict}, splits, "classification")
+    histogram = found["predictives"]["given"]["entropy"]
+    assert histogram["edges"] == pytest.approx(np.linspace(0, math.log(classes), 31))
+    assert (histogram["test"][0], histogram["test"][-1]) == (2, 15)
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_most_uncertain_images(channels):
+    pixels = torch.randint(256, (16, channels, 5, 4), dtype=torch.uint8)
+    images = ImageSet(pixels, torch.arange(16) % 2)
+    scale = (0.0,) * channels, (1.0,) * channels
+    splits = ImageSplits(images, None, images, ("a", "b"), *scale, "n")
+    predict = map_predictive(nn.Sequential(nn.Flatten(), nn.Linear(20 * channels, 2)))
+    found = evaluate({"MAP": predict}, splits, "classification")
+    examples, p = found["uncertain"]["examples"], predict(pixels.float())
+    entropies = special.entr(p.mean.numpy()).sum(1)
+    assert [e["index"] for e in examples] == sorted(range(16), key=lambda i: -entropies[i])[:12]
+    for example in examples:
+        i = example["index"]
+        assert (example["label"], example["predicted"]) == ("ab"[i % 2], "ab"[p.mean[i].argmax()])
+        assert example["entropy"] == pytest.approx(entropies[i], rel=1e-4, abs=1e-6)
+        start, content = example["image"].split(",", 1)
+        assert start == "data:image/png;base64"
+        shown = np.array(Image.open(io.BytesIO(base64.b64decode(content)))).reshape(5, 4, -1)
+        assert np.array_equal(shown, pixels[i].permute(1, 2, 0)[:, :, :3].numpy())
+
+
+@pytest.mark.parametrize("likelihood", ["regression", "bernoulli"])
+def test_other_likelihoods(likelihood):
+    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+    y = x[:, :2].sin() if likelihood == "regression" else (x[:, :3] > 0).float()
+    train, validation, test = ((x[p], y[p]) for p in (slice(30), slice(30, 40), slice(40, 60)))
+    splits = TensorSplits(train, validation, test, name="tensors")
+    la = KronLaplace(nn.Linear(4, y.shape[1]), likelihood)
+    la.fit([train])
+    predict = laplace_predictive(la)
+    found = evaluate({"Laplace": predict}, splits, likelihood, batch_size=7)
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert [found[key] for key in ("classes", "ood", "shift", "uncertain")] == [None] * 4
+    assert (found["data"], found["num_test"]) == ("tensors", 20)
+    entry = found["predictives"]["Laplace"]
+    for split, (inputs, targets) in (("test", test), ("validation", validation)):
+        for key, value in compute_metrics(predict(inputs), targets, likelihood).items():
+            assert entry["metrics"][f"{split}/{key}"] == pytest.approx(value, rel=1e-4, abs=1e-6)
+    if likelihood == "bernoulli":
+        assert sum(entry["reliability"]["counts"]) == sum(entry["entropy"]["test"]) == 60
+        assert entry["entropy"]["edges"][-1] == pytest.approx(math.log(2))
+    with pytest.raises(ValueError, match="tensors holds no images; shift and ood are for images"):
+        evaluate({}, splits, likelihood, shift=True)

@@ -189,7 +189,6 @@ def _predictive(random, sharpness, name, num_classes):
         "test/cls/Brier": 0.05,  # the same for all
         "test/cls/AURC": 0.004 * sharpness,
         "test/cal/ECE": 0.03 / sharpness,
-        "test/cal/ECE_adaptive": 0.028 / sharpness,
         "ood/AUROC": 0.9 + 0.04 * sharpness,
         "ood/AUPR": 0.91,
         "ood/FPR95": 0.3 - 0.1 * sharpness,

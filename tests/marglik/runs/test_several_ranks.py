@@ -94,7 +94,7 @@ def test_two_ranks_evaluate_what_one_process_evaluates(worlds, alone, tmp_path):
         assert [out == "" for _, out, _ in printed] == [False, True][:size]
     for name, expected in found[1].items():
         assert_near(found[2][name]["metrics"], expected["metrics"], 1e-5, name)
-        assert found[2][name]["options"].keys() == expected["options"].keys()
+        assert found[2][name].keys() == expected.keys()
 
 
 @pytest.mark.parametrize("method", ["evidence", pytest.param("validation", marks=pytest.mark.slow)])

@@ -90,7 +90,7 @@ def test_train(width, capsys):
 
 
 def test_evaluate(width, capsys):
-    extra = {"calibrated": {"Laplace, mc": CALIBRATION}, "replaced": ["all of it " * 20]}
+    extra = {"calibrated": {"Laplace, mc": CALIBRATION}, "in_sample": False}
     for record in (classification(), regression()):
         print_evaluation(record | extra | {"num_positions": 12345})
         assert fits(capsys.readouterr().out, width)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from scipy.optimize import minimize_scalar
 
-from marglik.prediction.evaluation import compute_metrics, predict_all
+from marglik.prediction.evaluation import predict_all
+from marglik.prediction.metrics import compute_metrics
 from marglik.prediction.predictive import laplace_predictive
 from marglik.training.post_hoc import minimize_validation_loss
 from tests.marglik.posteriors import CASES, data, fitted
