@@ -434,7 +434,7 @@ def fit_sharpness(held_out: HeldOut) -> Calibration:
     """
     is_regression = held_out.likelihood == "regression"
     own = math.log(held_out.sigma_noise) if is_regression else 0.0
-    loss, M = held_out.loss("mc", held_out.f[:0]), len(held_out.f)
+    loss, M = held_out.double().loss("mc", held_out.f[:0]), len(held_out.f)
 
     def objective(v: Tensor) -> Tensor:
         nll = loss(torch.ones(()), v[0].exp())

@@ -182,7 +182,7 @@ def test_the_command_trains_evaluates_and_reports_an_ensemble(run):
     for other in others:
         assert (first - other).abs().max() > 0.1
     entry = evaluated(run)["predictives"]["ensemble of 3"]
-    assert entry["options"]["calibration"] is not None
+    assert entry["calibration"] is not None
     assert entry["seconds_of_training"] == pytest.approx(ensemble.seconds)
     assert {"test/cls/NLL", "ood/AUROC", "ood/AUROC_epistemic"} <= entry["metrics"].keys()
     results = results_of(run)
