@@ -315,10 +315,11 @@ def calibrate(
     fit = _fits(posterior, held_out, [config])[config.label]
     # The seed of the search: s and τ are best for its samples, others add their sampling error.
     generator = generator or torch.Generator(posterior.mean.device).manual_seed(0)
-    predict, uncalibrated = (
-        laplace_predictive(posterior, config, generator, calibration)
-        for calibration in (fit.calibration, Calibration())
-    )
+    state, found = generator.get_state(), []
+    for calibration in (Calibration(), fit.calibration):  # from the same samples
+        generator.set_state(state)
+        found.append(laplace_predictive(posterior, config, generator, calibration))
+    uncalibrated, predict = found
     return CalibratedPredictive(predict, uncalibrated, fit, posterior.model, posterior.likelihood)
 
 

@@ -96,8 +96,8 @@ def test_rounding_of_outputs_decides_nothing(likelihood, link):
         f, V = (t * (1 + change * torch.randn_like(t)) for t in (data.f, data.covariance))
         rounded = replace(data, f=f.float(), covariance=V.float())
         found.append(fit_calibration(rounded, link, SAMPLES).calibration)
-    for key in ("covariance_scale", "output_temperature", "sigma_noise"):
-        assert getattr(found[1], key) == pytest.approx(getattr(found[0], key), rel=1e-5)
+    first, second = ((c.covariance_scale, c.sigma_noise or c.output_temperature) for c in found)
+    assert second == pytest.approx(first, rel=1e-5)
 
 
 def of_few(n, draws=30):
@@ -147,13 +147,13 @@ def test_it_finds_what_made_the_data():
     assert fit.calibration.sigma_noise == pytest.approx(0.5, rel=0.05)
     assert fit.nll < min(fit.nll_scaled_map - 0.01, fit.nll_uncalibrated - 0.1)
 
-    f, covariance = gaussians(4, 3000, scale=3.0)
+    f, covariance = gaussians(4, 4000, scale=3.0)
     generator = torch.Generator().manual_seed(3)
     root = torch.linalg.cholesky(0.5 * covariance)
     noise = torch.randn(len(f), 4, 1, generator=generator, dtype=torch.float64)
     outputs = (f + (root @ noise).squeeze(-1)) / 0.5
     y = torch.multinomial(outputs.softmax(-1), 1, generator=generator).squeeze(1)
-    fit = fit_calibration(HeldOut("classification", f, covariance, y), "mc", 100)
+    fit = fit_calibration(HeldOut("classification", f, covariance, y), "mc", 200)
     # Both narrow the probabilities, so that one may stand in for the other to a degree.
     assert fit.calibration.covariance_scale == pytest.approx(0.5, rel=0.3)
     assert fit.calibration.output_temperature == pytest.approx(0.5, rel=0.3)
@@ -161,7 +161,7 @@ def test_it_finds_what_made_the_data():
 
     y = torch.multinomial((f / 1.7).softmax(-1), 1, generator=generator).squeeze(1)
     fit = fit_calibration(HeldOut("classification", f, covariance, y), "probit")
-    assert fit.nll > fit.nll_scaled_map - 3 / 3000  # two numbers gain about one nat by chance
+    assert fit.nll > fit.nll_scaled_map - 3 / 4000  # two numbers gain about one nat by chance
     assert fit.map_calibration.output_temperature == pytest.approx(1.7, rel=0.05)
 
 
